@@ -1,0 +1,73 @@
+"""The expert's non-linearity and its derivative, on the rows of one expert.
+
+Legend: R rows, H hidden width, F = H, or 2H when gated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from custom_ops.options import ExpertOptions
+
+__all__ = ["activate", "activate_backward"]
+
+_aten = torch.ops.aten
+
+_FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda z: torch.nn.functional.gelu(z, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "relu": torch.relu,
+    "relu2": lambda z: torch.relu(z).square(),
+}
+
+_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": lambda dh, z: _aten.gelu_backward(dh, z),
+    "gelu_tanh": lambda dh, z: _aten.gelu_backward(dh, z, approximate="tanh"),
+    "silu": lambda dh, z: _aten.silu_backward(dh, z),
+    "relu": lambda dh, z: _aten.threshold_backward(dh, z, 0),
+    "relu2": lambda dh, z: dh * 2 * torch.relu(z),
+}
+
+
+def activate(z_RF: Tensor, options: ExpertOptions) -> Tensor:
+    """Returns the hidden rows ``[R, H]`` of the pre-activations ``[R, F]``."""
+    if not options.gated:
+        return _FORWARD[options.activation](z_RF)
+    gate_RH, up_RH = _split(z_RF, options)
+    if options.activation != "clamped_swiglu":
+        return _FORWARD[options.activation](gate_RH).mul_(up_RH)
+    gate_RH = gate_RH.clamp(max=options.limit)
+    up_RH = up_RH.clamp(-options.limit, options.limit)
+    return torch.sigmoid(gate_RH * options.alpha).mul_(gate_RH).mul_(up_RH + 1)
+
+
+def activate_backward(dh_RH: Tensor, z_RF: Tensor, options: ExpertOptions) -> Tensor:
+    """Returns the gradient of ``activate`` with respect to ``z_RF``, ``[R, F]``."""
+    if not options.gated:
+        return _BACKWARD[options.activation](dh_RH, z_RF)
+    gate_RH, up_RH = _split(z_RF, options)
+    dz_RF = torch.empty_like(z_RF)
+    dgate_RH, dup_RH = _split(dz_RF, options)
+    if options.activation != "clamped_swiglu":
+        dgate_RH.copy_(_BACKWARD[options.activation](dh_RH * up_RH, gate_RH.contiguous()))
+        dup_RH.copy_(dh_RH * _FORWARD[options.activation](gate_RH))
+        return dz_RF
+    gate_c_RH = gate_RH.clamp(max=options.limit)
+    up_c_RH = up_RH.clamp(-options.limit, options.limit)
+    sigmoid_RH = torch.sigmoid(gate_c_RH * options.alpha)
+    slope_RH = sigmoid_RH * (1 + options.alpha * gate_c_RH * (1 - sigmoid_RH))
+    dgate_RH.copy_((gate_RH <= options.limit) * dh_RH * (up_c_RH + 1) * slope_RH)
+    dup_RH.copy_((up_RH.abs() <= options.limit) * dh_RH * gate_c_RH * sigmoid_RH)
+    return dz_RF
+
+
+def _split(z_RF: Tensor, options: ExpertOptions) -> tuple[Tensor, Tensor]:
+    """Returns views of the gate and the up columns, ``[R, H]`` each."""
+    if options.interleaved:
+        return z_RF[:, ::2], z_RF[:, 1::2]
+    gate_RH, up_RH = z_RF.chunk(2, dim=1)
+    return gate_RH, up_RH

@@ -1,0 +1,161 @@
+"""Argument checks that every path of an op runs: eager, fake, compiled.
+
+Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from custom_ops.options import ExpertOptions
+
+__all__ = ["check_experts", "check_router", "check_routing"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTS = (torch.int32, torch.int64)
+
+
+def check_experts(
+    x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, options: ExpertOptions
+) -> None:
+    """Checks tokens and expert parameters.
+
+    Raises:
+        ValueError: If a shape or a device does not fit.
+        TypeError: If a dtype is not supported or differs where it must not.
+    """
+    _check_float("x", x)
+    _check_value(x.ndim >= 1, lambda: "x must have at least 1 dimension [..., D], got 0")
+    _check_ndim("w1", w1, "[E, F, D]")
+    _check_ndim("w2", w2, "[E, D, H]")
+    experts, rows, width = w1.shape
+    hidden = w2.shape[2]
+    _check_value(experts >= 1, lambda: "w1 [E, F, D] must hold at least 1 expert, got 0")
+    _check_value(
+        x.shape[-1] == width,
+        lambda: f"x's last dimension must be D = {width} as in w1 [E, F, D], got {x.shape[-1]}",
+    )
+    _check_shape("w2", w2, "[E, D, H]", (experts, width, hidden))
+    _check_value(
+        rows == options.rows_per_hidden * hidden,
+        lambda: (
+            f"w1 [E, F, D] must have F = {'2H' if options.gated else 'H'} = "
+            f"{options.rows_per_hidden * hidden} rows (H = {hidden} from w2 [E, D, H], "
+            f"gated={options.gated}), got {rows}"
+        ),
+    )
+    _check_float("w1", w1)
+    for name, tensor, form, shape in (
+        ("b1", b1, "[E, F]", (experts, rows)),
+        ("b2", b2, "[E, D]", (experts, width)),
+    ):
+        if tensor is not None:
+            _check_shape(name, tensor, form, shape)
+    for name, tensor in (("w2", w2), ("b1", b1), ("b2", b2)):
+        if tensor is not None:
+            _check_dtype(name, tensor, (w1.dtype,), "as w1")
+    _check_devices(x, w1=w1, b1=b1, w2=w2, b2=b2)
+
+
+def check_router(
+    x: Tensor, router_weight: Tensor, router_bias: Tensor | None, w1: Tensor, top_k: int
+) -> None:
+    """Checks the router's parameters against the experts'; call :func:`check_experts` first.
+
+    Raises:
+        ValueError: If a shape or a device does not fit, or ``top_k`` exceeds the experts.
+        TypeError: If a dtype is not supported.
+    """
+    experts, _, width = w1.shape
+    _check_shape("router_weight", router_weight, "[E, D]", (experts, width))
+    _check_float("router_weight", router_weight)
+    if router_bias is not None:
+        _check_shape("router_bias", router_bias, "[E]", (experts,))
+        _check_float("router_bias", router_bias)
+    _check_value(
+        top_k <= experts, lambda: f"top_k must be in 1..{experts} (the experts), got {top_k}"
+    )
+    _check_devices(x, router_weight=router_weight, router_bias=router_bias)
+
+
+def check_routing(x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
+    """Checks a routing decision made outside the op against the tokens.
+
+    Raises:
+        ValueError: If a shape or a device does not fit.
+        TypeError: If ``expert_ids`` is not int32/int64 or ``expert_weights`` not floating.
+    """
+    _check_value(
+        expert_ids.ndim == x.ndim and expert_ids.shape[-1] >= 1,
+        lambda: (
+            f"expert_ids must be [..., K] with x's leading dimensions and K >= 1, got "
+            f"{_text(expert_ids)} for x {_text(x)}"
+        ),
+    )
+    _check_shape("expert_ids", expert_ids, "[..., K]", (*x.shape[:-1], expert_ids.shape[-1]))
+    _check_shape("expert_weights", expert_weights, "[..., K]", tuple(expert_ids.shape))
+    _check_dtype("expert_ids", expert_ids, _INTS)
+    _check_float("expert_weights", expert_weights)
+    _check_devices(x, expert_ids=expert_ids, expert_weights=expert_weights)
+
+
+def _check_value(condition: bool, message: Callable[[], str]) -> None:
+    # Eager conditions are plain bools: skipping torch._check for them saves 70 us a call.
+    if condition is not True:
+        torch._check_value(condition, message)
+
+
+def _check_type(condition: bool, message: Callable[[], str]) -> None:
+    if condition is not True:
+        torch._check_type(condition, message)
+
+
+def _check_ndim(name: str, tensor: Tensor, form: str) -> None:
+    _check_value(
+        tensor.ndim == form.count(",") + 1, lambda: f"{name} must be {form}, got {_text(tensor)}"
+    )
+
+
+def _check_shape(name: str, tensor: Tensor, form: str, shape: tuple[int, ...]) -> None:
+    wanted = f"{form} = {_text(shape)}"
+    _check_value(
+        tensor.ndim == len(shape), lambda: f"{name} must be {wanted}, got {_text(tensor)}"
+    )
+    for size, expected in zip(tensor.shape, shape, strict=True):
+        _check_value(size == expected, lambda: f"{name} must be {wanted}, got {_text(tensor)}")
+
+
+def _check_float(name: str, tensor: Tensor) -> None:
+    _check_dtype(name, tensor, _FLOATS)
+
+
+def _check_dtype(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], why: str = ""
+) -> None:
+    def message() -> str:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = str(tensor.dtype).removeprefix("torch.")
+        return f"{name} must be {'one of ' if len(dtypes) > 1 else ''}{names}{why and ' '}{why}, got {got}"
+
+    _check_type(tensor.dtype in dtypes, message)
+
+
+def _check_devices(x: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _check_device(name, tensor, x)
+
+
+def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    _check_value(
+        tensor.device == x.device,
+        lambda: f"{name} must be on x's device {x.device}, got {tensor.device}",
+    )
+
+
+def _text(shape: Tensor | tuple[int, ...]) -> str:
+    sizes = shape.shape if isinstance(shape, Tensor) else shape
+    return f"[{', '.join(map(str, sizes))}]"

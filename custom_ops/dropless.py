@@ -1,0 +1,222 @@
+"""``torch.ops.moe.dropless``: a whole dropless MoE layer, router and experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops import _grouped
+from custom_ops._checks import check_experts, check_router
+from custom_ops._library import EXPERT_OPTIONS, LIBRARY, autocast_parameters
+from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops.routing import route, route_backward
+
+__all__ = ["dropless"]
+
+_ROUTER_OPTIONS = ("scoring", "renormalize", "routed_scaling")
+
+LIBRARY.define(
+    "dropless(Tensor x, Tensor router_weight, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
+    # Positional, since torch.library's autograd takes no keyword-only tensors.
+    "int top_k, Tensor? router_bias=None, *, "
+    'str scoring="softmax", bool renormalize=True, float routed_scaling=1.0, '
+    f"{EXPERT_OPTIONS}) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def dropless(
+    x: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    top_k: int,
+    router_bias: Tensor | None = None,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    routed_scaling: float = 1.0,
+    activation: str = "gelu",
+    gated: bool = False,
+    interleaved: bool = False,
+    weight_on_input: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:
+    """Routes each token to its ``top_k`` experts and sums their weighted results.
+
+    Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
+
+    The router computes in float32 whatever the dtypes (float64 if ``x`` is float64); ties go to
+    the lower expert. The experts compute as in :func:`custom_ops.experts`. No token is dropped.
+
+    Args:
+        x: Tokens ``[..., D]``; float32, float16, bfloat16 or float64.
+        router_weight: ``[E, D]``, floating.
+        w1: ``[E, F, D]``, (out, in) as in ``nn.Linear``; gate rows before up rows when gated.
+        b1: ``[E, F]`` in ``w1``'s dtype, or None.
+        w2: ``[E, D, H]`` in ``w1``'s dtype.
+        b2: ``[E, D]`` in ``w1``'s dtype, or None.
+        top_k: Experts per token, in ``1..E``.
+        router_bias: ``[E]`` added to the logits, or None.
+        scoring: One of :data:`custom_ops.options.SCORINGS`.
+        renormalize: Divide a token's weights by their sum.
+        routed_scaling: Factor on every weight, after renormalising.
+        activation: One of :data:`custom_ops.options.ACTIVATIONS`.
+        gated: ``h = act(gate) * up``.
+        interleaved: Gate rows are ``::2`` of ``w1``, up rows ``1::2``.
+        weight_on_input: Weights scale the expert's input instead of its output (Llama 4).
+        alpha: Sigmoid slope of ``clamped_swiglu``.
+        limit: Clamp of ``clamped_swiglu``.
+
+    Returns:
+        ``[..., D]`` in x's dtype, contiguous. Differentiable once in every floating tensor; the
+        choice of experts has no gradient.
+
+    Raises:
+        ValueError: If a shape, device or option does not fit.
+        TypeError: If a dtype is not supported.
+
+    Example:
+        >>> import torch
+        >>> x, router = torch.randn(2, 5, 4), torch.randn(3, 4)
+        >>> w1, w2 = torch.randn(3, 8, 4), torch.randn(3, 4, 8)
+        >>> dropless(x, router, w1, None, w2, None, top_k=2).shape
+        torch.Size([2, 5, 4])
+    """
+    result: Tensor = torch.ops.moe.dropless(
+        x, router_weight, w1, b1, w2, b2, top_k, router_bias,
+        scoring=scoring, renormalize=renormalize, routed_scaling=routed_scaling,
+        activation=activation, gated=gated, interleaved=interleaved,
+        weight_on_input=weight_on_input, alpha=alpha, limit=limit,
+    )  # fmt: skip
+    return result
+
+
+def _split_options(top_k: int, options: dict[str, Any]) -> tuple[RouterOptions, dict[str, Any]]:
+    # The dispatcher leaves out arguments that equal the schema's defaults, which are the records'.
+    router = {name: options[name] for name in _ROUTER_OPTIONS if name in options}
+    rest = {name: value for name, value in options.items() if name not in router}
+    return RouterOptions(top_k, **router), rest
+
+
+def _check(
+    x: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    top_k: int,
+    router_bias: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[RouterOptions, ExpertOptions]:
+    router_options, rest = _split_options(top_k, options)
+    expert_options = ExpertOptions(**rest)
+    check_experts(x, w1, b1, w2, b2, expert_options)
+    check_router(x, router_weight, router_bias, w1, top_k)
+    return router_options, expert_options
+
+
+@torch.library.register_fake("moe::dropless", lib=LIBRARY)
+def _dropless_fake(
+    x: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    top_k: int,
+    router_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    _check(x, router_weight, w1, b1, w2, b2, top_k, router_bias, options)
+    return x.new_empty(x.shape)
+
+
+@torch.library.impl(LIBRARY, "dropless", "CPU")
+def _dropless_cpu(
+    x: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    top_k: int,
+    router_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    router_options, expert_options = _check(
+        x, router_weight, w1, b1, w2, b2, top_k, router_bias, options
+    )
+    x_TD = x.reshape(-1, x.shape[-1])
+    ids_TK, weights_TK = route(x_TD, router_weight, router_bias, router_options)
+    y_TD = _grouped.experts_forward(
+        x_TD, ids_TK, weights_TK, w1, b1, w2, b2, expert_options
+    )
+    return y_TD.view(x.shape)
+
+
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
+    *tensors, ctx.top_k, router_bias = inputs
+    ctx.save_for_backward(*tensors, router_bias)
+    ctx.options = keyword_only_inputs
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, router_weight, w1, b1, w2, b2, router_bias = ctx.saved_tensors
+    router_options, expert_options = _split_options(ctx.top_k, ctx.options)
+    x_TD, dy_TD = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
+    ids_TK, weights_TK = route(x_TD, router_weight, router_bias, router_options)
+    dx_TD, dweights_TK, dw1, db1, dw2, db2 = torch.ops.moe.experts_backward(
+        dy_TD, x_TD, ids_TK, weights_TK, w1, b1, w2, b2,
+        any(ctx.needs_input_grad[2:6]), **expert_options,
+    )  # fmt: skip
+    dx_router_TD, drouter_ED, dbias_E = route_backward(
+        dweights_TK, x_TD, router_weight, router_bias, ids_TK, router_options
+    )
+    dx = (dx_TD + dx_router_TD.to(x.dtype)).view(x.shape)
+    dbias = None if router_bias is None else dbias_E.to(router_bias.dtype)
+    gradients = (dx, drouter_ED.to(router_weight.dtype), dw1, db1, dw2, db2, None, dbias)
+    # Not strict: the dispatcher drops router_bias from the inputs where it is None.
+    return tuple(
+        gradient if needed else None
+        for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False)
+    )
+
+
+torch.library.register_autograd(
+    "moe::dropless", _backward, setup_context=_setup_context, lib=LIBRARY
+)
+
+
+def _autocast(device_type: str) -> Any:
+    def dropless_autocast(
+        x: Tensor,
+        router_weight: Tensor,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        top_k: int,
+        router_bias: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        without_autocast, cast = autocast_parameters(device_type, w1, b1, w2, b2)
+        with without_autocast:
+            result: Tensor = torch.ops.moe.dropless(
+                x, router_weight, *cast, top_k, router_bias, **options
+            )
+        return result
+
+    return dropless_autocast
+
+
+for _device_type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+    LIBRARY.impl("dropless", _autocast(_device_type), _key)

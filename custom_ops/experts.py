@@ -1,0 +1,222 @@
+"""``torch.ops.moe.experts``: the experts of a dropless MoE layer whose router is its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops import _grouped
+from custom_ops._checks import check_experts, check_routing
+from custom_ops._library import EXPERT_OPTIONS, LIBRARY, autocast_parameters
+from custom_ops.options import ExpertOptions
+
+__all__ = ["experts"]
+
+_ARGUMENTS = (
+    "Tensor x, Tensor expert_ids, Tensor expert_weights, "
+    "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2"
+)
+LIBRARY.define(
+    f"experts({_ARGUMENTS}, *, {EXPERT_OPTIONS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag
+)
+LIBRARY.define(
+    f"experts_backward(Tensor dy, {_ARGUMENTS}, bool parameters, *, {EXPERT_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    *,
+    activation: str = "gelu",
+    gated: bool = False,
+    interleaved: bool = False,
+    weight_on_input: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:
+    """Runs each token through its chosen experts and sums their weighted results.
+
+    Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, K choices.
+
+    Rows are cast to ``w1``'s dtype; both products accumulate in float32 (float64 if ``x`` or
+    ``w1`` is float64), where bias, activation, weighting and the sum over K in slot order happen
+    too; the hidden rows are rounded to ``w2``'s dtype in between.
+
+    Args:
+        x: Tokens ``[..., D]``; float32, float16, bfloat16 or float64.
+        expert_ids: ``[..., K]`` int32 or int64 in ``0..E-1``, or -1 for no expert.
+        expert_weights: ``[..., K]``, floating.
+        w1: ``[E, F, D]``, (out, in) as in ``nn.Linear``; gate rows before up rows when gated.
+        b1: ``[E, F]`` in ``w1``'s dtype, or None.
+        w2: ``[E, D, H]`` in ``w1``'s dtype.
+        b2: ``[E, D]`` in ``w1``'s dtype, or None.
+        activation: One of :data:`custom_ops.options.ACTIVATIONS`.
+        gated: ``h = act(gate) * up``.
+        interleaved: Gate rows are ``::2`` of ``w1``, up rows ``1::2``.
+        weight_on_input: Weights scale the expert's input instead of its output (Llama 4).
+        alpha: Sigmoid slope of ``clamped_swiglu``.
+        limit: Clamp of ``clamped_swiglu``.
+
+    Returns:
+        ``[..., D]`` in x's dtype, contiguous. Differentiable once in x, expert_weights, w1, b1,
+        w2 and b2.
+
+    Raises:
+        ValueError: If a shape, device or option does not fit, or an id lies outside ``-1..E-1``
+            (ids are looked at on the CPU only; on other devices such an id is undefined).
+        TypeError: If a dtype is not supported.
+
+    Example:
+        >>> import torch
+        >>> x, w1, w2 = torch.randn(5, 4), torch.randn(3, 8, 4), torch.randn(3, 4, 8)
+        >>> ids, weights = torch.tensor([[0, 2]] * 5), torch.full((5, 2), 0.5)
+        >>> experts(x, ids, weights, w1, None, w2, None, activation="silu").shape
+        torch.Size([5, 4])
+    """
+    result: Tensor = torch.ops.moe.experts(
+        x, expert_ids, expert_weights, w1, b1, w2, b2,
+        activation=activation, gated=gated, interleaved=interleaved,
+        weight_on_input=weight_on_input, alpha=alpha, limit=limit,
+    )  # fmt: skip
+    return result
+
+
+def _check(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    **options: Any,
+) -> ExpertOptions:
+    checked = ExpertOptions(**options)
+    check_experts(x, w1, b1, w2, b2, checked)
+    check_routing(x, expert_ids, expert_weights)
+    return checked
+
+
+@torch.library.register_fake("moe::experts", lib=LIBRARY)
+def _experts_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    _check(x, *arguments, **options)
+    return x.new_empty(x.shape)
+
+
+@torch.library.impl(LIBRARY, "experts", "CPU")
+def _experts_cpu(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
+) -> Tensor:
+    checked = _check(x, expert_ids, expert_weights, *parameters, **options)
+    y_TD = _grouped.experts_forward(
+        x.reshape(-1, x.shape[-1]),
+        expert_ids.reshape(-1, expert_ids.shape[-1]),
+        expert_weights.reshape(-1, expert_ids.shape[-1]),
+        *parameters,
+        checked,
+    )
+    return y_TD.view(x.shape)
+
+
+@torch.library.register_fake("moe::experts_backward", lib=LIBRARY)
+def _experts_backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    parameters: bool,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    _check(x, expert_ids, expert_weights, w1, b1, w2, b2, **options)
+    return (
+        x.new_empty(x.shape),
+        expert_weights.new_empty(expert_weights.shape),
+        *(
+            w1.new_empty(p.shape if parameters and p is not None else (0,))
+            for p in (w1, b1, w2, b2)
+        ),
+    )
+
+
+@torch.library.impl(LIBRARY, "experts_backward", "CPU")
+def _experts_backward_cpu(
+    dy: Tensor,
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    parameters: bool,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    width, top_k = x.shape[-1], expert_ids.shape[-1]
+    gradients = _grouped.experts_backward(
+        dy.reshape(-1, width),
+        x.reshape(-1, width),
+        expert_ids.reshape(-1, top_k),
+        expert_weights.reshape(-1, top_k),
+        w1, b1, w2, b2,
+        ExpertOptions(**options),
+        parameters=parameters,
+    )  # fmt: skip
+    dx, dweights, *dparameters = gradients
+    return dx.view(x.shape), dweights.view(expert_weights.shape), *dparameters
+
+
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.options = keyword_only_inputs
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, expert_ids, expert_weights, w1, b1, w2, b2 = ctx.saved_tensors
+    dx, dweights, dw1, db1, dw2, db2 = torch.ops.moe.experts_backward(
+        dy, x, expert_ids, expert_weights, w1, b1, w2, b2,
+        any(ctx.needs_input_grad[3:]), **ctx.options,
+    )  # fmt: skip
+    gradients = (dx, None, dweights, dw1, db1, dw2, db2)
+    return tuple(
+        gradient if needed else None
+        for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=True)
+    )
+
+
+torch.library.register_autograd(
+    "moe::experts", _backward, setup_context=_setup_context, lib=LIBRARY
+)
+
+
+def _autocast(device_type: str) -> Any:
+    def experts_autocast(
+        x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
+    ) -> Tensor:
+        without_autocast, cast = autocast_parameters(device_type, *parameters)
+        with without_autocast:
+            result: Tensor = torch.ops.moe.experts(
+                x, expert_ids, expert_weights, *cast, **options
+            )
+        return result
+
+    return experts_autocast
+
+
+for _device_type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+    LIBRARY.impl("experts", _autocast(_device_type), _key)

@@ -1,0 +1,83 @@
+"""The options of a dropless MoE layer, checked once and passed around as two frozen records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args, Literal
+
+__all__ = ["ACTIVATIONS", "SCORINGS", "Activation", "ExpertOptions", "RouterOptions", "Scoring"]
+
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu"]
+Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
+
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
+SCORINGS: tuple[str, ...] = get_args(Scoring)
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """How router logits become expert indices and weights.
+
+    Attributes:
+        top_k: Experts per token, at least 1.
+        scoring: ``softmax`` over all experts then top-k; ``topk_softmax``: top-k of the logits,
+            then softmax over the chosen; ``sigmoid`` then top-k.
+        renormalize: Divide a token's weights by their sum. No effect for ``topk_softmax``,
+            whose weights already sum to one.
+        routed_scaling: Factor on every weight, after renormalising.
+
+    Raises:
+        ValueError: If ``top_k`` is below 1 or ``scoring`` is unknown.
+    """
+
+    top_k: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    routed_scaling: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.scoring not in SCORINGS:
+            raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}; got {self.scoring!r}")
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """What one expert computes between its two matrix products.
+
+    Attributes:
+        activation: One of :data:`ACTIVATIONS`. ``gelu`` is the exact (erf) form, ``relu2`` is
+            ``relu(x)**2``; ``clamped_swiglu`` is gpt-oss's gating with ``alpha`` and ``limit``.
+        gated: The first product yields gate and up rows (F = 2H), ``h = act(gate) * up``.
+        interleaved: Gate rows are ``::2`` and up rows ``1::2``; otherwise gate rows come first.
+        weight_on_input: The routing weight scales the expert's input instead of its output.
+        alpha: Sigmoid slope of ``clamped_swiglu``.
+        limit: Clamp of ``clamped_swiglu``.
+
+    Raises:
+        ValueError: If the activation is unknown, or options contradict one another.
+    """
+
+    activation: str = "gelu"
+    gated: bool = False
+    interleaved: bool = False
+    weight_on_input: bool = False
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation must be one of {known}; got {self.activation!r}")
+        if self.activation == "clamped_swiglu" and not self.gated:
+            raise ValueError("activation 'clamped_swiglu' is a gating: it needs gated=True")
+        if self.interleaved and not self.gated:
+            raise ValueError("interleaved=True orders gate and up rows: it needs gated=True")
+        if not self.limit > 0:
+            raise ValueError(f"limit must be positive, got {self.limit}")
+
+    @property
+    def rows_per_hidden(self) -> int:
+        """Rows of ``w1`` per hidden unit: 2 when gated, else 1."""
+        return 2 if self.gated else 1

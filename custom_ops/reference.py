@@ -1,0 +1,99 @@
+"""The oracle: both ops in float64, every expert on every token, one line per formula.
+
+It is what the implementations are tested against, so it stays slow and plain.
+
+Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from custom_ops.options import ExpertOptions, RouterOptions
+
+__all__ = ["dropless", "experts", "router"]
+
+
+def dropless(
+    x: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    router_options: RouterOptions,
+    expert_options: ExpertOptions,
+    router_bias: Tensor | None = None,
+) -> Tensor:
+    """``torch.ops.moe.dropless`` in float64; returns x's shape."""
+    ids, weights = router(x, router_weight, router_bias, router_options)
+    return experts(x, ids, weights, w1, b1, w2, b2, expert_options)
+
+
+def router(
+    x: Tensor, router_weight: Tensor, router_bias: Tensor | None, options: RouterOptions
+) -> tuple[Tensor, Tensor]:
+    """Expert ids ``[..., K]`` int64 and weights ``[..., K]`` float64 of every token."""
+    logits = x.double() @ router_weight.double().mT
+    if router_bias is not None:
+        logits = logits + router_bias.double()
+    if options.scoring == "softmax":
+        scores = logits.softmax(-1)
+    elif options.scoring == "sigmoid":
+        scores = logits.sigmoid()
+    else:
+        scores = logits
+    ids = torch.argsort(scores, dim=-1, descending=True, stable=True)[..., : options.top_k]
+    weights = scores.gather(-1, ids)
+    if options.scoring == "topk_softmax":
+        weights = weights.softmax(-1)
+    elif options.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights * options.routed_scaling
+
+
+def experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    options: ExpertOptions,
+) -> Tensor:
+    """``torch.ops.moe.experts`` in float64; returns x's shape."""
+    x, w1, w2, weights = x.double(), w1.double(), w2.double(), expert_weights.double()
+    result = torch.zeros_like(x)
+    for expert in range(w1.shape[0]):
+        for slot in range(expert_ids.shape[-1]):
+            weight = weights[..., slot, None]
+            z = (x * weight if options.weight_on_input else x) @ w1[expert].mT
+            z = z if b1 is None else z + b1[expert].double()
+            y = _activate(z, options) @ w2[expert].mT
+            y = y if b2 is None else y + b2[expert].double()
+            y = y if options.weight_on_input else y * weight
+            chosen = expert_ids[..., slot, None] == expert
+            result = result + torch.where(chosen, y, 0.0)
+    return result
+
+
+def _activate(z: Tensor, options: ExpertOptions) -> Tensor:
+    if not options.gated:
+        return _pointwise(z, options.activation)
+    gate, up = (z[..., ::2], z[..., 1::2]) if options.interleaved else z.chunk(2, -1)
+    if options.activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+        return gate * torch.sigmoid(options.alpha * gate) * (up + 1)
+    return _pointwise(gate, options.activation) * up
+
+
+def _pointwise(z: Tensor, activation: str) -> Tensor:
+    if activation == "gelu":
+        return 0.5 * z * (1 + torch.erf(z / 2**0.5))
+    if activation == "gelu_tanh":
+        return 0.5 * z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
+    if activation == "silu":
+        return z / (1 + torch.exp(-z))
+    return torch.relu(z) ** (2 if activation == "relu2" else 1)

@@ -1,0 +1,110 @@
+"""The router: tokens to expert indices and weights, in fp32.
+
+Legend: T tokens, D model width, E experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from custom_ops.options import RouterOptions
+
+__all__ = ["route", "route_backward", "router_dtype"]
+
+# Keeps a sum of sigmoid scores that all underflowed from dividing zero by zero; below half an ulp
+# of any other sum, so it changes no other result.
+_RENORMALIZE_EPS = 1e-20
+
+
+def router_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype that the router computes in: float64 for float64 tokens, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def route(
+    x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None, options: RouterOptions
+) -> tuple[Tensor, Tensor]:
+    """Chooses ``top_k`` experts per token.
+
+    Args:
+        x_TD: Tokens ``[T, D]``, any floating dtype.
+        router_weight_ED: ``[E, D]``, any floating dtype.
+        router_bias_E: ``[E]`` added to the logits, or None.
+        options: Scoring, top-k and scaling.
+
+    Returns:
+        ``expert_ids [T, K]`` int64, best first, ties to the lower expert; and
+        ``expert_weights [T, K]`` in :func:`router_dtype`.
+    """
+    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E)
+    if options.scoring == "topk_softmax":
+        top_TK, ids_TK = _top_k(logits_TE, options.top_k)
+        return ids_TK, torch.softmax(top_TK, dim=-1) * options.routed_scaling
+    top_TK, ids_TK = _top_k(_scores(logits_TE, options), options.top_k)
+    if options.renormalize:
+        top_TK = top_TK / (top_TK.sum(dim=-1, keepdim=True) + _RENORMALIZE_EPS)
+    return ids_TK, top_TK * options.routed_scaling
+
+
+def route_backward(
+    dweights_TK: Tensor,
+    x_TD: Tensor,
+    router_weight_ED: Tensor,
+    router_bias_E: Tensor | None,
+    ids_TK: Tensor,
+    options: RouterOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`route`'s weights; the choice of experts has none.
+
+    Returns:
+        ``dx [T, D]``, ``drouter_weight [E, D]`` and ``drouter_bias [E]`` in
+        :func:`router_dtype`.
+    """
+    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E)
+    dweights_TK = dweights_TK * options.routed_scaling
+    if options.scoring == "topk_softmax":
+        weights_TK = torch.softmax(logits_TE.gather(-1, ids_TK), dim=-1)
+        dtop_TK = _softmax_backward(dweights_TK, weights_TK)
+        dlogits_TE = torch.zeros_like(logits_TE).scatter(-1, ids_TK, dtop_TK)
+    else:
+        scores_TE = _scores(logits_TE, options)
+        if options.renormalize:
+            top_TK = scores_TE.gather(-1, ids_TK)
+            total_T1 = top_TK.sum(dim=-1, keepdim=True) + _RENORMALIZE_EPS
+            inner_T1 = (dweights_TK * top_TK).sum(dim=-1, keepdim=True) / total_T1
+            dweights_TK = (dweights_TK - inner_T1) / total_T1
+        dscores_TE = torch.zeros_like(scores_TE).scatter(-1, ids_TK, dweights_TK)
+        if options.scoring == "softmax":
+            dlogits_TE = _softmax_backward(dscores_TE, scores_TE)
+        else:
+            dlogits_TE = dscores_TE * scores_TE * (1 - scores_TE)
+    return (
+        dlogits_TE @ router_weight_ED.to(dlogits_TE.dtype),
+        dlogits_TE.mT @ x_TD.to(dlogits_TE.dtype),
+        dlogits_TE.sum(dim=0),
+    )
+
+
+def _logits(
+    x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None
+) -> Tensor:
+    dtype = router_dtype(x_TD)
+    bias = None if router_bias_E is None else router_bias_E.to(dtype)
+    return torch.nn.functional.linear(x_TD.to(dtype), router_weight_ED.to(dtype), bias)
+
+
+def _scores(logits_TE: Tensor, options: RouterOptions) -> Tensor:
+    if options.scoring == "sigmoid":
+        return torch.sigmoid(logits_TE)
+    return torch.softmax(logits_TE, dim=-1)
+
+
+def _top_k(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    # torch.topk leaves the order of ties open; a stable sort gives them to the lower expert.
+    values_TE, ids_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
+    return values_TE[:, :top_k], ids_TE[:, :top_k]
+
+
+def _softmax_backward(dp: Tensor, p: Tensor) -> Tensor:
+    return p * (dp - (dp * p).sum(dim=-1, keepdim=True))
