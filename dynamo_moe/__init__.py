@@ -1,0 +1,78 @@
+"""PyTorch models with Mixture-of-Experts layers, taken to ONNX and TensorRT.
+
+Four calls do it: :func:`convert` a model's MoE layers to ``torch.ops.moe``, :func:`export` it,
+:func:`verify` the file in ONNX Runtime, :func:`inspect` what is in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import custom_ops
+
+if not hasattr(custom_ops, "dropless"):
+    raise ImportError(
+        f"dynamo_moe needs its own package custom_ops, but another one comes first on the path: "
+        f"{custom_ops.__file__ or list(custom_ops.__path__)}. Uninstall or rename that one."
+    )
+
+if TYPE_CHECKING:
+    from dynamo_moe._translation import onnx_translation_table
+    from dynamo_moe.conversion import ConversionReport, convert
+    from dynamo_moe.drawing import draw, draw_comparison
+    from dynamo_moe.exporting import ExportReport, export
+    from dynamo_moe.inspection import ModelSummary, inspect
+    from dynamo_moe.tolerances import Tolerance
+    from dynamo_moe.verification import VerificationError, VerificationReport, verify
+
+__all__ = [
+    # Converting
+    "convert",
+    "ConversionReport",
+    # Exporting
+    "export",
+    "ExportReport",
+    "onnx_translation_table",
+    # Verifying
+    "verify",
+    "Tolerance",
+    "VerificationError",
+    "VerificationReport",
+    # Looking
+    "draw",
+    "draw_comparison",
+    "inspect",
+    "ModelSummary",
+]
+
+__version__ = "0.1.0"
+
+# Loaded at first use: onnx and onnxscript take as long to import as torch.
+_HOME = {
+    "convert": "conversion",
+    "ConversionReport": "conversion",
+    "export": "exporting",
+    "ExportReport": "exporting",
+    "onnx_translation_table": "_translation",
+    "verify": "verification",
+    "Tolerance": "tolerances",
+    "VerificationError": "verification",
+    "VerificationReport": "verification",
+    "draw": "drawing",
+    "draw_comparison": "drawing",
+    "inspect": "inspection",
+    "ModelSummary": "inspection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

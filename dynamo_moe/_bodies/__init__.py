@@ -1,0 +1,17 @@
+"""What ``DroplessMoE`` and ``DroplessMoEExperts`` compute, as functions of standard ONNX operators.
+
+A file whose nodes carry such a function runs in every ONNX runtime; a runtime that has the
+operator itself (TensorRT with the plugin) ignores the function.
+
+- ``body``: one loop over the experts that have rows. What ships with the operator's node.
+- ``dense_body``: every expert on every token, without control flow.
+
+Map: ``_config`` what a body depends on, ``_ops`` recording nodes, ``_layer`` the layer around the
+experts (tokens, router, result), ``_expert`` the activation and dtypes of one expert,
+``_dropless`` and ``_dense`` the two ways to run them.
+"""
+
+from dynamo_moe._bodies._config import BodyConfig
+from dynamo_moe._bodies._layer import body, dense_body
+
+__all__ = ["BodyConfig", "body", "dense_body"]

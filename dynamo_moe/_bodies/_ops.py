@@ -1,0 +1,139 @@
+"""Recording nodes so that the code reads like the formula: ``op.Add(x, y, out="sum_TD")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, count
+from typing import overload
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import ArrayLike
+
+__all__ = ["Ops"]
+
+Operand = ir.Value | int | Sequence[int] | None
+Attribute = int | float | str | Sequence[int] | ir.TensorProtocol | ir.Graph
+
+
+class Ops:
+    """Records the nodes of a function's body or of a subgraph in it.
+
+    ``op.Add(x, y, out="sum_TD")`` appends a node and returns its output; with two names in
+    ``out`` it returns two outputs. Integers and lists of them become INT64 constants. Names are
+    made unique over the body and its subgraphs, because a subgraph sees the names around it; for
+    the same reason it shares the constants recorded before it.
+
+    Args:
+        opset: Version of the standard operators.
+        parent: The recorder of the graph around this one.
+    """
+
+    def __init__(self, opset: int, parent: Ops | None = None) -> None:
+        self.opset = opset
+        self.nodes: list[ir.Node] = []
+        self._names: set[str] = set() if parent is None else parent._names
+        self._constants: dict[object, ir.Value] = {} if parent is None else {**parent._constants}
+
+    def __getattr__(self, op_type: str) -> _Recorder:
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+        return _Recorder(self, op_type)
+
+    def value(
+        self,
+        name: str,
+        type: ir.TypeProtocol | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> ir.Value:
+        """Returns a new value called ``name``, numbered if the name is taken."""
+        unique = next(
+            candidate
+            for candidate in chain([name], (f"{name}_{number}" for number in count(2)))
+            if candidate not in self._names
+        )
+        self._names.add(unique)
+        return ir.Value(name=unique, type=type, shape=None if shape is None else ir.Shape(shape))
+
+    def record(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Sequence[ir.Attr],
+        names: Sequence[str],
+    ) -> Sequence[ir.Value]:
+        """Appends a node, itself called like its first output."""
+        outputs = [self.value(name) for name in names]
+        self.nodes.append(
+            ir.Node("", op_type, inputs, attributes, outputs=outputs, name=outputs[0].name)
+        )
+        return outputs
+
+    def constant(self, name: str, value: ArrayLike, dtype: ir.DataType) -> ir.Value:
+        """Returns a constant of the given dtype."""
+        tensor = ir.tensor(np.asarray(value, dtype.numpy()))
+        return self._once((name, dtype), lambda: self.Constant(value=tensor, out=name))
+
+    def size(self, attribute: str) -> ir.Value:
+        """Returns the function's INT attribute as INT64 ``[1]``."""
+        scalar = self._attribute(attribute, "value_int", ir.AttributeType.INT)
+        return self._once(
+            (attribute, "size"), lambda: self.Reshape(scalar, [1], out=f"{attribute}_1")
+        )
+
+    def real(self, attribute: str, dtype: ir.DataType) -> ir.Value:
+        """Returns the function's FLOAT attribute as a scalar of the given dtype."""
+        scalar = self._attribute(attribute, "value_float", ir.AttributeType.FLOAT)
+        return self.cast(scalar, ir.DataType.FLOAT, dtype, out=f"{attribute}_wide")
+
+    def zeros(self, shape: ir.Value, dtype: ir.DataType, out: str) -> ir.Value:
+        """Returns zeros of the shape that ``shape`` holds."""
+        return self.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, dtype.numpy())), out=out)
+
+    def cast(self, value: ir.Value, source: ir.DataType, to: ir.DataType, out: str) -> ir.Value:
+        """Returns ``value``, whose dtype is ``source``, as ``to``; no node if they are equal."""
+        return value if source == to else self.Cast(value, to=to, out=out)
+
+    def operand(self, operand: Operand) -> ir.Value | None:
+        """Returns a node's input, with integers made a constant."""
+        if operand is None or isinstance(operand, ir.Value):
+            return operand
+        kind, numbers = ("int", [operand]) if isinstance(operand, int) else ("ints", operand)
+        name = "_".join([kind, *map(str, numbers)]).replace("-", "minus")
+        return self.constant(name, operand, ir.DataType.INT64)
+
+    def _attribute(self, name: str, field: str, type: ir.AttributeType) -> ir.Value:
+        reference = ir.RefAttr(field, name, type)
+        return self._once(name, lambda: self.record("Constant", [], [reference], [name])[0])
+
+    def _once(self, key: object, record: Callable[[], ir.Value]) -> ir.Value:
+        if key not in self._constants:
+            self._constants[key] = record()
+        return self._constants[key]
+
+
+class _Recorder:
+    """One operator of an :class:`Ops`, to be called."""
+
+    def __init__(self, ops: Ops, op_type: str) -> None:
+        self._ops = ops
+        self._op_type = op_type
+
+    @overload
+    def __call__(self, *inputs: Operand, out: str, **attributes: Attribute) -> ir.Value: ...
+
+    @overload
+    def __call__(
+        self, *inputs: Operand, out: tuple[str, str], **attributes: Attribute
+    ) -> tuple[ir.Value, ir.Value]: ...
+
+    def __call__(
+        self, *inputs: Operand, out: str | tuple[str, str], **attributes: Attribute
+    ) -> ir.Value | tuple[ir.Value, ir.Value]:
+        values = [self._ops.operand(operand) for operand in inputs]
+        while values and values[-1] is None:
+            values.pop()
+        attrs = ir.convenience.convert_attributes(attributes)
+        names = (out,) if isinstance(out, str) else out
+        outputs = self._ops.record(self._op_type, values, attrs, names)
+        return outputs[0] if isinstance(out, str) else (outputs[0], outputs[1])

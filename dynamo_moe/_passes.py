@@ -1,0 +1,71 @@
+"""Passes over the exported graph that keep a file small, readable and reproducible."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+import onnx_ir.tensor_adapters
+import torch
+from onnxscript import optimizer
+
+__all__ = ["fold_weight_transposes", "name_nodes_by_module", "optimize", "shapes_are_complete"]
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def optimize(model: ir.Model) -> None:
+    """Simplifies the graph in place and infers what shapes are still missing."""
+    optimizer.optimize(model, onnx_shape_inference=True)
+    if not shapes_are_complete(model):
+        common_passes.ShapeInferencePass()(model)
+
+
+def fold_weight_transposes(model: ir.Model) -> None:
+    """Replaces ``Transpose(weight)`` by the transposed weight under the weight's own name.
+
+    The stock constant folding would do so under an invented name, in memory. Here the transposed
+    tensor is a view that becomes contiguous when it is written. A weight that is also used as it
+    is keeps its Transpose.
+    """
+    for weight in list(model.graph.initializers.values()):
+        users = [node for node, _ in weight.uses()]
+        tensor = weight.const_value
+        if not users or not isinstance(tensor, ir.Tensor) or weight.is_graph_output():
+            continue
+        if not isinstance(tensor.raw, torch.Tensor):
+            continue
+        perms = {
+            tuple(user.attributes["perm"].as_ints())
+            if user.op_type == "Transpose" and "perm" in user.attributes
+            else None
+            for user in users
+        }
+        perm = perms.pop()
+        if perms or perm is None:
+            continue
+        view = tensor.raw.detach().permute(perm)
+        weight.const_value = ir.tensor_adapters.TorchTensor(view, name=weight.name)
+        weight.shape = ir.Shape(view.shape)
+        for user in users:
+            user.outputs[0].replace_all_uses_with(weight, replace_graph_outputs=True)
+            model.graph.remove(user, safe=True)
+
+
+def name_nodes_by_module(model: ir.Model) -> None:
+    """Names each node after the PyTorch module that it comes from: ``blocks.0.mlp/Add``."""
+    seen: Counter[str] = Counter()
+    for node in model.graph:
+        # [root, module, submodule, ..., the fx node itself]
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))[:-1]
+        name = "/".join(filter(None, [*scopes[-1:], node.op_type]))
+        seen[name] += 1
+        node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"
+
+
+def shapes_are_complete(model: ir.Model) -> bool:
+    """Whether every value of the main graph has a type and a shape."""
+    values = (output for node in model.graph for output in node.outputs)
+    return all(value.dtype is not None and value.shape is not None for value in values)

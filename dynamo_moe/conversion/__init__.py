@@ -1,0 +1,28 @@
+"""Replacing a model's MoE modules by modules on ``torch.ops.moe``.
+
+``_registry`` holds the adapters, one file each; ``_convert`` walks the model and reports.
+"""
+
+from dynamo_moe.conversion import _dropless_mlp  # noqa: F401  Registers its adapter.
+from dynamo_moe.conversion._convert import (
+    ConversionReport,
+    Replacement,
+    Unrecognised,
+    convert,
+    convertible_modules,
+)
+from dynamo_moe.conversion._registry import Adapter, ConvertedModule, adapters, register_adapter
+
+__all__ = [
+    # Converting
+    "ConversionReport",
+    "Replacement",
+    "Unrecognised",
+    "convert",
+    "convertible_modules",
+    # Extending
+    "Adapter",
+    "ConvertedModule",
+    "adapters",
+    "register_adapter",
+]

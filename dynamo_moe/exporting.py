@@ -1,0 +1,207 @@
+"""``export``: from a PyTorch module to an ONNX file, one call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+import torch
+
+from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes
+from dynamo_moe._translation import onnx_translation_table
+from dynamo_moe.conversion import convertible_modules
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["ExportReport", "export"]
+
+DEFAULT_OPSET = 20
+"""Has Gelu as an operator; ONNX Runtime 1.17 and TensorRT 10 read it."""
+
+MIN_OPSET = 18
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What :func:`export` wrote.
+
+    Attributes:
+        path: The ONNX file.
+        files: All files written, the ONNX file first.
+        target: ``plugin``, ``dense`` or ``onnxruntime``.
+        layers: The MoE layers' paths in the model.
+        nodes: Nodes of the main graph by operator.
+        parameters_bytes: Bytes of the weights.
+        file_bytes: Bytes of all files.
+        seconds: Wall time.
+        notes: What a user of the file should know.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    target: str
+    layers: tuple[str, ...]
+    nodes: Mapping[str, int]
+    parameters_bytes: int
+    file_bytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain values, for JSON."""
+        plain = asdict(self)
+        return {**plain, "path": str(self.path), "files": [str(file) for file in self.files]}
+
+    def __rich__(self) -> Table:
+        """Returns a table for the terminal."""
+        from rich.table import Table
+
+        table = Table(show_header=False, title=f"Exported {self.path}", title_justify="left")
+        table.add_row("target", self.target)
+        table.add_row("MoE layers", str(len(self.layers)))
+        table.add_row("nodes", str(sum(self.nodes.values())))
+        table.add_row("weights", f"{self.parameters_bytes / 1e6:.1f} MB")
+        table.add_row("files", f"{self.file_bytes / 1e6:.1f} MB in {len(self.files)}")
+        table.add_row("time", f"{self.seconds:.1f} s")
+        for note in self.notes:
+            table.add_row("note", note)
+        return table
+
+
+def export(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] | torch.Tensor,
+    path: str | os.PathLike[str],
+    *,
+    kwargs: dict[str, Any] | None = None,
+    target: _lowering.Target = "plugin",
+    dynamic_shapes: Mapping[str, Any] | str | None = _dynamic_shapes.BATCH,
+    opset: int = DEFAULT_OPSET,
+    external_data: bool | None = None,
+) -> ExportReport:
+    """Exports a model, after :func:`convert`, to an ONNX file.
+
+    Args:
+        model: The model; exported as in ``eval()``, left as it was.
+        args: Example positional arguments, or one tensor. Only their shapes and dtypes matter.
+        path: The file to write. It is written beside and renamed, so an earlier file stays whole
+            until then.
+        kwargs: Example keyword arguments.
+        target: ``plugin``: one ``moe`` node per layer, with a body of standard operators in the
+            same file; ``dense``: standard operators only, every expert on every token;
+            ``onnxruntime``: ``com.microsoft::MoE``.
+        dynamic_shapes: ``"batch"``: the first dimension of every tensor is symbolic; a mapping from
+            argument to ``{dimension: name}`` adds to that (``{0: None}`` makes it static); None:
+            every shape is static.
+        opset: Version of the standard operators, at least 18.
+        external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: If an argument is out of range, a layer cannot be expressed for the target, or
+            the model still holds MoE modules that :func:`convert` would replace.
+        FileNotFoundError: If the folder of ``path`` does not exist.
+    """
+    started = time.perf_counter()
+    path = Path(path)
+    if target not in _lowering.TARGETS:
+        raise ValueError(f"target must be one of {', '.join(_lowering.TARGETS)}; got {target!r}")
+    if opset < MIN_OPSET:
+        raise ValueError(f"opset must be at least {MIN_OPSET}, got {opset}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"no folder {path.parent} to write {path.name} into")
+    left = convertible_modules(model)
+    if left:
+        raise ValueError(
+            f"{len(left)} MoE modules are not converted, {left[0]!r} among them: "
+            "call dynamo_moe.convert(model) first"
+        )
+    if isinstance(args, torch.Tensor):
+        args = (args,)
+
+    model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
+    _passes.fold_weight_transposes(model_ir)
+    _passes.name_nodes_by_module(model_ir)
+    layers = _layers.record(model_ir)
+    if target == "plugin":
+        _passes.optimize(model_ir)
+        _lowering.lower(model_ir, target)
+    else:
+        _lowering.lower(model_ir, target)
+        _passes.optimize(model_ir)
+    common_passes.ClearMetadataAndDocStringPass()(model_ir)
+    _layers.store(model_ir, layers)
+
+    files = _files.save_model(model_ir, path, external_data)
+    return ExportReport(
+        path=path,
+        files=tuple(files),
+        target=target,
+        layers=tuple(layer.name for layer in layers),
+        nodes=dict(Counter(_qualified(node) for node in model_ir.graph).most_common()),
+        parameters_bytes=_files.model_bytes(model_ir),
+        file_bytes=sum(file.stat().st_size for file in files),
+        seconds=time.perf_counter() - started,
+        notes=tuple(_lowering.notes(layers, target)),
+    )
+
+
+def _trace(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Mapping[str, Any] | str | None,
+    opset: int,
+) -> ir.Model:
+    """Returns the model's graph, its MoE layers as bare nodes."""
+    (args, kwargs), shapes = _dynamic_shapes.resolve(model, args, kwargs, dynamic_shapes)
+    training = model.training
+    try:
+        with _quiet_exporter():
+            program = torch.onnx.export(
+                model.eval(),
+                args,
+                kwargs=kwargs,
+                dynamo=True,
+                verbose=False,
+                optimize=False,
+                opset_version=opset,
+                dynamic_shapes=shapes,
+                custom_translation_table=onnx_translation_table(),
+            )
+    finally:
+        model.train(training)
+    if program is None:  # torch.onnx.export's type allows it; with dynamo=True it never happens.
+        raise RuntimeError("torch.onnx.export returned no program")
+    return program.model
+
+
+@contextlib.contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Silences the exporter's remarks about packages and functions that are not the user's."""
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = registration.level
+    registration.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            yield
+    finally:
+        registration.setLevel(level)
+
+
+def _qualified(node: ir.Node) -> str:
+    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
