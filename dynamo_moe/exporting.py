@@ -155,7 +155,7 @@ def export(
         parameters_bytes=_files.model_bytes(model_ir),
         file_bytes=sum(file.stat().st_size for file in files),
         seconds=time.perf_counter() - started,
-        notes=tuple(_lowering.notes(layers, target)),
+        notes=tuple(_lowering.notes(model_ir)),
     )
 
 

@@ -5,13 +5,14 @@ operator itself (TensorRT with the plugin) ignores the function.
 
 - ``body``: one loop over the experts that have rows. What ships with the operator's node.
 - ``dense_body``: every expert on every token, without control flow.
+- ``onnxruntime_body``: ONNX Runtime's own MoE operator.
 
 Map: ``_config`` what a body depends on, ``_ops`` recording nodes, ``_layer`` the layer around the
 experts (tokens, router, result), ``_expert`` the activation and dtypes of one expert,
-``_dropless`` and ``_dense`` the two ways to run them.
+``_dropless``, ``_dense`` and ``_onnxruntime`` the ways to run them.
 """
 
 from dynamo_moe._bodies._config import BodyConfig
-from dynamo_moe._bodies._layer import body, dense_body
+from dynamo_moe._bodies._layer import body, dense_body, onnxruntime_body
 
-__all__ = ["BodyConfig", "body", "dense_body"]
+__all__ = ["BodyConfig", "body", "dense_body", "onnxruntime_body"]

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
-from dynamo_moe._bodies import _dense, _dropless
+from dynamo_moe._bodies import _dense, _dropless, _onnxruntime
 from dynamo_moe._bodies._config import MIN_OPSET, BodyConfig
 from dynamo_moe._bodies._ops import Ops
 
-__all__ = ["body", "dense_body", "function"]
+__all__ = ["body", "dense_body", "function", "onnxruntime_body"]
 
 Experts = Callable[
     [Ops, BodyConfig, Mapping[str, ir.Value], ir.Value, ir.Value, ir.Value], ir.Value
@@ -44,6 +44,13 @@ def body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
 def dense_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
     """The operator as every expert on every token; see :func:`body`."""
     return function(config, opset, domain, _dense.experts)
+
+
+def onnxruntime_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
+    """The operator as ONNX Runtime's ``com.microsoft::MoE``; see :func:`body`."""
+    result = function(config, opset, domain, _onnxruntime.experts)
+    result.opset_imports[_onnxruntime.DOMAIN] = 1
+    return result
 
 
 def function(config: BodyConfig, opset: int, domain: str, experts: Experts) -> ir.Function:
