@@ -4,23 +4,62 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Collection
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import onnx_ir.tensor_adapters
 import torch
-from onnxscript import optimizer
+from onnxscript import optimizer, rewriter
 
 __all__ = ["fold_weight_transposes", "name_nodes_by_module", "optimize", "shapes_are_complete"]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def optimize(model: ir.Model) -> None:
-    """Simplifies the graph in place and infers what shapes are still missing."""
-    optimizer.optimize(model, onnx_shape_inference=True)
+def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
+    """Simplifies the graph in place and infers what shapes are still missing.
+
+    These are the passes of ``onnxscript.optimizer.optimize``, without merging weights of equal
+    values, which loses names.
+
+    Args:
+        model: The model to simplify.
+        keep: Weights that nothing is folded with, so that they are stored as they are.
+    """
+
+    def should_fold(node: ir.Node) -> bool | None:
+        kept = any(value is not None and value.name in keep for value in node.inputs)
+        return False if kept else None  # None: the folding's own judgement.
+
+    common_passes.InlinePass()(model)
+    for _ in range(2):
+        optimizer.fold_constants_ir(model, should_fold=should_fold)
+        rewriter.rewrite(model)
+        common_passes.RemoveUnusedNodesPass()(model)
+    ir.passes.Sequential(
+        common_passes.RemoveUnusedFunctionsPass(),
+        common_passes.RemoveUnusedOpsetsPass(),
+        common_passes.CommonSubexpressionEliminationPass(),
+        common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common_passes.LiftSubgraphInitializersToMainGraphPass(),
+        common_passes.OutputFixPass(),
+        common_passes.NameFixPass(),
+    )(model)
     if not shapes_are_complete(model):
         common_passes.ShapeInferencePass()(model)
+        if _type_foreign_results(model):
+            common_passes.ShapeInferencePass()(model)
+
+
+def _type_foreign_results(model: ir.Model) -> bool:
+    """Gives ``com.microsoft::MoE``, unknown to onnx, its tokens' type; returns whether it is there."""
+    nodes = [node for node in model.graph if node.domain == "com.microsoft"]
+    for node in nodes:
+        tokens, result = node.inputs[0], node.outputs[0]
+        if tokens is not None:
+            result.type, result.shape = tokens.type, tokens.shape
+    return bool(nodes)
 
 
 def fold_weight_transposes(model: ir.Model) -> None:

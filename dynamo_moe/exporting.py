@@ -136,12 +136,11 @@ def export(
     _passes.fold_weight_transposes(model_ir)
     _passes.name_nodes_by_module(model_ir)
     layers = _layers.record(model_ir)
+    if target != "plugin":
+        _lowering.lower(model_ir, target)
+    _passes.optimize(model_ir, keep={name for layer in layers for name in layer.inputs[1:]})
     if target == "plugin":
-        _passes.optimize(model_ir)
         _lowering.lower(model_ir, target)
-    else:
-        _lowering.lower(model_ir, target)
-        _passes.optimize(model_ir)
     common_passes.ClearMetadataAndDocStringPass()(model_ir)
     _layers.store(model_ir, layers)
 

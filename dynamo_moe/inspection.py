@@ -34,8 +34,9 @@ __all__ = [
 
 AttributeValue: TypeAlias = "int | float | str | list[int] | list[float] | list[str]"
 
-# Domain and operator of an MoE layer -> names of its inputs after the tokens.
-MOE_OPERATORS = {
+# Domain and operator of an MoE layer -> names of its inputs after the tokens. A second
+# configuration in a file has a domain of its own, `moe.<configuration>`.
+_MOE_INPUTS = {
     ("moe", "DroplessMoE"): ("router_weight", "w1", "w2", "router_bias", "b1", "b2"),
     ("moe", "DroplessMoEExperts"): ("expert_ids", "expert_weights", "w1", "w2", "b1", "b2"),
     ("com.microsoft", "MoE"): ("router_probs", "w1", "b1", "w2", "b2", "w3", "b3"),
@@ -86,7 +87,7 @@ class MoELayer:
     Attributes:
         name: The layer's place in the model, by the dotted name of ``w1``; else ``node``.
         node: The node's name, or its first output's if it has none.
-        domain: ``moe`` or ``com.microsoft``.
+        domain: ``moe``, ``moe.<configuration>`` or ``com.microsoft``.
         op_type: ``DroplessMoE``, ``DroplessMoEExperts`` or ``MoE``.
         num_experts: Experts, or None where neither attribute nor weight tells.
         top_k: Experts per token, or None if the node does not say.
@@ -259,7 +260,7 @@ def load_graph(path: str | PathLike[str]) -> onnx.ModelProto:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
             with memoryview(content) as view:
-                model.ParseFromString(view)  # type: ignore[arg-type]
+                model.ParseFromString(view)
         except DecodeError:
             raise ValueError(f"{path} is not an ONNX model: it is not a protobuf message") from None
     if not model.ir_version or not model.HasField("graph"):
@@ -269,7 +270,12 @@ def load_graph(path: str | PathLike[str]) -> onnx.ModelProto:
 
 def is_moe(node: onnx.NodeProto) -> bool:
     """Whether a node is a whole MoE layer."""
-    return (node.domain, node.op_type) in MOE_OPERATORS
+    return _moe_key(node) in _MOE_INPUTS
+
+
+def _moe_key(node: onnx.NodeProto) -> tuple[str, str]:
+    own = node.domain.split(".")[0] == "moe"
+    return "moe" if own else node.domain, node.op_type
 
 
 def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
@@ -282,7 +288,7 @@ def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 def moe_layer(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]) -> MoELayer:
     """Describes a node for which :func:`is_moe` holds."""
-    inputs = zip(MOE_OPERATORS[node.domain, node.op_type], node.input[1:], strict=False)
+    inputs = zip(_MOE_INPUTS[_moe_key(node)], node.input[1:], strict=False)
     tensors = {role: initializers[name] for role, name in inputs if name in initializers}
     weights = {role: tensor.name for role, tensor in tensors.items()}
     pairs = ((attribute.name, _attribute(attribute)) for attribute in node.attribute)
@@ -385,7 +391,7 @@ def _dtype(data_type: int) -> str:
     known = onnx.TensorProto.DataType.values()
     if data_type not in known:
         return f"dtype {data_type}"
-    name = onnx.TensorProto.DataType.Name(data_type).lower()
+    name: str = onnx.TensorProto.DataType.Name(data_type).lower()
     return {"float": "float32", "double": "float64"}.get(name, name)
 
 

@@ -1,11 +1,12 @@
 """The experts as one loop over those that have rows.
 
-An expert without rows costs nothing: the loop does not visit it, its weights are not read. Each
-visited expert's weights are copied once, by Gather; a copy-free slice exists in no operator of
-ONNX Runtime but Scan, which visits all experts.
+An expert without rows costs nothing: the loop does not visit it, its weights are not read. A
+visited expert's weights are copied once: in ONNX Runtime only Scan slices without a copy, and it
+visits every expert.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k,
-N = T*K slots (slot n is choice n % K of token n // K), A active experts, R rows of one expert.
+N = T*K slots (slot n is choice n % K of token n // K), U slots of no expert, A active experts,
+R rows of one expert, I and O inputs and outputs of a product.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def experts(
         op.Squeeze(op.Shape(active_A, out="A_1"), [0], out="A"),
         op.constant("true", True, ir.DataType.BOOL),
         op.SequenceConstruct(zeros_UD, out="first"),
-        body=_loop_body(op, config, parameters, inputs, active_A, rows_by_expert),
+        body=_expert(op, config, parameters, inputs, active_A, rows_by_expert),
         out="y_by_expert",
     )
     y_ND = op.ConcatFromSequence(sequence, axis=0, out="y_ND")
@@ -77,7 +78,7 @@ def _parts(op: Ops, buckets_N: ir.Value, N: ir.Value) -> tuple[ir.Value, ir.Valu
     return unused_1, active_A, op.Gather(counts_E, active_A, out="sizes_A")
 
 
-def _loop_body(
+def _expert(
     outer: Ops,
     config: BodyConfig,
     parameters: Mapping[str, ir.Value],
@@ -85,33 +86,43 @@ def _loop_body(
     active_A: ir.Value,
     rows_by_expert: ir.Value,
 ) -> ir.Graph:
-    op = Ops(outer.opset, outer)
-    dtype = config.compute_dtype
+    """The loop's body: the i-th active expert's results join the sequence."""
+    active_A2 = outer.Mul(outer.Unsqueeze(active_A, [1], out="active_A1"), [1, 0], out="active_A2")
+    rows = {name: _rows(outer, parameters[name], name) for name in ("w1", "w2")}
+
+    op, dtype = Ops(outer.opset, outer), config.compute_dtype
     i = op.value("i", ir.TensorType(ir.DataType.INT64), shape=[])
     condition = op.value("condition", ir.TensorType(ir.DataType.BOOL), shape=[])
     results = op.value("results", ir.SequenceType(ir.TensorType(dtype)))
+    expert, expert_2 = op.Gather(active_A, i, out="expert"), op.Gather(active_A2, i, out="first")
 
-    expert = op.Gather(active_A, i, out="expert")
+    def linear(in_RI: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
+        # GatherND copies rows on all threads, Gather the expert on one: with 2048 x 1536 and
+        # 2048 x 768 weights one token takes 8 instead of 30 ms on two threads.
+        rows_O2 = op.Add(rows[weight], expert_2, out=f"{weight}_rows_of_expert")
+        w_OI = op.GatherND(parameters[weight], rows_O2, out=f"{weight}_OI")
+        w_OI = op.cast(w_OI, config.w_dtype, dtype, out=f"{weight}_wide")
+        if bias not in parameters:
+            return op.Gemm(in_RI, w_OI, transB=1, out=out)
+        b_O = op.Gather(parameters[bias], expert, out=f"{bias}_O")
+        b_O = op.cast(b_O, config.w_dtype, dtype, out=f"{bias}_wide")
+        return op.Gemm(in_RI, w_OI, b_O, transB=1, out=out)
 
-    def of_expert(name: str, out: str) -> ir.Value | None:
-        if name not in parameters:
-            return None
-        own = op.Gather(parameters[name], expert, axis=0, out=out)
-        return op.cast(own, config.w_dtype, dtype, out=f"{out}_wide")
+    x_RD = op.Gather(inputs, op.SequenceAt(rows_by_expert, i, out="rows_R"), out="x_RD")
+    h_RH = activate(op, config, linear(x_RD, "w1", "b1", out="z_RF"))
+    y_RD = linear(round_hidden(op, config, h_RH), "w2", "b2", out="y_RD")
+    outputs = [
+        op.Identity(condition, out="go_on"),
+        op.SequenceInsert(results, y_RD, out="results_next"),
+    ]
+    return ir.Graph([i, condition, results], outputs, nodes=op.nodes, name="expert")
 
-    x_RD = op.Gather(inputs, op.SequenceAt(rows_by_expert, i, out="rows_R"), axis=0, out="x_RD")
-    z_RF = op.Gemm(x_RD, of_expert("w1", "w1_FD"), of_expert("b1", "b1_F"), transB=1, out="z_RF")
-    h_RH = round_hidden(op, config, activate(op, config, z_RF))
-    y_RD = op.Gemm(h_RH, of_expert("w2", "w2_DH"), of_expert("b2", "b2_D"), transB=1, out="y_RD")
-    return ir.Graph(
-        [i, condition, results],
-        [
-            op.Identity(condition, out="go_on"),
-            op.SequenceInsert(results, y_RD, out="results_next"),
-        ],
-        nodes=op.nodes,
-        name="expert",
-    )
+
+def _rows(op: Ops, w_EOI: ir.Value, name: str) -> ir.Value:
+    """The indices ``[O, 2]`` of expert 0's rows."""
+    size = op.Squeeze(op.Shape(w_EOI, start=1, end=2, out=f"{name}_O1"), [0], out=f"{name}_O")
+    rows_O1 = op.Unsqueeze(op.Range(0, size, 1, out=f"{name}_rows"), [1], out=f"{name}_rows_O1")
+    return op.Mul(rows_O1, [0, 1], out=f"{name}_rows_O2")
 
 
 def _unsort(op: Ops, y_ND: ir.Value, slots_N: ir.Value, ids_TK: ir.Value) -> ir.Value:

@@ -54,6 +54,7 @@ def onnxruntime_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> 
 
 
 def function(config: BodyConfig, opset: int, domain: str, experts: Experts) -> ir.Function:
+    """The operator with a given way to run its experts; see :func:`body`."""
     if opset < MIN_OPSET:
         raise ValueError(f"the body needs opset {MIN_OPSET} or later, got {opset}")
     op = Ops(opset)

@@ -42,6 +42,7 @@ def experts(
     """
     _check(config)
     dtype = config.compute_dtype
+    x_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_wide_TD")
 
     def parameter(name: str) -> ir.Value | None:
         if name not in parameters:
@@ -69,7 +70,7 @@ def experts(
         DOMAIN,
         "MoE",
         [
-            op.cast(x_TD, config.x_dtype, dtype, out="x_wide_TD"),
+            x_TD,
             _logits(op, dtype, ids_TK, weights_TK),
             parameter("w1"),
             parameter("b1"),
@@ -82,13 +83,14 @@ def experts(
     )
     op.nodes.append(node)
     total_T1 = op.ReduceSum(weights_TK, [1], keepdims=1, out="total_weight_T1")
-    return op.Mul(node.outputs[0], total_T1, out="y_TD")
+    y_TD = op.Mul(node.outputs[0], total_T1, out="scaled_TD")
+    # Where MoE is the last user of its input, ONNX Runtime 1.31 lets it write its result over that
+    # input while still reading it: wrong numbers. So x is used once more, after it.
+    return op.Where(op.constant("never", False, ir.DataType.BOOL), x_TD, y_TD, out="y_TD")
 
 
 def _check(config: BodyConfig) -> None:
-    supported = config.activation in (
-        ("silu", "clamped_swiglu") if config.gated else tuple(_PLAIN)
-    )
+    supported = config.activation in (("silu", "clamped_swiglu") if config.gated else tuple(_PLAIN))
     if not supported:
         gated = "a gated" if config.gated else "an"
         raise ValueError(
@@ -109,8 +111,9 @@ def _logits(op: Ops, dtype: ir.DataType, ids_TK: ir.Value, weights_TK: ir.Value)
     # Column 0 takes the choices of no expert.
     columns_1 = op.Add(op.size("num_experts"), 1, out="columns")
     floor = op.constant("floor", _FLOOR, dtype)
+    floors = op.Expand(floor, op.Concat(tokens_1, columns_1, axis=0, out="TE_1"), out="floors")
     scattered = op.ScatterElements(
-        op.Expand(floor, op.Concat(tokens_1, columns_1, axis=0, out="TE_1"), out="floors"),
+        floors,
         op.Add(ids_TK, 1, out="columns_TK"),
         op.Log(weights_TK, out="log_weights_TK"),
         axis=1,

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from dynamo_moe.models import DroplessMoEMlp
 
-__all__ = ["Split", "TrainingResult", "accuracy", "expert_usage", "load_digits_split", "train"]
+__all__ = [
+    "Split",
+    "TrainingResult",
+    "accuracy",
+    "expert_usage",
+    "load_digits_split",
+    "one_thread",
+    "train",
+]
 
 _BATCH_SIZE = 64
 _PEAK_LEARNING_RATE = 3e-3
@@ -91,7 +99,7 @@ def train(
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1, got {epochs}")
     start = time.perf_counter()
-    with _one_thread():
+    with one_thread():
         losses = _fit(model, split, epochs, seed, quiet)
         return TrainingResult(
             test_accuracy=accuracy(model, split.test_images, split.test_labels),
@@ -176,7 +184,8 @@ def _moe_inputs(model: nn.Module) -> Iterator[dict[str, tuple[DroplessMoEMlp, Te
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Runs the block's operators on one thread, whatever torch is set to."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

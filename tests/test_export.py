@@ -1,0 +1,382 @@
+"""``dynamo_moe.export``: what is in the file, and that it computes the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import onnxsim
+import onnxslim
+import pytest
+import torch
+from small_models import OpLayer, OwnRouter, mlp_model, op_model
+from torch import nn
+
+import dynamo_moe
+from dynamo_moe import _files
+
+TARGETS = ("plugin", "dense", "onnxruntime")
+TOKENS = {"input": {1: "tokens"}}
+
+
+def mixed_model() -> nn.Module:
+    """Four configurations in one file, both operators."""
+    torch.manual_seed(1)
+    return op_model(
+        OpLayer(activation="relu"),
+        OpLayer(activation="silu", gated=True, biases=False),
+        OpLayer(activation="relu", biases=False),
+        OwnRouter(activation="silu", gated=True, interleaved=True),
+    )
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[nn.Module, Path]]:
+    """Exports each (model, target) once, from an example of batch 1 and 5 tokens."""
+    folder = tmp_path_factory.mktemp("exported")
+    done: dict[tuple[str, str], tuple[nn.Module, Path]] = {}
+
+    def export(name: str, target: str) -> tuple[nn.Module, Path]:
+        if (name, target) not in done:
+            model = mixed_model() if name == "mixed" else mlp_model()
+            dynamo_moe.convert(model)
+            path = folder / f"{name}_{target}.onnx"
+            dynamo_moe.export(
+                model, torch.randn(1, 5, 16), path, target=target, dynamic_shapes=TOKENS
+            )
+            done[name, target] = model, path
+        return done[name, target]
+
+    return export
+
+
+def run(path_or_proto: Path | onnx.ModelProto, x: torch.Tensor) -> torch.Tensor:
+    source = (
+        str(path_or_proto)
+        if isinstance(path_or_proto, Path)
+        else path_or_proto.SerializeToString()
+    )
+    session = onnxruntime.InferenceSession(source)
+    return torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["mlp", "mixed"])
+def test_runs_at_other_shapes_than_the_example(exported, name: str, target: str) -> None:
+    model, path = exported(name, target)
+    cases = [(torch.randn(*shape, 16),) for shape in ((1, 1), (3, 7), (2, 64), (7, 2))]
+    report = dynamo_moe.verify(path, model, cases)
+    assert [case.shapes["input"][:2] for case in report.cases] == [(1, 1), (3, 7), (2, 64), (7, 2)]
+    assert all(case.routing_agreement == 1.0 for case in report.cases)
+
+
+@pytest.mark.parametrize("target", ["plugin", "dense"])
+@pytest.mark.parametrize("name", ["mlp", "mixed"])
+def test_empty_batch(exported, name: str, target: str) -> None:
+    _, path = exported(name, target)
+    assert run(path, torch.randn(0, 5, 16)).shape == (0, 5, 16)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_experts_that_the_example_did_not_hit(tmp_path: Path, target: str) -> None:
+    """An example that only hits experts 0 and 1, then tokens for every other pair."""
+    torch.manual_seed(2)
+    layer = OpLayer(experts=6, activation="relu")
+    with torch.no_grad():
+        layer.router_weight.zero_()
+        layer.router_weight[:, :6] = torch.eye(6) * 20
+    model = nn.Sequential(layer).eval()
+
+    def tokens(first: int, second: int) -> torch.Tensor:
+        x = torch.randn(2, 16) * 0.01
+        x[:, first], x[:, second] = 1.0, 0.9
+        return x
+
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(model, tokens(0, 1), path, target=target)
+    for first in range(6):
+        for second in set(range(6)) - {first}:
+            x = tokens(first, second)
+            torch.testing.assert_close(run(path, x), model(x).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_plugin_node(exported) -> None:
+    _, path = exported("mlp", "plugin")
+    proto = onnx.load(path)
+    nodes = [node for node in proto.graph.node if node.op_type == "DroplessMoE"]
+    assert [node.domain for node in nodes] == ["moe", "moe"]
+    assert [node.name for node in nodes] == ["0.mlp/DroplessMoE", "1.mlp/DroplessMoE"]
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in nodes[0].attribute}
+    assert attributes == {
+        "top_k": 2, "num_experts": 6, "in_features": 16, "hidden_features": 24,
+        "activation": b"gelu", "gated": 0, "interleaved": 0, "weight_on_input": 0,
+        "activation_alpha": pytest.approx(1.702), "activation_limit": 7.0,
+        "scoring": b"softmax", "renormalize": 1, "routed_scaling": 1.0,
+        "plugin_version": b"1", "plugin_namespace": b"",
+    }  # fmt: skip
+    assert list(nodes[1].input[1:4]) == ["1.mlp.router.weight", "1.mlp.w1", "1.mlp.w2"]
+    assert list(nodes[1].input[5:]) == ["1.mlp.b1", "1.mlp.b2"]
+
+
+@pytest.mark.parametrize("name", ["mlp", "mixed"])
+def test_nodes_obey_the_rules_of_tensorrts_parser(exported, name: str) -> None:
+    """A function per (domain, name); exactly its inputs, none omitted; all its attributes."""
+    _, path = exported(name, "plugin")
+    proto = onnx.load(path)
+    functions = {(function.domain, function.name): function for function in proto.functions}
+    assert len(functions) == len(proto.functions)
+    nodes = [node for node in proto.graph.node if node.domain.startswith("moe")]
+    assert nodes
+    for node in nodes:
+        function = functions[node.domain, node.op_type]
+        assert len(node.input) == len(function.input)
+        assert all(node.input)
+        assert {a.name for a in node.attribute} == set(function.attribute)
+        assert not node.overload
+        assert {"plugin_version", "plugin_namespace"} <= set(function.attribute)
+
+
+def test_one_configuration_keeps_the_plain_domain(exported) -> None:
+    _, path = exported("mixed", "plugin")
+    domains = [n.domain for n in onnx.load(path).graph.node if n.domain.startswith("moe")]
+    assert domains[0] == domains[3] == "moe"  # The first of each operator.
+    assert len(set(domains[:3])) == 3
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_weights_keep_their_names_and_are_stored_once(exported, target: str) -> None:
+    model, path = exported("mlp", target)
+    proto = onnx.load(path)
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+    for name, parameter in model.named_parameters():
+        array = stored[name]
+        expected = parameter.detach().numpy()
+        if array.shape != expected.shape:
+            expected = np.swapaxes(expected, 1, 2)
+        np.testing.assert_array_equal(array, expected)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert sum(array.size for array in stored.values()) < parameters + 600
+
+
+def test_file_is_the_parameters_and_less_than_5_percent(tmp_path: Path) -> None:
+    model = mlp_model(width=64, hidden=256, experts=8)
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export(model, torch.randn(2, 64), tmp_path / "model.onnx")
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert parameters < report.file_bytes < 1.05 * parameters
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["mlp", "mixed"])
+def test_checker_and_shape_inference(exported, name: str, target: str) -> None:
+    _, path = exported(name, target)
+    onnx.checker.check_model(path, full_check=target != "onnxruntime")
+    proto = onnx.load(path)
+    if target != "onnxruntime":  # com.microsoft has no schemas in onnx.
+        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    typed = {info.name for info in (*proto.graph.value_info, *proto.graph.output)}
+    assert {name for node in proto.graph.node for name in node.output} <= typed
+    for info in proto.graph.value_info:
+        assert info.type.tensor_type.HasField("shape"), info.name
+
+
+@pytest.mark.parametrize("name", ["mlp", "mixed"])
+def test_shape_inference_restores_what_a_tool_stripped(exported, name: str) -> None:
+    _, path = exported(name, "plugin")
+    proto = onnx.load(path)
+    before = {info.name: info.type for info in proto.graph.value_info}
+    del proto.graph.value_info[:]
+    inferred = onnx.shape_inference.infer_shapes(
+        proto, check_type=True, strict_mode=True, data_prop=True
+    )
+    after = {info.name: info.type for info in inferred.graph.value_info}
+    moe = [o for n in proto.graph.node if n.domain == "moe" for o in n.output if o in before]
+    assert moe
+    for value in moe:
+        assert after[value] == before[value]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["mlp", "mixed"])
+@pytest.mark.parametrize("tool", ["onnxslim", "onnxsim"])
+def test_simplifiers_leave_a_good_file(exported, name: str, target: str, tool: str) -> None:
+    model, path = exported(name, target)
+    proto = onnx.load(path)
+    simplified = onnxslim.slim(proto) if tool == "onnxslim" else onnxsim.simplify(proto)[0]
+    if target != "onnxruntime":
+        onnx.checker.check_model(simplified, full_check=True)
+        onnx.shape_inference.infer_shapes(simplified, check_type=True, strict_mode=True)
+    x = torch.randn(3, 4, 16)
+    assert torch.equal(run(simplified, x), run(path, x))
+    count = sum(node.domain.startswith("moe") for node in simplified.graph.node)
+    layers = {"mlp": 2, "mixed": 4}[name]
+    assert count == (layers if target == "plugin" else 0)
+
+
+def test_no_local_paths_or_stack_traces(exported) -> None:
+    for target in TARGETS:
+        _, path = exported("mlp", target)
+        content = path.read_bytes()
+        for trace in (str(Path(__file__).parent), "File \"", "stack_trace", "site-packages"):
+            assert trace.encode() not in content
+
+
+def test_exporting_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    model = mixed_model()
+    first, second = tmp_path / "first.onnx", tmp_path / "second.onnx"
+    for path in (first, second):
+        dynamo_moe.export(model, torch.randn(2, 3, 16), path)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_example_does_not_change_the_file(tmp_path: Path) -> None:
+    model = mlp_model()
+    dynamo_moe.convert(model)
+    files, seconds = [], []
+    for index, shape in enumerate([(1, 5), (4, 700), (0, 2), (2, 1)]):
+        path = tmp_path / f"{index}.onnx"
+        report = dynamo_moe.export(
+            model, torch.randn(*shape, 16), path, dynamic_shapes=TOKENS
+        )
+        files.append(path.read_bytes())
+        seconds.append(report.seconds)
+    assert len(set(files)) == 1
+    # 560 times the tokens; anything that grew with them would take far more than twice the time.
+    assert seconds[1] < 2 * max(seconds[0], seconds[2]) + 1
+
+
+@pytest.mark.parametrize("opset", [18, 20, 23])
+def test_opsets(tmp_path: Path, opset: int) -> None:
+    model = mixed_model()
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.randn(2, 3, 16), path, opset=opset)
+    assert {o.domain: o.version for o in onnx.load(path).opset_import}[""] == opset
+    assert dynamo_moe.verify(path, model, [(torch.randn(3, 3, 16),)]).passed
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_half_precision_experts(tmp_path: Path, target: str) -> None:
+    model = mlp_model()
+    dynamo_moe.convert(model, experts_dtype=torch.float16)
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.randn(2, 5, 16), path, target=target)
+    types = {t.name: t.data_type for t in onnx.load(path).graph.initializer}
+    assert types["0.mlp.w1"] == types["0.mlp.b2"] == onnx.TensorProto.FLOAT16
+    assert types["0.mlp.router.weight"] == onnx.TensorProto.FLOAT
+    report = dynamo_moe.verify(path, model, [(torch.randn(3, 5, 16),), (torch.randn(1, 5, 16),)])
+    assert report.tolerance.max == 1e-2
+
+
+def test_external_data(tmp_path: Path) -> None:
+    model = mlp_model()
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx", external_data=True)
+    assert [file.name for file in report.files] == ["m.onnx", "m.onnx.data"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
+    assert dynamo_moe.verify(tmp_path / "m.onnx", model).passed
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
+
+
+def test_too_large_for_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp_model()
+    dynamo_moe.convert(model)
+    monkeypatch.setattr(_files, "EXTERNAL_DATA_LIMIT", 1000)
+    with pytest.raises(ValueError, match=r"the weights have \d+ bytes; one ONNX file holds at most"):
+        dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx", external_data=False)
+    report = dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx")
+    assert len(report.files) == 2
+
+
+def test_a_failed_export_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"earlier")
+    model = mlp_model()
+    dynamo_moe.convert(model)
+
+    def full_disk(model: object, beside: Path, **_: object) -> None:
+        Path(beside).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_files.ir, "save", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        dynamo_moe.export(model, torch.randn(2, 16), path)
+    assert path.read_bytes() == b"earlier"
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_unconverted_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"2 MoE modules are not converted, '0.mlp' among them"):
+        dynamo_moe.export(mlp_model(), torch.randn(2, 16), tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"target": "tflite"}, "target must be one of plugin, dense, onnxruntime; got 'tflite'"),
+        ({"opset": 17}, "opset must be at least 18, got 17"),
+        ({"dynamic_shapes": "tokens"}, "dynamic_shapes must be 'batch', a mapping or None"),
+        ({"dynamic_shapes": {"y": {0: "n"}}}, "dynamic_shapes names 'y'; the example's arguments"),
+        ({"dynamic_shapes": {"input": {2: "n"}}}, "names dimension 2 of 'input', whose example"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, arguments: dict[str, object], message: str) -> None:
+    model = mlp_model()
+    dynamo_moe.convert(model)
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx", **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no folder .*nowhere to write m.onnx into"):
+        dynamo_moe.export(mlp_model(), torch.randn(2, 16), tmp_path / "nowhere" / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "relu2"}, "no form of an expert with activation 'relu2'"),
+        ({"activation": "gelu", "gated": True}, "no form of a gated expert with activation 'gelu'"),
+        ({"weight_on_input": True}, "cannot weight the experts' inputs"),
+    ],
+)
+def test_onnxruntime_target_refuses_what_it_cannot_express(
+    tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.export(
+            op_model(OpLayer(**options)), torch.randn(2, 16), tmp_path / "m.onnx",
+            target="onnxruntime",
+        )  # fmt: skip
+
+
+def test_static_shapes(tmp_path: Path) -> None:
+    model = mlp_model()
+    dynamo_moe.convert(model)
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(1, 16), path, dynamic_shapes=None)
+    shape = onnx.load(path).graph.input[0].type.tensor_type.shape
+    assert [dim.dim_value for dim in shape.dim] == [1, 16]
+
+
+def test_training_mode_is_restored(tmp_path: Path) -> None:
+    model = mlp_model().train()
+    dynamo_moe.convert(model)
+    dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx")
+    assert model.training
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("scoring", ["softmax", "topk_softmax", "sigmoid"])
+def test_onnxruntime_target_takes_any_router(tmp_path: Path, scoring: str, gated: bool) -> None:
+    torch.manual_seed(3)
+    activation = "clamped_swiglu" if gated else "silu"
+    layer = OpLayer(
+        activation=activation, gated=gated, scoring=scoring, renormalize=False, routed_scaling=2.5
+    )
+    model, path = op_model(layer), tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(2, 16), path, target="onnxruntime")
+    dynamo_moe.verify(path, model, [(torch.randn(40, 16),)])
