@@ -25,9 +25,9 @@ _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 _BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gelu": lambda dh, z: _aten.gelu_backward(dh, z),
+    "gelu": _aten.gelu_backward,
     "gelu_tanh": lambda dh, z: _aten.gelu_backward(dh, z, approximate="tanh"),
-    "silu": lambda dh, z: _aten.silu_backward(dh, z),
+    "silu": _aten.silu_backward,
     "relu": lambda dh, z: _aten.threshold_backward(dh, z, 0),
     "relu2": lambda dh, z: dh * 2 * torch.relu(z),
 }

@@ -33,7 +33,11 @@ def check_experts(
     _check_ndim("w2", w2, "[E, D, H]")
     experts, rows, width = w1.shape
     hidden = w2.shape[2]
-    _check_value(experts >= 1, lambda: "w1 [E, F, D] must hold at least 1 expert, got 0")
+    for size in (experts, width, hidden):
+        _check_value(
+            size >= 1,
+            lambda: f"E, D and H must be at least 1, got w1 {_text(w1)} and w2 {_text(w2)}",
+        )
     _check_value(
         x.shape[-1] == width,
         lambda: f"x's last dimension must be D = {width} as in w1 [E, F, D], got {x.shape[-1]}",
@@ -121,9 +125,7 @@ def _check_ndim(name: str, tensor: Tensor, form: str) -> None:
 
 def _check_shape(name: str, tensor: Tensor, form: str, shape: tuple[int, ...]) -> None:
     wanted = f"{form} = {_text(shape)}"
-    _check_value(
-        tensor.ndim == len(shape), lambda: f"{name} must be {wanted}, got {_text(tensor)}"
-    )
+    _check_value(tensor.ndim == len(shape), lambda: f"{name} must be {wanted}, got {_text(tensor)}")
     for size, expected in zip(tensor.shape, shape, strict=True):
         _check_value(size == expected, lambda: f"{name} must be {wanted}, got {_text(tensor)}")
 
@@ -132,13 +134,12 @@ def _check_float(name: str, tensor: Tensor) -> None:
     _check_dtype(name, tensor, _FLOATS)
 
 
-def _check_dtype(
-    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], why: str = ""
-) -> None:
+def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], why: str = "") -> None:
     def message() -> str:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         got = str(tensor.dtype).removeprefix("torch.")
-        return f"{name} must be {'one of ' if len(dtypes) > 1 else ''}{names}{why and ' '}{why}, got {got}"
+        one_of = "one of " if len(dtypes) > 1 else ""
+        return f"{name} must be {one_of}{names}{why and ' '}{why}, got {got}"
 
     _check_type(tensor.dtype in dtypes, message)
 

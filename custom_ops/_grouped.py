@@ -200,7 +200,8 @@ def _sort_slots(ids_TK: Tensor, experts: int) -> tuple[Tensor, list[tuple[int, s
 
 def _linear(in_RI: Tensor, w_EOI: Tensor, b_EO: Tensor | None, expert: int) -> Tensor:
     weight_OI = w_EOI[expert].to(in_RI.dtype)
-    bias_O = None if b_EO is None else b_EO[expert].to(in_RI.dtype)
+    # oneDNN's product reads a bias without its stride.
+    bias_O = None if b_EO is None else b_EO[expert].to(in_RI.dtype).contiguous()
     if _ONEDNN_LINEAR is not None and in_RI.dtype == torch.float32:
         result: Tensor = _ONEDNN_LINEAR(in_RI, weight_OI, bias_O, "none", [], "")
         return result

@@ -155,9 +155,7 @@ def _dropless_cpu(
     )
     x_TD = x.reshape(-1, x.shape[-1])
     ids_TK, weights_TK = route(x_TD, router_weight, router_bias, router_options)
-    y_TD = _grouped.experts_forward(
-        x_TD, ids_TK, weights_TK, w1, b1, w2, b2, expert_options
-    )
+    y_TD = _grouped.experts_forward(x_TD, ids_TK, weights_TK, w1, b1, w2, b2, expert_options)
     return y_TD.view(x.shape)
 
 

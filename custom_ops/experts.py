@@ -115,14 +115,24 @@ def _experts_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 @torch.library.impl(LIBRARY, "experts", "CPU")
 def _experts_cpu(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    **options: Any,
 ) -> Tensor:
-    checked = _check(x, expert_ids, expert_weights, *parameters, **options)
+    checked = _check(x, expert_ids, expert_weights, w1, b1, w2, b2, **options)
     y_TD = _grouped.experts_forward(
         x.reshape(-1, x.shape[-1]),
         expert_ids.reshape(-1, expert_ids.shape[-1]),
         expert_weights.reshape(-1, expert_ids.shape[-1]),
-        *parameters,
+        w1,
+        b1,
+        w2,
+        b2,
         checked,
     )
     return y_TD.view(x.shape)
@@ -204,15 +214,21 @@ torch.library.register_autograd(
 )
 
 
+def _backward_twice(ctx: Any, *gradients: Tensor) -> None:
+    raise NotImplementedError("torch.ops.moe.experts and dropless are differentiable once only")
+
+
+# Without it a second derivative would be silently wrong: dropless's router is differentiable twice.
+torch.library.register_autograd("moe::experts_backward", _backward_twice, lib=LIBRARY)
+
+
 def _autocast(device_type: str) -> Any:
     def experts_autocast(
         x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
     ) -> Tensor:
         without_autocast, cast = autocast_parameters(device_type, *parameters)
         with without_autocast:
-            result: Tensor = torch.ops.moe.experts(
-                x, expert_ids, expert_weights, *cast, **options
-            )
+            result: Tensor = torch.ops.moe.experts(x, expert_ids, expert_weights, *cast, **options)
         return result
 
     return experts_autocast

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args, Literal
+from typing import Literal, get_args
 
 __all__ = ["ACTIVATIONS", "SCORINGS", "Activation", "ExpertOptions", "RouterOptions", "Scoring"]
 

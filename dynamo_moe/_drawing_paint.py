@@ -64,12 +64,7 @@ class Panel:
 
 def paint(panels: Sequence[Panel], destination: Path) -> None:
     """Writes the picture, SVG or PNG by the destination's suffix."""
-    limit = 320.0
-    gaps = 2 * _MARGIN + _PANEL_GAP * (len(panels) - 1)
-    while (width := sum(panel.fold(limit) for panel in panels) + gaps) > max(
-        _WIDTH, _ASPECT * limit
-    ):
-        limit *= 1.02
+    width = _fold(panels)
     kinds = [kind for kind in _KINDS if any(kind in panel.kinds for panel in panels)]
     width = max(width, _MARGIN + sum(map(_legend_width, kinds)))
     top = _HEADER + _TURN
@@ -90,6 +85,21 @@ def paint(panels: Sequence[Panel], destination: Path) -> None:
         _paint_legend(axes, kinds, height - _FOOTER / 2)
         metadata = {"Date" if destination.suffix.lower() == ".svg" else "Software": None}
         figure.savefig(destination, dpi=192, metadata=metadata)
+
+
+def _fold(panels: Sequence[Panel]) -> float:
+    """Makes the lowest columns that are not too wide together; returns the picture's width."""
+    limit = 320.0
+    while True:
+        width = 2 * _MARGIN + _PANEL_GAP * (len(panels) - 1)
+        width += sum(panel.fold(limit) for panel in panels)
+        # A last column of a few boxes is better at the end of the one before.
+        stubs = any(
+            len(panel.columns) > 1 and panel.columns[-1].height < 0.2 * limit for panel in panels
+        )
+        if width <= max(_WIDTH, _ASPECT * limit) and not stubs:
+            return width
+        limit *= 1.02
 
 
 def _paint_panel(axes: Axes, panel: Panel, left: float, top: float) -> float:

@@ -43,7 +43,9 @@ def resolve(
         return (args, kwargs), None
     if isinstance(requested, str):
         if requested != BATCH:
-            raise ValueError(f"dynamic_shapes must be 'batch', a mapping or None; got {requested!r}")
+            raise ValueError(
+                f"dynamic_shapes must be 'batch', a mapping or None; got {requested!r}"
+            )
         requested = {}
     arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     unknown = sorted(set(requested) - set(arguments))
@@ -93,7 +95,8 @@ def _grow(example: Example, arguments: Mapping[str, Any], shapes: Mapping[str, A
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] < 2:
                     replacements[id(leaf)] = _grow_tensor(leaf, {0: BATCH})
-    return pytree.tree_map(lambda leaf: replacements.get(id(leaf), leaf), example)
+    grown: Example = pytree.tree_map(lambda leaf: replacements.get(id(leaf), leaf), example)
+    return grown
 
 
 def _grow_tensor(tensor: Tensor, dimensions: Mapping[int, Any] | None) -> Tensor:

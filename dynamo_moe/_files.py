@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -53,5 +52,5 @@ def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[
         ir.save(model, beside / path.name, external_data=names[1] if external_data else None)
         written = [name for name in reversed(names) if (beside / name).exists()]
         for name in written:
-            os.replace(beside / name, path.parent / name)
+            (beside / name).replace(path.parent / name)
     return [path.parent / name for name in reversed(written)]

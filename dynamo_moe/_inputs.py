@@ -14,12 +14,15 @@ __all__ = ["random_inputs"]
 
 # Sizes of the batch, and of every other symbolic dimension, per case.
 _CASES = ((1, 4), (3, 7), (2, 1))
-_FLOATS = {
+_FLOATS: dict[int, torch.dtype] = {
     onnx.TensorProto.FLOAT: torch.float32,
     onnx.TensorProto.FLOAT16: torch.float16,
     onnx.TensorProto.DOUBLE: torch.float64,
 }
-_INTS = {onnx.TensorProto.INT64: torch.int64, onnx.TensorProto.INT32: torch.int32}
+_INTS: dict[int, torch.dtype] = {
+    onnx.TensorProto.INT64: torch.int64,
+    onnx.TensorProto.INT32: torch.int32,
+}
 
 
 def random_inputs(proto: onnx.ModelProto) -> list[tuple[Tensor, ...]]:
@@ -30,9 +33,7 @@ def random_inputs(proto: onnx.ModelProto) -> list[tuple[Tensor, ...]]:
     """
     generator = torch.Generator().manual_seed(20)
     return [
-        tuple(
-            _random(graph_input, batch, other, generator) for graph_input in proto.graph.input
-        )
+        tuple(_random(graph_input, batch, other, generator) for graph_input in proto.graph.input)
         for batch, other in _CASES
     ]
 

@@ -58,7 +58,8 @@ def notes(model: ir.Model) -> list[str]:
     approximate = [
         node
         for node in model.graph
-        if node.domain == "com.microsoft" and node.attributes["activation_type"].as_string() == "gelu"
+        if node.domain == "com.microsoft"
+        and node.attributes["activation_type"].as_string() == "gelu"
     ]
     if not approximate:
         return []
@@ -68,6 +69,7 @@ def notes(model: ir.Model) -> list[str]:
 def _config(node: ir.Node) -> BodyConfig:
     router = node.op_type == _schemas.DROPLESS
     attributes = node.attributes
+
     def dtype(index: int) -> ir.DataType:
         value = node.inputs[index]
         if value is None or value.dtype is None:

@@ -53,7 +53,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
 
 
 def _type_foreign_results(model: ir.Model) -> bool:
-    """Gives ``com.microsoft::MoE``, unknown to onnx, its tokens' type; returns whether it is there."""
+    """Types the results of ``com.microsoft::MoE``, unknown to onnx; returns whether there are."""
     nodes = [node for node in model.graph if node.domain == "com.microsoft"]
     for node in nodes:
         tokens, result = node.inputs[0], node.outputs[0]

@@ -40,7 +40,9 @@ _EXPERTS_REQUIRED = (
     ("w2", "W", "Second product [E, D, H]."),
 )
 _EXPERTS_BIASES = (("b1", "W", "[E, F]."), ("b2", "W", "[E, D]."))
-_ROUTER_ATTRIBUTES = (
+_Attributes = tuple[tuple[str, str | int | float, str], ...]
+
+_ROUTER_ATTRIBUTES: _Attributes = (
     ("scoring", "softmax", "softmax, topk_softmax or sigmoid."),
     ("renormalize", 1, "1: divide a token's weights by their sum."),
     ("routed_scaling", 1.0, "Factor on every weight."),
@@ -51,7 +53,7 @@ _SIZE_ATTRIBUTES = (
     ("in_features", "Model width D."),
     ("hidden_features", "Hidden width H."),
 )
-_EXPERT_ATTRIBUTES = (
+_EXPERT_ATTRIBUTES: _Attributes = (
     ("activation", "gelu", "gelu, gelu_tanh, silu, relu, relu2 or clamped_swiglu."),
     ("gated", 0, "1: h = activation(gate) * up."),
     ("interleaved", 0, "1: gate rows are ::2 of w1, up rows 1::2."),
@@ -61,9 +63,9 @@ _EXPERT_ATTRIBUTES = (
 )
 
 
-def _input(name: str, type_str: str, description: str, *, optional: bool = False) -> (
-    OpSchema.FormalParameter
-):
+def _input(
+    name: str, type_str: str, description: str, *, optional: bool = False
+) -> OpSchema.FormalParameter:
     option = OpSchema.FormalParameterOption.Optional
     required = OpSchema.FormalParameterOption.Single
     return OpSchema.FormalParameter(
@@ -86,7 +88,7 @@ def _register(
     name: str,
     doc: str,
     inputs: list[OpSchema.FormalParameter],
-    attributes: tuple[tuple[str, str | int | float, str], ...],
+    attributes: _Attributes,
     type_constraints: list[tuple[str, list[str], str]],
 ) -> None:
     schema = OpSchema(

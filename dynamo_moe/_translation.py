@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import onnxscript
 import torch
@@ -14,6 +15,9 @@ import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from dynamo_moe import _schemas
 
 __all__ = ["onnx_translation_table"]
+
+# What the exporter passes are onnx_ir values; it warns about functions annotated so.
+Value = Any
 
 _moe = onnxscript.values.Opset(_schemas.DOMAIN, _schemas.VERSION)
 
@@ -44,19 +48,19 @@ def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _dropless(
-    x: ir.Value,
-    router_weight: ir.Value,
-    w1: ir.Value,
-    b1: ir.Value | None,
-    w2: ir.Value,
-    b2: ir.Value | None,
+    x: Value,
+    router_weight: Value,
+    w1: Value,
+    b1: Value | None,
+    w2: Value,
+    b2: Value | None,
     top_k: int,
-    router_bias: ir.Value | None = None,
+    router_bias: Value | None = None,
     scoring: str = "softmax",
     renormalize: bool = True,
     routed_scaling: float = 1.0,
     **expert_options: Any,
-) -> ir.Value:
+) -> Value:
     experts, width = _sizes(router_weight)
     rows = _sizes(w1)[1]
     optional = _fill_holes(
@@ -75,15 +79,15 @@ def _dropless(
 
 
 def _experts(
-    x: ir.Value,
-    expert_ids: ir.Value,
-    expert_weights: ir.Value,
-    w1: ir.Value,
-    b1: ir.Value | None,
-    w2: ir.Value,
-    b2: ir.Value | None,
+    x: Value,
+    expert_ids: Value,
+    expert_weights: Value,
+    w1: Value,
+    b1: Value | None,
+    w2: Value,
+    b2: Value | None,
     **expert_options: Any,
-) -> ir.Value:
+) -> Value:
     experts, rows, width = _sizes(w1)
     optional = _fill_holes((b1, (experts, rows), w1), (b2, (experts, width), w1))
     return _moe.DroplessMoEExperts(
@@ -94,8 +98,8 @@ def _experts(
 
 
 def _attributes(
-    w1: ir.Value,
-    w2: ir.Value,
+    w1: Value,
+    w2: Value,
     top_k: int,
     *,
     activation: str = "gelu",
@@ -121,8 +125,8 @@ def _attributes(
 
 
 def _fill_holes(
-    *optional: tuple[ir.Value | None, tuple[int, ...], ir.Value],
-) -> list[ir.Value]:
+    *optional: tuple[Value | None, tuple[int, ...], Value],
+) -> list[Value]:
     """Returns the optional inputs up to the last present one, zeros standing for absent ones.
 
     TensorRT's handling of an omitted input in the middle is unverified.
@@ -137,15 +141,14 @@ def _fill_holes(
     return filled
 
 
-def _zeros(shape: Sequence[int], dtype: ir.DataType | None) -> ir.Value:
+def _zeros(shape: Sequence[int], dtype: ir.DataType | None) -> Value:
     if dtype is None:
         raise ValueError("an MoE operator's parameters must have a known dtype")
-    zeros = ir.tensor(torch.zeros(*shape).numpy(), dtype=dtype)
-    result: ir.Value = opset18.Constant(value=ir.serde.serialize_tensor(zeros))
-    return result
+    zeros = ir.tensor(np.zeros(shape, dtype.numpy()))
+    return opset18.Constant(value=ir.serde.serialize_tensor(zeros))
 
 
-def _sizes(value: ir.Value) -> tuple[int, ...]:
+def _sizes(value: Value) -> tuple[int, ...]:
     """Returns the static sizes of a parameter; only expert_ids may have others before its last."""
     if value.shape is None:
         raise ValueError(f"{value.name!r} must have a known shape")

@@ -253,7 +253,9 @@ class _Routing:
             self.ids = args[1].reshape(-1, args[1].shape[-1])
             return
         fields = ("scoring", "renormalize", "routed_scaling")
-        options = RouterOptions(args[6], **{name: kwargs[name] for name in fields if name in kwargs})
+        options = RouterOptions(
+            args[6], **{name: kwargs[name] for name in fields if name in kwargs}
+        )
         self._router = (args[1], args[7] if len(args) > 7 else None, options)
         self.ids = self.ids_of(args[0])
 
@@ -270,7 +272,7 @@ class _RoutingRecorder(TorchDispatchMode):
     """Notes the routing of every MoE operator that runs inside it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not.
         self.routings: list[_Routing] = []
 
     def __torch_dispatch__(

@@ -63,10 +63,7 @@ def mlp_model(width: int = 16, hidden: int = 24, experts: int = 6, layers: int =
     """Residual ``DroplessMoEMlp`` layers, seeded, not converted."""
     torch.manual_seed(0)
     return nn.Sequential(
-        *(
-            Residual(width, DroplessMoEMlp(width, hidden, experts, top_k=2))
-            for _ in range(layers)
-        )
+        *(Residual(width, DroplessMoEMlp(width, hidden, experts, top_k=2)) for _ in range(layers))
     ).eval()
 
 

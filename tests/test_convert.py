@@ -1,4 +1,4 @@
-"""``dynamo_moe.convert``: recognise by structure, prove by numbers, share storage, say what is left."""
+"""``dynamo_moe.convert``: recognise by structure, prove by numbers, share storage, report."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import Residual, mlp_model
 from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe.conversion import adapters, register_adapter
 from dynamo_moe.models import DroplessMoEMlp
 from dynamo_moe.modules import DroplessMoE
+from small_models import Residual, mlp_model
 
 
 class SameShapeOtherActivation(DroplessMoEMlp):

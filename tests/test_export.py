@@ -12,11 +12,11 @@ import onnxsim
 import onnxslim
 import pytest
 import torch
-from small_models import OpLayer, OwnRouter, mlp_model, op_model
 from torch import nn
 
 import dynamo_moe
 from dynamo_moe import _files
+from small_models import OpLayer, OwnRouter, mlp_model, op_model
 
 TARGETS = ("plugin", "dense", "onnxruntime")
 TOKENS = {"input": {1: "tokens"}}
@@ -34,7 +34,9 @@ def mixed_model() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[nn.Module, Path]]:
+def exported(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str], tuple[nn.Module, Path]]:
     """Exports each (model, target) once, from an example of batch 1 and 5 tokens."""
     folder = tmp_path_factory.mktemp("exported")
     done: dict[tuple[str, str], tuple[nn.Module, Path]] = {}
@@ -55,9 +57,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], t
 
 def run(path_or_proto: Path | onnx.ModelProto, x: torch.Tensor) -> torch.Tensor:
     source = (
-        str(path_or_proto)
-        if isinstance(path_or_proto, Path)
-        else path_or_proto.SerializeToString()
+        str(path_or_proto) if isinstance(path_or_proto, Path) else path_or_proto.SerializeToString()
     )
     session = onnxruntime.InferenceSession(source)
     return torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
@@ -203,7 +203,7 @@ def test_shape_inference_restores_what_a_tool_stripped(exported, name: str) -> N
 @pytest.mark.parametrize("name", ["mlp", "mixed"])
 @pytest.mark.parametrize("tool", ["onnxslim", "onnxsim"])
 def test_simplifiers_leave_a_good_file(exported, name: str, target: str, tool: str) -> None:
-    model, path = exported(name, target)
+    _, path = exported(name, target)
     proto = onnx.load(path)
     simplified = onnxslim.slim(proto) if tool == "onnxslim" else onnxsim.simplify(proto)[0]
     if target != "onnxruntime":
@@ -220,7 +220,7 @@ def test_no_local_paths_or_stack_traces(exported) -> None:
     for target in TARGETS:
         _, path = exported("mlp", target)
         content = path.read_bytes()
-        for trace in (str(Path(__file__).parent), "File \"", "stack_trace", "site-packages"):
+        for trace in (str(Path(__file__).parent), 'File "', "stack_trace", "site-packages"):
             assert trace.encode() not in content
 
 
@@ -238,9 +238,7 @@ def test_the_example_does_not_change_the_file(tmp_path: Path) -> None:
     files, seconds = [], []
     for index, shape in enumerate([(1, 5), (4, 700), (0, 2), (2, 1)]):
         path = tmp_path / f"{index}.onnx"
-        report = dynamo_moe.export(
-            model, torch.randn(*shape, 16), path, dynamic_shapes=TOKENS
-        )
+        report = dynamo_moe.export(model, torch.randn(*shape, 16), path, dynamic_shapes=TOKENS)
         files.append(path.read_bytes())
         seconds.append(report.seconds)
     assert len(set(files)) == 1
@@ -284,7 +282,9 @@ def test_too_large_for_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     model = mlp_model()
     dynamo_moe.convert(model)
     monkeypatch.setattr(_files, "EXTERNAL_DATA_LIMIT", 1000)
-    with pytest.raises(ValueError, match=r"the weights have \d+ bytes; one ONNX file holds at most"):
+    with pytest.raises(
+        ValueError, match=r"the weights have \d+ bytes; one ONNX file holds at most"
+    ):
         dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx", external_data=False)
     report = dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx")
     assert len(report.files) == 2
@@ -331,7 +331,7 @@ def test_bad_arguments(tmp_path: Path, arguments: dict[str, object], message: st
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no folder .*nowhere to write m.onnx into"):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere to write m\.onnx into"):
         dynamo_moe.export(mlp_model(), torch.randn(2, 16), tmp_path / "nowhere" / "m.onnx")
 
 

@@ -9,11 +9,11 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
-from small_models import OpLayer, OwnRouter, mlp_model, op_model
 from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe.tolerances import Tolerance, tolerance_for
+from small_models import OpLayer, OwnRouter, mlp_model, op_model
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_inputs_of_several_kinds(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no file .*nothing.onnx"):
+    with pytest.raises(FileNotFoundError, match=r"no file .*nothing\.onnx"):
         dynamo_moe.verify(tmp_path / "nothing.onnx", nn.Identity())
 
 

@@ -152,8 +152,8 @@ def _compare(
     try:
         with torch.no_grad():
             expected, result = module.eval()(tokens), replacement.eval()(tokens)
-    except Exception as error:  # The module is the user's: anything can come out of it.
-        return False, f"it has the shape of {adapter.name} but fails on tokens [T, D]: {error}"
+    except Exception as failure:  # The module is the user's: anything can come out of it.
+        return False, f"it has the shape of {adapter.name} but fails on tokens [T, D]: {failure}"
     finally:
         module.train(training)
         replacement.train(training)
@@ -184,8 +184,9 @@ def _why_it_looks_like_moe(module: nn.Module) -> str | None:
     if isinstance(module, DroplessMoE):
         return None
     children = dict(module.named_children())
-    if isinstance(children.get("experts"), nn.ModuleList):
-        return f"holds a list of {len(children['experts'])} experts; no adapter knows its structure"
+    experts = children.get("experts")
+    if isinstance(experts, nn.ModuleList):
+        return f"holds a list of {len(experts)} experts; no adapter knows its structure"
     stacked = [
         name for name, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.shape[0] > 1
     ]

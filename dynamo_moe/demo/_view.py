@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from dynamo_moe.demo._pipeline import PYTORCH, DemoResult, FileResult
 
@@ -17,40 +18,41 @@ __all__ = ["final_view"]
 
 def final_view(result: DemoResult) -> RenderableType:
     """Returns the table of files, what it means, and a list of what is in the folder."""
-    return Group(_table(result), _remarks(result), "", _contents(result))
+    return Group(_table(result), "", _remarks(result), "", _contents(result))
 
 
 def _table(result: DemoResult) -> Table:
     images = result.files[0].compared.images
     table = Table(
-        title=f"Swin-MoE on {images} test images of handwritten digits, in ONNX Runtime",
+        title=f"A Swin-MoE on {images} test images of handwritten digits",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
-        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("")
-    for heading in ("nodes", "size", "right", "differ from\nPyTorch", "logits\ndiffer by"):
+    table.add_column("", no_wrap=True)
+    headings = ["nodes", "size", "right", "changed\nanswers", "logits\noff by"]
+    headings += [f"ms each,\nbatch {size}" for size in result.milliseconds]
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    for size in result.milliseconds:
-        table.add_column(f"ms/image\nbatch {size}", justify="right", no_wrap=True)
     accuracy = f"{result.training.test_accuracy:.1%}"
     times = _times(result.milliseconds)
-    table.add_row(PYTORCH, "-", "-", accuracy, "-", "-", *times, end_section=True)
+    table.add_row(f"  {PYTORCH}", "-", "-", accuracy, "-", "-", *times, end_section=True)
     for file in result.files:
         table.add_row(*_row(file))
     return table
 
 
 def _row(file: FileResult) -> list[str]:
-    color = "red" if file.compared.worst else "green"
     name = file.variant.file
+    color = "red" if file.compared.worst else "green"
     return [
-        name if not file.failures else f"[red]{name}: fails[/]",
+        f"[red]✗ {name}[/]" if file.failures else f"[green]✓[/] {name}",
         str(file.nodes),
         f"{file.exported.file_bytes / 1e6:.2f} MB",
         f"{file.compared.accuracy:.1%}",
-        f"[{color}]{file.compared.worst} images[/]",
+        f"[{color}]{file.compared.worst}[/]",
         f"{file.compared.max_logit_difference:.0e}",
         *_times(file.milliseconds),
     ]
@@ -60,23 +62,23 @@ def _times(milliseconds: Mapping[int, float]) -> list[str]:
     return [f"{value:.2f}" if value >= 0.1 else f"{value:.3f}" for value in milliseconds.values()]
 
 
-def _remarks(result: DemoResult) -> str:
+def _remarks(result: DemoResult) -> Text:
     """What the table's numbers are, in full sentences."""
     sizes = ", ".join(map(str, result.files[0].compared.differing))
-    remarks = [
-        f"Every file ran on all images in batches of {sizes}. "
-        "Times are medians on one CPU thread; the plugin files' MoE nodes run there as the "
-        "standard operators that the file carries, and as one kernel sequence in TensorRT."
-    ]
+    text = (
+        f"Every file ran in ONNX Runtime on all images in batches of {sizes}, and was verified on "
+        "random inputs. Times are medians on one CPU thread. The plugin files' MoE nodes run "
+        "there as the standard operators that the file carries for them."
+    )
     for file in result.files:
         if file.variant.experts == torch.float16:
             other = file.compared_float32
-            remarks.append(
-                f"{file.variant.file} has float16 experts, as has the PyTorch model that it is "
-                f"compared with; {other.worst} predictions differ from the float32 model's, "
-                f"logits by up to {other.max_logit_difference:.0e}."
+            text += (
+                f"\n{file.variant.file} is compared with the PyTorch model whose experts are "
+                f"float16 too; to the float32 model, {other.worst} answers change and logits are "
+                f"off by {other.max_logit_difference:.0e}."
             )
-    return "\n".join(remarks)
+    return Text(text)
 
 
 def _contents(result: DemoResult) -> Table:

@@ -112,7 +112,7 @@ def train(
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Fraction of the images that the model classifies right."""
-    return float((model(images).argmax(dim=-1) == labels).float().mean())
+    return float((model(images).argmax(dim=-1) == labels).double().mean())
 
 
 @torch.no_grad()

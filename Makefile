@@ -1,0 +1,61 @@
+# A fresh machine needs Python 3.11 or later and make; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Workers that run tests.
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+EXTRAS := demo,dev,kernels,transformers
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
+# A worker's threads would only wait for those of the other workers.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all lint format docs bench clean
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Create .venv with dynamo-moe, editable, and everything that the other targets need
+
+# PyTorch comes first and pinned: whatever asks for it later finds it there.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[1/2] Installing PyTorch and the build backend ..."
+	@$(PIP_INSTALL) torch scikit-build-core
+	@echo "[2/2] Installing dynamo-moe[$(EXTRAS)] ..."
+	@$(PIP_INSTALL) --no-build-isolation --editable ".[$(EXTRAS)]"
+	@touch $@
+
+demo: $(INSTALLED) ## Train a small Swin-MoE, export it to ONNX and compare the two
+	$(BIN)/python -m dynamo_moe.demo
+
+test: $(INSTALLED) ## Run the tests and the docstrings' examples, slow ones excepted
+	$(PYTEST) -m "not slow"
+
+test-all: $(INSTALLED) ## Run all tests
+	$(PYTEST)
+
+lint: $(INSTALLED) ## Check style, types and which package imports which
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED) ## Format the code and fix what can be fixed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(INSTALLED) ## Build the documentation into docs/_build/html
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+
+bench: $(INSTALLED) ## Run the benchmarks
+	@set -e; for name in $(BENCHMARKS); do echo "--- $$name"; $(BIN)/python -m benchmarks.$$name; done
+
+clean: ## Remove what the other targets made, .venv excepted
+	rm -rf build dist docs/_build .grimp_cache .hypothesis .import_linter_cache .mypy_cache \
+		.pytest_cache .ruff_cache
+	find benchmarks custom_ops docs dynamo_moe tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,32 @@
+"""Settings of the documentation."""
+
+from importlib.metadata import version as installed_version
+
+project = "dynamo-moe"
+author = "The dynamo-moe authors"
+copyright = author
+release = version = installed_version("dynamo-moe")
+
+# Everything is rendered at build time and from local files: the build needs no network, and
+# neither do its pages. So no intersphinx, and formulas are text, not MathJax.
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+nitpicky = True
+# Sphinx knows the objects that these pages describe, no others.
+nitpick_ignore_regex = [(r"py:.*", r"(?!custom_ops|dynamo_moe).*")]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+napoleon_numpy_docstring = False
+
+html_theme = "furo"
+html_title = "dynamo-moe"
+copybutton_exclude = ".linenos, .gp, .go"

@@ -1,0 +1,211 @@
+"""Calls of the two operators on random layers, and their comparison with the float64 oracle.
+
+Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from custom_ops import ExpertOptions, RouterOptions, reference
+from dynamo_moe.tolerances import tolerance_for
+
+__all__ = ["DTYPES", "EXPERT_FORMS", "OPS", "ROUTER_FORMS", "Case", "assert_matches", "make_case"]
+
+OPS = ("dropless", "experts")
+
+_FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MIXED = (
+    (torch.float32, torch.float16),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float64, torch.float32),
+    (torch.float32, torch.float64),
+)
+# Of tokens and of experts.
+DTYPES = [
+    pytest.param(x, w, id=f"{x}-{w}".replace("torch.", ""))
+    for x, w in [*((dtype, dtype) for dtype in _FLOAT_TYPES), *_MIXED]
+]
+
+_GATINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gated": {"gated": True},
+    "interleaved": {"gated": True, "interleaved": True},
+}
+_POINTWISE = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
+# What an expert computes; a limit of 1 makes the clamp of clamped_swiglu bite.
+EXPERT_FORMS = [
+    pytest.param({"activation": activation} | gating, id=f"{activation}-{name}")
+    for activation in _POINTWISE
+    for name, gating in _GATINGS.items()
+] + [
+    pytest.param(
+        {"activation": "clamped_swiglu", "alpha": 1.3, "limit": 1.0} | _GATINGS[name],
+        id=f"clamped_swiglu-{name}",
+    )
+    for name in ("gated", "interleaved")
+]
+
+ROUTER_FORMS = [
+    pytest.param(
+        {"scoring": scoring, "renormalize": renormalize, "routed_scaling": scaling},
+        id=f"{scoring}-{'renormalized' if renormalize else 'raw'}-{scaling}",
+    )
+    for scoring in ("softmax", "topk_softmax", "sigmoid")
+    for renormalize in (True, False)
+    for scaling in (1.0, 2.5)
+]
+
+_ROUTER_FIELDS = fields(RouterOptions)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an operator.
+
+    Attributes:
+        op: One of :data:`OPS`.
+        arguments: By name, in the schema's order, without the options.
+        options: Keyword-only arguments.
+    """
+
+    op: str
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def __call__(self) -> Tensor:
+        """Calls the operator."""
+        return self.function(*self.floats.values())
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        """The operator."""
+        return getattr(torch.ops.moe, self.op).default
+
+    @property
+    def floats(self) -> dict[str, Tensor]:
+        """The arguments that have gradients."""
+        return {
+            name: value
+            for name, value in self.arguments.items()
+            if isinstance(value, Tensor) and name != "expert_ids"
+        }
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """The operator as a function of the floats alone, by position."""
+        names = list(self.floats)
+
+        def call(*floats: Tensor) -> Tensor:
+            arguments = self.arguments | dict(zip(names, floats, strict=True))
+            return self.overload(*arguments.values(), **self.options)
+
+        return call
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of tokens and experts, which bound the precision."""
+        return {self.arguments["x"].dtype, self.arguments["w1"].dtype}
+
+    def changed(self, **changes: Any) -> Case:
+        """The same with other arguments or options."""
+        arguments = {name: changes.pop(name, old) for name, old in self.arguments.items()}
+        return replace(self, arguments=arguments, options=self.options | changes)
+
+    def with_grad(self) -> Case:
+        """The same on leaves that require gradients."""
+        leaves = {name: t.detach().clone().requires_grad_() for name, t in self.floats.items()}
+        return self.changed(**leaves)
+
+    def oracle(self) -> Tensor:
+        """The result in float64, computed from the rounded arguments.
+
+        The operators route in float32 at least, so random logits choose the oracle's experts.
+        """
+        a, options = self.arguments, dict(self.options)
+        router_options = {f.name: options.pop(f.name) for f in _ROUTER_FIELDS if f.name in options}
+        if self.op == "dropless":
+            router_options = RouterOptions(a["top_k"], **router_options)
+            routing = reference.router(a["x"], a["router_weight"], a["router_bias"], router_options)
+        else:
+            routing = (a["expert_ids"], a["expert_weights"])
+        # Rounded as experts read it, with the gradient of no rounding: else a pre-activation falls
+        # on the other side of relu's kink.
+        x = a["x"] + (a["x"].to(a["w1"].dtype).to(a["x"].dtype) - a["x"]).detach()
+        parameters = (a["w1"], a["b1"], a["w2"], a["b2"])
+        return reference.experts(x, *routing, *parameters, ExpertOptions(**options))
+
+    def gradients(self, run: Callable[[Case], Tensor] = lambda case: case()) -> dict[str, Tensor]:
+        """Gradients of every float for one fixed gradient of the result."""
+        case = self.with_grad()
+        result = run(case)
+        generator = torch.Generator().manual_seed(1)
+        # The same numbers whatever the result's dtype: bfloat16 values are exact in all others.
+        dy = torch.randn(result.shape, generator=generator).bfloat16().to(result.dtype)
+        gradients = torch.autograd.grad(result, list(case.floats.values()), dy)
+        return dict(zip(case.floats, gradients, strict=True))
+
+
+def make_case(
+    op: str,
+    shape: tuple[int, ...] = (11,),
+    *,
+    width: int = 12,
+    hidden: int = 10,
+    experts: int = 5,
+    top_k: int = 2,
+    dtype: torch.dtype = torch.float32,
+    x_dtype: torch.dtype | None = None,
+    biases: bool = True,
+    seed: int = 0,
+    **options: Any,
+) -> Case:
+    """A random call, scaled so that logits, hidden rows and results are near 1."""
+    generator = torch.Generator().manual_seed(seed)
+    x_dtype = x_dtype or dtype
+    router_dtype = torch.float64 if x_dtype == torch.float64 else torch.float32
+
+    def normal(*size: int, dtype: torch.dtype, fan_in: int = 1) -> Tensor:
+        values = torch.randn(size, generator=generator, dtype=torch.float64)
+        return (values / fan_in**0.5).to(dtype)
+
+    rows = 2 * hidden if options.get("gated") else hidden
+    x = normal(*shape, width, dtype=x_dtype)
+    logits = normal(*shape, experts, dtype=router_dtype)
+    parameters = {
+        "w1": normal(experts, rows, width, dtype=dtype, fan_in=width),
+        "b1": normal(experts, rows, dtype=dtype) if biases else None,
+        "w2": normal(experts, width, hidden, dtype=dtype, fan_in=hidden),
+        "b2": normal(experts, width, dtype=dtype) if biases else None,
+    }
+    if op == "experts":
+        weights, ids = logits.softmax(-1).topk(top_k, dim=-1)
+        routing = {"expert_ids": ids, "expert_weights": weights}
+        return Case(op, {"x": x} | routing | parameters, options)
+    router_weight = normal(experts, width, dtype=router_dtype, fan_in=width)
+    router_bias = normal(experts, dtype=router_dtype) if biases else None
+    arguments = {"x": x, "router_weight": router_weight} | parameters
+    return Case(op, arguments | {"top_k": top_k, "router_bias": router_bias}, options)
+
+
+def assert_matches(
+    actual: Tensor, expected: Tensor, dtypes: set[torch.dtype], name: str = "result"
+) -> None:
+    """Bounds the worst error and the RMS of the errors, relative to the RMS of what is expected."""
+    assert actual.shape == expected.shape, f"{name}: {actual.shape}, expected {expected.shape}"
+    if not expected.numel():
+        return
+    tolerance = tolerance_for(dtypes)
+    error = (actual.double() - expected).detach().abs()
+    scale = expected.detach().double().square().mean().sqrt()
+    place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    where = f"{name}{list(place)} is {actual[place]}, expected {expected[place]}"
+    assert error.max() <= tolerance.max * scale, f"{where}; RMS expected {scale}"
+    assert error.square().mean().sqrt() <= tolerance.rms * scale, f"RMS; worst: {where}"

@@ -1,0 +1,209 @@
+"""``torch.ops.moe.dropless``: the router, and a whole layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from custom_ops import SCORINGS, RouterOptions, dropless, reference
+from custom_ops.routing import route, router_dtype
+from moe_cases import DTYPES, EXPERT_FORMS, ROUTER_FORMS, Case, assert_matches, make_case
+
+NAN = float("nan")
+FLOAT_TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+all_scorings = pytest.mark.parametrize("scoring", SCORINGS)
+
+
+def _assert_gradients_match(case: Case) -> None:
+    expected = case.gradients(Case.oracle)
+    for name, gradient in case.gradients().items():
+        assert gradient.dtype == case.arguments[name].dtype
+        assert_matches(gradient, expected[name], case.dtypes, name)
+
+
+def _chosen(case: Case) -> Tensor:
+    a = case.arguments
+    options = RouterOptions(a["top_k"], case.options.get("scoring", "softmax"))
+    return route(a["x"], a["router_weight"], a["router_bias"], options)[0]
+
+
+@pytest.mark.parametrize("router", ROUTER_FORMS)
+@pytest.mark.parametrize("biases", [True, False], ids=["biases", "no biases"])
+@pytest.mark.parametrize(("x_dtype", "dtype"), DTYPES)
+def test_every_router_is_the_oracle_s(
+    x_dtype: torch.dtype, dtype: torch.dtype, biases: bool, router: dict[str, Any]
+) -> None:
+    case = make_case("dropless", (33,), x_dtype=x_dtype, dtype=dtype, biases=biases, **router)
+    result = case()
+    assert result.dtype == x_dtype
+    assert_matches(result, case.oracle(), case.dtypes)
+    _assert_gradients_match(case)
+
+
+@pytest.mark.parametrize("form", EXPERT_FORMS)
+@pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
+def test_every_expert_is_the_oracle_s(weight_on_input: bool, form: dict[str, Any]) -> None:
+    case = make_case("dropless", weight_on_input=weight_on_input, **form)
+    assert_matches(case(), case.oracle(), case.dtypes)
+    _assert_gradients_match(case)
+
+
+@pytest.mark.parametrize("form", EXPERT_FORMS)
+def test_it_is_the_router_and_then_the_experts(form: dict[str, Any]) -> None:
+    case = make_case("dropless", **form)
+    x, router_weight, *parameters, top_k, router_bias = case.arguments.values()
+    routing = route(x, router_weight, router_bias, RouterOptions(top_k))
+    assert torch.equal(case(), torch.ops.moe.experts(x, *routing, *parameters, **form))
+
+
+@pytest.mark.parametrize("router_weight_dtype", FLOAT_TYPES)
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+@all_scorings
+def test_router_computes_in_float32_at_least(
+    scoring: str, dtype: torch.dtype, router_weight_dtype: torch.dtype
+) -> None:
+    a = make_case("dropless", (300,), experts=16, x_dtype=dtype).arguments
+    router_weight = a["router_weight"].to(router_weight_dtype)
+    options = RouterOptions(4, scoring)
+    ids, weights = route(a["x"], router_weight, a["router_bias"], options)
+    expected_ids, expected_weights = reference.router(
+        a["x"], router_weight, a["router_bias"], options
+    )
+    assert torch.equal(ids, expected_ids)
+    assert weights.dtype == router_dtype(a["x"])
+    assert_matches(weights, expected_weights, {weights.dtype})
+
+
+@all_scorings
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_any_top_k_up_to_all_experts(top_k: int, scoring: str) -> None:
+    renormalize = top_k > 1
+    case = make_case("dropless", (33,), top_k=top_k, scoring=scoring, renormalize=renormalize)
+    assert_matches(case(), case.oracle(), case.dtypes)
+    if top_k > 1 or scoring != "topk_softmax":
+        _assert_gradients_match(case)
+
+
+@all_scorings
+def test_a_sole_renormalized_expert_has_weight_one(scoring: str) -> None:
+    case = make_case("dropless", (33,), top_k=1, scoring=scoring)
+    assert_matches(case(), case.oracle(), case.dtypes)
+    gradients, expected = case.gradients(), case.gradients(Case.oracle)
+    for name in ("router_weight", "router_bias"):
+        assert gradients.pop(name).abs().max() < 1e-5  # of a constant: nothing but rounding
+    for name, gradient in gradients.items():
+        assert_matches(gradient, expected[name], case.dtypes, name)
+
+
+@all_scorings
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_no_token_and_one_token(tokens: int, scoring: str) -> None:
+    case = make_case("dropless", (tokens,), scoring=scoring)
+    assert_matches(case(), case.oracle(), case.dtypes)
+    for name, gradient in case.gradients().items():
+        assert gradient.shape == case.arguments[name].shape
+        assert gradient.abs().sum() > 0 or tokens == 0
+        assert gradient.isfinite().all()
+
+
+@all_scorings
+def test_ties_go_to_the_lower_expert(scoring: str) -> None:
+    case = make_case("dropless", (50,), experts=64, top_k=8, scoring=scoring)
+    a = case.arguments
+    level = case.changed(
+        router_weight=torch.zeros_like(a["router_weight"]),
+        router_bias=torch.zeros_like(a["router_bias"]),
+    )
+    assert torch.equal(_chosen(level), torch.arange(8).expand(50, 8))
+    assert_matches(level(), level.oracle(), level.dtypes)
+
+    pairs = case.changed(
+        router_weight=a["router_weight"][:32].repeat_interleave(2, dim=0),
+        router_bias=a["router_bias"][:32].repeat_interleave(2),
+    )
+    ids = _chosen(pairs)
+    assert (ids[:, ::2] % 2 == 0).all()
+    assert torch.equal(ids[:, 1::2], ids[:, ::2] + 1)
+
+
+def test_all_tokens_may_choose_one_expert() -> None:
+    case = make_case("dropless", (40,), top_k=1)
+    case.arguments["router_bias"][3] += 100
+    assert _chosen(case).eq(3).all()
+    assert_matches(case(), case.oracle(), case.dtypes)
+    assert case.gradients()["w1"][:3].eq(0).all()
+
+
+def test_equal_tokens_have_equal_results() -> None:
+    case = make_case("dropless", (6,))
+    x = case.arguments["x"]
+    x[3:] = x[:3]
+    result = case()
+    assert_matches(result, case.oracle(), case.dtypes)
+    torch.testing.assert_close(result[3:], result[:3], rtol=1e-5, atol=1e-6)
+
+
+@all_scorings
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+def test_what_is_not_finite_stays_in_its_row(value: float, scoring: str) -> None:
+    case = make_case("dropless", (7,), scoring=scoring)
+    expected = case()
+    case.arguments["x"][4, 5] = value
+    result = case()
+    others = torch.arange(7) != 4
+    assert not result[4].isfinite().any()
+    assert_matches(result[others], expected[others].double(), case.dtypes)
+
+
+def test_scores_that_underflow_give_zero_instead_of_nan() -> None:
+    case = make_case("dropless", scoring="sigmoid")
+    case.arguments["router_bias"][:] = -200
+    assert torch.equal(case(), torch.zeros(11, 12))
+    for name, gradient in case.gradients().items():
+        assert gradient.isfinite().all(), name
+
+
+def test_parameters_of_idle_experts_are_not_read() -> None:
+    case = make_case("dropless")
+    case.arguments["router_bias"][2] = -100
+    expected = case()
+    for name in ("w1", "b1", "w2", "b2"):
+        case.arguments[name][2] = NAN
+    assert torch.equal(case(), expected)
+    for name, gradient in case.gradients().items():
+        assert gradient.isfinite().all(), name
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(experts, width) / width**0.5)
+        self.w1 = nn.Parameter(torch.randn(experts, 2 * hidden, width) / width**0.5)
+        self.w2 = nn.Parameter(torch.randn(experts, width, hidden) / hidden**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropless(
+            x, self.router, self.w1, None, self.w2, None, 2, activation="silu", gated=True
+        )
+
+
+def test_a_layer_trains() -> None:
+    torch.manual_seed(0)
+    teacher, student = _Layer(8, 16, 4), _Layer(8, 16, 4)
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
+    x = torch.randn(256, 8)
+    target = teacher(x).detach()
+    losses = []
+    for _ in range(150):
+        loss = (student(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    for name, p in student.named_parameters():
+        assert not torch.equal(p, before[name]), name
