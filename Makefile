@@ -14,7 +14,7 @@ BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format docs bench clean
+.PHONY: help install demo test test-fast lint format docs bench clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,11 +33,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## Train a small Swin-MoE, export it to ONNX and compare the two
 	$(BIN)/python -m dynamo_moe.demo
 
-test: $(INSTALLED) ## Run the tests and the docstrings' examples, slow ones excepted
-	$(PYTEST) -m "not slow"
-
-test-all: $(INSTALLED) ## Run all tests
+test: $(INSTALLED) ## Run the tests and the docstrings' examples
 	$(PYTEST)
+
+test-fast: $(INSTALLED) ## Run those that take less than 10 seconds each
+	$(PYTEST) -m "not slow"
 
 lint: $(INSTALLED) ## Check style, types and which package imports which
 	$(BIN)/ruff check

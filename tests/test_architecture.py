@@ -114,3 +114,16 @@ def test_import_takes_little_longer_than_torch() -> None:
     ]
     torch_alone, with_ours = (min(times) for times in zip(*pairs, strict=True))
     assert with_ours < 1.5 * torch_alone, pairs
+
+
+def test_another_custom_ops_is_named() -> None:
+    # Put in place by hand, since an editable install finds ours before any path.
+    code = (
+        "import sys, types; other = sys.modules['custom_ops'] = types.ModuleType('custom_ops'); "
+        "other.__file__ = 'elsewhere/custom_ops/__init__.py'; import dynamo_moe"
+    )
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        _python(code)
+    message = raised.value.stderr.splitlines()[-1]
+    assert message.startswith("ImportError: dynamo_moe needs its own package custom_ops, but")
+    assert "elsewhere/custom_ops" in message
