@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 __all__ = ["MIN_OPSET", "BodyConfig"]
 
-# Split's num_outputs and ScatterElements' reduction; the float Gelu operator follows at 20.
+# Split's num_outputs. The operator Gelu, used where it exists, came with 20.
 MIN_OPSET = 18
 
 _ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu")
