@@ -65,9 +65,11 @@ class ExportReport:
 
     def __rich__(self) -> Table:
         """Returns a table for the terminal."""
+        from rich.markup import escape
         from rich.table import Table
 
-        table = Table(show_header=False, title=f"Exported {self.path}", title_justify="left")
+        title = f"Exported {escape(str(self.path))}"
+        table = Table(show_header=False, title=title, title_justify="left")
         table.add_row("target", self.target)
         table.add_row("MoE layers", str(len(self.layers)))
         table.add_row("nodes", str(sum(self.nodes.values())))
@@ -197,6 +199,8 @@ def _quiet_exporter() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            # Several arguments share a batch: that is what naming it says.
+            warnings.filterwarnings("ignore", message=".*shares the same shape constraints")
             yield
     finally:
         registration.setLevel(level)

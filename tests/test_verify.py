@@ -78,6 +78,20 @@ def test_routing_of_both_operators(tmp_path: Path, target: str) -> None:
     assert report.cases[0].routing_agreement == 1.0
 
 
+def test_layers_that_share_the_graphs_input(tmp_path: Path) -> None:
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = OpLayer(), OpLayer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) + self.second(x)
+
+    model, path = Parallel().eval(), tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.randn(2, 16), path)
+    assert dynamo_moe.verify(path, model).cases[0].routing_agreement == 1.0
+
+
 def test_nan_fails(model_and_file: tuple[nn.Module, Path], tmp_path: Path) -> None:
     model, path = model_and_file
     wrong = altered(path, tmp_path, "1.norm.bias", float("nan"))

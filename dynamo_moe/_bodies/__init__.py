@@ -7,8 +7,8 @@ operator itself (TensorRT with the plugin) ignores the function.
 - ``dense_body``: every expert on every token, without control flow.
 - ``onnxruntime_body``: ONNX Runtime's own MoE operator.
 
-Map: ``_config`` what a body depends on, ``_ops`` recording nodes, ``_layer`` the layer around the
-experts (tokens, router, result), ``_expert`` the activation and dtypes of one expert,
+Map: ``_config`` what a body depends on, ``_ops`` recording nodes, ``_layer`` the function around
+a layer, ``_router`` the choice of experts, ``_expert`` the activation and dtypes of one expert,
 ``_dropless``, ``_dense`` and ``_onnxruntime`` the ways to run them.
 """
 

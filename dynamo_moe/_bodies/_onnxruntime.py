@@ -1,9 +1,9 @@
-"""The experts as ONNX Runtime's own operator, ``com.microsoft::MoE``.
+"""The layer as ONNX Runtime's own operator, ``com.microsoft::MoE``.
 
-That operator takes router logits and does softmax and top-k itself. Logits that are the logarithm
-of the wanted weights, and a floor for every other expert, give it any router's decision; its
-weights then sum to one, so the result is scaled by the wanted sum. This needs positive weights and
-different experts in a token's choices.
+That operator takes router logits and does softmax and top-k itself, which serves a softmax router
+as it is. For any other decision, logits that are the logarithm of the wanted weights, and a floor
+for every other expert, give it that decision; its weights then sum to one, so the result is scaled
+by the wanted sum. This needs positive weights and different experts in a token's choices.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
 """
@@ -17,8 +17,9 @@ import onnx_ir as ir
 
 from dynamo_moe._bodies._config import BodyConfig
 from dynamo_moe._bodies._ops import Ops
+from dynamo_moe._bodies._router import logits, route
 
-__all__ = ["DOMAIN", "experts"]
+__all__ = ["DOMAIN", "layer"]
 
 DOMAIN = "com.microsoft"
 
@@ -27,33 +28,52 @@ _PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu", "relu": "relu"}
 _FLOOR = -1e30
 
 
-def experts(
-    op: Ops,
-    config: BodyConfig,
-    parameters: Mapping[str, ir.Value],
-    x_TD: ir.Value,
-    ids_TK: ir.Value,
-    weights_TK: ir.Value,
-) -> ir.Value:
-    """Returns the sum over K of the experts' weighted results, ``[T, D]`` in the compute dtype.
+def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value) -> ir.Value:
+    """Returns the layer's result ``[T, D]`` in the compute dtype.
 
     Raises:
         ValueError: If ``com.microsoft::MoE`` has no form of this configuration.
     """
     _check(config)
     dtype = config.compute_dtype
-    x_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_wide_TD")
+    x_wide_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_wide_TD")
+    if config.router and config.scoring != "sigmoid":
+        normalize = config.renormalizes or config.scoring == "topk_softmax"
+        logits_TE = logits(op, config, inputs, x_TD)
+        y_TD = _moe(op, config, inputs, x_wide_TD, logits_TE, normalize=normalize)
+        factor = op.real("routed_scaling", dtype)
+    else:
+        ids_TK, weights_TK = route(op, config, inputs, x_TD)
+        logits_TE = _logits_of(op, dtype, ids_TK, weights_TK)
+        y_TD = _moe(op, config, inputs, x_wide_TD, logits_TE, normalize=False)
+        factor = op.ReduceSum(weights_TK, [1], keepdims=1, out="total_weight_T1")
+    y_TD = op.Mul(y_TD, factor, out="scaled_TD")
+    # Where MoE is the last user of its input, ONNX Runtime 1.31 lets it write its result over that
+    # input while still reading it: wrong numbers. So x is used once more, after it.
+    return op.Where(op.constant("never", False, ir.DataType.BOOL), x_wide_TD, y_TD, out="y_TD")
+
+
+def _moe(
+    op: Ops,
+    config: BodyConfig,
+    inputs: Mapping[str, ir.Value],
+    x_TD: ir.Value,
+    logits_TE: ir.Value,
+    *,
+    normalize: bool,
+) -> ir.Value:
+    dtype = config.compute_dtype
 
     def parameter(name: str) -> ir.Value | None:
-        if name not in parameters:
+        if name not in inputs:
             return None
-        wide = op.cast(parameters[name], config.w_dtype, dtype, out=f"{name}_wide")
+        wide = op.cast(inputs[name], config.w_dtype, dtype, out=f"{name}_wide")
         swap = config.gated and not config.interleaved and name in ("w1", "b1")
         return _interleave(op, wide, name) if swap else wide
 
     attributes: dict[str, int | float | str] = {
         "activation_type": "swiglu" if config.gated else _PLAIN[config.activation],
-        "normalize_routing_weights": 0,
+        "normalize_routing_weights": int(normalize),
     }
     references = [ir.RefAttr("k", "top_k", ir.AttributeType.INT)]
     if config.gated:
@@ -69,24 +89,13 @@ def experts(
     node = ir.Node(
         DOMAIN,
         "MoE",
-        [
-            x_TD,
-            _logits(op, dtype, ids_TK, weights_TK),
-            parameter("w1"),
-            parameter("b1"),
-            parameter("w2"),
-            parameter("b2"),
-        ],
+        [x_TD, logits_TE, *(parameter(name) for name in ("w1", "b1", "w2", "b2"))],
         [*ir.convenience.convert_attributes(attributes), *references],
-        outputs=[op.value("normalized_TD")],
+        outputs=[op.value("moe_TD")],
         name="MoE",
     )
     op.nodes.append(node)
-    total_T1 = op.ReduceSum(weights_TK, [1], keepdims=1, out="total_weight_T1")
-    y_TD = op.Mul(node.outputs[0], total_T1, out="scaled_TD")
-    # Where MoE is the last user of its input, ONNX Runtime 1.31 lets it write its result over that
-    # input while still reading it: wrong numbers. So x is used once more, after it.
-    return op.Where(op.constant("never", False, ir.DataType.BOOL), x_TD, y_TD, out="y_TD")
+    return node.outputs[0]
 
 
 def _check(config: BodyConfig) -> None:
@@ -105,7 +114,7 @@ def _check(config: BodyConfig) -> None:
         raise ValueError("com.microsoft::MoE has no double form: use target 'plugin' or 'dense'")
 
 
-def _logits(op: Ops, dtype: ir.DataType, ids_TK: ir.Value, weights_TK: ir.Value) -> ir.Value:
+def _logits_of(op: Ops, dtype: ir.DataType, ids_TK: ir.Value, weights_TK: ir.Value) -> ir.Value:
     """Logits ``[T, E]`` whose softmax is the weights divided by their sum."""
     tokens_1 = op.Shape(ids_TK, start=0, end=1, out="T")
     # Column 0 takes the choices of no expert.
