@@ -10,11 +10,11 @@ from torch import Tensor
 
 from custom_ops.options import RouterOptions
 
-__all__ = ["route", "route_backward", "router_dtype"]
+__all__ = ["RENORMALIZE_EPS", "route", "route_backward", "router_dtype"]
 
 # Keeps a sum of sigmoid scores that all underflowed from dividing zero by zero. DeepSeek-V3 adds it
 # too; in float32 it changes no sum above 1.7e-13, which takes logits below -29.
-_RENORMALIZE_EPS = 1e-20
+RENORMALIZE_EPS = 1e-20
 
 
 def router_dtype(x: Tensor) -> torch.dtype:
@@ -43,7 +43,7 @@ def route(
         return ids_TK, torch.softmax(top_TK, dim=-1) * options.routed_scaling
     top_TK, ids_TK = _top_k(_scores(logits_TE, options), options.top_k)
     if options.renormalize:
-        top_TK = top_TK / (top_TK.sum(dim=-1, keepdim=True) + _RENORMALIZE_EPS)
+        top_TK = top_TK / (top_TK.sum(dim=-1, keepdim=True) + RENORMALIZE_EPS)
     return ids_TK, top_TK * options.routed_scaling
 
 
@@ -71,7 +71,7 @@ def route_backward(
         scores_TE = _scores(logits_TE, options)
         if options.renormalize:
             top_TK = scores_TE.gather(-1, ids_TK)
-            total_T1 = top_TK.sum(dim=-1, keepdim=True) + _RENORMALIZE_EPS
+            total_T1 = top_TK.sum(dim=-1, keepdim=True) + RENORMALIZE_EPS
             inner_T1 = (dweights_TK * top_TK).sum(dim=-1, keepdim=True) / total_T1
             dweights_TK = (dweights_TK - inner_T1) / total_T1
         dscores_TE = torch.zeros_like(scores_TE).scatter(-1, ids_TK, dweights_TK)

@@ -25,7 +25,7 @@ class DroplessMoE(nn.Module):
         w2: ``[E, H, D]``.
         b2: ``[E, D]`` or None.
         top_k: Experts per token.
-        activation: One of :data:`custom_ops.ACTIVATIONS`.
+        activation: One of :data:`custom_ops.options.ACTIVATIONS`.
     """
 
     def __init__(

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import onnx.defs
 import onnx_ir as ir
+
+from custom_ops.options import ACTIVATIONS, SCORINGS
+from dynamo_moe import _schemas
 
 __all__ = ["MIN_OPSET", "BodyConfig"]
 
 # Split's num_outputs. The operator Gelu, used where it exists, came with 20.
 MIN_OPSET = 18
 
-_ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu")
-_SCORINGS = ("softmax", "topk_softmax", "sigmoid")
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 _INTS = (ir.DataType.INT64, ir.DataType.INT32)
-
-_EXPERT_ATTRIBUTES = (
-    "top_k",
-    "num_experts",
-    "in_features",
-    "hidden_features",
-    "activation",
-    "gated",
-    "interleaved",
-    "weight_on_input",
-    "activation_alpha",
-    "activation_limit",
-)
-_ROUTER_ATTRIBUTES = ("scoring", "renormalize", "routed_scaling")
-_PLUGIN_ATTRIBUTES = ("plugin_version", "plugin_namespace")
 
 
 @dataclass(frozen=True)
@@ -74,8 +61,8 @@ class BodyConfig:
     ids_dtype: ir.DataType = ir.DataType.INT64
 
     def __post_init__(self) -> None:
-        _check_choice("scoring", self.scoring, _SCORINGS)
-        _check_choice("activation", self.activation, _ACTIVATIONS)
+        _check_choice("scoring", self.scoring, SCORINGS)
+        _check_choice("activation", self.activation, ACTIVATIONS)
         for name in ("x_dtype", "w_dtype", "router_dtype"):
             _check_choice(name, getattr(self, name), _FLOATS)
         _check_choice("ids_dtype", self.ids_dtype, _INTS)
@@ -92,27 +79,24 @@ class BodyConfig:
     @property
     def op_type(self) -> str:
         """The operator, which is also the plugin's name."""
-        return "DroplessMoE" if self.router else "DroplessMoEExperts"
+        return _schemas.DROPLESS if self.router else _schemas.EXPERTS
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The inputs that a node of this configuration passes, in order."""
-        if self.router:
-            names = ["x", "router_weight", "w1", "w2", "router_bias", "b1", "b2"]
-            last = 4 + self.has_router_bias + self.has_b1 + self.has_b2
-        else:
-            names = ["x", "expert_ids", "expert_weights", "w1", "w2", "b1", "b2"]
-            last = 5 + self.has_b1 + self.has_b2
-        return tuple(names[:last])
+        names = [formal.name for formal in self._schema.inputs]
+        return tuple(
+            names[: 4 + self.has_router_bias + self.has_b1 + self.has_b2 + (not self.router)]
+        )
 
     @property
     def attributes(self) -> tuple[str, ...]:
         """The attributes that a node of this configuration passes."""
-        return (
-            *_EXPERT_ATTRIBUTES,
-            *(_ROUTER_ATTRIBUTES if self.router else ()),
-            *_PLUGIN_ATTRIBUTES,
-        )
+        return tuple(self._schema.attributes)
+
+    @property
+    def _schema(self) -> onnx.defs.OpSchema:
+        return onnx.defs.get_schema(self.op_type, domain=_schemas.DOMAIN)
 
     @property
     def overload(self) -> str:

@@ -9,13 +9,11 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from custom_ops.routing import RENORMALIZE_EPS
 from dynamo_moe._bodies._config import BodyConfig
 from dynamo_moe._bodies._ops import Ops
 
 __all__ = ["logits", "route"]
-
-# Keeps sigmoid scores that all underflowed from dividing zero by zero.
-_RENORMALIZE_EPS = 1e-20
 
 
 def route(
@@ -58,7 +56,7 @@ def _route(
     if config.renormalizes:
         # Axis 1, not -1: ONNX Runtime's ReduceSum ignores a negative axis of an empty tensor.
         total_T1 = op.ReduceSum(top_TK, [1], keepdims=1, out="total_T1")
-        epsilon = op.constant("epsilon", _RENORMALIZE_EPS, dtype)
+        epsilon = op.constant("epsilon", RENORMALIZE_EPS, dtype)
         top_TK = op.Div(top_TK, op.Add(total_T1, epsilon, out="divisor_T1"), out="normalized_TK")
     weights_TK = op.Mul(top_TK, op.real("routed_scaling", dtype), out="weights_TK")
     return ids_TK, op.cast(weights_TK, dtype, config.compute_dtype, out="weights_wide_TK")

@@ -1,0 +1,176 @@
+"""A model and its example inputs from what is written on a command line."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+__all__ = ["DEFAULT_FACTORIES", "UsageError", "load_model", "parse_shapes"]
+
+DEFAULT_FACTORIES = ("model", "build")
+"""What a module is searched for where the command line names no factory."""
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "bool")
+
+
+class UsageError(ValueError):
+    """What the user wrote cannot be meant; the message says what can."""
+
+
+def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """Imports a module and calls its factory.
+
+    The random seed is 0 when the factory runs, so one that draws its weights draws the same ones
+    each time.
+
+    Args:
+        spec: ``package.module:factory`` or ``path/to/file.py:factory``. The factory is a model, or
+            a callable without required arguments that returns a model or (model, arguments).
+            Without ``:factory`` it is called ``model``, or else ``build``.
+
+    Returns:
+        The model and its example arguments, or None if there are none.
+
+    Raises:
+        UsageError: There is no such module or factory, or it is none.
+    """
+    import torch
+
+    location, _, name = spec.partition(":")
+    # A drive letter is no module.
+    if len(location) == 1 and name[:1] in ("\\", "/"):
+        drive, (location, _, name) = location, name.partition(":")
+        location = f"{drive}:{location}"
+    is_file = location.endswith(".py") or "/" in location or "\\" in location
+    module = _import_file(Path(location)) if is_file else _import_module(location)
+    name, factory = _find(module, name, location)
+    torch.manual_seed(0)
+    return _call(factory, name)
+
+
+def parse_shapes(shapes: Sequence[str]) -> tuple[Tensor, ...]:
+    """Makes a tensor of random values for each shape, the same in every run.
+
+    Args:
+        shapes: Like ``1,3,224,224`` for float32, or ``2,128:int64``.
+
+    Raises:
+        UsageError: A shape is no list of sizes, or its dtype is unknown.
+
+    Example:
+        >>> [(list(x.shape), x.dtype) for x in parse_shapes(["1,3", "2,8:int64"])]
+        [([1, 3], torch.float32), ([2, 8], torch.int64)]
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return tuple(_random(text, generator) for text in shapes)
+
+
+def _random(text: str, generator: torch.Generator) -> Tensor:
+    import torch
+
+    sizes, _, dtype_name = text.partition(":")
+    if dtype_name not in ("", *_DTYPES):
+        raise UsageError(f"shape {text!r}: the dtype must be one of {', '.join(_DTYPES)}")
+    dtype: torch.dtype = getattr(torch, dtype_name or "float32")
+    try:
+        shape = [int(size) for size in sizes.split(",")]
+    except ValueError:
+        shape = [-1]
+    if min(shape) < 0:
+        raise UsageError(f"shape {text!r} is not a list of sizes like 1,3,224,224 or 2,128:int64")
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    if dtype is torch.bool:
+        return torch.ones(shape, dtype=dtype)
+    # Below the number of rows of any embedding.
+    return torch.randint(0, 2, shape, generator=generator, dtype=dtype)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"no such file: {path}")
+    # Not the file's own name, which may be another module's.
+    name = f"_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # As `python file.py` does, so that the file's neighbours can be imported.
+    sys.path.insert(0, str(path.parent.resolve()))
+    # Dataclasses look their module up there.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"{name!r} is neither a package.module nor a file.py")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # The module is there, and imports another one that is not.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise UsageError(f"no module named {error.name!r}") from None
+
+
+def _find(module: ModuleType, name: str, location: str) -> tuple[str, Any]:
+    for candidate in (name,) if name else DEFAULT_FACTORIES:
+        if hasattr(module, candidate):
+            return candidate, getattr(module, candidate)
+    if not name:
+        expected = " or ".join(repr(default) for default in DEFAULT_FACTORIES)
+        raise UsageError(f"{location} has no {expected}: write {location}:FACTORY")
+    close = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise UsageError(f"{location} has no {name!r}{hint}")
+
+
+def _call(factory: Any, name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    from torch import Tensor, nn
+
+    made = factory if isinstance(factory, nn.Module) else _checked(factory, name)()
+    args: Any = None
+    if isinstance(made, tuple) and len(made) == 2:
+        made, args = made
+        if isinstance(args, Tensor):
+            args = (args,)
+        if not isinstance(args, tuple):
+            kind = type(args).__name__
+            raise UsageError(f"{name!r} must return a tuple of arguments, got {kind}")
+    if not isinstance(made, nn.Module):
+        kind = type(made).__name__
+        raise UsageError(f"{name!r} must return a torch.nn.Module or (module, args), got {kind}")
+    return made, args
+
+
+def _checked(factory: Any, name: str) -> Callable[[], Any]:
+    if not callable(factory):
+        kind = type(factory).__name__
+        raise UsageError(f"{name!r} is no factory: it is of type {kind}, and cannot be called")
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # Some builtins have none.
+        return factory  # type: ignore[no-any-return]
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+    if required:
+        raise UsageError(
+            f"{name!r} needs arguments ({', '.join(required)}); name a factory that needs none"
+        )
+    return factory  # type: ignore[no-any-return]

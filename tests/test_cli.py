@@ -1,0 +1,309 @@
+"""The command line: what it prints where, its exit codes, and that errors are one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dynamo_moe
+from dynamo_moe._model_loading import UsageError, load_model, parse_shapes
+from dynamo_moe.cli import app
+from onnx_files import moe_model, save
+
+MODELS = '''
+"""Factories, good and bad."""
+import torch
+from torch import nn
+from helper_of_models import Net
+
+ready = Net()
+
+def build():
+    return Net()
+
+def with_args():
+    return Net(), (torch.ones(2, 5, 16),)
+
+def with_a_tensor():
+    return Net(), torch.ones(2, 5, 16)
+
+def with_a_list():
+    return Net(), [1]
+
+def needs(width, depth=2):
+    return Net()
+
+def number():
+    return 3
+
+def broken():
+    raise RuntimeError("no checkpoint\\nat all")
+
+answer = 42
+'''
+
+HELPER = """
+from torch import nn
+from dynamo_moe.models import DroplessMoEMlp
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.mlp = DroplessMoEMlp(16, 24, num_experts=4, top_k=2)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "models.py").write_text(MODELS)
+    (folder / "helper_of_models.py").write_text(HELPER)
+    (folder / "imports_nothing.py").write_text("import a_package_that_is_not_there\n")
+    (folder / "empty.py").write_text("")
+    save(moe_model(), folder / "m.onnx")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in {"models", "helper_of_models", "_model_models"} - before:
+        sys.modules.pop(name, None)
+
+
+def _run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def _error(*arguments: str, code: int) -> str:
+    """The one line of a command that fails."""
+    result = _run(*arguments)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in result.stderr
+    [line] = lines
+    return line.removeprefix("error: ")
+
+
+def test_help_names_the_commands() -> None:
+    text = _run("--help").stdout
+    assert all(command in text for command in ("export", "verify", "inspect"))
+
+
+@pytest.mark.parametrize("command", ["export", "verify", "inspect"])
+def test_help_has_an_example(command: str) -> None:
+    result = _run(command, "-h")
+    assert result.exit_code == 0
+    assert f"dynamo-moe {command} " in result.stdout.split("Example")[1]
+
+
+def test_version() -> None:
+    assert _run("--version").stdout == f"dynamo-moe {dynamo_moe.__version__}\n"
+
+
+def test_inspect_shows_tables() -> None:
+    result = _run("inspect", "m.onnx")
+    assert result.exit_code == 0
+    assert "2 MoE layers" in result.stdout
+    assert result.stderr == ""
+
+
+def test_inspect_as_json() -> None:
+    result = _run("inspect", "m.onnx", "--json")
+    assert json.loads(result.stdout) == dynamo_moe.inspect("m.onnx").to_dict()
+
+
+def test_inspect_draws(tmp_path: Path) -> None:
+    result = _run("inspect", "m.onnx", "--json", "--picture", str(tmp_path / "m.svg"))
+    assert json.loads(result.stdout)["nodes"] == 7
+    assert (tmp_path / "m.svg").read_text().count("DroplessMoE") >= 1
+    assert result.stderr == f"Drew {tmp_path / 'm.svg'}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nowhere.onnx"], 2, "no such file: nowhere.onnx"),
+        (["models.py"], 1, "models.py is not an ONNX model: it is not a protobuf message"),
+        (["m.onnx", "--picture", "m.pdf"], 2, "a picture is a .svg or .png file, got 'm.pdf'"),
+        (["m.onnx", "--picture", "no/m.svg"], 2, "no such folder: no"),
+    ],
+)
+def test_inspect_says_what_is_wrong(arguments: list[str], code: int, message: str) -> None:
+    assert _error("inspect", *arguments, code=code) == message
+
+
+@pytest.mark.parametrize(
+    "spec", ["models.py", "models.py:build", "models:build", "models", "models.py:ready"]
+)
+def test_a_model_without_arguments(spec: str) -> None:
+    model, args = load_model(spec)
+    assert type(model).__name__ == "Net"
+    assert args is None
+
+
+@pytest.mark.parametrize("name", ["with_args", "with_a_tensor"])
+def test_a_model_with_arguments(name: str) -> None:
+    _, args = load_model(f"models.py:{name}")
+    assert args is not None
+    assert [list(arg.shape) for arg in args] == [[2, 5, 16]]
+
+
+def test_a_class_is_a_factory() -> None:
+    assert isinstance(load_model("torch.nn:ReLU")[0], torch.nn.ReLU)
+
+
+def test_the_same_weights_each_time() -> None:
+    first, second = (load_model("models.py")[0].state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_file_may_have_the_name_of_a_package(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("from torch.nn import ReLU as model\n")
+    load_model(str(tmp_path / "json.py"))
+    assert sys.modules["json"] is json
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nowhere.py", "no such file: nowhere.py"),
+        ("some/where:build", "no such file: some/where"),
+        ("no_such_module:build", "no module named 'no_such_module'"),
+        ("torch.no_such_part:build", "no module named 'torch.no_such_part'"),
+        (":build", "'' is neither a package.module nor a file.py"),
+        ("m.onnx:build", "no module named 'm'"),
+        ("models.py:biuld", "models.py has no 'biuld'; did you mean 'build'?"),
+        ("empty.py", "empty.py has no 'model' or 'build': write empty.py:FACTORY"),
+        ("models.py:needs", "'needs' needs arguments (width); name a factory that needs none"),
+        ("models.py:number", "'number' must return a torch.nn.Module or (module, args), got int"),
+        ("models.py:answer", "'answer' is no factory: it is of type int, and cannot be called"),
+        ("models.py:with_a_list", "'with_a_list' must return a tuple of arguments, got list"),
+    ],
+)
+def test_what_is_no_model_is_refused(spec: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_model(spec)
+    assert message in str(caught.value)
+    assert message in _error("export", spec, "o.onnx", "--shape", "1,16", code=2)
+
+
+def test_a_module_that_does_not_import_names_what_it_lacks() -> None:
+    message = _error("export", "imports_nothing:build", "o.onnx", code=1)
+    assert message == "No module named 'a_package_that_is_not_there'"
+
+
+def test_a_factory_that_fails_is_one_line() -> None:
+    message = _error("export", "models.py:broken", "o.onnx", "--shape", "1,16", code=1)
+    assert message == "RuntimeError: no checkpoint (--debug shows where)"
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = _run("export", "models.py:broken", "o.onnx", "--shape", "1,16", "--debug")
+    assert isinstance(result.exception, RuntimeError)
+
+
+def test_shapes() -> None:
+    floats, ids, mask = parse_shapes(["2,3", "1,4:int64", "5:bool"])
+    assert (list(floats.shape), floats.dtype) == ([2, 3], torch.float32)
+    assert (list(ids.shape), ids.dtype) == ([1, 4], torch.int64)
+    assert mask.tolist() == [True] * 5
+    assert torch.equal(parse_shapes(["2,3"])[0], floats)
+
+
+@pytest.mark.parametrize("shape", ["", "2,x", "2,-1", "2;3", "2,3:complex64"])
+def test_what_is_no_shape_is_refused(shape: str) -> None:
+    message = _error("export", "models.py", "o.onnx", "--shape", shape, code=2)
+    assert message.startswith(f"shape {shape!r}")
+
+
+def test_export_needs_inputs_and_a_folder() -> None:
+    assert "pass --shape, or return (model, args)" in _error("export", "models.py", "o", code=2)
+    message = _error("export", "models.py", "no/o.onnx", "--shape", "1,16", code=2)
+    assert message == "no such folder: no"
+
+
+def test_verify_needs_a_file() -> None:
+    assert _error("verify", "no.onnx", "models.py", code=2) == "no such file: no.onnx"
+
+
+def test_without_onnxruntime_verifying_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo_moe.cli.find_spec", lambda name: None)
+    message = _error("verify", "m.onnx", "models.py", code=1)
+    assert message == "verifying needs ONNX Runtime: pip install 'dynamo-moe[onnxruntime]'"
+
+
+@pytest.fixture(scope="module")
+def exported(folder: Path) -> dict[str, Any]:
+    """What ``export --json`` prints; the file is ``net.onnx``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        result = _run("export", "models.py", "net.onnx", "--shape", "2,5,16", "--verify", "--json")
+    assert result.exit_code == 0, result.output
+    for step in ("Loading models.py", "Converting", "Exporting for target plugin", "Verifying"):
+        assert step in result.stderr
+    return dict(json.loads(result.stdout))
+
+
+def test_export_and_verify(exported: dict[str, Any]) -> None:
+    assert exported["target"] == "plugin"
+    assert exported["layers"] == ["mlp"]
+    assert [replaced["module"] for replaced in exported["conversion"]["replaced"]] == ["mlp"]
+    assert exported["verification"]["passed"]
+    [layer] = dynamo_moe.inspect("net.onnx").moe_layers
+    assert (layer.name, layer.num_experts) == ("mlp", 4)
+
+
+@pytest.mark.usefixtures("exported")
+def test_verify_a_file() -> None:
+    result = _run("verify", "net.onnx", "models.py", "--json", "--shape", "3,5,16")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["cases"][0]["shapes"] == {"x": [3, 5, 16]}
+    quiet = _run("verify", "net.onnx", "models.py", "-q")
+    assert (quiet.exit_code, quiet.output) == (0, "")
+    assert "agrees" in _run("verify", "net.onnx", "models.py").stdout
+
+
+@pytest.mark.usefixtures("exported")
+def test_a_file_that_differs_fails() -> None:
+    result = _run("verify", "net.onnx", "torch.nn:ReLU", "--json")
+    assert result.exit_code == 1
+    assert not json.loads(result.stdout)["passed"]
+    assert "error: net.onnx differs from the model" in result.stderr
+
+
+def test_options_reach_the_export() -> None:
+    result = _run(
+        "export", "models:with_args", "dense.onnx", "--target", "dense", "--opset", "21",
+        "--experts-dtype", "float16", "--external-data", "-q",
+    )  # fmt: skip
+    assert (result.exit_code, result.output) == (0, "")
+    summary = dynamo_moe.inspect("dense.onnx")
+    assert summary.opsets["ai.onnx"] == 21
+    assert summary.moe_layers == ()
+    assert "float16" in summary.weights
+    assert summary.external_bytes > 0
+    onnx.checker.check_model("dense.onnx")
+
+
+def test_what_the_model_cannot_do_is_one_line() -> None:
+    message = _error("export", "models.py", "o.onnx", "--shape", "2,5,17", code=1)
+    assert "--debug shows where" in message
+    assert not Path("o.onnx").exists()
