@@ -50,7 +50,7 @@ class Panel:
         self.title = title
         self.subtitle = f"{len(graph.node):,} nodes"
         if hidden:
-            self.subtitle += f"; {hidden:,} of weights and sizes not drawn"
+            self.subtitle += f"; {hidden:,} that prepare weights or sizes not drawn"
         self.kinds = {box.kind for box in flow}
         self.layers = layout.spelled_out(flow)
         self.ranks, self.lines = layout.ranks_of(flow, self.layers)

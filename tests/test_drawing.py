@@ -100,7 +100,7 @@ def test_what_prepares_weights_and_sizes_is_not_drawn() -> None:
         ["MatMul", "Reshape", "Range", "Add"]
     )
     assert sum(box.prepared for box in flow) == 3
-    assert Panel("t", proto.graph).subtitle == "7 nodes; 3 of weights and sizes not drawn"
+    assert Panel("t", proto.graph).subtitle == "7 nodes; 3 that prepare weights or sizes not drawn"
 
 
 def test_a_value_that_many_distant_boxes_read_is_named_there() -> None:

@@ -84,7 +84,7 @@ def _remarks(result: DemoResult) -> Text:
 def _contents(result: DemoResult) -> Table:
     layers = len(result.conversion.replaced)
     about = {
-        "plugin.onnx": f"for TensorRT and ONNX Runtime: {layers} MoE layers, one node each",
+        "plugin.onnx": f"{layers} MoE layers, one node each, which carries its meaning along",
         "plugin_fp16.onnx": "the same with float16 experts",
         "dense.onnx": "standard operators only: every expert on every token",
         "onnxruntime.onnx": "ONNX Runtime's own MoE operator",
