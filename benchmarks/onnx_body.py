@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks._timing import Timing, interleave, record
 from dynamo_moe._bodies import BodyConfig, body, dense_body
 from dynamo_moe._bodies._expert import activate
-from dynamo_moe._bodies._layer import function
+from dynamo_moe._bodies._layer import function, routed
 from dynamo_moe._bodies._ops import Ops
 
 OPSET = 20
@@ -63,7 +63,7 @@ CASES = (
 
 def naive_body(config: BodyConfig, opset: int) -> ir.Function:
     """A loop over all experts that accumulates into a loop-carried result."""
-    return function(config, opset, "moe", _naive_experts)
+    return function(config, opset, "moe", routed(_naive_experts))
 
 
 def _naive_experts(

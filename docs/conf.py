@@ -1,6 +1,10 @@
 """Settings of the documentation."""
 
+import sys
 from importlib.metadata import version as installed_version
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent / "_extensions"))
 
 project = "dynamo-moe"
 author = "The dynamo-moe authors"
@@ -14,6 +18,8 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "command_line",
+    "onnx_operator",
 ]
 exclude_patterns = ["_build"]
 nitpicky = True
@@ -25,6 +31,8 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+# Attributes of a dataclass are described once, as attributes.
+autodoc_typehints_description_target = "documented_params"
 napoleon_numpy_docstring = False
 
 html_theme = "furo"

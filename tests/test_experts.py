@@ -160,6 +160,30 @@ def test_results_are_summed_in_slot_order(order: tuple[int, ...]) -> None:
     assert result.item() == expected.item()
 
 
+@pytest.mark.parametrize(
+    ("x_dtype", "dtype"),
+    [
+        (torch.float32, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_where_numbers_are_rounded(x_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    little = torch.finfo(dtype).eps / 4  # 1 + little is 1 in the experts' dtype, not in x's
+
+    def relu_expert(x: list[float], w1: list[list[float]], w2: list[list[float]]) -> float:
+        w1_EFD, w2_EDH = torch.tensor([w1], dtype=dtype), torch.tensor([w2], dtype=dtype)
+        x_TD, ids = torch.tensor([x], dtype=x_dtype), torch.zeros(1, 1, dtype=torch.int64)
+        ones = torch.ones(1, 1)
+        y_TD = torch.ops.moe.experts(x_TD, ids, ones, w1_EFD, None, w2_EDH, None, activation="relu")
+        return y_TD[0, 0].item()
+
+    zeros = [0.0, 0.0]
+    assert relu_expert([1 + little, 1], [[1, -1], zeros], [[1, 0], zeros]) == 0  # tokens
+    assert relu_expert([1, little], [[1, 1], zeros], [[1, 0], zeros]) == 1  # hidden rows
+    assert relu_expert([1, 0], [[1, 0], [1, 0]], [[1, little], zeros]) == 1 + little  # not results
+
+
 def _integers(case: Case) -> Case:
     """The same with small integers: every sum is exact, so every order gives the same bits."""
     generator = torch.Generator().manual_seed(0)

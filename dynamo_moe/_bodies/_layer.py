@@ -14,7 +14,7 @@ from dynamo_moe._bodies._config import MIN_OPSET, BodyConfig
 from dynamo_moe._bodies._ops import Ops
 from dynamo_moe._bodies._router import route
 
-__all__ = ["body", "dense_body", "function", "onnxruntime_body"]
+__all__ = ["body", "dense_body", "function", "onnxruntime_body", "routed"]
 
 Inputs = Mapping[str, ir.Value]
 Layer = Callable[[Ops, BodyConfig, Inputs, ir.Value], ir.Value]
@@ -36,12 +36,12 @@ def body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
     Raises:
         ValueError: If the opset is too old.
     """
-    return function(config, opset, domain, _routed(_dropless.experts))
+    return function(config, opset, domain, routed(_dropless.experts))
 
 
 def dense_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
     """The operator as every expert on every token; see :func:`body`."""
-    return function(config, opset, domain, _routed(_dense.experts))
+    return function(config, opset, domain, routed(_dense.experts))
 
 
 def onnxruntime_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
@@ -70,7 +70,7 @@ def function(config: BodyConfig, opset: int, domain: str, layer: Layer) -> ir.Fu
     return ir.Function(domain, config.op_type, graph=graph, attributes=attributes)
 
 
-def _routed(experts: Experts) -> Layer:
+def routed(experts: Experts) -> Layer:
     """A layer whose router comes before its experts."""
 
     def layer(op: Ops, config: BodyConfig, inputs: Inputs, x_TD: ir.Value) -> ir.Value:
