@@ -24,17 +24,30 @@ class Timing:
 
 
 def interleave(
-    callables: Mapping[str, Callable[[], object]], runs: int, warmup: int = 2
+    callables: Mapping[str, Callable[[], object]],
+    runs: int,
+    warmup: int = 2,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
-    """Times callables in turns (A B A B ...), so that a slow minute of the machine hits all."""
+    """Times callables in turns, so that a slow minute of the machine hits all.
+
+    Args:
+        callables: What to time, by name.
+        runs: Timed calls of each; each round starts with another callable (A B, B A, ...).
+        warmup: Untimed calls of each.
+        before: Called before every timed call, for instance to flush caches.
+    """
     for call in callables.values():
         for _ in range(warmup):
             call()
     times: dict[str, list[float]] = {name: [] for name in callables}
-    for _ in range(runs):
-        for name, call in callables.items():
+    names = list(callables)
+    for run in range(runs):
+        first = run % len(names)
+        for name in names[first:] + names[:first]:
+            before()
             start = time.perf_counter()
-            call()
+            callables[name]()
             times[name].append((time.perf_counter() - start) * 1e3)
     return {name: Timing(statistics.median(ms), min(ms)) for name, ms in times.items()}
 
