@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dynamo_moe._translation import onnx_translation_table
     from dynamo_moe.conversion import ConversionReport, convert
     from dynamo_moe.drawing import draw, draw_comparison
-    from dynamo_moe.exporting import ExportReport, export
+    from dynamo_moe.exporting import ExportError, ExportReport, export
     from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.tolerances import Tolerance
     from dynamo_moe.verification import VerificationError, VerificationReport, verify
@@ -32,6 +32,7 @@ __all__ = [
     "ConversionReport",
     # Exporting
     "export",
+    "ExportError",
     "ExportReport",
     "onnx_translation_table",
     # Verifying
@@ -53,6 +54,7 @@ _HOME = {
     "convert": "conversion",
     "ConversionReport": "conversion",
     "export": "exporting",
+    "ExportError": "exporting",
     "ExportReport": "exporting",
     "onnx_translation_table": "_translation",
     "verify": "verification",

@@ -6,18 +6,35 @@ torch.export treats a dimension of size 0 or 1 as a constant, so examples of bat
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import onnx_ir as ir
 import torch
 from torch import Tensor
+from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-__all__ = ["BATCH", "Example", "resolve"]
+__all__ = ["BATCH", "DynamicExample", "name_dimensions", "resolve"]
 
 BATCH = "batch"
 
-Example = tuple[tuple[Any, ...], dict[str, Any]]
+
+class DynamicExample(NamedTuple):
+    """An example whose symbolic dimensions have a size of at least 2.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        shapes: ``dynamic_shapes`` for ``torch.export``, by argument; None: all static.
+        labels: Per tensor, in the order of the arguments: dimension to its name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: dict[str, Any] | None
+    labels: list[Mapping[int, Any]]
 
 
 def resolve(
@@ -25,8 +42,8 @@ def resolve(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     requested: Mapping[str, Any] | str | None,
-) -> tuple[Example, dict[str, Any] | None]:
-    """Returns the example to trace and the ``dynamic_shapes`` for ``torch.export``.
+) -> DynamicExample:
+    """Returns the example to trace, with its symbolic dimensions.
 
     Args:
         model: Its forward's signature names the arguments.
@@ -38,15 +55,14 @@ def resolve(
 
     Raises:
         ValueError: If ``requested`` names an unknown argument or dimension.
+        TypeError: If the example does not fit the model's forward.
     """
     if requested is None:
-        return (args, kwargs), None
-    if isinstance(requested, str):
-        if requested != BATCH:
-            raise ValueError(
-                f"dynamic_shapes must be 'batch', a mapping or None; got {requested!r}"
-            )
+        return DynamicExample(args, kwargs, None, [])
+    if requested == BATCH:
         requested = {}
+    if not isinstance(requested, Mapping):
+        raise ValueError(f"dynamic_shapes must be 'batch', a mapping or None; got {requested!r}")
     arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     unknown = sorted(set(requested) - set(arguments))
     if unknown:
@@ -58,8 +74,45 @@ def resolve(
         name: _dimensions(name, value, requested.get(name, {}), batched)
         for name, value in arguments.items()
     }
-    grown = _grow((args, kwargs), arguments, shapes)
-    return grown, shapes
+    labels = {
+        id(leaf): dimensions
+        for name, value in arguments.items()
+        for leaf, dimensions in _tensors(value, shapes[name])
+    }
+
+    def grow(leaf: Any) -> Any:
+        return _grow(leaf, labels[id(leaf)]) if id(leaf) in labels else leaf
+
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return DynamicExample(
+        args=pytree.tree_map(grow, args),
+        kwargs=pytree.tree_map(grow, kwargs),
+        shapes=pytree.tree_map(
+            lambda label: Dim.DYNAMIC if isinstance(label, str) else label, shapes
+        ),
+        labels=[labels.get(id(leaf), {}) for leaf in leaves],
+    )
+
+
+def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> None:
+    """Gives the graph's symbolic dimensions their labels, in place of the tracer's symbols."""
+    names: dict[str, str] = {}
+    for value, dimensions in zip(model.graph.inputs, labels, strict=False):
+        for dimension, label in dimensions.items():
+            symbol = value.shape[dimension] if value.shape is not None else None
+            if isinstance(label, str) and isinstance(symbol, ir.SymbolicDim):
+                names.setdefault(str(symbol.value), label)
+
+    def named(dimension: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
+        if isinstance(dimension, int) or dimension.value is None:
+            return dimension
+        # A dimension can be an expression of symbols, such as 2*s77.
+        return ir.SymbolicDim(re.sub(r"\w+", lambda m: names.get(m[0], m[0]), dimension.value))
+
+    outputs = (output for node in model.graph for output in node.outputs)
+    for value in (*model.graph.inputs, *outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([named(dimension) for dimension in value.shape])
 
 
 def _has_batch(arguments: Mapping[str, Any]) -> bool:
@@ -71,10 +124,7 @@ def _has_batch(arguments: Mapping[str, Any]) -> bool:
 def _dimensions(name: str, value: Any, requested: Any, batched: bool) -> Any:
     """Returns the argument's entry of ``dynamic_shapes``."""
     if not isinstance(value, Tensor):
-        if requested:
-            return requested
-        return pytree.tree_map(lambda leaf: _dimensions(name, leaf, {}, batched), value) or None
-    default = {0: BATCH} if value.ndim and not (batched and value.shape[0] == 1) else {}
+        return requested or pytree.tree_map(lambda leaf: _default(leaf, batched) or None, value)
     if not isinstance(requested, Mapping):
         requested = dict(enumerate(requested))
     for dimension in requested:
@@ -83,24 +133,30 @@ def _dimensions(name: str, value: Any, requested: Any, batched: bool) -> Any:
                 f"dynamic_shapes names dimension {dimension} of {name!r}, whose example has "
                 f"{value.ndim} dimensions"
             )
-    return {dim: label for dim, label in {**default, **requested}.items() if label} or None
+    dimensions = {**_default(value, batched), **requested}
+    return {dimension: label for dimension, label in dimensions.items() if label} or None
 
 
-def _grow(example: Example, arguments: Mapping[str, Any], shapes: Mapping[str, Any]) -> Example:
-    replacements: dict[int, Tensor] = {}
-    for name, value in arguments.items():
-        if isinstance(value, Tensor):
-            replacements[id(value)] = _grow_tensor(value, shapes[name])
-        else:
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] < 2:
-                    replacements[id(leaf)] = _grow_tensor(leaf, {0: BATCH})
-    grown: Example = pytree.tree_map(lambda leaf: replacements.get(id(leaf), leaf), example)
-    return grown
+def _default(leaf: Any, batched: bool) -> dict[int, str]:
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or (batched and leaf.shape[0] == 1):
+        return {}
+    return {0: BATCH}
 
 
-def _grow_tensor(tensor: Tensor, dimensions: Mapping[int, Any] | None) -> Tensor:
-    for dimension in dimensions or {}:
+def _tensors(value: Any, shapes: Any) -> Iterator[tuple[Tensor, Mapping[int, Any]]]:
+    """Yields the argument's tensors with their dynamic dimensions."""
+    if isinstance(value, Tensor):
+        yield value, shapes or {}
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, shapes[key] if shapes else None)
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            yield from _tensors(item, shapes[place] if shapes else None)
+
+
+def _grow(tensor: Tensor, dimensions: Mapping[int, Any]) -> Tensor:
+    for dimension in dimensions:
         size = tensor.shape[dimension]
         if size < 2:
             shape = list(tensor.shape)

@@ -1,16 +1,33 @@
-"""Writing an ONNX model: beside its place first, then renamed into it."""
+"""Reading an ONNX model without its weights; writing one beside its place, then renaming it."""
 
 from __future__ import annotations
 
+import mmap
 import tempfile
+from os import PathLike
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 
-__all__ = ["EXTERNAL_DATA_LIMIT", "model_bytes", "save_model"]
+__all__ = ["EXTERNAL_DATA_LIMIT", "check_destination", "load_graph", "model_bytes", "save_model"]
 
 # A protobuf message cannot pass 2 GiB; the graph itself needs room too.
 EXTERNAL_DATA_LIMIT = 2**31 - 2**26
+
+
+def check_destination(path: Path) -> None:
+    """Checks that a file can stand at ``path``.
+
+    Raises:
+        FileNotFoundError: If its folder does not exist.
+        IsADirectoryError: If it is a folder itself.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"no folder {path.parent} to write {path.name} into")
 
 
 def model_bytes(model: ir.Model) -> int:
@@ -22,7 +39,8 @@ def model_bytes(model: ir.Model) -> int:
 def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[Path]:
     """Writes the model, and its weights to ``<name>.data`` where asked for or needed.
 
-    A reader of ``path`` sees the old file or the new one, never half of either.
+    A reader of ``path`` sees the old file or the new one, never half of either. With weights beside
+    it there are two renames, the weights first.
 
     Args:
         model: The model to write.
@@ -34,7 +52,6 @@ def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[
 
     Raises:
         ValueError: If ``external_data`` is False and the weights pass 2 GB.
-        FileNotFoundError: If the folder does not exist.
     """
     weights = model_bytes(model)
     if external_data is False and weights > EXTERNAL_DATA_LIMIT:
@@ -44,8 +61,6 @@ def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[
         )
     if external_data is None:
         external_data = weights > EXTERNAL_DATA_LIMIT
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"no folder {path.parent} to write {path.name} into")
     names = [path.name, f"{path.name}.data"] if external_data else [path.name]
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         beside = Path(folder)
@@ -53,4 +68,33 @@ def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[
         written = [name for name in reversed(names) if (beside / name).exists()]
         for name in written:
             (beside / name).replace(path.parent / name)
+    if len(written) == 1:  # Weights of an earlier export to this path belong to no file now.
+        (path.parent / f"{path.name}.data").unlink(missing_ok=True)
     return [path.parent / name for name in reversed(written)]
+
+
+def load_graph(path: str | PathLike[str]) -> onnx.ModelProto:
+    """Reads an ONNX file without its external data.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not an ONNX model.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no such file: {path}")
+    if not path.is_file():
+        raise ValueError(f"{path} is not an ONNX model: it is not a file")
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is not an ONNX model: it is empty")
+    model = onnx.ModelProto()
+    # Mapped rather than read: weights inside the file are then held once, not twice.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        try:
+            with memoryview(content) as view:
+                model.ParseFromString(view)
+        except DecodeError:
+            raise ValueError(f"{path} is not an ONNX model: it is not a protobuf message") from None
+    if not model.ir_version or not model.HasField("graph"):
+        raise ValueError(f"{path} is not an ONNX model: it has no IR version or no graph")
+    return model

@@ -25,24 +25,34 @@ _INTS: dict[int, torch.dtype] = {
 }
 
 
-def random_inputs(proto: onnx.ModelProto) -> list[tuple[Tensor, ...]]:
-    """Returns a few cases, each one tensor per graph input, the same in every run.
+def random_inputs(proto: onnx.ModelProto) -> list[dict[str, Tensor]]:
+    """Returns a few cases, each a tensor by graph input, the same in every run.
 
     Raises:
         ValueError: If a dimension is an expression, or a dtype has no random values here.
     """
     generator = torch.Generator().manual_seed(20)
-    return [
-        tuple(_random(graph_input, batch, other, generator) for graph_input in proto.graph.input)
-        for batch, other in _CASES
-    ]
+    symbols = {
+        dim.dim_param
+        for graph_input in proto.graph.input
+        for dim in graph_input.type.tensor_type.shape.dim
+        if dim.dim_param
+    }
+    cases = []
+    for batch, other in _CASES:
+        # Each symbol has a size of its own, so that axes taken for one another show.
+        places = enumerate(sorted(symbols - {BATCH}))
+        sizes = {symbol: 1 if other == 1 else other + place for place, symbol in places}
+        sizes[BATCH] = batch
+        cases.append({i.name: _random(i, sizes, generator) for i in proto.graph.input})
+    return cases
 
 
 def _random(
-    graph_input: onnx.ValueInfoProto, batch: int, other: int, generator: torch.Generator
+    graph_input: onnx.ValueInfoProto, sizes: dict[str, int], generator: torch.Generator
 ) -> Tensor:
     tensor_type = graph_input.type.tensor_type
-    shape = [_size(graph_input.name, dim, batch, other) for dim in tensor_type.shape.dim]
+    shape = [_size(graph_input.name, dim, sizes) for dim in tensor_type.shape.dim]
     if tensor_type.elem_type in _FLOATS:
         return torch.randn(shape, generator=generator).to(_FLOATS[tensor_type.elem_type])
     if tensor_type.elem_type in _INTS:
@@ -54,13 +64,11 @@ def _random(
     raise ValueError(f"input {graph_input.name!r} is {name}: pass inputs of your own to verify")
 
 
-def _size(name: str, dimension: Any, batch: int, other: int) -> int:
+def _size(name: str, dimension: Any, sizes: dict[str, int]) -> int:
     if dimension.HasField("dim_value"):
         return int(dimension.dim_value)
-    if dimension.dim_param == BATCH:
-        return batch
     if not dimension.dim_param.isidentifier():
         raise ValueError(
             f"input {name!r} has a dimension {dimension.dim_param!r}: pass inputs of your own"
         )
-    return other
+    return sizes[dimension.dim_param]

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from dynamo_moe import _schemas
 from dynamo_moe._lowering import moe_nodes
+from dynamo_moe._passes import module_of
 
 __all__ = ["KEY", "Layer", "from_metadata", "record", "store"]
 
@@ -29,7 +30,7 @@ class Layer:
         op_type: ``DroplessMoE`` or ``DroplessMoEExperts``.
         tokens: The value that enters it.
         attributes: The node's attributes.
-        inputs: The node's inputs.
+        inputs: The node's inputs; empty for those that the exporter filled with zeros.
     """
 
     name: str
@@ -43,7 +44,7 @@ def record(model: ir.Model) -> list[Layer]:
     """Returns the layers of a graph whose MoE nodes are still there, in graph order."""
     return [
         Layer(
-            name=(node.name or "").removesuffix(f"/{node.op_type}"),
+            name=module_of(node),
             op_type=node.op_type,
             tokens=_name(node.inputs[0]),
             attributes={
@@ -70,4 +71,6 @@ def from_metadata(metadata: dict[str, str]) -> list[Layer]:
 
 
 def _name(value: ir.Value | None) -> str:
-    return "" if value is None else value.name or ""
+    producer = None if value is None else value.producer()
+    constant = producer is not None and producer.op_type == "Constant"
+    return "" if value is None or constant else value.name or ""

@@ -1,4 +1,4 @@
-"""A model and its example inputs from what is written on a command line."""
+"""A model and its example inputs from what is written on a command line; and its code, quieted."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import logging
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +20,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["DEFAULT_FACTORIES", "UsageError", "load_model", "parse_shapes"]
+__all__ = [
+    "DEFAULT_FACTORIES",
+    "UsageError",
+    "check_dynamic",
+    "load_model",
+    "parse_dynamic",
+    "parse_shapes",
+    "users_code",
+]
 
 DEFAULT_FACTORIES = ("model", "build")
 """What a module is searched for where the command line names no factory."""
@@ -78,19 +90,83 @@ def parse_shapes(shapes: Sequence[str]) -> tuple[Tensor, ...]:
     return tuple(_random(text, generator) for text in shapes)
 
 
+def parse_dynamic(dimensions: Sequence[str]) -> dict[str, dict[int, str | None]]:
+    """Returns the ``dynamic_shapes`` of dimensions like ``tokens:1=sequence``.
+
+    Args:
+        dimensions: ``NAME:DIM=LABEL``; without a label the dimension is static.
+
+    Raises:
+        UsageError: One is written otherwise, or a dimension is there twice.
+
+    Example:
+        >>> parse_dynamic(["tokens:1=sequence", "scale:0="])
+        {'tokens': {1: 'sequence'}, 'scale': {0: None}}
+    """
+    shapes: dict[str, dict[int, str | None]] = {}
+    for text in dimensions:
+        match = re.fullmatch(r"([^\W\d]\w*):(\d+)=([^\W\d]\w*)?", text, re.ASCII)
+        if match is None:
+            raise UsageError(
+                f"--dynamic {text!r} is not NAME:DIM=LABEL like tokens:1=sequence, or NAME:DIM= "
+                "for a static dimension"
+            )
+        name, dimension, label = match[1], int(match[2]), match[3]
+        if dimension in shapes.setdefault(name, {}):
+            raise UsageError(f"--dynamic names dimension {dimension} of {name!r} twice")
+        shapes[name][dimension] = label
+    return shapes
+
+
+def check_dynamic(
+    model: nn.Module, args: tuple[Any, ...], dynamic: Mapping[str, Mapping[int, str | None]]
+) -> None:
+    """Raises UsageError if the model's example has no such input or dimension."""
+    from dynamo_moe import _dynamic_shapes
+
+    try:
+        _dynamic_shapes.resolve(model, args, {}, dynamic)
+    except ValueError as error:
+        raise UsageError(f"--dynamic {str(error).removeprefix('dynamic_shapes ')}") from None
+
+
+@contextmanager
+def users_code(*, quiet: bool, mute: bool) -> Iterator[None]:
+    """Keeps what the model's code prints off stdout, and its ``sys.exit`` from being ours.
+
+    Args:
+        quiet: Nothing is shown at all.
+        mute: What goes to stderr is not shown: before torch.export raises, PyTorch logs tracebacks
+            and prints the graph it had so far, a hundred lines.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(StringIO() if quiet else sys.stderr))
+        if quiet or mute:
+            stack.enter_context(redirect_stderr(StringIO()))
+            # PyTorch's handlers hold the stderr of its import.
+            stack.callback(logging.disable, logging.root.manager.disable)
+            logging.disable()
+        try:
+            yield
+        except SystemExit as error:
+            said = f"the model's code called sys.exit({error.code!r})"
+            raise ValueError(f"{said} (--debug shows where)") from error
+
+
 def _random(text: str, generator: torch.Generator) -> Tensor:
     import torch
 
-    sizes, _, dtype_name = text.partition(":")
-    if dtype_name not in ("", *_DTYPES):
+    sizes, colon, dtype_name = text.partition(":")
+    if colon and dtype_name not in _DTYPES:
         raise UsageError(f"shape {text!r}: the dtype must be one of {', '.join(_DTYPES)}")
     dtype: torch.dtype = getattr(torch, dtype_name or "float32")
     try:
         shape = [int(size) for size in sizes.split(",")]
     except ValueError:
-        shape = [-1]
+        message = f"shape {text!r} is not a list of sizes like 1,3,224,224 or 2,128:int64"
+        raise UsageError(message) from None
     if min(shape) < 0:
-        raise UsageError(f"shape {text!r} is not a list of sizes like 1,3,224,224 or 2,128:int64")
+        raise UsageError(f"shape {text!r} has a negative size: give the sizes of an example")
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
     if dtype is torch.bool:

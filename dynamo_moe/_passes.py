@@ -12,7 +12,13 @@ import onnx_ir.tensor_adapters
 import torch
 from onnxscript import optimizer, rewriter
 
-__all__ = ["fold_weight_transposes", "name_nodes_by_module", "optimize", "shapes_are_complete"]
+__all__ = [
+    "fold_weight_transposes",
+    "module_of",
+    "name_nodes_by_module",
+    "optimize",
+    "shapes_are_complete",
+]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -97,11 +103,16 @@ def name_nodes_by_module(model: ir.Model) -> None:
     """Names each node after the PyTorch module that it comes from: ``blocks.0.mlp/Add``."""
     seen: Counter[str] = Counter()
     for node in model.graph:
-        # [root, module, submodule, ..., the fx node itself]
-        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))[:-1]
-        name = "/".join(filter(None, [*scopes[-1:], node.op_type]))
+        name = "/".join(filter(None, [module_of(node), node.op_type]))
         seen[name] += 1
         node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"
+
+
+def module_of(node: ir.Node) -> str:
+    """Returns the path of the PyTorch module that a freshly exported node comes from."""
+    # [root, module, submodule, ..., the fx node itself]
+    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))[:-1]
+    return str(scopes[-1]) if scopes else ""
 
 
 def shapes_are_complete(model: ir.Model) -> bool:

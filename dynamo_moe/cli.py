@@ -1,13 +1,16 @@
 """The command line: ``dynamo-moe export``, ``verify`` and ``inspect``.
 
 Exit codes: 0 success; 1 the export, the verification or the reading of a file failed; 2 what was
-asked for does not exist or makes no sense. A report goes to stdout, all else to stderr.
+asked for does not exist or makes no sense. A report goes to stdout, all else to stderr, what the
+model's own code prints included.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +23,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dynamo_moe._model_loading import UsageError, load_model, parse_shapes
+from dynamo_moe._model_loading import (
+    UsageError,
+    check_dynamic,
+    load_model,
+    parse_dynamic,
+    parse_shapes,
+    users_code,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,15 +82,21 @@ Shapes = Annotated[
         show_default=False,
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors, and nothing else.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Print errors, and nothing else but what --json asks for."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show an error's traceback.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show an error's traceback, and what PyTorch logs.")
+]
 
 
 @app.command(
     epilog="Examples:\n\n"
     "[cyan]dynamo-moe export my_models.swin:build swin.onnx --shape 1,3,224,224 --verify[/]\n\n"
-    "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --experts-dtype float16[/]"
+    "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --experts-dtype float16[/]\n\n"
+    "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --dynamic ids:1=sequence[/]"
 )
 def export(
     model: Model,
@@ -95,6 +111,18 @@ def export(
         ),
     ] = Target.plugin,
     shape: Shapes = None,
+    dynamic: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:DIM=LABEL",
+            help="Make a dimension of an input symbolic, besides the batch; may be repeated: "
+            "[cyan]ids:1=sequence[/]. Without a label it is static: [cyan]scale:0=[/]",
+            show_default=False,
+        ),
+    ] = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="Fix every dimension, the batch too.")
+    ] = False,
     opset: Annotated[
         int | None,
         typer.Option(
@@ -126,10 +154,14 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Export a PyTorch model with MoE layers to ONNX."""
-    console = Console(stderr=True, quiet=quiet)
+    console = Console(file=sys.stderr, quiet=quiet)
     with _failures(debug):
-        if not out.parent.is_dir():
-            raise UsageError(f"no such folder: {out.parent}")
+        if static and dynamic:
+            raise UsageError("--static and --dynamic contradict each other")
+        options: dict[str, Any] = {} if opset is None else {"opset": _known_opset(opset)}
+        if static or dynamic:
+            options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
+        _need_place(out)
         if verify:
             _need_onnxruntime()
         module, args = _load(console, model, shape)
@@ -137,6 +169,8 @@ def export(
             raise UsageError(
                 f"{model} gives no example inputs: pass --shape, or return (model, args)"
             )
+        if dynamic:
+            check_dynamic(module, args, options["dynamic_shapes"])
         import torch
 
         import dynamo_moe
@@ -144,8 +178,7 @@ def export(
         with _step(console, "Converting"):
             dtype = getattr(torch, experts_dtype.value) if experts_dtype else None
             converted = dynamo_moe.convert(module, experts_dtype=dtype)
-        options: dict[str, Any] = {} if opset is None else {"opset": opset}
-        with _step(console, f"Exporting for target {target.value}"):
+        with _step(console, f"Exporting for target {target.value}", mute=not debug):
             exported = dynamo_moe.export(
                 module, args, out, target=target.value, external_data=external_data, **options
             )
@@ -185,7 +218,7 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Compare an ONNX file, in ONNX Runtime, with the PyTorch model it came from."""
-    console = Console(stderr=True, quiet=quiet)
+    console = Console(file=sys.stderr, quiet=quiet)
     with _failures(debug):
         _need_file(file)
         _need_onnxruntime()
@@ -198,7 +231,10 @@ def verify(
         _check(report)
 
 
-@app.command(epilog="Example: [cyan]dynamo-moe inspect swin.onnx --picture swin.svg[/]")
+@app.command(
+    epilog="Example: [cyan]dynamo-moe inspect swin.onnx --picture swin.svg[/]\n\n"
+    "With [cyan]-q[/] alone, the exit code says whether the file can be read."
+)
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="Any ONNX file.")],
     picture: Annotated[
@@ -207,6 +243,7 @@ def inspect(
             metavar="PICTURE", help="Draw the graph to a .svg or .png file.", show_default=False
         ),
     ] = None,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -215,18 +252,18 @@ def inspect(
         _need_file(file)
         if picture and picture.suffix.lower() not in (".svg", ".png"):
             raise UsageError(f"a picture is a .svg or .png file, got {picture.name!r}")
-        if picture and not picture.parent.is_dir():
-            raise UsageError(f"no such folder: {picture.parent}")
+        if picture:
+            _need_place(picture)
         import dynamo_moe
 
         summary = dynamo_moe.inspect(file)
         if as_json:
             _print_json(summary.to_dict())
-        else:
+        elif not quiet:
             Console().print(summary)
         if picture:
             dynamo_moe.draw(file, picture)
-            Console(stderr=True).print(Text(f"Drew {picture}"), soft_wrap=True)
+            Console(stderr=True, quiet=quiet).print(Text(f"Drew {picture}"), soft_wrap=True)
 
 
 def _version(asked: bool) -> None:
@@ -260,21 +297,23 @@ def _failures(debug: bool) -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    # The messages of these are made for users. Others are understood by their type and their
-    # cause: torch.export wraps what a model's own forward raised.
+    # The messages of these, and our own, are made for users. Others are understood by their type
+    # and their cause: torch wraps what a model's own forward raised.
     made_for_users = isinstance(error, (AssertionError, ImportError, OSError, ValueError))
-    while error.__cause__ and not made_for_users:
+    ours = type(error).__module__.startswith("dynamo_moe.")
+    while error.__cause__ and not (made_for_users or ours):
         error = error.__cause__
-    lines = str(error).strip().splitlines() or [""]
-    if made_for_users and lines[0]:
-        return lines[0]
-    return f"{type(error).__name__}: {lines[0]} (--debug shows where)"
+    line, *_ = str(error).strip().splitlines() or [""]
+    if made_for_users and line:
+        return line
+    kind = "" if ours else f"{type(error).__name__}: "
+    return f"{kind}{line} (--debug shows where)"
 
 
 @contextmanager
-def _step(console: Console, doing: str) -> Iterator[None]:
+def _step(console: Console, doing: str, *, mute: bool = False) -> Iterator[None]:
     started = time.perf_counter()
-    with console.status(f"{doing} ..."):
+    with console.status(f"{doing} ..."), users_code(quiet=console.quiet, mute=mute):
         yield
     seconds = time.perf_counter() - started
     console.print(Text.assemble(f"{doing} ", (f"{seconds:.1f} s", "dim")), soft_wrap=True)
@@ -312,6 +351,26 @@ def _check(report: VerificationReport | None) -> None:
 def _need_file(path: Path) -> None:
     if not path.exists():
         raise UsageError(f"no such file: {path}")
+
+
+def _need_place(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name a file to write")
+    if not path.parent.is_dir():
+        raise UsageError(f"no such folder: {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write into folder: {path.parent}")
+
+
+def _known_opset(opset: int) -> int:
+    import onnx
+
+    from dynamo_moe.exporting import MIN_OPSET
+
+    newest = onnx.defs.onnx_opset_version()
+    if not MIN_OPSET <= opset <= newest:
+        raise UsageError(f"--opset must be from {MIN_OPSET} to {newest}, got {opset}")
+    return opset
 
 
 def _need_onnxruntime() -> None:

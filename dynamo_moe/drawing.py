@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import onnx
 
-from dynamo_moe.inspection import load_graph
+from dynamo_moe._files import load_graph
 
 __all__ = ["draw", "draw_comparison"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
 import warnings
 from collections import Counter
@@ -13,23 +14,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnx.defs
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
 from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes
+from dynamo_moe._modes import evaluating
 from dynamo_moe._translation import onnx_translation_table
 from dynamo_moe.conversion import convertible_modules
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["ExportReport", "export"]
+__all__ = ["ExportError", "ExportReport", "export"]
 
 DEFAULT_OPSET = 20
 """Has Gelu as an operator; ONNX Runtime 1.17 and TensorRT 10 read it."""
 
 MIN_OPSET = 18
+
+
+class ExportError(RuntimeError):
+    """PyTorch's exporter cannot take the model."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class ExportReport:
         table.add_row("files", f"{self.file_bytes / 1e6:.1f} MB in {len(self.files)}")
         table.add_row("time", f"{self.seconds:.1f} s")
         for note in self.notes:
-            table.add_row("note", note)
+            table.add_row("note", escape(note))
         return table
 
 
@@ -112,28 +119,36 @@ def export(
     Returns:
         What was written.
 
+    Warns:
+        UserWarning: If the model holds MoE modules that :func:`convert` has not replaced.
+
     Raises:
-        ValueError: If an argument is out of range, a layer cannot be expressed for the target, or
-            the model still holds MoE modules that :func:`convert` would replace.
+        ValueError: If an argument is out of range, or a layer cannot be expressed for the target.
+        TypeError: If the example does not fit the model's forward.
+        ExportError: If PyTorch's exporter cannot take the model.
         FileNotFoundError: If the folder of ``path`` does not exist.
+        IsADirectoryError: If ``path`` is a folder.
     """
     started = time.perf_counter()
     path = Path(path)
     if target not in _lowering.TARGETS:
         raise ValueError(f"target must be one of {', '.join(_lowering.TARGETS)}; got {target!r}")
-    if opset < MIN_OPSET:
-        raise ValueError(f"opset must be at least {MIN_OPSET}, got {opset}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"no folder {path.parent} to write {path.name} into")
-    left = convertible_modules(model)
-    if left:
-        raise ValueError(
-            f"{len(left)} MoE modules are not converted, {left[0]!r} among them: "
-            "call dynamo_moe.convert(model) first"
-        )
+    newest = onnx.defs.onnx_opset_version()
+    if not MIN_OPSET <= opset <= newest:
+        raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
+    _files.check_destination(path)
     if isinstance(args, torch.Tensor):
         args = (args,)
+    if not isinstance(args, tuple):
+        raise TypeError(f"args must be a tuple or one tensor, got {type(args).__name__}")
 
+    left = convertible_modules(model)
+    if left:
+        warnings.warn(
+            f"MoE modules that convert() would look at are not converted, {left[0]!r} among "
+            f"{len(left)}: each becomes many nodes, or fails; call dynamo_moe.convert(model) first",
+            stacklevel=2,
+        )
     model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
     _passes.fold_weight_transposes(model_ir)
     _passes.name_nodes_by_module(model_ir)
@@ -146,6 +161,7 @@ def export(
     common_passes.ClearMetadataAndDocStringPass()(model_ir)
     _layers.store(model_ir, layers)
 
+    activations = {layer.attributes["activation"] for layer in layers}
     files = _files.save_model(model_ir, path, external_data)
     return ExportReport(
         path=path,
@@ -156,7 +172,7 @@ def export(
         parameters_bytes=_files.model_bytes(model_ir),
         file_bytes=sum(file.stat().st_size for file in files),
         seconds=time.perf_counter() - started,
-        notes=tuple(_lowering.notes(model_ir)),
+        notes=tuple(_lowering.notes(model_ir, activations, target)),
     )
 
 
@@ -168,26 +184,42 @@ def _trace(
     opset: int,
 ) -> ir.Model:
     """Returns the model's graph, its MoE layers as bare nodes."""
-    (args, kwargs), shapes = _dynamic_shapes.resolve(model, args, kwargs, dynamic_shapes)
-    training = model.training
+    example = _dynamic_shapes.resolve(model, args, kwargs, dynamic_shapes)
     try:
-        with _quiet_exporter():
+        with evaluating(model), _quiet_exporter():
             program = torch.onnx.export(
-                model.eval(),
-                args,
-                kwargs=kwargs,
+                model,
+                example.args,
+                kwargs=example.kwargs,
                 dynamo=True,
                 verbose=False,
                 optimize=False,
                 opset_version=opset,
-                dynamic_shapes=shapes,
+                dynamic_shapes=example.shapes,
                 custom_translation_table=onnx_translation_table(),
             )
-    finally:
-        model.train(training)
+    except torch.onnx.OnnxExporterError as error:
+        raise ExportError(_explain(error)) from error
     if program is None:  # torch.onnx.export's type allows it; with dynamo=True it never happens.
-        raise RuntimeError("torch.onnx.export returned no program")
-    return program.model
+        raise ExportError("torch.onnx.export returned no program")
+    traced = program.model
+    # The exporter keeps its own opset where onnx cannot convert to the one asked for.
+    if traced.opset_imports[""] != opset:
+        raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
+    _dynamic_shapes.name_dimensions(traced, example.labels)
+    return traced
+
+
+def _explain(error: Exception) -> str:
+    """Returns what to do about a failure of PyTorch's exporter, and its cause."""
+    cause = str(error.__cause__ or error).strip()
+    if "conflicts between user-specified ranges" in cause:
+        conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
+        return (
+            f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}. "
+            "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
+        )
+    return f"PyTorch's exporter cannot take the model: {cause}"
 
 
 @contextlib.contextmanager
@@ -199,8 +231,6 @@ def _quiet_exporter() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            # Several arguments share a batch: that is what naming it says.
-            warnings.filterwarnings("ignore", message=".*shares the same shape constraints")
             yield
     finally:
         registration.setLevel(level)

@@ -8,7 +8,6 @@ most, protobuf's limit) are read with it.
 from __future__ import annotations
 
 import math
-import mmap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
+
+from dynamo_moe._files import load_graph
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -239,33 +239,6 @@ def inspect(path: str | PathLike[str]) -> ModelSummary:
         weight_bytes=total.bytes,
         functions=tuple(_function(function) for function in model.functions),
     )
-
-
-def load_graph(path: str | PathLike[str]) -> onnx.ModelProto:
-    """Reads an ONNX file without its external data.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is not an ONNX model.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"no such file: {path}")
-    if not path.is_file():
-        raise ValueError(f"{path} is not an ONNX model: it is not a file")
-    if not path.stat().st_size:
-        raise ValueError(f"{path} is not an ONNX model: it is empty")
-    model = onnx.ModelProto()
-    # Mapped rather than read: weights inside the file are then held once, not twice.
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        try:
-            with memoryview(content) as view:
-                model.ParseFromString(view)
-        except DecodeError:
-            raise ValueError(f"{path} is not an ONNX model: it is not a protobuf message") from None
-    if not model.ir_version or not model.HasField("graph"):
-        raise ValueError(f"{path} is not an ONNX model: it has no IR version or no graph")
-    return model
 
 
 def is_moe(node: onnx.NodeProto) -> bool:

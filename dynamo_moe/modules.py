@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import torch
+from abc import ABC, abstractmethod
+
 from torch import Tensor, nn
 
 import custom_ops
 
-__all__ = ["DroplessMoE"]
+__all__ = ["ConvertedModule", "DroplessMoE"]
 
 
-class DroplessMoE(nn.Module):
+class ConvertedModule(nn.Module, ABC):
+    """A module that :func:`convert` puts in the place of a model's own."""
+
+    @abstractmethod
+    def experts_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the experts' parameters by attribute; the router's are not among them."""
+
+
+class DroplessMoE(ConvertedModule):
     """A softmax-routed MoE layer on ``torch.ops.moe.dropless``, with (in, out) weights.
 
     Legend: D model width, H hidden width, E experts.
@@ -51,13 +60,10 @@ class DroplessMoE(nn.Module):
             activation=self.activation,
         )  # fmt: skip
 
-    def experts_to(self, dtype: torch.dtype) -> None:
-        """Casts the experts' parameters in place; the router keeps its dtype."""
-        for name in ("w1", "b1", "w2", "b2"):
-            parameter = getattr(self, name)
-            if parameter is not None:
-                cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                setattr(self, name, cast)
+    def experts_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns ``w1``, ``b1``, ``w2`` and ``b2``, as far as there are any."""
+        parameters = {"w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
+        return {name: value for name, value in parameters.items() if value is not None}
 
     def extra_repr(self) -> str:
         """Sizes and options, for ``print(model)``."""

@@ -30,8 +30,8 @@ _BY_DTYPE = {
     torch.float16: Tolerance(max=1e-2, rms=2e-3),
     torch.bfloat16: Tolerance(max=8e-2, rms=1.5e-2),
 }
-# ONNX Runtime's MoE evaluates GELU up to 5.5e-4 off (seen with 1.31); the error passes through
-# one product per layer and shrinks against the residual stream.
+# ONNX Runtime's MoE computes GELU in its tanh form, up to 5.5e-4 off (seen with 1.31);
+# the error passes through one product per layer and shrinks against the residual stream.
 _APPROXIMATE_GELU = Tolerance(max=1e-2, rms=2e-3)
 
 

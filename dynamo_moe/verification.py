@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 import torch
+from onnx import external_data_helper
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +23,9 @@ import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import RouterOptions
 from custom_ops.routing import route
 from dynamo_moe import _layers, _schemas
+from dynamo_moe._files import load_graph
 from dynamo_moe._inputs import random_inputs
+from dynamo_moe._modes import evaluating
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 
 if TYPE_CHECKING:
@@ -29,8 +33,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["CaseResult", "VerificationError", "VerificationReport", "verify"]
-
-_WATCHED = "dynamo_moe.watched."
 
 
 @dataclass(frozen=True)
@@ -135,13 +137,15 @@ def verify(
         ValueError: If a case does not fit the file's inputs.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
     import onnxruntime
 
-    proto = onnx.load(path, load_external_data=False)
+    proto = load_graph(path)
     cases = random_inputs(proto) if inputs is None else list(inputs)
-    bound = tolerance or tolerance_for(_weight_dtypes(proto), approximate_gelu=_uses_ort_moe(proto))
+    if not cases:
+        raise ValueError("inputs holds no case: nothing would be verified")
+    bound = tolerance or tolerance_for(
+        _weight_dtypes(proto), approximate_gelu=_approximates_gelu(proto)
+    )
     session = onnxruntime.InferenceSession(path, _session_options())
     with _routing_session(proto, path) as routing:
         results = tuple(_run_case(session, routing, model, case, bound) for case in cases)
@@ -162,25 +166,54 @@ def _routing_session(
     """
     import onnxruntime
 
-    layers = _layers.from_metadata({prop.key: prop.value for prop in proto.metadata_props})
-    names = [
-        layer.tokens if layer.op_type == _schemas.DROPLESS else layer.inputs[1] for layer in layers
-    ]
-    produced = {name for node in proto.graph.node for name in node.output}
-    produced |= {graph_input.name for graph_input in proto.graph.input}
-    if not names or not set(names) <= produced:
+    layers = _layers_of(proto)
+    known = {name for node in proto.graph.node for name in node.output}
+    known |= {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
+    used = {name for layer in layers for name in _routing_inputs(layer)}
+    if not layers or not used <= known:
         yield None
         return
     del proto.graph.output[:]
-    for place, name in enumerate(names):  # Two layers may share their tokens, an output not.
-        watched = f"{_WATCHED}{place}"
-        proto.graph.node.append(onnx.helper.make_node("Identity", [name], [watched]))
-        proto.graph.output.append(onnx.ValueInfoProto(name=watched))
+    for place, layer in enumerate(layers):
+        _watch_routing(proto.graph, layer, f"dynamo_moe.layer{place}")
+    if not any(external_data_helper.uses_external_data(t) for t in proto.graph.initializer):
+        yield onnxruntime.InferenceSession(proto.SerializeToString(), _session_options())
+        return
     # External data is found relative to the model's folder.
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".verify.", suffix=".onnx") as beside:
         beside.write(proto.SerializeToString())
         beside.flush()
         yield onnxruntime.InferenceSession(beside.name, _session_options())
+
+
+def _routing_inputs(layer: _layers.Layer) -> list[str]:
+    """The values of the graph that decide the layer's routing."""
+    if layer.op_type == _schemas.EXPERTS:
+        return [layer.inputs[1]]
+    return [name for name in (*layer.inputs[:2], *layer.inputs[4:5]) if name]
+
+
+def _watch_routing(graph: onnx.GraphProto, layer: _layers.Layer, name: str) -> None:
+    """Adds the layer's expert ids, as the file's own tokens and router give them, as an output.
+
+    The top-k of logits is that of their scores: every scoring is monotonic.
+    """
+
+    def add(op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
+        names = [f"{name}.{len(graph.node)}.{output}" for output in range(outputs)]
+        graph.node.append(onnx.helper.make_node(op_type, inputs, names, **attributes))
+        return names[-1]
+
+    inputs = _routing_inputs(layer)
+    ids = inputs[0]
+    if layer.op_type == _schemas.DROPLESS:
+        tokens, weight, *bias = (add("Cast", value, to=onnx.TensorProto.FLOAT) for value in inputs)
+        logits = add("MatMul", tokens, add("Transpose", weight, perm=[1, 0]))
+        for value in bias:
+            logits = add("Add", logits, value)
+        top_k = add("Constant", value_ints=[layer.attributes["top_k"]])
+        ids = add("TopK", logits, top_k, outputs=2)
+    graph.output.append(onnx.ValueInfoProto(name=add("Identity", ids)))
 
 
 def _session_options() -> onnxruntime.SessionOptions:
@@ -236,41 +269,26 @@ def _feeds(
 
 def _run_torch(
     model: torch.nn.Module, case: tuple[Any, ...] | Mapping[str, Any]
-) -> tuple[list[Tensor], list[_Routing]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     recorder = _RoutingRecorder()
-    training = model.training
-    try:
-        with torch.no_grad(), recorder:
-            model.eval()
-            result = model(**case) if isinstance(case, Mapping) else model(*case)
-    finally:
-        model.train(training)
+    args, kwargs = _arguments(model, case)
+    with torch.no_grad(), evaluating(model), recorder:
+        result = model(*args, **kwargs)
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-    return leaves, recorder.routings
+    return leaves, recorder.ids
 
 
-class _Routing:
-    """How one layer of the PyTorch model chose experts, to be replayed on other tokens."""
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._router: tuple[Tensor, Tensor | None, RouterOptions] | None = None
-        if func is torch.ops.moe.experts.default:
-            self.ids = args[1].reshape(-1, args[1].shape[-1])
-            return
-        fields = ("scoring", "renormalize", "routed_scaling")
-        options = RouterOptions(
-            args[6], **{name: kwargs[name] for name in fields if name in kwargs}
-        )
-        self._router = (args[1], args[7] if len(args) > 7 else None, options)
-        self.ids = self.ids_of(args[0])
-
-    def ids_of(self, watched: Tensor) -> Tensor:
-        """Returns the ids ``[T, K]`` that follow from the watched value: tokens, or ids."""
-        rows = watched.reshape(-1, watched.shape[-1])
-        if self._router is None:
-            return rows
-        weight, bias, options = self._router
-        return route(rows, weight, bias, options)[0]
+def _arguments(
+    model: torch.nn.Module, case: tuple[Any, ...] | Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a case as the model's forward takes it: by name where the names are its own."""
+    if not isinstance(case, Mapping):
+        return case, {}
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return (), dict(case)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return ((), dict(case)) if set(case) <= named else (tuple(case.values()), {})
 
 
 class _RoutingRecorder(TorchDispatchMode):
@@ -278,23 +296,30 @@ class _RoutingRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not.
-        self.routings: list[_Routing] = []
+        self.ids: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (torch.ops.moe.dropless.default, torch.ops.moe.experts.default):
-            self.routings.append(_Routing(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is torch.ops.moe.experts.default:
+            self.ids.append(args[1])
+        elif func is torch.ops.moe.dropless.default:
+            tokens, weight, top_k = args[0], args[1], args[6]
+            bias = args[7] if len(args) > 7 else None
+            options = RouterOptions(top_k, scoring=kwargs.get("scoring", "softmax"))
+            self.ids.append(route(tokens.reshape(-1, tokens.shape[-1]), weight, bias, options)[0])
+        return func(*args, **kwargs)
 
 
-def _agreement(routings: list[_Routing], watched: list[Tensor]) -> float | None:
-    if not watched or len(watched) != len(routings):
+def _agreement(routed: list[Tensor], watched: list[Tensor]) -> float | None:
+    """Returns the fraction of (token, layer) pairs whose sets of experts agree."""
+    if not watched or len(watched) != len(routed):
         return None
-    same = [
-        (routing.ids.sort(dim=-1)[0] == routing.ids_of(value).sort(dim=-1)[0]).all(dim=-1)
-        for routing, value in zip(routings, watched, strict=True)
-    ]
+    same = []
+    for ours, file in zip(routed, watched, strict=True):
+        ids, other = (value.reshape(-1, ours.shape[-1]).sort(dim=-1)[0] for value in (ours, file))
+        same.append((ids == other).all(dim=-1))
     return float(torch.cat(same).double().mean())
 
 
@@ -322,9 +347,11 @@ def _weight_dtypes(proto: onnx.ModelProto) -> set[torch.dtype]:
     return {dtypes[data_type] for data_type in found if data_type in dtypes}
 
 
-def _uses_ort_moe(proto: onnx.ModelProto) -> bool:
-    return any(
-        node.domain == "com.microsoft"
-        and any(attribute.s == b"gelu" for attribute in node.attribute)
-        for node in proto.graph.node
-    )
+def _approximates_gelu(proto: onnx.ModelProto) -> bool:
+    """Whether ``com.microsoft::MoE`` computes a layer that asks for the exact GELU."""
+    activations = {layer.attributes["activation"] for layer in _layers_of(proto)}
+    return "gelu" in activations and any(n.domain == "com.microsoft" for n in proto.graph.node)
+
+
+def _layers_of(proto: onnx.ModelProto) -> list[_layers.Layer]:
+    return _layers.from_metadata({prop.key: prop.value for prop in proto.metadata_props})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 import dynamo_moe
-from dynamo_moe._model_loading import UsageError, load_model, parse_shapes
+from dynamo_moe._model_loading import UsageError, load_model, parse_dynamic, parse_shapes
 from dynamo_moe.cli import app
 from onnx_files import moe_model, save
 
@@ -22,7 +23,8 @@ MODELS = '''
 """Factories, good and bad."""
 import torch
 from torch import nn
-from helper_of_models import Net
+from dynamo_moe.models import DroplessMoEMlp
+from helper_of_models import Branching, Net, Talking
 
 ready = Net()
 
@@ -47,6 +49,19 @@ def number():
 def broken():
     raise RuntimeError("no checkpoint\\nat all")
 
+def exits():
+    raise SystemExit(0)
+
+def talks():
+    print("made a model")
+    return Talking()
+
+def branches():
+    return Branching()
+
+def bare():
+    return DroplessMoEMlp(16, 24, num_experts=4, top_k=2)
+
 answer = 42
 '''
 
@@ -62,6 +77,16 @@ class Net(nn.Module):
 
     def forward(self, x):
         return x + self.mlp(self.norm(x))
+
+class Talking(Net):
+    def forward(self, x):
+        print("called a model")
+        return super().forward(x)
+
+class Branching(Net):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y
 """
 
 
@@ -72,6 +97,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "helper_of_models.py").write_text(HELPER)
     (folder / "imports_nothing.py").write_text("import a_package_that_is_not_there\n")
     (folder / "empty.py").write_text("")
+    (folder / "a.svg").mkdir()
     save(moe_model(), folder / "m.onnx")
     return folder
 
@@ -129,6 +155,15 @@ def test_inspect_as_json() -> None:
     assert json.loads(result.stdout) == dynamo_moe.inspect("m.onnx").to_dict()
 
 
+def test_quiet_inspect_prints_what_is_asked_for(tmp_path: Path) -> None:
+    result = _run("inspect", "m.onnx", "-q")
+    assert (result.exit_code, result.output) == (0, "")
+    result = _run("inspect", "m.onnx", "-q", "--json", "--picture", str(tmp_path / "m.svg"))
+    assert (json.loads(result.stdout)["nodes"], result.stderr) == (7, "")
+    assert (tmp_path / "m.svg").exists()
+    assert _error("inspect", "models.py", "-q", code=1).startswith("models.py is not an ONNX model")
+
+
 def test_inspect_draws(tmp_path: Path) -> None:
     result = _run("inspect", "m.onnx", "--json", "--picture", str(tmp_path / "m.svg"))
     assert json.loads(result.stdout)["nodes"] == 7
@@ -143,6 +178,7 @@ def test_inspect_draws(tmp_path: Path) -> None:
         (["models.py"], 1, "models.py is not an ONNX model: it is not a protobuf message"),
         (["m.onnx", "--picture", "m.pdf"], 2, "a picture is a .svg or .png file, got 'm.pdf'"),
         (["m.onnx", "--picture", "no/m.svg"], 2, "no such folder: no"),
+        (["m.onnx", "--picture", "a.svg"], 2, "a.svg is a folder: name a file to write"),
     ],
 )
 def test_inspect_says_what_is_wrong(arguments: list[str], code: int, message: str) -> None:
@@ -214,6 +250,17 @@ def test_a_factory_that_fails_is_one_line() -> None:
     assert message == "RuntimeError: no checkpoint (--debug shows where)"
 
 
+@pytest.mark.parametrize("flags", [[], ["-q"]])
+def test_a_factory_that_exits_is_an_error(flags: list[str]) -> None:
+    message = _error("export", "models.py:exits", "o.onnx", "--shape", "1,16", *flags, code=1)
+    assert message == "the model's code called sys.exit(0) (--debug shows where)"
+
+
+def test_a_model_that_is_an_moe_module_must_be_wrapped() -> None:
+    message = _error("export", "models.py:bare", "o.onnx", "--shape", "1,16", code=1)
+    assert message.startswith("the model itself is an MoE module: wrap it")
+
+
 def test_debug_shows_the_traceback() -> None:
     result = _run("export", "models.py:broken", "o.onnx", "--shape", "1,16", "--debug")
     assert isinstance(result.exception, RuntimeError)
@@ -227,10 +274,80 @@ def test_shapes() -> None:
     assert torch.equal(parse_shapes(["2,3"])[0], floats)
 
 
-@pytest.mark.parametrize("shape", ["", "2,x", "2,-1", "2;3", "2,3:complex64"])
-def test_what_is_no_shape_is_refused(shape: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ("", "is not a list of sizes like 1,3,224,224"),
+        ("2,x", "is not a list of sizes"),
+        ("2;3", "is not a list of sizes"),
+        ("2,", "is not a list of sizes"),
+        ("2,-1", "has a negative size"),
+        ("-1,16", "has a negative size"),
+        ("2,3:complex64", "the dtype must be one of float32, "),
+        ("2,3:", "the dtype must be one of float32, "),
+    ],
+)
+def test_what_is_no_shape_is_refused(shape: str, reason: str) -> None:
     message = _error("export", "models.py", "o.onnx", "--shape", shape, code=2)
     assert message.startswith(f"shape {shape!r}")
+    assert reason in message
+
+
+def test_dynamic_dimensions() -> None:
+    shapes = parse_dynamic(["x:1=length", "mask:0=", "x:2=width"])
+    assert shapes == {"x": {1: "length", 2: "width"}, "mask": {0: None}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--dynamic", "x"], "--dynamic 'x' is not NAME:DIM=LABEL like tokens:1=sequence, or"),
+        (["--dynamic", "x:1"], "--dynamic 'x:1' is not NAME:DIM=LABEL"),
+        (["--dynamic", "x:one=n"], "--dynamic 'x:one=n' is not NAME:DIM=LABEL"),
+        (["--dynamic", "x:-1=n"], "--dynamic 'x:-1=n' is not NAME:DIM=LABEL"),
+        (["--dynamic", "x:1=2*n"], "--dynamic 'x:1=2*n' is not NAME:DIM=LABEL"),
+        (["--dynamic", "x:1=n", "--dynamic", "x:1="], "--dynamic names dimension 1 of 'x' twice"),
+        (["--dynamic", "y:1=n"], "--dynamic names 'y'; the example's arguments: x"),
+        (["--dynamic", "x:3=n"], "--dynamic names dimension 3 of 'x', whose example has 3 dim"),
+        (["--dynamic", "x:1=n", "--static"], "--static and --dynamic contradict each other"),
+    ],
+)
+def test_what_is_no_dynamic_dimension_is_refused(asked: list[str], message: str) -> None:
+    refused = _error("export", "models.py", "o.onnx", "--shape", "2,5,16", *asked, code=2)
+    assert refused.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("asked", "shape"),
+    [
+        (["--dynamic", "x:1=length"], ("batch", "length", 16)),
+        (["--dynamic", "x:0=", "--dynamic", "x:1=length"], (2, "length", 16)),
+        (["--static"], (2, 5, 16)),
+    ],
+)
+def test_dynamic_dimensions_reach_the_file(asked: list[str], shape: tuple[int | str, ...]) -> None:
+    result = _run("export", "models.py:with_args", "shapes.onnx", "--verify", "-q", *asked)
+    assert (result.exit_code, result.output) == (0, "")
+    [graph_input] = dynamo_moe.inspect("shapes.onnx").inputs
+    assert graph_input.shape == shape
+
+
+@pytest.mark.parametrize("opset", [17, onnx.defs.onnx_opset_version() + 1])
+def test_an_opset_out_of_range_is_refused_before_the_model_loads(opset: int) -> None:
+    message = _error("export", "models.py:broken", "o.onnx", "--opset", str(opset), code=2)
+    newest = onnx.defs.onnx_opset_version()
+    assert message == f"--opset must be from 18 to {newest}, got {opset}"
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message = _error("export", "models.py:broken", "a.svg", code=2)
+    assert message == "a.svg is a folder: name a file to write"
+    # The superuser may write anywhere.
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    message = _error("export", "models.py:broken", "a.svg/o.onnx", code=2)
+    assert message == "cannot write into folder: a.svg"
 
 
 def test_export_needs_inputs_and_a_folder() -> None:
@@ -307,3 +424,33 @@ def test_what_the_model_cannot_do_is_one_line() -> None:
     message = _error("export", "models.py", "o.onnx", "--shape", "2,5,17", code=1)
     assert "--debug shows where" in message
     assert not Path("o.onnx").exists()
+
+
+def test_what_the_models_code_prints_is_no_report() -> None:
+    options = ("--shape", "2,5,16", "--verify")
+    result = _run("export", "models.py:talks", "talks.onnx", *options, "--json")
+    assert json.loads(result.stdout)["verification"]["passed"]
+    assert "made a model" in result.stderr
+    assert "called a model" in result.stderr
+    quiet = _run("export", "models.py:talks", "talks.onnx", *options, "-q")
+    assert (quiet.exit_code, quiet.output) == (0, "")
+
+
+def test_a_model_that_cannot_be_traced_is_one_line() -> None:
+    # A process of its own: PyTorch's log handlers write to the stderr of its import.
+    run = "from dynamo_moe.cli import main; main()"
+    arguments = ["export", "models.py:branches", "o.onnx", "--shape", "2,5,16"]
+    result = subprocess.run(
+        [sys.executable, "-c", run, *arguments], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    *steps, error = result.stderr.splitlines()
+    assert [line.split()[0] for line in steps] == ["Loading", "Converting"]
+    assert error.startswith("error: PyTorch's exporter cannot take the model: Could not guard")
+    assert error.endswith("(--debug shows where)")
+
+
+def test_debug_shows_what_pytorch_prints() -> None:
+    result = _run("export", "models.py:branches", "o.onnx", "--shape", "2,5,16", "--debug")
+    assert isinstance(result.exception, dynamo_moe.ExportError)
+    assert "torch.ops.moe.dropless" in result.stderr

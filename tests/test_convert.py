@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dynamo_moe
 from dynamo_moe.conversion import adapters, register_adapter
 from dynamo_moe.models import DroplessMoEMlp
-from dynamo_moe.modules import DroplessMoE
+from dynamo_moe.modules import ConvertedModule, DroplessMoE
 from small_models import Residual, mlp_model
 
 
@@ -40,6 +40,11 @@ class StackedButUnknown(nn.Module):
         self.gate = nn.Linear(8, 4)
         self.up = nn.Parameter(torch.randn(4, 8, 16))
         self.down = nn.Parameter(torch.randn(4, 16, 8))
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x
 
 
 class ListOfExperts(nn.Module):
@@ -150,6 +155,63 @@ def test_root_module() -> None:
         dynamo_moe.convert(DroplessMoEMlp(8, 16, 4, 2))
 
 
+def test_experts_dtype_of_modules_converted_before() -> None:
+    model = mlp_model()
+    dynamo_moe.convert(model)
+    dynamo_moe.convert(model, experts_dtype=torch.bfloat16)
+    assert model[1].mlp.w2.dtype == torch.bfloat16
+
+
+def test_shared_experts_stay_shared_in_another_dtype() -> None:
+    model = mlp_model()
+    model[1].mlp.w1 = model[0].mlp.w1
+    dynamo_moe.convert(model, experts_dtype=torch.float16)
+    assert model[1].mlp.w1 is model[0].mlp.w1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_whole_models_of_other_dtypes(dtype: torch.dtype) -> None:
+    """Whatever the precision, the formula is compared in one that tells formulas apart."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model = nn.Sequential(DroplessMoEMlp(16, 16, 32, 4)).to(dtype)
+        assert [r.compared for r in dynamo_moe.convert(model).replaced] == [True]
+        assert model[0].w1.dtype == dtype
+
+
+def test_hooks_are_not_dropped() -> None:
+    model = mlp_model()
+    model[0].mlp.register_forward_hook(lambda *_: None)
+    report = dynamo_moe.convert(model)
+    assert [r.module for r in report.replaced] == ["1.mlp"]
+    assert "forward hooks" in report.unrecognised[0].reason
+
+
+def test_a_router_that_is_more_than_its_weight() -> None:
+    class Adapted(nn.Linear):
+        pass
+
+    model = mlp_model(layers=1)
+    router = Adapted(16, 6, bias=False)
+    model[0].mlp.router = router
+    report = dynamo_moe.convert(model)
+    assert not report.replaced
+    assert "stacks 6 experts" in report.unrecognised[0].reason
+
+
+def test_markup_in_a_reason_is_text(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    class Fails(DroplessMoEMlp):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("expected [/batch]")
+
+    report = dynamo_moe.convert(nn.Sequential(Fails(8, 16, 4, 2)))
+    with (tmp_path / "table").open("w") as file:
+        Console(file=file, width=200).print(report)
+    assert "expected [/batch]" in (tmp_path / "table").read_text()
+
+
 def test_meta_device_is_not_compared() -> None:
     with torch.device("meta"):
         model = nn.Sequential(DroplessMoEMlp(8, 16, 4, 2))
@@ -179,25 +241,30 @@ def test_adapters_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_registry, "_ADAPTERS", dict(_registry._ADAPTERS))
 
-    class PlainMlp:
-        name = "one-expert"
+    class Converted(ConvertedModule):
+        def experts_parameters(self) -> dict[str, nn.Parameter]:
+            return {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    class Doubles:
+        name = "doubles"
 
         def recognise(self, module: nn.Module) -> str | None:
-            return None if getattr(module, "is_one_expert", False) else "not marked"
+            return None if isinstance(module, Double) else "no Double"
 
         def convert(self, module: nn.Module) -> nn.Module:
-            return nn.Sequential(*module)
+            return Converted()
 
         def example_tokens(self, module: nn.Module) -> Tensor:
             return torch.randn(4, 8)
 
-    register_adapter(PlainMlp())
-    assert [adapter.name for adapter in adapters()][-1] == "one-expert"
-    with pytest.raises(ValueError, match="an adapter named 'one-expert' is registered already"):
-        register_adapter(PlainMlp())
-    marked = nn.Sequential(nn.Linear(8, 8))
-    marked.is_one_expert = True
-    report = dynamo_moe.convert(nn.Sequential(Residual(8, marked)))
+    register_adapter(Doubles())
+    assert [adapter.name for adapter in adapters()][-1] == "doubles"
+    with pytest.raises(ValueError, match="an adapter named 'doubles' is registered already"):
+        register_adapter(Doubles())
+    report = dynamo_moe.convert(nn.Sequential(Residual(8, Double())))
     assert [r.module for r in report.replaced] == ["0.mlp"]
 
 
@@ -210,5 +277,5 @@ def test_report(tmp_path: Path) -> None:
     with (tmp_path / "table").open("w") as file:
         Console(file=file, width=200).print(report)
     text = (tmp_path / "table").read_text()
-    assert "1 MoE modules replaced" in text
+    assert "1 MoE module replaced" in text
     assert "holds a list of 4 experts" in text

@@ -173,10 +173,9 @@ def test_file_is_the_parameters_and_less_than_5_percent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mlp", "mixed"])
 def test_checker_and_shape_inference(exported, name: str, target: str) -> None:
     _, path = exported(name, target)
-    onnx.checker.check_model(path, full_check=target != "onnxruntime")
+    onnx.checker.check_model(path, full_check=True)
     proto = onnx.load(path)
-    if target != "onnxruntime":  # com.microsoft has no schemas in onnx.
-        onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     typed = {info.name for info in (*proto.graph.value_info, *proto.graph.output)}
     assert {name for node in proto.graph.node for name in node.output} <= typed
     for info in proto.graph.value_info:
@@ -206,9 +205,8 @@ def test_simplifiers_leave_a_good_file(exported, name: str, target: str, tool: s
     _, path = exported(name, target)
     proto = onnx.load(path)
     simplified = onnxslim.slim(proto) if tool == "onnxslim" else onnxsim.simplify(proto)[0]
-    if target != "onnxruntime":
-        onnx.checker.check_model(simplified, full_check=True)
-        onnx.shape_inference.infer_shapes(simplified, check_type=True, strict_mode=True)
+    onnx.checker.check_model(simplified, full_check=True)
+    onnx.shape_inference.infer_shapes(simplified, check_type=True, strict_mode=True)
     x = torch.randn(3, 4, 16)
     assert torch.equal(run(simplified, x), run(path, x))
     count = sum(node.domain.startswith("moe") for node in simplified.graph.node)
@@ -242,11 +240,11 @@ def test_the_example_does_not_change_the_file(tmp_path: Path) -> None:
         files.append(path.read_bytes())
         seconds.append(report.seconds)
     assert len(set(files)) == 1
-    # 560 times the tokens; anything that grew with them would take far more than twice the time.
-    assert seconds[1] < 2 * max(seconds[0], seconds[2]) + 1
+    # 560 times the tokens. Twice the time allows for another test on the same core, no growth.
+    assert seconds[1] < 2 * max(seconds[0], *seconds[2:])
 
 
-@pytest.mark.parametrize("opset", [18, 20, 23])
+@pytest.mark.parametrize("opset", [18, 20, 23, 24])
 def test_opsets(tmp_path: Path, opset: int) -> None:
     model = mixed_model()
     path = tmp_path / "model.onnx"
@@ -308,15 +306,18 @@ def test_a_failed_export_loses_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_unconverted_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"2 MoE modules are not converted, '0.mlp' among them"):
-        dynamo_moe.export(mlp_model(), torch.randn(2, 16), tmp_path / "m.onnx")
+    with pytest.warns(UserWarning, match=r"are not converted, '0.mlp' among 2"):
+        report = dynamo_moe.export(mlp_model(), torch.randn(2, 16), tmp_path / "m.onnx")
+    assert not report.layers
+    assert sum(report.nodes.values()) > 100
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"target": "tflite"}, "target must be one of plugin, dense, onnxruntime; got 'tflite'"),
-        ({"opset": 17}, "opset must be at least 18, got 17"),
+        ({"opset": 17}, r"opset must be in 18\.\..*, got 17"),
+        ({"opset": 99}, r"opset must be in 18\.\..*, got 99"),
         ({"dynamic_shapes": "tokens"}, "dynamic_shapes must be 'batch', a mapping or None"),
         ({"dynamic_shapes": {"y": {0: "n"}}}, "dynamic_shapes names 'y'; the example's arguments"),
         ({"dynamic_shapes": {"input": {2: "n"}}}, "names dimension 2 of 'input', whose example"),
@@ -362,11 +363,115 @@ def test_static_shapes(tmp_path: Path) -> None:
     assert [dim.dim_value for dim in shape.dim] == [1, 16]
 
 
-def test_training_mode_is_restored(tmp_path: Path) -> None:
+def test_modes_are_restored(tmp_path: Path) -> None:
     model = mlp_model().train()
     dynamo_moe.convert(model)
+    model[1].norm.eval()
+    modes = [module.training for module in model.modules()]
     dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx")
-    assert model.training
+    dynamo_moe.verify(tmp_path / "m.onnx", model)
+    assert [module.training for module in model.modules()] == modes
+
+
+class ManyArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = OpLayer()
+
+    def forward(self, x, mask=None, flag=False, scale=1.0, extra=None, *rest, key=None, **more):
+        y = self.layer(x) * scale
+        terms = [*rest, *more.values(), *(value for value in (mask, key) if value is not None)]
+        if isinstance(extra, dict):
+            terms += [extra["a"], *extra["b"]]
+        for term in terms:
+            y = y + term
+        return {"y": -y if flag else y, "first": y[:, 0]}
+
+
+TERM = torch.randn(1, 3, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords"),
+    [
+        ((None,), {}),
+        ((), {"flag": True, "scale": 0.5}),
+        ((TERM,), {"key": TERM.clone()}),
+        ((), {"extra": {"a": TERM, "b": [TERM.clone(), TERM.clone()]}}),
+        ((None, False, 1.0, None, TERM, TERM.clone()), {}),
+        ((), {"more": TERM}),
+    ],
+)
+def test_any_arguments(
+    tmp_path: Path, arguments: tuple[object, ...], keywords: dict[str, object]
+) -> None:
+    model, path = ManyArguments().eval(), tmp_path / "m.onnx"
+    dynamo_moe.export(model, (torch.randn(1, 3, 16), *arguments), path, kwargs=keywords)
+    proto = onnx.load(path)
+    for value in (*proto.graph.input, *proto.graph.output):
+        assert value.type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert [len(v.type.tensor_type.shape.dim) for v in proto.graph.output] == [3, 2]
+
+
+def test_a_dimension_that_the_model_fixes(tmp_path: Path) -> None:
+    class Positions(nn.Module):
+        def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return x + positions[:, None]
+
+    example = (torch.randn(2, 5, 16), torch.randn(5))
+    message = r"fixed by the model: static shape of 5 for dimension inputs\['positions'\]"
+    with pytest.raises(dynamo_moe.ExportError, match=message):
+        dynamo_moe.export(Positions(), example, tmp_path / "m.onnx")
+    dynamo_moe.export(
+        Positions(), example, tmp_path / "m.onnx", dynamic_shapes={"positions": {0: None}}
+    )
+
+
+@pytest.mark.parametrize("args", [[torch.randn(2, 16)], None])
+def test_args_that_are_no_tuple(tmp_path: Path, args: object) -> None:
+    with pytest.raises(TypeError, match="args must be a tuple or one tensor, got"):
+        dynamo_moe.export(nn.Identity(), args, tmp_path / "m.onnx")
+
+
+def test_destination_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
+        dynamo_moe.export(nn.Identity(), torch.randn(2, 16), tmp_path)
+
+
+def test_weights_of_an_earlier_export_do_not_stay(tmp_path: Path) -> None:
+    model, path = mlp_model(), tmp_path / "m.onnx"
+    dynamo_moe.convert(model)
+    dynamo_moe.export(model, torch.randn(2, 16), path, external_data=True)
+    dynamo_moe.export(model, torch.randn(2, 16), path)
+    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_a_module_that_runs_twice(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = OpLayer()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(x))
+
+    model, path = Twice().eval(), tmp_path / "m.onnx"
+    report = dynamo_moe.export(model, torch.randn(2, 16), path)
+    assert report.layers == ("layer", "layer")
+    names = [node.name for node in onnx.load(path).graph.node if node.domain == "moe"]
+    assert names == ["layer/DroplessMoE", "layer/DroplessMoE_2"]
+    assert len(onnx.load(path).functions) == 1
+    dynamo_moe.verify(path, model)
+
+
+def test_notes(exported, tmp_path: Path) -> None:
+    model, path = mlp_model(), tmp_path / "m.onnx"
+    dynamo_moe.convert(model)
+    assert not dynamo_moe.export(model, torch.randn(2, 16), path).notes
+    (gelu,) = dynamo_moe.export(model, torch.randn(2, 16), path, target="onnxruntime").notes
+    assert "computes GELU in its tanh form" in gelu
+    (by_name,) = dynamo_moe.export(mixed_model(), torch.randn(2, 16), path).notes
+    assert "TensorRT's parser finds functions by name alone" in by_name
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -57,7 +57,20 @@ def test_a_wrong_expert_fails(model_and_file: tuple[nn.Module, Path], tmp_path: 
     assert json.loads(json.dumps(report.to_dict()))["passed"] is False
 
 
-def test_a_wrong_router_shows_in_the_routing(
+@pytest.mark.parametrize("target", ["plugin", "dense", "onnxruntime"])
+def test_a_wrong_router_shows_in_the_routing(tmp_path: Path, target: str) -> None:
+    model = mlp_model(layers=1)
+    dynamo_moe.convert(model)
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.randn(2, 16), path, target=target)
+    wrong = altered(path, tmp_path, "0.mlp.router.weight", -1.0)
+    with pytest.raises(dynamo_moe.VerificationError) as raised:
+        dynamo_moe.verify(wrong, model, [(torch.randn(200, 16),)])
+    # The top 2 of 6 became the bottom 2: never the same pair.
+    assert raised.value.report.cases[0].routing_agreement == 0.0
+
+
+def test_wrong_tokens_show_in_the_routing(
     model_and_file: tuple[nn.Module, Path], tmp_path: Path
 ) -> None:
     model, path = model_and_file
@@ -66,6 +79,41 @@ def test_a_wrong_router_shows_in_the_routing(
         dynamo_moe.verify(wrong, model, [(torch.randn(4, 64, 16),)])
     # Layer 0 is fed the same tokens; its wrong result turns some of layer 1's routing.
     assert 0.5 < raised.value.report.cases[0].routing_agreement < 1.0
+
+
+def test_no_case_verifies_nothing(model_and_file: tuple[nn.Module, Path]) -> None:
+    model, path = model_and_file
+    with pytest.raises(ValueError, match="inputs holds no case"):
+        dynamo_moe.verify(path, model, [])
+
+
+def test_arguments_are_bound_by_name(tmp_path: Path) -> None:
+    class Subtract(nn.Module):
+        def forward(self, first: Tensor, *, second: Tensor) -> Tensor:
+            return first - 2 * second
+
+    model, path = Subtract(), tmp_path / "model.onnx"
+    example = {"second": torch.randn(2, 3), "first": torch.randn(2, 3)}
+    dynamo_moe.export(model, (), path, kwargs=example)
+    assert dynamo_moe.verify(path, model).passed
+
+
+def test_axes_have_sizes_of_their_own(tmp_path: Path) -> None:
+    class Image(nn.Module):
+        def forward(self, image: Tensor) -> Tensor:
+            return image.mean(dim=-1)
+
+    model, path = Image(), tmp_path / "model.onnx"
+    shapes = {"image": {1: "height", 2: "width"}}
+    dynamo_moe.export(model, torch.randn(2, 3, 4), path, dynamic_shapes=shapes)
+    report = dynamo_moe.verify(path, model)
+    assert len(set(report.cases[0].shapes["image"])) == 3
+
+
+def test_not_an_onnx_file(tmp_path: Path) -> None:
+    (tmp_path / "text.onnx").write_text("not a model")
+    with pytest.raises(ValueError, match=r"text\.onnx is not an ONNX model"):
+        dynamo_moe.verify(tmp_path / "text.onnx", nn.Identity())
 
 
 @pytest.mark.parametrize("target", ["plugin", "dense", "onnxruntime"])
@@ -129,7 +177,7 @@ def test_inputs_of_several_kinds(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no file .*nothing\.onnx"):
+    with pytest.raises(FileNotFoundError, match=r"no such file: .*nothing\.onnx"):
         dynamo_moe.verify(tmp_path / "nothing.onnx", nn.Identity())
 
 

@@ -11,7 +11,8 @@ from dynamo_moe.conversion._convert import (
     convert,
     convertible_modules,
 )
-from dynamo_moe.conversion._registry import Adapter, ConvertedModule, adapters, register_adapter
+from dynamo_moe.conversion._registry import Adapter, adapters, register_adapter
+from dynamo_moe.modules import ConvertedModule
 
 __all__ = [
     # Converting

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dynamo_moe.conversion._registry import register_adapter
-from dynamo_moe.modules import DroplessMoE
+from dynamo_moe.modules import ConvertedModule, DroplessMoE
 
 __all__ = ["DroplessMlpAdapter"]
 
@@ -24,7 +24,8 @@ class DroplessMlpAdapter:
     def recognise(self, module: nn.Module) -> str | None:
         """Returns None for ``router`` Linear(D, E), w1 [E, D, H], b1, w2 [E, H, D], b2, top_k."""
         router, w1, w2 = (getattr(module, name, None) for name in ("router", "w1", "w2"))
-        if not isinstance(router, nn.Linear) or router.bias is not None:
+        # A subclass can compute more than its weight says, such as a low-rank adaptation.
+        if type(router) is not nn.Linear or router.bias is not None:
             return "no router nn.Linear(D, E, bias=False)"
         if not isinstance(w1, nn.Parameter) or w1.ndim != 3:
             return "no parameter w1 [E, D, H]"
@@ -42,7 +43,7 @@ class DroplessMlpAdapter:
             return f"top_k is not in 1..{experts}"
         return None
 
-    def convert(self, module: nn.Module) -> nn.Module:
+    def convert(self, module: nn.Module) -> ConvertedModule:
         """Returns the layer on ``torch.ops.moe.dropless``, holding the same parameters."""
         return DroplessMoE(
             cast(nn.Linear, module.router),

@@ -7,14 +7,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-__all__ = ["Adapter", "ConvertedModule", "adapters", "register_adapter"]
+from dynamo_moe.modules import ConvertedModule
 
-
-class ConvertedModule(Protocol):
-    """What :func:`convert` needs of a replacement, besides being an ``nn.Module``."""
-
-    def experts_to(self, dtype: torch.dtype) -> None:
-        """Casts the experts' parameters; the router keeps its dtype."""
+__all__ = ["Adapter", "adapters", "register_adapter"]
 
 
 class Adapter(Protocol):
@@ -25,7 +20,7 @@ class Adapter(Protocol):
     def recognise(self, module: nn.Module) -> str | None:
         """Returns None if the module has this shape, else what speaks against it."""
 
-    def convert(self, module: nn.Module) -> nn.Module:
+    def convert(self, module: nn.Module) -> ConvertedModule:
         """Returns the replacement, sharing the module's parameters."""
 
     def example_tokens(self, module: nn.Module) -> torch.Tensor:
