@@ -10,9 +10,12 @@ NonZero and accumulating with ScatterND.
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
@@ -23,13 +26,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._timing import Timing, interleave, record
+from benchmarks._timing import Timing, record
 from dynamo_moe._bodies import BodyConfig, body, dense_body
 from dynamo_moe._bodies._expert import activate
 from dynamo_moe._bodies._layer import function, routed
 from dynamo_moe._bodies._ops import Ops
 
 OPSET = 20
+TURNS = 3
+WARMUP = 3
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,9 @@ def _naive_experts(
     return outer.Loop(experts, true, zeros_TD, body=graph, out="y_TD")
 
 
+BODIES = {"dense": dense_body, "body": body, "naive": naive_body}
+
+
 def parameters(case: Case) -> dict[str, np.ndarray]:
     """Random parameters, scaled so that activations stay near 1."""
     rng = np.random.default_rng(0)
@@ -161,29 +169,45 @@ def session(case: Case, body: ir.Function, threads: int) -> ort.InferenceSession
     model = ir.Model(graph, ir_version=10, functions=[body])
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    # Without it the waiting threads of one session spin while another is timed: on two cores the
-    # dense graph took 210 ms instead of 72.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
 
 
-def measure(case: Case, threads: int, runs: int, naive: bool) -> dict[str, Timing]:
-    """Times the bodies of one case after comparing their results."""
-    bodies = {"dense": dense_body, "body": body} | ({"naive": naive_body} if naive else {})
-    sessions = {
-        name: session(case, build(case.config, OPSET), threads) for name, build in bodies.items()
-    }
+def turn(case: Case, name: str, threads: int, runs: int) -> tuple[list[float], np.ndarray]:
+    """Milliseconds of the runs of one body in this process, and its result."""
+    s = session(case, BODIES[name](case.config, OPSET), threads)
     x = np.random.default_rng(1).standard_normal((case.tokens, case.width), np.float32)
-    results = {name: s.run(None, {"x": x})[0] for name, s in sessions.items()}
+    for _ in range(WARMUP):
+        (result,) = s.run(None, {"x": x})
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        s.run(None, {"x": x})
+        times.append((time.perf_counter() - start) * 1e3)
+    return times, result
+
+
+def measure(case: Case, threads: int, runs: int, naive: bool) -> dict[str, Timing]:
+    """Times the bodies of one case in turns and compares their results.
+
+    Each turn is a process of its own, as each session is for a user: the waiting threads of other
+    sessions in the process take the cores (Swin stage 1 then took 7 or 12 ms by chance).
+    """
+    names = [name for name in BODIES if naive or name != "naive"]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    results = {}
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
+        for _ in range(TURNS):
+            for name in names:
+                new, results[name] = processes.submit(turn, case, name, threads, runs).result()
+                times[name] += new
     for result in results.values():
         np.testing.assert_allclose(result, results["dense"], atol=1e-4)
-    calls = {name: partial(s.run, None, {"x": x}) for name, s in sessions.items()}
-    return interleave(calls, runs)
+    return {name: Timing(statistics.median(ms), min(ms)) for name, ms in times.items()}
 
 
 def main(
     threads: Annotated[int, typer.Option(help="Threads of each session.")] = 2,
-    runs: Annotated[int, typer.Option(help="Timed runs of each body.")] = 21,
+    runs: Annotated[int, typer.Option(help="Timed runs of each body in each turn.")] = 15,
     naive: Annotated[bool, typer.Option(help="Also time the naive loop.")] = False,
     case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
