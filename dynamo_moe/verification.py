@@ -134,7 +134,8 @@ def verify(
         VerificationError: If an error passes the tolerance.
         FileNotFoundError: If the file does not exist.
         ModuleNotFoundError: If ONNX Runtime is not installed.
-        ValueError: If a case does not fit the file's inputs.
+        ValueError: If a case does not fit the file's inputs or the model.
+        TypeError: If ``inputs`` is not a sequence of tuples or mappings.
     """
     path = Path(path)
     import onnxruntime
@@ -143,12 +144,23 @@ def verify(
     cases = random_inputs(proto) if inputs is None else list(inputs)
     if not cases:
         raise ValueError("inputs holds no case: nothing would be verified")
+    for case in cases:
+        if not isinstance(case, (tuple, Mapping)):
+            raise TypeError(
+                "inputs must be a sequence of cases, each a tuple or a mapping, as in [(x,)]; "
+                f"got a case of type {type(case).__name__}"
+            )
     bound = tolerance or tolerance_for(
         _weight_dtypes(proto), approximate_gelu=_approximates_gelu(proto)
     )
     session = onnxruntime.InferenceSession(path, _session_options())
     with _routing_session(proto, path) as routing:
-        results = tuple(_run_case(session, routing, model, case, bound) for case in cases)
+        try:
+            results = tuple(_run_case(session, routing, model, case, bound) for case in cases)
+        except IndexError as error:  # Such as random ids beyond an embedding.
+            raise ValueError(
+                f"the model takes no such inputs ({error}): pass inputs of your own"
+            ) from error
     report = VerificationReport(path, f"ONNX Runtime {onnxruntime.__version__}", bound, results)
     if not report.passed:
         raise VerificationError(report)

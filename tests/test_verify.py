@@ -87,6 +87,19 @@ def test_no_case_verifies_nothing(model_and_file: tuple[nn.Module, Path]) -> Non
         dynamo_moe.verify(path, model, [])
 
 
+def test_inputs_that_are_no_cases(model_and_file: tuple[nn.Module, Path]) -> None:
+    model, path = model_and_file
+    with pytest.raises(TypeError, match=r"as in \[\(x,\)\]; got a case of type Tensor"):
+        dynamo_moe.verify(path, model, (torch.randn(2, 5, 16),))
+
+
+def test_ids_that_the_model_does_not_know(tmp_path: Path) -> None:
+    model, path = nn.Sequential(nn.Embedding(2, 4)), tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.zeros(2, dtype=torch.int64), path)
+    with pytest.raises(ValueError, match="pass inputs of your own"):
+        dynamo_moe.verify(path, model)
+
+
 def test_arguments_are_bound_by_name(tmp_path: Path) -> None:
     class Subtract(nn.Module):
         def forward(self, first: Tensor, *, second: Tensor) -> Tensor:
