@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["EXPERT_OPTIONS", "LIBRARY", "autocast_parameters"]
+__all__ = ["EXPERT_OPTIONS", "LIBRARY", "register_autocast"]
 
 LIBRARY = torch.library.Library("moe", "FRAGMENT")
 
@@ -16,14 +19,25 @@ EXPERT_OPTIONS = (
 )
 
 
-def autocast_parameters(
-    device_type: str, *parameters: Tensor | None
-) -> tuple[torch.autocast, list[Tensor | None]]:
-    """Returns a context without autocast and the experts' parameters in the autocast dtype.
+def register_autocast(op: str, parameters: slice) -> None:
+    """Casts the experts' parameters, which the slice of the op's arguments holds, under autocast.
 
     Tokens and router keep their dtype, so that autocast never changes which experts are chosen.
     float64 parameters stay, as in PyTorch's own autocast rules.
     """
-    dtype = torch.get_autocast_dtype(device_type)
-    cast = [p if p is None or p.dtype == torch.float64 else p.to(dtype) for p in parameters]
-    return torch.autocast(device_type, enabled=False), cast
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        LIBRARY.impl(op, _autocast(op, parameters, device_type), key)
+
+
+def _autocast(op: str, parameters: slice, device_type: str) -> Callable[..., Tensor]:
+    def with_autocast(*arguments: Any, **options: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype(device_type)
+        cast = list(arguments)
+        cast[parameters] = [
+            p if p is None or p.dtype == torch.float64 else p.to(dtype) for p in cast[parameters]
+        ]
+        with torch.autocast(device_type, enabled=False):
+            result: Tensor = getattr(torch.ops.moe, op)(*cast, **options)
+        return result
+
+    return with_autocast

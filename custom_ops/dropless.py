@@ -9,7 +9,7 @@ from torch import Tensor
 
 from custom_ops import _grouped
 from custom_ops._checks import check_experts, check_router
-from custom_ops._library import EXPERT_OPTIONS, LIBRARY, autocast_parameters
+from custom_ops._library import EXPERT_OPTIONS, LIBRARY, register_autocast
 from custom_ops.options import ExpertOptions, RouterOptions
 from custom_ops.routing import route, route_backward
 
@@ -194,27 +194,4 @@ torch.library.register_autograd(
 )
 
 
-def _autocast(device_type: str) -> Any:
-    def dropless_autocast(
-        x: Tensor,
-        router_weight: Tensor,
-        w1: Tensor,
-        b1: Tensor | None,
-        w2: Tensor,
-        b2: Tensor | None,
-        top_k: int,
-        router_bias: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        without_autocast, cast = autocast_parameters(device_type, w1, b1, w2, b2)
-        with without_autocast:
-            result: Tensor = torch.ops.moe.dropless(
-                x, router_weight, *cast, top_k, router_bias, **options
-            )
-        return result
-
-    return dropless_autocast
-
-
-for _device_type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-    LIBRARY.impl("dropless", _autocast(_device_type), _key)
+register_autocast("dropless", parameters=slice(2, 6))

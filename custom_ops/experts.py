@@ -9,7 +9,7 @@ from torch import Tensor
 
 from custom_ops import _grouped
 from custom_ops._checks import check_experts, check_routing
-from custom_ops._library import EXPERT_OPTIONS, LIBRARY, autocast_parameters
+from custom_ops._library import EXPERT_OPTIONS, LIBRARY, register_autocast
 from custom_ops.options import ExpertOptions
 
 __all__ = ["experts"]
@@ -222,17 +222,4 @@ def _backward_twice(ctx: Any, *gradients: Tensor) -> None:
 torch.library.register_autograd("moe::experts_backward", _backward_twice, lib=LIBRARY)
 
 
-def _autocast(device_type: str) -> Any:
-    def experts_autocast(
-        x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
-    ) -> Tensor:
-        without_autocast, cast = autocast_parameters(device_type, *parameters)
-        with without_autocast:
-            result: Tensor = torch.ops.moe.experts(x, expert_ids, expert_weights, *cast, **options)
-        return result
-
-    return experts_autocast
-
-
-for _device_type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-    LIBRARY.impl("experts", _autocast(_device_type), _key)
+register_autocast("experts", parameters=slice(3, 7))
