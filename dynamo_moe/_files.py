@@ -68,8 +68,6 @@ def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[
         written = [name for name in reversed(names) if (beside / name).exists()]
         for name in written:
             (beside / name).replace(path.parent / name)
-    if len(written) == 1:  # Weights of an earlier export to this path belong to no file now.
-        (path.parent / f"{path.name}.data").unlink(missing_ok=True)
     return [path.parent / name for name in reversed(written)]
 
 

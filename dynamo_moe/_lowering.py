@@ -24,8 +24,10 @@ TARGETS = tuple(_BODIES)
 
 
 def moe_nodes(model: ir.Model) -> list[ir.Node]:
-    """Returns the MoE nodes of the main graph."""
-    return [node for node in model.graph if node.domain.split(".")[0] == _schemas.DOMAIN]
+    """Returns the MoE nodes, those in the branches of control flow too."""
+    return [
+        node for node in model.graph.all_nodes() if node.domain.split(".")[0] == _schemas.DOMAIN
+    ]
 
 
 def lower(model: ir.Model, target: str) -> None:

@@ -84,7 +84,9 @@ def fold_weight_transposes(model: ir.Model) -> None:
             continue
         perms = {
             tuple(user.attributes["perm"].as_ints())
-            if user.op_type == "Transpose" and "perm" in user.attributes
+            if user.op_type == "Transpose"
+            and "perm" in user.attributes
+            and not user.outputs[0].is_graph_output()
             else None
             for user in users
         }
@@ -95,8 +97,9 @@ def fold_weight_transposes(model: ir.Model) -> None:
         weight.const_value = ir.tensor_adapters.TorchTensor(view, name=weight.name)
         weight.shape = ir.Shape(view.shape)
         for user in users:
-            user.outputs[0].replace_all_uses_with(weight, replace_graph_outputs=True)
-            model.graph.remove(user, safe=True)
+            user.outputs[0].replace_all_uses_with(weight)
+            if user.graph is not None:  # The branch of an If has a graph of its own.
+                user.graph.remove(user, safe=True)
 
 
 def name_nodes_by_module(model: ir.Model) -> None:

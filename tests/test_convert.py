@@ -182,9 +182,10 @@ def test_whole_models_of_other_dtypes(dtype: torch.dtype) -> None:
 def test_hooks_are_not_dropped() -> None:
     model = mlp_model()
     model[0].mlp.register_forward_hook(lambda *_: None)
+    model[1].mlp.router.register_forward_hook(lambda *_: None)
     report = dynamo_moe.convert(model)
-    assert [r.module for r in report.replaced] == ["1.mlp"]
-    assert "forward hooks" in report.unrecognised[0].reason
+    assert not report.replaced
+    assert all("forward hooks" in left.reason for left in report.unrecognised)
 
 
 def test_a_router_that_is_more_than_its_weight() -> None:

@@ -438,12 +438,41 @@ def test_destination_that_is_a_folder(tmp_path: Path) -> None:
         dynamo_moe.export(nn.Identity(), torch.randn(2, 16), tmp_path)
 
 
-def test_weights_of_an_earlier_export_do_not_stay(tmp_path: Path) -> None:
-    model, path = mlp_model(), tmp_path / "m.onnx"
-    dynamo_moe.convert(model)
-    dynamo_moe.export(model, torch.randn(2, 16), path, external_data=True)
-    dynamo_moe.export(model, torch.randn(2, 16), path)
-    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+def test_names_follow_the_arguments_whatever_their_order(tmp_path: Path) -> None:
+    class Lookup(nn.Module):
+        def forward(self, rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return table[rows]
+
+    example = {"table": torch.randn(7, 4), "rows": torch.tensor([0, 3, 2])}
+    shapes = {"rows": {0: "queries"}, "table": {0: "entries"}}
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(Lookup(), (), path, kwargs=example, dynamic_shapes=shapes)
+    inputs = {
+        i.name: i.type.tensor_type.shape.dim[0].dim_param for i in onnx.load(path).graph.input
+    }
+    assert inputs == {"rows": "queries", "table": "entries"}
+
+
+def test_layers_in_the_branches_of_control_flow(tmp_path: Path) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = OpLayer(), OpLayer(activation="relu")
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(
+                x.sum() > 0,
+                lambda x: self.first(self.linear(x)),
+                lambda x: self.second(x) + 1,
+                (x,),
+            )
+
+    model, path = Branches().eval(), tmp_path / "m.onnx"
+    report = dynamo_moe.export(model, torch.randn(2, 16), path)
+    assert len(report.layers) == 2
+    positive = torch.rand(3, 16)
+    dynamo_moe.verify(path, model, [(positive,), (-positive,)])
 
 
 def test_a_module_that_runs_twice(tmp_path: Path) -> None:

@@ -160,6 +160,22 @@ def test_nan_fails(model_and_file: tuple[nn.Module, Path], tmp_path: Path) -> No
         dynamo_moe.verify(wrong, model)
 
 
+def test_nan_of_any_output_fails(tmp_path: Path) -> None:
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3, 3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, x @ self.scale
+
+    model, path = TwoOutputs(), tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.randn(2, 3), path)
+    dynamo_moe.verify(path, model)
+    with pytest.raises(dynamo_moe.VerificationError, match="max error nan"):
+        dynamo_moe.verify(altered(path, tmp_path, "scale", float("nan")), model)
+
+
 def test_keyword_cases(model_and_file: tuple[nn.Module, Path]) -> None:
     model, path = model_and_file
     report = dynamo_moe.verify(path, model, [{"input": torch.randn(9, 2, 16)}])

@@ -147,7 +147,7 @@ def _find_adapter(module: nn.Module) -> Adapter | None:
 
 def _compare(adapter: Adapter, module: nn.Module) -> tuple[bool, str | None]:
     """Returns whether module and replacement were run, and None or what forbids to replace it."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
         return False, "it has forward hooks, which its replacement would not run"
     if any(parameter.is_meta for parameter in module.parameters()):
         return False, None
