@@ -1,4 +1,6 @@
-"""Experts on the CPU: sort token slots by expert, then one matrix product per active expert.
+"""Experts in PyTorch: sort token slots by expert, then one matrix product per active expert.
+
+It is the CPU's implementation, and everywhere the backward pass and float64.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k,
 N = T*K slots (slot n is choice n % K of token n // K), R rows of one expert.
@@ -13,9 +15,16 @@ import torch
 from torch import Tensor
 
 from custom_ops._activations import activate, activate_backward
-from custom_ops.options import ExpertOptions
+from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops.routing import route
 
-__all__ = ["ExpertGradients", "accumulation_dtype", "experts_backward", "experts_forward"]
+__all__ = [
+    "ExpertGradients",
+    "accumulation_dtype",
+    "dropless_forward",
+    "experts_backward",
+    "experts_forward",
+]
 
 # Bounds the [block*K, D] buffer of rows; wide enough that 128 experts with top-8 still see 256
 # rows each per product.
@@ -36,6 +45,22 @@ class ExpertGradients(NamedTuple):
 def accumulation_dtype(x: Tensor, w1: Tensor) -> torch.dtype:
     """Returns float64 where tokens or experts are float64, else float32."""
     return torch.float64 if torch.float64 in (x.dtype, w1.dtype) else torch.float32
+
+
+def dropless_forward(
+    x_TD: Tensor,
+    router_weight_ED: Tensor,
+    router_bias_E: Tensor | None,
+    w1_EFD: Tensor,
+    b1_EF: Tensor | None,
+    w2_EDH: Tensor,
+    b2_ED: Tensor | None,
+    router: RouterOptions,
+    options: ExpertOptions,
+) -> Tensor:
+    """Returns ``[T, D]`` in x's dtype; the arguments are those of ``torch.ops.moe.dropless``."""
+    ids_TK, weights_TK = route(x_TD, router_weight_ED, router_bias_E, router)
+    return experts_forward(x_TD, ids_TK, weights_TK, w1_EFD, b1_EF, w2_EDH, b2_ED, options)
 
 
 def experts_forward(
@@ -92,7 +117,8 @@ def _forward_block(
     rows_ND[:unused] = 0  # Slots of no expert sort first.
 
     # Slot order, which Tensor.sum does not promise.
-    place_NK = torch.empty_like(order_N).index_copy_(0, order_N, torch.arange(len(order_N)))
+    rows_N = torch.arange(len(order_N), device=order_N.device)
+    place_NK = torch.empty_like(order_N).index_copy_(0, order_N, rows_N)
     first_T, *rest = place_NK.view_as(ids_TK).unbind(dim=1)
     y_TD = rows_ND.index_select(0, first_T)
     for place_T in rest:
@@ -130,10 +156,10 @@ def experts_backward(
     dtype = accumulation_dtype(x_TD, w1_EFD)
     top_k = ids_TK.shape[1]
     weights_N = weights_TK.reshape(-1).to(dtype)
-    dx_TD = torch.zeros(x_TD.shape, dtype=dtype)
+    dx_TD = x_TD.new_zeros(x_TD.shape, dtype=dtype)
     dweights_N = torch.zeros_like(weights_N)
     dw1_EFD, db1_EF, dw2_EDH, db2_ED = (
-        torch.zeros(p.shape if parameters and p is not None else (0,), dtype=w1_EFD.dtype)
+        w1_EFD.new_zeros(p.shape if parameters and p is not None else (0,))
         for p in (w1_EFD, b1_EF, w2_EDH, b2_ED)
     )
     order_N, rows_by_expert = _sort_slots(ids_TK, w1_EFD.shape[0])
@@ -202,7 +228,7 @@ def _linear(in_RI: Tensor, w_EOI: Tensor, b_EO: Tensor | None, expert: int) -> T
     weight_OI = w_EOI[expert].to(in_RI.dtype)
     # oneDNN's product reads a bias without its stride.
     bias_O = None if b_EO is None else b_EO[expert].to(in_RI.dtype).contiguous()
-    if _ONEDNN_LINEAR is not None and in_RI.dtype == torch.float32:
+    if _ONEDNN_LINEAR is not None and in_RI.dtype == torch.float32 and in_RI.is_cpu:
         result: Tensor = _ONEDNN_LINEAR(in_RI, weight_OI, bias_O, "none", [], "")
         return result
     return torch.nn.functional.linear(in_RI, weight_OI, bias_O)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from custom_ops import _grouped
+from custom_ops import _cuda, _grouped
 from custom_ops._checks import check_experts, check_router
 from custom_ops._library import EXPERT_OPTIONS, LIBRARY, register_autocast
 from custom_ops.options import ExpertOptions, RouterOptions
@@ -139,7 +139,8 @@ def _dropless_fake(
 
 
 @torch.library.impl(LIBRARY, "dropless", "CPU")
-def _dropless_cpu(
+@torch.library.impl(LIBRARY, "dropless", "CUDA")
+def _dropless_forward(
     x: Tensor,
     router_weight: Tensor,
     w1: Tensor,
@@ -153,9 +154,11 @@ def _dropless_cpu(
     router_options, expert_options = _check(
         x, router_weight, w1, b1, w2, b2, top_k, router_bias, options
     )
-    x_TD = x.reshape(-1, x.shape[-1])
-    ids_TK, weights_TK = route(x_TD, router_weight, router_bias, router_options)
-    y_TD = _grouped.experts_forward(x_TD, ids_TK, weights_TK, w1, b1, w2, b2, expert_options)
+    forward = _cuda.dropless_forward if x.is_cuda else _grouped.dropless_forward
+    y_TD = forward(
+        x.reshape(-1, x.shape[-1]), router_weight, router_bias, w1, b1, w2, b2,
+        router_options, expert_options,
+    )  # fmt: skip
     return y_TD.view(x.shape)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from custom_ops import _grouped
+from custom_ops import _cuda, _grouped
 from custom_ops._checks import check_experts, check_routing
 from custom_ops._library import EXPERT_OPTIONS, LIBRARY, register_autocast
 from custom_ops.options import ExpertOptions
@@ -114,7 +114,8 @@ def _experts_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 
 @torch.library.impl(LIBRARY, "experts", "CPU")
-def _experts_cpu(
+@torch.library.impl(LIBRARY, "experts", "CUDA")
+def _experts_forward(
     x: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
@@ -125,7 +126,8 @@ def _experts_cpu(
     **options: Any,
 ) -> Tensor:
     checked = _check(x, expert_ids, expert_weights, w1, b1, w2, b2, **options)
-    y_TD = _grouped.experts_forward(
+    forward = _cuda.experts_forward if x.is_cuda else _grouped.experts_forward
+    y_TD = forward(
         x.reshape(-1, x.shape[-1]),
         expert_ids.reshape(-1, expert_ids.shape[-1]),
         expert_weights.reshape(-1, expert_ids.shape[-1]),
@@ -163,7 +165,8 @@ def _experts_backward_fake(
 
 
 @torch.library.impl(LIBRARY, "experts_backward", "CPU")
-def _experts_backward_cpu(
+@torch.library.impl(LIBRARY, "experts_backward", "CUDA")
+def _experts_backward(
     dy: Tensor,
     x: Tensor,
     expert_ids: Tensor,

@@ -1,9 +1,17 @@
-"""Leaves out the tests that this machine cannot run."""
+"""Leaves out the tests that this machine cannot run; without a GPU, kernels are interpreted."""
 
+import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported, which is later.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+collect_ignore_glob = [] if find_spec("triton") else ["test_interpreter.py", "test_kernel_*.py"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -11,3 +19,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("tensorrt") and find_spec("tensorrt") is None:
         pytest.skip("needs the package tensorrt")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter() -> Iterator[None]:
+    if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    import interpreter
+
+    with pytest.MonkeyPatch.context() as patch:
+        interpreter.repair(patch)
+        yield

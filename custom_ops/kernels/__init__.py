@@ -1,0 +1,1 @@
+"""The Triton kernels of both operators, and how they are launched."""

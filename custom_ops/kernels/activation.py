@@ -1,0 +1,41 @@
+"""The expert's non-linearity inside a kernel, in float32.
+
+Its torch reference is :func:`custom_ops._activations.activate`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["activate", "activate_gated"]
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """Returns ``act(z)``; NaN stays NaN."""
+    if ACTIVATION == "gelu":
+        h = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # 1 + tanh(u) = 2 sigmoid(2 u)
+        h = z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+    elif ACTIVATION == "silu":
+        h = z * tl.sigmoid(z)
+    else:
+        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
+        h = tl.where(z < 0, 0.0, z)
+        if ACTIVATION == "relu2":
+            h = h * h
+    return h
+
+
+@triton.jit
+def activate_gated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Returns ``act(gate) * up``, or gpt-oss's clamped SwiGLU; NaN stays NaN."""
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        h = gate * tl.sigmoid(ALPHA * gate) * (up + 1)
+    else:
+        h = activate(gate, ACTIVATION) * up
+    return h

@@ -1,0 +1,91 @@
+"""The GPU architectures that the kernels are compiled for, and what each can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ARCHITECTURES", "Architecture", "architecture", "nearest_architecture"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One compute capability.
+
+    Attributes:
+        capability: 90 for compute capability 9.0, which is sm_90.
+        shared_memory: Largest dynamic shared memory of one block, in bytes (CUDA C++ Programming
+            Guide, technical specifications per compute capability).
+        has_bfloat16: Whether tensor cores take bfloat16 and TF32.
+        has_tensor_maps: Whether the tensor memory accelerator loads tiles (TMA).
+        has_dependent_launch: Whether a kernel may start before the one ahead of it ends
+            (programmatic dependent launch).
+    """
+
+    capability: int
+    shared_memory: int
+    has_bfloat16: bool = True
+    has_tensor_maps: bool = False
+    has_dependent_launch: bool = False
+
+    @property
+    def name(self) -> str:
+        """``sm_90`` for capability 90."""
+        return f"sm_{self.capability}"
+
+
+def _with_tma(capability: int, kibibytes: int) -> Architecture:
+    return Architecture(
+        capability, kibibytes * 1024, has_tensor_maps=True, has_dependent_launch=True
+    )
+
+
+ARCHITECTURES = {
+    known.capability: known
+    for known in (
+        Architecture(75, 64 * 1024, has_bfloat16=False),
+        Architecture(80, 163 * 1024),
+        Architecture(86, 99 * 1024),
+        Architecture(87, 163 * 1024),
+        Architecture(89, 99 * 1024),
+        _with_tma(90, 227),
+        _with_tma(100, 227),
+        _with_tma(103, 227),
+        _with_tma(110, 227),
+        _with_tma(120, 99),
+        _with_tma(121, 99),
+    )
+}
+
+
+def architecture(name: str | int) -> Architecture:
+    """Returns the architecture of a name such as ``"sm_90"``, or of a capability such as 90.
+
+    Raises:
+        ValueError: If the kernels are not compiled for it.
+    """
+    text = str(name).removeprefix("sm_")
+    known = ARCHITECTURES.get(int(text)) if text.isdecimal() else None
+    if known is None:
+        names = ", ".join(each.name for each in ARCHITECTURES.values())
+        raise ValueError(f"architecture must be one of {names}; got {name!r}")
+    return known
+
+
+def nearest_architecture(major: int, minor: int) -> Architecture:
+    """Returns what to plan by on a device: its own architecture, else the nearest older one.
+
+    Args:
+        major: Of the device's compute capability.
+        minor: Of the device's compute capability.
+
+    Raises:
+        ValueError: If the device is older than all of them.
+    """
+    capability = 10 * major + minor
+    older = [known for known in ARCHITECTURES if known <= capability]
+    if not older:
+        raise ValueError(
+            f"the kernels need compute capability {min(ARCHITECTURES) / 10} or later, "
+            f"the device has {major}.{minor}"
+        )
+    return ARCHITECTURES[max(older)]

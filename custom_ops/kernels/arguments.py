@@ -1,0 +1,53 @@
+"""Arguments that the experts' kernels have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from custom_ops.kernels.expressions import E, Expression, K, T, minimum
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.spec import Argument, Constant, TensorPointer, WorkspacePointer
+
+__all__ = ["TILE_TABLE", "bias_pointer", "expert_constants", "max_tiles", "weight_pointer"]
+
+#: Which rows of which expert a tile has.
+TILE_TABLE: Mapping[str, Argument] = {
+    f"{buffer}_ptr": WorkspacePointer(buffer, torch.int32)
+    for buffer in ("row_starts", "tile_expert", "tile_row")
+}
+
+
+def max_tiles(block_m: int) -> Expression:
+    """Returns how many tiles of ``block_m`` rows T tokens take at most.
+
+    Each active expert, of which there are at most ``min(E, T*K)``, begins a tile with its first
+    row; only ``block_m`` further rows begin another.
+    """
+    slots = T * K
+    active = minimum(E, slots)
+    return active + (slots - active) // block_m
+
+
+def weight_pointer(layer: Layer, tensor: str) -> Argument:
+    """Returns a pointer to w1 or w2."""
+    return TensorPointer(tensor, layer.experts_dtype)
+
+
+def bias_pointer(layer: Layer, tensor: str) -> Argument:
+    """Returns a pointer to b1 or b2, or None where the layer has none."""
+    return weight_pointer(layer, tensor) if getattr(layer, tensor) else Constant(None)
+
+
+def expert_constants(layer: Layer) -> dict[str, Argument]:
+    """Returns what an expert computes, as the kernels' constants."""
+    options = layer.options
+    return {
+        "GATED": Constant(options.gated),
+        "INTERLEAVED": Constant(options.interleaved),
+        "WEIGHT_ON_INPUT": Constant(options.weight_on_input),
+        "ACTIVATION": Constant(options.activation),
+        "ALPHA": Constant(options.alpha),
+        "LIMIT": Constant(options.limit),
+    }

@@ -1,0 +1,89 @@
+"""The weighted sum of each token's rows, in float32 and in slot order.
+
+Its torch reference is the sum at the end of :func:`custom_ops.reference.experts`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from custom_ops.kernels.architectures import Architecture
+from custom_ops.kernels.expressions import D, Expression, T, cdiv
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.spec import (
+    Argument,
+    Constant,
+    KernelSpec,
+    Scalar,
+    Step,
+    TensorPointer,
+    WorkspacePointer,
+)
+
+__all__ = ["combine_kernel", "combine_step"]
+
+_NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def combine_kernel(
+    rows_ptr,  # [R, D]
+    row_of_slot_ptr,  # [T, K], -1 where a slot has no expert
+    expert_weights_ptr,  # [T, K], or None where the weights are on the input
+    y_ptr,  # [T, D]
+    tokens,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes ``y[t] = sum_k weight[t, k] * rows[row_of_slot[t, k]]``."""
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    inside = t < tokens
+    first_slot = t.to(tl.int64) * K
+    y = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for k in tl.range(0, K):
+        row = tl.load(row_of_slot_ptr + first_slot + k, mask=inside, other=-1)
+        has_row = (row >= 0)[:, None] & (d < D)[None, :]
+        ptrs = rows_ptr + row.to(tl.int64)[:, None] * D + d[None, :]
+        term = tl.load(ptrs, mask=has_row, other=0.0).to(tl.float32)
+        if expert_weights_ptr is not None:
+            weight = tl.load(expert_weights_ptr + first_slot + k, mask=row >= 0, other=0.0)
+            term *= weight.to(tl.float32)[:, None]
+        y += term
+    y_ptrs = y_ptr + t.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+
+
+def combine_step(layer: Layer, architecture: Architecture, expert_weights: Argument) -> Step:
+    """The last stage: the buffer ``rows`` to y."""
+    # A thread of a warp takes 16 bytes at a time; a program 4096 elements of y.
+    block_d = min(512, 1 << (layer.width - 1).bit_length())
+    block_t = max(1, 4096 // block_d)
+    on_input = layer.options.weight_on_input
+    spec = KernelSpec(
+        combine_kernel,
+        {
+            "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),
+            "row_of_slot_ptr": WorkspacePointer("row_of_slot", torch.int32),
+            "expert_weights_ptr": Constant(None) if on_input else expert_weights,
+            "y_ptr": TensorPointer("y", layer.tokens_dtype),
+            "tokens": Scalar(T),
+            "D": Constant(layer.width),
+            "K": Constant(layer.top_k),
+            "BLOCK_T": Constant(block_t),
+            "BLOCK_D": Constant(block_d),
+            "PDL": Constant(architecture.has_dependent_launch),
+        },
+        grid=(cdiv(T, block_t), cdiv(D, block_d), Expression.of(1)),
+        num_warps=_NUM_WARPS,
+        dependent_launch=architecture.has_dependent_launch,
+    )
+    return Step((), (spec,))

@@ -1,0 +1,265 @@
+"""Which kernels run for how many tokens, and with which block shapes: pure functions and data.
+
+:func:`default_ranges` is a heuristic that needs no GPU; a table in ``tuned/`` that was measured on
+the architecture goes before it. Nothing is searched at run time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+import torch
+
+from custom_ops.kernels.architectures import Architecture
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.spec import MAX_TOKENS
+
+__all__ = [
+    "FewConfig",
+    "GemmConfig",
+    "MlpConfig",
+    "RangeConfig",
+    "default_ranges",
+    "ranges_for",
+    "read_ranges",
+    "shape_key",
+    "write_ranges",
+]
+
+_FEW_TOKENS = 16
+# Reading an expert's weights again for a second slot costs up to this much more traffic before
+# sorting the slots, which is one launch more, pays.
+_FEW_REREADS = 1.15
+# The hidden tile stays on chip up to this width. At D = 96, H = 384 the separate products move 2.6
+# times the bytes; at D = 192 1.4 times, and the kernel's two accumulators spill.
+_MLP_WIDTH = 128
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """The tile of a grouped product.
+
+    Attributes:
+        block_m: Rows of one expert.
+        block_n: Columns of the result; as many again for the up half when gated.
+        block_k: Depth of one pipeline stage.
+        num_warps: Warps of a program.
+        num_stages: Depth of the pipeline.
+        group_m: M tiles that take an N tile's weights one after another.
+        tensor_maps: Whether the weights come through the tensor memory accelerator.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    tensor_maps: bool = False
+
+
+@dataclass(frozen=True)
+class FewConfig:
+    """The block of the vector products for few tokens: rows of the weights by their columns."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """The tile of the kernel that keeps the hidden rows on chip; ``block_n`` is hidden units."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class RangeConfig:
+    """What runs up to a number of tokens.
+
+    Attributes:
+        last_tokens: Most tokens.
+        path: ``few``: vector products without a sort; ``gemm``: two grouped products; ``mlp``:
+            both in one kernel.
+        up: Of the first product, or of the whole expert (``mlp``).
+        down: Of the second product; None for ``mlp``.
+    """
+
+    last_tokens: int
+    path: Literal["few", "gemm", "mlp"]
+    up: FewConfig | GemmConfig | MlpConfig
+    down: FewConfig | GemmConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.path == "gemm" and self.up.block_m != self.down.block_m:  # type: ignore[union-attr]
+            raise ValueError(
+                "both products share the tile table, so block_m must be the same; got "
+                f"{self.up} and {self.down}"
+            )
+
+
+_CONFIGS: Mapping[str, type[FewConfig | GemmConfig | MlpConfig]] = {
+    "few": FewConfig,
+    "gemm": GemmConfig,
+    "mlp": MlpConfig,
+}
+
+
+def ranges_for(layer: Layer, architecture: Architecture) -> tuple[RangeConfig, ...]:
+    """Returns the measured configuration where there is one, else the default."""
+    tuned = _tuned(architecture.name).get(shape_key(layer))
+    return tuned or default_ranges(layer, architecture)
+
+
+def shape_key(layer: Layer) -> str:
+    """Returns what a measured configuration is looked up by: all that changes its speed.
+
+    Biases and the kind of activation do not.
+    """
+    dtypes = f"{_short(layer.tokens_dtype)}-{_short(layer.experts_dtype)}"
+    if layer.tf32:
+        dtypes += "-tf32"
+    gated = "-gated" if layer.options.gated else ""
+    return f"d{layer.width}-h{layer.hidden}-e{layer.experts}-k{layer.top_k}{gated}-{dtypes}"
+
+
+def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfig, ...]:
+    """Chooses paths and tiles from sizes alone.
+
+    Few tokens take vector products, as long as hardly any two of them share an expert. Beyond,
+    BLOCK_M is the mean number of rows of an expert, rounded up to 16, 32, 64 or 128.
+    """
+    return tuple(_default_ranges(layer, architecture))
+
+
+def _default_ranges(layer: Layer, architecture: Architecture) -> Iterator[RangeConfig]:
+    few = _last_few_tokens(layer)
+    yield RangeConfig(
+        few,
+        "few",
+        _few(layer, layer.hidden, depth=layer.width, vectors=layer.top_k),
+        _few(layer, layer.width, depth=layer.hidden, vectors=1),
+    )
+    matrix = _has_matrix_units(layer, architecture)
+    on_chip = matrix and layer.width <= _MLP_WIDTH
+    blocks_m = (16, 32, 64, 128) if matrix else (16, 32, 64)
+    for block_m in blocks_m:
+        last = block_m * layer.experts // layer.top_k
+        if block_m == blocks_m[-1]:
+            last = MAX_TOKENS
+        if last <= few:
+            continue
+        if on_chip:
+            yield RangeConfig(last, "mlp", _mlp(layer, architecture, block_m))
+            continue
+        gates = layer.options.rows_per_hidden
+        yield RangeConfig(
+            last,
+            "gemm",
+            _gemm(layer, architecture, block_m, layer.hidden, depth=layer.width, gates=gates),
+            _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden, gates=1),
+        )
+
+
+def _last_few_tokens(layer: Layer) -> int:
+    """Returns up to how many tokens hardly any two slots share an expert."""
+    share = min(layer.top_k, layer.experts) / layer.experts
+    last = 1
+    for tokens in range(2, _FEW_TOKENS + 1):
+        active = layer.experts * (1 - (1 - share) ** tokens)
+        if tokens * layer.top_k > _FEW_REREADS * active:
+            break
+        last = tokens
+    return last
+
+
+def _has_matrix_units(layer: Layer, architecture: Architecture) -> bool:
+    """Whether tensor cores take the experts' dtype; TF32 is planned like full float32."""
+    if layer.experts_dtype == torch.bfloat16:
+        return architecture.has_bfloat16
+    return layer.experts_dtype == torch.float16
+
+
+def _few(layer: Layer, columns: int, *, depth: int, vectors: int) -> FewConfig:
+    # A warp reads 512 contiguous bytes of a row; rows per program as long as 256 programs remain.
+    block_k = min(_power_of_2(depth), 512 // layer.experts_dtype.itemsize)
+    fits = (n for n in (16, 8) if columns * vectors >= 256 * n)
+    return FewConfig(next(fits, 4), block_k, num_warps=4)
+
+
+def _gemm(
+    layer: Layer, architecture: Architecture, block_m: int, columns: int, *, depth: int, gates: int
+) -> GemmConfig:
+    matrix = _has_matrix_units(layer, architecture)
+    big = architecture.shared_memory >= 200 * 1024
+    if block_m <= 32:
+        block_n, block_k, num_warps = 64, 128, 4
+    elif block_m == 64:
+        block_n, block_k, num_warps = 128 // gates, 64, 4
+    else:
+        block_n, block_k, num_warps = (256 if big else 128) // gates, 64, 8
+    if not matrix:
+        # Products without tensor cores take their operands from registers.
+        block_n, block_k = min(block_n, 64), 32
+    tensor_maps = matrix and architecture.has_tensor_maps
+    if tensor_maps:
+        block_k = 64  # 128 bytes, the widest swizzle.
+    block_n = min(block_n, max(16, _power_of_2(columns)))
+    while block_k > 16 and depth % block_k:
+        block_k //= 2
+    stage = (block_m + gates * block_n) * block_k * layer.experts_dtype.itemsize
+    num_stages = max(1, min(4, (architecture.shared_memory - 4096) // stage))
+    return GemmConfig(block_m, block_n, block_k, num_warps, num_stages, tensor_maps=tensor_maps)
+
+
+def _mlp(layer: Layer, architecture: Architecture, block_m: int) -> MlpConfig:
+    block_n = 32 if architecture.shared_memory < 128 * 1024 else 64
+    return MlpConfig(
+        block_m,
+        min(block_n, max(16, _power_of_2(layer.hidden))),
+        num_warps=8 if block_m == 128 else 4,
+        num_stages=2,
+    )
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+
+
+@cache
+def _tuned(name: str) -> dict[str, tuple[RangeConfig, ...]]:
+    file = files("custom_ops.kernels") / "tuned" / f"{name}.json"
+    if not file.is_file():
+        return {}
+    return {
+        key: read_ranges(ranges) for key, ranges in json.loads(file.read_text())["shapes"].items()
+    }
+
+
+def read_ranges(ranges: list[dict[str, Any]]) -> tuple[RangeConfig, ...]:
+    """Returns the configurations that :func:`write_ranges` wrote."""
+    read: list[RangeConfig] = []
+    for each in ranges:
+        config: Any = _CONFIGS[each["path"]]
+        down = None if each["down"] is None else config(**each["down"])
+        read.append(RangeConfig(each["last_tokens"], each["path"], config(**each["up"]), down))
+    return tuple(read)
+
+
+def write_ranges(ranges: tuple[RangeConfig, ...]) -> list[dict[str, Any]]:
+    """Returns configurations as JSON's types."""
+    return [asdict(each) for each in ranges]

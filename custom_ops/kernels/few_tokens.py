@@ -1,0 +1,212 @@
+"""The experts for few tokens: no sort, a vector product per slot.
+
+The slots' expert ids serve as the tile table. Reading the weights takes all the time, so each
+program streams rows of one expert's matrix past one vector. The second kernel sums a token's
+choices in slot order and writes y. Their torch reference is :func:`custom_ops.reference.experts`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from custom_ops.kernels.activation import activate, activate_gated
+from custom_ops.kernels.architectures import Architecture
+from custom_ops.kernels.arguments import bias_pointer, expert_constants, weight_pointer
+from custom_ops.kernels.configs import FewConfig
+from custom_ops.kernels.expressions import D, Expression, H, K, T, cdiv
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.spec import (
+    Argument,
+    Buffer,
+    Constant,
+    KernelSpec,
+    Step,
+    TensorPointer,
+    WorkspacePointer,
+)
+
+__all__ = ["few_down_kernel", "few_step", "few_up_kernel"]
+
+
+@triton.jit
+def few_up_kernel(
+    x_ptr,  # [T, D]
+    expert_ids_ptr,  # [T, K], -1 for no expert
+    expert_weights_ptr,  # [T, K], or None
+    w1_ptr,  # [E, F, D]
+    b1_ptr,  # [E, F] or None
+    hidden_ptr,  # [T, K, H], of the experts' dtype
+    E: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes ``hidden[slot] = act(w1[expert] @ x[token] + b1[expert])``."""
+    dtype = hidden_ptr.dtype.element_ty
+    F: tl.constexpr = 2 * H if GATED else H
+    UNIT: tl.constexpr = 2 if INTERLEAVED else 1
+    UP: tl.constexpr = 1 if INTERLEAVED else H
+    slot = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(expert_ids_ptr + slot).to(tl.int64)
+    if (expert < 0) | (expert >= E):
+        return
+    row = expert * F + n % H * UNIT
+    w1_ptrs = w1_ptr + row[:, None] * D + k[None, :]
+    x_ptrs = x_ptr + slot // K * D + k
+    if WEIGHT_ON_INPUT:
+        weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
+
+    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.range(0, D, BLOCK_K):
+        inside = start + k < D
+        x = tl.load(x_ptrs + start, mask=inside, other=0.0)
+        if WEIGHT_ON_INPUT:
+            x = x.to(tl.float32) * weight
+        x = x.to(dtype).to(tl.float32)[None, :]
+        gate += tl.load(w1_ptrs + start, mask=inside[None, :], other=0.0).to(tl.float32) * x
+        if GATED:
+            w1_up = tl.load(w1_ptrs + UP * D + start, mask=inside[None, :], other=0.0)
+            up += w1_up.to(tl.float32) * x
+    z = tl.sum(gate, axis=1)
+    u = tl.sum(up, axis=1)
+    if b1_ptr is not None:
+        z += tl.load(b1_ptr + row).to(tl.float32)
+        if GATED:
+            u += tl.load(b1_ptr + row + UP).to(tl.float32)
+    if GATED:
+        h = activate_gated(z, u, ACTIVATION, ALPHA, LIMIT)
+    else:
+        h = activate(z, ACTIVATION)
+    tl.store(hidden_ptr + slot * H + n, h.to(dtype), mask=n < H)
+
+
+@triton.jit
+def few_down_kernel(
+    hidden_ptr,  # [T, K, H]
+    expert_ids_ptr,  # [T, K]
+    expert_weights_ptr,  # [T, K], or None where the weights are on the input
+    w2_ptr,  # [E, D, H]
+    b2_ptr,  # [E, D] or None
+    y_ptr,  # [T, D]
+    E: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes ``y[t] = sum_k weight[t, k] * (w2[expert] @ hidden[t, k] + b2[expert])``."""
+    token = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    y = tl.zeros((BLOCK_N,), tl.float32)
+    for slot in tl.range(token * K, token * K + K):
+        expert = tl.load(expert_ids_ptr + slot).to(tl.int64)
+        if (expert >= 0) & (expert < E):
+            row = expert * D + n % D
+            w2_ptrs = w2_ptr + row[:, None] * H + k[None, :]
+            total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+            for start in tl.range(0, H, BLOCK_K):
+                inside = start + k < H
+                h = tl.load(hidden_ptr + slot * H + start + k, mask=inside, other=0.0)
+                w = tl.load(w2_ptrs + start, mask=inside[None, :], other=0.0)
+                total += w.to(tl.float32) * h.to(tl.float32)[None, :]
+            term = tl.sum(total, axis=1)
+            if b2_ptr is not None:
+                term += tl.load(b2_ptr + row).to(tl.float32)
+            if expert_weights_ptr is not None:
+                term *= tl.load(expert_weights_ptr + slot).to(tl.float32)
+            y += term
+    tl.store(y_ptr + token * D + n, y.to(y_ptr.dtype.element_ty), mask=n < D)
+
+
+def few_step(
+    layer: Layer,
+    architecture: Architecture,
+    up: FewConfig,
+    down: FewConfig,
+    expert_ids: Argument,
+    expert_weights: Argument,
+) -> Step:
+    """Both products: x and the routing to y.
+
+    Args:
+        layer: The layer.
+        architecture: Where it runs.
+        up: Block of the first product.
+        down: Block of the second product.
+        expert_ids: Where the expert ids are.
+        expert_weights: Where the routing weights are.
+    """
+    on_input = layer.options.weight_on_input
+    hidden = WorkspacePointer("hidden", layer.experts_dtype)
+    sizes: dict[str, Argument] = {
+        "E": Constant(layer.experts),
+        "D": Constant(layer.width),
+        "H": Constant(layer.hidden),
+        "K": Constant(layer.top_k),
+    }
+    first = KernelSpec(
+        few_up_kernel,
+        {
+            "x_ptr": TensorPointer("x", layer.tokens_dtype),
+            "expert_ids_ptr": expert_ids,
+            "expert_weights_ptr": expert_weights if on_input else Constant(None),
+            "w1_ptr": weight_pointer(layer, "w1"),
+            "b1_ptr": bias_pointer(layer, "b1"),
+            "hidden_ptr": hidden,
+            **sizes,
+            **expert_constants(layer),
+            **_block_constants(architecture, up),
+        },
+        grid=(cdiv(H, up.block_n), T * K, Expression.of(1)),
+        num_warps=up.num_warps,
+        num_stages=up.num_stages,
+        dependent_launch=architecture.has_dependent_launch,
+    )
+    second = KernelSpec(
+        few_down_kernel,
+        {
+            "hidden_ptr": hidden,
+            "expert_ids_ptr": expert_ids,
+            "expert_weights_ptr": Constant(None) if on_input else expert_weights,
+            "w2_ptr": weight_pointer(layer, "w2"),
+            "b2_ptr": bias_pointer(layer, "b2"),
+            "y_ptr": TensorPointer("y", layer.tokens_dtype),
+            **sizes,
+            **_block_constants(architecture, down),
+        },
+        grid=(cdiv(D, down.block_n), T, Expression.of(1)),
+        num_warps=down.num_warps,
+        num_stages=down.num_stages,
+        dependent_launch=architecture.has_dependent_launch,
+    )
+    return Step((Buffer("hidden", layer.experts_dtype, T * K * H),), (first, second))
+
+
+def _block_constants(architecture: Architecture, config: FewConfig) -> dict[str, Argument]:
+    return {
+        "BLOCK_N": Constant(config.block_n),
+        "BLOCK_K": Constant(config.block_k),
+        "PDL": Constant(architecture.has_dependent_launch),
+    }

@@ -1,0 +1,314 @@
+"""The experts' two products over tiles of sorted rows.
+
+A tile is up to BLOCK_M rows of one expert, from the table of :mod:`custom_ops.kernels.index_sort`.
+The first product gathers its rows from the tokens, so that they are never copied, and ends in bias
+and activation; the second ends in its bias. Their torch reference is
+:func:`custom_ops.reference.experts`.
+
+Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k,
+N = T*K slots, of which R have an expert and so a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from custom_ops.kernels.activation import activate, activate_gated
+from custom_ops.kernels.architectures import Architecture
+from custom_ops.kernels.arguments import (
+    TILE_TABLE,
+    bias_pointer,
+    expert_constants,
+    max_tiles,
+    weight_pointer,
+)
+from custom_ops.kernels.configs import GemmConfig
+from custom_ops.kernels.expressions import D, Expression, H, K, T, cdiv
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.spec import (
+    Argument,
+    Buffer,
+    Constant,
+    KernelSpec,
+    Step,
+    TensorMap,
+    TensorPointer,
+    WorkspacePointer,
+)
+
+__all__ = ["expert_down_kernel", "expert_down_step", "expert_up_kernel", "expert_up_step"]
+
+
+@triton.jit
+def _tile_of_program(NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Returns which M tile and N tile a program computes.
+
+    GROUP_M M tiles with the same N tile are neighbours: they are mostly of one expert, whose
+    weights then come from L2.
+    """
+    pid = tl.program_id(0)
+    num_m = tl.num_programs(0) // NUM_N
+    first_m = pid // (GROUP_M * NUM_N) * GROUP_M
+    group = tl.minimum(num_m - first_m, GROUP_M)
+    within = pid % (GROUP_M * NUM_N)
+    return first_m + within % group, within // group
+
+
+@triton.jit
+def expert_up_kernel(
+    x_ptr,  # [T, D]
+    w1,  # [E, F, D]: a pointer, or a tensor map of [E, F / H, H, D]
+    b1_ptr,  # [E, F] or None
+    expert_weights_ptr,  # [T, K]
+    slot_of_row_ptr,  # [R]
+    row_starts_ptr,  # [E + 1]
+    tile_expert_ptr,  # [tiles]
+    tile_row_ptr,  # [tiles]
+    hidden_ptr,  # [R, H], of the experts' dtype
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TENSOR_MAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes ``hidden = act(x[token] @ w1[expert].T + b1[expert])``, tile by tile."""
+    dtype = hidden_ptr.dtype.element_ty
+    F: tl.constexpr = 2 * H if GATED else H
+    # Rows of w1 from one hidden unit to the next, and from its gate row to its up row.
+    UNIT: tl.constexpr = 2 if INTERLEAVED else 1
+    UP: tl.constexpr = 1 if INTERLEAVED else H
+    tile, n_tile = _tile_of_program(tl.cdiv(H, BLOCK_N), GROUP_M)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(tile_expert_ptr + tile)
+    if expert < 0:
+        return
+    row = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)
+    in_expert = row < tl.load(row_starts_ptr + expert + 1)
+    # Rows beyond the expert's compute on slot 0's token and are not stored.
+    slot = tl.load(slot_of_row_ptr + row, mask=in_expert, other=0)
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + (slot // K).to(tl.int64)[:, None] * D + k[None, :]
+    if WEIGHT_ON_INPUT:
+        weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if not TENSOR_MAP:
+        unit = expert.to(tl.int64) * F + n % H * UNIT
+        w1_ptrs = w1 + unit[None, :] * D + k[:, None]
+
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(0, D, BLOCK_K):
+        whole: tl.constexpr = D % BLOCK_K == 0
+        inside = start + k < D
+        if whole:
+            x = tl.load(x_ptrs + start)
+        else:
+            x = tl.load(x_ptrs + start, mask=inside[None, :], other=0.0)
+        if WEIGHT_ON_INPUT:
+            x = x.to(tl.float32) * weight[:, None]
+        x = x.to(dtype)
+        if TENSOR_MAP:
+            first = n_tile * BLOCK_N
+            w = w1.load([expert, 0, first, start]).reshape(BLOCK_N, BLOCK_K).T
+        elif whole:
+            w = tl.load(w1_ptrs + start)
+        else:
+            w = tl.load(w1_ptrs + start, mask=inside[:, None], other=0.0)
+        gate = tl.dot(x, w, gate, input_precision=PRECISION)
+        if GATED:
+            if TENSOR_MAP:
+                v = w1.load([expert, 1, first, start]).reshape(BLOCK_N, BLOCK_K).T
+            elif whole:
+                v = tl.load(w1_ptrs + UP * D + start)
+            else:
+                v = tl.load(w1_ptrs + UP * D + start, mask=inside[:, None], other=0.0)
+            up = tl.dot(x, v, up, input_precision=PRECISION)
+
+    if b1_ptr is not None:
+        b1_ptrs = b1_ptr + expert.to(tl.int64) * F + n % H * UNIT
+        gate += tl.load(b1_ptrs).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(b1_ptrs + UP).to(tl.float32)[None, :]
+    if GATED:
+        h = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
+    else:
+        h = activate(gate, ACTIVATION)
+    h_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * H + n[None, :]
+    tl.store(h_ptrs, h.to(dtype), mask=in_expert[:, None] & (n < H)[None, :])
+
+
+@triton.jit
+def expert_down_kernel(
+    hidden_ptr,  # [R, H]
+    w2,  # [E, D, H]: a pointer, or a tensor map
+    b2_ptr,  # [E, D] or None
+    row_starts_ptr,  # [E + 1]
+    tile_expert_ptr,  # [tiles]
+    tile_row_ptr,  # [tiles]
+    rows_ptr,  # [R, D]
+    D: tl.constexpr,
+    H: tl.constexpr,
+    TENSOR_MAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes ``rows = hidden @ w2[expert].T + b2[expert]``, tile by tile."""
+    tile, n_tile = _tile_of_program(tl.cdiv(D, BLOCK_N), GROUP_M)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(tile_expert_ptr + tile)
+    if expert < 0:
+        return
+    first_row = tl.load(tile_row_ptr + tile)
+    row = first_row + tl.arange(0, BLOCK_M)
+    in_expert = row < tl.load(row_starts_ptr + expert + 1)
+    k = tl.arange(0, BLOCK_K)
+    # Rows beyond the expert's compute on its first row and are not stored.
+    h_row = tl.where(in_expert, row, first_row).to(tl.int64)
+    h_ptrs = hidden_ptr + h_row[:, None] * H + k[None, :]
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if not TENSOR_MAP:
+        w2_ptrs = w2 + (expert.to(tl.int64) * D + n % D)[None, :] * H + k[:, None]
+
+    y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(0, H, BLOCK_K):
+        whole: tl.constexpr = H % BLOCK_K == 0
+        inside = start + k < H
+        if whole:
+            h = tl.load(h_ptrs + start)
+        else:
+            h = tl.load(h_ptrs + start, mask=inside[None, :], other=0.0)
+        if TENSOR_MAP:
+            w = w2.load([expert, n_tile * BLOCK_N, start]).reshape(BLOCK_N, BLOCK_K).T
+        elif whole:
+            w = tl.load(w2_ptrs + start)
+        else:
+            w = tl.load(w2_ptrs + start, mask=inside[:, None], other=0.0)
+        y = tl.dot(h, w, y, input_precision=PRECISION)
+
+    if b2_ptr is not None:
+        y += tl.load(b2_ptr + expert.to(tl.int64) * D + n % D).to(tl.float32)[None, :]
+    y_ptrs = rows_ptr + row.to(tl.int64)[:, None] * D + n[None, :]
+    y = y.to(rows_ptr.dtype.element_ty)
+    tl.store(y_ptrs, y, mask=in_expert[:, None] & (n < D)[None, :])
+
+
+def expert_up_step(
+    layer: Layer, architecture: Architecture, config: GemmConfig, expert_weights: Argument
+) -> Step:
+    """The first product: sorted slots to the buffer ``hidden``.
+
+    Args:
+        layer: The layer.
+        architecture: Where it runs.
+        config: Tile shape.
+        expert_weights: Where the routing weights are.
+    """
+    on_input = layer.options.weight_on_input
+    spec = KernelSpec(
+        expert_up_kernel,
+        {
+            "x_ptr": TensorPointer("x", layer.tokens_dtype),
+            "w1": _w1_map(layer, config) if config.tensor_maps else weight_pointer(layer, "w1"),
+            "b1_ptr": bias_pointer(layer, "b1"),
+            "expert_weights_ptr": expert_weights if on_input else Constant(None),
+            "slot_of_row_ptr": WorkspacePointer("slot_of_row", torch.int32),
+            **TILE_TABLE,
+            "hidden_ptr": WorkspacePointer("hidden", layer.experts_dtype),
+            "D": Constant(layer.width),
+            "H": Constant(layer.hidden),
+            "K": Constant(layer.top_k),
+            **expert_constants(layer),
+            **_tile_constants(layer, architecture, config),
+        },
+        grid=(_programs(config, H), Expression.of(1), Expression.of(1)),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        dependent_launch=architecture.has_dependent_launch,
+    )
+    return Step((Buffer("hidden", layer.experts_dtype, T * K * H),), (spec,))
+
+
+def expert_down_step(layer: Layer, architecture: Architecture, config: GemmConfig) -> Step:
+    """The second product: ``hidden`` to the buffer ``rows``, unweighted, in the tokens' dtype."""
+    spec = KernelSpec(
+        expert_down_kernel,
+        {
+            "hidden_ptr": WorkspacePointer("hidden", layer.experts_dtype),
+            "w2": _w2_map(layer, config) if config.tensor_maps else weight_pointer(layer, "w2"),
+            "b2_ptr": bias_pointer(layer, "b2"),
+            **TILE_TABLE,
+            "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),
+            "D": Constant(layer.width),
+            "H": Constant(layer.hidden),
+            **_tile_constants(layer, architecture, config),
+        },
+        grid=(_programs(config, D), Expression.of(1), Expression.of(1)),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        dependent_launch=architecture.has_dependent_launch,
+    )
+    return Step((Buffer("rows", layer.tokens_dtype, T * K * D),), (spec,))
+
+
+def _programs(config: GemmConfig, columns: Expression) -> Expression:
+    return max_tiles(config.block_m) * cdiv(columns, config.block_n)
+
+
+def _tile_constants(
+    layer: Layer, architecture: Architecture, config: GemmConfig
+) -> dict[str, Argument]:
+    return {
+        "TENSOR_MAP": Constant(config.tensor_maps),
+        "PRECISION": Constant("tf32" if layer.tf32 else "ieee"),
+        "BLOCK_M": Constant(config.block_m),
+        "BLOCK_N": Constant(config.block_n),
+        "BLOCK_K": Constant(config.block_k),
+        "GROUP_M": Constant(config.group_m),
+        "PDL": Constant(architecture.has_dependent_launch),
+    }
+
+
+def _w1_map(layer: Layer, config: GemmConfig) -> TensorMap:
+    """Views w1 [E, F, D] as [E, gates, H, D], whatever the order of gate and up rows."""
+    gates, width, hidden = layer.options.rows_per_hidden, layer.width, layer.hidden
+    interleaved = layer.options.interleaved
+    gate_stride, unit_stride = (width, gates * width) if interleaved else (hidden * width, width)
+    return TensorMap(
+        "w1",
+        layer.experts_dtype,
+        shape=(layer.experts, gates, hidden, width),
+        strides=(layer.rows * width, gate_stride, unit_stride, 1),
+        box=(1, 1, config.block_n, config.block_k),
+    )
+
+
+def _w2_map(layer: Layer, config: GemmConfig) -> TensorMap:
+    width, hidden = layer.width, layer.hidden
+    return TensorMap(
+        "w2",
+        layer.experts_dtype,
+        shape=(layer.experts, width, hidden),
+        strides=(width * hidden, hidden, 1),
+        box=(1, config.block_n, config.block_k),
+    )

@@ -1,0 +1,326 @@
+"""Token slots sorted by expert, by index alone, and the table of tiles over the sorted rows.
+
+Stable, hence deterministic, and without atomics in memory. Every program of the two-kernel form
+counts the experts in its share of the slots; then each sums the counts of all shares by itself,
+which spares a third launch.
+
+Legend: T tokens, K = top_k, E experts, N = T*K slots (slot n is choice n % K of token n // K), of
+which R have an expert and so a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from custom_ops.kernels.architectures import Architecture
+from custom_ops.kernels.arguments import max_tiles
+from custom_ops.kernels.expressions import E, Expression, IntLike, K, T, cdiv, minimum
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.spec import (
+    Argument,
+    Buffer,
+    Constant,
+    KernelSpec,
+    Scalar,
+    Step,
+    WorkspacePointer,
+)
+
+__all__ = [
+    "SortedSlots",
+    "count_kernel",
+    "index_sort_reference",
+    "index_sort_step",
+    "place_kernel",
+    "sort_kernel",
+]
+
+
+class SortedSlots(NamedTuple):
+    """What the sort writes, int32.
+
+    Attributes:
+        slot_of_row: ``[N]``; the slot of row r, for the first R rows.
+        row_of_slot: ``[N]``; -1 where the slot has no expert.
+        row_starts: ``[E + 1]``; where each expert's rows start, and R.
+        tile_expert: ``[max_tiles]``; -1 where a tile is not used.
+        tile_row: ``[max_tiles]``; the first row of a tile.
+    """
+
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    row_starts: Tensor
+    tile_expert: Tensor
+    tile_row: Tensor
+
+
+def index_sort_reference(ids_N: Tensor, experts: int, block_m: int) -> SortedSlots:
+    """What the kernels compute, in torch; ``slot_of_row`` has R elements, unused tiles row -1.
+
+    Args:
+        ids_N: Expert ids; one outside ``0..experts-1`` is no expert.
+        experts: E.
+        block_m: Rows of a tile.
+    """
+    valid_N = (ids_N >= 0) & (ids_N < experts)
+    counts_E = torch.bincount(ids_N[valid_N], minlength=experts)
+    row_starts = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0)])
+    order_N = torch.where(valid_N, ids_N, experts).argsort(stable=True)
+    slot_of_row = order_N[: row_starts[-1]]
+    row_of_slot = torch.full_like(order_N, -1)
+    row_of_slot[slot_of_row] = torch.arange(len(slot_of_row))
+    active = min(experts, len(ids_N))
+    tiles = torch.full((2, active + (len(ids_N) - active) // block_m), -1)
+    used = [
+        (expert, row)
+        for expert, count in enumerate(counts_E.tolist())
+        for row in range(int(row_starts[expert]), int(row_starts[expert]) + count, block_m)
+    ]
+    tiles[:, : len(used)] = torch.tensor(used, dtype=torch.int64).reshape(-1, 2).mT
+    return SortedSlots(*(t.int() for t in (slot_of_row, row_of_slot, row_starts, *tiles)))
+
+
+@triton.jit
+def _experts_of(ids_ptr, slot, end, E: tl.constexpr):
+    """Returns the experts of slots below ``end`` as int32, and whether they have one."""
+    expert = tl.load(ids_ptr + slot, mask=slot < end, other=-1)
+    valid = (expert >= 0) & (expert < E)
+    return tl.where(valid, expert, 0).to(tl.int32), valid
+
+
+@triton.jit
+def _place(
+    ids_ptr,
+    slot_of_row_ptr,
+    row_of_slot_ptr,
+    first,  # slots first..end-1
+    end,
+    next_row,  # [BLOCK_E]
+    E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Gives each slot the next row of its expert, in order of slots."""
+    n = tl.arange(0, BLOCK_N)
+    earlier = n[None, :] < n[:, None]
+    for start in tl.range(first, end, BLOCK_N):
+        slot = start + n
+        expert, valid = _experts_of(ids_ptr, slot, end, E)
+        key = tl.where(valid, expert, -1)
+        rank = tl.sum(((key[:, None] == key[None, :]) & earlier).to(tl.int32), axis=1)
+        row = tl.gather(next_row, expert, 0) + rank
+        tl.store(row_of_slot_ptr + slot, tl.where(valid, row, -1), mask=slot < end)
+        tl.store(slot_of_row_ptr + row, slot, mask=valid)
+        next_row += tl.histogram(expert, BLOCK_E, mask=valid)
+
+
+@triton.jit
+def _tabulate(
+    counts,  # [BLOCK_E], rows of each expert
+    starts,  # [BLOCK_E], first row of each expert
+    row_starts_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    slots,
+    E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Writes this program's share of the tile table, and the first program ``row_starts``."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    expert = tl.arange(0, BLOCK_E)
+    if program == 0:
+        tl.store(row_starts_ptr + expert, starts, mask=expert < E)
+        tl.store(row_starts_ptr + E, tl.sum(counts, axis=0))
+    tiles = tl.cdiv(counts, BLOCK_M)
+    first_tile = tl.cumsum(tiles, axis=0) - tiles
+    for t in tl.range(program, tl.max(tiles, axis=0), programs):
+        used = t < tiles
+        tl.store(tile_expert_ptr + first_tile + t, expert, mask=used)
+        tl.store(tile_row_ptr + first_tile + t, starts + t * BLOCK_M, mask=used)
+    active = tl.minimum(slots, E)
+    end = active + (slots - active) // BLOCK_M
+    for start in tl.range(tl.sum(tiles, axis=0) + program * BLOCK_E, end, programs * BLOCK_E):
+        tile = start + expert
+        tl.store(tile_expert_ptr + tile, -1, mask=tile < end)
+        tl.store(tile_row_ptr + tile, -1, mask=tile < end)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def sort_kernel(
+    ids_ptr,  # [N]
+    slot_of_row_ptr,  # [R]
+    row_of_slot_ptr,  # [N]
+    row_starts_ptr,  # [E + 1]
+    tile_expert_ptr,  # [tiles]
+    tile_row_ptr,  # [tiles]
+    tokens,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sorts few slots in one program."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    slots = tokens * K
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    for start in tl.range(0, slots, BLOCK_N):
+        expert, valid = _experts_of(ids_ptr, start + tl.arange(0, BLOCK_N), slots, E)
+        counts += tl.histogram(expert, BLOCK_E, mask=valid)
+    starts = tl.cumsum(counts, axis=0) - counts
+    _tabulate(
+        counts, starts, row_starts_ptr, tile_expert_ptr, tile_row_ptr, slots, E, BLOCK_M, BLOCK_E
+    )
+    _place(ids_ptr, slot_of_row_ptr, row_of_slot_ptr, 0, slots, starts, E, BLOCK_N, BLOCK_E)
+
+
+@triton.jit
+def _share(slots, BLOCK_N: tl.constexpr):
+    """Returns the slots ``first..end-1`` of this program: whole blocks, as many for each."""
+    share = tl.cdiv(tl.cdiv(slots, BLOCK_N), tl.num_programs(0)) * BLOCK_N
+    first = tl.program_id(0) * share
+    return first, tl.minimum(first + share, slots)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def count_kernel(
+    ids_ptr,  # [N]
+    counts_ptr,  # [programs, E]
+    tokens,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Counts each expert's slots in this program's share."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    first, end = _share(tokens * K, BLOCK_N)
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    for start in tl.range(first, end, BLOCK_N):
+        expert, valid = _experts_of(ids_ptr, start + tl.arange(0, BLOCK_N), end, E)
+        counts += tl.histogram(expert, BLOCK_E, mask=valid)
+    expert = tl.arange(0, BLOCK_E)
+    tl.store(counts_ptr + tl.program_id(0) * E + expert, counts, mask=expert < E)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def place_kernel(
+    ids_ptr,  # [N]
+    counts_ptr,  # [programs, E]
+    slot_of_row_ptr,  # [R]
+    row_of_slot_ptr,  # [N]
+    row_starts_ptr,  # [E + 1]
+    tile_expert_ptr,  # [tiles]
+    tile_row_ptr,  # [tiles]
+    tokens,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Places this program's share of the slots, after the same experts' of earlier programs."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    before = tl.zeros((BLOCK_E,), tl.int32)
+    for start in tl.range(0, tl.num_programs(0), BLOCK_P):
+        program = (start + tl.arange(0, BLOCK_P))[:, None]
+        inside = (program < tl.num_programs(0)) & (expert < E)
+        count = tl.load(counts_ptr + program * E + expert, mask=inside, other=0)
+        counts += tl.sum(count, axis=0)
+        before += tl.sum(tl.where(program < tl.program_id(0), count, 0), axis=0)
+    starts = tl.cumsum(counts, axis=0) - counts
+    slots = tokens * K
+    _tabulate(
+        counts, starts, row_starts_ptr, tile_expert_ptr, tile_row_ptr, slots, E, BLOCK_M, BLOCK_E
+    )
+    first, end = _share(slots, BLOCK_N)
+    _place(
+        ids_ptr, slot_of_row_ptr, row_of_slot_ptr, first, end, starts + before, E, BLOCK_N, BLOCK_E
+    )
+
+
+# Slots that a program ranks at a time, by comparing each two of them.
+_BLOCK_SLOTS = 64
+# So many pass one program's few blocks sooner than two kernels start (estimated).
+_ONE_PROGRAM_SLOTS = 512
+# Each program of the two-kernel form reads the counts of all, up to this many, 128 KiB.
+_COUNTS = 32 * 1024
+_MAX_PROGRAMS = 256
+_COUNTS_AT_ONCE = 4096
+
+
+def index_sort_step(
+    layer: Layer,
+    architecture: Architecture,
+    ids: Argument,
+    block_m: int,
+    first_tokens: int,
+    last_tokens: int,
+) -> Step:
+    """Sorts the slots by expert: the buffers of :class:`SortedSlots`.
+
+    Args:
+        layer: The layer.
+        architecture: Where it runs.
+        ids: Where the expert ids ``[T, K]`` are, int32 or int64.
+        block_m: Rows of a tile.
+        first_tokens: Fewest tokens that it is launched for.
+        last_tokens: Most tokens.
+    """
+    block_e = max(32, 1 << (layer.experts - 1).bit_length())
+    outputs = tuple(
+        Buffer(name, torch.int32, Expression.of(count))
+        for name, count in zip(
+            SortedSlots._fields,
+            (T * K, T * K, E + 1, max_tiles(block_m), max_tiles(block_m)),
+            strict=True,
+        )
+    )
+    arguments: dict[str, Argument] = {
+        "ids_ptr": ids,
+        "counts_ptr": WorkspacePointer("slot_counts", torch.int32),
+        **{f"{each.name}_ptr": WorkspacePointer(each.name, torch.int32) for each in outputs},
+        "tokens": Scalar(T),
+        "E": Constant(layer.experts),
+        "K": Constant(layer.top_k),
+        "BLOCK_M": Constant(block_m),
+        "BLOCK_N": Constant(_BLOCK_SLOTS),
+        "BLOCK_E": Constant(block_e),
+        "BLOCK_P": Constant(_COUNTS_AT_ONCE // block_e),
+        "PDL": Constant(architecture.has_dependent_launch),
+    }
+
+    def spec(function: Any, programs: IntLike) -> KernelSpec:
+        return KernelSpec(
+            function,
+            {name: arguments[name] for name in function.arg_names},
+            grid=(Expression.of(programs), Expression.of(1), Expression.of(1)),
+            num_warps=4,
+            dependent_launch=architecture.has_dependent_launch,
+        )
+
+    if last_tokens * layer.top_k <= _ONE_PROGRAM_SLOTS:
+        return Step(outputs, (spec(sort_kernel, 1),))
+    most = min(_MAX_PROGRAMS, _COUNTS // block_e)
+    programs = minimum(cdiv(T * K, _BLOCK_SLOTS), most)
+    counts = Buffer("slot_counts", torch.int32, programs * E)
+    return Step((counts, *outputs), (spec(count_kernel, programs), spec(place_kernel, programs)))

@@ -1,0 +1,82 @@
+"""The Python launcher: runs a plan with Triton's JIT on a GPU, or its interpreter on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops.kernels.spec import (
+    Constant,
+    ForwardPlan,
+    KernelSpec,
+    Scalar,
+    TensorMap,
+    TensorPointer,
+    WorkspacePointer,
+)
+
+__all__ = ["launch"]
+
+
+def launch(
+    plan: ForwardPlan, tensors: Mapping[str, Tensor], workspace: Tensor | None = None
+) -> None:
+    """Runs a layer's forward pass, writing ``tensors["y"]``.
+
+    Args:
+        plan: What to run.
+        tensors: The call's tensors by the names of :data:`custom_ops.kernels.spec.TENSORS`, each
+            contiguous; x and y are ``[T, D]``.
+        workspace: uint8 of at least ``plan.workspace_size(T)`` bytes, aligned to 256; allocated
+            where None. It need not be initialised.
+    """
+    tokens = tensors["x"].shape[0]
+    if tokens == 0:
+        return
+    sizes = {**plan.layer.sizes, "T": tokens}
+    span = plan.at(tokens)
+    offsets = span.offsets(sizes)
+    if workspace is None:
+        workspace = torch.empty(offsets[""], dtype=torch.uint8, device=tensors["x"].device)
+    for spec in span.launches:
+        arguments = {
+            name: _resolve(argument, sizes, tensors, workspace, offsets)
+            for name, argument in spec.arguments.items()
+        }
+        _start(spec, sizes, arguments)
+
+
+def _resolve(
+    argument: object,
+    sizes: Mapping[str, int],
+    tensors: Mapping[str, Tensor],
+    workspace: Tensor,
+    offsets: Mapping[str, int],
+) -> Any:
+    match argument:
+        case Constant(value):
+            return value
+        case Scalar(value):
+            return value.evaluate(sizes)
+        case TensorPointer(name):
+            return tensors[name]
+        case WorkspacePointer(buffer, dtype):
+            return workspace[offsets[buffer] :].view(dtype)
+        case TensorMap(name, _, shape, strides, box):
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            return TensorDescriptor(tensors[name], list(shape), list(strides), list(box))
+    raise TypeError(f"no launcher takes the argument {argument!r}")
+
+
+def _start(spec: KernelSpec, sizes: Mapping[str, int], arguments: dict[str, Any]) -> None:
+    grid = tuple(axis.evaluate(sizes) for axis in spec.grid)
+    spec.function[grid](
+        **arguments,
+        num_warps=spec.num_warps,
+        num_stages=spec.num_stages,
+        launch_pdl=spec.dependent_launch,
+    )

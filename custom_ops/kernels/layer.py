@@ -1,0 +1,112 @@
+"""What the kernels must know of an MoE layer before they are compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from custom_ops.options import ExpertOptions, RouterOptions
+
+__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "Layer"]
+
+MAX_EXPERTS = 1024
+MAX_TOP_K = 32
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_INTS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: sizes, dtypes, options. Two layers that are equal share their kernels.
+
+    Attributes:
+        experts: E, in ``1..1024``.
+        width: D, a multiple of 8.
+        hidden: H, a multiple of 8.
+        top_k: K, in ``1..min(E, 32)``; without a router E does not bound it.
+        tokens_dtype: Of x and y: float32, float16 or bfloat16.
+        experts_dtype: Of w1, b1, w2, b2: the same choice.
+        options: What an expert computes.
+        router: The router's options, or None where routing comes from outside (``moe::experts``).
+        routing_dtype: Of ``router_weight``, or of ``expert_ids`` where there is no router.
+        weights_dtype: Of ``router_bias`` (None: there is none), or of ``expert_weights``.
+        b1: Whether the first product has a bias.
+        b2: Whether the second product has a bias.
+        tf32: Whether products of float32 experts may round their inputs to TF32.
+
+    Raises:
+        ValueError: If a size is out of range.
+        TypeError: If a dtype has no kernels.
+    """
+
+    experts: int
+    width: int
+    hidden: int
+    top_k: int
+    tokens_dtype: torch.dtype
+    experts_dtype: torch.dtype
+    options: ExpertOptions = field(default_factory=ExpertOptions)
+    router: RouterOptions | None = None
+    routing_dtype: torch.dtype = torch.int64
+    weights_dtype: torch.dtype | None = torch.float32
+    b1: bool = False
+    b2: bool = False
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("experts", self.experts, 1, MAX_EXPERTS),
+            ("top_k", self.top_k, 1, MAX_TOP_K),
+        ):
+            if not low <= value <= high:
+                raise ValueError(f"the kernels need {name} in {low}..{high}, got {value}")
+        for name, value in (
+            ("D, the model width,", self.width),
+            ("H, the hidden width,", self.hidden),
+        ):
+            if value < 8 or value % 8:
+                raise ValueError(f"the kernels need {name} to be a multiple of 8, got {value}")
+        self._check_dtype("tokens_dtype", _FLOATS)
+        self._check_dtype("experts_dtype", _FLOATS)
+        if self.router is None:
+            self._check_dtype("routing_dtype", _INTS)
+            self._check_dtype("weights_dtype", _FLOATS)
+            return
+        if self.router.top_k != self.top_k or self.top_k > self.experts:
+            raise ValueError(
+                f"top_k must be the router's ({self.router.top_k}) and at most the number of "
+                f"experts ({self.experts}), got {self.top_k}"
+            )
+        self._check_dtype("routing_dtype", _FLOATS)
+        self._check_dtype("weights_dtype", (*_FLOATS, None))
+
+    def _check_dtype(self, name: str, allowed: tuple[torch.dtype | None, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+            raise TypeError(f"the kernels need {name} to be one of {names}; got {value}")
+
+    @property
+    def rows(self) -> int:
+        """F, the rows of one expert's w1: H, or 2H when gated."""
+        return self.options.rows_per_hidden * self.hidden
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The values of the symbols E, K, D and H."""
+        return {"E": self.experts, "K": self.top_k, "D": self.width, "H": self.hidden}
+
+    def canonical(self) -> Layer:
+        """Returns the layer with everything that has no effect at its default.
+
+        So that layers which compute the same share their kernels: alpha and limit matter to
+        ``clamped_swiglu`` alone, TF32 to float32 experts, renormalising not to ``topk_softmax``.
+        """
+        options, router = self.options, self.router
+        if options.activation != "clamped_swiglu":
+            options = replace(options, alpha=ExpertOptions.alpha, limit=ExpertOptions.limit)
+        if router is not None and router.scoring == "topk_softmax":
+            router = replace(router, renormalize=True)
+        tf32 = self.tf32 and self.experts_dtype == torch.float32
+        return replace(self, options=options, router=router, tf32=tf32)

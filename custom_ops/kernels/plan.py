@@ -1,0 +1,91 @@
+"""The forward pass of a layer as a list of launches for every number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from custom_ops.kernels.architectures import Architecture
+from custom_ops.kernels.combine import combine_step
+from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig, ranges_for
+from custom_ops.kernels.expert_mlp import expert_mlp_step
+from custom_ops.kernels.few_tokens import few_step
+from custom_ops.kernels.grouped_gemm import expert_down_step, expert_up_step
+from custom_ops.kernels.index_sort import index_sort_step
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.router import router_step
+from custom_ops.kernels.spec import (
+    Argument,
+    ForwardPlan,
+    Step,
+    TensorPointer,
+    TokenRange,
+    WorkspacePointer,
+)
+
+__all__ = ["plan", "plan_with"]
+
+
+@lru_cache(maxsize=256)
+def plan(layer: Layer, architecture: Architecture) -> ForwardPlan:
+    """Returns what runs for a layer on an architecture.
+
+    Router, index sort, first product, second product, combination; few tokens need no sort, small
+    widths have both products in one kernel. Nothing on the host waits for the device.
+
+    Args:
+        layer: The layer; equal ones share a plan.
+        architecture: From :func:`custom_ops.kernels.architectures.architecture`.
+    """
+    return plan_with(layer, architecture, ranges_for(layer, architecture))
+
+
+def plan_with(
+    layer: Layer, architecture: Architecture, ranges: tuple[RangeConfig, ...]
+) -> ForwardPlan:
+    """Returns the plan for given configurations, as the tuner tries them."""
+    layer = layer.canonical()
+    first, planned = 1, []
+    for config in ranges:
+        steps = tuple(_steps(layer, architecture, config, first))
+        planned.append(
+            TokenRange(
+                first,
+                config.last_tokens,
+                tuple(buffer for step in steps for buffer in step.buffers),
+                tuple(launch for step in steps for launch in step.launches),
+            )
+        )
+        first = config.last_tokens + 1
+    return ForwardPlan(layer, architecture, tuple(planned))
+
+
+def _steps(
+    layer: Layer, architecture: Architecture, config: RangeConfig, first_tokens: int
+) -> Iterator[Step]:
+    tokens = (first_tokens, config.last_tokens)
+    ids: Argument
+    weights: Argument
+    if layer.router is not None:
+        yield router_step(layer, architecture, *tokens)
+        ids = WorkspacePointer("expert_ids", torch.int32)
+        weights = WorkspacePointer("expert_weights", torch.float32)
+    else:
+        ids = TensorPointer("expert_ids", layer.routing_dtype)
+        weights = TensorPointer("expert_weights", layer.weights_dtype or torch.float32)
+    match config.up, config.down:
+        case FewConfig() as up, FewConfig() as down:
+            yield few_step(layer, architecture, up, down, ids, weights)
+        case MlpConfig() as mlp, None:
+            yield index_sort_step(layer, architecture, ids, mlp.block_m, *tokens)
+            yield expert_mlp_step(layer, architecture, mlp, weights)
+            yield combine_step(layer, architecture, weights)
+        case GemmConfig() as up, GemmConfig() as down:
+            yield index_sort_step(layer, architecture, ids, up.block_m, *tokens)
+            yield expert_up_step(layer, architecture, up, weights)
+            yield expert_down_step(layer, architecture, down)
+            yield combine_step(layer, architecture, weights)
+        case _:
+            raise ValueError(f"no path takes the configuration {config}")

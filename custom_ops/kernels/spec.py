@@ -1,0 +1,259 @@
+"""How a kernel is compiled and launched, declared once for every launcher.
+
+A :class:`KernelSpec` names its parameters and grid by symbols. The Python launcher resolves them
+with tensors (:mod:`custom_ops.kernels.launch`), the C++ launcher with pointers, from a bundle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from custom_ops.kernels.architectures import Architecture
+from custom_ops.kernels.expressions import Expression
+from custom_ops.kernels.layer import Layer
+
+__all__ = [
+    "MAX_TOKENS",
+    "TENSORS",
+    "Argument",
+    "Buffer",
+    "Constant",
+    "ForwardPlan",
+    "KernelSpec",
+    "Scalar",
+    "Step",
+    "TensorMap",
+    "TensorPointer",
+    "TokenRange",
+    "WorkspacePointer",
+]
+
+#: The tensors of a call, in the order of the launcher's C interface.
+TENSORS = (
+    *("x", "router_weight", "router_bias", "expert_ids", "expert_weights"),
+    *("w1", "b1", "w2", "b2", "y"),
+)
+
+#: Token counts are 32-bit in the kernels.
+MAX_TOKENS = 2**31 - 1
+
+_WORKSPACE_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class TensorPointer:
+    """A pointer to a tensor of the call.
+
+    Attributes:
+        tensor: One of :data:`TENSORS`.
+        dtype: Its dtype.
+    """
+
+    tensor: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class WorkspacePointer:
+    """A pointer to a buffer of the workspace, by the buffer's name."""
+
+    buffer: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A 32-bit integer, evaluated at each launch."""
+
+    value: Expression
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A descriptor by which the tensor memory accelerator loads tiles of a parameter.
+
+    Attributes:
+        tensor: One of :data:`TENSORS`; its memory is viewed as ``shape`` with ``strides``.
+        dtype: Its dtype.
+        shape: Sizes in elements, outermost first.
+        strides: In elements; the last is 1.
+        box: The tile's sizes in elements.
+    """
+
+    tensor: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A value compiled in; ``None`` stands for an absent tensor."""
+
+    value: int | float | bool | str | None
+
+
+Argument = TensorPointer | WorkspacePointer | Scalar | TensorMap | Constant
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A part of the workspace.
+
+    Attributes:
+        name: By which :class:`WorkspacePointer` refers to it.
+        dtype: Of its elements.
+        count: Number of elements, at least 1.
+    """
+
+    name: str
+    dtype: torch.dtype
+    count: Expression
+
+    @property
+    def size(self) -> Expression:
+        """Its size in bytes."""
+        return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel, its specialisation and its launch.
+
+    Attributes:
+        function: The Triton kernel.
+        arguments: Every parameter's argument by name, in the kernel's order.
+        grid: Programs along x, y and z.
+        num_warps: Warps of a program.
+        num_stages: Depth of software pipelines.
+        dependent_launch: Whether it may start before the kernel ahead of it ends; such a kernel
+            waits on the device for that one's results.
+    """
+
+    function: Any = field(hash=False)
+    arguments: Mapping[str, Argument] = field(hash=False)
+    grid: tuple[Expression, Expression, Expression]
+    num_warps: int = 4
+    num_stages: int = 1
+    dependent_launch: bool = False
+
+    def __post_init__(self) -> None:
+        names = tuple(self.function.arg_names)
+        if tuple(self.arguments) != names:
+            raise ValueError(
+                f"{self.name} takes the arguments {', '.join(names)}; "
+                f"got {', '.join(self.arguments)}"
+            )
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        name: str = self.function.fn.__name__
+        return name
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The values compiled in."""
+        return {n: a.value for n, a in self.arguments.items() if isinstance(a, Constant)}
+
+    @property
+    def parameters(self) -> dict[str, TensorPointer | WorkspacePointer | Scalar | TensorMap]:
+        """The arguments that a launch passes."""
+        return {n: a for n, a in self.arguments.items() if not isinstance(a, Constant)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A stage of the forward pass: what it launches, and the buffers that it writes."""
+
+    buffers: tuple[Buffer, ...]
+    launches: tuple[KernelSpec, ...]
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """What runs for a range of token counts.
+
+    Attributes:
+        first: Fewest tokens, at least 1.
+        last: Most tokens, at most :data:`MAX_TOKENS`.
+        buffers: The workspace, each buffer at a multiple of 256 bytes.
+        launches: In order, on one stream.
+    """
+
+    first: int
+    last: int
+    buffers: tuple[Buffer, ...]
+    launches: tuple[KernelSpec, ...]
+
+    def offsets(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Returns where each buffer begins in the workspace, and under ``""`` the whole's size."""
+        offsets, end = {}, 0
+        for buffer in self.buffers:
+            offsets[buffer.name] = end
+            end += _align(buffer.size.evaluate(sizes))
+        return {**offsets, "": end}
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """A layer's forward pass on an architecture, for every number of tokens.
+
+    Attributes:
+        layer: The layer.
+        architecture: Where it runs.
+        ranges: Ascending, without gaps, from 1 token to :data:`MAX_TOKENS`.
+    """
+
+    layer: Layer
+    architecture: Architecture
+    ranges: tuple[TokenRange, ...]
+
+    def __post_init__(self) -> None:
+        ends = [0, *(each.last for each in self.ranges)]
+        firsts = [each.first for each in self.ranges]
+        if firsts != [end + 1 for end in ends[:-1]]:
+            raise ValueError(f"ranges of tokens must follow one another from 1, got {self.spans}")
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first and last token count of each range."""
+        return [(each.first, each.last) for each in self.ranges]
+
+    def at(self, tokens: int) -> TokenRange:
+        """Returns the range that a number of tokens, at least 1, falls into.
+
+        Raises:
+            ValueError: If the plan has none for it.
+        """
+        for each in self.ranges:
+            if each.first <= tokens <= each.last:
+                return each
+        last = self.ranges[-1].last
+        raise ValueError(f"the number of tokens must be in 1..{last}, got {tokens}")
+
+    def workspace_size(self, max_tokens: int) -> int:
+        """Returns the bytes of workspace that suffice for every T in ``0..max_tokens``."""
+        sizes = self.layer.sizes
+        return max(
+            (
+                each.offsets({**sizes, "T": min(max_tokens, each.last)})[""]
+                for each in self.ranges
+                if each.first <= max_tokens
+            ),
+            default=0,
+        )
+
+    def kernels(self) -> Iterator[KernelSpec]:
+        """Yields every launch of every range; equal kernels may come more than once."""
+        for each in self.ranges:
+            yield from each.launches
+
+
+def _align(size: int) -> int:
+    return -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT

@@ -1,0 +1,118 @@
+"""Kernels without a GPU, by Triton's interpreter, with what it gets wrong repaired.
+
+The interpreter holds bfloat16 as uint16. As of Triton 3.9 a dot multiplies these integers, a cast
+from float32 cuts the low bits off instead of rounding, and casts from or to other types take the
+bits for a number. Nor does it know programmatic dependent launch. :func:`repair` mends all this.
+Arithmetic on bfloat16 blocks is as wrong and stays so: a kernel must cast to float32 first.
+
+Needs ``TRITON_INTERPRET=1`` before triton is imported: ``conftest.py`` sets it where there is no
+GPU, and repairs the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from custom_ops.kernels.architectures import architecture, nearest_architecture
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.spec import Step, TensorPointer, WorkspacePointer
+
+__all__ = ["ON", "POISON", "repair", "run_step"]
+
+#: What :func:`run_step` plans for and runs on.
+ON = (
+    nearest_architecture(*torch.cuda.get_device_capability())
+    if torch.cuda.is_available()
+    else architecture("sm_90")
+)
+#: What buffers hold before a kernel writes them: -1515870811 as int32, -2.9e-16 as float32.
+POISON = 0xA5
+
+_GUARD_BYTES = 4096
+
+
+def repair(patch: pytest.MonkeyPatch) -> None:
+    """Repairs the interpreter until the patch is undone."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def to_float32(handle: Any) -> Any:
+        bits = handle.data.astype(np.uint32) << 16
+        return TensorHandle(bits.view(np.float32), tl.float32)
+
+    @wraps(cast)
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source == target or tl.bfloat16 not in (source, target):
+            return cast(self, src, dst_type)
+        if source == tl.bfloat16:
+            return cast(self, to_float32(src), dst_type)
+        values = torch.from_numpy(np.ascontiguousarray(cast(self, src, tl.float32).data))
+        return TensorHandle(values.bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
+
+    @wraps(dot)
+    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        a, b = (to_float32(each) if each.dtype.scalar == tl.bfloat16 else each for each in (a, b))
+        return dot(self, a, b, *others)
+
+    patch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
+    patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+    patch.setattr(tl.extra.cuda, "gdc_wait", lambda: None)
+    patch.setattr(tl.extra.cuda, "gdc_launch_dependents", lambda: None)
+
+
+def run_step(
+    step: Step, layer: Layer, tokens: int, tensors: Mapping[str, Tensor], **earlier: Tensor
+) -> dict[str, Tensor]:
+    """Runs a step's launches and returns its buffers.
+
+    Each buffer is poisoned before, and lies between guard bands that must not change.
+
+    Args:
+        step: What to run, planned for :data:`ON`.
+        layer: The layer that it was planned for.
+        tokens: T.
+        tensors: The call's tensors.
+        earlier: Buffers of earlier steps.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = {**layer.sizes, "T": tokens}
+    memory, buffers = {}, {name: each.to(device) for name, each in earlier.items()}
+    for each in step.buffers:
+        size = each.size.evaluate(sizes)
+        memory[each.name] = torch.full(
+            (size + 2 * _GUARD_BYTES,), POISON, dtype=torch.uint8, device=device
+        )
+        buffers[each.name] = memory[each.name][_GUARD_BYTES:][:size].view(each.dtype)
+    for spec in step.launches:
+        grid = tuple(axis.evaluate(sizes) for axis in spec.grid)
+        assert min(grid) > 0, f"{spec.name} would be launched on an empty grid"
+        arguments: dict[str, Any] = dict(spec.constants)
+        for name, argument in spec.parameters.items():
+            match argument:
+                case WorkspacePointer(buffer, dtype):
+                    arguments[name] = buffers[buffer].view(dtype)
+                case TensorPointer(tensor, dtype):
+                    assert tensors[tensor].dtype == dtype
+                    arguments[name] = tensors[tensor].to(device)
+                case _:
+                    arguments[name] = argument.value.evaluate(sizes)
+        spec.function[grid](
+            **arguments,
+            num_warps=spec.num_warps,
+            num_stages=spec.num_stages,
+            launch_pdl=spec.dependent_launch,
+        )
+    for name, whole in memory.items():
+        for band in (whole[:_GUARD_BYTES], whole[-_GUARD_BYTES:]):
+            assert (band == POISON).all(), f"written outside of {name}"
+    return {each.name: buffers[each.name].cpu() for each in step.buffers}

@@ -1,0 +1,61 @@
+"""Runs the Triton kernels on the cases of the operators' tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from custom_ops import ExpertOptions, RouterOptions
+from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.configs import RangeConfig
+from custom_ops.kernels.launch import launch
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.plan import plan, plan_with
+from moe_cases import Case
+
+__all__ = ["call_tensors", "layer_of", "run_kernels"]
+
+_ROUTER_OPTIONS = ("scoring", "renormalize", "routed_scaling")
+
+
+def layer_of(case: Case, *, tf32: bool = False) -> Layer:
+    """The case as a layer."""
+    a, options = case.arguments, dict(case.options)
+    router = {name: options.pop(name) for name in _ROUTER_OPTIONS if name in options}
+    dropless = case.op == "dropless"
+    routing = ("router_weight", "router_bias") if dropless else ("expert_ids", "expert_weights")
+    routing_dtype, weights_dtype = (None if a[n] is None else a[n].dtype for n in routing)
+    top_k = a["top_k"] if dropless else a["expert_ids"].shape[-1]
+    return Layer(
+        experts=a["w1"].shape[0],
+        width=a["x"].shape[-1],
+        hidden=a["w2"].shape[-1],
+        top_k=top_k,
+        tokens_dtype=a["x"].dtype,
+        experts_dtype=a["w1"].dtype,
+        options=ExpertOptions(**options),
+        router=RouterOptions(top_k, **router) if dropless else None,
+        routing_dtype=routing_dtype,
+        weights_dtype=weights_dtype,
+        b1=a["b1"] is not None,
+        b2=a["b2"] is not None,
+        tf32=tf32,
+    )
+
+
+def call_tensors(case: Case) -> dict[str, Tensor]:
+    """The case's tensors by the launchers' names, and y full of NaN."""
+    tensors = {name: value for name, value in case.arguments.items() if isinstance(value, Tensor)}
+    return {**tensors, "y": torch.full_like(case.arguments["x"], float("nan"))}
+
+
+def run_kernels(case: Case, device: str = "sm_80", ranges: tuple[RangeConfig, ...] = ()) -> Tensor:
+    """The result of the case's plan on a workspace full of NaN."""
+    layer, on = layer_of(case), architecture(device)
+    chosen = plan_with(layer, on, ranges) if ranges else plan(layer, on)
+    tensors = call_tensors(case)
+    size = chosen.workspace_size(tensors["x"].shape[0])
+    workspace = torch.full((size + 256,), 0xFF, dtype=torch.uint8)
+    workspace = workspace[-workspace.data_ptr() % 256 :][:size]
+    launch(chosen, tensors, workspace)
+    return tensors["y"]

@@ -1,0 +1,300 @@
+"""The router's kernels, on all three paths, against the oracle and torch's sort."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from custom_ops import SCORINGS, RouterOptions, reference
+from custom_ops.kernels.architectures import ARCHITECTURES, architecture
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.router import RouterConfig, router_config, router_step, router_step_with
+from custom_ops.kernels.spec import MAX_TOKENS, Step
+from interpreter import ON, run_step
+from moe_cases import ROUTER_FORMS, assert_matches
+
+# NumPy's, of NaN and infinity in the interpreter.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+bounded = settings(derandomize=True, deadline=None, max_examples=100, database=None)
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+PATHS = ("fused", "tiles", "vectors")
+INF, NAN = float("inf"), float("nan")
+
+
+def config_of(path: str, experts: int) -> RouterConfig:
+    """Small blocks, so that few tokens and experts already take several."""
+    if path == "vectors":
+        return RouterConfig("vectors", 1, 32, 32, num_warps=4, num_stages=2)
+    block_e = max(16, 1 << (experts - 1).bit_length()) if path == "fused" else 64
+    return RouterConfig(path, 16, block_e, 16, num_warps=4, num_stages=2)
+
+
+def layer_of(
+    experts: int,
+    width: int,
+    top_k: int,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None] = (torch.float32,) * 3,
+    **options: Any,
+) -> Layer:
+    """A layer by the dtypes of tokens, router weight and router bias."""
+    x, weight, bias = dtypes
+    router = RouterOptions(top_k, **options)
+    return Layer(
+        experts, width, 8, top_k, x, torch.float32,
+        router=router, routing_dtype=weight, weights_dtype=bias,
+    )  # fmt: skip
+
+
+def tensors_of(layer: Layer, tokens: int, seed: int = 0) -> dict[str, Tensor]:
+    """Random inputs whose logits are near 1."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+    e, d = layer.experts, layer.width
+    tensors = {
+        "x": normal(tokens, d, dtype=layer.tokens_dtype),
+        "router_weight": normal(e, d, dtype=layer.routing_dtype) / d**0.5,
+    }
+    if layer.weights_dtype is not None:
+        tensors["router_bias"] = normal(e, dtype=layer.weights_dtype)
+    return tensors
+
+
+def run(
+    layer: Layer, step: Step, tensors: dict[str, Tensor], **earlier: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Expert ids and weights ``[T, K]``."""
+    tokens = len(next(iter((tensors | earlier).values())))
+    buffers = run_step(step, layer, tokens, tensors, **earlier)
+    shape = (tokens, layer.top_k)
+    return buffers["expert_ids"].view(shape), buffers["expert_weights"].view(shape)
+
+
+def check(layer: Layer, path: str, tensors: dict[str, Tensor]) -> None:
+    step = router_step_with(layer, ON, config_of(path, layer.experts))
+    ids, weights = run(layer, step, tensors)
+    a = tensors["x"], tensors["router_weight"], tensors.get("router_bias")
+    expected_ids, expected = reference.router(*a, layer.router)
+    assert_matches(weights, expected, {torch.float32}, "weights")
+    # A score that comes close to the one before or after may change places with it.
+    scores = reference.router(*a, RouterOptions(layer.experts, "topk_softmax"))[1].log()
+    near = (scores.diff(dim=-1).abs() < 1e-4)[:, : layer.top_k]
+    apart = torch.ones_like(expected_ids, dtype=torch.bool)
+    apart[:, : near.shape[1]] &= ~near
+    apart[:, 1:] &= ~near[:, : layer.top_k - 1]
+    assert (apart.sum() > 0.9 * apart.numel()) | (layer.experts > 100)
+    assert torch.equal(ids[apart], expected_ids.int()[apart])
+    assert all(len(set(row)) == layer.top_k for row in ids.tolist())
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Layer, dict[str, Tensor]]:
+    experts = draw(st.sampled_from([1, 3, 8, 60, 128]))
+    layer = layer_of(
+        experts,
+        draw(st.sampled_from([8, 24, 96, 104])),
+        draw(st.integers(1, min(experts, 32))),
+        (
+            draw(st.sampled_from(FLOATS)),
+            draw(st.sampled_from(FLOATS)),
+            draw(st.sampled_from([*FLOATS, None])),
+        ),
+        scoring=draw(st.sampled_from(SCORINGS)),
+        renormalize=draw(st.booleans()),
+        routed_scaling=draw(st.sampled_from([1.0, 2.5])),
+    )
+    tokens = draw(st.sampled_from([1, 2, 17]))
+    return layer, tensors_of(layer, tokens, draw(st.integers(0, 2**16)))
+
+
+@bounded
+@given(problems(), st.sampled_from(PATHS))
+def test_random_problems(problem, path):
+    layer, tensors = problem
+    check(layer, path, tensors)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", ROUTER_FORMS)
+def test_every_form(form, path):
+    layer = layer_of(6, 24, 3, **form)
+    check(layer, path, tensors_of(layer, 5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("x", "weight"), list(product(FLOATS, FLOATS)))
+def test_every_pair_of_dtypes(x, weight, path):
+    for bias in (*FLOATS, None):
+        layer = layer_of(8, 40, 2, (x, weight, bias))
+        check(layer, path, tensors_of(layer, 3))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("top_k", [1, 32])
+def test_as_many_experts_as_there_may_be(top_k, path):
+    layer = layer_of(1024, 16, top_k, (torch.bfloat16, torch.bfloat16, None))
+    check(layer, path, tensors_of(layer, 2))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_expert_beyond_the_last_is_chosen(path):
+    # Each has a logit below that of no expert at all, 0.
+    layer = layer_of(9, 8, 9, scoring="topk_softmax")
+    tensors = tensors_of(layer, 4)
+    tensors["router_bias"] -= 1000
+    ids, _ = run(layer, router_step_with(layer, ON, config_of(path, 9)), tensors)
+    assert torch.equal(ids.sort().values, torch.arange(9).expand(4, 9).int())
+
+
+def test_products_are_not_rounded_to_tf32():
+    # Only the 12th bit of the product tells the experts apart.
+    x = torch.zeros(1, 16)
+    x[0, 0] = 1 + 2**-12
+    weight = torch.zeros(2, 16)
+    weight[:, 0] = torch.tensor([1.0, 1 + 2**-12])
+    layer = layer_of(2, 16, 1, (torch.float32, torch.float32, None))
+    for path in PATHS:
+        step = router_step_with(layer, ON, config_of(path, 2))
+        ids, _ = run(layer, step, {"x": x, "router_weight": weight})
+        assert ids.item() == 1
+        assert all(spec.constants.get("UPCAST", True) for spec in step.launches)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_nan_stays_in_its_row(scoring, path):
+    layer = layer_of(5, 16, 3, scoring=scoring)
+    tensors = tensors_of(layer, 17)
+    step = router_step_with(layer, ON, config_of(path, 5))
+    whole_ids, whole_weights = run(layer, step, tensors)
+    tensors["x"][6, 3] = NAN
+    ids, weights = run(layer, step, tensors)
+    assert ids[6].tolist() == [0, 1, 2]
+    assert weights[6].isnan().all()
+    others = torch.arange(17) != 6
+    assert torch.equal(ids[others], whole_ids[others])
+    assert torch.equal(weights[others], whole_weights[others])
+
+
+def selected(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """What the second kernel of a split router makes of logits ``[T, E]``."""
+    layer = layer_of(logits.shape[1], 8, top_k, **options)
+    split = router_step_with(layer, ON, config_of("tiles", layer.experts))
+    step = Step(split.buffers[1:], split.launches[1:])
+    return run(layer, step, {}, router_logits=logits.contiguous())
+
+
+def sorted_by_torch(logits: Tensor, top_k: int, scoring: str) -> tuple[Tensor, Tensor]:
+    """Ids and weights by a stable sort in float32, not renormalised."""
+    scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "topk_softmax": logits}
+    weights, ids = torch.sort(scores[scoring], dim=-1, descending=True, stable=True)
+    weights = weights[:, :top_k]
+    return ids[:, :top_k].int(), weights.softmax(-1) if scoring == "topk_softmax" else weights
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@bounded
+@given(data=st.data())
+def test_ties_and_extreme_logits(scoring, data):
+    values = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-3, 3e38, -3e38, INF, -INF, NAN)
+    experts = data.draw(st.integers(1, 20))
+    row = st.lists(st.sampled_from(values), min_size=experts, max_size=experts)
+    logits = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=3)))
+    top_k = data.draw(st.integers(1, experts))
+    ids, weights = selected(logits, top_k, scoring=scoring, renormalize=False)
+    expected_ids, expected = sorted_by_torch(logits, top_k, scoring)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected, equal_nan=True)
+
+
+def test_every_nan_is_greatest():
+    bits = torch.tensor([[0x7F800000, -0x400000, 0x3F800000, 0x7F800001, -1, 0x7FFFFFFF]])
+    ids, weights = selected(bits.int().view(torch.float32), 6, scoring="topk_softmax")
+    assert ids.tolist() == [[1, 3, 4, 5, 0, 2]]
+    assert weights.isnan().all()
+
+
+@pytest.mark.parametrize("experts", [1, 2, 60, 1024])
+def test_equal_logits_choose_the_lower_experts(experts):
+    top_k = min(experts, 32)
+    ids, weights = selected(torch.full((3, experts), -INF), top_k, scoring="topk_softmax")
+    assert torch.equal(ids, torch.arange(top_k).expand(3, top_k).int())
+    assert weights.isnan().all()
+    ids, weights = selected(torch.full((3, experts), 0.7), top_k)
+    assert torch.equal(ids, torch.arange(top_k).expand(3, top_k).int())
+    torch.testing.assert_close(weights, torch.full_like(weights, 1 / top_k))
+
+
+def test_scores_that_all_underflow_are_not_divided_by_zero():
+    _, weights = selected(torch.full((1, 4), -INF), 2, scoring="sigmoid", renormalize=True)
+    assert weights.tolist() == [[0, 0]]
+
+
+def test_a_layer_without_router_is_refused():
+    layer = Layer(4, 8, 8, 2, torch.float32, torch.float32)
+    with pytest.raises(ValueError, match="no router"):
+        router_step(layer, ON, 1, 1)
+
+
+HALF = (torch.bfloat16, torch.bfloat16, None)
+MIXED = (torch.bfloat16, torch.float32, None)
+
+
+@pytest.mark.parametrize(
+    ("experts", "width", "dtypes", "tokens", "path"),
+    [
+        # 64 KiB of router weight: one program reads it in no time.
+        (8, 4096, HALF, (1, 2), "fused"),
+        (8, 4096, MIXED, (1, 2), "vectors"),
+        (128, 2048, HALF, (1, 4), "vectors"),
+        (128, 2048, HALF, (5, 256), "fused"),
+        (128, 2048, HALF, (1025, MAX_TOKENS), "fused"),
+        (256, 7168, HALF, (1, 4), "vectors"),
+        (256, 7168, HALF, (1, 16), "tiles"),
+        (256, 7168, HALF, (17, MAX_TOKENS), "tiles"),
+        # Too many keys for a program's registers.
+        (1024, 8, HALF, (17, MAX_TOKENS), "tiles"),
+    ],
+)
+def test_path(experts, width, dtypes, tokens, path):
+    layer = layer_of(experts, width, 2, dtypes)
+    assert router_config(layer, architecture(90), *tokens).path == path
+
+
+@pytest.mark.parametrize("on", ARCHITECTURES.values(), ids=lambda each: each.name)
+def test_every_configuration_fits(on):
+    spans = [(1, 1), (1, 16), (17, 300), (1024, 4095), (5000, MAX_TOKENS), (1, MAX_TOKENS)]
+    sizes = product([1, 8, 60, 128, 256, 257, 1024], [8, 96, 4096, 16384], [HALF, MIXED])
+    for (experts, width, dtypes), span in product(sizes, spans):
+        layer = layer_of(experts, width, 1, dtypes)
+        config = router_config(layer, on, *span)
+        stage = (config.block_t + config.block_e) * config.block_d * 4
+        assert config.num_stages * stage <= on.shared_memory
+        assert config.block_d & (config.block_d - 1) == 0
+        assert config.path != "fused" or config.block_e >= experts
+        if config.path != "vectors":
+            assert min(config.block_t, config.block_e, config.block_d) >= 16
+            assert config.block_t * config.block_e <= 32 * 32 * config.num_warps
+        for spec in router_step(layer, on, *span).launches:
+            assert spec.dependent_launch == spec.constants["PDL"] == on.has_dependent_launch
+
+
+def test_bfloat16_is_upcast_where_tensor_cores_do_not_take_it():
+    for on, dtype, upcast in (
+        ("sm_75", torch.bfloat16, True),
+        ("sm_75", torch.float16, False),
+        ("sm_80", torch.bfloat16, False),
+    ):
+        layer = layer_of(8, 64, 2, (dtype, dtype, None))
+        (spec,) = router_step(layer, architecture(on), 17, 64).launches
+        assert spec.constants["UPCAST"] == upcast
