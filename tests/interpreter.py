@@ -2,8 +2,9 @@
 
 The interpreter holds bfloat16 as uint16. As of Triton 3.9 a dot multiplies these integers, a cast
 from float32 cuts the low bits off instead of rounding, and casts from or to other types take the
-bits for a number. Nor does it know programmatic dependent launch. :func:`repair` mends all this.
-Arithmetic on bfloat16 blocks is as wrong and stays so: a kernel must cast to float32 first.
+bits for a number. Nor does it know programmatic dependent launch; and Triton 3.6's takes no bounds
+of a range from NumPy 2.4's arrays. :func:`repair` mends all this. Arithmetic on bfloat16 blocks is
+as wrong and stays so: a kernel must cast to float32 first.
 
 Needs ``TRITON_INTERPRET=1`` before triton is imported: ``conftest.py`` sets it where there is no
 GPU, and repairs the interpreter.
@@ -41,6 +42,7 @@ _GUARD_BYTES = 4096
 def repair(patch: pytest.MonkeyPatch) -> None:
     """Repairs the interpreter until the patch is undone."""
     from triton import language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
@@ -64,6 +66,13 @@ def repair(patch: pytest.MonkeyPatch) -> None:
         a, b = (to_float32(each) if each.dtype.scalar == tl.bfloat16 else each for each in (a, b))
         return dot(self, a, b, *others)
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, *scope: Any) -> None:
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    patch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
     patch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
     patch.setattr(InterpreterBuilder, "create_dot", create_dot)
     patch.setattr(tl.extra.cuda, "gdc_wait", lambda: None)

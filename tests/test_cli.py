@@ -361,7 +361,7 @@ def test_verify_needs_a_file() -> None:
 
 
 def test_without_onnxruntime_verifying_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo_moe.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("dynamo_moe.cli._models.find_spec", lambda name: None)
     message = _error("verify", "m.onnx", "models.py", code=1)
     assert message == "verifying needs ONNX Runtime: pip install 'dynamo-moe[onnxruntime]'"
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from custom_ops import SCORINGS, RouterOptions, reference
 from custom_ops.kernels.architectures import ARCHITECTURES, architecture
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.router import RouterConfig, router_config, router_step, router_step_with
+from custom_ops.kernels.router import router_step, router_step_with
+from custom_ops.kernels.router_config import RouterConfig, router_config
 from custom_ops.kernels.spec import MAX_TOKENS, Step
 from interpreter import ON, run_step
 from moe_cases import ROUTER_FORMS, assert_matches
@@ -289,12 +290,18 @@ def test_every_configuration_fits(on):
             assert spec.dependent_launch == spec.constants["PDL"] == on.has_dependent_launch
 
 
-def test_bfloat16_is_upcast_where_tensor_cores_do_not_take_it():
-    for on, dtype, upcast in (
-        ("sm_75", torch.bfloat16, True),
-        ("sm_75", torch.float16, False),
-        ("sm_80", torch.bfloat16, False),
-    ):
-        layer = layer_of(8, 64, 2, (dtype, dtype, None))
-        (spec,) = router_step(layer, architecture(on), 17, 64).launches
-        assert spec.constants["UPCAST"] == upcast
+@pytest.mark.parametrize(
+    ("on", "x", "weight", "upcast"),
+    [
+        ("sm_80", torch.bfloat16, torch.bfloat16, False),
+        ("sm_80", torch.float16, torch.float16, False),
+        ("sm_80", torch.float16, torch.bfloat16, True),
+        ("sm_80", torch.bfloat16, torch.float32, True),
+        ("sm_80", torch.float32, torch.float32, True),
+        ("sm_75", torch.float16, torch.float16, True),
+    ],
+)
+def test_only_pairs_of_one_16_bit_dtype_take_tensor_cores(on, x, weight, upcast):
+    layer = layer_of(8, 64, 2, (x, weight, None))
+    (spec,) = router_step(layer, architecture(on), 17, 64).launches
+    assert spec.constants["UPCAST"] == upcast

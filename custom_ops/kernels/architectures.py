@@ -15,7 +15,7 @@ class Architecture:
         capability: 90 for compute capability 9.0, which is sm_90.
         shared_memory: Largest dynamic shared memory of one block, in bytes (CUDA C++ Programming
             Guide, technical specifications per compute capability).
-        has_bfloat16: Whether tensor cores take bfloat16 and TF32.
+        has_tensor_cores: Whether Triton compiles products to them; for sm_75 it does not.
         has_tensor_maps: Whether the tensor memory accelerator loads tiles (TMA).
         has_dependent_launch: Whether a kernel may start before the one ahead of it ends
             (programmatic dependent launch).
@@ -23,7 +23,7 @@ class Architecture:
 
     capability: int
     shared_memory: int
-    has_bfloat16: bool = True
+    has_tensor_cores: bool = True
     has_tensor_maps: bool = False
     has_dependent_launch: bool = False
 
@@ -42,7 +42,7 @@ def _with_tma(capability: int, kibibytes: int) -> Architecture:
 ARCHITECTURES = {
     known.capability: known
     for known in (
-        Architecture(75, 64 * 1024, has_bfloat16=False),
+        Architecture(75, 64 * 1024, has_tensor_cores=False),
         Architecture(80, 163 * 1024),
         Architecture(86, 99 * 1024),
         Architecture(87, 163 * 1024),

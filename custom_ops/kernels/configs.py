@@ -150,9 +150,9 @@ def _default_ranges(layer: Layer, architecture: Architecture) -> Iterator[RangeC
         _few(layer, layer.hidden, depth=layer.width, vectors=layer.top_k),
         _few(layer, layer.width, depth=layer.hidden, vectors=1),
     )
-    matrix = _has_matrix_units(layer, architecture)
-    on_chip = matrix and layer.width <= _MLP_WIDTH
-    blocks_m = (16, 32, 64, 128) if matrix else (16, 32, 64)
+    tensor_cores = _on_tensor_cores(layer, architecture)
+    on_chip = tensor_cores and layer.width <= _MLP_WIDTH
+    blocks_m = (16, 32, 64, 128) if tensor_cores else (16, 32, 64)
     for block_m in blocks_m:
         last = block_m * layer.experts // layer.top_k
         if block_m == blocks_m[-1]:
@@ -183,11 +183,9 @@ def _last_few_tokens(layer: Layer) -> int:
     return last
 
 
-def _has_matrix_units(layer: Layer, architecture: Architecture) -> bool:
-    """Whether tensor cores take the experts' dtype; TF32 is planned like full float32."""
-    if layer.experts_dtype == torch.bfloat16:
-        return architecture.has_bfloat16
-    return layer.experts_dtype == torch.float16
+def _on_tensor_cores(layer: Layer, architecture: Architecture) -> bool:
+    """Whether the products run on tensor cores; TF32 is planned like full float32."""
+    return architecture.has_tensor_cores and layer.experts_dtype != torch.float32
 
 
 def _few(layer: Layer, columns: int, *, depth: int, vectors: int) -> FewConfig:
@@ -200,7 +198,7 @@ def _few(layer: Layer, columns: int, *, depth: int, vectors: int) -> FewConfig:
 def _gemm(
     layer: Layer, architecture: Architecture, block_m: int, columns: int, *, depth: int, gates: int
 ) -> GemmConfig:
-    matrix = _has_matrix_units(layer, architecture)
+    tensor_cores = _on_tensor_cores(layer, architecture)
     big = architecture.shared_memory >= 200 * 1024
     if block_m <= 32:
         block_n, block_k, num_warps = 64, 128, 4
@@ -208,10 +206,10 @@ def _gemm(
         block_n, block_k, num_warps = 128 // gates, 64, 4
     else:
         block_n, block_k, num_warps = (256 if big else 128) // gates, 64, 8
-    if not matrix:
+    if not tensor_cores:
         # Products without tensor cores take their operands from registers.
         block_n, block_k = min(block_n, 64), 32
-    tensor_maps = matrix and architecture.has_tensor_maps
+    tensor_maps = tensor_cores and architecture.has_tensor_maps
     if tensor_maps:
         block_k = 64  # 128 bytes, the widest swizzle.
     block_n = min(block_n, max(16, _power_of_2(columns)))

@@ -258,13 +258,14 @@ def place_kernel(
     )
 
 
-# Slots that a program ranks at a time, by comparing each two of them.
+# Slots that a program ranks at a time, by comparing each two of them in registers.
 _BLOCK_SLOTS = 64
-# So many pass one program's few blocks sooner than two kernels start (estimated).
+# One program takes so many sooner than a second kernel starts (estimated, as is all here).
 _ONE_PROGRAM_SLOTS = 512
-# Each program of the two-kernel form reads the counts of all, up to this many, 128 KiB.
-_COUNTS = 32 * 1024
+# Two or three programs for each multiprocessor. Each reads the counts of all, at most 128 KiB, and
+# so many in one go.
 _MAX_PROGRAMS = 256
+_COUNTS = 32 * 1024
 _COUNTS_AT_ONCE = 4096
 
 
@@ -305,7 +306,7 @@ def index_sort_step(
         "BLOCK_M": Constant(block_m),
         "BLOCK_N": Constant(_BLOCK_SLOTS),
         "BLOCK_E": Constant(block_e),
-        "BLOCK_P": Constant(_COUNTS_AT_ONCE // block_e),
+        "BLOCK_P": Constant(min(64, _COUNTS_AT_ONCE // block_e)),
         "PDL": Constant(architecture.has_dependent_launch),
     }
 

@@ -17,6 +17,7 @@ from custom_ops.kernels.index_sort import index_sort_step
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.router import router_step
 from custom_ops.kernels.spec import (
+    MAX_SLOTS,
     Argument,
     ForwardPlan,
     Step,
@@ -47,13 +48,14 @@ def plan_with(
 ) -> ForwardPlan:
     """Returns the plan for given configurations, as the tuner tries them."""
     layer = layer.canonical()
+    most = MAX_SLOTS // layer.top_k
     first, planned = 1, []
     for config in ranges:
         steps = tuple(_steps(layer, architecture, config, first))
         planned.append(
             TokenRange(
                 first,
-                config.last_tokens,
+                min(config.last_tokens, most),
                 tuple(buffer for step in steps for buffer in step.buffers),
                 tuple(launch for step in steps for launch in step.launches),
             )

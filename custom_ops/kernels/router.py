@@ -8,16 +8,16 @@ Legend: T tokens, D model width, E experts, K = top_k.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.expressions import E, Expression, K, T, cdiv
+from custom_ops.kernels.expressions import E, Expression, IntLike, K, T, cdiv
 from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.router_config import RouterConfig, needs_upcast, router_config
 from custom_ops.kernels.spec import (
     Argument,
     Buffer,
@@ -28,18 +28,17 @@ from custom_ops.kernels.spec import (
     TensorPointer,
     WorkspacePointer,
 )
-from custom_ops.options import RouterOptions
 from custom_ops.routing import RENORMALIZE_EPS
 
 __all__ = [
-    "RouterConfig",
     "route_kernel",
-    "router_config",
     "router_logits_kernel",
     "router_step",
     "router_step_with",
     "select_kernel",
 ]
+
+_EPS = tl.constexpr(RENORMALIZE_EPS)
 
 
 @triton.jit
@@ -93,7 +92,6 @@ def _select(
     K: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
     SCALING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -138,7 +136,7 @@ def _select(
         weight = weight / tl.sum(weight, axis=1)[:, None]
     elif RENORMALIZE:
         weight = tl.where(choice < K, weight, 0.0)
-        weight = weight / (tl.sum(weight, axis=1)[:, None] + EPS)
+        weight = weight / (tl.sum(weight, axis=1)[:, None] + _EPS)
     slot = token.to(tl.int64)[:, None] * K + choice
     stored = (token < tokens)[:, None] & (choice < K)
     chosen_expert = BLOCK_E - 1 - chosen.to(tl.int32)
@@ -159,7 +157,6 @@ def route_kernel(
     D: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
     SCALING: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -196,7 +193,6 @@ def route_kernel(
         K,
         SCORING,
         RENORMALIZE,
-        EPS,
         SCALING,
         BLOCK_T,
         BLOCK_E,
@@ -268,7 +264,6 @@ def select_kernel(
     K: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    EPS: tl.constexpr,
     SCALING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -293,91 +288,11 @@ def select_kernel(
         K,
         SCORING,
         RENORMALIZE,
-        EPS,
         SCALING,
         BLOCK_T,
         BLOCK_E,
         BLOCK_K,
     )
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """The path through the router and the tile of its logits.
-
-    Attributes:
-        path: ``fused``: one kernel; ``tiles``: logits by matrix products, then the selection;
-            ``vectors``: logits by vector products, a token at a time, then the selection.
-        block_t: Tokens.
-        block_e: Experts; at least E where fused.
-        block_d: Depth of one pipeline stage.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline.
-    """
-
-    path: Literal["fused", "tiles", "vectors"]
-    block_t: int
-    block_e: int
-    block_d: int
-    num_warps: int
-    num_stages: int
-
-
-# One program reads some 100 kB/us (estimated): it does so with a weight of the first size at any
-# number of tokens, of the second where the experts take far longer anyway.
-_ALONE_BYTES = 64 * 1024
-_FUSED_BYTES = 1024 * 1024
-_FEW_TOKENS = 16
-# Vector products read the weight once per token, from L2; beyond this, tiles of 16 tokens win.
-_VECTOR_BYTES = 16 * 1024 * 1024
-_STAGE_BYTES = 24 * 1024
-# 64-bit keys of a thread, above which registers spill.
-_KEYS = 32
-
-
-def router_config(
-    layer: Layer, architecture: Architecture, first_tokens: int, last_tokens: int
-) -> RouterConfig:
-    """Chooses from sizes alone; nothing here was measured on a GPU.
-
-    Args:
-        layer: A layer with a router.
-        architecture: Where it runs.
-        first_tokens: Fewest tokens that it is launched for.
-        last_tokens: Most tokens.
-    """
-    experts = max(16, _power_of_2(layer.experts))
-    weight_bytes = layer.experts * layer.width * layer.routing_dtype.itemsize
-    few = last_tokens <= _FEW_TOKENS
-    if experts <= 256 and weight_bytes <= (_ALONE_BYTES if few else _FUSED_BYTES):
-        block_t = 16 if first_tokens < 1024 else 32 if first_tokens < 4096 else 64
-        block_t = min(block_t, 8 * 32 * _KEYS // experts)
-        return _tiled(layer, architecture, "fused", block_t, experts)
-    if few and last_tokens * weight_bytes <= _VECTOR_BYTES:
-        # A warp reads 512 contiguous bytes of an expert's row.
-        block_d = min(_power_of_2(layer.width), 512 // layer.routing_dtype.itemsize)
-        return RouterConfig("vectors", 1, 4, block_d, num_warps=4, num_stages=2)
-    if first_tokens < 64:
-        return _tiled(layer, architecture, "tiles", 16, min(experts, 16 if few else 32))
-    block_t = 32 if first_tokens < 1024 else 64
-    return _tiled(layer, architecture, "tiles", block_t, min(experts, 64))
-
-
-def _tiled(
-    layer: Layer,
-    architecture: Architecture,
-    path: Literal["fused", "tiles"],
-    block_t: int,
-    block_e: int,
-) -> RouterConfig:
-    itemsize = max(layer.tokens_dtype.itemsize, layer.routing_dtype.itemsize)
-    depth_bytes = (block_t + block_e) * itemsize
-    # 128 contiguous bytes of a row, unless that makes the stages too big.
-    block_d = min(128 // itemsize, _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
-    block_d = max(16, 1 << (block_d.bit_length() - 1))
-    stages = architecture.shared_memory // 2 // (depth_bytes * block_d)
-    num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS else 4
-    return RouterConfig(path, block_t, block_e, block_d, num_warps, max(1, min(3, stages)))
 
 
 def router_step(
@@ -406,115 +321,49 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
         Buffer("expert_ids", torch.int32, T * K),
         Buffer("expert_weights", torch.float32, T * K),
     )
-    if config.path == "fused":
-        return Step(chosen, (_route(layer, layer.router, architecture, config),))
-    return Step(
-        (Buffer("router_logits", torch.float32, T * E), *chosen),
-        (_logits(layer, architecture, config), _selection(layer, layer.router, architecture)),
-    )
-
-
-def _route(
-    layer: Layer, router: RouterOptions, architecture: Architecture, config: RouterConfig
-) -> KernelSpec:
-    return KernelSpec(
-        route_kernel,
-        {
-            **_inputs(layer),
-            **_CHOSEN,
-            "tokens": Scalar(T),
-            "E": Constant(layer.experts),
-            "K": Constant(layer.top_k),
-            "D": Constant(layer.width),
-            **_scoring(router),
-            "UPCAST": Constant(_upcast(layer, architecture)),
-            "BLOCK_T": Constant(config.block_t),
-            "BLOCK_E": Constant(config.block_e),
-            "BLOCK_D": Constant(config.block_d),
-            "BLOCK_K": Constant(_power_of_2(layer.top_k)),
-            "PDL": Constant(architecture.has_dependent_launch),
-        },
-        grid=(cdiv(T, config.block_t), Expression.of(1), Expression.of(1)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        dependent_launch=architecture.has_dependent_launch,
-    )
-
-
-def _logits(layer: Layer, architecture: Architecture, config: RouterConfig) -> KernelSpec:
-    return KernelSpec(
-        router_logits_kernel,
-        {
-            **_inputs(layer),
-            "logits_ptr": WorkspacePointer("router_logits", torch.float32),
-            "tokens": Scalar(T),
-            "E": Constant(layer.experts),
-            "D": Constant(layer.width),
-            "UPCAST": Constant(_upcast(layer, architecture)),
-            "BLOCK_T": Constant(config.block_t),
-            "BLOCK_E": Constant(config.block_e),
-            "BLOCK_D": Constant(config.block_d),
-            "PDL": Constant(architecture.has_dependent_launch),
-        },
-        grid=(cdiv(T, config.block_t), cdiv(E, config.block_e), Expression.of(1)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        dependent_launch=architecture.has_dependent_launch,
-    )
-
-
-def _selection(layer: Layer, router: RouterOptions, architecture: Architecture) -> KernelSpec:
-    experts = _power_of_2(layer.experts)
-    block_t = max(1, 1024 // experts)
-    return KernelSpec(
-        select_kernel,
-        {
-            "logits_ptr": WorkspacePointer("router_logits", torch.float32),
-            **_CHOSEN,
-            "tokens": Scalar(T),
-            "E": Constant(layer.experts),
-            "K": Constant(layer.top_k),
-            **_scoring(router),
-            "BLOCK_T": Constant(block_t),
-            "BLOCK_E": Constant(experts),
-            "BLOCK_K": Constant(_power_of_2(layer.top_k)),
-            "PDL": Constant(architecture.has_dependent_launch),
-        },
-        grid=(cdiv(T, block_t), Expression.of(1), Expression.of(1)),
-        num_warps=4,
-        dependent_launch=architecture.has_dependent_launch,
-    )
-
-
-_CHOSEN: dict[str, Argument] = {
-    "expert_ids_ptr": WorkspacePointer("expert_ids", torch.int32),
-    "expert_weights_ptr": WorkspacePointer("expert_weights", torch.float32),
-}
-
-
-def _inputs(layer: Layer) -> dict[str, Argument]:
     bias = layer.weights_dtype
-    return {
+    arguments: dict[str, Argument] = {
         "x_ptr": TensorPointer("x", layer.tokens_dtype),
         "router_weight_ptr": TensorPointer("router_weight", layer.routing_dtype),
-        "router_bias_ptr": Constant(None) if bias is None else TensorPointer("router_bias", bias),
+        "router_bias_ptr": TensorPointer("router_bias", bias) if bias else Constant(None),
+        "logits_ptr": WorkspacePointer("router_logits", torch.float32),
+        **{f"{each.name}_ptr": WorkspacePointer(each.name, each.dtype) for each in chosen},
+        "tokens": Scalar(T),
+        "E": Constant(layer.experts),
+        "K": Constant(layer.top_k),
+        "D": Constant(layer.width),
+        "SCORING": Constant(layer.router.scoring),
+        "RENORMALIZE": Constant(layer.router.renormalize),
+        "SCALING": Constant(layer.router.routed_scaling),
+        "UPCAST": Constant(needs_upcast(layer, architecture)),
+        "BLOCK_D": Constant(config.block_d),
+        "BLOCK_K": Constant(1 << (layer.top_k - 1).bit_length()),
+        "PDL": Constant(architecture.has_dependent_launch),
     }
 
+    def spec(
+        function: Any, block_t: int, block_e: int, grid_e: IntLike = 1, **launch: int
+    ) -> KernelSpec:
+        blocks = {"BLOCK_T": Constant(block_t), "BLOCK_E": Constant(block_e)}
+        return KernelSpec(
+            function,
+            {name: (arguments | blocks)[name] for name in function.arg_names},
+            grid=(cdiv(T, block_t), Expression.of(grid_e), Expression.of(1)),
+            dependent_launch=architecture.has_dependent_launch,
+            **launch,
+        )
 
-def _scoring(router: RouterOptions) -> dict[str, Argument]:
-    return {
-        "SCORING": Constant(router.scoring),
-        "RENORMALIZE": Constant(router.renormalize),
-        "EPS": Constant(RENORMALIZE_EPS),
-        "SCALING": Constant(router.routed_scaling),
-    }
-
-
-def _upcast(layer: Layer, architecture: Architecture) -> bool:
-    dtype = layer.tokens_dtype
-    on_tensor_cores = dtype == torch.float16 or architecture.has_bfloat16
-    return dtype != layer.routing_dtype or dtype.itemsize != 2 or not on_tensor_cores
-
-
-def _power_of_2(value: int) -> int:
-    return 1 << (value - 1).bit_length()
+    tile = (config.block_t, config.block_e)
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.path == "fused":
+        return Step(chosen, (spec(route_kernel, *tile, **launch),))
+    logits = Buffer("router_logits", torch.float32, T * E)
+    experts = 1 << (layer.experts - 1).bit_length()
+    return Step(
+        (logits, *chosen),
+        (
+            spec(router_logits_kernel, *tile, cdiv(E, config.block_e), **launch),
+            # Eight keys for each thread of four warps.
+            spec(select_kernel, max(1, 1024 // experts), experts),
+        ),
+    )

@@ -17,6 +17,7 @@ from custom_ops.kernels.expressions import Expression
 from custom_ops.kernels.layer import Layer
 
 __all__ = [
+    "MAX_SLOTS",
     "MAX_TOKENS",
     "TENSORS",
     "Argument",
@@ -38,8 +39,11 @@ TENSORS = (
     *("w1", "b1", "w2", "b2", "y"),
 )
 
-#: Token counts are 32-bit in the kernels.
-MAX_TOKENS = 2**31 - 1
+#: Slots, tokens times experts per token, are counted in 32 bits by the kernels, which also count
+#: up to the end of a block of them.
+MAX_SLOTS = 2**31 - 2**15
+#: So many tokens at most, with one expert each.
+MAX_TOKENS = MAX_SLOTS
 
 _WORKSPACE_ALIGNMENT = 256
 
@@ -207,7 +211,7 @@ class ForwardPlan:
     Attributes:
         layer: The layer.
         architecture: Where it runs.
-        ranges: Ascending, without gaps, from 1 token to :data:`MAX_TOKENS`.
+        ranges: Ascending, without gaps, from 1 token on.
     """
 
     layer: Layer

@@ -1,0 +1,40 @@
+"""The command line: ``dynamo-moe export``, ``verify``, ``inspect`` and ``compile``.
+
+Exit codes: 0 success; 1 the export, the verification, the compilation or the reading of a file
+failed; 2 what was asked for does not exist or makes no sense. A report goes to stdout, all else to
+stderr, what the model's own code prints included.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+# Importing them registers their commands, in the help's order.
+from dynamo_moe.cli import _models, _products  # noqa: F401
+from dynamo_moe.cli._common import app
+
+__all__ = ["app", "main"]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import dynamo_moe
+
+        typer.echo(f"dynamo-moe {dynamo_moe.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _dynamo_moe(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """PyTorch models with Mixture-of-Experts layers, to ONNX."""
+
+
+def main() -> None:
+    """Runs the command line."""
+    app()

@@ -1,0 +1,130 @@
+"""A GPU for the C++ launcher: kernels that the stand-in driver is told to launch are interpreted.
+
+The launcher passes addresses, integers and tensor maps, as to a real driver. They are taken from
+its parameter list as the kernel's declaration says, so a parameter in the wrong place computes
+wrong numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from custom_ops.kernels.spec import (
+    Constant,
+    ForwardPlan,
+    KernelSpec,
+    Scalar,
+    TensorMap,
+    TensorPointer,
+    WorkspacePointer,
+)
+from trt_plugin._compiled import Compiled, MapLayout
+from trt_plugin._programs import program_for
+from trt_plugin._tasks import task_for
+from trt_plugin.bundle import PARAMETER_BYTES, Program
+from trt_plugin.cubin import CubinInfo, Parameter
+
+__all__ = ["InterpretedGpu", "uncompiled_program"]
+
+_MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_SCRATCH = 2
+# The interpreter replaces functions of triton.language while it runs a kernel.
+_INTERPRETER = threading.Lock()
+
+
+class InterpretedGpu:
+    """What the stand-in driver calls for each launch.
+
+    Attributes:
+        kernels: The declaration of each image's kernel.
+        launches: What has been launched, in order.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: dict[bytes, KernelSpec] = {}
+        self.launches: list[KernelSpec] = []
+
+    def know(self, plan: ForwardPlan, program: Program) -> None:
+        """Makes a program's images known."""
+        for planned, packed in zip(plan.ranges, program.ranges, strict=True):
+            for spec, launch in zip(planned.launches, packed.launches, strict=True):
+                self.kernels[program.kernels[launch.kernel].image] = spec
+
+    def __call__(self, launch: Any) -> None:
+        """Interprets a launch."""
+        spec = self.kernels[launch.image]
+        assert launch.function == spec.name
+        assert launch.block == (32 * spec.num_warps, 1, 1)
+        assert launch.pdl == spec.dependent_launch
+        self.launches.append(spec)
+        arguments: dict[str, Any] = {}
+        index = 0
+        for name, argument in spec.arguments.items():
+            match argument:
+                case Constant(value):
+                    arguments[name] = value
+                    continue
+                case Scalar():
+                    arguments[name] = launch.i32(index)
+                case TensorPointer(_, dtype) | WorkspacePointer(_, dtype):
+                    arguments[name] = _tensor_at(launch.pointer(index), dtype)
+                case TensorMap():
+                    arguments[name] = _descriptor(launch.tensor_map(index), argument)
+                    index += 2 * len(argument.shape)
+            index += 1
+        with _INTERPRETER:
+            spec.function[launch.grid](**arguments)
+
+
+def uncompiled_program(plan: ForwardPlan) -> Program:
+    """The program of a plan, whose images only tell its kernels apart."""
+    compiled = {}
+    for spec in plan.kernels():
+        task = task_for(spec, plan.architecture)
+        sizes = [8] * _SCRATCH
+        maps = []
+        for argument in reversed(spec.parameters.values()):
+            match argument:
+                case Scalar():
+                    sizes.insert(0, PARAMETER_BYTES["i32"])
+                case TensorMap(_, dtype, shape, _, box):
+                    maps.insert(0, MapLayout(3, _MAP_DTYPES[dtype], box))
+                    sizes[:0] = [128, *[4] * len(shape), *[8] * len(shape)]
+                case _:
+                    sizes.insert(0, 8)
+        info = CubinInfo(
+            spec.name,
+            tuple(Parameter(0, size) for size in sizes),
+            threads=32 * spec.num_warps,
+            registers=32,
+            local_memory=0,
+            static_shared_memory=0,
+        )
+        key = task.to_json()
+        compiled[key] = Compiled(
+            key.encode(), info, spec.num_warps, 0, spec.dependent_launch, tuple(maps), {}
+        )
+    return program_for(plan, compiled)
+
+
+def _tensor_at(address: int, dtype: torch.dtype) -> Tensor:
+    # Its size does not matter: the interpreter reads and writes through addresses.
+    memory = (ctypes.c_char * 16).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def _descriptor(encoded: Any, argument: TensorMap) -> TensorDescriptor:
+    assert encoded.dtype == _MAP_DTYPES[argument.dtype]
+    sizes, strides, box = encoded.sizes[::-1], encoded.strides[::-1], encoded.box[::-1]
+    itemsize = argument.dtype.itemsize
+    # The driver is not told the innermost stride, an element.
+    elements = [*(stride // itemsize for stride in strides), 1]
+    assert tuple(box) == argument.box
+    base = _tensor_at(encoded.base, argument.dtype)
+    return TensorDescriptor(base, list(sizes), elements, list(box))

@@ -1,0 +1,458 @@
+// A stand-in for libcuda.so.1: devices without a GPU, for tests of the launcher.
+//
+// It has the driver's functions that the launcher calls, and refuses what a driver would refuse. A
+// launch is handed to a callback, which reads the parameters and computes; without one it is only
+// counted. standin_* functions set it up.
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+enum Result {
+  kSuccess = 0,
+  kInvalidValue = 1,
+  kInvalidImage = 200,
+  kInvalidContext = 201,
+  kInvalidHandle = 400,
+  kNotFound = 500,
+};
+
+struct Device {
+  int architecture;
+  int shared_memory_optin;
+};
+
+struct Context {
+  int device;
+  unsigned long long id;
+};
+
+struct Module {
+  Context* context;
+  int image;
+};
+
+struct Function {
+  Module* module;
+  std::string name;
+  int max_dynamic_shared_memory;
+};
+
+// What a launch's callback is told.
+struct Launch {
+  const char* function;
+  void** parameters;
+  void* stream;
+  void* context;
+  std::uint32_t grid[3];
+  std::uint32_t block[3];
+  std::uint32_t shared_memory;
+  std::int32_t image;
+  std::int32_t dependent;
+};
+using Callback = int (*)(const Launch*);
+
+struct Failure {
+  int calls_before;
+  int result;
+};
+
+struct State {
+  std::mutex mutex;
+  std::vector<Device> devices;
+  std::vector<std::string> images;
+  std::set<Context*> contexts;
+  std::set<Module*> modules;
+  std::map<Module*, std::vector<Function*>> functions;
+  std::map<std::string, Failure> failures;
+  std::map<std::string, int> calls;
+  unsigned long long next_context = 1;
+  Callback callback = nullptr;
+};
+
+State& state() {
+  static State& instance = *new State;
+  return instance;
+}
+
+thread_local std::vector<Context*> current;
+
+Context* CurrentContext() { return current.empty() ? nullptr : current.back(); }
+
+// Counts a call; returns what it must fail with, or kSuccess.
+int Called(const char* name) {
+  State& s = state();
+  ++s.calls[name];
+  const auto planned = s.failures.find(name);
+  if (planned == s.failures.end() || planned->second.calls_before-- > 0) {
+    return kSuccess;
+  }
+  const int result = planned->second.result;
+  s.failures.erase(planned);
+  return result;
+}
+
+// Which known image lies at an address; -1 if none. Compares no byte after the first that differs.
+int ImageAt(const char* address) {
+  const std::vector<std::string>& images = state().images;
+  for (std::size_t i = 0; i < images.size(); ++i) {
+    std::size_t same = 0;
+    while (same < images[i].size() && address[same] == images[i][same]) {
+      ++same;
+    }
+    if (same == images[i].size()) {
+      return static_cast<int>(i);
+    }
+  }
+  return -1;
+}
+
+bool IsLive(const Function* function) {
+  const auto found = state().functions.find(function->module);
+  return found != state().functions.end();
+}
+
+}  // namespace
+
+#define BEGIN(name)                                             \
+  const std::lock_guard<std::mutex> lock(state().mutex);        \
+  if (const int planned = Called(name); planned != kSuccess) {  \
+    return planned;                                             \
+  }
+
+// --- Set-up ---
+
+EXPORT void standin_reset() {
+  State& s = state();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.devices.clear();
+  s.images.clear();
+  s.failures.clear();
+  s.calls.clear();
+  s.callback = nullptr;
+}
+
+EXPORT int standin_add_device(int architecture, int shared_memory_optin) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().devices.push_back({architecture, shared_memory_optin});
+  return static_cast<int>(state().devices.size()) - 1;
+}
+
+EXPORT int standin_add_image(const char* bytes, std::size_t size) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().images.emplace_back(bytes, size);
+  return static_cast<int>(state().images.size()) - 1;
+}
+
+EXPORT void* standin_create_context(int device) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  auto* const context = new Context{device, state().next_context++};
+  state().contexts.insert(context);
+  return context;
+}
+
+// Destroys a context and its modules, as cuCtxDestroy does.
+EXPORT void standin_destroy_context(void* handle) {
+  State& s = state();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  auto* const context = static_cast<Context*>(handle);
+  for (auto each = s.modules.begin(); each != s.modules.end();) {
+    if ((*each)->context != context) {
+      ++each;
+      continue;
+    }
+    for (const Function* const function : s.functions[*each]) {
+      delete function;
+    }
+    s.functions.erase(*each);
+    delete *each;
+    each = s.modules.erase(each);
+  }
+  s.contexts.erase(context);
+  delete context;
+}
+
+EXPORT void standin_set_context(void* context) {
+  current.clear();
+  if (context != nullptr) {
+    current.push_back(static_cast<Context*>(context));
+  }
+}
+
+EXPORT void standin_on_launch(Callback callback) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().callback = callback;
+}
+
+// Makes one later call of a function fail, after so many that do not.
+EXPORT void standin_fail(const char* function, int calls_before, int result) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().failures[function] = {calls_before, result};
+}
+
+EXPORT int standin_calls(const char* function) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  return state().calls[function];
+}
+
+EXPORT int standin_live_modules() {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  return static_cast<int>(state().modules.size());
+}
+
+// --- The driver ---
+
+EXPORT int cuInit(unsigned flags) {
+  BEGIN("cuInit");
+  return flags == 0 ? kSuccess : kInvalidValue;
+}
+
+EXPORT int cuGetErrorName(int error, const char** name) {
+  switch (error) {
+    case 2:
+      *name = "CUDA_ERROR_OUT_OF_MEMORY";
+      return kSuccess;
+    case kInvalidValue:
+      *name = "CUDA_ERROR_INVALID_VALUE";
+      return kSuccess;
+    case 719:
+      *name = "CUDA_ERROR_LAUNCH_FAILED";
+      return kSuccess;
+    default:
+      *name = "CUDA_ERROR_OTHER";
+      return kSuccess;
+  }
+}
+
+EXPORT int cuGetErrorString(int error, const char** text) {
+  *text = error == 2 ? "out of memory" : "described by the stand-in";
+  return kSuccess;
+}
+
+EXPORT int cuCtxGetCurrent(Context** context) {
+  BEGIN("cuCtxGetCurrent");
+  *context = CurrentContext();
+  return kSuccess;
+}
+
+EXPORT int cuCtxGetId(Context* context, unsigned long long* id) {
+  BEGIN("cuCtxGetId");
+  if (state().contexts.count(context) == 0) {
+    return kInvalidContext;
+  }
+  *id = context->id;
+  return kSuccess;
+}
+
+EXPORT int cuCtxPushCurrent_v2(Context* context) {
+  BEGIN("cuCtxPushCurrent");
+  if (state().contexts.count(context) == 0) {
+    return kInvalidContext;
+  }
+  current.push_back(context);
+  return kSuccess;
+}
+
+EXPORT int cuCtxPopCurrent_v2(Context** context) {
+  BEGIN("cuCtxPopCurrent");
+  if (current.empty()) {
+    return kInvalidContext;
+  }
+  *context = current.back();
+  current.pop_back();
+  return kSuccess;
+}
+
+EXPORT int cuCtxGetDevice(int* device) {
+  BEGIN("cuCtxGetDevice");
+  if (CurrentContext() == nullptr) {
+    return kInvalidContext;
+  }
+  *device = CurrentContext()->device;
+  return kSuccess;
+}
+
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  BEGIN("cuDeviceGetAttribute");
+  if (device < 0 || device >= static_cast<int>(state().devices.size())) {
+    return kInvalidValue;
+  }
+  const Device& found = state().devices[device];
+  switch (attribute) {
+    case 75:
+      *value = found.architecture / 10;
+      return kSuccess;
+    case 76:
+      *value = found.architecture % 10;
+      return kSuccess;
+    case 97:
+      *value = found.shared_memory_optin;
+      return kSuccess;
+    default:
+      return kInvalidValue;
+  }
+}
+
+EXPORT int cuModuleLoadData(Module** module, const void* image) {
+  BEGIN("cuModuleLoadData");
+  if (CurrentContext() == nullptr) {
+    return kInvalidContext;
+  }
+  const int known = ImageAt(static_cast<const char*>(image));
+  if (known < 0) {
+    return kInvalidImage;
+  }
+  *module = new Module{CurrentContext(), known};
+  state().modules.insert(*module);
+  state().functions[*module] = {};
+  return kSuccess;
+}
+
+EXPORT int cuModuleUnload(Module* module) {
+  BEGIN("cuModuleUnload");
+  State& s = state();
+  if (s.modules.count(module) == 0) {
+    return kInvalidHandle;
+  }
+  if (module->context != CurrentContext()) {
+    return kInvalidContext;
+  }
+  for (const Function* const function : s.functions[module]) {
+    delete function;
+  }
+  s.functions.erase(module);
+  s.modules.erase(module);
+  delete module;
+  return kSuccess;
+}
+
+EXPORT int cuModuleGetFunction(Function** function, Module* module, const char* name) {
+  BEGIN("cuModuleGetFunction");
+  if (state().modules.count(module) == 0) {
+    return kInvalidHandle;
+  }
+  *function = new Function{module, name, 48 * 1024};
+  state().functions[module].push_back(*function);
+  return kSuccess;
+}
+
+EXPORT int cuFuncSetAttribute(Function* function, int attribute, int value) {
+  BEGIN("cuFuncSetAttribute");
+  const Device& device = state().devices[function->module->context->device];
+  if (attribute != 8 || value < 0 || value > device.shared_memory_optin) {
+    return kInvalidValue;
+  }
+  function->max_dynamic_shared_memory = value;
+  return kSuccess;
+}
+
+struct Attribute {
+  int id;
+  int padding;
+  union {
+    char bytes[64];
+    int value;
+  };
+};
+
+struct Config {
+  std::uint32_t grid[3];
+  std::uint32_t block[3];
+  std::uint32_t shared_memory;
+  void* stream;
+  const Attribute* attributes;
+  std::uint32_t attribute_count;
+};
+
+EXPORT int cuLaunchKernelEx(const Config* config, Function* function, void** parameters,
+                            void** extra) {
+  Callback callback = nullptr;
+  Launch launch = {};
+  {
+    BEGIN("cuLaunchKernelEx");
+    if (function == nullptr || extra != nullptr || !IsLive(function)) {
+      return kInvalidHandle;
+    }
+    if (function->module->context != CurrentContext()) {
+      return kInvalidContext;
+    }
+    const std::uint32_t threads = config->block[0] * config->block[1] * config->block[2];
+    const bool fits = config->grid[0] >= 1 && config->grid[0] <= 0x7FFFFFFFU &&
+                      config->grid[1] >= 1 && config->grid[1] <= 65535 && config->grid[2] >= 1 &&
+                      config->grid[2] <= 65535 && threads >= 1 && threads <= 1024;
+    const auto shared_limit = static_cast<std::uint32_t>(function->max_dynamic_shared_memory);
+    if (!fits || config->shared_memory > shared_limit) {
+      return kInvalidValue;
+    }
+    for (std::uint32_t i = 0; i < config->attribute_count; ++i) {
+      if (config->attributes[i].id != 6) {
+        return kInvalidValue;
+      }
+      launch.dependent = config->attributes[i].value;
+    }
+    launch.function = function->name.c_str();
+    launch.parameters = parameters;
+    launch.stream = config->stream;
+    launch.context = function->module->context;
+    std::memcpy(launch.grid, config->grid, sizeof(launch.grid));
+    std::memcpy(launch.block, config->block, sizeof(launch.block));
+    launch.shared_memory = config->shared_memory;
+    launch.image = function->module->image;
+    callback = state().callback;
+  }
+  return callback == nullptr ? static_cast<int>(kSuccess) : callback(&launch);
+}
+
+// What a CUtensorMap of the stand-in holds.
+struct TensorMap {
+  void* address;
+  std::uint64_t sizes[5];
+  std::uint64_t strides[4];
+  std::uint32_t box[5];
+  std::uint16_t rank;
+  std::uint8_t type;
+  std::uint8_t swizzle;
+};
+static_assert(sizeof(TensorMap) <= 128);
+
+EXPORT int cuTensorMapEncodeTiled(void* map, int type, std::uint32_t rank, void* address,
+                                  const std::uint64_t* sizes, const std::uint64_t* strides,
+                                  const std::uint32_t* box, const std::uint32_t* element_strides,
+                                  int interleave, int swizzle, int l2_promotion, int fill) {
+  BEGIN("cuTensorMapEncodeTiled");
+  const bool aligned = reinterpret_cast<std::uintptr_t>(map) % 64 == 0 &&
+                       reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
+  if (!aligned || rank < 2 || rank > 5 || interleave != 0 || l2_promotion != 2 || fill != 0) {
+    return kInvalidValue;
+  }
+  TensorMap encoded = {};
+  encoded.address = address;
+  encoded.rank = static_cast<std::uint16_t>(rank);
+  encoded.type = static_cast<std::uint8_t>(type);
+  encoded.swizzle = static_cast<std::uint8_t>(swizzle);
+  for (std::uint32_t axis = 0; axis < rank; ++axis) {
+    if (sizes[axis] == 0 || box[axis] == 0 || box[axis] > 256 || element_strides[axis] != 1) {
+      return kInvalidValue;
+    }
+    encoded.sizes[axis] = sizes[axis];
+    encoded.box[axis] = box[axis];
+    if (axis + 1 < rank) {
+      if (strides[axis] == 0 || strides[axis] % 16 != 0) {
+        return kInvalidValue;
+      }
+      encoded.strides[axis] = strides[axis];
+    }
+  }
+  std::memset(map, 0, 128);
+  std::memcpy(map, &encoded, sizeof(encoded));
+  return kSuccess;
+}

@@ -1,0 +1,50 @@
+"""MoE layers on NVIDIA GPUs without Python: Triton kernels compiled ahead of time, and a launcher.
+
+:func:`compile` makes a bundle of kernels, on any machine; :func:`read` reads one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trt_plugin._compiled import CompileError
+    from trt_plugin.aot import compile  # noqa: A004  As torch.compile.
+    from trt_plugin.bundle import Bundle, BundleError, is_bundle, read
+    from trt_plugin.specs import parse_spec
+
+__all__ = [
+    # Compiling
+    "compile",
+    "CompileError",
+    "parse_spec",
+    # Bundles
+    "read",
+    "is_bundle",
+    "Bundle",
+    "BundleError",
+]
+
+# Loaded at first use: a bundle is read without PyTorch and Triton.
+_HOME = {
+    "compile": "aot",
+    "CompileError": "_compiled",
+    "parse_spec": "specs",
+    "read": "bundle",
+    "is_bundle": "bundle",
+    "Bundle": "bundle",
+    "BundleError": "bundle",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,36 @@
+"""``python -m trt_plugin``: compiles layers given by hand, where the command line is not installed.
+
+``dynamo-moe compile`` does this and more; the build of a wheel runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import trt_plugin
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trt_plugin",
+        description="Compile the kernels of MoE layers ahead of time.",
+    )
+    parser.add_argument("--spec", action="append", required=True, help="a layer; may be repeated")
+    parser.add_argument("--arch", action="append", required=True, help="sm_90; may be repeated")
+    parser.add_argument("--out", required=True, help="the bundle to write")
+    given = parser.parse_args()
+    try:
+        layers = [trt_plugin.parse_spec(text) for text in given.spec]
+        trt_plugin.compile(layers, given.arch, given.out)
+    except (ValueError, ImportError, OSError, trt_plugin.CompileError) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Runs compile tasks in worker processes.
+
+Processes, since Triton holds the interpreter's lock while it compiles; processes of our own rather
+than multiprocessing's, since those run the caller's main script again, would compile with
+``TRITON_INTERPRET`` where the caller has it set, and do not tell which task ended one.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from trt_plugin._compiled import Compiled, CompileError
+from trt_plugin._tasks import Task
+
+__all__ = ["compile_tasks"]
+
+# What is set for the caller's own work with Triton would change the code.
+_COMPILER_VARIABLES = ("TRITON_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "DISABLE_", "USE_IR_LOC")
+_LINES_OF_A_CRASH = 5
+
+
+def compile_tasks(tasks: Sequence[Task], jobs: int, done: Callable[[Task, Compiled], None]) -> None:
+    """Compiles kernels.
+
+    Args:
+        tasks: What to compile.
+        jobs: Number of processes.
+        done: Called for each, in any order and from several threads.
+
+    Raises:
+        CompileError: If one does not compile; the others are then not waited for.
+    """
+    if not tasks:
+        return
+    pending = deque(tasks)
+    with tempfile.TemporaryDirectory(prefix="dynamo-moe-") as folder:
+        workers = [_Worker(Path(folder), at) for at in range(min(jobs, len(tasks)))]
+        try:
+            with ThreadPoolExecutor(len(workers)) as threads:
+                try:
+                    running = [threads.submit(each.drain, pending, done) for each in workers]
+                    for future in as_completed(running):
+                        future.result()
+                finally:
+                    pending.clear()
+                    for each in workers:
+                        each.kill()
+        finally:
+            for each in workers:
+                each.close()
+
+
+class _Worker:
+    """A process that runs trt_plugin._worker, and the thread's end of it."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        # Its temporary files, and those of the ptxas that it runs, go with the folder.
+        self.errors = (folder / f"errors-{number}").open("w+b")
+        self.process = subprocess.Popen(  # noqa: S603  It is this very Python.
+            [sys.executable, *_site(), "-P", "-m", "trt_plugin._worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=_environment(folder),
+            text=True,
+        )
+
+    def drain(self, pending: deque[Task], done: Callable[[Task, Compiled], None]) -> None:
+        """Compiles until nothing is pending."""
+        while True:
+            try:
+                task = pending.popleft()
+            except IndexError:
+                return
+            done(task, _compiled(task, self._run(task)))
+
+    def _run(self, task: Task) -> dict[str, Any]:
+        stdin, stdout = self.process.stdin, self.process.stdout
+        line = ""
+        if stdin and stdout:
+            try:
+                print(task.to_json(), file=stdin, flush=True)
+                line = stdout.readline()
+            except OSError:
+                pass
+        if not line:
+            self.process.wait()
+            self.errors.seek(0)
+            last = self.errors.read().decode(errors="replace").strip().splitlines()
+            raise CompileError(
+                f"{task} does not compile: the compiler ended with code {self.process.returncode}",
+                "\n".join(last[-_LINES_OF_A_CRASH:]),
+            )
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    def kill(self) -> None:
+        """Ends the process, whatever it does."""
+        self.process.kill()
+
+    def close(self) -> None:
+        """Waits for the end and gives back what belongs to it."""
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.errors):
+            if pipe:
+                pipe.close()
+
+
+def _site() -> list[str]:
+    # Without it an editable install's hook would find other packages than the caller's.
+    return ["-S"] if sys.flags.no_site else []
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_COMPILER_VARIABLES)
+    }
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
+        "TMPDIR": str(folder),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        # Line tables hold the sources' paths: bundles would differ from place to place.
+        "TRITON_DISABLE_LINE_INFO": "1",
+    }
+
+
+def _compiled(task: Task, result: dict[str, Any]) -> Compiled:
+    if "error" in result:
+        raise CompileError(f"{task} does not compile", result["error"])
+    try:
+        return Compiled.of(base64.b64decode(result["cubin"]), result["metadata"])
+    except ValueError as error:
+        raise CompileError(f"{task} cannot be launched", str(error)) from None

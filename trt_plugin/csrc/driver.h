@@ -1,0 +1,92 @@
+// The CUDA driver, loaded at run time: building needs no CUDA toolkit, loading this library no GPU.
+//
+// The types repeat the driver's binary interface (cuda.h of CUDA 12). This header includes the
+// standard library alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "status.h"
+
+namespace dynamo_moe::cuda {
+
+using Result = int;
+using Device = int;
+using Context = struct ContextTag*;
+using Module = struct ModuleTag*;
+using Function = struct FunctionTag*;
+using Stream = struct StreamTag*;
+
+inline constexpr Result kSuccess = 0;
+inline constexpr Result kOutOfMemory = 2;
+inline constexpr Result kNoDevice = 100;
+
+// CUdevice_attribute
+inline constexpr int kComputeCapabilityMajor = 75;
+inline constexpr int kComputeCapabilityMinor = 76;
+inline constexpr int kMaxSharedMemoryPerBlockOptin = 97;
+// CUfunction_attribute
+inline constexpr int kMaxDynamicSharedSizeBytes = 8;
+// CUlaunchAttributeID
+inline constexpr int kProgrammaticStreamSerialization = 6;
+// CUtensorMapL2promotion: what Triton asks for.
+inline constexpr int kL2Promotion128B = 2;
+
+struct LaunchAttribute {
+  int id;
+  int padding;
+  union {
+    char bytes[64];
+    int programmatic_stream_serialization;
+  } value;
+};
+static_assert(sizeof(LaunchAttribute) == 72);
+
+struct LaunchConfig {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_memory;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(LaunchConfig) == 56);
+
+struct alignas(64) TensorMap {
+  std::uint64_t opaque[16];
+};
+static_assert(sizeof(TensorMap) == 128);
+
+// The functions that the launcher calls.
+struct Driver {
+  Result (*init)(unsigned flags);
+  Result (*get_error_name)(Result error, const char** name);
+  Result (*get_error_string)(Result error, const char** text);
+  Result (*context_get_current)(Context* context);
+  Result (*context_push)(Context context);
+  Result (*context_pop)(Context* context);
+  Result (*context_get_device)(Device* device);
+  Result (*device_get_attribute)(int* value, int attribute, Device device);
+  Result (*module_load_data)(Module* module, const void* image);
+  Result (*module_unload)(Module module);
+  Result (*module_get_function)(Function* function, Module module, const char* name);
+  Result (*function_set_attribute)(Function function, int attribute, int value);
+  Result (*launch)(const LaunchConfig* config, Function function, void** parameters, void** extra);
+  // Null where the driver is older than CUDA 12; a context's number, which no later one has.
+  Result (*context_get_id)(Context context, unsigned long long* id);
+  Result (*tensor_map_encode_tiled)(TensorMap* map, int type, std::uint32_t rank, void* address,
+                                    const std::uint64_t* sizes, const std::uint64_t* strides,
+                                    const std::uint32_t* box, const std::uint32_t* element_strides,
+                                    int interleave, int swizzle, int l2_promotion, int fill);
+};
+
+// The driver, loaded and initialised by the first call that succeeds; null, with a status, where
+// there is none.
+const Driver* Load(Status* status);
+
+// A status for a result that is not kSuccess: "what: CUDA_ERROR_… (text)".
+Status Failure(const Driver& driver, Result result, const std::string& what);
+
+}  // namespace dynamo_moe::cuda

@@ -1,0 +1,131 @@
+/* The launcher's C interface: opens kernel bundles and enqueues MoE layers on CUDA streams.
+ *
+ * Every function returns a status; dynamo_moe_last_error() says what was wrong in the calling
+ * thread's last failed call. No function throws, exits or prints. Every function may be called from
+ * several threads at once, on one program too. docs/reference/bundle.md has the format.
+ *
+ * This header needs <stddef.h> and <stdint.h> alone, and is C.
+ */
+#ifndef DYNAMO_MOE_H_
+#define DYNAMO_MOE_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DYNAMO_MOE_API __attribute__((visibility("default")))
+
+typedef enum dynamo_moe_status {
+  DYNAMO_MOE_OK = 0,
+  DYNAMO_MOE_INVALID_ARGUMENT = 1, /* A value of this call breaks a rule. */
+  DYNAMO_MOE_INVALID_BUNDLE = 2,   /* The bytes are not a bundle or program that this library reads. */
+  DYNAMO_MOE_NOT_FOUND = 3,        /* No program of the bundle fits the layer and architecture. */
+  DYNAMO_MOE_NO_DRIVER = 4,        /* libcuda.so.1 is missing, too old, or there is no device. */
+  DYNAMO_MOE_CUDA_ERROR = 5,       /* A driver function failed. */
+  DYNAMO_MOE_OUT_OF_MEMORY = 6     /* Host or device memory is exhausted. */
+} dynamo_moe_status;
+
+/* The bundle's layer record: 64 bytes, compared as bytes. */
+typedef struct dynamo_moe_layer {
+  uint32_t op;
+  uint32_t tokens_dtype;
+  uint32_t experts_dtype;
+  uint32_t routing_dtype; /* Of router_weight, or of expert_ids. */
+  uint32_t weights_dtype; /* Of router_bias (0: none), or of expert_weights. */
+  uint32_t flags;
+  uint32_t activation;
+  uint32_t scoring;
+  uint32_t experts;
+  uint32_t top_k;
+  uint32_t width;
+  uint32_t hidden;
+  float routed_scaling;
+  float alpha;
+  float limit;
+  uint32_t reserved;
+} dynamo_moe_layer;
+
+/* Device pointers, null where the layer has no such tensor; multiples of 16. Contiguous:
+ * x, y [T, D]; router_weight [E, D]; router_bias [E]; expert_ids, expert_weights [T, K];
+ * w1 [E, F, D]; b1 [E, F]; w2 [E, D, H]; b2 [E, D], with F = H, or 2H when gated. */
+typedef struct dynamo_moe_tensors {
+  const void* x;
+  const void* router_weight;
+  const void* router_bias;
+  const void* expert_ids;
+  const void* expert_weights;
+  const void* w1;
+  const void* b1;
+  const void* w2;
+  const void* b2;
+  void* y;
+} dynamo_moe_tensors;
+
+typedef struct dynamo_moe_program dynamo_moe_program;
+
+/* What was wrong in this thread's last failed call; "" before the first. Valid until the thread's
+ * next failed call. */
+DYNAMO_MOE_API const char* dynamo_moe_last_error(void);
+
+/* The number of programs in a bundle, which is checked whole. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_count(const void* bundle, size_t size,
+                                                         uint32_t* count);
+
+/* Program number `index` of a bundle: its layer, architecture and bytes, which lie in the bundle.
+ * Any of the results may be null. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_program(const void* bundle, size_t size,
+                                                           uint32_t index, dynamo_moe_layer* layer,
+                                                           uint32_t* architecture,
+                                                           const void** program,
+                                                           size_t* program_size);
+
+/* Finds the program of a layer that runs on an architecture (90 for sm_90): compiled for it, or, if
+ * there is none, for the nearest lower one of the same major version where code is compatible
+ * (sm_80 to sm_89). The program's bytes lie in the bundle. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_find(const void* bundle, size_t size,
+                                                        const dynamo_moe_layer* layer,
+                                                        uint32_t architecture,
+                                                        const void** program,
+                                                        size_t* program_size);
+
+/* The architecture of the calling thread's current CUDA context's device: 90 for sm_90. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_device_architecture(uint32_t* architecture);
+
+/* Opens a program; the bytes are copied. Programs of equal bytes share their loaded modules. Needs
+ * no driver. Close it with dynamo_moe_program_close(). */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_open(const void* data, size_t size,
+                                                         dynamo_moe_program** program);
+
+/* Null is permitted. No launch of the program may be running. */
+DYNAMO_MOE_API void dynamo_moe_program_close(dynamo_moe_program* program);
+
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_info(const dynamo_moe_program* program,
+                                                         dynamo_moe_layer* layer,
+                                                         uint32_t* architecture);
+
+/* The workspace in bytes that suffices for every T in 0..max_tokens. Needs no driver. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_workspace(const dynamo_moe_program* program,
+                                                              int64_t max_tokens, size_t* bytes);
+
+/* Loads the kernels into the calling thread's current context. dynamo_moe_program_enqueue() does so
+ * by itself; call this first where loading is not permitted later, as in a stream capture. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_prepare(dynamo_moe_program* program);
+
+/* Enqueues the layer for T = tokens on a stream (a CUstream) of the current context. The workspace
+ * is device memory, a multiple of 256; it may be reused once the stream has passed the call.
+ * Allocates nothing on the device and synchronises nothing. A failed call may have enqueued a part
+ * of the layer; y is undefined then. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_enqueue(dynamo_moe_program* program,
+                                                            int64_t tokens,
+                                                            const dynamo_moe_tensors* tensors,
+                                                            void* workspace, size_t workspace_size,
+                                                            void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* DYNAMO_MOE_H_ */

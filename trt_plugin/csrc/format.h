@@ -1,0 +1,220 @@
+// The records of a bundle, as docs/reference/bundle.md describes them. This header includes the
+// standard library and the C interface alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "dynamo_moe.h"
+
+namespace dynamo_moe::format {
+
+inline constexpr std::uint32_t kVersion = 1;
+inline constexpr std::size_t kMagicSize = 8;
+inline constexpr unsigned char kFileMagic[kMagicSize] = {'M', 'O', 'E', 'K', 13, 10, 26, 10};
+inline constexpr unsigned char kProgramMagic[kMagicSize] = {'M', 'O', 'E', 'P', 13, 10, 26, 10};
+inline constexpr std::size_t kProgramAlignment = 64;
+inline constexpr std::size_t kImageAlignment = 64;
+inline constexpr std::size_t kTableAlignment = 8;
+inline constexpr std::uint64_t kWorkspaceAlignment = 256;
+inline constexpr std::size_t kStackSize = 16;
+inline constexpr std::uint32_t kMaxRank = 5;
+
+struct FileHeader {
+  unsigned char magic[kMagicSize];
+  std::uint32_t version;
+  std::uint32_t programs;
+  std::uint64_t size;
+  std::uint32_t checksum;
+  std::uint32_t reserved;
+};
+static_assert(sizeof(FileHeader) == 32);
+
+struct DirectoryEntry {
+  std::uint64_t offset;
+  std::uint64_t size;
+};
+static_assert(sizeof(DirectoryEntry) == 16);
+
+struct Table {
+  std::uint64_t offset;
+  std::uint64_t count;
+};
+
+enum TableIndex : std::size_t {
+  kRanges,
+  kBuffers,
+  kLaunches,
+  kArguments,
+  kTensorMaps,
+  kKernels,
+  kExpressions,
+  kInstructions,
+  kStrings,
+  kImages,
+  kTables,
+};
+
+struct ProgramHeader {
+  unsigned char magic[kMagicSize];
+  std::uint32_t version;
+  std::uint32_t architecture;
+  std::uint64_t size;
+  std::uint32_t checksum;
+  std::uint32_t reserved;
+  dynamo_moe_layer layer;
+  Table tables[kTables];
+};
+static_assert(sizeof(dynamo_moe_layer) == 64);
+static_assert(sizeof(ProgramHeader) == 256);
+
+// The checksum's place, in a file and in a program.
+inline constexpr std::size_t kChecksumOffset = 24;
+static_assert(offsetof(FileHeader, checksum) == kChecksumOffset);
+static_assert(offsetof(ProgramHeader, checksum) == kChecksumOffset);
+
+struct Range {
+  std::int64_t first_tokens;
+  std::int64_t last_tokens;
+  std::uint32_t first_launch;
+  std::uint32_t launches;
+  std::uint32_t first_buffer;
+  std::uint32_t buffers;
+};
+static_assert(sizeof(Range) == 32);
+
+struct String {
+  std::uint32_t offset;
+  std::uint32_t size;
+};
+
+struct Buffer {
+  String name;
+  std::uint32_t size;
+  std::uint32_t reserved;
+};
+static_assert(sizeof(Buffer) == 16);
+
+struct Launch {
+  std::uint32_t kernel;
+  std::uint32_t first_argument;
+  std::uint32_t arguments;
+  std::uint32_t grid[3];
+  std::uint64_t reserved;
+};
+static_assert(sizeof(Launch) == 32);
+
+enum ArgumentKind : std::uint32_t {
+  kNull,
+  kTensor,
+  kWorkspace,
+  kInt32,
+  kInt64,
+  kTensorMap,
+  kArgumentKinds,
+};
+
+struct Argument {
+  std::uint32_t kind;
+  std::uint32_t index;
+};
+static_assert(sizeof(Argument) == 8);
+
+struct TensorMap {
+  std::uint32_t tensor;
+  std::uint32_t type;
+  std::uint32_t rank;
+  std::uint32_t swizzle;
+  std::uint64_t sizes[kMaxRank];
+  std::uint64_t strides[kMaxRank];
+  std::uint32_t box[kMaxRank];
+  std::uint32_t reserved[7];
+};
+static_assert(sizeof(TensorMap) == 144);
+
+struct Kernel {
+  String name;
+  String description;
+  std::uint64_t image_offset;
+  std::uint64_t image_size;
+  std::uint32_t warps;
+  std::uint32_t shared_memory;
+  std::uint32_t flags;
+  std::uint32_t registers;
+  std::uint32_t local_memory;
+  std::uint32_t reserved;
+};
+static_assert(sizeof(Kernel) == 56);
+inline constexpr std::uint32_t kDependentLaunch = 1;
+
+struct Expression {
+  std::uint32_t first_instruction;
+  std::uint32_t instructions;
+};
+static_assert(sizeof(Expression) == 8);
+
+enum Opcode : std::uint32_t {
+  kConstant,
+  kSymbol,
+  kAdd,
+  kSubtract,
+  kMultiply,
+  kDivideDown,
+  kDivideUp,
+  kMinimum,
+  kMaximum,
+  kOpcodes,
+};
+
+enum Symbol : std::uint32_t {
+  kTokens,
+  kExperts,
+  kTopK,
+  kWidth,
+  kHidden,
+  kSymbols,
+};
+
+struct Instruction {
+  std::uint32_t opcode;
+  std::uint32_t reserved;
+  std::int64_t value;
+};
+static_assert(sizeof(Instruction) == 16);
+
+enum Tensor : std::uint32_t {
+  kX,
+  kRouterWeight,
+  kRouterBias,
+  kExpertIds,
+  kExpertWeights,
+  kW1,
+  kB1,
+  kW2,
+  kB2,
+  kY,
+  kTensors,
+};
+inline constexpr const char* kTensorNames[kTensors] = {
+    "x", "router_weight", "router_bias", "expert_ids", "expert_weights",
+    "w1", "b1", "w2", "b2", "y"};
+
+// dynamo_moe_layer's values.
+enum Operator : std::uint32_t { kDropless, kExpertsOnly, kOperators };
+enum DataType : std::uint32_t { kNone, kFloat32, kFloat16, kBfloat16, kI32, kI64, kUint8 };
+enum LayerFlag : std::uint32_t {
+  kHasB1 = 1,
+  kHasB2 = 2,
+  kGated = 4,
+  kInterleaved = 8,
+  kWeightOnInput = 16,
+  kRenormalize = 32,
+  kTf32 = 64,
+  kLayerFlags = 127,
+};
+inline constexpr std::uint32_t kActivations = 6;
+inline constexpr std::uint32_t kClampedSwiglu = 5;
+inline constexpr std::uint32_t kScorings = 3;
+inline constexpr std::uint32_t kTopkSoftmax = 1;
+
+}  // namespace dynamo_moe::format

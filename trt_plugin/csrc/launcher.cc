@@ -1,0 +1,303 @@
+#include "launcher.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+namespace dynamo_moe {
+namespace {
+
+// Enough for any kernel of ours; a call's parameters then need no memory but the stack's.
+constexpr std::size_t kMaxArguments = 64;
+constexpr std::size_t kMaxTensorMaps = 4;
+constexpr std::size_t kMaxBuffers = 32;
+
+constexpr std::uint64_t kPointerAlignment = 16;
+constexpr unsigned kWarpSize = 32;
+// Blocks along x, y and z, the same on every architecture.
+constexpr std::int64_t kGridLimits[3] = {2147483647, 65535, 65535};
+
+bool IsAligned(const void* pointer, std::uint64_t alignment) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0;
+}
+
+Status BufferOffsets(const Program& program, const format::Range& range, const Sizes& sizes,
+                     std::size_t* offsets, std::size_t* end) {
+  *end = 0;
+  for (const format::Buffer& buffer : program.buffers(range)) {
+    std::int64_t size = 0;
+    DYNAMO_MOE_RETURN_IF_ERROR(program.Evaluate(buffer.size, sizes, &size));
+    constexpr std::int64_t kLimit = std::numeric_limits<std::int64_t>::max() / 4;
+    if (size < 0 || size > kLimit || *end > static_cast<std::size_t>(kLimit)) {
+      return InvalidArgument("the workspace's part ", program.text(buffer.name), " would have ",
+                             size, " bytes for ", sizes.values[format::kTokens], " tokens");
+    }
+    *offsets++ = *end;
+    const std::uint64_t alignment = format::kWorkspaceAlignment;
+    *end += (static_cast<std::size_t>(size) + alignment - 1) / alignment * alignment;
+  }
+  return {};
+}
+
+}  // namespace
+
+// One call of Enqueue: its tensors and workspace.
+class Launcher::Call {
+ public:
+  Call(Launcher* launcher, const cuda::Driver& driver, const dynamo_moe_tensors& tensors,
+       void* workspace)
+      : launcher_(*launcher),
+        driver_(driver),
+        tensors_{tensors.x,  tensors.router_weight, tensors.router_bias, tensors.expert_ids,
+                 tensors.expert_weights, tensors.w1, tensors.b1, tensors.w2, tensors.b2, tensors.y},
+        workspace_(static_cast<char*>(workspace)) {}
+
+  Status Run(const format::Range& range, const LoadedKernels& kernels, std::int64_t tokens,
+             std::size_t workspace_size, cuda::Stream stream) {
+    const Program& program = launcher_.program();
+    sizes_ = program.SizesFor(tokens);
+    std::size_t needed = 0;
+    DYNAMO_MOE_RETURN_IF_ERROR(BufferOffsets(program, range, sizes_, offsets_, &needed));
+    if (needed > workspace_size) {
+      return InvalidArgument(tokens, " tokens need a workspace of ", needed, " bytes, it has ",
+                             workspace_size);
+    }
+    if (needed > 0 && (workspace_ == nullptr ||
+                       !IsAligned(workspace_, format::kWorkspaceAlignment))) {
+      return InvalidArgument("the workspace must begin at a multiple of ",
+                             format::kWorkspaceAlignment, " and not be null");
+    }
+    for (const format::Launch& launch : program.launches(range)) {
+      DYNAMO_MOE_RETURN_IF_ERROR(Start(launch, kernels.function(launch.kernel), stream));
+    }
+    return {};
+  }
+
+ private:
+  Status Start(const format::Launch& launch, cuda::Function function, cuda::Stream stream) {
+    const Program& program = launcher_.program();
+    const format::Kernel& kernel = program.kernels()[launch.kernel];
+    cuda::LaunchConfig config = {};
+    for (int axis = 0; axis < 3; ++axis) {
+      std::int64_t blocks = 0;
+      DYNAMO_MOE_RETURN_IF_ERROR(program.Evaluate(launch.grid[axis], sizes_, &blocks));
+      if (blocks < 1 || blocks > kGridLimits[axis]) {
+        return InvalidArgument("kernel ", program.text(kernel.name), " would have ", blocks,
+                               " blocks along ", std::string(1, "xyz"[axis]),
+                               ", permitted are 1..", kGridLimits[axis], ", for ",
+                               sizes_.values[format::kTokens], " tokens");
+      }
+      config.grid[axis] = static_cast<unsigned>(blocks);
+    }
+    config.block[0] = kWarpSize * kernel.warps;
+    config.block[1] = config.block[2] = 1;
+    config.shared_memory = kernel.shared_memory;
+    config.stream = stream;
+    cuda::LaunchAttribute dependent = {};
+    dependent.id = cuda::kProgrammaticStreamSerialization;
+    dependent.value.programmatic_stream_serialization = 1;
+    if ((kernel.flags & format::kDependentLaunch) != 0) {
+      config.attributes = &dependent;
+      config.attribute_count = 1;
+    }
+
+    maps_used_ = 0;
+    std::size_t count = 0;
+    for (const format::Argument& argument : program.arguments(launch)) {
+      DYNAMO_MOE_RETURN_IF_ERROR(Resolve(argument, kernel, count));
+      ++count;
+    }
+    const cuda::Result result = driver_.launch(&config, function, parameters_, nullptr);
+    if (result != cuda::kSuccess) {
+      return cuda::Failure(driver_, result,
+                           Text("kernel ", program.text(kernel.name), ": cuLaunchKernelEx"));
+    }
+    return {};
+  }
+
+  // Stores an argument's value and, in the list of parameters, where it is.
+  Status Resolve(const format::Argument& argument, const format::Kernel& kernel,
+                 std::size_t position) {
+    const Program& program = launcher_.program();
+    Value& value = values_[position];
+    parameters_[position] = &value;
+    switch (argument.kind) {
+      case format::kTensor:
+        value.pointer = tensors_[argument.index];
+        return CheckTensor(argument.index, kernel);
+      case format::kWorkspace:
+        value.pointer = workspace_ + offsets_[argument.index];
+        return {};
+      case format::kInt32:
+      case format::kInt64:
+        DYNAMO_MOE_RETURN_IF_ERROR(program.Evaluate(argument.index, sizes_, &value.integer));
+        return argument.kind == format::kInt64 ? Status() : Narrow(kernel, &value);
+      case format::kTensorMap: {
+        const std::uint32_t tensor = program.tensor_maps()[argument.index].tensor;
+        DYNAMO_MOE_RETURN_IF_ERROR(CheckTensor(tensor, kernel));
+        cuda::TensorMap* const map = &maps_[maps_used_++];
+        parameters_[position] = map;
+        return launcher_.Encode(driver_, argument.index, tensors_[tensor], map);
+      }
+      default:
+        value.pointer = nullptr;
+        return {};
+    }
+  }
+
+  Status CheckTensor(std::uint32_t tensor, const format::Kernel& kernel) const {
+    const void* const pointer = tensors_[tensor];
+    if (pointer == nullptr) {
+      return InvalidArgument("tensor ", format::kTensorNames[tensor], " is null, kernel ",
+                             launcher_.program().text(kernel.name), " needs it");
+    }
+    if (!IsAligned(pointer, kPointerAlignment)) {
+      return InvalidArgument("tensor ", format::kTensorNames[tensor],
+                             " must begin at a multiple of ", kPointerAlignment, " bytes");
+    }
+    return {};
+  }
+
+  union Value {
+    const void* pointer;
+    std::int64_t integer;
+    std::int32_t narrow;
+  };
+
+  Status Narrow(const format::Kernel& kernel, Value* value) const {
+    const std::int64_t integer = value->integer;
+    if (integer < std::numeric_limits<std::int32_t>::min() ||
+        integer > std::numeric_limits<std::int32_t>::max()) {
+      return InvalidArgument("kernel ", launcher_.program().text(kernel.name),
+                             " takes a 32-bit integer, which would be ", integer, " for ",
+                             sizes_.values[format::kTokens], " tokens");
+    }
+    value->narrow = static_cast<std::int32_t>(integer);
+    return {};
+  }
+
+  Launcher& launcher_;
+  const cuda::Driver& driver_;
+  const void* tensors_[format::kTensors];
+  char* workspace_;
+  Sizes sizes_ = {};
+  std::size_t offsets_[kMaxBuffers] = {};
+  Value values_[kMaxArguments] = {};
+  void* parameters_[kMaxArguments] = {};
+  cuda::TensorMap maps_[kMaxTensorMaps] = {};
+  std::size_t maps_used_ = 0;
+};
+
+Launcher::Launcher(std::shared_ptr<SharedProgram> shared)
+    : shared_(std::move(shared)), maps_(shared_->program().tensor_maps().size()) {}
+
+Status Launcher::Open(const void* data, std::size_t size, std::unique_ptr<Launcher>* launcher) {
+  std::shared_ptr<SharedProgram> shared;
+  DYNAMO_MOE_RETURN_IF_ERROR(SharedProgram::Open(data, size, &shared));
+  const Program& program = shared->program();
+  for (const format::Range& range : program.ranges()) {
+    if (range.buffers > kMaxBuffers) {
+      return {DYNAMO_MOE_INVALID_BUNDLE,
+              Text("program: a range has ", range.buffers, " buffers, at most ", kMaxBuffers,
+                   " are supported")};
+    }
+    for (const format::Launch& launch : program.launches(range)) {
+      const Span<format::Argument> arguments = program.arguments(launch);
+      const auto maps =
+          std::count_if(arguments.begin(), arguments.end(), [](const format::Argument& each) {
+            return each.kind == format::kTensorMap;
+          });
+      if (arguments.size() > kMaxArguments || maps > static_cast<std::ptrdiff_t>(kMaxTensorMaps)) {
+        return {DYNAMO_MOE_INVALID_BUNDLE,
+                Text("program: a launch has ", arguments.size(), " arguments, of which ", maps,
+                     " are tensor maps; at most ", kMaxArguments, " and ", kMaxTensorMaps,
+                     " are supported")};
+      }
+    }
+  }
+  launcher->reset(new Launcher(std::move(shared)));
+  return {};
+}
+
+Status Launcher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) const {
+  const format::Range* const last = program().ranges().end() - 1;
+  if (max_tokens < 0 || max_tokens > last->last_tokens) {
+    return InvalidArgument("the number of tokens must be in 0..", last->last_tokens, ", got ",
+                           max_tokens);
+  }
+  std::size_t most = 0;
+  for (const format::Range& range : program().ranges()) {
+    if (range.first_tokens > max_tokens) {
+      break;
+    }
+    // A range's buffers grow with the tokens.
+    const Sizes sizes = program().SizesFor(std::min(max_tokens, range.last_tokens));
+    std::size_t offsets[kMaxBuffers];
+    std::size_t end = 0;
+    DYNAMO_MOE_RETURN_IF_ERROR(BufferOffsets(program(), range, sizes, offsets, &end));
+    most = std::max(most, end);
+  }
+  *bytes = most;
+  return {};
+}
+
+Status Launcher::Prepare() {
+  Status status;
+  const cuda::Driver* const driver = cuda::Load(&status);
+  if (driver == nullptr) {
+    return status;
+  }
+  const LoadedKernels* kernels = nullptr;
+  return shared_->Kernels(*driver, &kernels);
+}
+
+Status Launcher::Enqueue(std::int64_t tokens, const dynamo_moe_tensors& tensors, void* workspace,
+                         std::size_t workspace_size, cuda::Stream stream) {
+  if (tokens == 0) {
+    return {};
+  }
+  const format::Range* const range = program().RangeOf(tokens);
+  if (range == nullptr) {
+    return InvalidArgument("the number of tokens must be in 0..",
+                           (program().ranges().end() - 1)->last_tokens, ", got ", tokens);
+  }
+  Status status;
+  const cuda::Driver* const driver = cuda::Load(&status);
+  if (driver == nullptr) {
+    return status;
+  }
+  const LoadedKernels* kernels = nullptr;
+  DYNAMO_MOE_RETURN_IF_ERROR(shared_->Kernels(*driver, &kernels));
+  return Call(this, *driver, tensors, workspace)
+      .Run(*range, *kernels, tokens, workspace_size, stream);
+}
+
+Status Launcher::Encode(const cuda::Driver& driver, std::size_t index, const void* address,
+                        cuda::TensorMap* map) {
+  const std::lock_guard<std::mutex> lock(encoding_);
+  EncodedMap& encoded = maps_[index];
+  if (encoded.address != address) {
+    if (driver.tensor_map_encode_tiled == nullptr) {
+      return {DYNAMO_MOE_NO_DRIVER,
+              "the CUDA driver is too old, it has no cuTensorMapEncodeTiled (525 or later has)"};
+    }
+    const format::TensorMap& record = program().tensor_maps()[index];
+    constexpr std::uint32_t kElementStrides[format::kMaxRank] = {1, 1, 1, 1, 1};
+    // The driver is not told the innermost stride, an element.
+    const cuda::Result result = driver.tensor_map_encode_tiled(
+        &encoded.map, static_cast<int>(record.type), record.rank, const_cast<void*>(address),
+        record.sizes, record.strides + 1, record.box, kElementStrides, /*interleave=*/0,
+        static_cast<int>(record.swizzle), cuda::kL2Promotion128B, /*fill=*/0);
+    if (result != cuda::kSuccess) {
+      encoded.address = nullptr;
+      return cuda::Failure(
+          driver, result,
+          Text("tensor map of ", format::kTensorNames[record.tensor], ": cuTensorMapEncodeTiled"));
+    }
+    encoded.address = address;
+  }
+  *map = encoded.map;
+  return {};
+}
+
+}  // namespace dynamo_moe

@@ -1,0 +1,192 @@
+#include "modules.h"
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+namespace dynamo_moe {
+namespace {
+
+// What a kernel may use without asking for more.
+constexpr std::uint32_t kDefaultSharedMemory = 48 * 1024;
+constexpr std::uint32_t kFirstSpecificArchitecture = 90;
+
+Status Attribute(const cuda::Driver& driver, int attribute, cuda::Device device, int* value) {
+  const cuda::Result result = driver.device_get_attribute(value, attribute, device);
+  return result == cuda::kSuccess ? Status()
+                                  : cuda::Failure(driver, result, "cuDeviceGetAttribute");
+}
+
+Status CurrentContext(const cuda::Driver& driver, cuda::Context* context,
+                      unsigned long long* id) {
+  const cuda::Result result = driver.context_get_current(context);
+  if (result != cuda::kSuccess) {
+    return cuda::Failure(driver, result, "cuCtxGetCurrent");
+  }
+  if (*context == nullptr) {
+    return InvalidArgument(
+        "this thread has no current CUDA context: call cudaSetDevice or cuCtxSetCurrent first");
+  }
+  *id = 0;
+  if (driver.context_get_id != nullptr) {
+    const cuda::Result id_result =
+        driver.context_get_id(*context, id);
+    if (id_result != cuda::kSuccess) {
+      return cuda::Failure(driver, id_result, "cuCtxGetId");
+    }
+  }
+  return {};
+}
+
+Status CurrentDevice(const cuda::Driver& driver, cuda::Device* device) {
+  const cuda::Result result = driver.context_get_device(device);
+  return result == cuda::kSuccess ? Status() : cuda::Failure(driver, result, "cuCtxGetDevice");
+}
+
+}  // namespace
+
+bool RunsOn(std::uint32_t program, std::uint32_t device) {
+  const bool same_major = program / 10 == device / 10;
+  return program == device ||
+         (same_major && program < device && device < kFirstSpecificArchitecture);
+}
+
+Status CurrentArchitecture(const cuda::Driver& driver, std::uint32_t* architecture) {
+  cuda::Context context = nullptr;
+  unsigned long long id = 0;
+  cuda::Device device = 0;
+  int major = 0;
+  int minor = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(CurrentContext(driver, &context, &id));
+  DYNAMO_MOE_RETURN_IF_ERROR(CurrentDevice(driver, &device));
+  DYNAMO_MOE_RETURN_IF_ERROR(Attribute(driver, cuda::kComputeCapabilityMajor, device, &major));
+  DYNAMO_MOE_RETURN_IF_ERROR(Attribute(driver, cuda::kComputeCapabilityMinor, device, &minor));
+  *architecture = static_cast<std::uint32_t>(10 * major + minor);
+  return {};
+}
+
+LoadedKernels::~LoadedKernels() {
+  if (modules_.empty()) {
+    return;
+  }
+  // Fails where the context is gone, and its modules with it.
+  if (driver_.context_push(context_) != cuda::kSuccess) {
+    return;
+  }
+  for (const cuda::Module module : modules_) {
+    driver_.module_unload(module);
+  }
+  cuda::Context popped = nullptr;
+  driver_.context_pop(&popped);
+}
+
+Status LoadedKernels::Load(const Program& program) {
+  std::uint32_t architecture = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(CurrentArchitecture(driver_, &architecture));
+  if (!RunsOn(program.architecture(), architecture)) {
+    return InvalidArgument("the program is for sm_", program.architecture(),
+                           ", the current device is sm_", architecture);
+  }
+  cuda::Device device = 0;
+  int shared_limit = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(CurrentDevice(driver_, &device));
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      Attribute(driver_, cuda::kMaxSharedMemoryPerBlockOptin, device, &shared_limit));
+  modules_.reserve(program.kernels().size());
+  functions_.reserve(program.kernels().size());
+  for (const format::Kernel& kernel : program.kernels()) {
+    DYNAMO_MOE_RETURN_IF_ERROR(LoadKernel(program, kernel, shared_limit));
+  }
+  return {};
+}
+
+Status LoadedKernels::LoadKernel(const Program& program, const format::Kernel& kernel,
+                                 int shared_limit) {
+  const std::string name(program.text(kernel.name));
+  if (kernel.shared_memory > static_cast<std::uint32_t>(std::max(shared_limit, 0))) {
+    return InvalidArgument("kernel ", name, " needs ", kernel.shared_memory,
+                           " bytes of shared memory, the device permits ", shared_limit);
+  }
+  cuda::Module module = nullptr;
+  cuda::Result result = driver_.module_load_data(&module, program.image(kernel));
+  if (result != cuda::kSuccess) {
+    return cuda::Failure(driver_, result, Text("kernel ", name, ": cuModuleLoadData"));
+  }
+  modules_.push_back(module);
+  cuda::Function function = nullptr;
+  result = driver_.module_get_function(&function, module, name.c_str());
+  if (result != cuda::kSuccess) {
+    return cuda::Failure(driver_, result, Text("kernel ", name, ": cuModuleGetFunction"));
+  }
+  if (kernel.shared_memory > kDefaultSharedMemory) {
+    result = driver_.function_set_attribute(function, cuda::kMaxDynamicSharedSizeBytes,
+                                            static_cast<int>(kernel.shared_memory));
+    if (result != cuda::kSuccess) {
+      return cuda::Failure(driver_, result, Text("kernel ", name, ": cuFuncSetAttribute"));
+    }
+  }
+  functions_.push_back(function);
+  return {};
+}
+
+Status SharedProgram::Open(const void* data, std::size_t size,
+                           std::shared_ptr<SharedProgram>* shared) {
+  // Never destroyed: a handle may be closed after static objects are.
+  static auto& mutex = *new std::mutex;
+  static auto& in_use = *new std::unordered_multimap<std::size_t, std::weak_ptr<SharedProgram>>;
+  if (data == nullptr) {
+    return InvalidArgument("program: the data is a null pointer");
+  }
+  const std::string_view bytes(static_cast<const char*>(data), size);
+  const std::size_t key = std::hash<std::string_view>()(bytes);
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [begin, end] = in_use.equal_range(key);
+  for (auto each = begin; each != end;) {
+    if (std::shared_ptr<SharedProgram> found = each->second.lock(); found == nullptr) {
+      each = in_use.erase(each);
+    } else if (found->program_.bytes() == bytes) {
+      *shared = std::move(found);
+      return {};
+    } else {
+      ++each;
+    }
+  }
+  auto opened = std::make_shared<SharedProgram>();
+  DYNAMO_MOE_RETURN_IF_ERROR(Program::Parse(data, size, &opened->program_));
+  in_use.emplace(key, opened);
+  *shared = std::move(opened);
+  return {};
+}
+
+Status SharedProgram::Kernels(const cuda::Driver& driver, const LoadedKernels** kernels) {
+  cuda::Context context = nullptr;
+  unsigned long long context_id = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(CurrentContext(driver, &context, &context_id));
+  *kernels = Find(context, context_id);
+  if (*kernels != nullptr) {
+    return {};
+  }
+  const std::lock_guard<std::mutex> lock(loading_);
+  *kernels = Find(context, context_id);
+  if (*kernels != nullptr) {
+    return {};
+  }
+  auto loaded = std::make_unique<LoadedKernels>(driver, context, context_id);
+  DYNAMO_MOE_RETURN_IF_ERROR(loaded->Load(program_));
+  loaded->next_ = first_.load(std::memory_order_relaxed);
+  loaded_.push_back(std::move(loaded));
+  *kernels = loaded_.back().get();
+  first_.store(*kernels, std::memory_order_release);
+  return {};
+}
+
+const LoadedKernels* SharedProgram::Find(cuda::Context context, unsigned long long context_id) const {
+  const LoadedKernels* each = first_.load(std::memory_order_acquire);
+  while (each != nullptr && !each->IsFor(context, context_id)) {
+    each = each->next_;
+  }
+  return each;
+}
+
+}  // namespace dynamo_moe

@@ -1,0 +1,149 @@
+"""Layers written as text, for compiling without a model: ``experts=8,top_k=2,width=768,…``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from custom_ops.kernels.layer import Layer
+from custom_ops.options import ExpertOptions, RouterOptions
+
+__all__ = ["parse_spec"]
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+_LONG_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_OPERATORS = ("dropless", "experts")
+
+
+def parse_spec(text: str) -> Layer:
+    """Reads a layer: keys and values, separated by commas; a flag may stand without a value.
+
+    Args:
+        text: Required are ``experts``, ``top_k``, ``width`` and ``hidden``. ``op`` is ``dropless``
+            (default) or ``experts``. ``dtype`` is that of tokens, experts and router, and each of
+            ``tokens_dtype``, ``experts_dtype`` and ``routing_dtype`` may differ: ``fp32``
+            (default), ``fp16`` or ``bf16``. ``weights_dtype`` is that of the router's bias, which
+            ``router_bias`` adds. With ``op=experts``, ``routing_dtype`` is that of the ids
+            (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``). The
+            rest are the operator's options and the flags ``b1``, ``b2`` and ``tf32``.
+
+    Raises:
+        ValueError: If a key is unknown or missing, or its value is wrong.
+
+    Example:
+        >>> parse_spec("experts=8,top_k=2,width=768,hidden=3072,activation=silu,gated").rows
+        6144
+    """
+    try:
+        return _layer(_values(text))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"spec {text!r}: {error}") from None
+
+
+def _integer(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"must be an integer, got {text!r}")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"must be a number, got {text!r}") from None
+
+
+def _flag(text: str) -> bool:
+    known = {"": True, "true": True, "1": True, "false": False, "0": False}
+    if text not in known:
+        raise ValueError(f"must be true or false, got {text!r}")
+    return known[text]
+
+
+def _dtype(text: str) -> torch.dtype:
+    name = _LONG_NAMES.get(text, text)
+    if name not in _DTYPES:
+        raise ValueError(f"must be one of {', '.join(_DTYPES)}; got {text!r}")
+    return _DTYPES[name]
+
+
+def _operator(text: str) -> str:
+    if text not in _OPERATORS:
+        raise ValueError(f"must be one of {', '.join(_OPERATORS)}; got {text!r}")
+    return text
+
+
+_SIZES = ("experts", "top_k", "width", "hidden")
+_Reader = Callable[[str], Any]
+_ROUTER: dict[str, _Reader] = {"scoring": str, "renormalize": _flag, "routed_scaling": _number}
+_EXPERTS: dict[str, _Reader] = {
+    "activation": str,
+    "gated": _flag,
+    "interleaved": _flag,
+    "weight_on_input": _flag,
+    "alpha": _number,
+    "limit": _number,
+}
+_KEYS: dict[str, _Reader] = {
+    "op": _operator,
+    **dict.fromkeys(_SIZES, _integer),
+    **dict.fromkeys(
+        ("dtype", "tokens_dtype", "experts_dtype", "routing_dtype", "weights_dtype"), _dtype
+    ),
+    **_EXPERTS,
+    **_ROUTER,
+    **dict.fromkeys(("router_bias", "b1", "b2", "tf32"), _flag),
+}
+
+
+def _values(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key not in _KEYS:
+            raise ValueError(f"unknown key {key!r}; known are {', '.join(_KEYS)}")
+        if key in values:
+            raise ValueError(f"{key} is given twice")
+        try:
+            values[key] = _KEYS[key](value)
+        except ValueError as error:
+            raise ValueError(f"{key} {error}") from None
+    missing = [key for key in _SIZES if key not in values]
+    if missing:
+        raise ValueError(f"missing {', '.join(missing)}")
+    return values
+
+
+def _layer(values: dict[str, Any]) -> Layer:
+    dtype = values.get("dtype", torch.float32)
+    router = values.get("op", "dropless") == "dropless"
+    if not router:
+        extra = [key for key in (*_ROUTER, "router_bias") if key in values]
+        if extra:
+            raise ValueError(f"op=experts has no {', '.join(extra)}")
+    routing_dtype = values.get("routing_dtype", dtype if router else torch.int64)
+    weights_dtype = values.get("weights_dtype", None if router else torch.float32)
+    if values.get("router_bias") and weights_dtype is None:
+        weights_dtype = routing_dtype
+    return Layer(
+        **{key: values[key] for key in _SIZES},
+        tokens_dtype=values.get("tokens_dtype", dtype),
+        experts_dtype=values.get("experts_dtype", dtype),
+        options=ExpertOptions(**{key: values[key] for key in _EXPERTS if key in values}),
+        router=RouterOptions(
+            values["top_k"], **{key: values[key] for key in _ROUTER if key in values}
+        )
+        if router
+        else None,
+        routing_dtype=routing_dtype,
+        weights_dtype=weights_dtype,
+        **{flag: values.get(flag, False) for flag in ("b1", "b2", "tf32")},
+    )
