@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
+CPP := $(wildcard trt_plugin/csrc/*.cc tests/native/*.cc)
 # A worker's threads would only wait for those of the other workers.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
@@ -25,7 +26,7 @@ install: $(INSTALLED) ## Create .venv with dynamo-moe, editable, and everything 
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[1/2] Installing PyTorch and the build backend ..."
-	@$(PIP_INSTALL) torch scikit-build-core
+	@$(PIP_INSTALL) torch scikit-build-core cmake ninja
 	@echo "[2/2] Installing dynamo-moe[$(EXTRAS)] ..."
 	@$(PIP_INSTALL) --no-build-isolation --editable ".[$(EXTRAS)]"
 	@touch $@
@@ -39,15 +40,19 @@ test: $(INSTALLED) ## Run the tests and the docstrings' examples
 test-fast: $(INSTALLED) ## Run those that take less than 10 seconds each
 	$(PYTEST) -m "not slow"
 
-lint: $(INSTALLED) ## Check style, types and which package imports which
+lint: $(INSTALLED) ## Check style, types, which package imports which, and the C++ sources
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/clang-format --dry-run -Werror $(CPP) $(wildcard trt_plugin/csrc/*.h)
+	printf '%s\n' $(wildcard trt_plugin/csrc/*.cc) | \
+		xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet --extra-arg=-std=c++17
 
 format: $(INSTALLED) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP) $(wildcard trt_plugin/csrc/*.h)
 
 docs: $(INSTALLED) ## Build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html

@@ -23,6 +23,8 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 nitpicky = True
+# The type `bytes`, which summaries have attributes of the name of.
+suppress_warnings = ["ref.python"]
 # Sphinx knows the objects that these pages describe, no others.
 nitpick_ignore_regex = [(r"py:.*", r"(?!custom_ops|dynamo_moe).*")]
 

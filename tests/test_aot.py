@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
 
 import trt_plugin
 from custom_ops.kernels.architectures import ARCHITECTURES, architecture

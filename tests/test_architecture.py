@@ -85,6 +85,11 @@ def test_contracts_allow_the_command_line_to_import_the_plugin(tree: Path) -> No
         ("custom_ops", "trt_plugin"),
         ("dynamo_moe", "tensorrt"),
         ("dynamo_moe", "trt_plugin"),
+        ("trt_plugin", "dynamo_moe"),
+        ("trt_plugin", "onnx"),
+        ("trt_plugin", "onnx_ir"),
+        ("trt_plugin", "onnxruntime"),
+        ("trt_plugin", "onnxscript"),
     ],
 )
 def test_contracts_forbid(tree: Path, module: str, imported: str) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["bundle_view"]
 
+# Of tokens, as good as no limit.
+_ANY_NUMBER = 2**24
+
 
 def bundle_view(bundle: Bundle) -> RenderableType:
     """A table of kernels for each program."""
@@ -74,14 +77,13 @@ def _layer(layer: LayerRecord) -> str:
 
 def _tokens(program: Program, kernel: int) -> str:
     """The numbers of tokens that a kernel runs for: ``1-16, 65-``."""
-    last = program.ranges[-1].last
     spans = []
     uses = ((any(launch.kernel == kernel for launch in r.launches), r) for r in program.ranges)
     for used, group in groupby(uses, key=lambda use: use[0]):
         ranges = [each for _, each in group]
         if used:
-            end = "" if ranges[-1].last == last == 2**31 - 1 else str(ranges[-1].last)
-            spans.append(f"{ranges[0].first}-{end}")
+            last = ranges[-1].last
+            spans.append(f"{ranges[0].first}-{last if last < _ANY_NUMBER else ''}")
     return ", ".join(spans)
 
 

@@ -18,13 +18,13 @@
 #include "../../trt_plugin/csrc/checksum.h"
 #include "../../trt_plugin/csrc/dynamo_moe.h"
 
-#define CHECK(condition)                                                                   \
-  do {                                                                                     \
-    if (!(condition)) {                                                                    \
-      std::fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition,          \
-                   dynamo_moe_last_error());                                               \
-      std::exit(1);                                                                        \
-    }                                                                                      \
+#define CHECK(condition)                                                          \
+  do {                                                                            \
+    if (!(condition)) {                                                           \
+      std::fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition, \
+                   dynamo_moe_last_error());                                      \
+      std::exit(1);                                                               \
+    }                                                                             \
   } while (false)
 
 namespace {
@@ -99,7 +99,8 @@ dynamo_moe_status OpenAndAsk(const std::string& bytes) {
   const dynamo_moe_status status = dynamo_moe_program_open(exact.data(), exact.size(), &program);
   if (status == DYNAMO_MOE_OK) {
     std::size_t workspace = 0;
-    for (const std::int64_t tokens : {std::int64_t{1}, kTokens, std::int64_t{50}, std::int64_t{1} << 62}) {
+    for (const std::int64_t tokens :
+         {std::int64_t{1}, kTokens, std::int64_t{50}, std::int64_t{1} << 62}) {
       // Any answer will do, without a fault.
       static_cast<void>(dynamo_moe_program_workspace(program, tokens, &workspace));
     }
@@ -137,8 +138,8 @@ struct Tensors {
   std::vector<char> bytes = std::vector<char>(1 << 20);
 
   dynamo_moe_tensors all() {
-    auto* const at = reinterpret_cast<char*>(
-        (reinterpret_cast<std::uintptr_t>(bytes.data()) + 255) / 256 * 256);
+    auto* const at =
+        reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(bytes.data()) + 255) / 256 * 256);
     return {at, at, at, at, at, at, at, at, at, at};
   }
 };
@@ -146,8 +147,8 @@ struct Tensors {
 void Enqueue(dynamo_moe_program* program, Tensors* tensors, std::int64_t tokens,
              dynamo_moe_status expected) {
   const dynamo_moe_tensors all = tensors->all();
-  const dynamo_moe_status status = dynamo_moe_program_enqueue(
-      program, tokens, &all, all.y, tensors->bytes.size(), nullptr);
+  const dynamo_moe_status status =
+      dynamo_moe_program_enqueue(program, tokens, &all, all.y, tensors->bytes.size(), nullptr);
   CHECK(status == expected);
 }
 

@@ -123,10 +123,10 @@ bool IsLive(const Function* function) {
 
 }  // namespace
 
-#define BEGIN(name)                                             \
-  const std::lock_guard<std::mutex> lock(state().mutex);        \
-  if (const int planned = Called(name); planned != kSuccess) {  \
-    return planned;                                             \
+#define BEGIN(name)                                            \
+  const std::lock_guard<std::mutex> lock(state().mutex);       \
+  if (const int planned = Called(name); planned != kSuccess) { \
+    return planned;                                            \
   }
 
 // --- Set-up ---

@@ -37,8 +37,8 @@ Status ReadHeader(const char* kind, const unsigned char (&magic)[format::kMagicS
     return InvalidBundle(kind, ": ", size < header->size ? "truncated" : "too long",
                          ": the header says ", header->size, " bytes, ", size, " are given");
   }
-  const std::uint32_t checksum = ChecksumWithHole(static_cast<const unsigned char*>(data), size,
-                                                  format::kChecksumOffset);
+  const std::uint32_t checksum =
+      ChecksumWithHole(static_cast<const unsigned char*>(data), size, format::kChecksumOffset);
   if (header->checksum != checksum) {
     return InvalidBundle(kind, ": damaged: the checksum is ", checksum, ", the header says ",
                          header->checksum);
@@ -144,8 +144,8 @@ class ProgramChecker {
     const format::Table& entry = program_.header_.tables[index];
     const std::size_t size = program_.bytes_.size();
     if (entry.offset % format::kTableAlignment != 0 || entry.offset < *end || entry.offset > size) {
-      return Wrong("table ", name, " must begin at a multiple of ", format::kTableAlignment,
-                   " in ", *end, "..", size, ", begins at ", entry.offset);
+      return Wrong("table ", name, " must begin at a multiple of ", format::kTableAlignment, " in ",
+                   *end, "..", size, ", begins at ", entry.offset);
     }
     if (entry.count > (size - entry.offset) / sizeof(T)) {
       return Wrong("table ", name, " has ", entry.count, " records of ", sizeof(T),
@@ -211,8 +211,8 @@ class ProgramChecker {
                    ", scoring ", layer.scoring, ", reserved ", layer.reserved);
     }
     if (layer.experts == 0 || layer.top_k == 0 || layer.width == 0 || layer.hidden == 0) {
-      return Wrong("experts, top_k, width and hidden must be at least 1, are ", layer.experts,
-                   ", ", layer.top_k, ", ", layer.width, " and ", layer.hidden);
+      return Wrong("experts, top_k, width and hidden must be at least 1, are ", layer.experts, ", ",
+                   layer.top_k, ", ", layer.width, " and ", layer.hidden);
     }
     return {};
   }
@@ -274,9 +274,9 @@ class ProgramChecker {
       if (kernel.image_size == 0 || kernel.image_offset > program_.images_.size() ||
           kernel.image_size > program_.images_.size() - kernel.image_offset ||
           (place + kernel.image_offset) % format::kImageAlignment != 0) {
-        return Wrong("kernel ", i, " has the image ", kernel.image_offset, " + ",
-                     kernel.image_size, " of ", program_.images_.size(),
-                     " bytes; images begin at multiples of ", format::kImageAlignment);
+        return Wrong("kernel ", i, " has the image ", kernel.image_offset, " + ", kernel.image_size,
+                     " of ", program_.images_.size(), " bytes; images begin at multiples of ",
+                     format::kImageAlignment);
       }
       if (kernel.warps < 1 || kernel.warps > 32 || kernel.flags > format::kDependentLaunch ||
           kernel.reserved != 0 || kernel.shared_memory > (1U << 20)) {
@@ -290,8 +290,8 @@ class ProgramChecker {
 
   Status CheckText(const format::String& string, const char* what, std::size_t index) const {
     if (!Within(string.offset, string.size, program_.strings_.size())) {
-      return Wrong(what, " ", index, " has the string ", string.offset, " + ", string.size,
-                   " of ", program_.strings_.size(), " bytes");
+      return Wrong(what, " ", index, " has the string ", string.offset, " + ", string.size, " of ",
+                   program_.strings_.size(), " bytes");
     }
     if (!IsText(program_.text(string))) {
       return Wrong(what, " ", index, " has a string that is not UTF-8 without control characters");
@@ -421,7 +421,7 @@ const format::Range* Program::RangeOf(std::int64_t tokens) const {
 
 Status Program::Evaluate(std::uint32_t expression, const Sizes& sizes, std::int64_t* value) const {
   const format::Expression& code = expressions_[expression];
-  std::int64_t stack[format::kStackSize];
+  std::int64_t stack[format::kStackSize] = {};
   std::size_t depth = 0;
   for (const format::Instruction& each :
        instructions_.Part(code.first_instruction, code.instructions)) {

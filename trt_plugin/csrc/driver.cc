@@ -75,7 +75,7 @@ const Driver* Load(Status* status) {
   if (const Driver* const ready = loaded.load(std::memory_order_acquire)) {
     return ready;
   }
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   if (loaded.load(std::memory_order_relaxed) == nullptr) {
     // A failure is not kept: the driver may be there at the next call.
     if (*status = Open(&driver); !status->ok()) {

@@ -48,6 +48,8 @@ const char* ProgramAt(const void* bundle, const format::DirectoryEntry& entry) {
 }
 
 bool SameLayer(const dynamo_moe_layer& a, const dynamo_moe_layer& b) {
+  // The format says so: its floats are written by one rule, and it has no padding.
+  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
   return std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 
@@ -74,10 +76,10 @@ Status FindProgram(const void* bundle, std::size_t size, const dynamo_moe_layer&
     return {};
   }
   if (others.empty()) {
-    return {DYNAMO_MOE_NOT_FOUND, Text("the bundle has ", entries.size(),
-                                       " programs, none of this layer (",
-                                       layer.experts, " experts, top_k ", layer.top_k, ", width ",
-                                       layer.width, ", hidden ", layer.hidden, ")")};
+    return {DYNAMO_MOE_NOT_FOUND,
+            Text("the bundle has ", entries.size(), " programs, none of this layer (",
+                 layer.experts, " experts, top_k ", layer.top_k, ", width ", layer.width,
+                 ", hidden ", layer.hidden, ")")};
   }
   return {DYNAMO_MOE_NOT_FOUND,
           Text("the bundle has this layer for ", others, ", the device is sm_", architecture)};
@@ -99,8 +101,8 @@ dynamo_moe_status dynamo_moe_bundle_count(const void* bundle, size_t size, uint3
     DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::ReadDirectory(bundle, size, &entries));
     for (const dynamo_moe::format::DirectoryEntry& entry : entries) {
       dynamo_moe::Program program;
-      DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::Program::Parse(dynamo_moe::ProgramAt(bundle, entry),
-                                                            entry.size, &program));
+      DYNAMO_MOE_RETURN_IF_ERROR(
+          dynamo_moe::Program::Parse(dynamo_moe::ProgramAt(bundle, entry), entry.size, &program));
     }
     *count = static_cast<uint32_t>(entries.size());
     return {};
@@ -167,6 +169,7 @@ dynamo_moe_status dynamo_moe_program_open(const void* data, size_t size,
   });
 }
 
+// NOLINTNEXTLINE(misc-const-correctness): the interface closes what it gave away.
 void dynamo_moe_program_close(dynamo_moe_program* program) { delete program; }
 
 dynamo_moe_status dynamo_moe_program_info(const dynamo_moe_program* program,

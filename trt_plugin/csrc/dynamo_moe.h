@@ -21,11 +21,12 @@ extern "C" {
 typedef enum dynamo_moe_status {
   DYNAMO_MOE_OK = 0,
   DYNAMO_MOE_INVALID_ARGUMENT = 1, /* A value of this call breaks a rule. */
-  DYNAMO_MOE_INVALID_BUNDLE = 2,   /* The bytes are not a bundle or program that this library reads. */
-  DYNAMO_MOE_NOT_FOUND = 3,        /* No program of the bundle fits the layer and architecture. */
-  DYNAMO_MOE_NO_DRIVER = 4,        /* libcuda.so.1 is missing, too old, or there is no device. */
-  DYNAMO_MOE_CUDA_ERROR = 5,       /* A driver function failed. */
-  DYNAMO_MOE_OUT_OF_MEMORY = 6     /* Host or device memory is exhausted. */
+  DYNAMO_MOE_INVALID_BUNDLE =
+      2,                       /* The bytes are not a bundle or program that this library reads. */
+  DYNAMO_MOE_NOT_FOUND = 3,    /* No program of the bundle fits the layer and architecture. */
+  DYNAMO_MOE_NO_DRIVER = 4,    /* libcuda.so.1 is missing, too old, or there is no device. */
+  DYNAMO_MOE_CUDA_ERROR = 5,   /* A driver function failed. */
+  DYNAMO_MOE_OUT_OF_MEMORY = 6 /* Host or device memory is exhausted. */
 } dynamo_moe_status;
 
 /* The bundle's layer record: 64 bytes, compared as bytes. */
@@ -87,8 +88,7 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_program(const void* bundle, s
  * (sm_80 to sm_89). The program's bytes lie in the bundle. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_find(const void* bundle, size_t size,
                                                         const dynamo_moe_layer* layer,
-                                                        uint32_t architecture,
-                                                        const void** program,
+                                                        uint32_t architecture, const void** program,
                                                         size_t* program_size);
 
 /* The architecture of the calling thread's current CUDA context's device: 90 for sm_90. */

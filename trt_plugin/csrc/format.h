@@ -196,8 +196,8 @@ enum Tensor : std::uint32_t {
   kTensors,
 };
 inline constexpr const char* kTensorNames[kTensors] = {
-    "x", "router_weight", "router_bias", "expert_ids", "expert_weights",
-    "w1", "b1", "w2", "b2", "y"};
+    "x", "router_weight", "router_bias", "expert_ids", "expert_weights", "w1", "b1", "w2", "b2",
+    "y"};
 
 // dynamo_moe_layer's values.
 enum Operator : std::uint32_t { kDropless, kExpertsOnly, kOperators };

@@ -1,6 +1,7 @@
 #include "launcher.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <string>
 
@@ -23,6 +24,7 @@ bool IsAligned(const void* pointer, std::uint64_t alignment) {
 
 Status BufferOffsets(const Program& program, const format::Range& range, const Sizes& sizes,
                      std::size_t* offsets, std::size_t* end) {
+  std::size_t index = 0;
   *end = 0;
   for (const format::Buffer& buffer : program.buffers(range)) {
     std::int64_t size = 0;
@@ -32,7 +34,7 @@ Status BufferOffsets(const Program& program, const format::Range& range, const S
       return InvalidArgument("the workspace's part ", program.text(buffer.name), " would have ",
                              size, " bytes for ", sizes.values[format::kTokens], " tokens");
     }
-    *offsets++ = *end;
+    offsets[index++] = *end;
     const std::uint64_t alignment = format::kWorkspaceAlignment;
     *end += (static_cast<std::size_t>(size) + alignment - 1) / alignment * alignment;
   }
@@ -48,8 +50,7 @@ class Launcher::Call {
        void* workspace)
       : launcher_(*launcher),
         driver_(driver),
-        tensors_{tensors.x,  tensors.router_weight, tensors.router_bias, tensors.expert_ids,
-                 tensors.expert_weights, tensors.w1, tensors.b1, tensors.w2, tensors.b2, tensors.y},
+        tensors_(tensors),
         workspace_(static_cast<char*>(workspace)) {}
 
   Status Run(const format::Range& range, const LoadedKernels& kernels, std::int64_t tokens,
@@ -62,8 +63,8 @@ class Launcher::Call {
       return InvalidArgument(tokens, " tokens need a workspace of ", needed, " bytes, it has ",
                              workspace_size);
     }
-    if (needed > 0 && (workspace_ == nullptr ||
-                       !IsAligned(workspace_, format::kWorkspaceAlignment))) {
+    if (needed > 0 &&
+        (workspace_ == nullptr || !IsAligned(workspace_, format::kWorkspaceAlignment))) {
       return InvalidArgument("the workspace must begin at a multiple of ",
                              format::kWorkspaceAlignment, " and not be null");
     }
@@ -83,9 +84,9 @@ class Launcher::Call {
       DYNAMO_MOE_RETURN_IF_ERROR(program.Evaluate(launch.grid[axis], sizes_, &blocks));
       if (blocks < 1 || blocks > kGridLimits[axis]) {
         return InvalidArgument("kernel ", program.text(kernel.name), " would have ", blocks,
-                               " blocks along ", std::string(1, "xyz"[axis]),
-                               ", permitted are 1..", kGridLimits[axis], ", for ",
-                               sizes_.values[format::kTokens], " tokens");
+                               " blocks along ", std::string(1, "xyz"[axis]), ", permitted are 1..",
+                               kGridLimits[axis], ", for ", sizes_.values[format::kTokens],
+                               " tokens");
       }
       config.grid[axis] = static_cast<unsigned>(blocks);
     }
@@ -123,7 +124,7 @@ class Launcher::Call {
     parameters_[position] = &value;
     switch (argument.kind) {
       case format::kTensor:
-        value.pointer = tensors_[argument.index];
+        value.pointer = Tensor(argument.index);
         return CheckTensor(argument.index, kernel);
       case format::kWorkspace:
         value.pointer = workspace_ + offsets_[argument.index];
@@ -137,7 +138,7 @@ class Launcher::Call {
         DYNAMO_MOE_RETURN_IF_ERROR(CheckTensor(tensor, kernel));
         cuda::TensorMap* const map = &maps_[maps_used_++];
         parameters_[position] = map;
-        return launcher_.Encode(driver_, argument.index, tensors_[tensor], map);
+        return launcher_.Encode(driver_, argument.index, Tensor(tensor), map);
       }
       default:
         value.pointer = nullptr;
@@ -145,8 +146,17 @@ class Launcher::Call {
     }
   }
 
+  // The tensors of a call in the order of format::Tensor.
+  const void* Tensor(std::uint32_t index) const {
+    static_assert(sizeof(dynamo_moe_tensors) == format::kTensors * sizeof(void*));
+    const void* pointer = nullptr;
+    std::memcpy(&pointer, reinterpret_cast<const char*>(&tensors_) + (index * sizeof(pointer)),
+                sizeof(pointer));
+    return pointer;
+  }
+
   Status CheckTensor(std::uint32_t tensor, const format::Kernel& kernel) const {
-    const void* const pointer = tensors_[tensor];
+    const void* const pointer = Tensor(tensor);
     if (pointer == nullptr) {
       return InvalidArgument("tensor ", format::kTensorNames[tensor], " is null, kernel ",
                              launcher_.program().text(kernel.name), " needs it");
@@ -178,7 +188,7 @@ class Launcher::Call {
 
   Launcher& launcher_;
   const cuda::Driver& driver_;
-  const void* tensors_[format::kTensors];
+  const dynamo_moe_tensors& tensors_;
   char* workspace_;
   Sizes sizes_ = {};
   std::size_t offsets_[kMaxBuffers] = {};
@@ -197,16 +207,14 @@ Status Launcher::Open(const void* data, std::size_t size, std::unique_ptr<Launch
   const Program& program = shared->program();
   for (const format::Range& range : program.ranges()) {
     if (range.buffers > kMaxBuffers) {
-      return {DYNAMO_MOE_INVALID_BUNDLE,
-              Text("program: a range has ", range.buffers, " buffers, at most ", kMaxBuffers,
-                   " are supported")};
+      return {DYNAMO_MOE_INVALID_BUNDLE, Text("program: a range has ", range.buffers,
+                                              " buffers, at most ", kMaxBuffers, " are supported")};
     }
     for (const format::Launch& launch : program.launches(range)) {
       const Span<format::Argument> arguments = program.arguments(launch);
-      const auto maps =
-          std::count_if(arguments.begin(), arguments.end(), [](const format::Argument& each) {
-            return each.kind == format::kTensorMap;
-          });
+      const auto maps = std::count_if(
+          arguments.begin(), arguments.end(),
+          [](const format::Argument& each) { return each.kind == format::kTensorMap; });
       if (arguments.size() > kMaxArguments || maps > static_cast<std::ptrdiff_t>(kMaxTensorMaps)) {
         return {DYNAMO_MOE_INVALID_BUNDLE,
                 Text("program: a launch has ", arguments.size(), " arguments, of which ", maps,
@@ -274,7 +282,7 @@ Status Launcher::Enqueue(std::int64_t tokens, const dynamo_moe_tensors& tensors,
 
 Status Launcher::Encode(const cuda::Driver& driver, std::size_t index, const void* address,
                         cuda::TensorMap* map) {
-  const std::lock_guard<std::mutex> lock(encoding_);
+  const std::scoped_lock lock(encoding_);
   EncodedMap& encoded = maps_[index];
   if (encoded.address != address) {
     if (driver.tensor_map_encode_tiled == nullptr) {

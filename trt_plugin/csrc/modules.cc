@@ -18,8 +18,7 @@ Status Attribute(const cuda::Driver& driver, int attribute, cuda::Device device,
                                   : cuda::Failure(driver, result, "cuDeviceGetAttribute");
 }
 
-Status CurrentContext(const cuda::Driver& driver, cuda::Context* context,
-                      unsigned long long* id) {
+Status CurrentContext(const cuda::Driver& driver, cuda::Context* context, unsigned long long* id) {
   const cuda::Result result = driver.context_get_current(context);
   if (result != cuda::kSuccess) {
     return cuda::Failure(driver, result, "cuCtxGetCurrent");
@@ -30,8 +29,7 @@ Status CurrentContext(const cuda::Driver& driver, cuda::Context* context,
   }
   *id = 0;
   if (driver.context_get_id != nullptr) {
-    const cuda::Result id_result =
-        driver.context_get_id(*context, id);
+    const cuda::Result id_result = driver.context_get_id(*context, id);
     if (id_result != cuda::kSuccess) {
       return cuda::Failure(driver, id_result, "cuCtxGetId");
     }
@@ -74,7 +72,7 @@ LoadedKernels::~LoadedKernels() {
   if (driver_.context_push(context_) != cuda::kSuccess) {
     return;
   }
-  for (const cuda::Module module : modules_) {
+  for (cuda::Module module : modules_) {
     driver_.module_unload(module);
   }
   cuda::Context popped = nullptr;
@@ -140,7 +138,7 @@ Status SharedProgram::Open(const void* data, std::size_t size,
   }
   const std::string_view bytes(static_cast<const char*>(data), size);
   const std::size_t key = std::hash<std::string_view>()(bytes);
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   const auto [begin, end] = in_use.equal_range(key);
   for (auto each = begin; each != end;) {
     if (std::shared_ptr<SharedProgram> found = each->second.lock(); found == nullptr) {
@@ -167,7 +165,7 @@ Status SharedProgram::Kernels(const cuda::Driver& driver, const LoadedKernels** 
   if (*kernels != nullptr) {
     return {};
   }
-  const std::lock_guard<std::mutex> lock(loading_);
+  const std::scoped_lock lock(loading_);
   *kernels = Find(context, context_id);
   if (*kernels != nullptr) {
     return {};
@@ -181,7 +179,8 @@ Status SharedProgram::Kernels(const cuda::Driver& driver, const LoadedKernels** 
   return {};
 }
 
-const LoadedKernels* SharedProgram::Find(cuda::Context context, unsigned long long context_id) const {
+const LoadedKernels* SharedProgram::Find(cuda::Context context,
+                                         unsigned long long context_id) const {
   const LoadedKernels* each = first_.load(std::memory_order_acquire);
   while (each != nullptr && !each->IsFor(context, context_id)) {
     each = each->next_;

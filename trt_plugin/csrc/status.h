@@ -45,9 +45,9 @@ Status InvalidArgument(const Parts&... parts) {
 
 }  // namespace dynamo_moe
 
-#define DYNAMO_MOE_RETURN_IF_ERROR(expression)                         \
-  do {                                                                 \
-    if (::dynamo_moe::Status status_ = (expression); !status_.ok()) {  \
-      return status_;                                                  \
-    }                                                                  \
+#define DYNAMO_MOE_RETURN_IF_ERROR(expression)                        \
+  do {                                                                \
+    if (::dynamo_moe::Status status_ = (expression); !status_.ok()) { \
+      return status_;                                                 \
+    }                                                                 \
   } while (false)
