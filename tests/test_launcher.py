@@ -6,6 +6,7 @@ So the launcher computes real numbers: the oracle's, and to the bit those of the
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -13,8 +14,11 @@ import threading
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+import test_bundle
+import trt_plugin
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.plan import plan
 from interpreted_gpu import InterpretedGpu, uncompiled_program
@@ -403,3 +407,57 @@ def test_under_sanitizers(tmp_path, sanitizer):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- Damaged bundles: the Python reader's tests, for the C++ reader ---
+
+RULES = test_bundle.test_what_breaks_a_rule_is_named.pytestmark[0].args[1]
+
+
+def open_first(bundle: bytes) -> None:
+    offset, size = struct.unpack_from("<QQ", bundle, 32)
+    OpenProgram(bundle[offset : offset + size]).close()
+
+
+@pytest.mark.parametrize(("offset", "form", "values", "_"), RULES)
+def test_what_breaks_a_rule_is_refused(offset, form, values, _):
+    with pytest.raises(LauncherError, match="program: ") as caught:
+        open_first(test_bundle.altered(offset, form, *values))
+    assert caught.value.status == "invalid bundle"
+
+
+def test_both_readers_take_what_one_takes():
+    open_first(test_bundle.SMALL.data)
+
+
+@given(data=st.data())
+def test_both_readers_agree(data):
+    """On bundles with a changed byte, whose checksums are right."""
+    size = len(test_bundle.SMALL.programs[0].data)
+    at = data.draw(st.integers(0, size - 1))
+    damaged = test_bundle.altered(at, "B", data.draw(st.integers(0, 255)))
+    try:
+        trt_plugin.read(damaged)
+        taken = True
+    except trt_plugin.BundleError:
+        taken = False
+    if taken:
+        open_first(damaged)
+        return
+    with pytest.raises(LauncherError, match="program: "):
+        open_first(damaged)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "bundle: truncated: the header has 32 bytes, 0 are given"),
+        (test_bundle.SMALL.data[:100], r"bundle: truncated: the header says \d+ bytes, 100 are"),
+        (test_bundle.SMALL.data + b"x", "bundle: too long"),
+        (b"\x7fELF" + bytes(60), "bundle: not a kernel bundle"),
+        (test_bundle.SMALL.data[:-1] + b"x", "bundle: damaged: the checksum is"),
+    ],
+)
+def test_what_is_no_bundle_is_named(data, message):
+    with pytest.raises(LauncherError, match=message):
+        find_program(data, layer_record(layer_of(small_case())), 80)

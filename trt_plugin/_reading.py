@@ -308,9 +308,9 @@ class _ProgramReader:
         for at in range(rank):
             if not 1 <= sizes[at] <= 2**32:
                 raise BundleError(f"size {at} must be in 1..2^32, got {sizes[at]}")
-            if at and (strides[at] % 16 or strides[at] >= 2**40):
+            if at and (strides[at] % 16 or not 16 <= strides[at] < 2**40):
                 raise BundleError(
-                    f"stride {at} must be a multiple of 16 below 2^40, got {strides[at]}"
+                    f"stride {at} must be a multiple of 16 in 16..2^40, got {strides[at]}"
                 )
             if not 1 <= box[at] <= _MAX_BOX:
                 raise BundleError(f"box {at} must be in 1..{_MAX_BOX}, got {box[at]}")

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "checksum.h"
+#include "layer.h"
 
 namespace dynamo_moe {
 namespace {
@@ -126,10 +127,12 @@ class ProgramChecker {
 
   Status Run() {
     DYNAMO_MOE_RETURN_IF_ERROR(FindTables());
-    DYNAMO_MOE_RETURN_IF_ERROR(CheckLayer());
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckLayer(program_.header_.layer));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckExpressions());
     DYNAMO_MOE_RETURN_IF_ERROR(CheckKernels());
     DYNAMO_MOE_RETURN_IF_ERROR(CheckTensorMaps());
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckBuffers());
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckLaunches());
     return CheckRanges();
   }
 
@@ -178,41 +181,6 @@ class ProgramChecker {
     DYNAMO_MOE_RETURN_IF_ERROR(FindTable(format::kImages, "images", &end, &p.images_));
     if (end != p.bytes_.size()) {
       return Wrong("the tables end at byte ", end, ", the program at ", p.bytes_.size());
-    }
-    return {};
-  }
-
-  Status CheckLayer() const {
-    const dynamo_moe_layer& layer = program_.header_.layer;
-    if (layer.op >= format::kOperators) {
-      return Wrong("unknown operator ", layer.op);
-    }
-    const auto is_float = [](std::uint32_t type) {
-      return type == format::kFloat32 || type == format::kFloat16 || type == format::kBfloat16;
-    };
-    const bool dropless = layer.op == format::kDropless;
-    const auto is_int = [](std::uint32_t type) {
-      return type == format::kI32 || type == format::kI64;
-    };
-    if (!is_float(layer.tokens_dtype) || !is_float(layer.experts_dtype)) {
-      return Wrong("tokens and experts must be float32, float16 or bfloat16, are ",
-                   layer.tokens_dtype, " and ", layer.experts_dtype);
-    }
-    if (!(dropless ? is_float(layer.routing_dtype) : is_int(layer.routing_dtype))) {
-      return Wrong("the routing has dtype ", layer.routing_dtype);
-    }
-    const bool no_bias = dropless && layer.weights_dtype == format::kNone;
-    if (!no_bias && !is_float(layer.weights_dtype)) {
-      return Wrong("the router's bias or the expert weights have dtype ", layer.weights_dtype);
-    }
-    if (layer.flags > format::kLayerFlags || layer.activation >= format::kActivations ||
-        layer.scoring >= format::kScorings || layer.reserved != 0) {
-      return Wrong("unknown option: flags ", layer.flags, ", activation ", layer.activation,
-                   ", scoring ", layer.scoring, ", reserved ", layer.reserved);
-    }
-    if (layer.experts == 0 || layer.top_k == 0 || layer.width == 0 || layer.hidden == 0) {
-      return Wrong("experts, top_k, width and hidden must be at least 1, are ", layer.experts, ", ",
-                   layer.top_k, ", ", layer.width, " and ", layer.hidden);
     }
     return {};
   }
@@ -302,20 +270,89 @@ class ProgramChecker {
   Status CheckTensorMaps() const {
     for (std::size_t i = 0; i < program_.tensor_maps_.size(); ++i) {
       const format::TensorMap& map = program_.tensor_maps_[i];
-      bool right = map.tensor < format::kTensors && map.rank >= 2 && map.rank <= format::kMaxRank &&
-                   map.type <= 15 && map.swizzle <= 6;
-      for (const std::uint32_t reserved : map.reserved) {
-        right = right && reserved == 0;
+      if (!IsTensorMap(map)) {
+        return Wrong("tensor map ", i, " is one that no driver encodes: tensor ", map.tensor,
+                     ", type ", map.type, ", rank ", map.rank, ", swizzle ", map.swizzle,
+                     ", box of ", map.box[0], " elements along the innermost dimension");
       }
-      for (std::uint32_t axis = 0; right && axis < format::kMaxRank; ++axis) {
-        const bool used = axis < map.rank;
-        right = used ? map.sizes[axis] > 0 && map.strides[axis] > 0 && map.box[axis] > 0
-                     : map.sizes[axis] == 0 && map.strides[axis] == 0 && map.box[axis] == 0;
+    }
+    return {};
+  }
+
+  // What cuTensorMapEncodeTiled takes.
+  static bool IsTensorMap(const format::TensorMap& map) {
+    const std::uint64_t element = ElementSize(map.type);
+    bool right = map.tensor < format::kTensors && element != 0 && map.rank >= 2 &&
+                 map.rank <= format::kMaxRank && map.swizzle <= format::kMaxSwizzle &&
+                 map.strides[0] == element && map.box[0] * element % format::kBoxAlignment == 0;
+    for (const std::uint32_t reserved : map.reserved) {
+      right = right && reserved == 0;
+    }
+    for (std::uint32_t axis = 0; right && axis < format::kMaxRank; ++axis) {
+      const std::uint64_t size = map.sizes[axis];
+      const std::uint64_t stride = map.strides[axis];
+      if (axis >= map.rank) {
+        right = size == 0 && stride == 0 && map.box[axis] == 0;
+        continue;
       }
-      if (!right) {
-        return Wrong("tensor map ", i, " is none: tensor ", map.tensor, ", type ", map.type,
-                     ", rank ", map.rank, ", swizzle ", map.swizzle,
-                     "; its sizes, strides and box must be positive up to its rank, then 0");
+      const bool steps = axis == 0 || (stride != 0 && stride % format::kBoxAlignment == 0 &&
+                                       stride < format::kMaxStride);
+      right = steps && size >= 1 && size <= format::kMaxSize && map.box[axis] >= 1 &&
+              map.box[axis] <= format::kMaxBox;
+    }
+    return right;
+  }
+
+  // Bytes of a CUtensorMapDataType's element; 0 where no kernel has such tensors.
+  static std::uint64_t ElementSize(std::uint32_t type) {
+    switch (type) {
+      case format::kMapFloat16:
+      case format::kMapBfloat16:
+        return 2;
+      case format::kMapFloat32:
+        return 4;
+      default:
+        return 0;
+    }
+  }
+
+  Status CheckBuffers() const {
+    for (std::size_t i = 0; i < program_.buffers_.size(); ++i) {
+      const format::Buffer& buffer = program_.buffers_[i];
+      DYNAMO_MOE_RETURN_IF_ERROR(CheckText(buffer.name, "buffer", i));
+      if (buffer.size >= program_.expressions_.size() || buffer.reserved != 0) {
+        return Wrong("buffer ", i, " has the size of expression ", buffer.size, " of ",
+                     program_.expressions_.size(), ", reserved ", buffer.reserved);
+      }
+    }
+    return {};
+  }
+
+  Status CheckLaunches() const {
+    const std::size_t expressions = program_.expressions_.size();
+    // Which buffers there are depends on the range: CheckRanges.
+    const std::size_t limits[format::kArgumentKinds] = {
+        1,           format::kTensors, program_.buffers_.size(),
+        expressions, expressions,      program_.tensor_maps_.size()};
+    for (std::size_t i = 0; i < program_.arguments_.size(); ++i) {
+      const format::Argument& argument = program_.arguments_[i];
+      if (argument.kind >= format::kArgumentKinds || argument.index >= limits[argument.kind]) {
+        return Wrong("argument ", i, " has kind ", argument.kind, " and index ", argument.index,
+                     ", which is none");
+      }
+    }
+    for (std::size_t i = 0; i < program_.launches_.size(); ++i) {
+      const format::Launch& launch = program_.launches_[i];
+      if (launch.kernel >= program_.kernels_.size() || launch.reserved != 0 ||
+          !Within(launch.first_argument, launch.arguments, program_.arguments_.size())) {
+        return Wrong("launch ", i, " has kernel ", launch.kernel, " of ", program_.kernels_.size(),
+                     " with arguments ", launch.first_argument, " + ", launch.arguments, " of ",
+                     program_.arguments_.size());
+      }
+      for (const std::uint32_t axis : launch.grid) {
+        if (axis >= expressions) {
+          return Wrong("launch ", i, " has a grid of expression ", axis, " of ", expressions);
+        }
       }
     }
     return {};
@@ -329,9 +366,9 @@ class ProgramChecker {
     for (std::size_t i = 0; i < program_.ranges_.size(); ++i) {
       const format::Range& range = program_.ranges_[i];
       if (range.first_tokens != last + 1 || range.last_tokens < range.first_tokens ||
-          range.last_tokens == std::numeric_limits<std::int64_t>::max()) {
+          range.last_tokens > std::numeric_limits<std::int32_t>::max()) {
         return Wrong("range ", i, " is ", range.first_tokens, "..", range.last_tokens,
-                     " tokens; ranges follow one another from 1");
+                     " tokens; ranges follow one another from 1 to at most 2147483647");
       }
       last = range.last_tokens;
       if (!Within(range.first_launch, range.launches, program_.launches_.size()) ||
@@ -340,43 +377,13 @@ class ProgramChecker {
                      " of ", program_.launches_.size(), " and buffers ", range.first_buffer, " + ",
                      range.buffers, " of ", program_.buffers_.size());
       }
-      for (const format::Buffer& buffer : program_.buffers(range)) {
-        DYNAMO_MOE_RETURN_IF_ERROR(CheckText(buffer.name, "range", i));
-        if (buffer.size >= program_.expressions_.size() || buffer.reserved != 0) {
-          return Wrong("range ", i, " has a buffer of expression ", buffer.size, " of ",
-                       program_.expressions_.size());
-        }
-      }
       for (const format::Launch& launch : program_.launches(range)) {
-        DYNAMO_MOE_RETURN_IF_ERROR(CheckLaunch(launch, range.buffers, i));
-      }
-    }
-    return {};
-  }
-
-  Status CheckLaunch(const format::Launch& launch, std::uint32_t buffers, std::size_t range) const {
-    if (launch.kernel >= program_.kernels_.size() || launch.reserved != 0 ||
-        !Within(launch.first_argument, launch.arguments, program_.arguments_.size())) {
-      return Wrong("range ", range, " launches kernel ", launch.kernel, " of ",
-                   program_.kernels_.size(), " with arguments ", launch.first_argument, " + ",
-                   launch.arguments, " of ", program_.arguments_.size());
-    }
-    for (const std::uint32_t axis : launch.grid) {
-      if (axis >= program_.expressions_.size()) {
-        return Wrong("range ", range, " has a grid of expression ", axis, " of ",
-                     program_.expressions_.size());
-      }
-    }
-    const std::size_t expressions = program_.expressions_.size();
-    const std::size_t limits[format::kArgumentKinds] = {
-        1, format::kTensors, buffers, expressions, expressions, program_.tensor_maps_.size()};
-    for (const format::Argument& argument : program_.arguments(launch)) {
-      if (argument.kind >= format::kArgumentKinds) {
-        return Wrong("range ", range, " has an argument of unknown kind ", argument.kind);
-      }
-      if (argument.index >= limits[argument.kind]) {
-        return Wrong("range ", range, " has an argument of kind ", argument.kind, " and index ",
-                     argument.index, ", of which there are ", limits[argument.kind]);
+        for (const format::Argument& argument : program_.arguments(launch)) {
+          if (argument.kind == format::kWorkspace && argument.index >= range.buffers) {
+            return Wrong("range ", i, " has ", range.buffers, " buffers, a launch takes number ",
+                         argument.index);
+          }
+        }
       }
     }
     return {};

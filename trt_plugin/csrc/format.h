@@ -20,6 +20,15 @@ inline constexpr std::uint64_t kWorkspaceAlignment = 256;
 inline constexpr std::size_t kStackSize = 16;
 inline constexpr std::uint32_t kMaxRank = 5;
 
+// What cuTensorMapEncodeTiled takes: CUtensorMapSwizzle up to 128 bytes, sizes, strides in bytes.
+inline constexpr std::uint32_t kMaxSwizzle = 3;
+inline constexpr std::uint32_t kMaxBox = 256;
+inline constexpr std::uint64_t kBoxAlignment = 16;
+inline constexpr std::uint64_t kMaxSize = std::uint64_t{1} << 32;
+inline constexpr std::uint64_t kMaxStride = std::uint64_t{1} << 40;
+// CUtensorMapDataType
+enum MapType : std::uint32_t { kMapFloat16 = 6, kMapFloat32 = 7, kMapBfloat16 = 9 };
+
 struct FileHeader {
   unsigned char magic[kMagicSize];
   std::uint32_t version;

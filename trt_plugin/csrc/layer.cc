@@ -1,0 +1,101 @@
+#include "layer.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "format.h"
+
+namespace dynamo_moe {
+namespace {
+
+constexpr std::uint32_t kMaxExperts = 1024;
+constexpr std::uint32_t kMaxTopK = 32;
+constexpr std::uint32_t kWidthMultiple = 8;
+
+template <typename... Parts>
+Status Wrong(const Parts&... parts) {
+  return {DYNAMO_MOE_INVALID_BUNDLE, Text("program: the layer's ", parts...)};
+}
+
+bool IsFloat(std::uint32_t type) {
+  return type == format::kFloat32 || type == format::kFloat16 || type == format::kBfloat16;
+}
+
+bool Has(const dynamo_moe_layer& layer, std::uint32_t flag) { return (layer.flags & flag) != 0; }
+
+Status CheckDtypes(const dynamo_moe_layer& layer, bool router) {
+  const bool ints = layer.routing_dtype == format::kI32 || layer.routing_dtype == format::kI64;
+  const bool no_bias = router && layer.weights_dtype == format::kNone;
+  if (!IsFloat(layer.tokens_dtype) || !IsFloat(layer.experts_dtype)) {
+    return Wrong("tokens and experts must be float32 (1), float16 (2) or bfloat16 (3), are ",
+                 layer.tokens_dtype, " and ", layer.experts_dtype);
+  }
+  if (!(router ? IsFloat(layer.routing_dtype) : ints)) {
+    return Wrong("routing has dtype ", layer.routing_dtype, ", must be ",
+                 router ? "1, 2 or 3" : "int32 (4) or int64 (5)");
+  }
+  if (!no_bias && !IsFloat(layer.weights_dtype)) {
+    return Wrong("router bias or expert weights have dtype ", layer.weights_dtype,
+                 ", must be 1, 2 or 3");
+  }
+  return {};
+}
+
+Status CheckSizes(const dynamo_moe_layer& layer, bool router) {
+  const std::uint32_t most = router ? std::min(kMaxTopK, layer.experts) : kMaxTopK;
+  if (layer.experts < 1 || layer.experts > kMaxExperts) {
+    return Wrong("experts must be 1..", kMaxExperts, ", are ", layer.experts);
+  }
+  if (layer.top_k < 1 || layer.top_k > most) {
+    return Wrong("top_k must be in 1..", most, ", is ", layer.top_k);
+  }
+  for (const std::uint32_t size : {layer.width, layer.hidden}) {
+    if (size < kWidthMultiple || size % kWidthMultiple != 0) {
+      return Wrong("width and hidden must be multiples of ", kWidthMultiple, ", are ", layer.width,
+                   " and ", layer.hidden);
+    }
+  }
+  return {};
+}
+
+Status CheckOptions(const dynamo_moe_layer& layer, bool router) {
+  const bool clamped = layer.activation == format::kClampedSwiglu;
+  if ((clamped || Has(layer, format::kInterleaved)) && !Has(layer, format::kGated)) {
+    return Wrong("activation clamped_swiglu and flag interleaved need the flag gated");
+  }
+  if (!std::isfinite(layer.routed_scaling) || !std::isfinite(layer.alpha) ||
+      !std::isfinite(layer.limit)) {
+    return Wrong("routed_scaling, alpha and limit must be finite");
+  }
+  const bool renormalizes = router && layer.scoring != format::kTopkSoftmax;
+  const bool float32 = layer.experts_dtype == format::kFloat32;
+  const char* set = nullptr;
+  if (!router && (layer.scoring != 0 || layer.routed_scaling != 0)) {
+    set = "scoring or routed_scaling";
+  } else if (!renormalizes && Has(layer, format::kRenormalize)) {
+    set = "flag renormalize";
+  } else if (!float32 && Has(layer, format::kTf32)) {
+    set = "flag tf32";
+  } else if (!clamped && (layer.alpha != 0 || layer.limit != 0)) {
+    set = "alpha or limit";
+  } else if (layer.reserved != 0) {
+    set = "reserved field";
+  }
+  return set == nullptr ? Status() : Wrong(set, " does not apply and must be 0");
+}
+
+}  // namespace
+
+Status CheckLayer(const dynamo_moe_layer& layer) {
+  if (layer.op >= format::kOperators || layer.flags > format::kLayerFlags ||
+      layer.activation >= format::kActivations || layer.scoring >= format::kScorings) {
+    return Wrong("options are unknown: operator ", layer.op, ", flags ", layer.flags,
+                 ", activation ", layer.activation, ", scoring ", layer.scoring);
+  }
+  const bool router = layer.op == format::kDropless;
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckDtypes(layer, router));
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckSizes(layer, router));
+  return CheckOptions(layer, router);
+}
+
+}  // namespace dynamo_moe
