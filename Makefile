@@ -9,13 +9,16 @@ EXTRAS := demo,dev,kernels,transformers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
+# Those for a CPU.
+BENCHMARKS := $(filter-out gpu_% tune_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
+# Where gpu-check writes results.
+OUT ?= docs/benchmarks
 CPP := $(wildcard trt_plugin/csrc/*.cc tests/native/*.cc)
 # A worker's threads would only wait for those of the other workers.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format docs bench clean
+.PHONY: help install demo test test-fast lint format docs bench gpu-check clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,7 +50,7 @@ lint: $(INSTALLED) ## Check style, types, which package imports which, and the C
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run -Werror $(CPP) $(wildcard trt_plugin/csrc/*.h)
 	printf '%s\n' $(wildcard trt_plugin/csrc/*.cc) | \
-		xargs -P $(JOBS) -n 1 $(BIN)/clang-tidy --quiet --extra-arg=-std=c++17
+		xargs -P $(JOBS) -I {} $(BIN)/clang-tidy --quiet {} -- -std=c++17
 
 format: $(INSTALLED) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix
@@ -59,6 +62,10 @@ docs: $(INSTALLED) ## Build the documentation into docs/_build/html
 
 bench: $(INSTALLED) ## Run the benchmarks
 	@set -e; for name in $(BENCHMARKS); do echo "--- $$name"; $(BIN)/python -m benchmarks.$$name; done
+
+# Without .venv: the GPU's machine brings PyTorch, Triton and the rest.
+gpu-check: ## Build, test and measure on this machine's GPU, in 10 minutes
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_check --output "$(OUT)"
 
 clean: ## Remove what the other targets made, .venv excepted
 	rm -rf build dist docs/_build .grimp_cache .hypothesis .import_linter_cache .mypy_cache \

@@ -59,7 +59,7 @@ def _tile_of_program(NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
 @triton.jit
 def expert_up_kernel(
     x_ptr,  # [T, D]
-    w1,  # [E, F, D]: a pointer, or a tensor map of [E, F / H, H, D]
+    w1,  # [E, F, D]: a pointer, or a tensor map
     b1_ptr,  # [E, F] or None
     expert_weights_ptr,  # [T, K]
     slot_of_row_ptr,  # [R]
@@ -124,7 +124,7 @@ def expert_up_kernel(
         x = x.to(dtype)
         if TENSOR_MAP:
             first = n_tile * BLOCK_N
-            w = w1.load([expert, 0, first, start]).reshape(BLOCK_N, BLOCK_K).T
+            w = w1.load([expert, first, start]).reshape(BLOCK_N, BLOCK_K).T
         elif whole:
             w = tl.load(w1_ptrs + start)
         else:
@@ -132,7 +132,10 @@ def expert_up_kernel(
         gate = tl.dot(x, w, gate, input_precision=PRECISION)
         if GATED:
             if TENSOR_MAP:
-                v = w1.load([expert, 1, first, start]).reshape(BLOCK_N, BLOCK_K).T
+                if INTERLEAVED:
+                    v = w1.load([expert, first, D + start]).reshape(BLOCK_N, BLOCK_K).T
+                else:
+                    v = w1.load([expert, H + first, start]).reshape(BLOCK_N, BLOCK_K).T
             elif whole:
                 v = tl.load(w1_ptrs + UP * D + start)
             else:
@@ -290,16 +293,19 @@ def _tile_constants(
 
 
 def _w1_map(layer: Layer, config: GemmConfig) -> TensorMap:
-    """Views w1 [E, F, D] as [E, gates, H, D], whatever the order of gate and up rows."""
-    gates, width, hidden = layer.options.rows_per_hidden, layer.width, layer.hidden
-    interleaved = layer.options.interleaved
-    gate_stride, unit_stride = (width, gates * width) if interleaved else (hidden * width, width)
+    """Views w1 [E, F, D] as one row per hidden unit where gate and up rows alternate.
+
+    A gate tile that passes the end of its rows then reads up rows, which x, masked, multiplies by
+    zero: only if those hold no number does that show, and then the unit has none anyway.
+    """
+    unit = 2 if layer.options.interleaved else 1
+    rows, width = layer.rows // unit, unit * layer.width
     return TensorMap(
         "w1",
         layer.experts_dtype,
-        shape=(layer.experts, gates, hidden, width),
-        strides=(layer.rows * width, gate_stride, unit_stride, 1),
-        box=(1, 1, config.block_n, config.block_k),
+        shape=(layer.experts, rows, width),
+        strides=(rows * width, width, 1),
+        box=(1, config.block_n, config.block_k),
     )
 
 
