@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, which is later.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Compiled kernels are kept from one run to the next, but not among the user's.
+KERNELS = Path(__file__).parents[1] / "build" / "kernel-cache"
+os.environ.setdefault("DYNAMO_MOE_CACHE_DIR", str(KERNELS))
 
 collect_ignore_glob = [] if find_spec("triton") else ["test_interpreter.py", "test_kernel_*.py"]
 

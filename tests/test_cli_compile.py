@@ -310,6 +310,15 @@ def test_a_file_is_compiled_and_inspected(file: Path) -> None:
     assert report["programs"] == told["programs"]
 
 
+def test_products_may_be_of_tf32() -> None:
+    spec = SPEC.replace("fp16", "fp32")
+    arguments = ("--spec", spec, "--arch", "80", "--max-tokens", "1", "-q", "-o", "t.moek")
+    for given, expected in (((), False), (("--tf32",), True)):
+        assert run("compile", *arguments, *given).exit_code == 0
+        (program,) = trt_plugin.read("t.moek").programs
+        assert program.layer.has("tf32") is expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -305,7 +305,7 @@ with OpenProgram(sys.stdin.buffer.read()) as opened:
     [
         *("cuCtxGetCurrent", "cuCtxGetId", "cuCtxGetDevice", "cuDeviceGetAttribute"),
         *("cuModuleLoadData", "cuModuleGetFunction", "cuTensorMapEncodeTiled"),
-        "cuLaunchKernelEx",
+        *("cuDriverGetVersion", "cuLaunchKernelEx"),
     ],
 )
 @pytest.mark.parametrize("calls_before", [0, 1])
@@ -380,7 +380,10 @@ def test_the_library_shows_its_interface_and_nothing_else():
     assert "libstdc++" not in needed
 
 
-SOURCES = sorted((ROOT / "trt_plugin" / "csrc").glob("*.cc"))
+# abi_check.cc compares with headers that are not here.
+SOURCES = sorted(
+    {*(ROOT / "trt_plugin" / "csrc").glob("*.cc")} - {ROOT / "trt_plugin" / "csrc" / "abi_check.cc"}
+)
 
 
 @pytest.mark.slow

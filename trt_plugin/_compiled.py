@@ -21,11 +21,12 @@ class CompileError(RuntimeError):
         details: What the compiler said.
     """
 
-    def __init__(self, what: str, details: str) -> None:
+    def __init__(self, what: str, details: str, values: str = "") -> None:
         lines = [line.strip() for line in details.splitlines() if line.strip()]
         # Triton's own messages end with the fault; ptxas's are followed by the command.
         fault = next((line for line in lines if line.startswith("ptxas ")), "".join(lines[-1:]))
-        super().__init__(f"{what}: {fault}" if fault else what)
+        message = f"{what}: {fault}" if fault else what
+        super().__init__(f"{message} (with {values})" if values else message)
         self.details = details
         if len(lines) > 1:
             self.add_note(details)

@@ -181,4 +181,5 @@ def _check_parameters(task: Task, arguments: tuple[Argument, ...], result: Compi
         raise CompileError(
             f"{task} cannot be launched",
             f"the launcher would pass parameters of {passed} bytes, the cubin has {taken}",
+            task.values,
         )

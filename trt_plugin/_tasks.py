@@ -73,10 +73,14 @@ class Task:
         }
         return json.dumps(told, separators=(",", ":"))
 
+    @property
+    def values(self) -> str:
+        """The values compiled in, and the options, for people."""
+        values = {**self.constants, **self.options}
+        return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
     def __str__(self) -> str:
-        constants = ", ".join(f"{name}={value!r}" for name, value in self.constants.items())
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return f"{self.function} for sm_{self.capability} ({constants}; {options})"
+        return f"{self.function} for sm_{self.capability}"
 
 
 def task_for(spec: KernelSpec, architecture: Architecture) -> Task:

@@ -100,6 +100,7 @@ class _Worker:
             raise CompileError(
                 f"{task} does not compile: the compiler ended with code {self.process.returncode}",
                 "\n".join(last[-_LINES_OF_A_CRASH:]),
+                task.values,
             )
         result: dict[str, Any] = json.loads(line)
         return result
@@ -139,8 +140,8 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _compiled(task: Task, result: dict[str, Any]) -> Compiled:
     if "error" in result:
-        raise CompileError(f"{task} does not compile", result["error"])
+        raise CompileError(f"{task} does not compile", result["error"], task.values)
     try:
         return Compiled.of(base64.b64decode(result["cubin"]), result["metadata"])
     except ValueError as error:
-        raise CompileError(f"{task} cannot be launched", str(error)) from None
+        raise CompileError(f"{task} cannot be launched", str(error), task.values) from None

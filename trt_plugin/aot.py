@@ -139,6 +139,7 @@ def check_shared_memory(task: Task, result: Compiled) -> None:
         raise CompileError(
             f"{task} cannot be launched",
             f"it needs {needed} bytes of shared memory, {device.name} has {device.shared_memory}",
+            task.values,
         )
 
 

@@ -79,4 +79,6 @@ def _start(spec: KernelSpec, sizes: Mapping[str, int], arguments: dict[str, Any]
         num_warps=spec.num_warps,
         num_stages=spec.num_stages,
         launch_pdl=spec.dependent_launch,
+        # Triton 3.10 changes the default; ahead of time, kernels are compiled with it.
+        enable_fp_fusion=True,
     )

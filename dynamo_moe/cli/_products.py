@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -131,6 +132,13 @@ def compile(  # noqa: A001  The command's name.
             show_default=False,
         ),
     ] = None,
+    tf32: Annotated[
+        bool,
+        typer.Option(
+            "--tf32",
+            help="Products of float32 experts may round their inputs to TF32; the router's never.",
+        ),
+    ] = False,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -162,7 +170,7 @@ def compile(  # noqa: A001  The command's name.
             raise ImportError("compiling needs Triton: pip install 'dynamo-moe[kernels]'")
         devices = _architectures(arch)
         started = time.perf_counter()
-        layers = _layers(file, spec or [])
+        layers = [replace(each, tf32=each.tf32 or tf32) for each in _layers(file, spec or [])]
         import trt_plugin
 
         bundle = trt_plugin.compile(

@@ -216,6 +216,12 @@ EXPORT int cuInit(unsigned flags) {
   return flags == 0 ? kSuccess : kInvalidValue;
 }
 
+EXPORT int cuDriverGetVersion(int* version) {
+  BEGIN("cuDriverGetVersion");
+  *version = 13000;
+  return kSuccess;
+}
+
 EXPORT int cuGetErrorName(int error, const char** name) {
   switch (error) {
     case 2:

@@ -27,6 +27,7 @@ const char* ResolveAll(void* library, Driver* driver) {
     }
   };
   require("cuInit", &driver->init);
+  require("cuDriverGetVersion", &driver->driver_get_version);
   require("cuGetErrorName", &driver->get_error_name);
   require("cuGetErrorString", &driver->get_error_string);
   require("cuCtxGetCurrent", &driver->context_get_current);

@@ -31,6 +31,8 @@ inline constexpr int kMaxSharedMemoryPerBlockOptin = 97;
 inline constexpr int kMaxDynamicSharedSizeBytes = 8;
 // CUlaunchAttributeID
 inline constexpr int kProgrammaticStreamSerialization = 6;
+// Drivers up to this version, 13.1, mark maps of small tensors wrongly: see Launcher::Encode.
+inline constexpr int kLastVersionMarkingSmallMaps = 13010;
 // CUtensorMapL2promotion: what Triton asks for.
 inline constexpr int kL2Promotion128B = 2;
 
@@ -62,6 +64,7 @@ static_assert(sizeof(TensorMap) == 128);
 // The functions that the launcher calls.
 struct Driver {
   Result (*init)(unsigned flags);
+  Result (*driver_get_version)(int* version);
   Result (*get_error_name)(Result error, const char** name);
   Result (*get_error_string)(Result error, const char** text);
   Result (*context_get_current)(Context* context);
