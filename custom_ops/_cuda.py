@@ -92,7 +92,7 @@ def _launch(
         weights_dtype=weights_dtype,
         b1=b1_EF is not None,
         b2=b2_ED is not None,
-        tf32=torch.backends.cuda.matmul.allow_tf32,
+        tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",
     )
     y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     tensors = {"x": x_TD, **routing, "w1": w1_EFD, "b1": b1_EF, "w2": w2_EDH, "b2": b2_ED}

@@ -1,0 +1,124 @@
+"""Calls of the operators on a GPU, and launches of their plans on poisoned memory.
+
+Legend: T tokens, D model width, E experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from custom_ops import RouterOptions, reference
+from custom_ops.kernels.architectures import Architecture, nearest_architecture
+from custom_ops.kernels.configs import RangeConfig
+from custom_ops.kernels.launch import launch
+from custom_ops.kernels.plan import plan, plan_with
+from custom_ops.kernels.spec import ForwardPlan
+from kernel_runs import layer_of
+from moe_cases import Case, assert_matches, make_case
+
+__all__ = [
+    "DEVICE",
+    "POISON",
+    "allow_tf32",
+    "architecture",
+    "check",
+    "gpu_case",
+    "launch_poisoned",
+    "on_gpu",
+    "plan_of",
+]
+
+DEVICE = "cuda"
+#: NaN as every float, and -1 as every integer: "no expert".
+POISON = 0xFF
+
+_GUARD = 4096
+_TIE = 1e-4
+
+
+def architecture() -> Architecture:
+    """What the device's plans are made for."""
+    return nearest_architecture(*torch.cuda.get_device_capability())
+
+
+def on_gpu(case: Case) -> Case:
+    """The case with its tensors on the device."""
+    moved = {
+        name: value.to(DEVICE) if isinstance(value, Tensor) else value
+        for name, value in case.arguments.items()
+    }
+    return case.changed(**moved)
+
+
+def gpu_case(op: str, tokens: int, **sizes) -> Case:
+    """A random case on the device, without tokens whose K-th and next best expert nearly tie.
+
+    Their routing is decided by rounding.
+    """
+    case = make_case(op, (tokens,), **{"width": 136, "hidden": 72, "experts": 8} | sizes)
+    return on_gpu(_without_ties(case) if op == "dropless" and tokens > 1 else case)
+
+
+def _without_ties(case: Case) -> Case:
+    a = case.arguments
+    experts = a["w1"].shape[0]
+    if a["top_k"] == experts:
+        return case
+    options = RouterOptions(experts, case.options.get("scoring", "softmax"), renormalize=False)
+    _, scores = reference.router(a["x"], a["router_weight"], a["router_bias"], options)
+    kth, following = scores[:, a["top_k"] - 1], scores[:, a["top_k"]]
+    apart = (kth - following) / kth.abs()
+    x = torch.where((apart < _TIE)[:, None], a["x"][apart.argmax()], a["x"])
+    return case.changed(x=x)
+
+
+def check(case: Case, dtypes: set[torch.dtype] = frozenset()) -> Tensor:
+    """Compares the operator's result with the oracle's, and returns it."""
+    result = case()
+    assert result.device.type == DEVICE
+    assert result.dtype == case.arguments["x"].dtype
+    assert_matches(result, case.oracle(), set(dtypes) or case.dtypes)
+    return result
+
+
+@contextmanager
+def allow_tf32(*, allowed: bool):
+    """Permits TF32 in products of float32, or not."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def plan_of(case: Case, ranges: tuple[RangeConfig, ...] = ()) -> ForwardPlan:
+    """The case's plan, or one of given configurations."""
+    layer = layer_of(case)
+    return plan_with(layer, architecture(), ranges) if ranges else plan(layer, architecture())
+
+
+def launch_poisoned(chosen: ForwardPlan, case: Case) -> Tensor:
+    """The result of a plan on a poisoned workspace and y, neither written beyond its ends."""
+    tensors = {name: value for name, value in case.arguments.items() if isinstance(value, Tensor)}
+    x = tensors["x"]
+    size = chosen.workspace_size(len(x))
+    y_bytes = x.numel() * x.element_size()
+    workspace, inner = _poisoned(size)
+    memory, y = _poisoned(y_bytes)
+    y = y.view(x.dtype).view(x.shape)
+    launch(chosen, {**tensors, "y": y}, inner)
+    for name, whole, used in (("workspace", workspace, size), ("y", memory, y_bytes)):
+        for band in (whole[:_GUARD], whole[_GUARD + used :]):
+            assert bool((band == POISON).all()), f"written outside of {name}"
+    return y
+
+
+def _poisoned(size: int) -> tuple[Tensor, Tensor]:
+    """Poisoned memory, and what is between its guard bands; both begin at multiples of 256."""
+    whole = torch.full((size + 2 * _GUARD,), POISON, dtype=torch.uint8, device=DEVICE)
+    assert whole.data_ptr() % 256 == 0 or DEVICE == "cpu"
+    return whole, whole[_GUARD : _GUARD + size]

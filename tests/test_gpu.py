@@ -1,0 +1,351 @@
+"""Both operators on a GPU, against the float64 oracle, and how they behave there.
+
+`make gpu-check` runs these. Legend: T tokens, D model width, H hidden width, E experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gpu_cases
+from custom_ops import ExpertOptions, reference
+from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
+from custom_ops.kernels.spec import MAX_TOKENS
+from gpu_cases import allow_tf32, check, gpu_case, launch_poisoned, plan_of
+from moe_cases import EXPERT_FORMS, OPS, ROUTER_FORMS, Case, assert_matches
+
+pytestmark = pytest.mark.gpu
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+GATED = {"activation": "silu", "gated": True}
+
+# Of tokens, of experts, and whether products of float32 may round to TF32.
+DTYPES = [
+    pytest.param(FP32, FP32, False, id="fp32"),
+    pytest.param(FP32, FP32, True, id="tf32"),
+    pytest.param(FP16, FP16, False, id="fp16"),
+    pytest.param(BF16, BF16, False, id="bf16"),
+    pytest.param(FP32, FP16, False, id="fp32-fp16"),
+    pytest.param(FP32, BF16, False, id="fp32-bf16"),
+    pytest.param(BF16, FP32, False, id="bf16-fp32"),
+    pytest.param(BF16, FP16, False, id="bf16-fp16"),
+]
+# One for each path and size of tile.
+FEW, SMALL, LARGE = 2, 40, 1500
+
+
+def whole(path: str, up, down=None) -> tuple[RangeConfig, ...]:
+    return (RangeConfig(MAX_TOKENS, path, up, down),)
+
+
+PATHS = {
+    "few": whole("few", FewConfig(8, 128, 4), FewConfig(4, 64, 4)),
+    "gemm": whole("gemm", GemmConfig(32, 64, 64, 4, 3), GemmConfig(32, 64, 64, 4, 3, group_m=3)),
+    "tensor-maps": whole(
+        "gemm",
+        GemmConfig(64, 64, 64, 4, 3, tensor_maps=True),
+        GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True),
+    ),
+    "mlp": whole("mlp", MlpConfig(32, 64, 4, 2)),
+}
+
+
+def ranges(path: str) -> tuple[RangeConfig, ...]:
+    if path == "tensor-maps" and not gpu_cases.architecture().has_tensor_maps:
+        pytest.skip("the device has no tensor maps")
+    return PATHS[path]
+
+
+# --- Numbers ---
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+@pytest.mark.parametrize(("tokens_dtype", "experts_dtype", "tf32"), DTYPES)
+def test_dtypes(op, tokens, tokens_dtype, experts_dtype, tf32):
+    case = gpu_case(op, tokens, x_dtype=tokens_dtype, dtype=experts_dtype, **GATED)
+    with allow_tf32(allowed=tf32):
+        # TF32 has float16's mantissa.
+        check(case, {FP16} if tf32 else set())
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5, 16, 17, 129, 1000, 4096])
+def test_token_counts(op, tokens):
+    check(gpu_case(op, tokens, width=256, hidden=192, experts=16, top_k=4, dtype=BF16, **GATED))
+
+
+@pytest.mark.parametrize("tokens", [FEW, LARGE])
+@pytest.mark.parametrize("form", EXPERT_FORMS)
+def test_forms_of_experts(form, tokens):
+    check(gpu_case("experts", tokens, dtype=FP16, **form))
+
+
+@pytest.mark.parametrize("form", EXPERT_FORMS)
+def test_forms_of_experts_on_chip(form):
+    check(gpu_case("experts", SMALL, width=96, dtype=FP16, **form))
+
+
+@pytest.mark.parametrize("tokens", [FEW, LARGE])
+@pytest.mark.parametrize("form", ROUTER_FORMS)
+def test_forms_of_routers(form, tokens):
+    check(gpu_case("dropless", tokens, experts=13, top_k=3, dtype=FP16, **form))
+
+
+@pytest.mark.parametrize("tokens", [FEW, LARGE])
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("weight_on_input", [True, False])
+@pytest.mark.parametrize("width", [96, 136])
+def test_biases_and_weights_on_input(width, weight_on_input, biases, tokens):
+    case = gpu_case(
+        "experts", tokens, width=width, dtype=BF16, biases=biases, weight_on_input=weight_on_input
+    )
+    check(case)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [1, 100])
+@pytest.mark.parametrize(
+    ("experts", "top_k"), [(1, 1), (3, 3), (128, 8), (256, 8), (1024, 32), (1000, 1), (32, 32)]
+)
+def test_numbers_of_experts_and_choices(op, tokens, experts, top_k):
+    check(gpu_case(op, tokens, width=64, hidden=32, experts=experts, top_k=top_k, dtype=FP16))
+
+
+@pytest.mark.parametrize("tokens", [FEW, SMALL, 600])
+@pytest.mark.parametrize(
+    ("width", "hidden"),
+    [(8, 8), (16, 1000), (24, 40), (56, 200), (96, 384), (120, 72), (192, 768), (1000, 1048)],
+)
+def test_widths(width, hidden, tokens):
+    check(gpu_case("dropless", tokens, width=width, hidden=hidden, dtype=FP16, **GATED))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_paths_on_poisoned_memory(path, dtype):
+    case = gpu_case("dropless", 300, width=120, dtype=dtype, **GATED)
+    result = launch_poisoned(plan_of(case, ranges(path)), case)
+    assert_matches(result, case.oracle(), case.dtypes)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [1, FEW, 16, SMALL, 129, LARGE])
+@pytest.mark.parametrize("width", [96, 136])
+def test_plans_on_poisoned_memory(op, width, tokens):
+    case = gpu_case(op, tokens, width=width, dtype=BF16)
+    result = launch_poisoned(plan_of(case), case)
+    assert_matches(result, case.oracle(), case.dtypes)
+
+
+# --- Routing that is out of the ordinary ---
+
+
+def routed(tokens: int, ids: torch.Tensor, **sizes) -> Case:
+    case = gpu_case("experts", tokens, top_k=ids.shape[1], dtype=BF16, **sizes)
+    return case.changed(expert_ids=ids.to(gpu_cases.DEVICE))
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+@pytest.mark.parametrize("width", [96, 136])
+def test_slots_without_expert(width, tokens, ids_dtype):
+    ids = torch.randint(-1, 8, (tokens, 3), generator=torch.Generator().manual_seed(0))
+    ids[0] = -1
+    result = check(routed(tokens, ids.to(ids_dtype), width=width, biases=True))
+    assert not result[0].any()
+
+
+@pytest.mark.parametrize("tokens", [FEW, LARGE])
+@pytest.mark.parametrize("width", [96, 136])
+def test_no_slot_has_an_expert(width, tokens):
+    assert not check(routed(tokens, torch.full((tokens, 2), -1), width=width)).any()
+
+
+@pytest.mark.parametrize("expert", [0, 5, 63])
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+def test_all_tokens_on_one_expert(tokens, expert):
+    check(routed(tokens, torch.full((tokens, 2), expert), experts=64))
+
+
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+def test_idle_experts(tokens):
+    ids = torch.tensor([[3, 60]]).expand(tokens, 2).contiguous()
+    case = routed(tokens, ids, experts=64)
+    clean = check(case)
+    for name in ("w1", "b1", "w2", "b2"):
+        idle = torch.ones(64, dtype=torch.bool, device=gpu_cases.DEVICE)
+        idle[[3, 60]] = False
+        case.arguments[name][idle] = float("nan")
+    assert torch.equal(case(), clean)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_nan_stays_in_its_row(path):
+    case = gpu_case("experts", 70, width=120, dtype=FP16)
+    chosen = plan_of(case, ranges(path))
+    clean = launch_poisoned(chosen, case)
+    x = case.arguments["x"].clone()
+    x[3, 5] = float("nan")
+    result = launch_poisoned(chosen, case.changed(x=x))
+    assert result[3].isnan().all()
+    others = torch.arange(70, device=gpu_cases.DEVICE) != 3
+    assert torch.equal(result[others], clean[others])
+
+
+# --- Tensors of more than 2**31 elements ---
+
+
+def need_memory(gibibytes: int) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    if free < gibibytes * 2**30:
+        pytest.skip(f"needs {gibibytes} GiB of free device memory")
+
+
+@pytest.mark.parametrize("tokens", [2, 600])
+def test_weights_beyond_32_bits(tokens):
+    need_memory(24)
+    torch.manual_seed(0)
+    E, D, H = 260, 2048, 4096
+    w1 = torch.zeros(E, H, D, dtype=BF16, device="cuda")
+    w2 = torch.zeros(E, D, H, dtype=BF16, device="cuda")
+    assert w1.numel() > 2**31
+    last = slice(E - 2, E)
+    w1[last] = torch.randn_like(w1[last]) / D**0.5
+    w2[last] = torch.randn_like(w2[last]) / H**0.5
+    x = torch.randn(tokens, D, dtype=BF16, device="cuda")
+    ids = torch.tensor([[E - 1, E - 2]], device="cuda").expand(tokens, 2).contiguous()
+    weights = torch.rand(tokens, 2, device="cuda")
+    result = torch.ops.moe.experts(x, ids, weights, w1, None, w2, None)
+    small = (w1[last].clone(), None, w2[last].clone(), None)
+    expected = reference.experts(x, ids - (E - 2), weights, *small, ExpertOptions())
+    assert_matches(result, expected, {BF16})
+
+
+def test_rows_beyond_32_bits():
+    need_memory(40)
+    torch.manual_seed(0)
+    T, D, H, E, K = 300_000, 1024, 64, 8, 8
+    w1 = torch.randn(E, H, D, dtype=BF16, device="cuda") / D**0.5
+    w2 = torch.randn(E, D, H, dtype=BF16, device="cuda") / H**0.5
+    x = torch.randn(T, D, dtype=BF16, device="cuda")
+    ids = torch.rand(T, E, device="cuda").argsort(-1)[:, :K].contiguous()
+    weights = torch.rand(T, K, device="cuda")
+    assert T * K * D > 2**31
+    result = torch.ops.moe.experts(x, ids, weights, w1, None, w2, None)
+    some = torch.cat([torch.arange(50), torch.randint(T, (200,)), torch.arange(T - 50, T)]).cuda()
+    few = torch.ops.moe.experts(x[some], ids[some], weights[some], w1, None, w2, None)
+    assert_matches(result[some], few.double(), {BF16})
+    assert result.isfinite().all()
+
+
+# --- Behaviour ---
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+@pytest.mark.parametrize("width", [96, 136])
+def test_the_same_bits_again(op, width, tokens):
+    case = gpu_case(op, tokens, width=width, experts=32, top_k=4, dtype=BF16)
+    first = case()
+    assert all(torch.equal(case(), first) for _ in range(20))
+
+
+def test_the_same_bits_beside_other_work():
+    case = gpu_case("dropless", LARGE, width=512, hidden=256, experts=32, top_k=4, dtype=BF16)
+    first = case()
+    torch.cuda.synchronize()
+    busy, square = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    for _ in range(20):
+        with torch.cuda.stream(busy):
+            for _ in range(4):
+                square = (square @ square).clamp(-1, 1)
+        result = case()
+        torch.cuda.current_stream().synchronize()
+        assert torch.equal(result, first)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [1, FEW, SMALL, LARGE])
+@pytest.mark.parametrize("width", [96, 136])
+def test_a_graph_computes_on_new_inputs(op, width, tokens):
+    case = gpu_case(op, tokens, width=width, dtype=BF16)
+    other = gpu_case(op, tokens, width=width, dtype=BF16, seed=1)
+    expected = case.changed(**other.floats, **_ids(other))()
+    case()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = case()
+    for _ in range(2):
+        for name, value in (other.floats | _ids(other)).items():
+            case.arguments[name].copy_(value)
+        result.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected)
+
+
+def _ids(case: Case) -> dict[str, torch.Tensor]:
+    return {name: case.arguments[name] for name in ("expert_ids",) if name in case.arguments}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+def test_the_host_waits_for_nothing(op, tokens):
+    case = gpu_case(op, tokens, dtype=BF16)
+    case()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_streams_at_once():
+    cases = [gpu_case("dropless", tokens, dtype=BF16) for tokens in (2, 40, 300, 1500)]
+    expected = [case() for case in cases]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in cases]
+    for _ in range(10):
+        results = []
+        for stream, case in zip(streams, cases, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(case())
+        torch.cuda.synchronize()
+        for actual, right in zip(results, expected, strict=True):
+            assert torch.equal(actual, right)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [FEW, 200])
+def test_gradients(op, tokens):
+    case = gpu_case(op, tokens, **GATED)
+    cpu = case.changed(
+        **{n: v.cpu() for n, v in case.arguments.items() if isinstance(v, torch.Tensor)}
+    )
+    generator = torch.Generator().manual_seed(1)
+    dy = torch.randn(case.arguments["x"].shape, generator=generator)
+    gradients = []
+    for each in (case, cpu):
+        leaf = each.with_grad()
+        leaf().backward(dy.to(leaf.arguments["x"].device))
+        gradients.append({name: tensor.grad for name, tensor in leaf.floats.items()})
+    for name, expected in gradients[1].items():
+        assert_matches(gradients[0][name].cpu(), expected.double(), case.dtypes, name)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op):
+    case = gpu_case(op, 20, width=32, hidden=16).with_grad()
+    torch.library.opcheck(case.overload, tuple(case.arguments.values()), case.options)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_compiled_model_has_the_same_bits(op):
+    case = gpu_case(op, SMALL, dtype=BF16)
+    compiled = torch.compile(case.function, fullgraph=True)
+    assert torch.equal(compiled(*case.floats.values()), case())
