@@ -35,6 +35,7 @@ class _Launch(ctypes.Structure):
 class _TensorMap(ctypes.Structure):
     _fields_ = (
         ("address", ctypes.c_void_p),
+        ("mark", ctypes.c_uint64),
         ("sizes", ctypes.c_uint64 * 5),
         ("strides", ctypes.c_uint64 * 4),
         ("box", ctypes.c_uint32 * 5),
@@ -49,7 +50,12 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Launch))
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a tensor map was encoded from, innermost dimension first; strides without it."""
+    """What a tensor map was encoded from, innermost dimension first; strides without it.
+
+    Attributes:
+        marked: Whether it still has the bit that drivers up to CUDA 13.1 must not set in the maps
+            of small tensors.
+    """
 
     base: int
     dtype: int
@@ -57,6 +63,7 @@ class TensorMap:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    marked: bool
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ class Launch:
             tuple(encoded.sizes[:rank]),
             tuple(encoded.strides[: rank - 1]),
             tuple(encoded.box[:rank]),
+            encoded.mark != 0,
         )
 
 
@@ -137,6 +145,10 @@ class Standin:
     def set_context(self, context: int | None) -> None:
         """Sets the calling thread's context."""
         self._library.standin_set_context(context)
+
+    def set_version(self, version: int) -> None:
+        """Sets CUDA's version of the driver: 12080 for 12.8."""
+        self._library.standin_set_version(version)
 
     def fail(self, function: str, result: int, calls_before: int = 0) -> None:
         """Makes one later call of a function fail."""

@@ -2,7 +2,8 @@
 //
 // It has the driver's functions that the launcher calls, and refuses what a driver would refuse. A
 // launch is handed to a callback, which reads the parameters and computes; without one it is only
-// counted. standin_* functions set it up.
+// counted. standin_* functions set it up. With STANDIN_CUDA_11 it lacks what came with CUDA 12,
+// with STANDIN_CUDA_10 what came with CUDA 11.8 too.
 
 #include <cstdint>
 #include <cstdio>
@@ -25,6 +26,8 @@ enum Result {
   kInvalidHandle = 400,
   kNotFound = 500,
 };
+
+constexpr int kVersion = 13000;
 
 struct Device {
   int architecture;
@@ -76,6 +79,7 @@ struct State {
   std::map<std::string, Failure> failures;
   std::map<std::string, int> calls;
   unsigned long long next_context = 1;
+  int version = kVersion;
   Callback callback = nullptr;
 };
 
@@ -138,7 +142,14 @@ EXPORT void standin_reset() {
   s.images.clear();
   s.failures.clear();
   s.calls.clear();
+  s.version = kVersion;
   s.callback = nullptr;
+}
+
+// 12080 for a driver of CUDA 12.8.
+EXPORT void standin_set_version(int version) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().version = version;
 }
 
 EXPORT int standin_add_device(int architecture, int shared_memory_optin) {
@@ -218,7 +229,7 @@ EXPORT int cuInit(unsigned flags) {
 
 EXPORT int cuDriverGetVersion(int* version) {
   BEGIN("cuDriverGetVersion");
-  *version = 13000;
+  *version = state().version;
   return kSuccess;
 }
 
@@ -250,6 +261,7 @@ EXPORT int cuCtxGetCurrent(Context** context) {
   return kSuccess;
 }
 
+#if !defined(STANDIN_CUDA_11) && !defined(STANDIN_CUDA_10)
 EXPORT int cuCtxGetId(Context* context, unsigned long long* id) {
   BEGIN("cuCtxGetId");
   if (state().contexts.count(context) == 0) {
@@ -258,6 +270,7 @@ EXPORT int cuCtxGetId(Context* context, unsigned long long* id) {
   *id = context->id;
   return kSuccess;
 }
+#endif
 
 EXPORT int cuCtxPushCurrent_v2(Context* context) {
   BEGIN("cuCtxPushCurrent");
@@ -353,6 +366,9 @@ EXPORT int cuModuleGetFunction(Function** function, Module* module, const char* 
 
 EXPORT int cuFuncSetAttribute(Function* function, int attribute, int value) {
   BEGIN("cuFuncSetAttribute");
+  if (function == nullptr || !IsLive(function)) {
+    return kInvalidHandle;
+  }
   const Device& device = state().devices[function->module->context->device];
   if (attribute != 8 || value < 0 || value > device.shared_memory_optin) {
     return kInvalidValue;
@@ -361,6 +377,7 @@ EXPORT int cuFuncSetAttribute(Function* function, int attribute, int value) {
   return kSuccess;
 }
 
+#ifndef STANDIN_CUDA_10
 struct Attribute {
   int id;
   int padding;
@@ -417,10 +434,15 @@ EXPORT int cuLaunchKernelEx(const Config* config, Function* function, void** par
   }
   return callback == nullptr ? static_cast<int>(kSuccess) : callback(&launch);
 }
+#endif
+
+#if !defined(STANDIN_CUDA_11) && !defined(STANDIN_CUDA_10)
 
 // What a CUtensorMap of the stand-in holds.
 struct TensorMap {
   void* address;
+  // The bit that drivers up to CUDA 13.1 must not set in the maps of small tensors.
+  std::uint64_t mark;
   std::uint64_t sizes[5];
   std::uint64_t strides[4];
   std::uint32_t box[5];
@@ -429,6 +451,20 @@ struct TensorMap {
   std::uint8_t swizzle;
 };
 static_assert(sizeof(TensorMap) <= 128);
+constexpr std::uint64_t kMark = 1U << 21;
+
+// Bytes of a CUtensorMapDataType's element; 0 for those that no kernel of ours has.
+std::uint32_t ElementSize(int type) {
+  switch (type) {
+    case 6:
+    case 9:
+      return 2;
+    case 7:
+      return 4;
+    default:
+      return 0;
+  }
+}
 
 EXPORT int cuTensorMapEncodeTiled(void* map, int type, std::uint32_t rank, void* address,
                                   const std::uint64_t* sizes, const std::uint64_t* strides,
@@ -437,22 +473,31 @@ EXPORT int cuTensorMapEncodeTiled(void* map, int type, std::uint32_t rank, void*
   BEGIN("cuTensorMapEncodeTiled");
   const bool aligned = reinterpret_cast<std::uintptr_t>(map) % 64 == 0 &&
                        reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
-  if (!aligned || rank < 2 || rank > 5 || interleave != 0 || l2_promotion != 2 || fill != 0) {
+  const std::uint32_t element = ElementSize(type);
+  if (!aligned || address == nullptr || element == 0 || rank < 2 || rank > 5 || interleave != 0 ||
+      swizzle < 0 || swizzle > 3 || l2_promotion != 2 || fill != 0) {
+    return kInvalidValue;
+  }
+  // A swizzled box is as wide as the swizzle's span at most.
+  const std::uint32_t width = box[0] * element;
+  if (width % 16 != 0 || (swizzle != 0 && width > (16U << swizzle))) {
     return kInvalidValue;
   }
   TensorMap encoded = {};
   encoded.address = address;
+  encoded.mark = kMark;
   encoded.rank = static_cast<std::uint16_t>(rank);
   encoded.type = static_cast<std::uint8_t>(type);
   encoded.swizzle = static_cast<std::uint8_t>(swizzle);
   for (std::uint32_t axis = 0; axis < rank; ++axis) {
-    if (sizes[axis] == 0 || box[axis] == 0 || box[axis] > 256 || element_strides[axis] != 1) {
+    if (sizes[axis] == 0 || sizes[axis] > (std::uint64_t{1} << 32) || box[axis] == 0 ||
+        box[axis] > 256 || element_strides[axis] != 1) {
       return kInvalidValue;
     }
     encoded.sizes[axis] = sizes[axis];
     encoded.box[axis] = box[axis];
     if (axis + 1 < rank) {
-      if (strides[axis] == 0 || strides[axis] % 16 != 0) {
+      if (strides[axis] == 0 || strides[axis] % 16 != 0 || strides[axis] >> 40 != 0) {
         return kInvalidValue;
       }
       encoded.strides[axis] = strides[axis];
@@ -462,3 +507,4 @@ EXPORT int cuTensorMapEncodeTiled(void* map, int type, std::uint32_t rank, void*
   std::memcpy(map, &encoded, sizeof(encoded));
   return kSuccess;
 }
+#endif

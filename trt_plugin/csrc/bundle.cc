@@ -336,9 +336,12 @@ class ProgramChecker {
         expressions, expressions,      program_.tensor_maps_.size()};
     for (std::size_t i = 0; i < program_.arguments_.size(); ++i) {
       const format::Argument& argument = program_.arguments_[i];
-      if (argument.kind >= format::kArgumentKinds || argument.index >= limits[argument.kind]) {
-        return Wrong("argument ", i, " has kind ", argument.kind, " and index ", argument.index,
-                     ", which is none");
+      if (argument.kind >= format::kArgumentKinds) {
+        return Wrong("argument ", i, " has kind ", argument.kind, " of ", format::kArgumentKinds);
+      }
+      if (argument.index >= limits[argument.kind]) {
+        return Wrong("argument ", i, " of kind ", argument.kind, " has index ", argument.index,
+                     ", must be below ", limits[argument.kind]);
       }
     }
     for (std::size_t i = 0; i < program_.launches_.size(); ++i) {
@@ -353,6 +356,15 @@ class ProgramChecker {
         if (axis >= expressions) {
           return Wrong("launch ", i, " has a grid of expression ", axis, " of ", expressions);
         }
+      }
+      const Span<format::Argument> arguments = program_.arguments(launch);
+      const auto maps = std::count_if(
+          arguments.begin(), arguments.end(),
+          [](const format::Argument& each) { return each.kind == format::kTensorMap; });
+      if (arguments.size() > format::kMaxArguments || maps > format::kMaxTensorMaps) {
+        return Wrong("launch ", i, " has ", arguments.size(), " arguments, of which ", maps,
+                     " are tensor maps; at most ", format::kMaxArguments, " and ",
+                     format::kMaxTensorMaps, " are permitted");
       }
     }
     return {};
@@ -376,6 +388,10 @@ class ProgramChecker {
         return Wrong("range ", i, " has launches ", range.first_launch, " + ", range.launches,
                      " of ", program_.launches_.size(), " and buffers ", range.first_buffer, " + ",
                      range.buffers, " of ", program_.buffers_.size());
+      }
+      if (range.buffers > format::kMaxBuffers) {
+        return Wrong("range ", i, " has ", range.buffers, " buffers, at most ", format::kMaxBuffers,
+                     " are permitted");
       }
       for (const format::Launch& launch : program_.launches(range)) {
         for (const format::Argument& argument : program_.arguments(launch)) {

@@ -1,7 +1,7 @@
 // The CUDA driver, loaded at run time: building needs no CUDA toolkit, loading this library no GPU.
 //
-// The types repeat the driver's binary interface (cuda.h of CUDA 12). This header includes the
-// standard library alone.
+// The types repeat the driver's binary interface (cuda.h of CUDA 12 and 13). This header includes
+// the standard library alone.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +36,7 @@ inline constexpr int kLastVersionMarkingSmallMaps = 13010;
 // CUtensorMapL2promotion: what Triton asks for.
 inline constexpr int kL2Promotion128B = 2;
 
-struct LaunchAttribute {
+struct alignas(8) LaunchAttribute {
   int id;
   int padding;
   union {
@@ -56,7 +56,8 @@ struct LaunchConfig {
 };
 static_assert(sizeof(LaunchConfig) == 56);
 
-struct alignas(64) TensorMap {
+// CUDA 12 aligns it to 64 bytes.
+struct alignas(128) TensorMap {
   std::uint64_t opaque[16];
 };
 static_assert(sizeof(TensorMap) == 128);
@@ -77,7 +78,8 @@ struct Driver {
   Result (*module_get_function)(Function* function, Module module, const char* name);
   Result (*function_set_attribute)(Function function, int attribute, int value);
   Result (*launch)(const LaunchConfig* config, Function function, void** parameters, void** extra);
-  // Null where the driver is older than CUDA 12; a context's number, which no later one has.
+  // A context's number, which no later one has. Null, as the next, where the driver is older than
+  // CUDA 12.
   Result (*context_get_id)(Context context, unsigned long long* id);
   Result (*tensor_map_encode_tiled)(TensorMap* map, int type, std::uint32_t rank, void* address,
                                     const std::uint64_t* sizes, const std::uint64_t* strides,

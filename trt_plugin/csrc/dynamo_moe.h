@@ -85,7 +85,7 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_program(const void* bundle, s
 
 /* Finds the program of a layer that runs on an architecture (90 for sm_90): compiled for it, or, if
  * there is none, for the nearest lower one of the same major version where code is compatible
- * (sm_80 to sm_89). The program's bytes lie in the bundle. */
+ * (sm_80 to sm_89, without sm_87). The program's bytes lie in the bundle. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_find(const void* bundle, size_t size,
                                                         const dynamo_moe_layer* layer,
                                                         uint32_t architecture, const void** program,

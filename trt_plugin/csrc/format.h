@@ -9,6 +9,8 @@
 
 namespace dynamo_moe::format {
 
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are used as they lie in a file");
+
 inline constexpr std::uint32_t kVersion = 1;
 inline constexpr std::size_t kMagicSize = 8;
 inline constexpr unsigned char kFileMagic[kMagicSize] = {'M', 'O', 'E', 'K', 13, 10, 26, 10};
@@ -19,6 +21,10 @@ inline constexpr std::size_t kTableAlignment = 8;
 inline constexpr std::uint64_t kWorkspaceAlignment = 256;
 inline constexpr std::size_t kStackSize = 16;
 inline constexpr std::uint32_t kMaxRank = 5;
+// What a launcher keeps on the stack for a call.
+inline constexpr std::uint32_t kMaxArguments = 64;
+inline constexpr std::uint32_t kMaxTensorMaps = 4;
+inline constexpr std::uint32_t kMaxBuffers = 32;
 
 // What cuTensorMapEncodeTiled takes: CUtensorMapSwizzle up to 128 bytes, sizes, strides in bytes.
 inline constexpr std::uint32_t kMaxSwizzle = 3;

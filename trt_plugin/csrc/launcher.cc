@@ -8,11 +8,6 @@
 namespace dynamo_moe {
 namespace {
 
-// Enough for any kernel of ours; a call's parameters then need no memory but the stack's.
-constexpr std::size_t kMaxArguments = 64;
-constexpr std::size_t kMaxTensorMaps = 4;
-constexpr std::size_t kMaxBuffers = 32;
-
 constexpr std::uint64_t kPointerAlignment = 16;
 constexpr unsigned kWarpSize = 32;
 // Blocks along x, y and z, the same on every architecture.
@@ -31,7 +26,7 @@ std::uint64_t Extent(const format::TensorMap& record) {
 // loaded wrongly; CUTLASS and Triton 3.9 do the same.
 Status CorrectSmallMap(const cuda::Driver& driver, const format::TensorMap& record,
                        cuda::TensorMap* map) {
-  constexpr std::uint64_t kSmall = 128 * 1024;
+  constexpr std::uint64_t kSmall = std::uint64_t{128} * 1024;
   constexpr std::uint64_t kMark = std::uint64_t{1} << 21;
   int version = 0;
   if (const cuda::Result result = driver.driver_get_version(&version); result != cuda::kSuccess) {
@@ -216,10 +211,10 @@ class Launcher::Call {
   const dynamo_moe_tensors& tensors_;
   char* workspace_;
   Sizes sizes_ = {};
-  std::size_t offsets_[kMaxBuffers] = {};
-  Value values_[kMaxArguments] = {};
-  void* parameters_[kMaxArguments] = {};
-  cuda::TensorMap maps_[kMaxTensorMaps] = {};
+  std::size_t offsets_[format::kMaxBuffers] = {};
+  Value values_[format::kMaxArguments] = {};
+  void* parameters_[format::kMaxArguments] = {};
+  cuda::TensorMap maps_[format::kMaxTensorMaps] = {};
   std::size_t maps_used_ = 0;
 };
 
@@ -229,25 +224,6 @@ Launcher::Launcher(std::shared_ptr<SharedProgram> shared)
 Status Launcher::Open(const void* data, std::size_t size, std::unique_ptr<Launcher>* launcher) {
   std::shared_ptr<SharedProgram> shared;
   DYNAMO_MOE_RETURN_IF_ERROR(SharedProgram::Open(data, size, &shared));
-  const Program& program = shared->program();
-  for (const format::Range& range : program.ranges()) {
-    if (range.buffers > kMaxBuffers) {
-      return {DYNAMO_MOE_INVALID_BUNDLE, Text("program: a range has ", range.buffers,
-                                              " buffers, at most ", kMaxBuffers, " are supported")};
-    }
-    for (const format::Launch& launch : program.launches(range)) {
-      const Span<format::Argument> arguments = program.arguments(launch);
-      const auto maps = std::count_if(
-          arguments.begin(), arguments.end(),
-          [](const format::Argument& each) { return each.kind == format::kTensorMap; });
-      if (arguments.size() > kMaxArguments || maps > static_cast<std::ptrdiff_t>(kMaxTensorMaps)) {
-        return {DYNAMO_MOE_INVALID_BUNDLE,
-                Text("program: a launch has ", arguments.size(), " arguments, of which ", maps,
-                     " are tensor maps; at most ", kMaxArguments, " and ", kMaxTensorMaps,
-                     " are supported")};
-      }
-    }
-  }
   launcher->reset(new Launcher(std::move(shared)));
   return {};
 }
@@ -265,7 +241,7 @@ Status Launcher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) cons
     }
     // A range's buffers grow with the tokens.
     const Sizes sizes = program().SizesFor(std::min(max_tokens, range.last_tokens));
-    std::size_t offsets[kMaxBuffers];
+    std::size_t offsets[format::kMaxBuffers];
     std::size_t end = 0;
     DYNAMO_MOE_RETURN_IF_ERROR(BufferOffsets(program(), range, sizes, offsets, &end));
     most = std::max(most, end);

@@ -1,6 +1,7 @@
 #include "modules.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -11,6 +12,7 @@ namespace {
 // What a kernel may use without asking for more.
 constexpr std::uint32_t kDefaultSharedMemory = 48 * 1024;
 constexpr std::uint32_t kFirstSpecificArchitecture = 90;
+constexpr std::uint32_t kTegraArchitecture = 87;
 
 Status Attribute(const cuda::Driver& driver, int attribute, cuda::Device device, int* value) {
   const cuda::Result result = driver.device_get_attribute(value, attribute, device);
@@ -45,9 +47,9 @@ Status CurrentDevice(const cuda::Driver& driver, cuda::Device* device) {
 }  // namespace
 
 bool RunsOn(std::uint32_t program, std::uint32_t device) {
-  const bool same_major = program / 10 == device / 10;
-  return program == device ||
-         (same_major && program < device && device < kFirstSpecificArchitecture);
+  const bool portable = device < kFirstSpecificArchitecture && device != kTegraArchitecture &&
+                        program != kTegraArchitecture;
+  return program == device || (portable && program / 10 == device / 10 && program < device);
 }
 
 Status CurrentArchitecture(const cuda::Driver& driver, std::uint32_t* architecture) {
@@ -68,7 +70,12 @@ LoadedKernels::~LoadedKernels() {
   if (modules_.empty()) {
     return;
   }
-  // Fails where the context is gone, and its modules with it.
+  // Where the context is gone, its modules are too, and its address may be another context's.
+  unsigned long long id = context_id_;
+  if (driver_.context_get_id != nullptr &&
+      (driver_.context_get_id(context_, &id) != cuda::kSuccess || id != context_id_)) {
+    return;
+  }
   if (driver_.context_push(context_) != cuda::kSuccess) {
     return;
   }
@@ -140,15 +147,16 @@ Status SharedProgram::Open(const void* data, std::size_t size,
   const std::size_t key = std::hash<std::string_view>()(bytes);
   const std::scoped_lock lock(mutex);
   const auto [begin, end] = in_use.equal_range(key);
-  for (auto each = begin; each != end;) {
-    if (std::shared_ptr<SharedProgram> found = each->second.lock(); found == nullptr) {
-      each = in_use.erase(each);
-    } else if (found->program_.bytes() == bytes) {
+  for (auto each = begin; each != end; ++each) {
+    std::shared_ptr<SharedProgram> found = each->second.lock();
+    if (found != nullptr && found->program_.bytes() == bytes) {
       *shared = std::move(found);
       return {};
-    } else {
-      ++each;
     }
+  }
+  // Those that nobody uses any more keep their memory until they are forgotten.
+  for (auto each = in_use.begin(); each != in_use.end();) {
+    each = each->second.expired() ? in_use.erase(each) : std::next(each);
   }
   auto opened = std::make_shared<SharedProgram>();
   DYNAMO_MOE_RETURN_IF_ERROR(Program::Parse(data, size, &opened->program_));

@@ -14,7 +14,8 @@
 namespace dynamo_moe {
 
 // Whether a program for one architecture runs on a device of another. Code for sm_90 and later uses
-// what that architecture alone has; code for sm_8x runs on later sm_8x.
+// what that architecture alone has; code for sm_8x runs on later sm_8x, but sm_87 (Orin, a Tegra)
+// runs its own code alone, and no other runs that.
 bool RunsOn(std::uint32_t program, std::uint32_t device);
 
 // The architecture of the current context's device: 90 for sm_90.

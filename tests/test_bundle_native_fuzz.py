@@ -1,0 +1,230 @@
+"""The C++ reader of bundles against the Python one, on what is damaged, strange or just random.
+
+Whatever one of them refuses, the other refuses too, and says why; what they take, they understand
+alike.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trt_plugin
+from test_bundle import LAYER, MAP, ONE, SMALL, altered, program, programs, repaired, steps
+from trt_plugin import BundleError
+from trt_plugin.bundle import Argument, Buffer, Expression, Launch, Program, Range
+from trt_plugin.launcher import LauncherError, OpenProgram, find_program
+
+FIRST = SMALL.programs[0].data
+MOST_TOKENS = 2**31 - 1
+ALIGNMENT = 256
+# What breaks arithmetic on counts, offsets and indices, in fields of 4 and of 8 bytes.
+STRANGE = {
+    "I": (0, 1, 7, 2**16, 2**31 - 1, 2**31, 2**32 - 64, 2**32 - 1),
+    "Q": (0, 1, 64, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 64, 2**64 - 1),
+}
+
+
+def refusal(data: bytes) -> str | None:
+    """What the C++ reader says to a program; None if it takes it."""
+    try:
+        OpenProgram(data).close()
+    except LauncherError as error:
+        refused = error
+    else:
+        return None
+    assert refused.status == "invalid bundle"
+    message = str(refused).removeprefix("invalid bundle: ")
+    assert len(message) > len("program: ")
+    assert message.startswith("program: ")
+    return message
+
+
+def first_program(bundle: bytes) -> bytes:
+    offset, size = struct.unpack_from("<QQ", bundle, 32)
+    return bundle[offset : offset + size]
+
+
+def python_refusal(bundle: bytes) -> str | None:
+    try:
+        trt_plugin.read(bundle)
+    except BundleError as error:
+        return str(error)
+    return None
+
+
+def assert_both_agree(bundle: bytes) -> None:
+    """Of a bundle of which the first program may be altered, checksums excepted."""
+    native, python = refusal(first_program(bundle)), python_refusal(bundle)
+    assert (native is None) == (python is None), (native, python)
+
+
+# --- Damage ---
+
+
+def test_a_program_cut_off_anywhere_is_refused():
+    for size in range(len(FIRST)):
+        assert "truncated" in (refusal(FIRST[:size]) or "")
+
+
+def test_a_bundle_cut_off_anywhere_is_refused():
+    data = SMALL.data
+    for size in range(len(data)):
+        with pytest.raises(LauncherError, match="bundle: truncated: the header"):
+            find_program(data[:size], LAYER, 90)
+
+
+def test_every_changed_bit_is_noticed():
+    for at in range(len(FIRST)):
+        changed = bytearray(FIRST)
+        changed[at] ^= 1 << at % 8
+        assert refusal(bytes(changed))
+
+
+@pytest.mark.parametrize("form", STRANGE)
+def test_strange_numbers_in_every_field(form):
+    for at in range(0, len(FIRST) - 8, struct.calcsize(form)):
+        # The sizes and the checksums are put right again.
+        for value in STRANGE[form]:
+            assert_both_agree(altered(at, form, value))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**64))
+def test_many_changes_at_once(seed):
+    chance = random.Random(seed)  # noqa: S311
+    data = SMALL.data
+    for _ in range(chance.randint(2, 6)):
+        form = chance.choice("BIQ")
+        at = chance.randrange(32, len(FIRST) - 8)
+        value = chance.choice(STRANGE.get(form, (0, 1, 0x7F, 0x80, 0xFF)))
+        changed = bytearray(data)
+        struct.pack_into(f"<{form}", changed, 64 + at, value)
+        data = bytes(changed)
+    assert_both_agree(repaired(data))
+
+
+@given(st.binary(max_size=400))
+def test_anything_else_is_refused(data):
+    assert refusal(data)
+    assert refusal(FIRST[:32] + data)
+
+
+# --- What is understood ---
+
+
+@settings(max_examples=100, deadline=None)
+@given(programs)
+def test_any_program_is_taken(program):
+    assert refusal(program.data) is None
+
+
+def sized(*expressions: Expression, last: int = MOST_TOKENS) -> Program:
+    """A program whose workspace has the sizes of some expressions."""
+    buffers = tuple(Buffer(f"part {at}", each) for at, each in enumerate(expressions))
+    return program(ranges=(Range(1, last, buffers, ()),))
+
+
+def expected_workspace(changed: Program, tokens: int) -> int | None:
+    """By the Python reader's arithmetic; None if the size is none."""
+    sizes = {**changed.layer.sizes, "T": tokens}
+    (only,) = changed.ranges
+    try:
+        parts = [buffer.size.evaluate(sizes) for buffer in only.buffers]
+    except (ZeroDivisionError, OverflowError):
+        return None
+    if min(parts) < 0:
+        return None
+    return sum(-(-part // ALIGNMENT) * ALIGNMENT for part in parts)
+
+
+def assert_workspace(changed: Program, tokens: int) -> None:
+    expected = expected_workspace(changed, tokens)
+    with OpenProgram(changed.data) as opened:
+        if expected is not None and expected <= 2**61:
+            assert opened.workspace_size(tokens) == expected
+            return
+        with pytest.raises(LauncherError, match=rf"for {tokens} tokens"):
+            opened.workspace_size(tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps, st.integers(1, MOST_TOKENS))
+def test_any_expression_has_the_value_that_python_gives_it(expression, tokens):
+    assert_workspace(sized(expression), tokens)
+
+
+# Random trees hardly ever come near the ends of 64 bits.
+EDGES = (-(2**63), -(2**63) + 1, -7, -1, 0, 1, 2, 7, 2**31, 2**62, 2**63 - 1)
+
+
+@pytest.mark.parametrize("opcode", range(2, 9))
+def test_the_ends_of_64_bits(opcode):
+    for a in EDGES:
+        for b in EDGES:
+            value = Expression(((0, a), (0, b), (opcode, 0)))
+            # In two halves, each at least 0 and, as the workspace is, a multiple of 256.
+            high = (*value.instructions, (0, 2**20), (5, 0))
+            low = (*value.instructions, *high, (0, 2**20), (4, 0), (3, 0))
+            halves = (*high, (0, 2**43), (2, 0), (0, 256), (4, 0)), (*low, (0, 256), (4, 0))
+            for half in halves:
+                assert_workspace(sized(Expression(half)), 5)
+
+
+def test_as_many_operands_as_the_stack_holds():
+    full = Expression(((0, 1),) * 16 + ((2, 0),) * 15)
+    assert_workspace(sized(full), 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, MOST_TOKENS), min_size=2, max_size=6).map(sorted))
+def test_the_workspace_grows_with_the_tokens(tokens):
+    several = replace(
+        SMALL.programs[0],
+        ranges=(
+            # The workspace of few tokens is the larger one.
+            Range(1, 9, (Buffer("few", Expression(((0, 100_000),))),), ()),
+            replace(SMALL.programs[0].ranges[1], first=10, launches=()),
+        ),
+    )
+    with OpenProgram(several.data) as opened:
+        sizes = [opened.workspace_size(each) for each in tokens]
+    assert sizes == sorted(sizes)
+    assert sizes == [several.workspace_size(each) for each in tokens]
+
+
+# --- Limits ---
+
+
+def launching(*arguments: Argument) -> Range:
+    return Range(1, 9, (), (Launch(0, arguments, (ONE, ONE, ONE)),))
+
+
+@pytest.mark.parametrize(
+    ("range_of", "most", "message"),
+    [
+        (
+            lambda count: Range(1, 9, (Buffer("part", ONE),) * count, ()),
+            32,
+            "range 0 has 33 buffers, at most 32",
+        ),
+        (
+            lambda count: launching(*[Argument("null")] * count),
+            64,
+            "launch 0 has 65 arguments, of which 0 are tensor maps; at most 64 and 4",
+        ),
+        (
+            lambda count: launching(*[Argument("tensor_map", MAP)] * count),
+            4,
+            "launch 0 has 5 arguments, of which 5 are tensor maps; at most 64 and 4",
+        ),
+    ],
+)
+def test_no_more_than_a_call_holds(range_of, most, message):
+    assert refusal(program(ranges=(range_of(most),)).data) is None
+    assert message in (refusal(program(ranges=(range_of(most + 1),)).data) or "")
