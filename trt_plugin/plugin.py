@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from importlib.resources import files
-from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from trt_plugin.launcher import library_path
 
 __all__ = ["PLUGINS", "PluginLoadError", "library_path", "load"]
 
@@ -22,21 +22,6 @@ _NEWEST_MAJOR = 11
 
 class PluginLoadError(RuntimeError):
     """TensorRT cannot use the plugin; the message says why, and what to do."""
-
-
-def library_path() -> Path:
-    """Returns the file of the plugin's library, for ``trtexec --dynamicPlugins``, or C++.
-
-    Raises:
-        FileNotFoundError: If it was not built: it is on Linux, when dynamo-moe is installed.
-    """
-    path = Path(str(files("trt_plugin") / "libdynamo_moe.so"))
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist: the library is built when dynamo-moe is installed on Linux; "
-            "install it there again with a C++ compiler"
-        )
-    return path
 
 
 def load(registry: Any = None) -> Any:
@@ -70,8 +55,8 @@ def load(registry: Any = None) -> Any:
     missing = [name for name in PLUGINS if registry.get_creator(name, "1", "") is None]
     if missing:
         raise PluginLoadError(
-            f"TensorRT {module.__version__} did not register {' and '.join(missing)} of {path}; its "
-            "logger says why"
+            f"TensorRT {module.__version__} did not register {' and '.join(missing)} of {path}: "
+            "its log says why"
         )
     return registry
 

@@ -1,0 +1,79 @@
+"""Runs in an environment of its own, against a real TensorRT registry; prints what it saw as JSON.
+
+Arguments: the native library, a bundle, a program of it, attributes as JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import tensorrt_lean_bindings as trt
+
+import trt_plugin.plugin
+
+library, bundle, program = map(Path, sys.argv[1:4])
+attributes = json.loads(sys.argv[4]) | {"kernels": str(bundle)}
+trt_plugin.plugin.library_path = lambda: library
+kept = []
+
+
+def field(name, value):
+    if isinstance(value, str):
+        data, kind = np.frombuffer(value.encode(), np.int8), trt.PluginFieldType.CHAR
+    elif isinstance(value, bytes):
+        data, kind = np.frombuffer(value, np.int8), trt.PluginFieldType.UNKNOWN
+    elif isinstance(value, float):
+        data, kind = np.array([value], np.float32), trt.PluginFieldType.FLOAT32
+    else:
+        data, kind = np.array([value], np.int32), trt.PluginFieldType.INT32
+    # A PluginField does not keep its array.
+    kept.append(data)
+    return trt.PluginField(name, data, kind)
+
+
+def create(values, phase=trt.TensorRTPhase.BUILD):
+    fields = trt.PluginFieldCollection([field(name, value) for name, value in values.items()])
+    return creator.create_plugin("layers.3.mlp", fields, phase)
+
+
+def refusal(call):
+    try:
+        call()
+    except trt_plugin.plugin.PluginLoadError as error:
+        return str(error)
+    return None
+
+
+registry = trt_plugin.plugin.load()
+report = {"version": trt.__version__, "loaded twice": refusal(trt_plugin.plugin.load)}
+creators = [registry.get_creator(name, "1", "") for name in trt_plugin.plugin.PLUGINS]
+report["creators"] = [
+    [each.name, each.plugin_version, each.plugin_namespace, type(each).__name__]
+    for each in creators
+]
+report["fields"] = [[each.name for each in creator.field_names] for creator in creators]
+
+creator = creators[0]
+built = create(attributes)
+loaded = create({"program": program.read_bytes()}, trt.TensorRTPhase.RUNTIME)
+report["plugins"] = []
+for plugin in (built, loaded):
+    kinds = trt.PluginCapabilityType
+    core = plugin.get_capability_interface(kinds.CORE)
+    build = plugin.get_capability_interface(kinds.BUILD)
+    runtime = plugin.get_capability_interface(kinds.RUNTIME)
+    report["plugins"].append(
+        [core.plugin_name, core.plugin_version, core.plugin_namespace, build.num_outputs]
+        + [type(each).__name__ for each in (plugin, core, build, runtime)]
+    )
+report["refused"] = [
+    create(values, phase) is None
+    for values, phase in (
+        ({}, trt.TensorRTPhase.BUILD),
+        (attributes | {"top_k": 0}, trt.TensorRTPhase.BUILD),
+        (attributes | {"top_k": "2"}, trt.TensorRTPhase.BUILD),
+        ({"program": program.read_bytes()[:-1]}, trt.TensorRTPhase.RUNTIME),
+    )
+]
+sys.stdout.write(json.dumps(report))

@@ -1,0 +1,476 @@
+"""TensorRT's part, played by tests/native/host: drives the plugin through both of its phases."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_cases import Case
+from standin import ROOT, build
+from trt_plugin.launcher import library_path
+
+__all__ = [
+    "BUILD",
+    "NAMES",
+    "RUNTIME",
+    "SOURCES",
+    "VERSIONS",
+    "Description",
+    "Field",
+    "Host",
+    "Plugin",
+    "attributes_of",
+    "build_library",
+    "describe",
+    "filled",
+    "host",
+    "inputs_of",
+    "plugin_library",
+    "serialized",
+]
+
+#: What getInferLibVersion() returns: loggers of version 11 are others than those of 10.
+VERSIONS = (101601, 110400)
+BUILD, RUNTIME = 0, 1
+NAMES = {"dropless": "DroplessMoE", "experts": "DroplessMoEExperts"}
+#: The library's.
+SOURCES = sorted(
+    path for path in (ROOT / "trt_plugin" / "csrc").glob("*.cc") if path.name != "abi_check.cc"
+)
+
+_HOST = ROOT / "tests" / "native" / "host" / "host.cc"
+_DTYPES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.int8: 2,
+    torch.int32: 3,
+    torch.bool: 4,
+    torch.uint8: 5,
+    torch.bfloat16: 7,
+    torch.int64: 8,
+}
+# The nodes' inputs in their order.
+_REQUIRED = {
+    "dropless": ("x", "router_weight", "w1", "w2"),
+    "experts": ("x", "expert_ids", "expert_weights", "w1", "w2"),
+}
+_OPTIONAL = {"dropless": ("router_bias", "b1", "b2"), "experts": ("b1", "b2")}
+_TEXT_BYTES = 4096
+_ALIGNMENT = 256
+
+
+class _Dims(ctypes.Structure):
+    _fields_ = (("rank", ctypes.c_int32), ("sizes", ctypes.c_int64 * 8))
+
+
+class _DimsExprs(ctypes.Structure):
+    _fields_ = (("rank", ctypes.c_int32), ("symbols", ctypes.c_void_p * 8))
+
+
+class _TensorDesc(ctypes.Structure):
+    _fields_ = (
+        ("dims", _Dims),
+        ("type", ctypes.c_int32),
+        ("format", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _DynamicTensorDesc(ctypes.Structure):
+    _fields_ = (("desc", _TensorDesc), ("min", _Dims), ("max", _Dims), ("opt", _Dims))
+
+
+class _Field(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+        ("length", ctypes.c_int32),
+    )
+
+
+class _Fields(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int32), ("fields", ctypes.POINTER(_Field)))
+
+
+class Field(NamedTuple):
+    """A plugin field as it lies in memory; data None is a null pointer."""
+
+    FLOAT32 = 1
+    INT32 = 5
+    CHAR = 6
+    UNKNOWN = 8
+    INT64 = 10
+
+    type: int
+    length: int
+    data: bytes | None
+
+    @classmethod
+    def of(cls, value: Any) -> Field:
+        """The field that TensorRT's parser makes of an attribute."""
+        match value:
+            case Field():
+                return value
+            case int():
+                return cls(cls.INT32, 1, value.to_bytes(4, "little", signed=True))
+            case float():
+                return cls(cls.FLOAT32, 1, bytes(ctypes.c_float(value)))
+            case str():
+                data = value.encode()
+                return cls(cls.CHAR, len(data), data)
+            case bytes():
+                return cls(cls.UNKNOWN, len(value), value)
+        raise TypeError(value)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A tensor as TensorRT describes it; -1 is a size that is not known.
+
+    Attributes:
+        shape: Sizes; None is no tensor.
+        dtype: PyTorch's, or TensorRT's number.
+        most: The profile's largest sizes, by default the shape's.
+        format: 0 is linear.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | int
+    most: tuple[int, ...] | None = None
+    format: int = 0
+
+    def plain(self) -> _TensorDesc:
+        number = self.dtype if isinstance(self.dtype, int) else _DTYPES[self.dtype]
+        return _TensorDesc(_dims(self.shape), number, self.format, 1.0)
+
+    def dynamic(self) -> _DynamicTensorDesc:
+        most = _dims(self.most or self.shape)
+        least = _dims([1 if size == -1 else size for size in self.shape or ()])
+        return _DynamicTensorDesc(self.plain(), least, most, most)
+
+
+def describe(tensor: Tensor) -> Description:
+    return Description(tuple(tensor.shape), tensor.dtype)
+
+
+def _dims(sizes: Sequence[int] | None) -> _Dims:
+    if sizes is None:
+        return _Dims(-1)
+    return _Dims(len(sizes), (ctypes.c_int64 * 8)(*sizes))
+
+
+class Host:
+    """A TensorRT of one version with the plugin's library loaded."""
+
+    def __init__(self, version: int, library: Path) -> None:
+        path = build(
+            f"host_{version}.so",
+            [_HOST],
+            *(f"-DHOST_VERSION={version}", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"),
+            *("-I", str(ROOT / "trt_plugin" / "csrc"), "-ldl"),
+        )
+        self.call = ctypes.CDLL(str(path))
+        pointers = ("create", "clone", "attach", "field_names", "serialize")
+        for name in pointers:
+            getattr(self.call, f"host_{name}").restype = ctypes.c_void_p
+        for name in ("load", "timing_id", "metadata"):
+            getattr(self.call, f"host_{name}").restype = ctypes.c_char_p
+        for name in ("has", "has_capability", "message", "supports"):
+            getattr(self.call, f"host_{name}").restype = ctypes.c_bool
+        self.call.host_workspace.restype = ctypes.c_size_t
+        self.live = 0
+        self.load(library)
+
+    def load(self, library: Path) -> None:
+        """Loads the plugin's library, which logs to the host that has done so last."""
+        reason = self.call.host_load(str(library).encode())
+        assert reason is None, reason
+
+    def messages(self) -> list[str]:
+        """Takes what has been logged: "own" or "global" logger, severity, text."""
+        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
+        taken = []
+        while self.call.host_message(buffer, ctypes.c_size_t(_TEXT_BYTES)):
+            taken.append(buffer.value.decode())
+        return taken
+
+    def field_names(self, name: str) -> dict[str, int]:
+        """The types of a creator's fields by their names."""
+        return {
+            field.name.decode(): field.type
+            for field in _collected(self.call.host_field_names(name.encode()))
+        }
+
+    def create(
+        self, name: str, fields: Mapping[str, Any], phase: int = BUILD, layer: str = "layers.3.mlp"
+    ) -> Plugin | None:
+        """Creates a plugin; None where the creator refuses."""
+        made = [(key.rstrip("*"), Field.of(value)) for key, value in fields.items()]
+        kept = [field.data and ctypes.create_string_buffer(field.data) for _, field in made]
+        array = (_Field * len(made))(
+            *(
+                _Field(key.encode(), ctypes.cast(data, ctypes.c_void_p), field.type, field.length)
+                for (key, field), data in zip(made, kept, strict=True)
+            )
+        )
+        collection = _Fields(len(made), array)
+        return self.adopt(
+            self.call.host_create(name.encode(), layer.encode(), ctypes.byref(collection), phase)
+        )
+
+    def adopt(self, pointer: int | None) -> Plugin | None:
+        return None if pointer is None else Plugin(self, pointer)
+
+
+class Plugin:
+    """A plugin; TensorRT's calls by their names."""
+
+    def __init__(self, host: Host, pointer: int) -> None:
+        self.host = host
+        self.pointer = ctypes.c_void_p(pointer)
+        host.live += 1
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.host.call, f"host_{name}")(self.pointer, *arguments)
+
+    def describe(self) -> str:
+        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
+        self._call("describe", buffer, ctypes.c_size_t(_TEXT_BYTES))
+        return buffer.value.decode()
+
+    def has_capability(self, kind: int) -> bool:
+        return self._call("has_capability", kind)
+
+    def clone(self) -> Plugin:
+        return self.host.adopt(self._call("clone"))
+
+    def attach(self) -> Plugin:
+        return self.host.adopt(self._call("attach"))
+
+    def destroy(self) -> None:
+        self._call("destroy")
+        self.pointer = ctypes.c_void_p()
+        self.host.live -= 1
+
+    def outputs(self) -> int:
+        return self._call("outputs")
+
+    def tactics(self) -> int:
+        return self._call("tactics")
+
+    def timing_id(self) -> str:
+        return self._call("timing_id").decode()
+
+    def metadata(self) -> str:
+        return self._call("metadata").decode()
+
+    def output_type(self, inputs: Sequence[Description]) -> tuple[int, int]:
+        """The status, and TensorRT's number of y's dtype."""
+        types = (ctypes.c_int32 * len(inputs))(*(each.plain().type for each in inputs))
+        result = ctypes.c_int32(-1)
+        status = self._call("output_types", ctypes.byref(result), 1, types, len(inputs))
+        return status, result.value
+
+    def output_shape(self, inputs: Sequence[Description]) -> tuple[int, list[tuple[int, int]]]:
+        """The status, and y's sizes as (input, axis)."""
+        shapes = (_DimsExprs * len(inputs))()
+        symbols = {}
+        for i, each in enumerate(inputs):
+            shapes[i].rank = len(each.shape)
+            for axis in range(len(each.shape)):
+                symbols[16 * (i + 1) + axis] = (i, axis)
+                shapes[i].symbols[axis] = 16 * (i + 1) + axis
+        result = _DimsExprs()
+        status = self._call("output_shapes", shapes, len(inputs), ctypes.byref(result), 1)
+        return status, [symbols[symbol] for symbol in result.symbols[: result.rank]]
+
+    def supports(self, position: int, inputs: Sequence[Description], output: Description) -> bool:
+        every = _array(_DynamicTensorDesc, [each.dynamic() for each in (*inputs, output)])
+        return self._call("supports", position, every, len(inputs), 1)
+
+    def supports_all(self, inputs: Sequence[Description], output: Description) -> bool:
+        return all(self.supports(i, inputs, output) for i in range(len(inputs) + 1))
+
+    def configure(self, inputs: Sequence[Description], output: Description) -> int:
+        return self._call("configure", *_dynamic(inputs), *_dynamic([output]))
+
+    def workspace(self, inputs: Sequence[Description], output: Description) -> int:
+        return self._call("workspace", *_dynamic(inputs), *_dynamic([output]))
+
+    def serialize(self) -> dict[str, Field]:
+        return {
+            field.name.decode(): Field(
+                field.type, field.length, ctypes.string_at(field.data, field.length)
+            )
+            for field in _collected(self._call("serialize"))
+        }
+
+    def shape_change(self, inputs: Sequence[Description], output: Description) -> int:
+        return self._call("shape_change", *_plain(inputs), *_plain([output]))
+
+    def enqueue(
+        self,
+        inputs: Sequence[Tensor | None],
+        output: Tensor,
+        workspace: int,
+        *,
+        descriptions: Sequence[Description] | None = None,
+        stream: int = 0,
+    ) -> int:
+        """Enqueues; the tensors' memory stands for the device's."""
+        described = descriptions or [describe(tensor) for tensor in inputs]
+        addresses = [0 if t is None or not t.numel() else t.data_ptr() for t in inputs]
+        return self._call(
+            "enqueue",
+            _plain(described)[0],
+            _plain([describe(output)])[0],
+            (ctypes.c_void_p * len(inputs))(*addresses),
+            (ctypes.c_void_p * 1)(output.data_ptr() if output.numel() else 0),
+            ctypes.c_void_p(workspace),
+            ctypes.c_void_p(stream),
+        )
+
+    def run(
+        self,
+        inputs: Sequence[Tensor | None],
+        size: int,
+        descriptions: Sequence[Description] | None = None,
+    ) -> Tensor:
+        """Changes the shape and enqueues, on a y and a workspace full of 0xFF, which are NaN.
+
+        Args:
+            inputs: The node's inputs; None has no memory.
+            size: Bytes of the workspace. What lies around it must stay as it is.
+            descriptions: Of the inputs, by default those of the tensors.
+        """
+        x = inputs[0]
+        described = descriptions or [describe(tensor) for tensor in inputs]
+        assert self.shape_change(described, describe(x)) == 0, self.host.messages()
+        bytes_of_y = x.numel() * x.element_size()
+        memory = torch.full((_ALIGNMENT + bytes_of_y + 16,), 0xFF, dtype=torch.uint8)
+        begin = -memory.data_ptr() % 16
+        y = memory[begin : begin + bytes_of_y].view(x.dtype).view(x.shape)
+        workspace = torch.full((size + 2 * _ALIGNMENT,), 0xFF, dtype=torch.uint8)
+        # Not where the launcher wants it: TensorRT does not say how it aligns a workspace.
+        first = -workspace.data_ptr() % _ALIGNMENT + 8
+        status = self.enqueue(inputs, y, workspace.data_ptr() + first, descriptions=descriptions)
+        assert status == 0, self.host.messages()
+        assert (workspace[:first] == 0xFF).all()
+        assert (workspace[first + size :] == 0xFF).all()
+        assert (memory[begin + bytes_of_y :] == 0xFF).all()
+        return y
+
+
+def _array(kind: type, values: Sequence[Any]) -> ctypes.Array:
+    return (kind * len(values))(*values)
+
+
+def _plain(descriptions: Sequence[Description]) -> tuple[ctypes.Array, int]:
+    return _array(_TensorDesc, [each.plain() for each in descriptions]), len(descriptions)
+
+
+def _dynamic(descriptions: Sequence[Description]) -> tuple[ctypes.Array, int]:
+    return _array(_DynamicTensorDesc, [each.dynamic() for each in descriptions]), len(descriptions)
+
+
+def _collected(address: int) -> Iterator[_Field]:
+    collection = _Fields.from_address(address)
+    yield from collection.fields[: collection.count]
+
+
+@cache
+def plugin_library() -> Path:
+    """The native library."""
+    path = library_path()
+    if b"getCreators" in path.read_bytes():
+        return path
+    return build_library()
+
+
+def build_library(*flags: str) -> Path:
+    """Builds the native library from its sources."""
+    library = ("-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ldl", "-pthread")
+    return build("libdynamo_moe.so", SOURCES, *library, *flags)
+
+
+@cache
+def _host(version: int) -> Host:
+    return Host(version, plugin_library())
+
+
+def host(version: int) -> Host:
+    """A TensorRT that no call has been made to yet."""
+    tensorrt = _host(version)
+    tensorrt.load(plugin_library())
+    tensorrt.call.host_set_loggers(True, True)
+    tensorrt.messages()
+    return tensorrt
+
+
+# --- Cases of the operators as nodes ---
+
+
+def attributes_of(case: Case) -> dict[str, Any]:
+    """The attributes of the case's node, all of them."""
+    options = {
+        "activation": "gelu",
+        "gated": False,
+        "interleaved": False,
+        "weight_on_input": False,
+        "alpha": 1.702,
+        "limit": 7.0,
+    }
+    if case.op == "dropless":
+        options |= {"scoring": "softmax", "renormalize": True, "routed_scaling": 1.0}
+    options |= case.options
+    names = {"alpha": "activation_alpha", "limit": "activation_limit"}
+    w1, w2 = case.arguments["w1"], case.arguments["w2"]
+    top_k = case.arguments.get("top_k")
+    return {
+        "top_k": case.arguments["expert_ids"].shape[-1] if top_k is None else top_k,
+        "num_experts": w1.shape[0],
+        "in_features": w1.shape[2],
+        "hidden_features": w2.shape[2],
+    } | {
+        names.get(name, name): int(value) if isinstance(value, bool) else value
+        for name, value in options.items()
+    }
+
+
+def filled(case: Case) -> Case:
+    """The case with zeros for an absent optional input before one that is present.
+
+    So the exporter writes its node, whose last inputs alone are left off.
+    """
+    a = case.arguments
+    present = [name for name in _OPTIONAL[case.op] if a[name] is not None]
+    experts, rows, width = a["w1"].shape
+    zeros = {
+        "router_bias": lambda: a["router_weight"].new_zeros(experts),
+        "b1": lambda: a["w1"].new_zeros(experts, rows),
+        "b2": lambda: a["w1"].new_zeros(experts, width),
+    }
+    before = _OPTIONAL[case.op][: _OPTIONAL[case.op].index(present[-1])] if present else ()
+    return case.changed(**{name: zeros[name]() for name in before if a[name] is None})
+
+
+def inputs_of(case: Case) -> list[Tensor]:
+    """The inputs of a filled case's node."""
+    names = (*_REQUIRED[case.op], *_OPTIONAL[case.op])
+    return [case.arguments[name] for name in names if case.arguments[name] is not None]
+
+
+def serialized(plugin: Plugin) -> bytes:
+    """The program that an engine stores."""
+    fields = plugin.serialize()
+    assert list(fields) == ["program"]
+    assert fields["program"].type == Field.UNKNOWN
+    return fields["program"].data

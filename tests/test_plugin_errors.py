@@ -1,0 +1,555 @@
+"""What the plugin refuses, and what it says: never a crash, nothing leaks, the next call works."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_cases import assert_matches, make_case
+from plugin_host import (
+    NAMES,
+    RUNTIME,
+    VERSIONS,
+    Description,
+    Field,
+    attributes_of,
+    describe,
+    filled,
+    host,
+    inputs_of,
+    plugin_library,
+    serialized,
+)
+from standin import LAUNCH_FAILED, OUT_OF_MEMORY, standin
+from standin_gpu import StandinGpu
+
+if not os.environ.get("TRITON_INTERPRET"):
+    pytest.skip("a real driver is present", allow_module_level=True)
+
+INVALID_ARGUMENT, INVALID_BUNDLE, NOT_FOUND, NO_DRIVER, CUDA_ERROR, NO_MEMORY = range(1, 7)
+
+
+@pytest.fixture
+def driver():
+    driver = standin()
+    driver.reset()
+    yield driver
+    driver.reset()
+    assert driver.live_modules == 0
+
+
+@pytest.fixture(params=VERSIONS)
+def tensorrt(request):
+    tensorrt = host(request.param)
+    live = tensorrt.live
+    yield tensorrt
+    assert tensorrt.messages() == []
+    assert tensorrt.live == live
+
+
+def small_case(op: str = "dropless", **options):
+    return filled(make_case(op, (5,), **{"width": 16, "hidden": 24} | options))
+
+
+def the_error(tensorrt, layer: str = "layers.3.mlp") -> str:
+    """Takes the only message, which is an error that names the layer."""
+    (message,) = tensorrt.messages()
+    logger, severity, name, rest = message.split(" ", 3)
+    assert (logger, severity) == ("own", "1")
+    assert name in NAMES.values()
+    assert rest.startswith(f"{layer}: "), rest
+    return rest.removeprefix(f"{layer}: ")
+
+
+@pytest.fixture
+def layer(driver, tensorrt, tmp_path):
+    """A plugin of a case, and the case."""
+    case = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    plugin = tensorrt.create(NAMES[case.op], attributes_of(case) | {"kernels": str(bundle)})
+    yield plugin, case
+    plugin.destroy()
+
+
+def described(case) -> list[Description]:
+    return [describe(tensor) for tensor in inputs_of(case)]
+
+
+# --- Attributes ---
+
+INT32, FLOAT32, CHAR = Field.INT32, Field.FLOAT32, Field.CHAR
+ONE = (1).to_bytes(4, "little")
+MISSING = object()
+
+BAD_ATTRIBUTES = {
+    "missing": ({"top_k": MISSING}, "attribute top_k is missing"),
+    "missing size": ({"in_features": MISSING}, "attribute in_features is missing"),
+    "unknown": ({"foo": 1}, "unknown attribute foo; known are top_k, num_experts, "),
+    "unknown, odd": ({"a\nb" + 99 * "x": 1}, "unknown attribute a?b" + 61 * "x" + "...; known"),
+    "twice": ({"top_k*": 2}, "attribute top_k is given twice"),
+    "zero": ({"top_k": 0}, "attribute top_k must be in 1..32, got 0"),
+    "negative": ({"num_experts": -5}, "attribute num_experts must be in 1..1024, got -5"),
+    "too large": ({"num_experts": 1025}, "must be in 1..1024, got 1025"),
+    "too many": ({"top_k": 6}, "attribute top_k must be at most num_experts, 5, got 6"),
+    "odd size": ({"in_features": 12}, "attribute in_features must be a multiple of 8, got 12"),
+    "small size": ({"hidden_features": 4}, "hidden_features must be in 8..2147483647, got 4"),
+    "not a flag": ({"gated": 2}, "attribute gated must be in 0..1, got 2"),
+    "not a choice": (
+        {"activation": "swish"},
+        "activation must be one of gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu; got 'swish'",
+    ),
+    "unprintable": ({"scoring": "a\0b\x1b"}, "softmax, topk_softmax, sigmoid; got 'a?b?'"),
+    "empty": ({"activation": ""}, "got ''"),
+    "ungated clamp": (
+        {"activation": "clamped_swiglu"},
+        "activation clamped_swiglu needs attribute gated",
+    ),
+    "ungated rows": ({"interleaved": 1}, "attribute interleaved needs attribute gated"),
+    "not finite": ({"routed_scaling": float("nan")}, "routed_scaling must be finite, got nan"),
+    "infinite": ({"activation_alpha": float("-inf")}, "activation_alpha must be finite, got -inf"),
+    "limit": ({"activation_limit": 0.0}, "attribute activation_limit must be positive, got 0"),
+    "int for text": ({"activation": 1}, "activation must be a text of CHAR, got 1 of INT32 (5)"),
+    "text for int": ({"top_k": "2"}, "attribute top_k must be one INT32, got 1 of CHAR (6)"),
+    "int for float": ({"routed_scaling": 1}, "must be one FLOAT32, got 1 of INT32 (5)"),
+    "int64": ({"top_k": Field(10, 1, ONE * 2)}, "got 1 of another type (10)"),
+    "no elements": ({"top_k": Field(INT32, 0, ONE)}, "must be one INT32, got 0 of INT32"),
+    "two": ({"top_k": Field(INT32, 2, ONE * 2)}, "must be one INT32, got 2 of INT32"),
+    "negative length": ({"scoring": Field(CHAR, -1, b"softmax")}, "got -1 of CHAR"),
+    "no data": ({"top_k": Field(INT32, 1, None)}, "attribute top_k has no data"),
+    "no text": ({"scoring": Field(CHAR, 7, None)}, "attribute scoring has no data"),
+    "no file": ({"kernels": "/none/a.moek"}, "cannot read the kernels' bundle /none/a.moek: No su"),
+    "folder": ({"kernels": "/"}, "cannot read the kernels' bundle /: Is a directory"),
+    "another layer": ({"top_k": 3}, "has no kernels of this layer: num_experts=5 top_k=3 "),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ATTRIBUTES)
+def test_attributes(driver, tensorrt, tmp_path, name):
+    changes, message = BAD_ATTRIBUTES[name]
+    case = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    attributes = attributes_of(case) | {"kernels": str(bundle)} | changes
+    attributes = {key: value for key, value in attributes.items() if value is not MISSING}
+    assert tensorrt.create("DroplessMoE", attributes) is None
+    assert message in the_error(tensorrt)
+
+
+def test_experts_have_no_router(driver, tensorrt):
+    attributes = attributes_of(small_case("experts")) | {"scoring": "softmax"}
+    assert tensorrt.create("DroplessMoEExperts", attributes) is None
+    error = the_error(tensorrt)
+    assert error.startswith("unknown attribute scoring; known are top_k, ")
+    assert "renormalize" not in error
+
+
+@pytest.mark.parametrize("end", ["", "\0", "\0\0"])
+def test_texts_with_and_without_a_terminator(driver, tensorrt, tmp_path, end):
+    case = small_case(activation="silu")
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    attributes = attributes_of(case) | {"kernels": str(bundle) + end, "activation": "silu" + end}
+    plugin = tensorrt.create("DroplessMoE", attributes)
+    assert plugin is not None
+    plugin.destroy()
+
+
+def test_absent_attributes_have_the_operators_defaults(driver, tensorrt, tmp_path):
+    case = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    sizes = ("top_k", "num_experts", "in_features", "hidden_features")
+    attributes = {name: attributes_of(case)[name] for name in sizes}
+    plugin = tensorrt.create("DroplessMoE", attributes | {"kernels": str(bundle)})
+    full = tensorrt.create("DroplessMoE", attributes_of(case) | {"kernels": str(bundle)})
+    assert plugin.metadata() == full.metadata()
+    plugin.destroy()
+    full.destroy()
+
+
+def test_attributes_without_effect_need_no_kernels_of_their_own(driver, tensorrt, tmp_path):
+    case = small_case(scoring="topk_softmax", alpha=1.0, limit=2.0)
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    attributes = attributes_of(case) | {"kernels": str(bundle)}
+    for changes in ({}, {"renormalize": 0}, {"activation_limit": 3.0}):
+        plugin = tensorrt.create("DroplessMoE", attributes | changes)
+        assert plugin is not None
+        plugin.destroy()
+
+
+def test_the_file_beside_the_library(driver, tensorrt, monkeypatch):
+    monkeypatch.delenv("DYNAMO_MOE_KERNELS", raising=False)
+    beside = plugin_library().parent / "dynamo_moe.moek"
+    if beside.exists():
+        pytest.skip("there is one")
+    assert tensorrt.create("DroplessMoE", attributes_of(small_case())) is None
+    assert the_error(tensorrt) == (
+        f"cannot read the kernels' bundle {beside}: No such file or directory; name it by the "
+        "attribute kernels or by the environment variable DYNAMO_MOE_KERNELS"
+    )
+
+
+def test_a_damaged_bundle(driver, tensorrt, tmp_path):
+    case = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    data = bytearray(bundle.read_bytes())
+    attributes = attributes_of(case) | {"kernels": str(bundle)}
+    for damaged in (b"", data[:-1], data[:200], b"x" + data[1:], data[:300] + b"x" + data[301:]):
+        bundle.write_bytes(damaged)
+        assert tensorrt.create("DroplessMoE", attributes) is None
+        assert the_error(tensorrt).startswith(f"{bundle}: ")
+    # A file that was replaced is read again.
+    bundle.write_bytes(data)
+    plugin = tensorrt.create("DroplessMoE", attributes)
+    assert plugin is not None
+    plugin.destroy()
+
+
+def test_unknown_phases(tensorrt):
+    assert tensorrt.create("DroplessMoE", {}, phase=7) is None
+    assert the_error(tensorrt) == "unknown phase 7"
+
+
+# --- What an engine has stored ---
+
+
+@pytest.fixture
+def stored(layer):
+    plugin, case = layer
+    assert plugin.configure(described(case), describe(case.arguments["x"])) == 0
+    return serialized(plugin)
+
+
+BAD_FIELDS = {
+    "none": lambda program: {},
+    "other name": lambda program: {"programs": program},
+    "two": lambda program: {"program": program, "more": 1},
+    "an attribute": lambda program: {"top_k": 2},
+    "wrong type": lambda program: {"program": Field(CHAR, len(program), program)},
+    "no data": lambda program: {"program": Field(Field.UNKNOWN, 100, None)},
+    "empty": lambda program: {"program": Field(Field.UNKNOWN, 0, b"x")},
+    "negative": lambda program: {"program": Field(Field.UNKNOWN, -1, program)},
+    "short": lambda program: {"program": program[:-1]},
+    "header": lambda program: {"program": program[:100]},
+    "one byte": lambda program: {"program": program[:1]},
+    "long": lambda program: {"program": program + b"\0"},
+    **{
+        f"byte {at}": lambda program, at=at: {
+            "program": program[:at] + bytes([program[at] ^ 1]) + program[at + 1 :]
+        }
+        for at in (0, 8, 12, 16, 24, 32, 40, 96, 300, 1000, -1)
+        if at >= 0
+    },
+}
+
+
+@pytest.mark.parametrize("name", BAD_FIELDS)
+def test_fields_of_an_engine(tensorrt, stored, name):
+    assert tensorrt.create("DroplessMoE", BAD_FIELDS[name](stored), RUNTIME) is None
+    error = the_error(tensorrt)
+    assert "program" in error
+    if name == "an attribute":
+        assert error == (
+            "an engine's layer has one field, program; got 1 fields, the first top_k: was the "
+            "engine built with another version of this library?"
+        )
+
+
+def test_the_other_operators_program(tensorrt, stored):
+    assert tensorrt.create("DroplessMoEExperts", {"program": stored}, RUNTIME) is None
+    assert the_error(tensorrt) == "field program is a program of the other operator"
+
+
+# --- Shapes, dtypes, formats ---
+
+
+def changed(case, **changes) -> list[Description]:
+    names = ("x", "router_weight", "w1", "w2", "router_bias", "b1", "b2")
+    return [changes.get(name, each) for name, each in zip(names, described(case), strict=False)]
+
+
+def shaped(*shape: int, dtype=torch.float32, **options) -> Description:
+    return Description(shape, dtype, **options)
+
+
+BAD_TENSORS = {
+    "x": ({"x": shaped(5, 24)}, "x must have shape [..., 16] with the tokens of x, [5, 24]; got"),
+    "w1": ({"w1": shaped(5, 16, 24)}, "w1 must have shape [5, 24, 16], got [5, 16, 24]"),
+    "rank": ({"w2": shaped(5, 16)}, "w2 must have shape [5, 16, 24], got [5, 16]"),
+    "scalar": ({"b1": shaped()}, "b1 must have shape [5, 24], got []"),
+    "router": ({"router_weight": shaped(4, 16)}, "router_weight must have shape [5, 16], got [4"),
+    "shifted": ({"router_bias": shaped(5, 24)}, "router_bias must have shape [5], got [5, 24]"),
+    "dtype of w2": (
+        {"w2": shaped(5, 16, 24, dtype=torch.float16)},
+        "w2 must be float32, got float",
+    ),
+    "integers": (
+        {"x": shaped(5, 16, dtype=torch.int32)},
+        "x must be float32, float16 or bfloat16, got TensorRT's type 3",
+    ),
+    "int8": (
+        {"w1": shaped(5, 24, 16, dtype=torch.int8)},
+        "w1 must be float32, float16 or bfloat16, got TensorRT's type 2",
+    ),
+    "format": ({"w1": shaped(5, 24, 16, format=2)}, "w1 must be in linear format, got format 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_tensors_at_configuration(tensorrt, layer, name):
+    plugin, case = layer
+    changes, message = BAD_TENSORS[name]
+    inputs = changed(case, **changes)
+    assert plugin.configure(inputs, inputs[0]) == INVALID_ARGUMENT
+    assert message in the_error(tensorrt)
+
+
+def test_another_output(tensorrt, layer):
+    plugin, case = layer
+    for output in (shaped(4, 16), shaped(5, 16, dtype=torch.float16), shaped(5, 16, format=1)):
+        assert plugin.configure(described(case), output) == INVALID_ARGUMENT
+        assert the_error(tensorrt).startswith("y must ")
+
+
+@pytest.mark.parametrize("name", [name for name in BAD_TENSORS if name != "integers"])
+def test_tensors_at_run_time(tensorrt, stored, layer, name):
+    case = layer[1]
+    changes, message = BAD_TENSORS[name]
+    plugin = tensorrt.create("DroplessMoE", {"program": stored}, RUNTIME)
+    inputs = changed(case, **changes)
+    assert plugin.shape_change(inputs, inputs[0]) == INVALID_ARGUMENT
+    error = the_error(tensorrt)
+    assert message in error or "w1 must be float32, got none (TensorRT's type 2)" in error
+    plugin.destroy()
+
+
+@pytest.mark.parametrize("count", [0, 3, 8])
+def test_numbers_of_inputs(tensorrt, layer, count):
+    plugin, case = layer
+    inputs = (described(case) * 2)[:count]
+    output = describe(case.arguments["x"])
+    calls = (
+        lambda: plugin.configure(inputs, output),
+        lambda: plugin.shape_change(inputs, output),
+        lambda: plugin.output_shape(inputs)[0],
+        lambda: plugin.output_type(inputs)[0],
+    )
+    for call in calls:
+        assert call() == INVALID_ARGUMENT
+        assert the_error(tensorrt) == (
+            "the layer has 4 to 7 inputs, x, router_weight, w1, w2, router_bias (optional), "
+            f"b1 (optional), b2 (optional), and 1 output; got {count} and 1"
+        )
+
+
+def test_formats_and_types_that_are_not_supported(tensorrt, layer):
+    plugin, case = layer
+    inputs, output = described(case), describe(case.arguments["x"])
+    assert plugin.supports_all(inputs, output)
+    for position in range(len(inputs)):
+        other = list(inputs)
+        other[position] = Description(inputs[position].shape, torch.float32, format=2)
+        assert not plugin.supports(position, other, output)
+    assert not plugin.supports(len(inputs), inputs, shaped(5, 16, dtype=torch.float16))
+    (warning,) = tensorrt.messages()
+    assert "no kernels with y float16; " in warning
+    assert not plugin.supports(len(inputs) + 1, inputs, output)
+    assert the_error(tensorrt) == "there is no position 8 among 7 inputs"
+
+
+def test_too_many_dimensions(tensorrt, layer):
+    plugin, case = layer
+    inputs = described(case)
+
+    class Nine(Description):
+        def dynamic(self):
+            made = super().dynamic()
+            made.desc.dims.rank = 9
+            return made
+
+    inputs[0] = Nine((5, 16), torch.float32)
+    assert plugin.configure(inputs, describe(case.arguments["x"])) == INVALID_ARGUMENT
+    assert the_error(tensorrt) == "a tensor has 9 dimensions, at most 8 are permitted"
+
+
+def test_before_the_kernels_are_chosen(tensorrt, layer):
+    plugin, case = layer
+    inputs, x = inputs_of(case), case.arguments["x"]
+    message = "the layer's kernels are not chosen yet: configurePlugin() must come first, and succe"
+    assert plugin.serialize() == {}
+    assert message in the_error(tensorrt)
+    assert plugin.workspace(described(case), describe(x)) == 0
+    assert message in the_error(tensorrt)
+    assert plugin.shape_change(described(case), describe(x)) == INVALID_ARGUMENT
+    assert message in the_error(tensorrt)
+    assert plugin.enqueue(inputs, torch.empty_like(x), 256) == INVALID_ARGUMENT
+    assert message in the_error(tensorrt)
+
+
+def test_no_kernels_for_these_dtypes(tensorrt, layer):
+    plugin, case = layer
+    half = [
+        Description(each.shape, torch.float16 if each.dtype == torch.float32 else each.dtype)
+        for each in described(case)
+    ]
+    assert plugin.configure(half, half[0]) == NOT_FOUND
+    assert "the bundle has 1 programs, none of this layer (5 experts, top_k 2" in the_error(
+        tensorrt
+    )
+
+
+# --- Devices ---
+
+
+def test_no_kernels_for_this_architecture(driver, tensorrt, layer):
+    plugin, case = layer
+    StandinGpu(driver, "sm_90")
+    assert plugin.configure(described(case), describe(case.arguments["x"])) == NOT_FOUND
+    error = the_error(tensorrt)
+    assert error.endswith("the bundle has this layer for sm_80, the device is sm_90")
+
+
+def test_an_engine_of_another_architecture(driver, tensorrt, stored, layer):
+    case = layer[1]
+    StandinGpu(driver, "sm_90")
+    plugin = tensorrt.create("DroplessMoE", {"program": stored}, RUNTIME)
+    status = plugin.shape_change(described(case), describe(case.arguments["x"]))
+    assert status == INVALID_ARGUMENT
+    assert "program is for sm_80, the current device is sm_90" in the_error(tensorrt)
+    plugin.destroy()
+
+
+def test_without_a_context(driver, tensorrt, stored, layer):
+    plugin, case = layer
+    driver.set_context(None)
+    assert plugin.shape_change(described(case), describe(case.arguments["x"])) != 0
+    assert "no current CUDA context" in the_error(tensorrt)
+
+
+WITHOUT_DRIVER = """
+import sys
+from pathlib import Path
+from moe_cases import make_case
+from plugin_host import *
+case = make_case("dropless", (5,), width=16, hidden=24)
+tensorrt = host(VERSIONS[0])
+plugin = tensorrt.create("DroplessMoE", attributes_of(case) | {"kernels": sys.argv[1]})
+inputs = [describe(tensor) for tensor in inputs_of(case)]
+print(plugin.supports_all(inputs, inputs[0]), plugin.configure(inputs, inputs[0]))
+engine = tensorrt.create("DroplessMoE", {"program": Path(sys.argv[2]).read_bytes()}, RUNTIME)
+print(engine.workspace(inputs, inputs[0]) > 0, engine.shape_change(inputs, inputs[0]))
+for message in tensorrt.messages():
+    print(message)
+"""
+
+
+def test_without_a_driver(driver, tensorrt, stored, tmp_path, layer):
+    (tmp_path / "program").write_bytes(stored)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_DRIVER, tmp_path / "model.moek", tmp_path / "program"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    build, runtime, *messages = done.stdout.splitlines()
+    assert build == f"True {NO_DRIVER}"
+    assert runtime == f"True {NO_DRIVER}"
+    assert len(messages) == 2
+    for message in messages:
+        assert message.startswith(
+            "own 1 DroplessMoE layers.3.mlp: the CUDA driver is not available"
+        )
+
+
+@pytest.mark.parametrize("launches_before", [0, 1, 2])
+def test_a_launch_that_fails(driver, tensorrt, stored, layer, launches_before):
+    plugin, case = layer
+    inputs, x = inputs_of(case), case.arguments["x"]
+    size = plugin.workspace(described(case), describe(x))
+    first = plugin.run(inputs, size)
+    workspace, y = torch.empty(size, dtype=torch.uint8), torch.empty_like(x)
+    driver.fail("cuLaunchKernelEx", LAUNCH_FAILED, launches_before)
+    assert plugin.enqueue(inputs, y, workspace.data_ptr()) == CUDA_ERROR
+    assert "cuLaunchKernelEx: CUDA_ERROR_LAUNCH_FAILED" in the_error(tensorrt)
+    assert torch.equal(plugin.run(inputs, size), first)
+    assert_matches(first, case.oracle(), case.dtypes)
+
+
+def test_device_memory_that_is_exhausted(driver, tensorrt, stored, layer):
+    plugin, case = layer
+    inputs, output = described(case), describe(case.arguments["x"])
+    driver.fail("cuModuleLoadData", OUT_OF_MEMORY, calls_before=1)
+    assert plugin.shape_change(inputs, output) == NO_MEMORY
+    assert "cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY" in the_error(tensorrt)
+    assert driver.live_modules == 0
+    result = plugin.run(inputs_of(case), plugin.workspace(inputs, output))
+    assert_matches(result, case.oracle(), case.dtypes)
+
+
+def test_tensors_without_memory(tensorrt, stored, layer):
+    plugin, case = layer
+    inputs, x = inputs_of(case), case.arguments["x"]
+    assert plugin.shape_change(described(case), describe(x)) == 0
+    workspace = torch.empty(plugin.workspace(described(case), describe(x)), dtype=torch.uint8)
+    y = torch.empty_like(x)
+    inputs[3] = None
+    status = plugin.enqueue(inputs, y, workspace.data_ptr(), descriptions=described(case))
+    assert status == INVALID_ARGUMENT
+    assert "tensor w2 is null" in the_error(tensorrt)
+    assert plugin.enqueue(inputs_of(case), y, 0) == INVALID_ARGUMENT
+    assert "workspace" in the_error(tensorrt)
+
+
+def test_more_tokens_than_the_kernels_take(tensorrt, stored, layer):
+    plugin, case = layer
+    inputs, x = described(case), describe(case.arguments["x"])
+    inputs[0] = shaped(-1, 16, most=(2**40, 16))
+    assert plugin.configure(inputs, x) == INVALID_ARGUMENT
+    assert "the number of tokens must be in 0.." in the_error(tensorrt)
+    assert plugin.workspace(inputs, x) == 0
+    assert the_error(tensorrt).endswith(f", got {2**40}")
+    inputs[0] = shaped(2**40, 2**40, 16)
+    assert (
+        plugin.enqueue(inputs_of(case), case.arguments["x"], 256, descriptions=inputs)
+        == INVALID_ARGUMENT
+    )
+    assert the_error(tensorrt).endswith(f", got {2**63 - 1}")
+
+
+# --- Loggers ---
+
+
+def test_the_logger_of_whoever_calls_comes_first(tensorrt, capfd):
+    for own, expected in ((True, "own"), (False, "global")):
+        tensorrt.call.host_set_loggers(own, True)
+        assert tensorrt.create("DroplessMoE", {}) is None
+        (message,) = tensorrt.messages()
+        assert message.startswith(f"{expected} 1 DroplessMoE layers.3.mlp: attribute num_exp")
+    assert capfd.readouterr().err == ""
+
+
+def test_without_a_logger_errors_go_to_stderr(tensorrt, capfd):
+    expected = "[dynamo-moe] DroplessMoE layers.3.mlp: attribute num_experts is missing\n"
+    tensorrt.call.host_set_loggers(False, False)
+    assert tensorrt.create("DroplessMoE", {}) is None
+    assert capfd.readouterr().err == expected
+    tensorrt.call.host_set_loggers(True, True)
+    # Nor where the finder is none, or of a library that is not TensorRT's.
+    library = ctypes.CDLL(str(plugin_library()))
+    table = (ctypes.c_void_p * 8)(*[ctypes.cast(library.getCreators, ctypes.c_void_p).value] * 8)
+    stranger = ctypes.c_void_p(ctypes.addressof(table))
+    for finder in (None, ctypes.byref(stranger)):
+        library.setLoggerFinder(finder)
+        assert tensorrt.create("DroplessMoE", {}) is None
+        assert capfd.readouterr().err == expected
+
+
+def test_long_messages_are_cut(tensorrt):
+    attributes = attributes_of(small_case()) | {"kernels": "/none/" + "x" * 3000}
+    assert tensorrt.create("DroplessMoE", attributes, layer="y" * 500) is None
+    (message,) = tensorrt.messages()
+    assert len(message) == len("own 1 ") + 1023
+    assert "y" * 200 + "...: cannot read" in message

@@ -1,0 +1,387 @@
+"""The plugin through both of TensorRT's phases, on the stand-in driver: the oracle's numbers."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from moe_cases import assert_matches, make_case
+from plugin_host import (
+    NAMES,
+    RUNTIME,
+    VERSIONS,
+    Description,
+    attributes_of,
+    describe,
+    filled,
+    host,
+    inputs_of,
+    serialized,
+)
+from standin import standin
+from standin_gpu import StandinGpu
+from trt_plugin.bundle import Bundle
+
+if not os.environ.get("TRITON_INTERPRET"):
+    pytest.skip("a real driver is present", allow_module_level=True)
+
+DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 7}
+
+
+@pytest.fixture
+def driver():
+    driver = standin()
+    driver.reset()
+    yield driver
+    driver.reset()
+    assert driver.live_modules == 0
+
+
+@pytest.fixture(params=VERSIONS)
+def tensorrt(request):
+    tensorrt = host(request.param)
+    live = tensorrt.live
+    yield tensorrt
+    assert tensorrt.messages() == []
+    assert tensorrt.live == live
+
+
+def profile(case, most: int) -> tuple[list[Description], Description]:
+    """The inputs and y of a network whose first size is dynamic, up to a largest."""
+    inputs = []
+    for name, tensor in zip(input_names(case), inputs_of(case), strict=True):
+        shape = tuple(tensor.shape)
+        if name in ("x", "expert_ids", "expert_weights"):
+            inputs.append(Description((-1, *shape[1:]), tensor.dtype, (most, *shape[1:])))
+        else:
+            inputs.append(describe(tensor))
+    return inputs, inputs[0]
+
+
+def input_names(case) -> list[str]:
+    names = {id(value): name for name, value in case.arguments.items()}
+    return [names[id(tensor)] for tensor in inputs_of(case)]
+
+
+def build_engine(tensorrt, case, bundle, most: int):
+    """What TensorRT does from a node to an engine; returns the layer's field and its workspace."""
+    plugin = tensorrt.create(
+        NAMES[case.op], attributes_of(case) | {"kernels": str(bundle)}, layer="layer"
+    )
+    inputs, output = profile(case, most)
+    assert plugin.outputs() == 1
+    assert plugin.output_type(inputs) == (0, DTYPE_NUMBERS[case.arguments["x"].dtype])
+    rank = case.arguments["x"].ndim
+    assert plugin.output_shape(inputs) == (0, [(0, axis) for axis in range(rank)])
+    assert plugin.supports_all(inputs, output)
+    timed = plugin.clone()
+    plugin.destroy()
+    assert timed.configure(inputs, output) == 0
+    assert timed.tactics() == 0
+    size = timed.workspace(inputs, output)
+    fields = timed.serialize()
+    stored = {name: field._replace(data=bytes(field.data)) for name, field in fields.items()}
+    timed.destroy()
+    return stored, size
+
+
+def engine_layer(tensorrt, case, fields, layer: str = "layer"):
+    plugin = tensorrt.create(NAMES[case.op], fields, RUNTIME, layer)
+    assert plugin is not None, tensorrt.messages()
+    return plugin
+
+
+def small_case(op: str = "experts", shape: tuple[int, ...] = (5,), **options):
+    return filled(make_case(op, shape, **{"width": 16, "hidden": 24} | options))
+
+
+def check(context, case, size: int) -> None:
+    result = context.run(inputs_of(case), size)
+    assert_matches(result, case.oracle(), case.dtypes)
+
+
+FORMS = {
+    "plain": {},
+    "gated": {"activation": "silu", "gated": True},
+    "interleaved": {"activation": "gelu_tanh", "gated": True, "interleaved": True},
+    "gpt-oss": {"activation": "clamped_swiglu", "gated": True, "alpha": 1.3, "limit": 1.0},
+    "on input": {"weight_on_input": True, "activation": "relu2"},
+    "no biases": {"biases": False, "activation": "relu"},
+}
+ROUTERS = {
+    "softmax": {},
+    "topk_softmax": {"scoring": "topk_softmax"},
+    "sigmoid": {"scoring": "sigmoid", "renormalize": False, "routed_scaling": 2.5},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts(driver, tensorrt, tmp_path, form):
+    case = small_case("experts", **FORMS[form])
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    fields, size = build_engine(tensorrt, case, bundle, most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    check(plugin, case, size)
+    plugin.destroy()
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_dropless(driver, tensorrt, tmp_path, router):
+    case = small_case("dropless", dtype=torch.float16, activation="silu", **ROUTERS[router])
+    bundle = StandinGpu(driver, "sm_90").bundle(tmp_path / "model.moek", case)
+    fields, size = build_engine(tensorrt, case, bundle, most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    check(plugin, case, size)
+    plugin.destroy()
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "dtype"),
+    [
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("op", ["dropless", "experts"])
+def test_dtypes(driver, tmp_path, op, x_dtype, dtype):
+    case = small_case(op, x_dtype=x_dtype, dtype=dtype)
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    tensorrt = host(VERSIONS[-1])
+    fields, size = build_engine(tensorrt, case, bundle, most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    check(plugin, case, size)
+    plugin.destroy()
+
+
+PRESENT = [
+    ("dropless", ()),
+    ("dropless", ("router_bias",)),
+    ("dropless", ("b1",)),
+    ("dropless", ("b2",)),
+    ("dropless", ("b1", "b2")),
+    ("experts", ()),
+    ("experts", ("b1",)),
+    ("experts", ("b2",)),
+]
+
+
+@pytest.mark.parametrize(("op", "present"), PRESENT)
+def test_optional_inputs(driver, tensorrt, tmp_path, op, present):
+    case = make_case(op, (5,), width=16, hidden=24)
+    absent = {"router_bias", "b1", "b2"} & set(case.arguments) - set(present)
+    case = filled(case.changed(**dict.fromkeys(absent)))
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    fields, size = build_engine(tensorrt, case, bundle, most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    check(plugin, case, size)
+    plugin.destroy()
+
+
+@pytest.mark.parametrize("none", [Description((0,), torch.float32), Description(None, 0)])
+def test_an_optional_input_without_elements_is_absent(driver, tensorrt, tmp_path, none):
+    case = make_case("dropless", (5,), width=16, hidden=24).changed(router_bias=None)
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    plugin = tensorrt.create("DroplessMoE", attributes_of(case) | {"kernels": str(bundle)})
+    inputs = inputs_of(case)
+    described = [describe(tensor) for tensor in inputs]
+    inputs.insert(4, None)
+    described.insert(4, none)
+    output = described[0]
+    assert plugin.supports_all(described, output)
+    assert plugin.configure(described, output) == 0
+    size = plugin.workspace(described, output)
+    result = plugin.run(inputs, size, described)
+    assert_matches(result, case.oracle(), case.dtypes)
+    plugin.destroy()
+
+
+def test_tokens_in_several_dimensions(driver, tensorrt, tmp_path):
+    case = small_case("dropless", (2, 3, 4))
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    fields, size = build_engine(tensorrt, case, bundle, most=2)
+    plugin = engine_layer(tensorrt, case, fields)
+    check(plugin, case, size)
+    # One token, which has no dimension of its own.
+    check(plugin, small_case("dropless", ()), size)
+    plugin.destroy()
+
+
+@pytest.mark.parametrize("op", ["dropless", "experts"])
+def test_any_sequence_of_sizes(driver, tensorrt, tmp_path, op):
+    case = small_case(op, (1,), experts=6)
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    fields, size = build_engine(tensorrt, case, bundle, most=60)
+    plugin = engine_layer(tensorrt, case, fields)
+    context = plugin.attach()
+    plugin.destroy()
+    for tokens in (3, 60, 0, 1, 17, 0, 2):
+        check(context, small_case(op, (tokens,), experts=6, seed=tokens), size)
+    context.destroy()
+
+
+def test_contexts_in_threads(driver, tensorrt, tmp_path):
+    case = small_case("dropless")
+    gpu = StandinGpu(driver)
+    fields, size = build_engine(tensorrt, case, gpu.bundle(tmp_path / "model.moek", case), most=40)
+    # Two layers of equal kernels, two contexts of each.
+    layers = [engine_layer(tensorrt, case, fields, f"layer {i}") for i in range(2)]
+    contexts = [layer.attach() for layer in layers for _ in range(2)]
+    start = threading.Barrier(len(contexts))
+    failures = []
+
+    def work(number: int) -> None:
+        try:
+            driver.set_context(gpu.context)
+            start.wait()
+            for tokens in (40, 3):
+                check(contexts[number], small_case("dropless", (tokens,), seed=number), size)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(contexts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert driver.live_modules == len(gpu.program(case).kernels)
+    for plugin in (*layers, *contexts):
+        plugin.destroy()
+
+
+def test_streams_are_passed_on(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpu = StandinGpu(driver)
+    fields, size = build_engine(tensorrt, case, gpu.bundle(tmp_path / "model.moek", case), most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    streams = set()
+    driver.on_launch(lambda launch: streams.add(launch.stream))
+    inputs = inputs_of(case)
+    described = [describe(tensor) for tensor in inputs]
+    assert plugin.shape_change(described, described[0]) == 0
+    workspace = torch.empty(size, dtype=torch.uint8)
+    y = torch.empty_like(inputs[0])
+    for stream in (0, 4096):
+        assert plugin.enqueue(inputs, y, workspace.data_ptr(), stream=stream) == 0
+    assert streams == {0, 4096}
+    plugin.destroy()
+
+
+def test_enqueue_loads_nothing(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpu = StandinGpu(driver)
+    fields, size = build_engine(tensorrt, case, gpu.bundle(tmp_path / "model.moek", case), most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    described = [describe(tensor) for tensor in inputs_of(case)]
+    assert driver.calls("cuModuleLoadData") == 0
+    assert plugin.shape_change(described, described[0]) == 0
+    loads = driver.calls("cuModuleLoadData")
+    assert loads == len(gpu.program(case).kernels)
+    check(plugin, case, size)
+    assert driver.calls("cuModuleLoadData") == loads
+    plugin.destroy()
+
+
+def test_the_engine_needs_no_bundle(driver, tensorrt, tmp_path, monkeypatch):
+    case = small_case()
+    gpu = StandinGpu(driver)
+    bundle = gpu.bundle(tmp_path / "model.moek", case)
+    fields, size = build_engine(tensorrt, case, bundle, most=5)
+    assert fields["program"].data == gpu.program(case).data
+    bundle.unlink()
+    monkeypatch.setenv("DYNAMO_MOE_KERNELS", "/none")
+    plugin = engine_layer(tensorrt, case, fields)
+    # An engine can be stored again.
+    assert serialized(plugin) == fields["program"].data
+    copy = plugin.clone()
+    plugin.destroy()
+    check(copy, case, size)
+    copy.destroy()
+
+
+def test_a_bundle_of_the_environment(driver, tensorrt, tmp_path, monkeypatch):
+    case = small_case()
+    monkeypatch.setenv(
+        "DYNAMO_MOE_KERNELS", str(StandinGpu(driver).bundle(tmp_path / "model.moek", case))
+    )
+    plugin = tensorrt.create(NAMES[case.op], attributes_of(case))
+    assert plugin is not None
+    plugin.destroy()
+
+
+def test_the_engine_has_the_kernels_of_its_device(driver, tensorrt, tmp_path):
+    case = small_case()
+    both = [StandinGpu(driver, name) for name in ("sm_90", "sm_80")]
+    bundle = tmp_path / "model.moek"
+    programs = [gpu.program(case) for gpu in both]
+    bundle.write_bytes(Bundle(tuple(programs)).data)
+    fields, _ = build_engine(tensorrt, case, bundle, most=5)
+    assert fields["program"].data == programs[1].data
+
+
+def test_networks_with_free_dtypes_get_those_of_the_bundle(driver, tensorrt, tmp_path):
+    half = small_case(dtype=torch.float16, x_dtype=torch.float16)
+    full = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", half)
+    plugin = tensorrt.create(NAMES[full.op], attributes_of(full) | {"kernels": str(bundle)})
+    offered, output = profile(full, most=5)
+    assert not plugin.supports_all(offered, output)
+    (warning,) = tensorrt.messages()
+    assert warning.startswith("own 2 DroplessMoEExperts layers.3.mlp: no kernels with x float32; ")
+    assert warning.endswith(
+        "has this layer with x float16, expert_ids int64, expert_weights float32, w1 float16, "
+        "w2 float16, b1 float16, b2 float16"
+    )
+    # Once for all clones.
+    copy = plugin.clone()
+    assert not copy.supports_all(offered, output)
+    copy.destroy()
+    assert plugin.supports_all(*profile(half, most=5))
+    plugin.destroy()
+
+
+def test_tf32_where_the_bundle_has_nothing_else(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpu = StandinGpu(driver)
+    fast, exact = gpu.program(case, tf32=True), gpu.program(case)
+    for programs, chosen in (([fast], fast), ([fast, exact], exact)):
+        bundle = tmp_path / f"{len(programs)}.moek"
+        bundle.write_bytes(Bundle(tuple(programs)).data)
+        fields, _ = build_engine(tensorrt, case, bundle, most=5)
+        assert fields["program"].data == chosen.data
+
+
+def test_workspace(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpu = StandinGpu(driver)
+    bundle = gpu.bundle(tmp_path / "model.moek", case)
+    plugin = tensorrt.create(NAMES[case.op], attributes_of(case) | {"kernels": str(bundle)})
+    plugin.configure(*profile(case, most=100))
+    program = gpu.program(case)
+    for most in (0, 1, 100):
+        needed = program.workspace_size(most)
+        assert plugin.workspace(*profile(case, most)) == (needed + 255 if needed else 0)
+    plugin.destroy()
+
+
+def test_what_a_plugin_says_of_itself(driver, tensorrt, tmp_path):
+    case = small_case("dropless", scoring="sigmoid")
+    gpu = StandinGpu(driver)
+    bundle = gpu.bundle(tmp_path / "model.moek", case)
+    plugin = tensorrt.create(NAMES[case.op], attributes_of(case) | {"kernels": str(bundle)})
+    assert plugin.describe() == (
+        "DroplessMoE/1/: PLUGIN 1.0 0, PLUGIN_V3ONE_CORE 1.0 0, PLUGIN_V3ONE_BUILD 1.0 0, "
+        "PLUGIN_V3ONE_RUNTIME 1.0 0"
+    )
+    assert [plugin.has_capability(kind) for kind in (0, 1, 2, 3)] == [True, True, True, False]
+    assert plugin.metadata() == (
+        "num_experts=5 top_k=2 in_features=16 hidden_features=24 activation=gelu gated=0 "
+        "interleaved=0 weight_on_input=0 renormalize=1 scoring=sigmoid routed_scaling=1.000000"
+    )
+    checksum = int.from_bytes(bundle.read_bytes()[24:28], "little")
+    assert plugin.timing_id() == f"{plugin.metadata()} kernels={checksum:08x}"
+    plugin.destroy()
