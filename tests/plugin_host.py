@@ -32,7 +32,6 @@ __all__ = [
     "filled",
     "host",
     "inputs_of",
-    "plugin_library",
     "serialized",
 ]
 
@@ -386,30 +385,21 @@ def _collected(address: int) -> Iterator[_Field]:
     yield from collection.fields[: collection.count]
 
 
-@cache
-def plugin_library() -> Path:
-    """The native library."""
-    path = library_path()
-    if b"getCreators" in path.read_bytes():
-        return path
-    return build_library()
-
-
 def build_library(*flags: str) -> Path:
-    """Builds the native library from its sources."""
+    """Builds the native library from its sources, otherwise than it is installed."""
     library = ("-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ldl", "-pthread")
     return build("libdynamo_moe.so", SOURCES, *library, *flags)
 
 
 @cache
 def _host(version: int) -> Host:
-    return Host(version, plugin_library())
+    return Host(version, library_path())
 
 
 def host(version: int) -> Host:
     """A TensorRT that no call has been made to yet."""
     tensorrt = _host(version)
-    tensorrt.load(plugin_library())
+    tensorrt.load(library_path())
     tensorrt.call.host_set_loggers(True, True)
     tensorrt.messages()
     return tensorrt

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import test_bundle
 import trt_plugin
 from test_bundle import LAYER, MAP, ONE, SMALL, altered, program, programs, repaired, steps
 from trt_plugin import BundleError
@@ -115,6 +116,24 @@ def test_anything_else_is_refused(data):
     assert refusal(FIRST[:32] + data)
 
 
+RULES = test_bundle.test_what_breaks_a_rule_is_named.pytestmark[0].args[1]
+# Where it is not the number itself that is said.
+SAID = {
+    "flag interleaved need gated": "need the flag gated",
+    "the layer's flag renormalize does not apply and must be 0": "flag renormalize does not apply",
+    "the bytes before the table of buffers": "the bytes before table buffers must be 0",
+    "box 0 must be a multiple of 16 bytes, got 8": "must be a multiple of 16, is 8",
+    r"the name must be UTF-8, got b'\xff": "must be UTF-8 without control characters, number 0",
+    r"the name must have no control characters, got '\x1b": "without control characters, number 0",
+}
+
+
+@pytest.mark.parametrize(("offset", "form", "values", "python"), RULES)
+def test_the_rule_and_the_value_are_named(offset, form, values, python):
+    message = refusal(first_program(altered(offset, form, *values))) or ""
+    assert SAID.get(python, str(values[-1])) in message
+
+
 # --- What is understood ---
 
 
@@ -211,17 +230,17 @@ def launching(*arguments: Argument) -> Range:
         (
             lambda count: Range(1, 9, (Buffer("part", ONE),) * count, ()),
             32,
-            "range 0 has 33 buffers, at most 32",
+            "range 0: the number of buffers must be in 0..32, is 33",
         ),
         (
             lambda count: launching(*[Argument("null")] * count),
             64,
-            "launch 0 has 65 arguments, of which 0 are tensor maps; at most 64 and 4",
+            "launch 0: the number of arguments must be in 0..64, is 65",
         ),
         (
             lambda count: launching(*[Argument("tensor_map", MAP)] * count),
             4,
-            "launch 0 has 5 arguments, of which 5 are tensor maps; at most 64 and 4",
+            "launch 0: the number of tensor maps must be in 0..4, is 5",
         ),
     ],
 )

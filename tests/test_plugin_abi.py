@@ -17,9 +17,10 @@ from custom_ops.kernels.plan import plan
 from interpreted_gpu import uncompiled_program
 from kernel_runs import layer_of
 from moe_cases import make_case
-from plugin_host import VERSIONS, attributes_of, build_library, host, plugin_library
+from plugin_host import VERSIONS, attributes_of, build_library, host
 from standin import ROOT, build
 from trt_plugin.bundle import Bundle
+from trt_plugin.launcher import library_path
 
 CSRC = ROOT / "trt_plugin" / "csrc"
 # Its cuda_runtime_api.h serves where there is no CUDA toolkit.
@@ -76,7 +77,7 @@ def test_a_library_of_the_sdks_headers_says_the_same(sdk, tmp_path):
     attributes = attributes_of(case) | {"kernels": str(tmp_path / "model.moek")}
     tensorrt = host(VERSIONS[-1])
     said = []
-    for library in (plugin_library(), build_library(*sdk)):
+    for library in (library_path(), build_library(*sdk)):
         tensorrt.load(library)
         plugin = tensorrt.create("DroplessMoE", attributes)
         said.append((plugin.describe(), plugin.metadata(), tensorrt.field_names("DroplessMoE")))
@@ -85,7 +86,7 @@ def test_a_library_of_the_sdks_headers_says_the_same(sdk, tmp_path):
 
 
 def test_the_library_needs_neither_tensorrt_nor_cuda():
-    library = str(plugin_library())
+    library = str(library_path())
     needed = output("readelf", "-d", library)
     for name in ("nvinfer", "libcuda", "libcudart"):
         assert name not in needed
@@ -95,6 +96,6 @@ def test_the_library_needs_neither_tensorrt_nor_cuda():
 
 
 def test_the_library_shows_what_tensorrt_looks_for():
-    shown = output("nm", "-D", "--defined-only", str(plugin_library())).split()
+    shown = output("nm", "-D", "--defined-only", str(library_path())).split()
     assert {"getCreators", "setLoggerFinder"} <= set(shown)
     assert not [name for name in shown if "nvinfer1" in name]

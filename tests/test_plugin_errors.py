@@ -22,11 +22,11 @@ from plugin_host import (
     filled,
     host,
     inputs_of,
-    plugin_library,
     serialized,
 )
 from standin import LAUNCH_FAILED, OUT_OF_MEMORY, standin
 from standin_gpu import StandinGpu
+from trt_plugin.launcher import library_path
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
@@ -181,7 +181,7 @@ def test_attributes_without_effect_need_no_kernels_of_their_own(driver, tensorrt
 
 def test_the_file_beside_the_library(driver, tensorrt, monkeypatch):
     monkeypatch.delenv("DYNAMO_MOE_KERNELS", raising=False)
-    beside = plugin_library().parent / "dynamo_moe.moek"
+    beside = library_path().parent / "dynamo_moe.moek"
     if beside.exists():
         pytest.skip("there is one")
     assert tensorrt.create("DroplessMoE", attributes_of(small_case())) is None
@@ -538,7 +538,7 @@ def test_without_a_logger_errors_go_to_stderr(tensorrt, capfd):
     assert capfd.readouterr().err == expected
     tensorrt.call.host_set_loggers(True, True)
     # Nor where the finder is none, or of a library that is not TensorRT's.
-    library = ctypes.CDLL(str(plugin_library()))
+    library = ctypes.CDLL(str(library_path()))
     table = (ctypes.c_void_p * 8)(*[ctypes.cast(library.getCreators, ctypes.c_void_p).value] * 8)
     stranger = ctypes.c_void_p(ctypes.addressof(table))
     for finder in (None, ctypes.byref(stranger)):

@@ -19,9 +19,10 @@ from custom_ops.kernels.plan import plan
 from interpreted_gpu import uncompiled_program
 from kernel_runs import layer_of
 from moe_cases import make_case
-from plugin_host import attributes_of, plugin_library
+from plugin_host import attributes_of
 from standin import ROOT
 from trt_plugin.bundle import Bundle
+from trt_plugin.launcher import library_path
 
 # TensorRT's runtime without the builder, from PyPI. It needs no GPU to be imported.
 LEAN = {"10.16": "cu12", "11.4": "cu13"}
@@ -70,7 +71,7 @@ def run(version: str) -> tuple[dict, list[str]]:
     bundle.write_bytes(Bundle((program,)).data)
     stored = folder / f"program.{os.getpid()}"
     stored.write_bytes(program.data)
-    arguments = [plugin_library(), bundle, stored, json.dumps(attributes_of(case))]
+    arguments = [library_path(), bundle, stored, json.dumps(attributes_of(case))]
     done = subprocess.run(
         [python, ROOT / "tests" / "lean_registry.py", *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

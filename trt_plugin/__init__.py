@@ -1,6 +1,7 @@
-"""MoE layers on NVIDIA GPUs without Python: Triton kernels compiled ahead of time, and a launcher.
+"""MoE layers on NVIDIA GPUs without Python: kernels compiled ahead of time, and a TensorRT plugin.
 
-:func:`compile` makes a bundle of kernels, on any machine; :func:`read` reads one.
+:func:`compile` makes a bundle of kernels, on any machine; :func:`read` reads one. :func:`load`
+registers the plugin with TensorRT; :func:`build_engine` and :class:`Runner` use it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from trt_plugin._compiled import CompileError
     from trt_plugin.aot import compile  # noqa: A004  As torch.compile.
     from trt_plugin.bundle import Bundle, BundleError, is_bundle, read
+    from trt_plugin.engine import EngineError, Runner, build_engine, parse_shapes
+    from trt_plugin.plugin import PluginLoadError, library_path, load
     from trt_plugin.specs import parse_spec
 
 __all__ = [
@@ -24,6 +27,14 @@ __all__ = [
     "is_bundle",
     "Bundle",
     "BundleError",
+    # TensorRT
+    "library_path",
+    "load",
+    "PluginLoadError",
+    "build_engine",
+    "parse_shapes",
+    "Runner",
+    "EngineError",
 ]
 
 # Loaded at first use: a bundle is read without PyTorch and Triton.
@@ -35,6 +46,13 @@ _HOME = {
     "is_bundle": "bundle",
     "Bundle": "bundle",
     "BundleError": "bundle",
+    "library_path": "plugin",
+    "load": "plugin",
+    "PluginLoadError": "plugin",
+    "build_engine": "engine",
+    "parse_shapes": "engine",
+    "Runner": "engine",
+    "EngineError": "engine",
 }
 
 

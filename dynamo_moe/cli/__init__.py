@@ -1,6 +1,6 @@
-"""The command line: ``dynamo-moe export``, ``verify``, ``inspect`` and ``compile``.
+"""The command line: ``dynamo-moe export``, ``verify``, ``inspect``, ``compile`` and ``engine``.
 
-Exit codes: 0 success; 1 the export, the verification, the compilation or the reading of a file
+Exit codes: 0 success; 1 an export, a verification, a compilation or the reading of a file
 failed; 2 what was asked for does not exist or makes no sense. A report goes to stdout, all else to
 stderr, what the model's own code prints included.
 """
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 # Importing them registers their commands, in the help's order.
-from dynamo_moe.cli import _models, _products  # noqa: F401
+from dynamo_moe.cli import _engines, _models, _products  # noqa: F401
 from dynamo_moe.cli._common import app
 
 __all__ = ["app", "main"]

@@ -6,33 +6,12 @@
 #include <string_view>
 #include <vector>
 
+#include "expression.h"
 #include "format.h"
+#include "span.h"
 #include "status.h"
 
 namespace dynamo_moe {
-
-// A part of an array.
-template <typename T>
-class Span {
- public:
-  Span() = default;
-  Span(const T* data, std::size_t size) : data_(data), size_(size) {}
-
-  const T* begin() const { return data_; }
-  const T* end() const { return data_ + size_; }
-  std::size_t size() const { return size_; }
-  const T& operator[](std::size_t index) const { return data_[index]; }
-  Span Part(std::size_t first, std::size_t count) const { return {data_ + first, count}; }
-
- private:
-  const T* data_ = nullptr;
-  std::size_t size_ = 0;
-};
-
-// The values of the symbols, by format::Symbol.
-struct Sizes {
-  std::int64_t values[format::kSymbols];
-};
 
 // A program whose every offset, index and expression is known to be right.
 class Program {

@@ -25,6 +25,9 @@ inline constexpr std::uint32_t kMaxRank = 5;
 inline constexpr std::uint32_t kMaxArguments = 64;
 inline constexpr std::uint32_t kMaxTensorMaps = 4;
 inline constexpr std::uint32_t kMaxBuffers = 32;
+inline constexpr std::int64_t kMaxTokens = 2147483647;
+inline constexpr std::uint32_t kMaxWarps = 32;
+inline constexpr std::uint32_t kMaxSharedMemory = 1U << 20;
 
 // What cuTensorMapEncodeTiled takes: CUtensorMapSwizzle up to 128 bytes, sizes, strides in bytes.
 inline constexpr std::uint32_t kMaxSwizzle = 3;

@@ -5,6 +5,8 @@
 #include <limits>
 #include <string>
 
+#include "tensor_map.h"
+
 namespace dynamo_moe {
 namespace {
 
@@ -12,31 +14,6 @@ constexpr std::uint64_t kPointerAlignment = 16;
 constexpr unsigned kWarpSize = 32;
 // Blocks along x, y and z, the same on every architecture.
 constexpr std::int64_t kGridLimits[3] = {2147483647, 65535, 65535};
-
-// A tensor's bytes, up to the end of its last element.
-std::uint64_t Extent(const format::TensorMap& record) {
-  std::uint64_t bytes = record.strides[0];
-  for (std::uint32_t axis = 0; axis < record.rank; ++axis) {
-    bytes += (record.sizes[axis] - 1) * record.strides[axis];
-  }
-  return bytes;
-}
-
-// Takes back what drivers up to 13.1 set in the maps of tensors below 128 KiB, whose tiles would be
-// loaded wrongly; CUTLASS and Triton 3.9 do the same.
-Status CorrectSmallMap(const cuda::Driver& driver, const format::TensorMap& record,
-                       cuda::TensorMap* map) {
-  constexpr std::uint64_t kSmall = std::uint64_t{128} * 1024;
-  constexpr std::uint64_t kMark = std::uint64_t{1} << 21;
-  int version = 0;
-  if (const cuda::Result result = driver.driver_get_version(&version); result != cuda::kSuccess) {
-    return cuda::Failure(driver, result, "cuDriverGetVersion");
-  }
-  if (version <= cuda::kLastVersionMarkingSmallMaps && Extent(record) < kSmall) {
-    map->opaque[1] &= ~kMark;
-  }
-  return {};
-}
 
 bool IsAligned(const void* pointer, std::uint64_t alignment) {
   return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0;
@@ -286,24 +263,10 @@ Status Launcher::Encode(const cuda::Driver& driver, std::size_t index, const voi
   const std::scoped_lock lock(encoding_);
   EncodedMap& encoded = maps_[index];
   if (encoded.address != address) {
-    if (driver.tensor_map_encode_tiled == nullptr) {
-      return {DYNAMO_MOE_NO_DRIVER,
-              "the CUDA driver is too old, it has no cuTensorMapEncodeTiled (525 or later has)"};
-    }
-    const format::TensorMap& record = program().tensor_maps()[index];
-    constexpr std::uint32_t kElementStrides[format::kMaxRank] = {1, 1, 1, 1, 1};
+    // In case of a failure.
     encoded.address = nullptr;
-    // The driver is not told the innermost stride, an element.
-    const cuda::Result result = driver.tensor_map_encode_tiled(
-        &encoded.map, static_cast<int>(record.type), record.rank, const_cast<void*>(address),
-        record.sizes, record.strides + 1, record.box, kElementStrides, /*interleave=*/0,
-        static_cast<int>(record.swizzle), cuda::kL2Promotion128B, /*fill=*/0);
-    if (result != cuda::kSuccess) {
-      return cuda::Failure(
-          driver, result,
-          Text("tensor map of ", format::kTensorNames[record.tensor], ": cuTensorMapEncodeTiled"));
-    }
-    DYNAMO_MOE_RETURN_IF_ERROR(CorrectSmallMap(driver, record, &encoded.map));
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        EncodeTensorMap(driver, program().tensor_maps()[index], address, &encoded.map));
     encoded.address = address;
   }
   *map = encoded.map;

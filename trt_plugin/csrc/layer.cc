@@ -63,25 +63,30 @@ Status CheckOptions(const dynamo_moe_layer& layer, bool router) {
   if ((clamped || Has(layer, format::kInterleaved)) && !Has(layer, format::kGated)) {
     return Wrong("activation clamped_swiglu and flag interleaved need the flag gated");
   }
-  if (!std::isfinite(layer.routed_scaling) || !std::isfinite(layer.alpha) ||
-      !std::isfinite(layer.limit)) {
-    return Wrong("routed_scaling, alpha and limit must be finite");
-  }
   const bool renormalizes = router && layer.scoring != format::kTopkSoftmax;
   const bool float32 = layer.experts_dtype == format::kFloat32;
-  const char* set = nullptr;
-  if (!router && (layer.scoring != 0 || layer.routed_scaling != 0)) {
-    set = "scoring or routed_scaling";
-  } else if (!renormalizes && Has(layer, format::kRenormalize)) {
-    set = "flag renormalize";
-  } else if (!float32 && Has(layer, format::kTf32)) {
-    set = "flag tf32";
-  } else if (!clamped && (layer.alpha != 0 || layer.limit != 0)) {
-    set = "alpha or limit";
-  } else if (layer.reserved != 0) {
-    set = "reserved field";
+  const struct {
+    const char* name;
+    bool applies;
+    double value;
+  } options[] = {
+      {"scoring", router, static_cast<double>(layer.scoring)},
+      {"routed_scaling", router, layer.routed_scaling},
+      {"flag renormalize", renormalizes, static_cast<double>(layer.flags & format::kRenormalize)},
+      {"flag tf32", float32, static_cast<double>(layer.flags & format::kTf32)},
+      {"alpha", clamped, layer.alpha},
+      {"limit", clamped, layer.limit},
+      {"reserved field", false, static_cast<double>(layer.reserved)},
+  };
+  for (const auto& option : options) {
+    if (!std::isfinite(option.value)) {
+      return Wrong(option.name, " must be finite, is ", option.value);
+    }
+    if (!option.applies && option.value != 0) {
+      return Wrong(option.name, " does not apply and must be 0, is ", option.value);
+    }
   }
-  return set == nullptr ? Status() : Wrong(set, " does not apply and must be 0");
+  return {};
 }
 
 }  // namespace

@@ -2,7 +2,9 @@
 // where the C interface ends.
 #pragma once
 
+#include <cstdio>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "dynamo_moe.h"
@@ -23,12 +25,19 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// Joins what a message is made of; numbers are written in decimal.
+// Joins what a message is made of.
 template <typename... Parts>
 std::string Text(const Parts&... parts) {
   std::string text;
   const auto append = [&text](const auto& part) {
-    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+    using Part = std::decay_t<decltype(part)>;
+    if constexpr (std::is_enum_v<Part>) {
+      text += std::to_string(static_cast<std::underlying_type_t<Part>>(part));
+    } else if constexpr (std::is_floating_point_v<Part>) {
+      char shortest[32];
+      std::snprintf(shortest, sizeof(shortest), "%g", static_cast<double>(part));
+      text += shortest;
+    } else if constexpr (std::is_arithmetic_v<Part>) {
       text += std::to_string(part);
     } else {
       text += part;
