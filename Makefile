@@ -26,7 +26,7 @@ help: ## Show the targets
 install: $(INSTALLED) ## Create .venv with dynamo-moe, editable, and everything that the other targets need
 
 # PyTorch comes first and pinned: whatever asks for it later finds it there.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard trt_plugin/csrc/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[1/2] Installing PyTorch and the build backend ..."
 	@$(PIP_INSTALL) torch scikit-build-core cmake ninja

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from custom_ops._activations import activate, activate_backward
+from custom_ops.activations import activate, activate_backward
 from custom_ops.options import ExpertOptions, RouterOptions
 from custom_ops.routing import route
 

@@ -71,7 +71,7 @@ def dropless(
         interleaved: Gate rows are ``::2`` of ``w1``, up rows ``1::2``.
         weight_on_input: Weights scale the expert's input instead of its output (Llama 4).
         alpha: Sigmoid slope of ``clamped_swiglu``.
-        limit: Clamp of ``clamped_swiglu``.
+        limit: Clamp of ``clamped_swiglu`` and ``clamped_silu``.
 
     Returns:
         ``[..., D]`` in x's dtype, contiguous. Differentiable once in every floating tensor; the

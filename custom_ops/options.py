@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["ACTIVATIONS", "SCORINGS", "Activation", "ExpertOptions", "RouterOptions", "Scoring"]
+__all__ = ["ACTIVATIONS", "CLAMPED", "SCORINGS", "Activation", "ExpertOptions", "RouterOptions", "Scoring"]
 
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu"]
 Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 SCORINGS: tuple[str, ...] = get_args(Scoring)
+# The gatings that clamp gate and up.
+CLAMPED = ("clamped_swiglu", "clamped_silu")
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,13 @@ class ExpertOptions:
 
     Attributes:
         activation: One of :data:`ACTIVATIONS`. ``gelu`` is the exact (erf) form, ``relu2`` is
-            ``relu(x)**2``; ``clamped_swiglu`` is gpt-oss's gating with ``alpha`` and ``limit``.
+            ``relu(x)**2``; ``clamped_swiglu`` is gpt-oss's gating with ``alpha`` and ``limit``,
+            ``clamped_silu`` DeepSeek-V4's with ``limit``.
         gated: The first product yields gate and up rows (F = 2H), ``h = act(gate) * up``.
         interleaved: Gate rows are ``::2`` and up rows ``1::2``; otherwise gate rows come first.
         weight_on_input: The routing weight scales the expert's input instead of its output.
         alpha: Sigmoid slope of ``clamped_swiglu``.
-        limit: Clamp of ``clamped_swiglu``.
+        limit: Clamp of ``clamped_swiglu`` and ``clamped_silu``.
 
     Raises:
         ValueError: If the activation is unknown, or options contradict one another.
@@ -70,8 +73,8 @@ class ExpertOptions:
         if self.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation must be one of {known}; got {self.activation!r}")
-        if self.activation == "clamped_swiglu" and not self.gated:
-            raise ValueError("activation 'clamped_swiglu' is a gating: it needs gated=True")
+        if self.activation in CLAMPED and not self.gated:
+            raise ValueError(f"activation {self.activation!r} is a gating: it needs gated=True")
         if self.interleaved and not self.gated:
             raise ValueError("interleaved=True orders gate and up rows: it needs gated=True")
         if not self.limit > 0:

@@ -86,6 +86,9 @@ def _activate(z: Tensor, options: ExpertOptions) -> Tensor:
     if options.activation == "clamped_swiglu":
         gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
         return gate * torch.sigmoid(options.alpha * gate) * (up + 1)
+    if options.activation == "clamped_silu":
+        gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
+        return gate * torch.sigmoid(gate) * up
     return _pointwise(gate, options.activation) * up
 
 

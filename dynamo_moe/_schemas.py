@@ -54,12 +54,12 @@ _SIZE_ATTRIBUTES = (
     ("hidden_features", "Hidden width H."),
 )
 _EXPERT_ATTRIBUTES: _Attributes = (
-    ("activation", "gelu", "gelu, gelu_tanh, silu, relu, relu2 or clamped_swiglu."),
+    ("activation", "gelu", "gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu or clamped_silu."),
     ("gated", 0, "1: h = activation(gate) * up."),
     ("interleaved", 0, "1: gate rows are ::2 of w1, up rows 1::2."),
     ("weight_on_input", 0, "1: weights scale the experts' inputs instead of their results."),
     ("activation_alpha", 1.702, "Sigmoid slope of clamped_swiglu."),
-    ("activation_limit", 7.0, "Clamp of clamped_swiglu."),
+    ("activation_limit", 7.0, "Clamp of clamped_swiglu and clamped_silu."),
 )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions, reference
+from custom_ops.options import CLAMPED
 from dynamo_moe.tolerances import tolerance_for
 
 __all__ = ["DTYPES", "EXPERT_FORMS", "OPS", "ROUTER_FORMS", "Case", "assert_matches", "make_case"]
@@ -40,16 +41,17 @@ _GATINGS: dict[str, dict[str, Any]] = {
     "interleaved": {"gated": True, "interleaved": True},
 }
 _POINTWISE = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
-# What an expert computes; a limit of 1 makes the clamp of clamped_swiglu bite.
+# What an expert computes; a limit of 1 makes the clamps bite.
 EXPERT_FORMS = [
     pytest.param({"activation": activation} | gating, id=f"{activation}-{name}")
     for activation in _POINTWISE
     for name, gating in _GATINGS.items()
 ] + [
     pytest.param(
-        {"activation": "clamped_swiglu", "alpha": 1.3, "limit": 1.0} | _GATINGS[name],
-        id=f"clamped_swiglu-{name}",
+        {"activation": activation, "alpha": 1.3, "limit": 1.0} | _GATINGS[name],
+        id=f"{activation}-{name}",
     )
+    for activation in CLAMPED
     for name in ("gated", "interleaved")
 ]
 

@@ -50,6 +50,7 @@ CONFIGS = [
     *(replace(PLAIN, scoring=n, renormalize=False) for n in ("softmax", "topk_softmax", "sigmoid")),
     replace(GATED, interleaved=True),
     replace(GATED, activation="clamped_swiglu"),
+    replace(GATED, activation="clamped_silu", interleaved=True),
     BIASED,
     replace(BIASED, has_b2=False),
     replace(BIASED, has_b1=False, has_b2=False),
@@ -171,6 +172,9 @@ def activate(layer: Layer, z: np.ndarray) -> np.ndarray:
         gate, up = z[..., ::2], z[..., 1::2]
     else:
         gate, up = np.split(z, 2, axis=-1)
+    if layer.config.activation == "clamped_silu":
+        gate, up = np.minimum(gate, layer.limit), np.clip(up, -layer.limit, layer.limit)
+        return gate / (1 + np.exp(-gate)) * up
     if layer.config.activation == "clamped_swiglu":
         gate, up = np.minimum(gate, layer.limit), np.clip(up, -layer.limit, layer.limit)
         return gate / (1 + np.exp(-layer.alpha * gate)) * (up + 1)

@@ -19,6 +19,7 @@ import trt_plugin
 from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions
 from custom_ops.kernels import expressions, spec
 from custom_ops.kernels.layer import Layer
+from custom_ops.options import CLAMPED
 from trt_plugin import Bundle, BundleError, _records
 from trt_plugin._programs import layer_record, stored_expression
 from trt_plugin.bundle import (
@@ -319,9 +320,9 @@ def big(form: str) -> int:
         (36, "I", [6], "the layer's tokens_dtype must be one of 1 (float32), 2 (float16), 3 (b"),
         (44, "I", [0], "the layer's routing_dtype must be one of 1 (float32), 2 (float16), 3 (b"),
         (52, "I", [128], "the layer's flags must be below 128, got 128"),
-        (52, "I", [8], "flag interleaved need gated"),
+        (52, "I", [8], "flag interleaved needs gated"),
         (52, "I", [64], "the layer's flag tf32 does not apply and must be 0"),
-        (56, "I", [6], "the layer's activation must be below 6, got 6"),
+        (56, "I", [7], "the layer's activation must be below 7, got 7"),
         (60, "I", [3], "the layer's scoring must be below 3, got 3"),
         (60, "I", [1], "the layer's flag renormalize does not apply and must be 0"),
         (64, "I", [1025], "the layer's E must be in 1..1024, got 1025"),
@@ -513,7 +514,7 @@ sizes = st.integers(1, 512).map(lambda size: 8 * size)
 @st.composite
 def layers(draw: st.DrawFn) -> Layer:
     activation = draw(st.sampled_from(ACTIVATIONS))
-    gated = activation == "clamped_swiglu" or draw(st.booleans())
+    gated = activation in CLAMPED or draw(st.booleans())
     options = ExpertOptions(
         activation,
         gated=gated,

@@ -119,7 +119,7 @@ def test_anything_else_is_refused(data):
 RULES = test_bundle.test_what_breaks_a_rule_is_named.pytestmark[0].args[1]
 # Where it is not the number itself that is said.
 SAID = {
-    "flag interleaved need gated": "need the flag gated",
+    "flag interleaved needs gated": "flag interleaved needs flag gated",
     "the layer's flag renormalize does not apply and must be 0": "flag renormalize does not apply",
     "the bytes before the table of buffers": "the bytes before table buffers must be 0",
     "box 0 must be a multiple of 16 bytes, got 8": "must be a multiple of 16, is 8",

@@ -11,6 +11,7 @@ from custom_ops import ACTIVATIONS, SCORINGS
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
 from custom_ops.kernels.expert_mlp import split_width
 from custom_ops.kernels.spec import MAX_TOKENS
+from custom_ops.options import CLAMPED
 from kernel_runs import run_kernels
 from moe_cases import EXPERT_FORMS, OPS, Case, assert_matches, make_case
 
@@ -117,7 +118,7 @@ def test_plans_of_architectures(op, device, tokens):
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     activation = draw(st.sampled_from(ACTIVATIONS))
-    gated = activation == "clamped_swiglu" or draw(st.booleans())
+    gated = activation in CLAMPED or draw(st.booleans())
     op = draw(st.sampled_from(OPS))
     options = {
         "activation": activation,

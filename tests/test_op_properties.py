@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from custom_ops import ACTIVATIONS, SCORINGS
+from custom_ops.options import CLAMPED
 from moe_cases import OPS, Case, assert_matches, make_case
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -24,7 +25,7 @@ def cases(
     """Calls with every option, of any size up to a few tiles of a vector unit."""
     op = draw(st.sampled_from(ops))
     activation = draw(st.sampled_from(ACTIVATIONS))
-    gated = activation == "clamped_swiglu" or draw(st.booleans())
+    gated = activation in CLAMPED or draw(st.booleans())
     options: dict[str, Any] = {
         "activation": activation,
         "gated": gated,

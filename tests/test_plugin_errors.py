@@ -101,7 +101,7 @@ BAD_ATTRIBUTES = {
     "not a flag": ({"gated": 2}, "attribute gated must be in 0..1, got 2"),
     "not a choice": (
         {"activation": "swish"},
-        "activation must be one of gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu; got 'swish'",
+        "activation must be one of gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu, clamped_silu; got 'swish'",
     ),
     "unprintable": ({"scoring": "a\0b\x1b"}, "softmax, topk_softmax, sigmoid; got 'a?b?'"),
     "empty": ({"activation": ""}, "got ''"),

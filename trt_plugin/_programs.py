@@ -9,6 +9,7 @@ import torch
 
 from custom_ops.kernels import expressions, spec
 from custom_ops.kernels.layer import Layer
+from custom_ops.options import CLAMPED
 from trt_plugin._compiled import Compiled, CompileError, MapLayout
 from trt_plugin._records import (
     ACTIVATIONS,
@@ -85,7 +86,6 @@ def layer_record(layer: Layer) -> LayerRecord:
         "renormalize": renormalize,
         "tf32": layer.tf32,
     }
-    clamped = options.activation == "clamped_swiglu"
     return LayerRecord(
         operator=OPERATORS.index("experts" if router is None else "dropless"),
         tokens_dtype=_dtype(layer.tokens_dtype),
@@ -100,8 +100,8 @@ def layer_record(layer: Layer) -> LayerRecord:
         width=layer.width,
         hidden=layer.hidden,
         routed_scaling=0.0 if router is None else _float32(router.routed_scaling),
-        alpha=_float32(options.alpha) if clamped else 0.0,
-        limit=_float32(options.limit) if clamped else 0.0,
+        alpha=_float32(options.alpha) if options.activation == "clamped_swiglu" else 0.0,
+        limit=_float32(options.limit) if options.activation in CLAMPED else 0.0,
     )
 
 

@@ -169,9 +169,11 @@ def _check_layer(layer: LayerRecord) -> None:
 
 
 def _check_layer_options(layer: LayerRecord, router: bool) -> None:
-    clamped = records.ACTIVATIONS[layer.activation] == "clamped_swiglu"
+    activation = records.ACTIVATIONS[layer.activation]
+    clamped = activation in records.CLAMPED
     if (clamped or layer.has("interleaved")) and not layer.has("gated"):
-        raise BundleError("the layer's activation clamped_swiglu and flag interleaved need gated")
+        option = f"activation {activation}" if clamped else "flag interleaved"
+        raise BundleError(f"the layer's {option} needs gated")
     numbers = {
         "routed_scaling": layer.routed_scaling,
         "alpha": layer.alpha,
@@ -187,7 +189,7 @@ def _check_layer_options(layer: LayerRecord, router: bool) -> None:
         ("routed_scaling", router, layer.routed_scaling),
         ("flag renormalize", renormalizes, layer.has("renormalize")),
         ("flag tf32", float32, layer.has("tf32")),
-        ("alpha", clamped, layer.alpha),
+        ("alpha", activation == "clamped_swiglu", layer.alpha),
         ("limit", clamped, layer.limit),
         ("reserved field", False, layer.reserved),
     ):

@@ -96,7 +96,8 @@ PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_EN
 # A code is the index of its name.
 OPERATORS = ("dropless", "experts")
 DTYPES = ("none", "float32", "float16", "bfloat16", "int32", "int64", "uint8")
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu")
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu")
+CLAMPED = ("clamped_swiglu", "clamped_silu")
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
 TENSORS = (
     *("x", "router_weight", "router_bias", "expert_ids", "expert_weights"),
@@ -131,7 +132,7 @@ class LayerRecord(NamedTuple):
         routing_dtype: Of router_weight, or of expert_ids.
         weights_dtype: Of router_bias (0: none), or of expert_weights.
         flags: b1 1, b2 2, gated 4, interleaved 8, weight_on_input 16, renormalize 32, tf32 64.
-        activation: Index into gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu.
+        activation: Index into gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu, clamped_silu.
         scoring: Index into softmax, topk_softmax, sigmoid.
         experts: E.
         top_k: K.
@@ -139,7 +140,7 @@ class LayerRecord(NamedTuple):
         hidden: H.
         routed_scaling: Factor on the routing weights.
         alpha: Of clamped_swiglu.
-        limit: Of clamped_swiglu.
+        limit: Of clamped_swiglu and clamped_silu.
         reserved: 0.
     """
 
@@ -196,5 +197,7 @@ class LayerRecord(NamedTuple):
             words["scoring"] = SCORINGS[self.scoring]
             words["routed_scaling"] = self.routed_scaling
         if ACTIVATIONS[self.activation] == "clamped_swiglu":
-            words["alpha"], words["limit"] = self.alpha, self.limit
+            words["alpha"] = self.alpha
+        if ACTIVATIONS[self.activation] in CLAMPED:
+            words["limit"] = self.limit
         return words

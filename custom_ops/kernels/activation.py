@@ -1,6 +1,6 @@
 """The expert's non-linearity inside a kernel, in float32.
 
-Its torch reference is :func:`custom_ops._activations.activate`.
+Its torch reference is :func:`custom_ops.activations.activate`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_gated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Returns ``act(gate) * up``, or gpt-oss's clamped SwiGLU; NaN stays NaN."""
-    if ACTIVATION == "clamped_swiglu":
+    """Returns ``act(gate) * up``, or one of the clamped gatings; NaN stays NaN."""
+    if ACTIVATION == "clamped_swiglu" or ACTIVATION == "clamped_silu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        h = gate * tl.sigmoid(ALPHA * gate) * (up + 1)
+        if ACTIVATION == "clamped_swiglu":
+            h = gate * tl.sigmoid(ALPHA * gate) * (up + 1)
+        else:
+            h = gate * tl.sigmoid(gate) * up
     else:
         h = activate(gate, ACTIVATION) * up
     return h

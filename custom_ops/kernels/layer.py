@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops.options import CLAMPED, ExpertOptions, RouterOptions
 
 __all__ = ["MAX_EXPERTS", "MAX_TOP_K", "Layer"]
 
@@ -100,12 +100,14 @@ class Layer:
     def canonical(self) -> Layer:
         """Returns the layer with everything that has no effect at its default.
 
-        So that layers which compute the same share their kernels: alpha and limit matter to
-        ``clamped_swiglu`` alone, TF32 to float32 experts, renormalising not to ``topk_softmax``.
+        So that layers which compute the same share their kernels: alpha matters to
+        ``clamped_swiglu`` alone, limit to the clamped gatings, TF32 to float32 experts, renormalising not to ``topk_softmax``.
         """
         options, router = self.options, self.router
         if options.activation != "clamped_swiglu":
-            options = replace(options, alpha=ExpertOptions.alpha, limit=ExpertOptions.limit)
+            options = replace(options, alpha=ExpertOptions.alpha)
+        if options.activation not in CLAMPED:
+            options = replace(options, limit=ExpertOptions.limit)
         if router is not None and router.scoring == "topk_softmax":
             router = replace(router, renormalize=True)
         tf32 = self.tf32 and self.experts_dtype == torch.float32

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import onnx.defs
 import onnx_ir as ir
 
-from custom_ops.options import ACTIVATIONS, SCORINGS
+from custom_ops.options import ACTIVATIONS, CLAMPED, SCORINGS
 from dynamo_moe import _schemas
 
 __all__ = ["MIN_OPSET", "BodyConfig"]
@@ -28,7 +28,7 @@ class BodyConfig:
         scoring: ``softmax``, ``topk_softmax`` or ``sigmoid``; ignored without a router.
         renormalize: Divide a token's weights by their sum; ignored without a router.
         activation: ``gelu`` (exact), ``gelu_tanh``, ``silu``, ``relu``, ``relu2`` or
-            ``clamped_swiglu``.
+            ``clamped_swiglu``, ``clamped_silu``.
         gated: ``h = act(gate) * up``.
         interleaved: Gate rows are ``::2`` of ``w1``, up rows ``1::2``.
         weight_on_input: The weights scale the experts' inputs instead of their results.
@@ -66,8 +66,8 @@ class BodyConfig:
         for name in ("x_dtype", "w_dtype", "router_dtype"):
             _check_choice(name, getattr(self, name), _FLOATS)
         _check_choice("ids_dtype", self.ids_dtype, _INTS)
-        if not self.gated and (self.interleaved or self.activation == "clamped_swiglu"):
-            option = "interleaved" if self.interleaved else "activation 'clamped_swiglu'"
+        if not self.gated and (self.interleaved or self.activation in CLAMPED):
+            option = "interleaved" if self.interleaved else f"activation {self.activation!r}"
             raise ValueError(f"{option} needs gated=True")
         if self.has_b2 and not self.has_b1:
             raise ValueError("b2 needs b1 before it: pass zeros for b1 and set has_b1")

@@ -11,6 +11,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from custom_ops.options import CLAMPED
 from dynamo_moe._bodies._config import BodyConfig
 from dynamo_moe._bodies._ops import Ops
 
@@ -46,8 +47,8 @@ def activate(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
     if not config.gated:
         return _pointwise(op, config, z)
     gate, up = _split(op, config, z)
-    if config.activation == "clamped_swiglu":
-        return _clamped_swiglu(op, config, gate, up)
+    if config.activation in CLAMPED:
+        return _clamped(op, config, gate, up)
     return op.Mul(_pointwise(op, config, gate), up, out="h")
 
 
@@ -66,11 +67,14 @@ def _split(op: Ops, config: BodyConfig, z: ir.Value) -> tuple[ir.Value, ir.Value
     )
 
 
-def _clamped_swiglu(op: Ops, config: BodyConfig, gate: ir.Value, up: ir.Value) -> ir.Value:
+def _clamped(op: Ops, config: BodyConfig, gate: ir.Value, up: ir.Value) -> ir.Value:
     dtype = config.compute_dtype
-    alpha, limit = op.real("activation_alpha", dtype), op.real("activation_limit", dtype)
+    limit = op.real("activation_limit", dtype)
     gate = op.Min(gate, limit, out="gate_clamped")
     up = op.Max(op.Min(up, limit, out="up_min"), op.Neg(limit, out="low"), out="up_clamped")
+    if config.activation == "clamped_silu":
+        return op.Mul(op.Mul(gate, op.Sigmoid(gate, out="slope"), out="gate_slope"), up, out="h")
+    alpha = op.real("activation_alpha", dtype)
     slope = op.Sigmoid(op.Mul(alpha, gate, out="alpha_gate"), out="slope")
     up_1 = op.Add(up, op.constant("one", 1, dtype), out="up_1")
     return op.Mul(op.Mul(gate, slope, out="gate_slope"), up_1, out="h")

@@ -230,8 +230,12 @@ enum LayerFlag : std::uint32_t {
   kTf32 = 64,
   kLayerFlags = 127,
 };
-inline constexpr std::uint32_t kActivations = 6;
+inline constexpr std::uint32_t kActivations = 7;
 inline constexpr std::uint32_t kClampedSwiglu = 5;
+inline constexpr std::uint32_t kClampedSilu = 6;
+constexpr bool IsClamped(std::uint32_t activation) {
+  return activation == kClampedSwiglu || activation == kClampedSilu;
+}
 inline constexpr std::uint32_t kScorings = 3;
 inline constexpr std::uint32_t kTopkSoftmax = 1;
 

@@ -59,9 +59,9 @@ Status CheckSizes(const dynamo_moe_layer& layer, bool router) {
 }
 
 Status CheckOptions(const dynamo_moe_layer& layer, bool router) {
-  const bool clamped = layer.activation == format::kClampedSwiglu;
+  const bool clamped = format::IsClamped(layer.activation);
   if ((clamped || Has(layer, format::kInterleaved)) && !Has(layer, format::kGated)) {
-    return Wrong("activation clamped_swiglu and flag interleaved need the flag gated");
+    return Wrong(clamped ? "clamped activation" : "flag interleaved", " needs flag gated");
   }
   const bool renormalizes = router && layer.scoring != format::kTopkSoftmax;
   const bool float32 = layer.experts_dtype == format::kFloat32;
@@ -74,7 +74,7 @@ Status CheckOptions(const dynamo_moe_layer& layer, bool router) {
       {"routed_scaling", router, layer.routed_scaling},
       {"flag renormalize", renormalizes, static_cast<double>(layer.flags & format::kRenormalize)},
       {"flag tf32", float32, static_cast<double>(layer.flags & format::kTf32)},
-      {"alpha", clamped, layer.alpha},
+      {"alpha", layer.activation == format::kClampedSwiglu, layer.alpha},
       {"limit", clamped, layer.limit},
       {"reserved field", false, static_cast<double>(layer.reserved)},
   };

@@ -23,7 +23,7 @@ constexpr float kDefaultLimit = 7.0F;
 
 // In the order of the layer's codes.
 constexpr std::array<const char*, format::kActivations> kActivationNames = {
-    "gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu"};
+    "gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu"};
 constexpr std::array<const char*, format::kScorings> kScoringNames = {"softmax", "topk_softmax",
                                                                       "sigmoid"};
 
@@ -230,14 +230,17 @@ Status ReadActivation(const Fields& fields, dynamo_moe_layer* layer) {
   if (!(limit > 0)) {
     return InvalidArgument("attribute activation_limit must be positive, got ", limit);
   }
-  const bool clamped = layer->activation == format::kClampedSwiglu;
+  const bool clamped = format::IsClamped(layer->activation);
   const bool gated = (layer->flags & format::kGated) != 0;
   if (!gated && (clamped || (layer->flags & format::kInterleaved) != 0)) {
-    return InvalidArgument(clamped ? "activation clamped_swiglu" : "attribute interleaved",
-                           " needs attribute gated");
+    return clamped ? InvalidArgument("activation ", kActivationNames[layer->activation],
+                                     " needs attribute gated")
+                   : InvalidArgument("attribute interleaved needs attribute gated");
+  }
+  if (layer->activation == format::kClampedSwiglu) {
+    layer->alpha = alpha;
   }
   if (clamped) {
-    layer->alpha = alpha;
     layer->limit = limit;
   }
   return {};
@@ -260,7 +263,10 @@ std::string Describe(const dynamo_moe_layer& layer) {
   flag("interleaved", format::kInterleaved);
   flag("weight_on_input", format::kWeightOnInput);
   if (layer.activation == format::kClampedSwiglu) {
-    text += Text(" activation_alpha=", layer.alpha, " activation_limit=", layer.limit);
+    text += Text(" activation_alpha=", layer.alpha);
+  }
+  if (format::IsClamped(layer.activation)) {
+    text += Text(" activation_limit=", layer.limit);
   }
   if (layer.op == format::kDropless) {
     flag("renormalize", format::kRenormalize);

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from custom_ops.options import ExpertOptions
+from custom_ops.options import CLAMPED, ExpertOptions
 
 __all__ = ["activate", "activate_backward"]
 
@@ -38,11 +38,12 @@ def activate(z_RF: Tensor, options: ExpertOptions) -> Tensor:
     if not options.gated:
         return _FORWARD[options.activation](z_RF)
     gate_RH, up_RH = _split(z_RF, options)
-    if options.activation != "clamped_swiglu":
+    if options.activation not in CLAMPED:
         return _FORWARD[options.activation](gate_RH).mul_(up_RH)
     gate_RH = gate_RH.clamp(max=options.limit)
     up_RH = up_RH.clamp(-options.limit, options.limit)
-    return torch.sigmoid(gate_RH * options.alpha).mul_(gate_RH).mul_(up_RH + 1)
+    alpha, shift = _clamped_form(options)
+    return torch.sigmoid(gate_RH * alpha).mul_(gate_RH).mul_(up_RH + shift)
 
 
 def activate_backward(dh_RH: Tensor, z_RF: Tensor, options: ExpertOptions) -> Tensor:
@@ -52,17 +53,23 @@ def activate_backward(dh_RH: Tensor, z_RF: Tensor, options: ExpertOptions) -> Te
     gate_RH, up_RH = _split(z_RF, options)
     dz_RF = torch.empty_like(z_RF)
     dgate_RH, dup_RH = _split(dz_RF, options)
-    if options.activation != "clamped_swiglu":
+    if options.activation not in CLAMPED:
         dgate_RH.copy_(_BACKWARD[options.activation](dh_RH * up_RH, gate_RH.contiguous()))
         dup_RH.copy_(dh_RH * _FORWARD[options.activation](gate_RH))
         return dz_RF
     gate_c_RH = gate_RH.clamp(max=options.limit)
     up_c_RH = up_RH.clamp(-options.limit, options.limit)
-    sigmoid_RH = torch.sigmoid(gate_c_RH * options.alpha)
-    slope_RH = sigmoid_RH * (1 + options.alpha * gate_c_RH * (1 - sigmoid_RH))
-    dgate_RH.copy_((gate_RH <= options.limit) * dh_RH * (up_c_RH + 1) * slope_RH)
+    alpha, shift = _clamped_form(options)
+    sigmoid_RH = torch.sigmoid(gate_c_RH * alpha)
+    slope_RH = sigmoid_RH * (1 + alpha * gate_c_RH * (1 - sigmoid_RH))
+    dgate_RH.copy_((gate_RH <= options.limit) * dh_RH * (up_c_RH + shift) * slope_RH)
     dup_RH.copy_((up_RH.abs() <= options.limit) * dh_RH * gate_c_RH * sigmoid_RH)
     return dz_RF
+
+
+def _clamped_form(options: ExpertOptions) -> tuple[float, float]:
+    """Returns a and s of ``gate * sigmoid(a * gate) * (up + s)``."""
+    return (options.alpha, 1.0) if options.activation == "clamped_swiglu" else (1.0, 0.0)
 
 
 def _split(z_RF: Tensor, options: ExpertOptions) -> tuple[Tensor, Tensor]:
