@@ -278,5 +278,5 @@ def test_report(tmp_path: Path) -> None:
     with (tmp_path / "table").open("w") as file:
         Console(file=file, width=200).print(report)
     text = (tmp_path / "table").read_text()
-    assert "1 MoE module replaced" in text
+    assert "1 MoE module converted" in text
     assert "holds a list of 4 experts" in text

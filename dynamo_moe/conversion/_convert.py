@@ -1,4 +1,4 @@
-"""``convert``: walk the model, replace what an adapter recognises, name what none does."""
+"""``convert``: walk the model, convert what is recognised, name what only looks like it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from custom_ops.options import ExpertOptions
 from dynamo_moe._modes import evaluating
+from dynamo_moe.conversion import _transformers
+from dynamo_moe.conversion._comparing import compare, why_not_comparable
 from dynamo_moe.conversion._registry import Adapter, adapters
 from dynamo_moe.modules import ConvertedModule
 
@@ -18,14 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ConversionReport", "Replacement", "Unrecognised", "convert", "convertible_modules"]
 
-# Relative to the RMS of the original's result, both in at least float32: a different activation or
-# routing differs by 1e-1, another order of summation by 1e-6.
-_PROBE_TOLERANCE = 1e-4
-
 
 @dataclass(frozen=True)
 class Replacement:
-    """One module that was replaced.
+    """One module that was converted.
 
     Attributes:
         module: Its path in the model.
@@ -67,7 +66,7 @@ class ConversionReport:
         from rich.table import Table
 
         plural = "" if len(self.replaced) == 1 else "s"
-        title = f"{len(self.replaced)} MoE module{plural} replaced"
+        title = f"{len(self.replaced)} MoE module{plural} converted"
         table = Table(title=title, title_justify="left")
         for column in ("module", "was", "now"):
             table.add_column(column)
@@ -80,25 +79,37 @@ class ConversionReport:
         return table
 
 
-def convert(model: nn.Module, *, experts_dtype: torch.dtype | None = None) -> ConversionReport:
-    """Replaces a model's MoE modules, in place, by modules on ``torch.ops.moe``.
+def convert(
+    model: nn.Module,
+    *,
+    experts_dtype: torch.dtype | None = None,
+    fallback: str | None = None,
+) -> ConversionReport:
+    """Makes a model's MoE modules compute through ``torch.ops.moe``, in place.
 
-    Each module is recognised by its structure, and replaced only if its replacement gives the
-    same numbers on a few random tokens, in evaluation mode: what a module does in training
-    besides, such as an auxiliary loss, is not in the replacement. The parameters are shared, not
-    copied.
+    Each module is recognised by its structure, and converted only if that gives the same numbers
+    on a few random tokens, in evaluation mode: what a module does in training besides, such as an
+    auxiliary loss, is lost with a module that is replaced. The parameters are shared, not copied.
+
+    Experts of transformers' models stay the modules they are, routers too: the experts
+    implementation ``"dynamo_moe"`` is registered with transformers and selected.
+    ``model.set_experts_implementation("eager")`` undoes that.
 
     Args:
         model: The model; its parameters stay where they are.
         experts_dtype: Cast the experts' weights, also of modules converted before, to this dtype;
             the routers keep theirs.
+        fallback: What computes those experts of transformers' models that ``torch.ops.moe`` cannot:
+            another implementation registered there, such as ``"batched_mm"``, which can be
+            exported. None: they stay as they are.
 
     Returns:
-        What was replaced, and which modules look like a mixture of experts but were not
+        What was converted, and which modules look like a mixture of experts but were not
         recognised, with the reason.
 
     Raises:
-        ValueError: If ``model`` itself is the MoE module, which cannot be replaced in place.
+        ValueError: If ``model`` itself is the MoE module, which cannot be replaced in place, or
+            transformers knows no implementation ``fallback``.
         TypeError: If ``experts_dtype`` is not a floating dtype.
 
     Example:
@@ -112,8 +123,8 @@ def convert(model: nn.Module, *, experts_dtype: torch.dtype | None = None) -> Co
         raise TypeError(f"experts_dtype must be a floating dtype, got {experts_dtype}")
     if _find_adapter(model) is not None:
         raise ValueError("the model itself is an MoE module: wrap it, as in nn.Sequential(model)")
-    replaced, unrecognised = [], []
-    handled: set[nn.Module] = set()
+    replaced, unrecognised = _convert_transformers(model, fallback)
+    handled = {module for module in model.modules() if _transformers.is_experts(module)}
     for path, module in list(model.named_modules()):
         if module in handled:
             continue
@@ -135,8 +146,38 @@ def convert(model: nn.Module, *, experts_dtype: torch.dtype | None = None) -> Co
 
 
 def convertible_modules(model: nn.Module) -> list[str]:
-    """Returns the paths of the modules that :func:`convert` would try to replace."""
-    return [path for path, module in model.named_modules() if _find_adapter(module)]
+    """Returns the paths of the modules that :func:`convert` would try to convert."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if _find_adapter(module)
+        or (_transformers.is_experts(module) and not _transformers.is_selected(module))
+    ]
+
+
+def _convert_transformers(
+    model: nn.Module, fallback: str | None
+) -> tuple[list[Replacement], list[Unrecognised]]:
+    """Selects our implementation for the experts of transformers' models, as far as it is exact."""
+    replaced, unrecognised = [], []
+    decisions: list[tuple[nn.Module, ExpertOptions | None]] = []
+    for path, module in model.named_modules():
+        if not _transformers.is_experts(module) or _transformers.is_selected(module):
+            continue
+        name, options = type(module).__name__, None
+        try:
+            options, compared = _transformers.decide(module)
+            replaced.append(Replacement(path, _transformers.ADAPTER, name, compared))
+        except ValueError as refusal:
+            computed = "left as it is" if fallback is None else f"computed by {fallback!r}"
+            unrecognised.append(Unrecognised(path, name, f"{refusal}; {computed}"))
+        decisions.append((module, options))
+    # Modules of one config share its implementation, so all of them must know what to compute.
+    useful = {id(module.config) for module, options in decisions if options is not None or fallback}
+    for module, options in decisions:
+        if id(module.config) in useful:
+            _transformers.select(module, options, fallback)
+    return replaced, unrecognised
 
 
 def _find_adapter(module: nn.Module) -> Adapter | None:
@@ -147,42 +188,35 @@ def _find_adapter(module: nn.Module) -> Adapter | None:
 
 def _compare(adapter: Adapter, module: nn.Module) -> tuple[bool, str | None]:
     """Returns whether module and replacement were run, and None or what forbids to replace it."""
-    if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
-        return False, "it has forward hooks, which its replacement would not run"
+    reason = why_not_comparable(module)
+    if reason is not None:
+        return False, reason
     if any(parameter.is_meta for parameter in module.parameters()):
         return False, None
     if any(parameter.dtype.itemsize < 4 for parameter in module.parameters()):
         # Near-ties of the router fall differently in half precision, whatever is computed.
         module = copy.deepcopy(module).float()
     replacement = adapter.convert(module)
-    tokens = adapter.example_tokens(module)
-    try:
-        with torch.no_grad(), evaluating(module, replacement):
-            expected, result = module(tokens), replacement(tokens)
-    except Exception as failure:  # The module is the user's: anything can come out of it.
-        return False, f"it has the shape of {adapter.name} but fails on tokens [T, D]: {failure}"
-    if not isinstance(expected, torch.Tensor) or expected.shape != result.shape:
-        return False, f"it has the shape of {adapter.name} but does not return one tensor [T, D]"
-    scale = expected.double().square().mean().sqrt().clamp_min(1e-30)
-    error = float((expected.double() - result.double()).abs().max() / scale)
-    if not error <= _PROBE_TOLERANCE:
-        return True, (
-            f"it has the shape of {adapter.name} but computes something else: "
-            f"relative error {error:.1e} on random tokens, above {_PROBE_TOLERANCE:.0e}"
-        )
-    return True, None
+    with evaluating(module, replacement):
+        reason = compare(module, replacement, [adapter.example_tokens(module)], adapter.name)
+    return True, reason
 
 
 def _cast_experts(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts the experts' parameters of all converted modules; shared ones stay shared."""
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        if isinstance(module, ConvertedModule):
-            for name, parameter in module.experts_parameters().items():
-                if parameter not in cast:
-                    half = parameter.detach().to(dtype)
-                    cast[parameter] = nn.Parameter(half, parameter.requires_grad)
-                setattr(module, name, cast[parameter])
+        for name, parameter in _experts_parameters(module).items():
+            if parameter not in cast:
+                half = parameter.detach().to(dtype)
+                cast[parameter] = nn.Parameter(half, parameter.requires_grad)
+            setattr(module, name, cast[parameter])
+
+
+def _experts_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    if isinstance(module, ConvertedModule):
+        return module.experts_parameters()
+    return _transformers.experts_parameters(module) if _transformers.is_selected(module) else {}
 
 
 def _replace(model: nn.Module, module: nn.Module, replacement: nn.Module) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
+from dynamo_moe.conversion._comparing import random_tokens
 from dynamo_moe.conversion._registry import register_adapter
 from dynamo_moe.modules import ConvertedModule, DroplessMoE
 
@@ -57,9 +57,7 @@ class DroplessMlpAdapter:
     def example_tokens(self, module: nn.Module) -> Tensor:
         """Returns 8 tokens ``[8, D]`` large enough to tell activations apart."""
         w1 = cast(Tensor, module.w1)
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randn(8, w1.shape[1], generator=generator) * 2
-        return tokens.to(w1.device, w1.dtype)
+        return random_tokens(8, w1.shape[1], w1)
 
 
 register_adapter(DroplessMlpAdapter())

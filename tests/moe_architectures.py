@@ -1,0 +1,494 @@
+"""Tiny seeded models of every architecture of transformers with expert layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+__all__ = ["ARCHITECTURES", "UNAVAILABLE", "Architecture", "example_inputs"]
+
+_VOCABULARY = 64
+
+# Given to every config that has the field.
+_COMMON: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    # Multi-head latent attention
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    # Linear attention
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # Sparse attention: everything is selected, as a selection has ties.
+    "index_topk": 128,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    # Special tokens
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# Groups of two experts, half of them left out.
+_GROUPED = {"num_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+# Latent attention has as many key heads as query heads.
+_LATENT = {"num_key_value_heads": 4}
+# Rotary positions of three kinds: time, height and width.
+_THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_DENSE_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
+
+# Values that a state space model needs as it initialises them.
+_KEPT = ("A_log", "dt_bias", "D")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A class of transformers and the config that makes it tiny."""
+
+    name: str
+    """The folder of the model in transformers."""
+    model: str
+    config: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the config, on top of the common ones."""
+    inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    """What the forward takes, from the usual inputs."""
+
+    def build(self, **overrides: Any) -> PreTrainedModel:
+        """Return the model with random weights; ``overrides`` go to the config.
+
+        ``attn_implementation`` is the one that transformers prefers unless overridden.
+        """
+        attention = overrides.pop("attn_implementation", None)
+        config = self.make_config(**overrides)
+        torch.manual_seed(0)
+        model = self._module("modeling")[self.model]._from_config(
+            config,
+            attn_implementation=attention,
+            experts_implementation="eager",
+            dtype=torch.float32,
+        )
+        _randomise(model)
+        return model.eval()
+
+    def make_config(self, **overrides: Any) -> PreTrainedConfig:
+        """Return the config of the tiny model."""
+        config_class = self._module("configuration")[self.config]
+        known = {item.name for item in fields(config_class)}
+        common = {name: value for name, value in _COMMON.items() if name in known}
+        return config_class(**common | dict(self.options) | overrides)
+
+    def _module(self, kind: str) -> dict[str, Any]:
+        return vars(import_module(f"transformers.models.{self.name}.{kind}_{self.name}"))
+
+
+def example_inputs(
+    architecture: Architecture, batch: int, length: int, seed: int = 0
+) -> dict[str, Tensor]:
+    """Return keyword arguments of the forward, with random tokens and nothing masked."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, _VOCABULARY, (batch, length), generator=generator)
+    return architecture.inputs({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def _with_decoder(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return inputs | {"decoder_input_ids": inputs["input_ids"].flip(1)}
+
+
+@torch.no_grad()
+def _randomise(model: nn.Module) -> None:
+    """Give every parameter, and the routers' buffers, values that a trained model could have.
+
+    As initialised, routers and biases are zero and weights are too small for a token to matter.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def normal(like: Tensor, scale: float) -> Tensor:
+        return scale * torch.randn(like.shape, generator=generator)
+
+    persistent = model.state_dict().keys()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in _KEPT:
+                continue
+            if parameter.ndim > 1 and not name.endswith("bias"):
+                parameter.copy_(normal(parameter, _scale(module, parameter)))
+            else:
+                # Norms are near 1, or near 0 where 1 is added; so are biases.
+                parameter.add_(normal(parameter, 0.1))
+        for name, buffer in module.named_buffers(recurse=False):
+            if f"{prefix}.{name}" not in persistent:
+                continue
+            if buffer.is_floating_point() and not buffer.any():
+                buffer.copy_(normal(buffer, _BIAS))
+            elif name == "tid2eid":
+                scores = torch.rand(len(buffer), module.num_experts, generator=generator)
+                buffer.copy_(scores.topk(buffer.shape[1]).indices)
+
+
+_SEED=0
+_EMB=None
+_BIAS=0.1
+def _scale(module, weight):
+    if isinstance(module, nn.Embedding) and _EMB: return _EMB
+    return _fan_in(module, weight) ** -0.5
+def _fan_in(module: nn.Module, weight: Tensor) -> int:
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return math.prod(weight.shape[1:])
+    transposed = getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts")
+    return weight.shape[-2 if transposed else -1]
+
+
+_TABLE = [
+    Architecture("mixtral", "MixtralForCausalLM", "MixtralConfig"),
+    Architecture("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeConfig"),
+    Architecture("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"norm_topk_prob": True}),
+    Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    Architecture("olmoe", "OlmoeForCausalLM", "OlmoeConfig"),
+    Architecture(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        _GROUPED | _LATENT | {"topk_method": "group_limited_greedy"},
+    ),
+    Architecture("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Config", _GROUPED | _LATENT),
+    Architecture("glm4_moe", "Glm4MoeForCausalLM", "Glm4MoeConfig", _GROUPED),
+    Architecture("gpt_oss", "GptOssForCausalLM", "GptOssConfig"),
+    Architecture("granitemoe", "GraniteMoeForCausalLM", "GraniteMoeConfig"),
+    Architecture("phimoe", "PhimoeForCausalLM", "PhimoeConfig"),
+    Architecture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 2},
+    ),
+    Architecture(
+        "jamba",
+        "JambaForCausalLM",
+        "JambaConfig",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    ),
+    Architecture(
+        "minimax",
+        "MiniMaxForCausalLM",
+        "MiniMaxConfig",
+        {"layer_types": ["linear_attention", "full_attention"], "block_size": 4},
+    ),
+    Architecture(
+        "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config", {"moe_topk": 2}
+    ),
+    Architecture("dots1", "Dots1ForCausalLM", "Dots1Config", _GROUPED | {"n_shared_experts": 1}),
+    Architecture(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        _GROUPED
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "moe_shared_expert_intermediate_size": 40,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "chunk_size": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        {
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "conv", "full_attention"],
+        },
+    ),
+    Architecture(
+        "aria", "AriaTextForCausalLM", "AriaTextConfig", {"moe_num_experts": 6, "moe_topk": 2}
+    ),
+    Architecture(
+        "llama4",
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {"intermediate_size_mlp": 40, "interleave_moe_layer_step": 2},
+    ),
+    Architecture(
+        "switch_transformers",
+        "SwitchTransformersForConditionalGeneration",
+        "SwitchTransformersConfig",
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_heads": 4,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "dropout_rate": 0.0,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+        },
+        inputs=_with_decoder,
+    ),
+    Architecture("afmoe", "AfmoeForCausalLM", "AfmoeConfig", {"route_scale": 1.5}),
+    Architecture("axk1", "AXK1ForCausalLM", "AXK1Config", _GROUPED | _LATENT),
+    Architecture("axk2", "AXK2ForCausalLM", "AXK2Config", _GROUPED | _LATENT),
+    Architecture(
+        "bailing_hybrid",
+        "BailingHybridForCausalLM",
+        "BailingHybridConfig",
+        _GROUPED | _LATENT | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    Architecture("beam", "BeamForCausalLM", "BeamConfig", _GROUPED | _DENSE_SPARSE),
+    Architecture("cohere2_moe", "Cohere2MoeForCausalLM", "Cohere2MoeConfig", {"logit_scale": 1.0}),
+    Architecture(
+        "deepseek_ocr2",
+        "DeepseekOcr2TextModel",
+        "DeepseekOcr2TextConfig",
+        _GROUPED | _DENSE_SPARSE | {"topk_method": "group_limited_greedy"},
+    ),
+    Architecture("deepseek_v32", "DeepseekV32ForCausalLM", "DeepseekV32Config", _GROUPED | _LATENT),
+    Architecture(
+        "deepseek_v4",
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4Config",
+        {
+            "num_key_value_heads": 1,
+            "mlp_layer_types": ["hash_moe", "moe"],
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+            "partial_rotary_factor": 0.5,
+            "o_groups": 2,
+            "o_lora_rank": 8,
+        },
+    ),
+    Architecture(
+        "diffusion_gemma",
+        "DiffusionGemmaEncoderTextModel",
+        "DiffusionGemmaTextConfig",
+        {"top_k_experts": 2, "global_head_dim": 16},
+    ),
+    Architecture(
+        "dots3_note",
+        "Dots3NoteForCausalLM",
+        "Dots3NoteTextConfig",
+        _GROUPED | _LATENT | {"shared_experts_intermediate_size": 40},
+    ),
+    Architecture(
+        "ernie4_5_vl_moe",
+        "Ernie4_5_VLMoeTextModel",
+        "Ernie4_5_VLMoeTextConfig",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": [24, 16],
+            "rope_parameters": _THREE_AXES | {"mrope_section": [1, 1, 2]},
+        },
+    ),
+    Architecture("exaone_moe", "ExaoneMoeForCausalLM", "ExaoneMoeConfig", _GROUPED),
+    Architecture("flex_olmo", "FlexOlmoForCausalLM", "FlexOlmoConfig"),
+    Architecture("flint", "FlintForCausalLM", "FlintConfig", {"mlp_only_layers": [0]}),
+    Architecture(
+        "gemma4",
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+            "global_head_dim": 16,
+            "vocab_size_per_layer_input": _VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
+    Architecture(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        "Glm4MoeLiteConfig",
+        _GROUPED | _LATENT,
+    ),
+    Architecture(
+        "glm4v_moe",
+        "Glm4vMoeTextModel",
+        "Glm4vMoeTextConfig",
+        _GROUPED | {"rope_parameters": _THREE_AXES | {"partial_rotary_factor": 1.0}},
+    ),
+    Architecture(
+        "glm5_next",
+        "Glm5NextTextModel",
+        "Glm5NextTextConfig",
+        _GROUPED
+        | _LATENT
+        | _DENSE_SPARSE
+        | {
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "qk_rope_head_dim": 0,
+            "index_kpool": 2,
+        },
+    ),
+    Architecture("glm_moe_dsa", "GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", _GROUPED | _LATENT),
+    Architecture("granitemoe_swa", "GraniteMoeSWAForCausalLM", "GraniteMoeSWAConfig"),
+    Architecture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_intermediate_size": 40,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 4,
+        },
+    ),
+    Architecture(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        "GraniteMoeSharedConfig",
+        {"shared_intermediate_size": 40},
+    ),
+    Architecture("hy_v3", "HYV3ForCausalLM", "HYV3Config"),
+    Architecture("hy_v4", "HYV4ForCausalLM", "HYV4Config", _GROUPED | _LATENT),
+    Architecture(
+        "inkling",
+        "InklingForCausalLM",
+        "InklingTextConfig",
+        {
+            "layer_types": ["hybrid_sliding", "hybrid"], "logits_mup_width_multiplier": 1.0,
+            "rel_extent": 16,
+            "d_rel": 8,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+        },
+    ),
+    Architecture(
+        "inkling2",
+        "Inkling2ForCausalLM",
+        "Inkling2TextConfig",
+        {
+            "layer_types": ["hybrid_sliding", "hybrid"], "unpadded_vocab_size": _VOCABULARY, "rel_extent": 16,
+            "d_rel": 8,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 8,
+        },
+    ),
+    Architecture(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        _LATENT | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    Architecture("kolibri1", "Kolibri1ForCausalLM", "Kolibri1Config"),
+    Architecture("laguna", "LagunaForCausalLM", "LagunaConfig"),
+    Architecture("mellum", "MellumForCausalLM", "MellumConfig"),
+    Architecture("mimo_v2_flash", "MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", _GROUPED),
+    Architecture("minimax_m2", "MiniMaxM2ForCausalLM", "MiniMaxM2Config"),
+    Architecture(
+        "minimax_m3_vl",
+        "MiniMaxM3VLForCausalLM",
+        "MiniMaxM3VLTextConfig",
+        {
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 40,
+            "intermediate_size": 24,
+            "mlp_layer_types": ["dense", "sparse"],
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "index_block_size": 4,
+            "rotary_dim": 4,
+        },
+    ),
+    Architecture("mistral4", "Mistral4ForCausalLM", "Mistral4Config", _GROUPED | _LATENT),
+    Architecture(
+        "mistral_large4",
+        "MistralLarge4TextModel",
+        "MistralLarge4TextConfig",
+        _GROUPED | _LATENT,
+    ),
+    Architecture(
+        "muse_spark", "MuseSparkTextModel", "MuseSparkTextConfig", {"moe_hidden_size": 24}
+    ),
+    Architecture(
+        "openai_privacy_filter",
+        "OpenAIPrivacyFilterForTokenClassification",
+        "OpenAIPrivacyFilterConfig",
+    ),
+    Architecture(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    Architecture(
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeThinkerTextModel",
+        "Qwen3OmniMoeTextConfig",
+        {"rope_parameters": _THREE_AXES},
+    ),
+    Architecture(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeTextModel",
+        "Qwen3VLMoeTextConfig",
+        {"rope_parameters": _THREE_AXES},
+    ),
+    Architecture(
+        "qwen4_exp",
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpTextConfig",
+        {
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "hc_lowrank": 8,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 128,
+            "indexer_compress_ratio": 2,
+        },
+    ),
+    Architecture("solar_open", "SolarOpenForCausalLM", "SolarOpenConfig", _GROUPED),
+    Architecture(
+        "unlimited_ocr",
+        "UnlimitedOcrTextModel",
+        "UnlimitedOcrTextConfig",
+        _GROUPED | _DENSE_SPARSE,
+    ),
+    Architecture("zaya", "ZayaForCausalLM", "ZayaConfig", {"num_experts_per_tok": 1, "router_hidden_size": 16}),
+]
+
+ARCHITECTURES: dict[str, Architecture] = {item.name: item for item in _TABLE}
+
+# Those that cannot run here, and why.
+UNAVAILABLE: dict[str, str] = {}
