@@ -8,9 +8,10 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
-import onnx_ir.tensor_adapters
 import torch
 from onnxscript import optimizer, rewriter
+
+from dynamo_moe import _weights
 
 __all__ = [
     "fold_weight_transposes",
@@ -94,7 +95,7 @@ def fold_weight_transposes(model: ir.Model) -> None:
         if perms or perm is None:
             continue
         view = tensor.raw.detach().permute(perm)
-        weight.const_value = ir.tensor_adapters.TorchTensor(view, name=weight.name)
+        weight.const_value = _weights.as_ir(view, weight.name)
         weight.shape = ir.Shape(view.shape)
         for user in users:
             user.outputs[0].replace_all_uses_with(weight)

@@ -19,7 +19,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes
+from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes, _weights
 from dynamo_moe._modes import evaluating
 from dynamo_moe._translation import onnx_translation_table
 from dynamo_moe.conversion import convertible_modules
@@ -149,7 +149,9 @@ def export(
             f"{len(left)}: each becomes many nodes, or fails; call dynamo_moe.convert(model) first",
             stacklevel=2,
         )
-    model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
+    with _weights.placeholders(model) as lazies:
+        model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
+    _weights.attach(model_ir, lazies)
     _passes.fold_weight_transposes(model_ir)
     _passes.name_nodes_by_module(model_ir)
     layers = _layers.record(model_ir)

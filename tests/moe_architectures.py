@@ -122,13 +122,23 @@ def _with_decoder(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return inputs | {"decoder_input_ids": inputs["input_ids"].flip(1)}
 
 
+def _embedded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    table = torch.randn(
+        _VOCABULARY, _COMMON["hidden_size"], generator=torch.Generator().manual_seed(0)
+    )
+    return {
+        "inputs_embeds": table[inputs["input_ids"]],
+        "attention_mask": inputs["attention_mask"],
+    }
+
+
 @torch.no_grad()
 def _randomise(model: nn.Module) -> None:
-    """Give every parameter, and the routers' buffers, values that a trained model could have.
+    """Give every parameter and every zero buffer values that a trained model could have.
 
     As initialised, routers and biases are zero and weights are too small for a token to matter.
     """
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(0)
 
     def normal(like: Tensor, scale: float) -> Tensor:
         return scale * torch.randn(like.shape, generator=generator)
@@ -139,28 +149,26 @@ def _randomise(model: nn.Module) -> None:
             if name in _KEPT:
                 continue
             if parameter.ndim > 1 and not name.endswith("bias"):
-                parameter.copy_(normal(parameter, _scale(module, parameter)))
+                # An embedding that is tied to the head is given the head's, which comes last.
+                parameter.copy_(normal(parameter, _fan_in(module, parameter) ** -0.5))
             else:
                 # Norms are near 1, or near 0 where 1 is added; so are biases.
                 parameter.add_(normal(parameter, 0.1))
         for name, buffer in module.named_buffers(recurse=False):
             if f"{prefix}.{name}" not in persistent:
                 continue
-            if buffer.is_floating_point() and not buffer.any():
-                buffer.copy_(normal(buffer, _BIAS))
-            elif name == "tid2eid":
+            if name == "tid2eid":
                 scores = torch.rand(len(buffer), module.num_experts, generator=generator)
                 buffer.copy_(scores.topk(buffer.shape[1]).indices)
+            elif buffer.is_floating_point() and not buffer.any():
+                # The bias that a router adds to its scores before it selects
+                buffer.copy_(normal(buffer, 0.05))
 
 
-_SEED=0
-_EMB=None
-_BIAS=0.1
-def _scale(module, weight):
-    if isinstance(module, nn.Embedding) and _EMB: return _EMB
-    return _fan_in(module, weight) ** -0.5
 def _fan_in(module: nn.Module, weight: Tensor) -> int:
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
+    if isinstance(module, nn.Embedding):
+        return 1
+    if isinstance(module, nn.Conv1d):
         return math.prod(weight.shape[1:])
     transposed = getattr(module, "is_transposed", type(module).__name__ == "Llama4TextExperts")
     return weight.shape[-2 if transposed else -1]
@@ -386,7 +394,8 @@ _TABLE = [
         "InklingForCausalLM",
         "InklingTextConfig",
         {
-            "layer_types": ["hybrid_sliding", "hybrid"], "logits_mup_width_multiplier": 1.0,
+            "layer_types": ["hybrid_sliding", "hybrid"],
+            "logits_mup_width_multiplier": 1.0,
             "rel_extent": 16,
             "d_rel": 8,
             "swa_num_attention_heads": 4,
@@ -399,7 +408,9 @@ _TABLE = [
         "Inkling2ForCausalLM",
         "Inkling2TextConfig",
         {
-            "layer_types": ["hybrid_sliding", "hybrid"], "unpadded_vocab_size": _VOCABULARY, "rel_extent": 16,
+            "layer_types": ["hybrid_sliding", "hybrid"],
+            "unpadded_vocab_size": _VOCABULARY,
+            "rel_extent": 16,
             "d_rel": 8,
             "swa_num_attention_heads": 4,
             "swa_num_key_value_heads": 2,
@@ -439,7 +450,10 @@ _TABLE = [
         _GROUPED | _LATENT,
     ),
     Architecture(
-        "muse_spark", "MuseSparkTextModel", "MuseSparkTextConfig", {"moe_hidden_size": 24}
+        "muse_spark",
+        "MuseSparkTextModel",
+        "MuseSparkTextConfig",
+        {"moe_hidden_size": 24, "num_local_experts": 4},
     ),
     Architecture(
         "openai_privacy_filter",
@@ -483,12 +497,26 @@ _TABLE = [
         "unlimited_ocr",
         "UnlimitedOcrTextModel",
         "UnlimitedOcrTextConfig",
-        _GROUPED | _DENSE_SPARSE,
+        _GROUPED | _LATENT | _DENSE_SPARSE | {"topk_method": "group_limited_greedy"},
     ),
-    Architecture("zaya", "ZayaForCausalLM", "ZayaConfig", {"num_experts_per_tok": 1, "router_hidden_size": 16}),
+    Architecture(
+        "zaya",
+        "ZayaForCausalLM",
+        "ZayaConfig",
+        {"num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 24},
+    ),
 ]
 
-ARCHITECTURES: dict[str, Architecture] = {item.name: item for item in _TABLE}
+ARCHITECTURES: dict[str, Architecture] = {item.name: item for item in _TABLE} | {
+    # Two kinds of experts in one folder.
+    "qwen3_omni_moe_talker": Architecture(
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeTalkerModel",
+        "Qwen3OmniMoeTalkerTextConfig",
+        {"rope_parameters": _THREE_AXES, "shared_expert_intermediate_size": 40},
+        inputs=_embedded,
+    ),
+}
 
 # Those that cannot run here, and why.
 UNAVAILABLE: dict[str, str] = {}

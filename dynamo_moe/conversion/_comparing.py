@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["compare", "random_tokens", "why_not_comparable"]
+from dynamo_moe.lazy_tensors import LazyTensor
+
+__all__ = ["compare", "has_values", "random_tokens", "why_not_comparable"]
 
 # Relative to the RMS of the original's result, both in at least float32: a different activation or
 # routing differs by 1e-1, another order of summation by 1e-6.
@@ -19,6 +21,11 @@ def random_tokens(count: int, width: int, like: Tensor) -> Tensor:
     """Returns ``[count, width]``, the same every time, large enough to tell activations apart."""
     generator = torch.Generator().manual_seed(0)
     return (torch.randn(count, width, generator=generator) * 2).to(like.device, like.dtype)
+
+
+def has_values(module: nn.Module) -> bool:
+    """Whether the module can be run: none of its parameters is on the meta device, or on disk."""
+    return not any(p.is_meta or isinstance(p, LazyTensor) for p in module.parameters())
 
 
 def why_not_comparable(module: nn.Module) -> str | None:

@@ -12,7 +12,7 @@ from torch import nn
 from custom_ops.options import ExpertOptions
 from dynamo_moe._modes import evaluating
 from dynamo_moe.conversion import _transformers
-from dynamo_moe.conversion._comparing import compare, why_not_comparable
+from dynamo_moe.conversion._comparing import compare, has_values, why_not_comparable
 from dynamo_moe.conversion._registry import Adapter, adapters
 from dynamo_moe.modules import ConvertedModule
 
@@ -191,7 +191,7 @@ def _compare(adapter: Adapter, module: nn.Module) -> tuple[bool, str | None]:
     reason = why_not_comparable(module)
     if reason is not None:
         return False, reason
-    if any(parameter.is_meta for parameter in module.parameters()):
+    if not has_values(module):
         return False, None
     if any(parameter.dtype.itemsize < 4 for parameter in module.parameters()):
         # Near-ties of the router fall differently in half precision, whatever is computed.

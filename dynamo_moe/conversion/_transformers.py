@@ -22,7 +22,12 @@ from torch import Tensor, nn
 import custom_ops
 from custom_ops.activations import activate
 from custom_ops.options import CLAMPED, ExpertOptions
-from dynamo_moe.conversion._comparing import compare, random_tokens, why_not_comparable
+from dynamo_moe.conversion._comparing import (
+    compare,
+    has_values,
+    random_tokens,
+    why_not_comparable,
+)
 
 __all__ = [
     "ADAPTER",
@@ -73,7 +78,7 @@ def decide(module: Experts) -> tuple[ExpertOptions, bool]:
     if reason is not None:
         raise ValueError(reason)
     options = _identify(module)
-    if any(parameter.is_meta for parameter in module.parameters()):
+    if not has_values(module):
         return options, False
     if any(parameter.dtype.itemsize < 4 for parameter in module.parameters()):
         module = copy.deepcopy(module).float()

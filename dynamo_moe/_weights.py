@@ -1,0 +1,100 @@
+"""Weights of an ONNX graph that are written from files, never held.
+
+While a model with lazy parameters is traced, placeholders stand for them: tensors of the same
+shape, strides and device, on reserved addresses that take no memory. So both kinds of model give
+the same graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.tensor_adapters
+import torch
+from torch import Tensor, nn
+
+from dynamo_moe.lazy_tensors import LazyTensor
+
+__all__ = ["Lazies", "as_ir", "attach", "placeholders"]
+
+Lazies = dict[int, LazyTensor]
+"""Lazy tensors by the address of their placeholder."""
+
+# Python names it from 3.13 on; the value is that of Linux.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class LazyWeight(ir.tensor_adapters.TorchTensor):
+    """A lazy tensor as a weight of an ONNX graph."""
+
+    raw: LazyTensor
+
+    def numpy(self) -> np.ndarray:
+        return ir.tensor_adapters.TorchTensor(self.raw.read()).numpy()
+
+    def tobytes(self) -> bytes:
+        return b"".join(bytes(_bytes(chunk)) for chunk in self.raw.chunks())
+
+    def tofile(self, file: BinaryIO) -> None:
+        file.writelines(_bytes(chunk) for chunk in self.raw.chunks())
+
+
+def as_ir(tensor: Tensor, name: str | None) -> ir.tensor_adapters.TorchTensor:
+    """Returns the tensor as a weight of an ONNX graph."""
+    kind = LazyWeight if isinstance(tensor, LazyTensor) else ir.tensor_adapters.TorchTensor
+    return kind(tensor, name=name)
+
+
+@contextlib.contextmanager
+def placeholders(model: nn.Module) -> Iterator[Lazies]:
+    """Replaces a model's lazy parameters and buffers until the context ends."""
+    lazies: Lazies = {}
+    made: dict[int, Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, LazyTensor]] = []
+    for module in model.modules():
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in both:
+            for name, tensor in tensors.items():
+                if not isinstance(tensor, LazyTensor):
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = _placeholder(tensor)
+                    lazies[made[id(tensor)].data_ptr()] = tensor
+                replaced.append((tensors, name, tensor))
+                tensors[name] = made[id(tensor)]
+    try:
+        yield lazies
+    finally:
+        for tensors, name, tensor in replaced:
+            tensors[name] = tensor
+
+
+def attach(model: ir.Model, lazies: Lazies) -> None:
+    """Gives the graph's initializers their lazy tensors in place of the placeholders."""
+    for value in model.graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        if isinstance(raw, Tensor) and raw.data_ptr() in lazies:
+            value.const_value = as_ir(lazies[raw.data_ptr()], value.name)
+
+
+def _placeholder(lazy: LazyTensor) -> Tensor:
+    size = lazy.numel() * lazy.dtype.itemsize
+    if hasattr(mmap, "MAP_ANONYMOUS"):
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        buffer = mmap.mmap(-1, max(size, 1), flags=flags)
+    else:
+        buffer = mmap.mmap(-1, max(size, 1))
+    tensor = torch.frombuffer(buffer, dtype=lazy.dtype, count=lazy.numel()).view(lazy.shape)
+    if isinstance(lazy, nn.Parameter):
+        return nn.Parameter(tensor, lazy.requires_grad)
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)

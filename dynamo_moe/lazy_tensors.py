@@ -1,0 +1,238 @@
+"""Tensors whose values stay on disk until they are written somewhere else.
+
+A :class:`LazyTensor` knows its shape and dtype, and how its values come about: a stretch of a
+safetensors file, or an operation on other lazy tensors. PyTorch's functions work on it without
+reading anything (``torch.stack``, ``cat``, ``transpose``, ``to`` a dtype, …), so whatever prepares
+a checkpoint for a model, such as transformers' own loader, prepares lazy ones too. Values are then
+produced a few rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["CHUNK_BYTES", "LazyTensor", "Stored"]
+
+CHUNK_BYTES = 2**25
+"""What :meth:`LazyTensor.chunks` holds in memory, unless one row is larger."""
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A contiguous tensor in a file.
+
+    Attributes:
+        path: The file.
+        offset: Of its first byte.
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Reads rows ``start`` to ``stop`` of its first dimension.
+
+        Raises:
+            OSError: If the file ends before.
+        """
+        row = self.nbytes // self.shape[0]
+        return self._read(start * row, (stop - start) * row, (stop - start, *self.shape[1:]))
+
+    def read(self) -> Tensor:
+        """Reads all of it."""
+        return self._read(0, self.nbytes, self.shape)
+
+    def _read(self, skip: int, size: int, shape: tuple[int, ...]) -> Tensor:
+        buffer = bytearray(size)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset + skip)
+            view = memoryview(buffer)
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise OSError(f"{self.path} ends {len(view)} bytes before its last tensor")
+                view = view[count:]
+        if not size:
+            return torch.empty(shape, dtype=self.dtype)
+        return torch.frombuffer(buffer, dtype=self.dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What an operation gives; ``place`` among its results where it has several."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: int | None
+
+    def of(self, *args: Any) -> Tensor:
+        """Runs the operation on values."""
+        result = self.function(*args, **self.kwargs)
+        return result if self.place is None else result[self.place]  # type: ignore[no-any-return]
+
+
+class LazyTensor(Tensor):
+    """A tensor on the CPU whose values are not in memory.
+
+    Operations on it are recorded. Whatever needs its values, or would change them, raises
+    ``NotImplementedError``: :meth:`read` it first.
+    """
+
+    _meta: Tensor
+    _source: Stored | _Result
+
+    def __new__(cls, meta: Tensor, source: Stored | _Result) -> Self:
+        """Makes a tensor of the shape, strides and dtype of ``meta``."""
+        lazy: Self = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("cpu")
+        )
+        lazy._meta, lazy._source = meta, source
+        return lazy
+
+    @classmethod
+    def stored(cls, source: Stored) -> LazyTensor:
+        """Returns the tensor of a stretch of a file."""
+        return cls(torch.empty(source.shape, dtype=source.dtype, device="meta"), source)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            raise NotImplementedError(f"{func} would change a tensor that lies in a checkpoint")
+        meta_args, meta_kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
+        results = func(*meta_args, **{**meta_kwargs, **_on_meta(meta_kwargs)})
+        if isinstance(results, Tensor):
+            return cls(results, _Result(func, args, kwargs, None))
+        if not isinstance(results, (list, tuple)):
+            raise NotImplementedError(f"{func} needs the values of a tensor in a checkpoint")
+        return [cls(r, _Result(func, args, kwargs, place)) for place, r in enumerate(results)]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def origin(self) -> Stored | None:
+        """Where its values lie in a file as they are; None if they have to be computed."""
+        source = self._source
+        while isinstance(source, _Result):
+            if source.function not in _SAME:
+                return None
+            source = source.args[0]._source
+        return source
+
+    def read(self) -> Tensor:
+        """Returns the values, all in memory."""
+        if isinstance(self._source, Stored):
+            return self._source.read()
+        return self._source.of(*tree_map_only(LazyTensor, LazyTensor.read, self._source.args))
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yields the values in order, contiguous, about ``CHUNK_BYTES`` at a time."""
+        if not self.ndim or not self.numel():
+            yield self.read().contiguous()
+            return
+        length = self.shape[0]
+        step = max(1, CHUNK_BYTES * length // (self.numel() * self.dtype.itemsize))
+        whole = None if length <= step or _has_rows(self) else self.read()
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            rows = _rows(self, start, stop) if whole is None else whole[start:stop]
+            yield rows.contiguous()
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    return tensor._meta if isinstance(tensor, LazyTensor) else tensor.to("meta")
+
+
+def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A cast may name the device that a lazy tensor is on already."""
+    return {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+
+
+# --- Rows ---
+# Rows of a result from rows of its operands: by operation, what gives rows start to stop, or None
+# if the operation mixes rows.
+_Rows = Callable[[int, int], Tensor]
+
+_SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
+_POINTWISE = _SAME | {_aten.clone.default, _aten._to_copy.default}
+
+
+def _has_rows(tensor: LazyTensor) -> bool:
+    source = tensor._source
+    return isinstance(source, Stored) or _by_rows(tensor, source) is not None
+
+
+def _rows(tensor: LazyTensor, start: int, stop: int) -> Tensor:
+    source = tensor._source
+    if isinstance(source, Stored):
+        return source.rows(start, stop)
+    by_rows = _by_rows(tensor, source)
+    return tensor.read()[start:stop] if by_rows is None else by_rows(start, stop)
+
+
+def _by_rows(tensor: LazyTensor, source: _Result) -> _Rows | None:
+    function, (first, *rest) = source.function, source.args
+    if function is _aten.stack.default and _dimension(tensor, rest) == 0:
+        return lambda start, stop: source.of([part.read() for part in first[start:stop]], *rest)
+    if function in (_aten.stack.default, _aten.cat.default):
+        if _dimension(tensor, rest) == 0 or not all(map(_has_rows, first)):
+            return None
+        return lambda a, b: source.of([_rows(part, a, b) for part in first], *rest)
+    if not isinstance(first, LazyTensor) or not first.ndim or not _has_rows(first):
+        return None
+    if not _keeps_rows(first, tensor, function, rest):
+        return None
+    if function in (_aten.view.default, _aten._unsafe_view.default):
+        return lambda a, b: _rows(first, a, b).reshape(b - a, *tensor.shape[1:])
+    return lambda a, b: source.of(_rows(first, a, b), *rest)
+
+
+def _keeps_rows(
+    before: LazyTensor, after: LazyTensor, function: Callable[..., Any], rest: list[Any]
+) -> bool:
+    """Whether row i of the result comes from row i of the operand alone."""
+    if function in _POINTWISE:
+        return True
+    if function in (_aten.view.default, _aten._unsafe_view.default):
+        return before.shape[0] == after.shape[0]
+    if function is _aten.transpose.int:
+        return 0 not in (axis % before.ndim for axis in rest)
+    if function is _aten.permute.default:
+        return bool(rest[0][0] % before.ndim == 0)
+    if function is _aten.slice.Tensor:
+        return _dimension(before, rest) != 0
+    if function in (_aten.split.Tensor, _aten.split_with_sizes.default):
+        return _dimension(before, rest[1:]) != 0
+    return False
+
+
+def _dimension(tensor: Tensor, rest: list[Any]) -> int:
+    return operator.index(rest[0]) % tensor.ndim if rest else 0
