@@ -9,7 +9,7 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +96,8 @@ def export(
     kwargs: dict[str, Any] | None = None,
     target: _lowering.Target = "plugin",
     dynamic_shapes: Mapping[str, Any] | str | None = _dynamic_shapes.BATCH,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
     opset: int = DEFAULT_OPSET,
     external_data: bool | None = None,
 ) -> ExportReport:
@@ -113,6 +115,9 @@ def export(
         dynamic_shapes: ``"batch"``: the first dimension of every tensor is symbolic; a mapping from
             argument to ``{dimension: name}`` adds to that (``{0: None}`` makes it static); None:
             every shape is static.
+        input_names: Of the file's inputs, in the order of the example's tensors; None: after the
+            arguments of the model's forward.
+        output_names: Of the file's outputs, in order; None: the exporter's.
         opset: Version of the standard operators, at least 18.
         external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
 
@@ -151,6 +156,7 @@ def export(
         )
     with _weights.placeholders(model) as lazies:
         model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
+    _rename("input_names", model_ir.graph.inputs, input_names)
     _weights.attach(model_ir, lazies)
     _passes.fold_weight_transposes(model_ir)
     _passes.name_nodes_by_module(model_ir)
@@ -161,6 +167,7 @@ def export(
     if target == "plugin":
         _lowering.lower(model_ir, target)
     common_passes.ClearMetadataAndDocStringPass()(model_ir)
+    _rename("output_names", model_ir.graph.outputs, output_names)
     _layers.store(model_ir, layers)
 
     activations = {layer.attributes["activation"] for layer in layers}
@@ -210,6 +217,15 @@ def _trace(
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
     _dynamic_shapes.name_dimensions(traced, example.labels)
     return traced
+
+
+def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | None) -> None:
+    if names is None:
+        return
+    if len(names) != len(values) or len(set(names)) != len(names):
+        raise ValueError(f"{argument} must be {len(values)} different names, got {list(names)}")
+    for value, name in zip(values, names, strict=True):
+        value.name = name
 
 
 def _explain(error: Exception) -> str:

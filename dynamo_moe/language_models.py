@@ -1,0 +1,205 @@
+"""Language models of transformers as ONNX files that generate token by token.
+
+Legend: B batch, S new tokens, P tokens in the cache, V vocabulary, G heads of keys and values,
+C width of such a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dynamo_moe import _weights
+from dynamo_moe._modes import evaluating
+from dynamo_moe.exporting import ExportReport, export
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["example_case", "export_language_model", "stepping"]
+
+_BATCH, _SEQUENCE, _PAST, _TOTAL = "batch", "sequence", "past", "total_sequence"
+
+
+def export_language_model(
+    model: PreTrainedModel,
+    path: str | os.PathLike[str],
+    *,
+    past: bool = True,
+    **options: Any,
+) -> ExportReport:
+    """Exports a causal language model of transformers, after :func:`convert`.
+
+    With ``past``, one file serves the prompt (P = 0) and every further token. Its inputs:
+    ``input_ids`` ``[B, S]`` int64; ``attention_mask`` ``[B, P + S]`` int64, 0 for padding, which is
+    on the left; ``past_key_values.0.key`` ``[B, G, P, C]``, ``past_key_values.0.value``, and so on
+    for every layer. Its outputs: ``logits`` ``[B, S, V]``; ``present.0.key``
+    ``[B, G, P + S, C]``, ``present.0.value``, … to be the next call's ``past_key_values``. Without
+    ``past`` there are ``input_ids`` and ``attention_mask`` ``[B, S]``, and ``logits``. B, S and P
+    are symbolic.
+
+    Args:
+        model: A causal language model, or one opened by :func:`open_checkpoint`.
+        path: The file to write.
+        past: Whether keys and values go in and out.
+        options: ``target``, ``opset`` and ``external_data`` of :func:`export`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: If ``past`` is asked of a model whose cache holds more than keys and values of
+            attention, such as the states of a state-space model.
+        ExportError: If PyTorch's exporter cannot take the model.
+    """
+    with stepping(model, past=past):
+        case = example_case(model, past=past)
+        dynamic: dict[str, Any] = {
+            "input_ids": {1: _SEQUENCE},
+            "attention_mask": {1: _TOTAL if past else _SEQUENCE},
+        }
+        inputs, outputs = ["input_ids", "attention_mask"], ["logits"]
+        if past:
+            layer = {0: _BATCH, 2: _PAST}
+            dynamic["past_key_values"] = [(layer, layer)] * len(case["past_key_values"])
+            inputs += _cache_names("past_key_values", len(case["past_key_values"]))
+            outputs += _cache_names("present", len(case["past_key_values"]))
+        return export(
+            model,
+            (),
+            path,
+            kwargs=case,
+            dynamic_shapes=dynamic,
+            input_names=inputs,
+            output_names=outputs,
+            **options,
+        )
+
+
+@contextlib.contextmanager
+def stepping(model: PreTrainedModel, *, past: bool = True) -> Iterator[None]:
+    """While it lasts, the model's forward takes and returns what its exported file does.
+
+    ``forward(input_ids, attention_mask, past_key_values)`` with a list of (keys, values) per layer
+    returns (logits, list of (keys, values)); without ``past`` it returns the logits.
+    :func:`verify` compares such a model with its file.
+    """
+    if past:
+        _check_cache(model)
+    original = model.forward
+    model.forward = _with_past(model, original) if past else _without_past(original)
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+def example_case(
+    model: PreTrainedModel, batch: int = 2, new: int = 3, cached: int = 4, *, past: bool = True
+) -> dict[str, Any]:
+    """Returns random arguments of the forward that :func:`stepping` gives, the same every time.
+
+    Args:
+        model: The model, within :func:`stepping`.
+        batch: B.
+        new: S.
+        cached: P; without ``past`` it is 0.
+        past: As for :func:`stepping`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    cached = cached if past else 0
+    vocabulary = model.config.get_text_config().vocab_size
+    case: dict[str, Any] = {
+        "input_ids": torch.randint(vocabulary, (batch, new), generator=generator),
+        "attention_mask": torch.ones(batch, cached + new, dtype=torch.int64),
+    }
+    if past:
+        case["past_key_values"] = [
+            tuple(
+                torch.randn(batch, heads, cached, width, generator=generator).to(dtype)
+                for heads, width, dtype in layer
+            )
+            for layer in _cache_shapes(model)
+        ]
+    return case
+
+
+def _cache_names(prefix: str, layers: int) -> list[str]:
+    return [f"{prefix}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
+
+
+def _with_past(model: PreTrainedModel, original: Callable[..., Any]) -> Callable[..., Any]:
+    from transformers import DynamicCache
+
+    takes_positions = "position_ids" in inspect.signature(original).parameters
+
+    def forward(
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        past_key_values: Sequence[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        cache = DynamicCache()
+        layers: list[Any] = [_filled(*layer) for layer in past_key_values]
+        cache.layers = layers
+        options: dict[str, Any] = {}
+        if takes_positions:
+            # As generate() does: padding on the left does not count.
+            positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
+            options["position_ids"] = positions[:, -input_ids.shape[1] :]
+        result = original(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=True,
+            **options,
+        )
+        return result.logits, [(layer.keys, layer.values) for layer in layers]
+
+    return forward
+
+
+def _without_past(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        result = original(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        logits: Tensor = result.logits
+        return logits
+
+    return forward
+
+
+def _filled(keys: Tensor, values: Tensor) -> Any:
+    """A cache layer that holds all tokens: the mask hides what a sliding window does not see."""
+    from transformers.cache_utils import DynamicLayer
+
+    layer = DynamicLayer()  # type: ignore[no-untyped-call]
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    return layer
+
+
+def _check_cache(model: PreTrainedModel) -> None:
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    for place, layer in enumerate(DynamicCache(config=model.config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise ValueError(
+                f"layer {place} of {type(model).__name__} keeps more than keys and values between "
+                f"tokens ({type(layer).__name__}): export it with past=False"
+            )
+
+
+def _cache_shapes(model: PreTrainedModel) -> list[list[tuple[int, int, torch.dtype]]]:
+    """Per layer (heads, width, dtype) of keys and of values, found by a run without values."""
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _weights.placeholders(model), evaluating(model), torch.no_grad(), mode:
+        _, layers = model.forward(ids, torch.ones_like(ids), [])
+    return [[(part.shape[1], part.shape[3], part.dtype) for part in layer] for layer in layers]
