@@ -20,6 +20,7 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes, _weights
+from dynamo_moe._capture import capture
 from dynamo_moe._modes import evaluating
 from dynamo_moe._translation import onnx_translation_table
 from dynamo_moe.conversion import convertible_modules
@@ -194,21 +195,22 @@ def _trace(
 ) -> ir.Model:
     """Returns the model's graph, its MoE layers as bare nodes."""
     example = _dynamic_shapes.resolve(model, args, kwargs, dynamic_shapes)
-    try:
-        with evaluating(model), _quiet_exporter():
+    with evaluating(model), _quiet_exporter():
+        try:
+            captured = capture(model, example)
+        except Exception as error:  # The model's own code runs.
+            raise ExportError(_explain(error)) from error
+        try:
             program = torch.onnx.export(
-                model,
-                example.args,
-                kwargs=example.kwargs,
+                captured,
                 dynamo=True,
                 verbose=False,
                 optimize=False,
                 opset_version=opset,
-                dynamic_shapes=example.shapes,
                 custom_translation_table=onnx_translation_table(),
             )
-    except torch.onnx.OnnxExporterError as error:
-        raise ExportError(_explain(error)) from error
+        except torch.onnx.OnnxExporterError as error:
+            raise ExportError(_explain(error)) from error
     if program is None:  # torch.onnx.export's type allows it; with dynamo=True it never happens.
         raise ExportError("torch.onnx.export returned no program")
     traced = program.model
@@ -236,6 +238,11 @@ def _explain(error: Exception) -> str:
         return (
             f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}. "
             "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
+        )
+    if "DynamicCache" in cause:
+        return (
+            "the model returns its cache of keys and values: pass use_cache=False, or use "
+            "dynamo_moe.export_language_model"
         )
     return f"PyTorch's exporter cannot take the model: {cause}"
 

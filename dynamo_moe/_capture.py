@@ -1,0 +1,70 @@
+"""From a PyTorch module to an ``ExportedProgram`` that PyTorch's ONNX exporter can translate."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx.experimental import _config
+
+from dynamo_moe._dynamic_shapes import DynamicExample
+
+try:
+    from torch.export import _patches
+except ImportError:  # Before torch 2.13.
+    _patches = None  # type: ignore[assignment]
+
+__all__ = ["capture"]
+
+_aten = torch.ops.aten
+
+
+def capture(model: torch.nn.Module, example: DynamicExample) -> ExportedProgram:
+    """Traces the model: without Python's control flow first, as that is faster; then with it.
+
+    Raises:
+        Exception: Whatever the model's code or the tracer raises, from the first attempt.
+    """
+    try:
+        program = _trace(model, example, strict=False)
+    except Exception as failure:  # The model's own code runs.
+        try:
+            program = _trace(model, example, strict=True)
+        except Exception:
+            raise failure from None
+    _unsqueeze_complex(program)
+    return program
+
+
+def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> ExportedProgram:
+    # What torch.onnx.export does around torch.export: a size of 0 or 1 is no case of its own, and
+    # LSTMs and GRUs become loops.
+    with ExitStack() as stack:
+        patch: Any = _config.patch  # type: ignore[attr-defined]
+        stack.enter_context(patch(backed_size_oblivious=True))
+        for network in ("lstm", "gru"):
+            register = getattr(_patches, f"register_{network}_while_loop_decomposition", None)
+            if register is not None and example.shapes:
+                stack.enter_context(register())
+        return torch.export.export(
+            model,
+            example.args,
+            kwargs=example.kwargs,
+            dynamic_shapes=example.shapes,
+            strict=strict,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+
+
+def _unsqueeze_complex(program: ExportedProgram) -> None:
+    """Replaces ``unsqueeze`` of complex tensors by ``stack`` of one.
+
+    The rotary embeddings of DeepSeek-V2 and Llama 4 need it: onnxscript 0.7 translates complex
+    ``stack``, but not ``unsqueeze``.
+    """
+    for node in program.graph.nodes:
+        if node.target is _aten.unsqueeze.default and node.meta["val"].is_complex():
+            tensor, dimension = node.args
+            node.target, node.args = _aten.stack.default, ([tensor], dimension)
