@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import custom_ops
 
-__all__ = ["ConvertedModule", "DroplessMoE"]
+__all__ = ["ConvertedModule", "DroplessMoE", "InputScaledMoE", "TopOneMoE"]
 
 
 class ConvertedModule(nn.Module, ABC):
@@ -16,7 +16,7 @@ class ConvertedModule(nn.Module, ABC):
 
     @abstractmethod
     def experts_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the experts' parameters by attribute; the router's are not among them."""
+        """Returns the experts' parameters by their path; the router's are not among them."""
 
 
 class DroplessMoE(ConvertedModule):
@@ -72,3 +72,95 @@ class DroplessMoE(ConvertedModule):
             f"experts={experts}, top_k={self.top_k}, width={width}, hidden={hidden}, "
             f"activation={self.activation!r}, experts_dtype={self.w1.dtype}"
         )
+
+
+class InputScaledMoE(ConvertedModule):
+    """Llama 4's layer: sigmoid scores scale the experts' inputs; a shared expert sees every token.
+
+    Legend: T tokens, D model width, H hidden width, E experts.
+
+    It holds the original's modules under their names.
+
+    Args:
+        router: ``nn.Linear(D, E, bias=False)``, or a subclass; only its weight is used.
+        experts: Has ``gate_up_proj`` ``[E, D, 2H]`` and ``down_proj`` ``[E, H, D]``.
+        shared_expert: A module from ``[T, D]`` to ``[T, D]``.
+        top_k: Experts per token.
+        activation: One of :data:`custom_ops.options.ACTIVATIONS`.
+    """
+
+    def __init__(
+        self,
+        router: nn.Linear,
+        experts: nn.Module,
+        shared_expert: nn.Module,
+        top_k: int,
+        activation: str,
+    ) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared_expert = router, experts, shared_expert
+        self.top_k = top_k
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ``[T, D]`` and the router's logits ``[T, E]`` for tokens ``[..., D]``."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        logits_TE = nn.functional.linear(x_TD, self.router.weight)
+        values_TK, ids_TK = logits_TE.topk(self.top_k, dim=-1)
+        weights_TK = values_TK.float().sigmoid().to(values_TK.dtype)
+        w1, w2 = self.experts.gate_up_proj, self.experts.down_proj
+        y_TD = custom_ops.experts(
+            x_TD, ids_TK, weights_TK, w1.mT, None, w2.mT, None,  # type: ignore[arg-type]
+            activation=self.activation, gated=True, weight_on_input=True,
+        )  # fmt: skip
+        return self.shared_expert(x_TD) + y_TD, logits_TE
+
+    def experts_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns ``experts.gate_up_proj`` and ``experts.down_proj``."""
+        return {f"experts.{name}": value for name, value in self.experts.named_parameters()}
+
+
+class TopOneMoE(ConvertedModule):
+    """Switch Transformer's layer: one expert per token, weighted by its probability.
+
+    Legend: B batch, L length, D model width, H hidden width, E experts.
+
+    Args:
+        router: ``nn.Linear(D, E)``, computed in float32.
+        w1: ``[E, H, D]``.
+        w2: ``[E, D, H]``.
+        capacity: Tokens that an expert takes from one sequence, the first ones; the others get
+            zeros. None: all.
+        activation: One of :data:`custom_ops.options.ACTIVATIONS`.
+    """
+
+    def __init__(
+        self,
+        router: nn.Linear,
+        w1: nn.Parameter,
+        w2: nn.Parameter,
+        capacity: int | None,
+        activation: str,
+    ) -> None:
+        super().__init__()
+        self.router = router
+        self.w1, self.w2 = w1, w2
+        self.capacity = capacity
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``[B, L, D]`` for tokens ``[B, L, D]``."""
+        bias = None if self.router.bias is None else self.router.bias.float()
+        logits_BLE = nn.functional.linear(x.float(), self.router.weight.float(), bias)
+        weights_BL1, ids_BL1 = logits_BLE.softmax(dim=-1).to(x.dtype).max(dim=-1, keepdim=True)
+        if self.capacity is not None:
+            chosen_BLE = nn.functional.one_hot(ids_BL1.squeeze(-1), self.w1.shape[0])
+            turn_BL1 = chosen_BLE.cumsum(dim=-2).gather(-1, ids_BL1)
+            ids_BL1 = ids_BL1.where(turn_BL1 <= self.capacity, -1)
+        return custom_ops.experts(
+            x, ids_BL1, weights_BL1, self.w1, None, self.w2, None, activation=self.activation
+        )
+
+    def experts_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns ``w1`` and ``w2``."""
+        return {"w1": self.w1, "w2": self.w2}

@@ -106,7 +106,7 @@ def test_recognised_by_structure_not_by_class() -> None:
     ("module", "reason"),
     [
         (SameShapeOtherActivation(8, 16, 4, 2), "computes something else: relative error"),
-        (TokenList(8, 16, 4, 2), "does not return one tensor"),
+        (TokenList(8, 16, 4, 2), "returns something else"),
         (StackedButUnknown(), "stacks 4 experts in up, down"),
         (ListOfExperts(), "holds a list of 4 experts"),
     ],

@@ -3,7 +3,11 @@
 ``_registry`` holds the adapters, one file each; ``_convert`` walks the model and reports.
 """
 
-from dynamo_moe.conversion import _dropless_mlp  # noqa: F401  Registers its adapter.
+from dynamo_moe.conversion import (  # noqa: F401  They register their adapters.
+    _dropless_mlp,
+    _llama4,
+    _switch,
+)
 from dynamo_moe.conversion._convert import (
     ConversionReport,
     Replacement,

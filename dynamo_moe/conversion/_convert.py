@@ -12,7 +12,7 @@ from torch import nn
 from custom_ops.options import ExpertOptions
 from dynamo_moe._modes import evaluating
 from dynamo_moe.conversion import _transformers
-from dynamo_moe.conversion._comparing import compare, has_values, why_not_comparable
+from dynamo_moe.conversion._comparing import check_comparable, compare, has_values
 from dynamo_moe.conversion._registry import Adapter, adapters
 from dynamo_moe.modules import ConvertedModule
 
@@ -132,10 +132,13 @@ def convert(
         if adapter is None:
             reason = _why_it_looks_like_moe(module)
         else:
-            compared, reason = _compare(adapter, module)
-            if reason is None:
-                _replace(model, module, adapter.convert(module).train(module.training))
+            try:
+                replacement, compared = _replacement(adapter, module)
+                _replace(model, module, replacement)
                 replaced.append(Replacement(path, adapter.name, type(module).__name__, compared))
+                reason = None
+            except ValueError as refusal:
+                reason = str(refusal)
         if adapter is not None or reason is not None:
             handled.update(module.modules())
         if reason is not None:
@@ -186,20 +189,24 @@ def _find_adapter(module: nn.Module) -> Adapter | None:
     return next((a for a in adapters() if a.recognise(module) is None), None)
 
 
-def _compare(adapter: Adapter, module: nn.Module) -> tuple[bool, str | None]:
-    """Returns whether module and replacement were run, and None or what forbids to replace it."""
-    reason = why_not_comparable(module)
-    if reason is not None:
-        return False, reason
+def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, bool]:
+    """Returns what replaces a module, and whether the two were compared.
+
+    Raises:
+        ValueError: If nothing may replace it; with the reason.
+    """
+    check_comparable(module)
+    replacement = adapter.convert(module).train(module.training)
     if not has_values(module):
-        return False, None
+        return replacement, False
+    original, candidate = module, replacement
     if any(parameter.dtype.itemsize < 4 for parameter in module.parameters()):
         # Near-ties of the router fall differently in half precision, whatever is computed.
-        module = copy.deepcopy(module).float()
-    replacement = adapter.convert(module)
-    with evaluating(module, replacement):
-        reason = compare(module, replacement, [adapter.example_tokens(module)], adapter.name)
-    return True, reason
+        original = copy.deepcopy(module).float()
+        candidate = adapter.convert(original)
+    with evaluating(original, candidate):
+        compare(original, candidate, [adapter.example_tokens(original)], adapter.name)
+    return replacement, True
 
 
 def _cast_experts(model: nn.Module, dtype: torch.dtype) -> None:
@@ -210,7 +217,8 @@ def _cast_experts(model: nn.Module, dtype: torch.dtype) -> None:
             if parameter not in cast:
                 half = parameter.detach().to(dtype)
                 cast[parameter] = nn.Parameter(half, parameter.requires_grad)
-            setattr(module, name, cast[parameter])
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, cast[parameter])
 
 
 def _experts_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import custom_ops
-from custom_ops.activations import activate
-from custom_ops.options import CLAMPED, ExpertOptions
+from custom_ops.options import ExpertOptions
+from dynamo_moe.conversion import _activation
 from dynamo_moe.conversion._comparing import (
+    check_comparable,
     compare,
     has_values,
     random_tokens,
-    why_not_comparable,
 )
 
 __all__ = [
@@ -48,10 +47,6 @@ Experts = Any
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 _OPTIONS, _FALLBACK = "_dynamo_moe_options", "_dynamo_moe_fallback"
-_PLAIN = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-# Every regime of an activation: around zero, at the clamps, far beyond them.
-_PROBE = (0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 8.0, 12.0, 40.0, 3e2, 1e4)
-_PROBE_TOLERANCE = 1e-5
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -74,18 +69,14 @@ def decide(module: Experts) -> tuple[ExpertOptions, bool]:
     Raises:
         ValueError: If it cannot; with the reason.
     """
-    reason = why_not_comparable(module)
-    if reason is not None:
-        raise ValueError(reason)
+    check_comparable(module)
     options = _identify(module)
     if not has_values(module):
         return options, False
     if any(parameter.dtype.itemsize < 4 for parameter in module.parameters()):
         module = copy.deepcopy(module).float()
     inputs = _example_inputs(module)
-    reason = compare(_original(module), partial(_compute, module, options), inputs, ADAPTER)
-    if reason is not None:
-        raise ValueError(reason)
+    compare(_original(module), partial(_compute, module, options), inputs, ADAPTER)
     return options, True
 
 
@@ -94,14 +85,15 @@ def _identify(module: Experts) -> ExpertOptions:
         raise ValueError("it normalises each expert's result before it is weighted")
     if getattr(module, "_is_expert_parallel", False):
         raise ValueError("its experts are spread over devices (expert parallelism)")
-    probe, expected = _probe_activation(module)
-    for options in _candidates(module):
-        result = activate(probe, options)
-        if torch.allclose(result, expected, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE):
-            return options
-    activation = type(getattr(module, "act_fn", module)).__name__
-    gating = "gate" if module.has_gate else "activation"
-    raise ValueError(f"its {gating} ({activation}) is none that torch.ops.moe.experts computes")
+    if not module.has_gate:
+        return _activation.plain(module.act_fn)
+    # The names that transformers' models give the two numbers.
+    return _activation.gating(
+        module._apply_gate,
+        interleaved=not module.is_concatenated,
+        limits=_numbers(module, "limit", "swiglu_limit"),
+        alphas=[*_numbers(module, "alpha", "swiglu_alpha"), 1.0],
+    )
 
 
 def select(module: Experts, options: ExpertOptions | None, fallback: str | None = None) -> None:
@@ -191,44 +183,6 @@ def _fall_back(module: Experts) -> Callable[..., Tensor]:
     return _original(module) if name is None else partial(ALL_EXPERTS_FUNCTIONS[name], module)
 
 
-def _candidates(module: Experts) -> Iterator[ExpertOptions]:
-    """Yields what the flags and attributes of an experts module allow."""
-    if not module.has_gate:
-        yield from (ExpertOptions(activation) for activation in _PLAIN)
-        return
-    interleaved = not module.is_concatenated
-    for activation in _PLAIN:
-        yield ExpertOptions(activation, gated=True, interleaved=interleaved)
-    # The names that transformers' models give the two numbers.
-    limits = _numbers(module, "limit", "swiglu_limit")
-    alphas = _numbers(module, "alpha", "swiglu_alpha") or [1.0]
-    for activation, limit, alpha in product(CLAMPED, limits, alphas):
-        yield ExpertOptions(
-            activation, gated=True, interleaved=interleaved, alpha=alpha, limit=limit
-        )
-
-
 def _numbers(module: Experts, *names: str) -> list[float]:
     values = (getattr(module, name, None) for name in names)
     return [float(value) for value in values if isinstance(value, (int, float)) and value > 0]
-
-
-def _probe_activation(module: Experts) -> tuple[Tensor, Tensor]:
-    """Returns pre-activations, as rows of gate and up where gated, and what the module makes."""
-    values = torch.tensor([*(-value for value in reversed(_PROBE)), *_PROBE])
-    if not module.has_gate:
-        return values[None], _call(module.act_fn, values[None])
-    gate, up = torch.cartesian_prod(values, values).unbind(1)
-    rows = torch.cat([gate, up]) if module.is_concatenated else torch.stack([gate, up], 1).ravel()
-    return rows[None], _call(module._apply_gate, rows[None])
-
-
-def _call(activation: Any, probe: Tensor) -> Tensor:
-    try:
-        with torch.no_grad():
-            result = activation(probe)
-    except Exception as failure:  # The activation is the model's own: anything can come out of it.
-        raise ValueError(f"its activation fails on a row of numbers: {failure}") from failure
-    if not isinstance(result, Tensor):
-        raise ValueError("its activation does not return one tensor")
-    return result
