@@ -18,7 +18,7 @@ CPP := $(wildcard trt_plugin/csrc/*.cc tests/native/*.cc)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format docs bench gpu-check clean
+.PHONY: help install demo test test-fast lint format docs bench gpu-check clean test-all
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,10 +38,14 @@ demo: $(INSTALLED) ## Train a small Swin-MoE, export it to ONNX and compare the 
 	$(BIN)/python -m dynamo_moe.demo
 
 test: $(INSTALLED) ## Run the tests and the docstrings' examples
+	$(PYTEST) -m "not every"
+
+test-all: $(INSTALLED) ## Run them with every model of transformers, and write its table in the docs
 	$(PYTEST)
+	$(BIN)/python tests/architecture_table.py
 
 test-fast: $(INSTALLED) ## Run those that take less than 10 seconds each
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not every"
 
 lint: $(INSTALLED) ## Check style, types, which package imports which, and the C++ sources
 	$(BIN)/ruff check

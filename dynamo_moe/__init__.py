@@ -19,10 +19,12 @@ if not hasattr(custom_ops, "dropless"):
 
 if TYPE_CHECKING:
     from dynamo_moe._translation import onnx_translation_table
+    from dynamo_moe.checkpoints import open_checkpoint, open_tensors
     from dynamo_moe.conversion import ConversionReport, convert
     from dynamo_moe.drawing import draw, draw_comparison
     from dynamo_moe.exporting import ExportError, ExportReport, export
     from dynamo_moe.inspection import ModelSummary, inspect
+    from dynamo_moe.language_models import export_language_model
     from dynamo_moe.tolerances import Tolerance
     from dynamo_moe.verification import VerificationError, VerificationReport, verify
 
@@ -30,8 +32,12 @@ __all__ = [
     # Converting
     "convert",
     "ConversionReport",
+    # Opening checkpoints
+    "open_checkpoint",
+    "open_tensors",
     # Exporting
     "export",
+    "export_language_model",
     "ExportError",
     "ExportReport",
     "onnx_translation_table",
@@ -53,7 +59,10 @@ __version__ = "0.1.0"
 _HOME = {
     "convert": "conversion",
     "ConversionReport": "conversion",
+    "open_checkpoint": "checkpoints",
+    "open_tensors": "checkpoints",
     "export": "exporting",
+    "export_language_model": "language_models",
     "ExportError": "exporting",
     "ExportReport": "exporting",
     "onnx_translation_table": "_translation",

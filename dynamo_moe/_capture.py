@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental import _config
 
 from dynamo_moe._dynamic_shapes import DynamicExample
+from dynamo_moe._state_space import exportable_scans
 
 try:
     from torch.export import _patches
@@ -42,6 +43,7 @@ def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> 
     # What torch.onnx.export does around torch.export: a size of 0 or 1 is no case of its own, and
     # LSTMs and GRUs become loops.
     with ExitStack() as stack:
+        stack.enter_context(exportable_scans())
         patch: Any = _config.patch  # type: ignore[attr-defined]
         stack.enter_context(patch(backed_size_oblivious=True))
         for network in ("lstm", "gru"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -11,10 +14,22 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-__all__ = ["EXTERNAL_DATA_LIMIT", "check_destination", "load_graph", "model_bytes", "save_model"]
+__all__ = [
+    "EXTERNAL_DATA_LIMIT",
+    "Progress",
+    "check_destination",
+    "load_graph",
+    "model_bytes",
+    "save_model",
+]
 
 # A protobuf message cannot pass 2 GiB; the graph itself needs room too.
 EXTERNAL_DATA_LIMIT = 2**31 - 2**26
+# Bytes up to which a weight stays inside the model's file.
+_SMALL = 256
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes written so far, and with those of all weights."""
 
 
 def check_destination(path: Path) -> None:
@@ -32,28 +47,36 @@ def check_destination(path: Path) -> None:
 
 def model_bytes(model: ir.Model) -> int:
     """Returns the bytes of the model's initializers."""
-    tensors = (value.const_value for value in model.graph.initializers.values())
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return sum(map(_bytes_of, model.graph.initializers.values()))
 
 
-def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[Path]:
+def save_model(
+    model: ir.Model,
+    path: Path,
+    external_data: bool | None,
+    progress: Progress | None = None,
+) -> list[Path]:
     """Writes the model, and its weights to ``<name>.data`` where asked for or needed.
 
     A reader of ``path`` sees the old file or the new one, never half of either. With weights beside
-    it there are two renames, the weights first.
+    it there are two renames, the weights first. Weights that are external tensors stay where they
+    are.
 
     Args:
         model: The model to write.
         path: Where to; its folder must exist.
         external_data: Weights in a file beside the model; None: only above 2 GB.
+        progress: Called with the bytes of weights written so far, and of all.
 
     Returns:
         The files written, the model first.
 
     Raises:
         ValueError: If ``external_data`` is False and the weights pass 2 GB.
+        OSError: If the disk has no room for the weights.
     """
-    weights = model_bytes(model)
+    values = [value for value in model.graph.initializers.values() if _is_held(value)]
+    weights = sum(_bytes_of(value) for value in values)
     if external_data is False and weights > EXTERNAL_DATA_LIMIT:
         raise ValueError(
             f"the weights have {weights} bytes; one ONNX file holds at most "
@@ -61,14 +84,51 @@ def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[
         )
     if external_data is None:
         external_data = weights > EXTERNAL_DATA_LIMIT
-    names = [path.name, f"{path.name}.data"] if external_data else [path.name]
+    free = shutil.disk_usage(path.parent).free
+    if weights > free:
+        reason = f"{path.name} needs {weights} bytes for its weights, {path.parent} has {free} left"
+        raise OSError(errno.ENOSPC, reason)
+    data = f"{path.name}.data"
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         beside = Path(folder)
-        ir.save(model, beside / path.name, external_data=names[1] if external_data else None)
-        written = [name for name in reversed(names) if (beside / name).exists()]
+        if external_data:
+            large = [value for value in values if _bytes_of(value) > _SMALL]
+            _move_out(large, beside, data, progress, weights)
+        ir.save(model, beside / path.name)
+        written = [name for name in (data, path.name) if (beside / name).exists()]
         for name in written:
             (beside / name).replace(path.parent / name)
     return [path.parent / name for name in reversed(written)]
+
+
+def _move_out(
+    values: Sequence[ir.Value], folder: Path, name: str, progress: Progress | None, total: int
+) -> None:
+    """Writes weights to a file; the values then refer to it."""
+    done = 0
+
+    def began(tensor: ir.TensorProtocol, _: ir.external_data.CallbackInfo) -> None:
+        nonlocal done
+        if progress is not None:
+            progress(done, total)
+        done += tensor.nbytes
+
+    tensors = [value.const_value for value in values if value.const_value is not None]
+    if not tensors:
+        return
+    moved = ir.external_data.convert_tensors_to_external(tensors, folder, name, callback=began)
+    for value, tensor in zip(values, moved, strict=True):
+        value.const_value = tensor
+    if progress is not None:
+        progress(total, total)
+
+
+def _is_held(value: ir.Value) -> bool:
+    return value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
+
+
+def _bytes_of(value: ir.Value) -> int:
+    return 0 if value.const_value is None else value.const_value.nbytes
 
 
 def load_graph(path: str | PathLike[str]) -> onnx.ModelProto:

@@ -69,12 +69,12 @@ def _type_foreign_results(model: ir.Model) -> bool:
     return bool(nodes)
 
 
-def fold_weight_transposes(model: ir.Model) -> None:
+def fold_weight_transposes(model: ir.Model, *, link: bool = False) -> None:
     """Replaces ``Transpose(weight)`` by the transposed weight under the weight's own name.
 
     The stock constant folding would do so under an invented name, in memory. Here the transposed
     tensor is a view that becomes contiguous when it is written. A weight that is also used as it
-    is keeps its Transpose.
+    is keeps its Transpose, and so does, with ``link``, a matrix that lies in a file as it is.
     """
     for weight in list(model.graph.initializers.values()):
         users = [node for node, _ in weight.uses()]
@@ -91,6 +91,8 @@ def fold_weight_transposes(model: ir.Model) -> None:
             else None
             for user in users
         }
+        if link and tensor.raw.ndim == 2 and getattr(tensor.raw, "origin", None):
+            continue
         perm = perms.pop()
         if perms or perm is None:
             continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from dynamo_moe.lazy_tensors import LazyTensor
 
-__all__ = ["Lazies", "as_ir", "attach", "placeholders"]
+__all__ = ["Lazies", "as_ir", "attach", "link", "placeholders"]
 
 Lazies = dict[int, LazyTensor]
 """Lazy tensors by the address of their placeholder."""
@@ -80,6 +81,36 @@ def attach(model: ir.Model, lazies: Lazies) -> None:
         raw = getattr(value.const_value, "raw", None)
         if isinstance(raw, Tensor) and raw.data_ptr() in lazies:
             value.const_value = as_ir(lazies[raw.data_ptr()], value.name)
+
+
+def link(model: ir.Model, folder: Path) -> None:
+    """Lets initializers whose values lie in a file as they are refer to that file.
+
+    Raises:
+        ValueError: If such a file is not in ``folder`` or below it: ONNX files name their data
+            relative to their own folder, and runtimes look nowhere else.
+    """
+    folder = folder.resolve()
+    for value in model.graph.initializers.values():
+        weight = value.const_value
+        origin = weight.raw.origin if isinstance(weight, LazyWeight) else None
+        if weight is None or origin is None or not origin.nbytes:
+            continue
+        path = origin.path.resolve()
+        if not path.is_relative_to(folder):
+            raise ValueError(
+                f"weights can be linked from files in {folder} or below it only, not from {path}: "
+                "write the ONNX file beside the checkpoint"
+            )
+        value.const_value = ir.ExternalTensor(
+            path.relative_to(folder).as_posix(),
+            origin.offset,
+            origin.nbytes,
+            weight.dtype,
+            shape=ir.Shape(weight.shape.numpy()),
+            name=weight.name or "",
+            base_dir=folder,
+        )
 
 
 def _placeholder(lazy: LazyTensor) -> Tensor:

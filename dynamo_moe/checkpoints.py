@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from dynamo_moe.lazy_tensors import LazyTensor, Stored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["open_checkpoint", "open_tensors"]
+__all__ = ["load_checkpoint", "open_checkpoint", "open_tensors"]
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -60,10 +62,29 @@ def open_checkpoint(
         ModuleNotFoundError: If transformers is not installed.
     """
     folder = Path(folder)
+    return _load(folder, dtype, open_tensors(_checked(folder, dtype)))
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Reads a checkpoint whole; like :func:`open_checkpoint` otherwise."""
+    folder = Path(folder)
+    tensors: dict[str, Any] = open_tensors(_checked(folder, dtype))
+    return _load(folder, dtype, {name: tensor.read() for name, tensor in tensors.items()})
+
+
+def _checked(folder: Path, dtype: torch.dtype | None) -> Path:
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating dtype, got {dtype}")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: it is not a checkpoint's folder")
+    return folder
+
+
+def _load(
+    folder: Path, dtype: torch.dtype | None, tensors: dict[str, torch.Tensor]
+) -> PreTrainedModel:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -73,13 +94,14 @@ def open_checkpoint(
     model_class = getattr(transformers, str(name), None)
     if model_class is None:
         raise ValueError(f"{folder}/config.json names the architecture {name!r}, unknown here")
-    model, loaded = model_class.from_pretrained(
-        None,
-        config=config,
-        state_dict=open_tensors(folder),
-        dtype="auto" if dtype is None else dtype,
-        output_loading_info=True,
-    )
+    with _quiet(transformers):
+        model, loaded = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype="auto" if dtype is None else dtype,
+            output_loading_info=True,
+        )
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         if loaded[what]:
             first = min(map(str, loaded[what]))
@@ -88,6 +110,21 @@ def open_checkpoint(
                 f"{len(loaded[what])} in all"
             )
     return model.eval()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Keeps transformers from showing a bar for what takes no time, and its report of the keys."""
+    logging = transformers.utils.logging
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
 
 
 def open_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

@@ -101,6 +101,8 @@ def export(
     output_names: Sequence[str] | None = None,
     opset: int = DEFAULT_OPSET,
     external_data: bool | None = None,
+    link_weights: bool = False,
+    progress: _files.Progress | None = None,
 ) -> ExportReport:
     """Exports a model, after :func:`convert`, to an ONNX file.
 
@@ -121,6 +123,11 @@ def export(
         output_names: Of the file's outputs, in order; None: the exporter's.
         opset: Version of the standard operators, at least 18.
         external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
+        link_weights: Weights of a model opened by :func:`open_checkpoint` that need no change stay
+            in the checkpoint's own files, which the ONNX file then refers to. It must be in their
+            folder, or in one above. Matrices that ONNX wants transposed get a Transpose, which
+            runtimes compute when they load the file.
+        progress: Called with the bytes of weights written so far, and with those of all.
 
     Returns:
         What was written.
@@ -159,7 +166,7 @@ def export(
         model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
     _rename("input_names", model_ir.graph.inputs, input_names)
     _weights.attach(model_ir, lazies)
-    _passes.fold_weight_transposes(model_ir)
+    _passes.fold_weight_transposes(model_ir, link=link_weights)
     _passes.name_nodes_by_module(model_ir)
     layers = _layers.record(model_ir)
     if target != "plugin":
@@ -172,7 +179,9 @@ def export(
     _layers.store(model_ir, layers)
 
     activations = {layer.attributes["activation"] for layer in layers}
-    files = _files.save_model(model_ir, path, external_data)
+    if link_weights:
+        _weights.link(model_ir, path.parent)
+    files = _files.save_model(model_ir, path, external_data, progress)
     return ExportReport(
         path=path,
         files=tuple(files),

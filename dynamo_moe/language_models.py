@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,8 +23,17 @@ from dynamo_moe.exporting import ExportReport, export
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["example_case", "export_language_model", "stepping"]
+__all__ = ["TASKS", "Task", "example_case", "export_language_model", "performing"]
 
+Task = Literal["text-generation-with-past", "text-generation", "feature-extraction"]
+TASKS: tuple[str, ...] = get_args(Task)
+
+# What a task's file returns first.
+_RESULTS = {
+    "text-generation-with-past": "logits",
+    "text-generation": "logits",
+    "feature-extraction": "last_hidden_state",
+}
 _BATCH, _SEQUENCE, _PAST, _TOTAL = "batch", "sequence", "past", "total_sequence"
 
 
@@ -32,41 +41,45 @@ def export_language_model(
     model: PreTrainedModel,
     path: str | os.PathLike[str],
     *,
-    past: bool = True,
+    task: Task = "text-generation-with-past",
     **options: Any,
 ) -> ExportReport:
-    """Exports a causal language model of transformers, after :func:`convert`.
+    """Exports a language model of transformers, after :func:`convert`. B, S and P are symbolic.
 
-    With ``past``, one file serves the prompt (P = 0) and every further token. Its inputs:
-    ``input_ids`` ``[B, S]`` int64; ``attention_mask`` ``[B, P + S]`` int64, 0 for padding, which is
-    on the left; ``past_key_values.0.key`` ``[B, G, P, C]``, ``past_key_values.0.value``, and so on
-    for every layer. Its outputs: ``logits`` ``[B, S, V]``; ``present.0.key``
-    ``[B, G, P + S, C]``, ``present.0.value``, … to be the next call's ``past_key_values``. Without
-    ``past`` there are ``input_ids`` and ``attention_mask`` ``[B, S]``, and ``logits``. B, S and P
-    are symbolic.
+    - ``text-generation-with-past``: one file for the prompt (P = 0) and every further token. Its
+      inputs: ``input_ids`` ``[B, S]`` int64; ``attention_mask`` ``[B, P + S]`` int64, 0 for
+      padding, which is on the left; ``past_key_values.0.key`` ``[B, G, P, C]``,
+      ``past_key_values.0.value``, and so on for every layer. Its outputs: ``logits``
+      ``[B, S, V]``; ``present.0.key`` ``[B, G, P + S, C]``, ``present.0.value``, … to be the next
+      call's ``past_key_values``.
+    - ``text-generation``: from ``input_ids`` and ``attention_mask`` ``[B, S]`` to ``logits``.
+    - ``feature-extraction``: from the same to ``last_hidden_state`` ``[B, S, D]``.
 
     Args:
-        model: A causal language model, or one opened by :func:`open_checkpoint`.
+        model: A model in memory, or one opened by :func:`open_checkpoint`.
         path: The file to write.
-        past: Whether keys and values go in and out.
-        options: ``target``, ``opset`` and ``external_data`` of :func:`export`.
+        task: One of the above.
+        options: ``target``, ``opset``, ``external_data``, ``link_weights`` and ``progress`` of
+            :func:`export`.
 
     Returns:
         What was written.
 
     Raises:
-        ValueError: If ``past`` is asked of a model whose cache holds more than keys and values of
-            attention, such as the states of a state-space model.
+        ValueError: If the task is unknown, or is ``text-generation-with-past`` and the model's
+            cache holds more than keys and values of attention, such as the states of a
+            state-space model.
         ExportError: If PyTorch's exporter cannot take the model.
     """
-    with stepping(model, past=past):
-        case = example_case(model, past=past)
+    with performing(model, task):
+        case = example_case(model)
         dynamic: dict[str, Any] = {
             "input_ids": {1: _SEQUENCE},
-            "attention_mask": {1: _TOTAL if past else _SEQUENCE},
+            "attention_mask": {1: _SEQUENCE},
         }
-        inputs, outputs = ["input_ids", "attention_mask"], ["logits"]
-        if past:
+        inputs, outputs = ["input_ids", "attention_mask"], [_RESULTS[task]]
+        if "past_key_values" in case:
+            dynamic["attention_mask"] = {1: _TOTAL}
             layer = {0: _BATCH, 2: _PAST}
             dynamic["past_key_values"] = [(layer, layer)] * len(case["past_key_values"])
             inputs += _cache_names("past_key_values", len(case["past_key_values"]))
@@ -84,17 +97,25 @@ def export_language_model(
 
 
 @contextlib.contextmanager
-def stepping(model: PreTrainedModel, *, past: bool = True) -> Iterator[None]:
-    """While it lasts, the model's forward takes and returns what its exported file does.
+def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
+    """While it lasts, the model's forward takes and returns what its file for a task does.
 
-    ``forward(input_ids, attention_mask, past_key_values)`` with a list of (keys, values) per layer
-    returns (logits, list of (keys, values)); without ``past`` it returns the logits.
+    For ``text-generation-with-past`` that is ``forward(input_ids, attention_mask,
+    past_key_values)``, with a list of (keys, values) per layer; it returns (logits, list of (keys,
+    values)). For the others ``forward(input_ids, attention_mask)`` returns one tensor.
     :func:`verify` compares such a model with its file.
+
+    Raises:
+        ValueError: As :func:`export_language_model`.
     """
-    if past:
-        _check_cache(model)
+    if task not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
     original = model.forward
-    model.forward = _with_past(model, original) if past else _without_past(original)
+    if task == "text-generation-with-past":
+        _check_cache(model)
+        model.forward = _with_past(original)
+    else:
+        model.forward = _without_past(original, _RESULTS[task])
     try:
         yield
     finally:
@@ -102,18 +123,18 @@ def stepping(model: PreTrainedModel, *, past: bool = True) -> Iterator[None]:
 
 
 def example_case(
-    model: PreTrainedModel, batch: int = 2, new: int = 3, cached: int = 4, *, past: bool = True
+    model: PreTrainedModel, batch: int = 2, new: int = 3, cached: int = 4
 ) -> dict[str, Any]:
-    """Returns random arguments of the forward that :func:`stepping` gives, the same every time.
+    """Returns random arguments of the model's forward, the same every time.
 
     Args:
-        model: The model, within :func:`stepping`.
+        model: The model, within :func:`performing`.
         batch: B.
         new: S.
-        cached: P; without ``past`` it is 0.
-        past: As for :func:`stepping`.
+        cached: P, of a task with a cache.
     """
     generator = torch.Generator().manual_seed(0)
+    past = "past_key_values" in inspect.signature(model.forward).parameters
     cached = cached if past else 0
     vocabulary = model.config.get_text_config().vocab_size
     case: dict[str, Any] = {
@@ -135,7 +156,7 @@ def _cache_names(prefix: str, layers: int) -> list[str]:
     return [f"{prefix}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
 
 
-def _with_past(model: PreTrainedModel, original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_past(original: Callable[..., Any]) -> Callable[..., Any]:
     from transformers import DynamicCache
 
     takes_positions = "position_ids" in inspect.signature(original).parameters
@@ -165,11 +186,14 @@ def _with_past(model: PreTrainedModel, original: Callable[..., Any]) -> Callable
     return forward
 
 
-def _without_past(original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_past(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    takes_cache = "use_cache" in inspect.signature(original).parameters
+    options = {"use_cache": False} if takes_cache else {}
+
     def forward(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        result = original(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        logits: Tensor = result.logits
-        return logits
+        outputs = original(input_ids=input_ids, attention_mask=attention_mask, **options)
+        result: Tensor = getattr(outputs, name)
+        return result
 
     return forward
 
@@ -192,7 +216,7 @@ def _check_cache(model: PreTrainedModel) -> None:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(
                 f"layer {place} of {type(model).__name__} keeps more than keys and values between "
-                f"tokens ({type(layer).__name__}): export it with past=False"
+                f"tokens ({type(layer).__name__}): use task text-generation"
             )
 
 

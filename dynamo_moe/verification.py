@@ -84,7 +84,9 @@ class VerificationReport:
         for column in ("inputs", "max error", "RMS error", "same routing", ""):
             table.add_column(column)
         for case in self.cases:
-            shapes = ", ".join(f"{name} {list(shape)}" for name, shape in case.shapes.items())
+            inputs = [f"{name} {list(shape)}" for name, shape in case.shapes.items()]
+            more = [f"and {len(inputs) - 3} more"] if len(inputs) > 4 else []
+            shapes = ", ".join(inputs[:3] + more if more else inputs)
             agreement = case.routing_agreement
             table.add_row(
                 shapes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any
@@ -50,6 +51,7 @@ _COMMON: dict[str, Any] = {
     "index_topk": 128,
     "index_head_dim": 8,
     "index_n_heads": 2,
+    "use_cache": False,
     # Special tokens
     "pad_token_id": None,
     "bos_token_id": 1,
@@ -103,7 +105,7 @@ class Architecture:
         config_class = self._module("configuration")[self.config]
         known = {item.name for item in fields(config_class)}
         common = {name: value for name, value in _COMMON.items() if name in known}
-        return config_class(**common | dict(self.options) | overrides)
+        return config_class(**common | deepcopy(dict(self.options)) | overrides)
 
     def _module(self, kind: str) -> dict[str, Any]:
         return vars(import_module(f"transformers.models.{self.name}.{kind}_{self.name}"))
@@ -175,104 +177,10 @@ def _fan_in(module: nn.Module, weight: Tensor) -> int:
 
 
 _TABLE = [
-    Architecture("mixtral", "MixtralForCausalLM", "MixtralConfig"),
-    Architecture("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeConfig"),
-    Architecture("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"norm_topk_prob": True}),
-    Architecture(
-        "qwen3_next",
-        "Qwen3NextForCausalLM",
-        "Qwen3NextConfig",
-        {"layer_types": ["linear_attention", "full_attention"]},
-    ),
-    Architecture("olmoe", "OlmoeForCausalLM", "OlmoeConfig"),
-    Architecture(
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        "DeepseekV2Config",
-        _GROUPED | _LATENT | {"topk_method": "group_limited_greedy"},
-    ),
-    Architecture("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Config", _GROUPED | _LATENT),
-    Architecture("glm4_moe", "Glm4MoeForCausalLM", "Glm4MoeConfig", _GROUPED),
-    Architecture("gpt_oss", "GptOssForCausalLM", "GptOssConfig"),
-    Architecture("granitemoe", "GraniteMoeForCausalLM", "GraniteMoeConfig"),
-    Architecture("phimoe", "PhimoeForCausalLM", "PhimoeConfig"),
-    Architecture(
-        "ernie4_5_moe",
-        "Ernie4_5_MoeForCausalLM",
-        "Ernie4_5_MoeConfig",
-        {"moe_num_experts": 6, "moe_k": 2},
-    ),
-    Architecture(
-        "jamba",
-        "JambaForCausalLM",
-        "JambaConfig",
-        {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-    ),
-    Architecture(
-        "minimax",
-        "MiniMaxForCausalLM",
-        "MiniMaxConfig",
-        {"layer_types": ["linear_attention", "full_attention"], "block_size": 4},
-    ),
-    Architecture(
-        "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config", {"moe_topk": 2}
-    ),
-    Architecture("dots1", "Dots1ForCausalLM", "Dots1Config", _GROUPED | {"n_shared_experts": 1}),
-    Architecture(
-        "nemotron_h",
-        "NemotronHForCausalLM",
-        "NemotronHConfig",
-        _GROUPED
-        | {
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-            "moe_shared_expert_intermediate_size": 40,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 16,
-            "n_groups": 2,
-            "chunk_size": 4,
-            "use_mamba_kernels": False,
-        },
-    ),
-    Architecture(
-        "lfm2_moe",
-        "Lfm2MoeForCausalLM",
-        "Lfm2MoeConfig",
-        {
-            "num_hidden_layers": 3,
-            "num_dense_layers": 1,
-            "layer_types": ["conv", "conv", "full_attention"],
-        },
-    ),
+    Architecture("afmoe", "AfmoeForCausalLM", "AfmoeConfig", {"route_scale": 1.5}),
     Architecture(
         "aria", "AriaTextForCausalLM", "AriaTextConfig", {"moe_num_experts": 6, "moe_topk": 2}
     ),
-    Architecture(
-        "llama4",
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        {"intermediate_size_mlp": 40, "interleave_moe_layer_step": 2},
-    ),
-    Architecture(
-        "switch_transformers",
-        "SwitchTransformersForConditionalGeneration",
-        "SwitchTransformersConfig",
-        {
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 48,
-            "num_layers": 2,
-            "num_decoder_layers": 2,
-            "num_heads": 4,
-            "num_sparse_encoder_layers": 1,
-            "num_sparse_decoder_layers": 1,
-            "dropout_rate": 0.0,
-            "tie_word_embeddings": False,
-            "pad_token_id": 0,
-        },
-        inputs=_with_decoder,
-    ),
-    Architecture("afmoe", "AfmoeForCausalLM", "AfmoeConfig", {"route_scale": 1.5}),
     Architecture("axk1", "AXK1ForCausalLM", "AXK1Config", _GROUPED | _LATENT),
     Architecture("axk2", "AXK2ForCausalLM", "AXK2Config", _GROUPED | _LATENT),
     Architecture(
@@ -289,6 +197,13 @@ _TABLE = [
         "DeepseekOcr2TextConfig",
         _GROUPED | _DENSE_SPARSE | {"topk_method": "group_limited_greedy"},
     ),
+    Architecture(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        _GROUPED | _LATENT | {"topk_method": "group_limited_greedy"},
+    ),
+    Architecture("deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3Config", _GROUPED | _LATENT),
     Architecture("deepseek_v32", "DeepseekV32ForCausalLM", "DeepseekV32Config", _GROUPED | _LATENT),
     Architecture(
         "deepseek_v4",
@@ -299,6 +214,11 @@ _TABLE = [
             "mlp_layer_types": ["hash_moe", "moe"],
             "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
             "partial_rotary_factor": 0.5,
+            # Of longer blocks, the trace depends on the length.
+            "compress_rates": {
+                "heavily_compressed_attention": 1,
+                "compressed_sparse_attention": 1,
+            },
             "o_groups": 2,
             "o_lora_rank": 8,
         },
@@ -309,12 +229,20 @@ _TABLE = [
         "DiffusionGemmaTextConfig",
         {"top_k_experts": 2, "global_head_dim": 16},
     ),
+    Architecture("dots1", "Dots1ForCausalLM", "Dots1Config", _GROUPED | {"n_shared_experts": 1}),
     Architecture(
         "dots3_note",
         "Dots3NoteForCausalLM",
         "Dots3NoteTextConfig",
         _GROUPED | _LATENT | {"shared_experts_intermediate_size": 40},
     ),
+    Architecture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 2},
+    ),
+    # Experts of images too, which no text reaches.
     Architecture(
         "ernie4_5_vl_moe",
         "Ernie4_5_VLMoeTextModel",
@@ -341,6 +269,7 @@ _TABLE = [
             "hidden_size_per_layer_input": 8,
         },
     ),
+    Architecture("glm4_moe", "Glm4MoeForCausalLM", "Glm4MoeConfig", _GROUPED),
     Architecture(
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
@@ -367,6 +296,8 @@ _TABLE = [
         },
     ),
     Architecture("glm_moe_dsa", "GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", _GROUPED | _LATENT),
+    Architecture("gpt_oss", "GptOssForCausalLM", "GptOssConfig"),
+    Architecture("granitemoe", "GraniteMoeForCausalLM", "GraniteMoeConfig"),
     Architecture("granitemoe_swa", "GraniteMoeSWAForCausalLM", "GraniteMoeSWAConfig"),
     Architecture(
         "granitemoehybrid",
@@ -378,7 +309,7 @@ _TABLE = [
             "mamba_n_heads": 4,
             "mamba_n_groups": 2,
             "mamba_d_state": 16,
-            "mamba_chunk_size": 4,
+            "mamba_chunk_size": 16,
         },
     ),
     Architecture(
@@ -386,6 +317,9 @@ _TABLE = [
         "GraniteMoeSharedForCausalLM",
         "GraniteMoeSharedConfig",
         {"shared_intermediate_size": 40},
+    ),
+    Architecture(
+        "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config", {"moe_topk": 2}
     ),
     Architecture("hy_v3", "HYV3ForCausalLM", "HYV3Config"),
     Architecture("hy_v4", "HYV4ForCausalLM", "HYV4Config", _GROUPED | _LATENT),
@@ -418,6 +352,12 @@ _TABLE = [
         },
     ),
     Architecture(
+        "jamba",
+        "JambaForCausalLM",
+        "JambaConfig",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    ),
+    Architecture(
         "kimi_linear",
         "KimiLinearForCausalLM",
         "KimiLinearConfig",
@@ -425,8 +365,30 @@ _TABLE = [
     ),
     Architecture("kolibri1", "Kolibri1ForCausalLM", "Kolibri1Config"),
     Architecture("laguna", "LagunaForCausalLM", "LagunaConfig"),
+    Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        {
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "conv", "full_attention"],
+        },
+    ),
+    Architecture(
+        "llama4",
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {"intermediate_size_mlp": 40, "interleave_moe_layer_step": 2},
+    ),
     Architecture("mellum", "MellumForCausalLM", "MellumConfig"),
     Architecture("mimo_v2_flash", "MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", _GROUPED),
+    Architecture(
+        "minimax",
+        "MiniMaxForCausalLM",
+        "MiniMaxConfig",
+        {"layer_types": ["linear_attention", "full_attention"], "block_size": 16},
+    ),
     Architecture("minimax_m2", "MiniMaxM2ForCausalLM", "MiniMaxM2Config"),
     Architecture(
         "minimax_m3_vl",
@@ -438,7 +400,7 @@ _TABLE = [
             "intermediate_size": 24,
             "mlp_layer_types": ["dense", "sparse"],
             "layer_types": ["full_attention", "minimax_m3_sparse"],
-            "index_block_size": 4,
+            "index_block_size": 16,
             "rotary_dim": 4,
         },
     ),
@@ -449,6 +411,7 @@ _TABLE = [
         "MistralLarge4TextConfig",
         _GROUPED | _LATENT,
     ),
+    Architecture("mixtral", "MixtralForCausalLM", "MixtralConfig"),
     Architecture(
         "muse_spark",
         "MuseSparkTextModel",
@@ -456,14 +419,40 @@ _TABLE = [
         {"moe_hidden_size": 24, "num_local_experts": 4},
     ),
     Architecture(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        _GROUPED
+        | {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "moe_shared_expert_intermediate_size": 40,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "use_mamba_kernels": False,
+        },
+    ),
+    Architecture("olmoe", "OlmoeForCausalLM", "OlmoeConfig"),
+    Architecture(
         "openai_privacy_filter",
         "OpenAIPrivacyFilterForTokenClassification",
         "OpenAIPrivacyFilterConfig",
     ),
+    Architecture("phimoe", "PhimoeForCausalLM", "PhimoeConfig"),
+    Architecture("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeConfig"),
     Architecture(
         "qwen3_5_moe",
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeTextConfig",
+        {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    Architecture("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"norm_topk_prob": True}),
+    Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
         {"layer_types": ["linear_attention", "full_attention"]},
     ),
     Architecture(
@@ -478,6 +467,7 @@ _TABLE = [
         "Qwen3VLMoeTextConfig",
         {"rope_parameters": _THREE_AXES},
     ),
+    # Its sparse attention is a loop over tokens that depends on the data: not to be exported.
     Architecture(
         "qwen4_exp",
         "Qwen4ExpForCausalLM",
@@ -493,6 +483,25 @@ _TABLE = [
         },
     ),
     Architecture("solar_open", "SolarOpenForCausalLM", "SolarOpenConfig", _GROUPED),
+    Architecture(
+        "switch_transformers",
+        "SwitchTransformersForConditionalGeneration",
+        "SwitchTransformersConfig",
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_heads": 4,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "dropout_rate": 0.0,
+            "tie_word_embeddings": False,
+            "pad_token_id": 0,
+        },
+        inputs=_with_decoder,
+    ),
     Architecture(
         "unlimited_ocr",
         "UnlimitedOcrTextModel",

@@ -19,6 +19,7 @@ from dynamo_moe._model_loading import (
     parse_dynamic,
     parse_shapes,
 )
+from dynamo_moe.cli._checkpoints import Checkpoint
 from dynamo_moe.cli._common import (
     Debug,
     Json,
@@ -32,8 +33,11 @@ from dynamo_moe.cli._common import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
+    from dynamo_moe.conversion import ConversionReport
+    from dynamo_moe.exporting import ExportReport
     from dynamo_moe.verification import VerificationReport
 
 __all__ = ["export", "verify"]
@@ -47,8 +51,16 @@ class Target(StrEnum):
     onnxruntime = "onnxruntime"
 
 
+class Task(StrEnum):
+    """What the file of a checkpoint does."""
+
+    with_past = "text-generation-with-past"
+    text_generation = "text-generation"
+    features = "feature-extraction"
+
+
 class ExpertsDtype(StrEnum):
-    """What the experts' weights are stored in."""
+    """What weights are stored in."""
 
     float32 = "float32"
     float16 = "float16"
@@ -79,10 +91,20 @@ Shapes = Annotated[
     epilog="Examples:\n\n"
     "[cyan]dynamo-moe export my_models.swin:build swin.onnx --shape 1,3,224,224 --verify[/]\n\n"
     "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --experts-dtype float16[/]\n\n"
-    "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --dynamic ids:1=sequence[/]"
+    "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --dynamic ids:1=sequence[/]\n\n"
+    "[cyan]dynamo-moe export --hf Qwen3-30B-A3B qwen3.onnx --experts-dtype float16[/]"
 )
 def export(
-    model: Model,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="[cyan]package.module:factory[/] or [cyan]file.py:factory[/]. The factory returns "
+            "the model, or (model, args). Without [cyan]:factory[/] it is called model or build. "
+            "With [cyan]--hf[/]: a checkpoint's folder.",
+            show_default=False,
+        ),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
     target: Annotated[
         Target,
@@ -121,6 +143,48 @@ def export(
             show_default=False,
         ),
     ] = None,
+    hf: Annotated[
+        bool,
+        typer.Option(
+            "--hf",
+            help="MODEL is the folder of a checkpoint of transformers: config.json and "
+            "safetensors. Its weights are streamed, never held.",
+        ),
+    ] = False,
+    task: Annotated[
+        Task | None,
+        typer.Option(
+            metavar="TASK",
+            help="With --hf, what the file does: [cyan]text-generation-with-past[/], "
+            "[cyan]text-generation[/] or [cyan]feature-extraction[/].",
+            show_default="text-generation-with-past",
+        ),
+    ] = None,
+    dtype: Annotated[
+        ExpertsDtype | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="With --hf: cast all weights. Default: as in the checkpoint.",
+            show_default=False,
+        ),
+    ] = None,
+    fallback: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="transformers' implementation of experts that no MoE operator can compute, such "
+            "as [cyan]batched_mm[/].",
+            show_default=False,
+        ),
+    ] = None,
+    link_weights: Annotated[
+        bool,
+        typer.Option(
+            "--link-weights",
+            help="With --hf: weights that need no change stay in the checkpoint's files, which "
+            "OUT.onnx, beside them, refers to.",
+        ),
+    ] = False,
     external_data: Annotated[
         bool | None,
         typer.Option(
@@ -141,31 +205,29 @@ def export(
     with failures(debug):
         if static and dynamic:
             raise UsageError("--static and --dynamic contradict each other")
+        if hf and (shape or dynamic or static):
+            raise UsageError("--shape, --dynamic and --static do not go with --hf")
+        if not hf and (task or dtype or link_weights):
+            raise UsageError("--task, --dtype and --link-weights need --hf")
         options: dict[str, Any] = {} if opset is None else {"opset": _known_opset(opset)}
-        if static or dynamic:
-            options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
+        options |= {"target": target.value, "external_data": external_data}
         need_place(out)
         if verify:
             _need_onnxruntime()
-        module, args = _load(console, model, shape)
-        if args is None:
-            raise UsageError(
-                f"{model} gives no example inputs: pass --shape, or return (model, args)"
+        conversion = {"experts_dtype": _torch_dtype(experts_dtype), "fallback": fallback}
+        if hf:
+            checkpoint = Checkpoint(
+                Path(model), (task or Task.with_past).value, _torch_dtype(dtype), conversion
             )
-        if dynamic:
-            check_dynamic(module, args, options["dynamic_shapes"])
-        import torch
-
-        import dynamo_moe
-
-        with step(console, "Converting"):
-            dtype = getattr(torch, experts_dtype.value) if experts_dtype else None
-            converted = dynamo_moe.convert(module, experts_dtype=dtype)
-        with step(console, f"Exporting for target {target.value}", mute=not debug):
-            exported = dynamo_moe.export(
-                module, args, out, target=target.value, external_data=external_data, **options
-            )
-        verification = _verify(console, out, module, None) if verify else None
+            options["link_weights"] = link_weights
+            converted, exported = checkpoint.export(console, out, options)
+            verification = checkpoint.verify(console, out) if verify else None
+        else:
+            if static or dynamic:
+                options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
+            module, args = _load(console, model, shape, needed=True)
+            converted, exported = _export(console, module, args, out, conversion, options, debug)
+            verification = _verify(console, out, module, None) if verify else None
         if as_json:
             plain = {
                 **exported.to_dict(),
@@ -214,13 +276,44 @@ def verify(
         _check(report)
 
 
+def _torch_dtype(dtype: ExpertsDtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    import torch
+
+    return getattr(torch, dtype.value)  # type: ignore[no-any-return]
+
+
 def _load(
-    console: Console, model: str, shapes: Sequence[str] | None
+    console: Console, model: str, shapes: Sequence[str] | None, *, needed: bool = False
 ) -> tuple[nn.Module, tuple[Any, ...] | None]:
     given = parse_shapes(shapes) if shapes else None
     with step(console, f"Loading {model}"):
         module, args = load_model(model)
+    if needed and not (given or args is not None):
+        raise UsageError(f"{model} gives no example inputs: pass --shape, or return (model, args)")
     return module.eval(), given or args
+
+
+def _export(
+    console: Console,
+    module: nn.Module,
+    args: tuple[Any, ...] | None,
+    out: Path,
+    conversion: dict[str, Any],
+    options: dict[str, Any],
+    debug: bool,
+) -> tuple[ConversionReport, ExportReport]:
+    import dynamo_moe
+
+    args = args or ()
+    if options.get("dynamic_shapes"):
+        check_dynamic(module, args, options["dynamic_shapes"])
+    with step(console, "Converting"):
+        converted = dynamo_moe.convert(module, **conversion)
+    with step(console, f"Exporting for target {options['target']}", mute=not debug):
+        exported = dynamo_moe.export(module, args, out, **options)
+    return converted, exported
 
 
 def _verify(

@@ -17,12 +17,14 @@ from dynamo_moe.modules import ConvertedModule, TopOneMoE
 
 __all__ = ["SwitchAdapter"]
 
+_NO_CAPACITY = 2**31
+
 
 class SwitchAdapter:
     """Softmax in float32, top-1, experts ``wo(act(wi(x)))`` without biases.
 
-    A token beyond an expert's capacity gets zeros, as in the original; ``router.expert_capacity =
-    None`` before converting takes the capacity away.
+    A token beyond an expert's capacity gets zeros, as in the original. A capacity of 2**31 or more
+    before converting leaves no trace in the graph: no token is dropped.
     """
 
     name = "switch"
@@ -54,10 +56,10 @@ class SwitchAdapter:
             return nn.Parameter(together, weights[0].requires_grad)
 
         router = module.router
+        capacity = router.expert_capacity if router.expert_capacity < _NO_CAPACITY else None
         return TopOneMoE(
-            router.classifier, stacked("wi"), stacked("wo"), router.expert_capacity,
-            options.activation,
-        )  # fmt: skip
+            router.classifier, stacked("wi"), stacked("wo"), capacity, options.activation
+        )
 
     def example_tokens(self, module: Any) -> Tensor:
         """Returns 8 sequences of 6 tokens ``[8, 6, D]``."""

@@ -1,0 +1,85 @@
+"""Mamba's selective scan as one ONNX Scan, whatever the length.
+
+transformers' own code for PyTorch is a Python loop over the tokens, which a trace unrolls for the
+example's length.
+
+Legend: B batch, L length, C channels, N size of a channel's state.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["exportable_scans", "selective_scan"]
+
+# Where transformers' models look the function up.
+_MODULES = ("transformers.models.jamba.modeling_jamba",)
+_NAME = "mamba_selective_scan"
+
+
+@contextmanager
+def exportable_scans() -> Iterator[None]:
+    """Lets those of transformers' models that are loaded use :func:`selective_scan`."""
+    modules = [sys.modules[name] for name in _MODULES if hasattr(sys.modules.get(name), _NAME)]
+    originals = [getattr(module, _NAME) for module in modules]
+    for module in modules:
+        setattr(module, _NAME, selective_scan)
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, originals, strict=True):
+            setattr(module, _NAME, original)
+
+
+def selective_scan(
+    u_BCL: Tensor,
+    dt_BCL: Tensor,
+    A_CN: Tensor,
+    B_BNL: Tensor,
+    C_BNL: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """The recurrence of Mamba (https://arxiv.org/abs/2312.00752, equation 2).
+
+    ``h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t`` and ``y_t = C_t h_t + D u_t``, times ``silu(z)``.
+
+    Returns:
+        ``[B, C, L]``; with ``return_last_state`` also the last ``h``, ``[B, C, N]``.
+    """
+    from torch._higher_order_ops.scan import scan
+
+    dtype = u_BCL.dtype
+    if delta_bias is not None:
+        dt_BCL = dt_BCL + delta_bias.to(dt_BCL.dtype)[..., None]
+    if delta_softplus:
+        dt_BCL = F.softplus(dt_BCL)
+    dt_LBC1, u_LBC1 = (value.permute(2, 0, 1)[..., None] for value in (dt_BCL, u_BCL.float()))
+    B_LB1N, C_LB1N = (value.permute(2, 0, 1)[:, :, None].float() for value in (B_BNL, C_BNL))
+    decay_LBCN = torch.exp(A_CN * dt_LBC1)
+    update_LBCN = dt_LBC1 * B_LB1N * u_LBC1
+
+    def step(h: Tensor, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        decay, update = inputs
+        h = decay * h + update
+        return h, h.clone()
+
+    start = torch.zeros_like(update_LBCN[0])
+    last, h_LBCN = scan(step, start, (decay_LBCN, update_LBCN))
+    y = (h_LBCN.to(dtype) * C_LB1N.to(dtype)).sum(-1).permute(1, 2, 0)
+    if D is not None:
+        y = y + u_BCL * D[None, :, None]
+    if z is not None:
+        y = y * F.silu(z)
+    return (y, last) if return_last_state else y

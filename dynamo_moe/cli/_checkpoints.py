@@ -1,0 +1,78 @@
+"""``dynamo-moe export --hf``: from the folder of a checkpoint to an ONNX file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from dynamo_moe._model_loading import UsageError
+from dynamo_moe.cli._common import bytes_bar, step
+
+if TYPE_CHECKING:
+    import torch
+
+    from dynamo_moe.conversion import ConversionReport
+    from dynamo_moe.exporting import ExportReport
+    from dynamo_moe.verification import VerificationReport
+
+__all__ = ["Checkpoint"]
+
+# Batch, new tokens, tokens in the cache.
+_CASES = ((1, 5, 0), (3, 1, 6), (2, 4, 3))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is to be exported.
+
+    Attributes:
+        folder: Of the checkpoint.
+        task: What the file does.
+        dtype: Of all weights; None: the checkpoint's.
+        conversion: Options of ``convert``.
+    """
+
+    folder: Path
+    task: Any
+    dtype: torch.dtype | None
+    conversion: dict[str, Any]
+
+    def export(
+        self, console: Console, out: Path, options: dict[str, Any]
+    ) -> tuple[ConversionReport, ExportReport]:
+        """Streams the checkpoint into an ONNX file."""
+        if not self.folder.is_dir():
+            raise UsageError(f"--hf takes a checkpoint's folder; there is no folder {self.folder}")
+        import dynamo_moe
+
+        with step(console, f"Opening {self.folder}"):
+            model = dynamo_moe.open_checkpoint(self.folder, dtype=self.dtype)
+        with step(console, "Converting"):
+            converted = dynamo_moe.convert(model, **self.conversion)
+        with (
+            step(console, f"Exporting for {self.task}", status=False),
+            bytes_bar(console, out.name) as progress,
+        ):
+            exported = dynamo_moe.export_language_model(
+                model, out, task=self.task, progress=progress, **options
+            )
+        return converted, exported
+
+    def verify(self, console: Console, out: Path) -> VerificationReport:
+        """Compares the file with the checkpoint's model, loaded whole."""
+        import dynamo_moe
+        from dynamo_moe.checkpoints import load_checkpoint
+        from dynamo_moe.language_models import example_case, performing
+
+        with step(console, "Verifying in ONNX Runtime"):
+            model = load_checkpoint(self.folder, dtype=self.dtype)
+            dynamo_moe.convert(model, **self.conversion)
+            with performing(model, self.task):
+                cases = [example_case(model, *sizes) for sizes in _CASES]
+                try:
+                    return dynamo_moe.verify(out, model, cases)
+                except dynamo_moe.VerificationError as error:
+                    return error.report
