@@ -24,6 +24,7 @@ from custom_ops.kernels.spec import (
     TensorPointer,
     WorkspacePointer,
 )
+from standin import fake_cubin
 from trt_plugin._compiled import Compiled, MapLayout
 from trt_plugin._programs import program_for
 from trt_plugin._tasks import task_for
@@ -108,7 +109,13 @@ def uncompiled_program(plan: ForwardPlan) -> Program:
         )
         key = task.to_json()
         compiled[key] = Compiled(
-            key.encode(), info, spec.num_warps, 0, spec.dependent_launch, tuple(maps), {}
+            fake_cubin(key.encode()),
+            info,
+            spec.num_warps,
+            0,
+            spec.dependent_launch,
+            tuple(maps),
+            {},
         )
     return program_for(plan, compiled)
 

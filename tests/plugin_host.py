@@ -293,6 +293,9 @@ class Plugin:
 
     def supports(self, position: int, inputs: Sequence[Description], output: Description) -> bool:
         every = _array(_DynamicTensorDesc, [each.dynamic() for each in (*inputs, output)])
+        # TensorRT has not written yet what lies behind.
+        for later in every[position + 1 :]:
+            ctypes.memset(ctypes.byref(later), 0x7F, ctypes.sizeof(later))
         return self._call("supports", position, every, len(inputs), 1)
 
     def supports_all(self, inputs: Sequence[Description], output: Description) -> bool:
@@ -303,6 +306,11 @@ class Plugin:
 
     def workspace(self, inputs: Sequence[Description], output: Description) -> int:
         return self._call("workspace", *_dynamic(inputs), *_dynamic([output]))
+
+    def serialized_at(self) -> int:
+        """Where the bytes of the only stored field lie."""
+        (field,) = _collected(self._call("serialize"))
+        return field.data
 
     def serialize(self) -> dict[str, Field]:
         return {
@@ -342,6 +350,7 @@ class Plugin:
         inputs: Sequence[Tensor | None],
         size: int,
         descriptions: Sequence[Description] | None = None,
+        stream: int = 0,
     ) -> Tensor:
         """Changes the shape and enqueues, on a y and a workspace full of 0xFF, which are NaN.
 
@@ -349,6 +358,7 @@ class Plugin:
             inputs: The node's inputs; None has no memory.
             size: Bytes of the workspace. What lies around it must stay as it is.
             descriptions: Of the inputs, by default those of the tensors.
+            stream: The stream.
         """
         x = inputs[0]
         described = descriptions or [describe(tensor) for tensor in inputs]
@@ -360,7 +370,8 @@ class Plugin:
         workspace = torch.full((size + 2 * _ALIGNMENT,), 0xFF, dtype=torch.uint8)
         # Not where the launcher wants it: TensorRT does not say how it aligns a workspace.
         first = -workspace.data_ptr() % _ALIGNMENT + 8
-        status = self.enqueue(inputs, y, workspace.data_ptr() + first, descriptions=descriptions)
+        place = workspace.data_ptr() + first
+        status = self.enqueue(inputs, y, place, descriptions=descriptions, stream=stream)
         assert status == 0, self.host.messages()
         assert (workspace[:first] == 0xFF).all()
         assert (workspace[first + size :] == 0xFF).all()

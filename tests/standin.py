@@ -5,13 +5,23 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import struct
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["LAUNCH_FAILED", "OUT_OF_MEMORY", "Launch", "Standin", "TensorMap", "build", "standin"]
+__all__ = [
+    "LAUNCH_FAILED",
+    "OUT_OF_MEMORY",
+    "Launch",
+    "Standin",
+    "TensorMap",
+    "build",
+    "fake_cubin",
+    "standin",
+]
 
 ROOT = Path(__file__).parent.parent
 OUT_OF_MEMORY = 2
@@ -111,7 +121,8 @@ class Standin:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.standin_create_context.restype = ctypes.c_void_p
-        for name in ("destroy_context", "set_context"):
+        library.standin_create_stream.restype = ctypes.c_void_p
+        for name in ("destroy_context", "reset_context", "set_context", "create_stream"):
             getattr(library, f"standin_{name}").argtypes = (ctypes.c_void_p,)
         self._images: list[bytes] = []
         self._contexts: list[int] = []
@@ -142,9 +153,32 @@ class Standin:
         self._contexts.remove(context)
         self._library.standin_destroy_context(context)
 
+    def reset_context(self, context: int) -> None:
+        """Makes it another context at the same address."""
+        self._library.standin_reset_context(context)
+
     def set_context(self, context: int | None) -> None:
         """Sets the calling thread's context."""
         self._library.standin_set_context(context)
+
+    @property
+    def current_context(self) -> int | None:
+        """The calling thread's."""
+        context = ctypes.c_void_p()
+        self._library.cuCtxGetCurrent(ctypes.byref(context))
+        return context.value
+
+    def create_stream(self, context: int) -> int:
+        return self._library.standin_create_stream(context)
+
+    def set_capturing(self, capturing: bool) -> None:
+        """Says whether another thread is at a capture that loading and unloading would break."""
+        self._library.standin_set_capturing(capturing)
+
+    @property
+    def capture_mode(self) -> int:
+        """The calling thread's ``CUstreamCaptureMode``; 0, global, at first."""
+        return self._library.standin_capture_mode()
 
     def set_version(self, version: int) -> None:
         """Sets CUDA's version of the driver: 12080 for 12.8."""
@@ -187,6 +221,14 @@ class Standin:
         # Kept, since ctypes does not.
         self._callback = _CALLBACK(call)
         self._library.standin_on_launch(self._callback)
+
+
+def fake_cubin(content: bytes) -> bytes:
+    """An ELF file that readers of bundles take for a cubin: one section, and its content."""
+    ident, names = b"\x7fELF\x02\x01".ljust(16, b"\0"), 0
+    header = (ident, 2, 190, 1, 0, 0, 64, 0, 64, 0, 0, 64, 1, names)
+    section = (0, 1, 0, 0, 128, len(content), 0, 0, 0, 0)
+    return struct.pack("<16s2HI3QI6H", *header) + struct.pack("<2I4Q2I2Q", *section) + content
 
 
 def build(name: str, sources: list[Path], *flags: str) -> Path:

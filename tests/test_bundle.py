@@ -20,6 +20,7 @@ from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions
 from custom_ops.kernels import expressions, spec
 from custom_ops.kernels.layer import Layer
 from custom_ops.options import CLAMPED
+from standin import fake_cubin
 from trt_plugin import Bundle, BundleError, _records
 from trt_plugin._programs import layer_record, stored_expression
 from trt_plugin.bundle import (
@@ -47,7 +48,7 @@ TILES = Expression(((1, 0), (1, 2), (4, 0), (0, 16), (6, 0)))
 MAP = TensorMap("w1", 6, 3, (64, 128, 8), (2, 128, 16384), (64, 32, 1))
 
 
-def kernel(name: str = "up", image: bytes = b"\x7fELF and more") -> Kernel:
+def kernel(name: str = "up", image: bytes = fake_cubin(b"any")) -> Kernel:
     return Kernel(name, '{"function":"up"}', image, 4, 49152, True, 64, 16)
 
 
@@ -63,7 +64,7 @@ def program(**changes: object) -> Program:
     )
     few = Range(1, 16, (), (Launch(0, (Argument("tensor", "y"),), (TOKENS, ONE, ONE)),))
     many = Range(17, 2**31 - 1, buffers, (Launch(1, arguments, (TILES, ONE, TOKENS)),) * 2)
-    whole = Program(LAYER, 90, (few, many), (kernel(), kernel("down", b"\x7fELF" * 40)))
+    whole = Program(LAYER, 90, (few, many), (kernel(), kernel("down", fake_cubin(b"other"))))
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
@@ -144,7 +145,8 @@ maps = st.builds(
         swizzle,
         sizes[:rank],
         (2, *(16 * stride for stride in strides[: rank - 1])),
-        (8 * box[0], *box[1:rank]),
+        # As wide as the swizzle's span at most.
+        (8 * min(box[0], 2**swizzle if swizzle else 32), *box[1:rank]),
     ),
     st.integers(2, 5),
     st.sampled_from(_records.TENSORS),
@@ -163,12 +165,14 @@ arguments = st.one_of(
 launches = st.builds(
     Launch,
     st.integers(0, 1),
-    st.lists(arguments, max_size=6).map(tuple),
+    st.lists(arguments, max_size=6)
+    .filter(lambda given: sum(each.kind == "tensor_map" for each in given) <= 4)
+    .map(tuple),
     st.tuples(steps, steps, steps),
 )
 buffers = st.builds(Buffer, names, steps)
 parts = st.tuples(st.tuples(buffers, buffers), st.lists(launches, max_size=3).map(tuple))
-images = st.binary(min_size=1, max_size=200)
+images = st.binary(max_size=200).map(fake_cubin)
 kernels = st.builds(
     Kernel,
     name=names,
@@ -388,6 +392,12 @@ def big(form: str) -> int:
         (record("tensor maps") + 64, "Q", [24], "stride 1 must be a multiple of 16 in 16..2^40"),
         (record("tensor maps") + 96, "I", [257], "box 0 must be in 1..256, got 257"),
         (record("tensor maps") + 96, "I", [4], "box 0 must be a multiple of 16 bytes, got 8"),
+        (
+            record("tensor maps") + 12,
+            "I",
+            [1],
+            "box 0 must have at most 32 bytes, the swizzle's span, got 128",
+        ),
         (record("tensor maps") + 116, "I", [1], "the reserved fields must be 0, got 1"),
         (
             record("kernels") + 4,
@@ -398,7 +408,55 @@ def big(form: str) -> int:
         (record("kernels") + 16, "Q", [1], "the image must begin at a multiple of 64 bytes from"),
         (record("kernels") + 24, "Q", [big("Q")], "the image ends at byte"),
         (record("kernels") + 24, "Q", [0], "name and image must have 1 byte or more, have 2 and 0"),
-        (record("kernels") + 4, "I", [0], "name and image must have 1 byte or more, have 0 and 13"),
+        (
+            record("kernels") + 4,
+            "I",
+            [0],
+            f"name and image must have 1 byte or more, have 0 and {len(kernel().image)}",
+        ),
+        # The cubin: its header, and its only section
+        (record("kernels") + 24, "Q", [63], "the cubin must have 64 bytes or more, has 63"),
+        (
+            record("images"),
+            "B",
+            [0],
+            r"the cubin must begin with b'\x7fELF\x02\x01', got b'\x00ELF",
+        ),
+        (
+            record("images") + 4,
+            "B",
+            [1],
+            r"the cubin must begin with b'\x7fELF\x02\x01', got b'\x7fELF\x01",
+        ),
+        (record("images") + 18, "H", [62], "the cubin's machine must be 190 (CUDA), got 62"),
+        (record("images") + 32, "Q", [132], "the cubin's table of segments ends at byte 132"),
+        (record("images") + 54, "2H", [55, 1], "the cubin's segments must have 56 bytes each"),
+        (
+            record("images") + 40,
+            "Q",
+            [2**64 - 64],
+            "the cubin's table of sections ends at byte 18446744073709551616, the cubin has 131",
+        ),
+        (record("images") + 58, "H", [40], "the cubin's sections must have 64 bytes each, got 40"),
+        (record("images") + 60, "H", [0], "the cubin must have 1 section or more, has 0"),
+        (
+            record("images") + 60,
+            "H",
+            [2],
+            "the cubin's table of sections ends at byte 192, the cub",
+        ),
+        (
+            record("images") + 88,
+            "Q",
+            [129],
+            "the cubin's section 0 ends at byte 132, the cubin has 131",
+        ),
+        (
+            record("images") + 96,
+            "Q",
+            [2**64 - 1],
+            "the cubin's section 0 ends at byte 18446744073709551743, the cubin has 131",
+        ),
         (record("kernels") + 32, "I", [33], "warps must be in 1..32, got 33"),
         (record("kernels") + 36, "I", [2**20 + 1], "shared memory must be at most 1048576 bytes"),
         (record("kernels") + 40, "I", [2], "flags must be below 2, got 2"),
@@ -450,8 +508,17 @@ def test_a_wrong_checksum_is_named() -> None:
     )
 
 
+def test_a_cubins_section_may_have_no_content() -> None:
+    no_bits = altered(record("images") + 64 + 4, "I", 8)
+    data = bytearray(no_bits)
+    struct.pack_into("<Q", data, 64 + record("images") + 64 + 32, 2**40)
+    trt_plugin.read(repaired(bytes(data)))
+
+
 def test_a_program_needs_a_range() -> None:
-    assert "a program must have 1 range" in reading(Bundle((program(ranges=()),)).data)
+    assert "must have 1 to 256 ranges of tokens, it has 0" in reading(
+        Bundle((program(ranges=()),)).data
+    )
 
 
 # --- Expressions ---

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import test_bundle
 import trt_plugin
 from test_bundle import LAYER, MAP, ONE, SMALL, altered, program, programs, repaired, steps
-from trt_plugin import BundleError
+from trt_plugin import Bundle, BundleError
 from trt_plugin.bundle import Argument, Buffer, Expression, Launch, Program, Range
 from trt_plugin.launcher import LauncherError, OpenProgram, find_program
 
@@ -122,6 +122,11 @@ SAID = {
     "flag interleaved needs gated": "flag interleaved needs flag gated",
     "the layer's flag renormalize does not apply and must be 0": "flag renormalize does not apply",
     "the bytes before the table of buffers": "the bytes before table buffers must be 0",
+    "box 0 must have at most 32 bytes, the swizzle's span, got 128": "the swizzle's span, is 128",
+    r"the cubin must begin with b'\x7fELF\x02\x01', got b'\x00ELF": "no 64-bit ELF file",
+    r"the cubin must begin with b'\x7fELF\x02\x01', got b'\x7fELF\x01": "no 64-bit ELF file",
+    "the cubin's segments must have 56 bytes each": "must have 56 bytes, has 55",
+    "the cubin's section 0 ends at byte 132, the cubin has 131": "are 3 from 129 on, there are 131",
     "box 0 must be a multiple of 16 bytes, got 8": "must be a multiple of 16, is 8",
     r"the name must be UTF-8, got b'\xff": "must be UTF-8 without control characters, number 0",
     r"the name must have no control characters, got '\x1b": "without control characters, number 0",
@@ -150,25 +155,28 @@ def sized(*expressions: Expression, last: int = MOST_TOKENS) -> Program:
 
 
 def expected_workspace(changed: Program, tokens: int) -> int | None:
-    """By the Python reader's arithmetic; None if the size is none."""
-    sizes = {**changed.layer.sizes, "T": tokens}
+    """By the Python reader's arithmetic; None if it is no size, or larger for 1 token."""
     (only,) = changed.ranges
-    try:
-        parts = [buffer.size.evaluate(sizes) for buffer in only.buffers]
-    except (ZeroDivisionError, OverflowError):
-        return None
-    if min(parts) < 0:
-        return None
-    return sum(-(-part // ALIGNMENT) * ALIGNMENT for part in parts)
+    totals = []
+    for each in (1, tokens):
+        sizes = {**changed.layer.sizes, "T": each}
+        try:
+            parts = [buffer.size.evaluate(sizes) for buffer in only.buffers]
+        except (ZeroDivisionError, OverflowError):
+            return None
+        if min(parts) < 0 or max(parts) >= 2**61:
+            return None
+        totals.append(sum(-(-part // ALIGNMENT) * ALIGNMENT for part in parts))
+    return totals[1] if totals[0] <= totals[1] else None
 
 
 def assert_workspace(changed: Program, tokens: int) -> None:
     expected = expected_workspace(changed, tokens)
     with OpenProgram(changed.data) as opened:
-        if expected is not None and expected <= 2**61:
+        if expected is not None:
             assert opened.workspace_size(tokens) == expected
             return
-        with pytest.raises(LauncherError, match=rf"for {tokens} tokens"):
+        with pytest.raises(LauncherError, match=rf"for (1|{tokens}) tokens"):
             opened.workspace_size(tokens)
 
 
@@ -217,18 +225,50 @@ def test_the_workspace_grows_with_the_tokens(tokens):
     assert sizes == [several.workspace_size(each) for each in tokens]
 
 
+def test_a_workspace_that_shrinks_is_refused():
+    # 1000 - T
+    shrinking = sized(Expression(((0, 1000), (1, 0), (3, 0))), last=900)
+    with OpenProgram(shrinking.data) as opened:
+        assert opened.workspace_size(1) == opened.workspace_size(200) == 1024
+        with pytest.raises(LauncherError) as caught:
+            opened.workspace_size(900)
+    assert str(caught.value) == (
+        "invalid bundle: program: the workspace must not shrink as tokens grow, has 1024 bytes for "
+        "1 tokens and 256 for 900 tokens"
+    )
+
+
 # --- Limits ---
 
 
-def launching(*arguments: Argument) -> Range:
-    return Range(1, 9, (), (Launch(0, arguments, (ONE, ONE, ONE)),))
+def launching(*arguments: Argument, times: int = 1) -> Program:
+    launches = (Launch(0, arguments, (ONE, ONE, ONE)),) * times
+    return program(ranges=(Range(1, 9, (), launches),))
 
 
 @pytest.mark.parametrize(
-    ("range_of", "most", "message"),
+    ("program_of", "most", "message"),
     [
         (
-            lambda count: Range(1, 9, (Buffer("part", ONE),) * count, ()),
+            lambda count: program(
+                ranges=tuple(Range(at, at, (), ()) for at in range(1, count + 1))
+            ),
+            256,
+            "must have 1 to 256 ranges of tokens, has 257",
+        ),
+        (
+            lambda count: launching(times=count),
+            64,
+            "range 0: the number of launches must be in 0..64, is 65",
+        ),
+        (
+            # An expression has an odd number of instructions.
+            lambda pairs: sized(Expression(((0, 1), *((0, 1), (2, 0)) * pairs))),
+            127,
+            "expression 0: the number of instructions must be in 1..256, is 257",
+        ),
+        (
+            lambda count: program(ranges=(Range(1, 9, (Buffer("part", ONE),) * count, ()),)),
             32,
             "range 0: the number of buffers must be in 0..32, is 33",
         ),
@@ -244,6 +284,9 @@ def launching(*arguments: Argument) -> Range:
         ),
     ],
 )
-def test_no_more_than_a_call_holds(range_of, most, message):
-    assert refusal(program(ranges=(range_of(most),)).data) is None
-    assert message in (refusal(program(ranges=(range_of(most + 1),)).data) or "")
+def test_no_more_than_the_limits(program_of, most, message):
+    full, over = program_of(most), program_of(most + 1)
+    assert refusal(full.data) is None
+    assert python_refusal(Bundle((full,)).data) is None
+    assert message in (refusal(over.data) or "")
+    assert python_refusal(Bundle((over,)).data)

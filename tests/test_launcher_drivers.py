@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from standin import ROOT, build, standin
+from standin import LAUNCH_FAILED, ROOT, build, standin
 from test_bundle import LAYER, MAP, ONE, program
 from trt_plugin import Bundle
 from trt_plugin.bundle import Argument, Expression, Launch, Program, Range, TensorMap
@@ -20,6 +20,7 @@ from trt_plugin.launcher import LauncherError, OpenProgram, find_program
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
 
+INVALID_VALUE = 1
 MEMORY = 1 << 40  # Nothing is read from where tensors are.
 TENSORS = {"x": MEMORY, "w1": MEMORY, "y": MEMORY}
 
@@ -155,14 +156,14 @@ def test_maps_below_128_kib_are_corrected_on_older_drivers(driver, version, rows
 
 
 def test_a_map_that_the_driver_refuses(driver):
-    wide = TensorMap("w1", 6, 1, (64, 128), (2, 128), (64, 32))
-    mapped = launching(Argument("tensor_map", wide))
-    use(driver, mapped)
-    with OpenProgram(mapped.data) as opened:
+    use(driver, MAPPED)
+    with OpenProgram(MAPPED.data) as opened:
         message = "tensor map of w1: cuTensorMapEncodeTiled: CUDA_ERROR_INVALID_VALUE"
         for _ in range(2):
+            driver.fail("cuTensorMapEncodeTiled", INVALID_VALUE)
             with pytest.raises(LauncherError, match=message):
                 opened.enqueue(5, TENSORS, 0, 0)
+        opened.enqueue(5, TENSORS, 0, 0)
 
 
 # --- Contexts ---
@@ -181,6 +182,70 @@ def test_modules_of_a_context_that_is_gone_are_left_alone(driver):
         assert driver.live_modules == len(others)
     assert driver.live_modules == 0
     assert driver.calls("cuModuleUnload") == len(others)
+
+
+def test_what_was_loaded_into_a_context_that_is_gone_is_dropped(driver):
+    context = use(driver, PLAIN)
+    with OpenProgram(PLAIN.data) as opened:
+        for _ in range(3):
+            driver.reset_context(context)
+            opened.prepare()
+            assert driver.live_modules == 1
+        asked = driver.calls("cuCtxGetId")
+    # Closing asks whether each context is still there.
+    assert driver.calls("cuCtxGetId") == asked + 1
+
+
+@pytest.mark.parametrize("stream_of", [0, 1])
+def test_a_thread_without_a_context_has_that_of_its_stream(driver, stream_of):
+    contexts = [use(driver, PLAIN), driver.create_context()]
+    stream = driver.create_stream(contexts[stream_of])
+    driver.set_context(None)
+    seen = []
+    driver.on_launch(lambda launch: seen.append(launch.context))
+    with OpenProgram(PLAIN.data) as opened:
+        opened.prepare()
+        assert driver.live_modules == 0
+        opened.enqueue(5, TENSORS, 0, 0, stream)
+        assert driver.current_context is None
+        driver.fail("cuLaunchKernelEx", LAUNCH_FAILED)
+        with pytest.raises(LauncherError, match="cuLaunchKernelEx"):
+            opened.enqueue(5, TENSORS, 0, 0, stream)
+        assert driver.current_context is None
+    assert seen == [contexts[stream_of]]
+
+
+@pytest.mark.parametrize("function", ["cuStreamGetCtx", "cuCtxPushCurrent"])
+def test_a_streams_context_that_cannot_be_had(driver, function):
+    stream = driver.create_stream(use(driver, PLAIN))
+    driver.set_context(None)
+    with OpenProgram(PLAIN.data) as opened:
+        driver.fail(function, LAUNCH_FAILED)
+        with pytest.raises(LauncherError, match=f"{function}: CUDA_ERROR_LAUNCH_FAILED"):
+            opened.enqueue(5, TENSORS, 0, 0, stream)
+        assert driver.current_context is None
+
+
+# --- Stream captures ---
+
+
+def test_loading_leaves_the_captures_of_other_threads_alone(driver):
+    use(driver, PLAIN)
+    driver.set_capturing(True)
+    with OpenProgram(PLAIN.data) as opened:
+        opened.prepare()
+        assert driver.capture_mode == 0
+        assert driver.live_modules == 1
+    assert driver.capture_mode == 0
+    assert driver.live_modules == 0
+
+
+def test_a_driver_that_keeps_its_capture_mode(driver):
+    use(driver, PLAIN)
+    driver.fail("cuThreadExchangeStreamCaptureMode", INVALID_VALUE)
+    with OpenProgram(PLAIN.data) as opened:
+        opened.prepare()
+    assert driver.capture_mode == 0
 
 
 def test_closing_leaves_the_current_context(driver):
@@ -253,12 +318,15 @@ def test_shared_memory_that_a_device_lacks(driver):
 
 @pytest.mark.parametrize(("shared_memory", "calls"), [(49152, 0), (49153, 1)])
 def test_shared_memory_beyond_the_default_is_asked_for(driver, shared_memory, calls):
+    # A hint, so its failure is none.
+    driver.fail("cuFuncSetCacheConfig", INVALID_VALUE)
     kernel = replace(PLAIN.kernels[0], shared_memory=shared_memory)
     changed = replace(PLAIN, kernels=(kernel,))
     use(driver, changed)
     with OpenProgram(changed.data) as opened:
         opened.enqueue(5, TENSORS, 0, 0)
     assert driver.calls("cuFuncSetAttribute") == calls
+    assert driver.calls("cuFuncSetCacheConfig") == calls
 
 
 @pytest.mark.parametrize(

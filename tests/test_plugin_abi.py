@@ -95,6 +95,12 @@ def test_the_library_needs_neither_tensorrt_nor_cuda():
     assert " cu" not in undefined
 
 
+def test_the_library_calls_its_own_functions():
+    # Not those of a copy that the process loaded before: no relocation is looked up by these names.
+    assert "dynamo_moe_program_open" in output("nm", "-D", str(library_path()))
+    assert "dynamo_moe_" not in output("readelf", "--relocs", "--wide", str(library_path()))
+
+
 def test_the_library_shows_what_tensorrt_looks_for():
     shown = output("nm", "-D", "--defined-only", str(library_path())).split()
     assert {"getCreators", "setLoggerFinder"} <= set(shown)

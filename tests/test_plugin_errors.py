@@ -101,7 +101,7 @@ BAD_ATTRIBUTES = {
     "not a flag": ({"gated": 2}, "attribute gated must be in 0..1, got 2"),
     "not a choice": (
         {"activation": "swish"},
-        "activation must be one of gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu, clamped_silu; got 'swish'",
+        "one of gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu, clamped_silu; got 'swish'",
     ),
     "unprintable": ({"scoring": "a\0b\x1b"}, "softmax, topk_softmax, sigmoid; got 'a?b?'"),
     "empty": ({"activation": ""}, "got ''"),
@@ -348,6 +348,7 @@ def test_formats_and_types_that_are_not_supported(tensorrt, layer):
     plugin, case = layer
     inputs, output = described(case), describe(case.arguments["x"])
     assert plugin.supports_all(inputs, output)
+    # A description is read once TensorRT has written it: Plugin.supports() has that right.
     for position in range(len(inputs)):
         other = list(inputs)
         other[position] = Description(inputs[position].shape, torch.float32, format=2)
@@ -355,8 +356,9 @@ def test_formats_and_types_that_are_not_supported(tensorrt, layer):
     assert not plugin.supports(len(inputs), inputs, shaped(5, 16, dtype=torch.float16))
     (warning,) = tensorrt.messages()
     assert "no kernels with y float16; " in warning
-    assert not plugin.supports(len(inputs) + 1, inputs, output)
-    assert the_error(tensorrt) == "there is no position 8 among 7 inputs"
+    for position in (-1, len(inputs) + 1):
+        assert not plugin.supports(position, inputs, output)
+        assert the_error(tensorrt) == f"there is no position {position} among 7 inputs"
 
 
 def test_too_many_dimensions(tensorrt, layer):
@@ -421,11 +423,30 @@ def test_an_engine_of_another_architecture(driver, tensorrt, stored, layer):
     plugin.destroy()
 
 
-def test_without_a_context(driver, tensorrt, stored, layer):
+def test_without_a_context_and_a_stream(driver, tensorrt, stored, layer):
     plugin, case = layer
+    x = case.arguments["x"]
     driver.set_context(None)
-    assert plugin.shape_change(described(case), describe(case.arguments["x"])) != 0
-    assert "no current CUDA context" in the_error(tensorrt)
+    # The kernels are loaded when the stream is known.
+    assert plugin.shape_change(described(case), describe(x)) == 0
+    assert plugin.enqueue(inputs_of(case), torch.empty_like(x), 256) == INVALID_ARGUMENT
+    assert the_error(tensorrt) == (
+        "this thread has no current CUDA context: a CUDA runtime call such as cudaFree(0) makes "
+        "the device's current"
+    )
+
+
+def test_without_a_context_the_only_device_is_meant(driver, tensorrt, layer):
+    plugin, case = layer
+    inputs, output = described(case), describe(case.arguments["x"])
+    driver.set_context(None)
+    assert plugin.configure(inputs, output) == 0
+    driver.add_device(80)
+    assert plugin.configure(inputs, output) == INVALID_ARGUMENT
+    assert "no current CUDA context: a CUDA runtime call such as cudaFree(0)" in the_error(tensorrt)
+    driver.fail("cuDeviceGetCount", LAUNCH_FAILED)
+    assert plugin.configure(inputs, output) == CUDA_ERROR
+    assert "cuDeviceGetCount: CUDA_ERROR_LAUNCH_FAILED" in the_error(tensorrt)
 
 
 WITHOUT_DRIVER = """

@@ -272,6 +272,26 @@ def test_streams_are_passed_on(driver, tensorrt, tmp_path):
     plugin.destroy()
 
 
+def test_a_thread_without_a_context_has_that_of_its_stream(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpu = StandinGpu(driver)
+    fields, size = build_engine(tensorrt, case, gpu.bundle(tmp_path / "model.moek", case), most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    stream = driver.create_stream(gpu.context)
+    driver.set_context(None)
+    result = plugin.run(inputs_of(case), size, stream=stream)
+    assert_matches(result, case.oracle(), case.dtypes)
+    assert driver.current_context is None
+    # The thread's own comes first.
+    other = driver.create_context(0)
+    driver.set_context(other)
+    contexts = set()
+    driver.on_launch(lambda launch: contexts.add(launch.context))
+    plugin.run(inputs_of(case), size, stream=stream)
+    assert contexts == {other}
+    plugin.destroy()
+
+
 def test_enqueue_loads_nothing(driver, tensorrt, tmp_path):
     case = small_case()
     gpu = StandinGpu(driver)
@@ -302,6 +322,17 @@ def test_the_engine_needs_no_bundle(driver, tensorrt, tmp_path, monkeypatch):
     plugin.destroy()
     check(copy, case, size)
     copy.destroy()
+
+
+def test_layers_with_equal_kernels_keep_them_once(driver, tensorrt, tmp_path):
+    case = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    fields, _ = build_engine(tensorrt, case, bundle, most=5)
+    layers = [engine_layer(tensorrt, case, fields, f"layer {i}") for i in range(2)]
+    assert len({layer.serialized_at() for layer in layers}) == 1
+    layers[0].destroy()
+    assert serialized(layers[1]) == fields["program"].data
+    layers[1].destroy()
 
 
 def test_a_bundle_of_the_environment(driver, tensorrt, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from trt_plugin.bundle import (
     Range,
     TensorMap,
 )
+from trt_plugin.cubin import check_image
 
 __all__ = ["read_bundle", "read_program"]
 
@@ -137,6 +138,11 @@ def _below(what: str, value: int, limit: int) -> None:
         raise BundleError(f"{what} must be below {limit}, got {value}")
 
 
+def _at_most(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise BundleError(f"there must be at most {most} {what}, got {count}")
+
+
 def _check_layer(layer: LayerRecord) -> None:
     for name, codes in (
         ("operator", records.OPERATORS),
@@ -226,9 +232,12 @@ class _ProgramReader:
         kernels = self._all("kernels", records.KERNEL, self._kernel)
         self.kernel_count = len(kernels)
         self.launches = self._all("launches", records.LAUNCH, self._launch)
+        count = len(self.tables["ranges"]) // records.RANGE.size
+        if not 1 <= count <= records.MAX_RANGES:
+            raise BundleError(
+                f"a program must have 1 to {records.MAX_RANGES} ranges of tokens, it has {count}"
+            )
         ranges = self._all("ranges", records.RANGE, self._range)
-        if not ranges:
-            raise BundleError("a program must have 1 range of tokens or more, it has 0")
         first = 1
         for each in ranges:
             if each.first != first or not first <= each.last <= _MAX_TOKENS:
@@ -249,12 +258,13 @@ class _ProgramReader:
         return items
 
     def _slice(
-        self, what: str, items: Sequence[_Item], first: int, count: int
+        self, what: str, items: Sequence[_Item], first: int, count: int, most: int
     ) -> tuple[_Item, ...]:
         if first + count > len(items):
             raise BundleError(
                 f"{what} {first} to {first + count - 1} must be below {len(items)}, their number"
             )
+        _at_most(what, count, most)
         return tuple(items[first : first + count])
 
     def _text(self, what: str, offset: int, length: int) -> str:
@@ -279,6 +289,7 @@ class _ProgramReader:
             raise BundleError(
                 f"instructions {first} to {first + count - 1} must be below {len(table) // step}"
             )
+        _at_most("instructions", count, records.MAX_INSTRUCTIONS)
         instructions = []
         for opcode, reserved, value in records.INSTRUCTION.iter_unpack(
             table[first * step : (first + count) * step]
@@ -318,6 +329,11 @@ class _ProgramReader:
                 raise BundleError(f"box {at} must be in 1..{_MAX_BOX}, got {box[at]}")
         if box[0] * element % 16:
             raise BundleError(f"box 0 must be a multiple of 16 bytes, got {box[0] * element}")
+        span = 16 << swizzle
+        if swizzle and box[0] * element > span:
+            raise BundleError(
+                f"box 0 must have at most {span} bytes, the swizzle's span, got {box[0] * element}"
+            )
         return TensorMap(
             records.TENSORS[tensor], dtype, swizzle, sizes[:rank], strides[:rank], box[:rank]
         )
@@ -369,10 +385,12 @@ class _ProgramReader:
             raise BundleError(
                 f"name and image must have 1 byte or more, have {name_length} and {image_size}"
             )
+        image = images[image_at : image_at + image_size]
+        check_image(image)
         return Kernel(
             name=self._text("the name", name_at, name_length),
             description=self._text("the description", text_at, text_length),
-            image=images[image_at : image_at + image_size],
+            image=image,
             num_warps=num_warps,
             shared_memory=shared_memory,
             dependent_launch=bool(flags & records.DEPENDENT_LAUNCH),
@@ -388,14 +406,21 @@ class _ProgramReader:
             self._expression_at(f"grid's {axis}", index)
             for axis, index in zip("xyz", grid, strict=True)
         )
-        return Launch(kernel, self._slice("arguments", self.arguments, first, count), (x, y, z))
+        arguments = self._slice("arguments", self.arguments, first, count, records.MAX_ARGUMENTS)
+        maps = sum(argument.kind == "tensor_map" for argument in arguments)
+        _at_most("tensor maps", maps, records.MAX_TENSOR_MAPS)
+        return Launch(kernel, arguments, (x, y, z))
 
     def _range(self, first: int, last: int, *rest: int) -> Range:
         first_launch, launch_count, first_buffer, buffer_count = rest
-        launches = self._slice("launches", self.launches, first_launch, launch_count)
+        launches = self._slice(
+            "launches", self.launches, first_launch, launch_count, records.MAX_LAUNCHES
+        )
         for at, launch in enumerate(launches):
             for argument in launch.arguments:
                 if argument.kind == "workspace" and isinstance(argument.value, int):
                     _below(f"a buffer of launch {at}", argument.value, buffer_count)
-        buffers = self._slice("buffers", self.buffers, first_buffer, buffer_count)
+        buffers = self._slice(
+            "buffers", self.buffers, first_buffer, buffer_count, records.MAX_BUFFERS
+        )
         return Range(first, last, buffers, launches)

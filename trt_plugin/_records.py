@@ -23,6 +23,12 @@ __all__ = [
     "INSTRUCTION",
     "KERNEL",
     "LAUNCH",
+    "MAX_ARGUMENTS",
+    "MAX_BUFFERS",
+    "MAX_INSTRUCTIONS",
+    "MAX_LAUNCHES",
+    "MAX_RANGES",
+    "MAX_TENSOR_MAPS",
     "RANGE",
     "TABLES",
     "TENSOR_MAP",
@@ -92,6 +98,17 @@ TABLES = {
     "images": 1,
 }
 PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_ENTRY.size
+
+# Of a program.
+MAX_RANGES = 256
+# Of a range.
+MAX_BUFFERS = 32
+MAX_LAUNCHES = 64
+# Of a launch.
+MAX_ARGUMENTS = 64
+MAX_TENSOR_MAPS = 4
+# Of an expression.
+MAX_INSTRUCTIONS = 256
 
 # A code is the index of its name.
 OPERATORS = ("dropless", "experts")

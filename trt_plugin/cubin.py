@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct, error, unpack_from
 
-__all__ = ["CubinError", "CubinInfo", "Parameter", "inspect_cubin"]
+__all__ = ["CubinError", "CubinInfo", "Parameter", "check_image", "inspect_cubin"]
 
 _ELF_HEADER = Struct("<16s2HI3QI6H")
 _SECTION = Struct("<2I4Q2I2Q")
 _SYMBOL = Struct("<I2BH2Q")
+_SEGMENT_BYTES = 56
+_MAGIC = b"\x7fELF\x02\x01"  # 64 bits, least significant byte first
 _CUDA = 190  # e_machine
 _ENTRY = 0x10  # st_other of a kernel
 _EMPTY = 8  # NOBITS: a section of which the file has no content
@@ -79,6 +81,41 @@ def inspect_cubin(image: bytes) -> CubinInfo:
         raise CubinError(f"the cubin of {len(image)} bytes is damaged: {cause}") from cause
 
 
+def check_image(image: bytes) -> None:
+    """Checks that the tables and sections of a cubin lie within it, as the driver trusts them to.
+
+    Raises:
+        CubinError: If they do not, or it is no ELF file of CUDA's.
+    """
+    if len(image) < _ELF_HEADER.size:
+        raise CubinError(f"the cubin must have {_ELF_HEADER.size} bytes or more, has {len(image)}")
+    if not image.startswith(_MAGIC):
+        raise CubinError(f"the cubin must begin with {_MAGIC!r}, got {image[: len(_MAGIC)]!r}")
+    _, _, machine, _, _, segments, table, _, _, *counts, _ = _ELF_HEADER.unpack_from(image)
+    segment_bytes, segment_count, section_bytes, section_count = counts
+    if machine != _CUDA:
+        raise CubinError(f"the cubin's machine must be {_CUDA} (CUDA), got {machine}")
+    # Their number would be elsewhere.
+    if not section_count:
+        raise CubinError("the cubin must have 1 section or more, has 0")
+    for what, offset, count, size, expected in (
+        ("segments", segments, segment_count, segment_bytes, _SEGMENT_BYTES),
+        ("sections", table, section_count, section_bytes, _SECTION.size),
+    ):
+        if count and size != expected:
+            raise CubinError(f"the cubin's {what} must have {expected} bytes each, got {size}")
+        _check_end(f"the cubin's table of {what}", offset + count * expected, image)
+    for at in range(section_count):
+        section = _SECTION.unpack_from(image, table + at * _SECTION.size)
+        if section[1] != _EMPTY:
+            _check_end(f"the cubin's section {at}", section[4] + section[5], image)
+
+
+def _check_end(what: str, end: int, image: bytes) -> None:
+    if end > len(image):
+        raise CubinError(f"{what} ends at byte {end}, the cubin has {len(image)}")
+
+
 def _inspect(image: bytes) -> CubinInfo:
     sections = dict(_sections(image))
     entries = [(index, name) for index, name, other in _symbols(image, sections) if other & _ENTRY]
@@ -112,11 +149,10 @@ def _inspect(image: bytes) -> CubinInfo:
 
 
 def _sections(image: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    check_image(image)
     header = _ELF_HEADER.unpack_from(image)
-    if not image.startswith(b"\x7fELF\x02\x01") or header[2] != _CUDA:
-        raise CubinError(f"not a cubin: a 64-bit CUDA ELF file begins otherwise than {image[:6]!r}")
-    table, each, count, names = header[6], header[11], header[12], header[13]
-    headers = [_SECTION.unpack_from(image, table + at * each) for at in range(count)]
+    table, count, names = header[6], header[12], header[13]
+    headers = [_SECTION.unpack_from(image, table + at * _SECTION.size) for at in range(count)]
     strings = _content(image, headers[names])
     for section in headers:
         yield _string(strings, section[0]), section
@@ -133,8 +169,6 @@ def _content(image: bytes, section: tuple[int, ...]) -> bytes:
     if section[1] == _EMPTY:
         return b""
     offset, size = section[4], section[5]
-    if offset + size > len(image):
-        raise CubinError(f"a section ends at byte {offset + size} of {len(image)}")
     return image[offset : offset + size]
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_plugin.plugin import PLUGINS, library_path, load
+from trt_plugin.plugin import PLUGINS, PluginLoadError, library_path, load
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["EngineError", "Profile", "Runner", "build_engine", "parse_shapes"]
 
 _KERNELS = "DYNAMO_MOE_KERNELS"
+# The variable is the process's: parsers take turns.
+_NAMING = threading.Lock()
+# Of an address, in bytes, as TensorRT asks for it.
+_ALIGNMENT = 256
 
 #: Smallest, usual and largest shape of an input.
 Profile = tuple[Sequence[int], Sequence[int], Sequence[int]]
@@ -54,9 +60,10 @@ def build_engine(
         profiles: The shapes of each input with symbolic dimensions.
         kernels: The bundle of the layers' kernels; by default the one that the plugin finds, see
             the reference of the plugin.
-        timing_cache: File that measured tactics are read from and written to.
+        timing_cache: File that measured tactics are read from and written to; one that TensorRT
+            does not take, as that of another device, is begun anew, with a warning.
         with_library: Whether the engine holds the plugin's library too, so that TensorRT loads it
-            by itself where its runtime allows host code.
+            by itself where its runtime allows host code: ``Runner(…, allow_host_code=True)``.
         workspace: Most bytes that a layer may use at a time; by default TensorRT's own limit.
         progress: Whether to show a bar on standard error.
 
@@ -73,8 +80,10 @@ def build_engine(
     with _kernels_from(kernels):
         parsed = parser.parse_from_file(str(onnx_path))
     if not parsed:
-        said = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
-        raise EngineError(f"TensorRT does not parse {onnx_path}: {said}")
+        said = [parser.get_error(i).desc() for i in range(parser.num_errors)]
+        raise EngineError(
+            f"TensorRT does not parse {onnx_path}: {'; '.join(said + log.errors_of_plugin())}"
+        )
     config = builder.create_builder_config()
     if workspace is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
@@ -86,28 +95,41 @@ def build_engine(
     with _progress(trt, progress) as monitor:
         config.progress_monitor = monitor
         plan = builder.build_serialized_network(network, config)
+    for warning in log.warnings_of_plugin:
+        warnings.warn(warning, stacklevel=2)
     if plan is None:
         raise EngineError(f"TensorRT builds no engine of {onnx_path}: {log.text()}")
     _write(Path(output), bytes(plan))
     if timing_cache is not None:
-        _write(Path(timing_cache), bytes(config.get_timing_cache().serialize()))
+        measured = config.get_timing_cache()
+        if measured is not None:
+            _write(Path(timing_cache), bytes(measured.serialize()))
 
 
 class Runner:
     """Runs an engine on torch tensors.
 
+    All calls share one execution context, and its memory. One that follows on another stream must
+    wait for the earlier one's stream, as by ``stream.wait_stream(earlier)``.
+
     Args:
         engine: An engine's file.
+        allow_host_code: Whether TensorRT may load and run a library that the engine holds, as
+            ``build_engine(…, with_library=True)`` stores the plugin's. This process's own library
+            is not loaded then. Only for engines whose origin you trust.
 
     Raises:
-        EngineError: If TensorRT is missing, or refuses the engine.
+        EngineError: If TensorRT is missing, or refuses the engine or the plugin.
     """
 
-    def __init__(self, engine: str | PathLike[str]) -> None:
+    def __init__(self, engine: str | PathLike[str], *, allow_host_code: bool = False) -> None:
         trt = _tensorrt("running an engine")
-        _load_once(trt)
         self._log = _Log(trt)
         self._runtime = trt.Runtime(self._log.logger)
+        if allow_host_code:
+            self._runtime.engine_host_code_allowed = True
+        else:
+            _load_once(trt)
         self._engine = self._runtime.deserialize_cuda_engine(Path(engine).read_bytes())
         if self._engine is None:
             raise EngineError(f"TensorRT does not load {engine}: {self._log.text()}")
@@ -118,42 +140,58 @@ class Runner:
         self.outputs = [name for name in names if modes[name] == trt.TensorIOMode.OUTPUT]
 
     def __call__(self, **tensors: Tensor) -> dict[str, Tensor]:
-        """Runs on the current CUDA stream, which it does not wait for.
+        """Runs on the current CUDA stream of the inputs' device, which it does not wait for.
 
         Args:
-            tensors: CUDA tensors by the inputs' names, in the engine's dtypes.
+            tensors: Tensors of one CUDA device by the inputs' names, in the engine's dtypes. Those
+                that are not contiguous, or do not begin at a multiple of 256 bytes, are copied.
 
         Returns:
             The outputs by name.
 
         Raises:
             EngineError: If TensorRT refuses a shape, or fails.
-            TypeError: If an input has another dtype than the engine's.
+            TypeError: If an input has another dtype than the engine's, or is not on a CUDA device,
+                the same as all others.
             ValueError: If inputs are missing or unknown.
         """
         import torch
 
         if set(tensors) != set(self.inputs):
             raise ValueError(f"the inputs are {', '.join(self.inputs)}; got {', '.join(tensors)}")
-        held = {}
         for name, tensor in tensors.items():
             dtype = self._dtype(name)
             if tensor.dtype != dtype:
                 raise TypeError(f"input {name} must be {dtype}, got {tensor.dtype}")
+            if not tensor.is_cuda:
+                raise TypeError(f"input {name} must be on a CUDA device, got {tensor.device}")
+        devices = {tensor.device: None for tensor in tensors.values()}
+        if len(devices) > 1:
+            raise TypeError(f"inputs must be on one device, got {', '.join(map(str, devices))}")
+        device = next(iter(devices), torch.device("cuda"))
+        with torch.cuda.device(device):
+            return self._run(tensors, device)
+
+    def _run(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        import torch
+
+        held = {}
+        for name, tensor in tensors.items():
             held[name] = tensor.contiguous()
+            if held[name].data_ptr() % _ALIGNMENT:
+                held[name] = held[name].clone()
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
                 raise EngineError(
                     f"the engine does not take {name} of shape {tuple(tensor.shape)}: "
                     f"{self._log.text()}"
                 )
             self._context.set_tensor_address(name, held[name].data_ptr())
-        device = next(iter(held.values())).device if held else "cuda"
         results = {}
         for name in self.outputs:
             shape = tuple(self._context.get_tensor_shape(name))
             results[name] = torch.empty(shape, dtype=self._dtype(name), device=device)
             self._context.set_tensor_address(name, results[name].data_ptr())
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(device)
         if not self._context.execute_async_v3(stream.cuda_stream):
             raise EngineError(f"TensorRT does not run the engine: {self._log.text()}")
         for tensor in held.values():
@@ -208,7 +246,10 @@ def _tensorrt(what: str) -> Any:
 
 def _load_once(trt: Any) -> None:
     if trt.get_plugin_registry().get_creator(PLUGINS[0], "1", "") is None:
-        load()
+        try:
+            load()
+        except PluginLoadError as error:
+            raise EngineError(str(error)) from error
 
 
 def _strongly_typed(trt: Any) -> int:
@@ -220,16 +261,17 @@ def _strongly_typed(trt: Any) -> int:
 @contextmanager
 def _kernels_from(bundle: str | PathLike[str] | None) -> Iterator[None]:
     """Names the bundle to the plugin, which reads it when the parser creates it."""
-    old = os.environ.get(_KERNELS)
-    if bundle is not None:
-        os.environ[_KERNELS] = str(Path(bundle).resolve())
-    try:
-        yield
-    finally:
+    with _NAMING:
+        old = os.environ.get(_KERNELS)
         if bundle is not None:
-            os.environ.pop(_KERNELS)
-            if old is not None:
-                os.environ[_KERNELS] = old
+            os.environ[_KERNELS] = str(Path(bundle).resolve())
+        try:
+            yield
+        finally:
+            if bundle is not None:
+                os.environ.pop(_KERNELS)
+                if old is not None:
+                    os.environ[_KERNELS] = old
 
 
 def _add_profile(builder: Any, network: Any, config: Any, profiles: Mapping[str, Profile]) -> None:
@@ -254,7 +296,16 @@ def _add_profile(builder: Any, network: Any, config: Any, profiles: Mapping[str,
 
 def _use_timing_cache(config: Any, path: Path) -> None:
     content = path.read_bytes() if path.exists() else b""
-    config.set_timing_cache(config.create_timing_cache(content), ignore_mismatch=False)
+    cache = config.create_timing_cache(content)
+    if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
+        return
+    warnings.warn(
+        f"{path} is damaged, or of another device or TensorRT: the timing cache begins anew",
+        stacklevel=3,
+    )
+    empty = config.create_timing_cache(b"")
+    if empty is not None:
+        config.set_timing_cache(empty, ignore_mismatch=False)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -265,18 +316,30 @@ def _write(path: Path, content: bytes) -> None:
 
 
 class _Log:
-    """Keeps what TensorRT says is wrong."""
+    """Keeps what TensorRT says is wrong, and what the plugin warns of.
+
+    Nothing is raised where it is said: TensorRT could not pass it on.
+    """
 
     def __init__(self, trt: Any) -> None:
         lines: list[str] = []
+        warnings_of_plugin: list[str] = []
+        levels = trt.ILogger.Severity
 
         class Logger(trt.ILogger):  # type: ignore[misc]
             def log(self, severity: Any, message: str) -> None:
-                if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+                if severity in (levels.ERROR, levels.INTERNAL_ERROR):
                     lines.append(message)
+                elif severity == levels.WARNING and message.startswith(PLUGINS):
+                    warnings_of_plugin.append(message)
 
         self.logger = Logger()
+        self.warnings_of_plugin = warnings_of_plugin
         self._lines = lines
+
+    def errors_of_plugin(self) -> list[str]:
+        """Returns what the plugin said since the last call of :meth:`text`."""
+        return [line for line in self._lines if line.startswith(PLUGINS)]
 
     def text(self) -> str:
         """Returns what was said since the last call."""

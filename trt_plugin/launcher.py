@@ -101,7 +101,7 @@ class OpenProgram:
         return size.value
 
     def prepare(self) -> None:
-        """Loads the kernels into the current CUDA context."""
+        """Loads the kernels into the current CUDA context; does nothing where there is none."""
         _check(_library().dynamo_moe_program_prepare(self._handle))
 
     def enqueue(
@@ -120,7 +120,7 @@ class OpenProgram:
                 those that the layer has; multiples of 16.
             workspace: Device address, a multiple of 256.
             workspace_size: Its bytes.
-            stream: A ``CUstream``; 0 is the default stream.
+            stream: A ``CUstream``; 0 is the current context's default stream.
 
         Raises:
             LauncherError: With what was wrong; y is undefined then.

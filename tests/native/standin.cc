@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -25,7 +26,10 @@ enum Result {
   kInvalidContext = 201,
   kInvalidHandle = 400,
   kNotFound = 500,
+  kStreamCaptureUnsupported = 900,
 };
+
+constexpr int kRelaxedCapture = 2;
 
 constexpr int kVersion = 13000;
 
@@ -37,6 +41,10 @@ struct Device {
 struct Context {
   int device;
   unsigned long long id;
+};
+
+struct Stream {
+  Context* context;
 };
 
 struct Module {
@@ -74,12 +82,15 @@ struct State {
   std::vector<Device> devices;
   std::vector<std::string> images;
   std::set<Context*> contexts;
+  std::set<Stream*> streams;
   std::set<Module*> modules;
   std::map<Module*, std::vector<Function*>> functions;
   std::map<std::string, Failure> failures;
   std::map<std::string, int> calls;
   unsigned long long next_context = 1;
   int version = kVersion;
+  // Another thread captures a stream, in the mode that no thread may disturb.
+  bool capturing = false;
   Callback callback = nullptr;
 };
 
@@ -89,6 +100,8 @@ State& state() {
 }
 
 thread_local std::vector<Context*> current;
+// 0 is global.
+thread_local int capture_mode = 0;
 
 Context* CurrentContext() { return current.empty() ? nullptr : current.back(); }
 
@@ -104,6 +117,9 @@ int Called(const char* name) {
   s.failures.erase(planned);
   return result;
 }
+
+// Whether loading and unloading would break a capture.
+bool DisturbsCapture() { return state().capturing && capture_mode != kRelaxedCapture; }
 
 // Which known image lies at an address; -1 if none. Compares no byte after the first that differs.
 int ImageAt(const char* address) {
@@ -125,6 +141,31 @@ bool IsLive(const Function* function) {
   return found != state().functions.end();
 }
 
+// Destroys a context's modules and streams.
+void Empty(const Context* context) {
+  State& s = state();
+  for (auto each = s.modules.begin(); each != s.modules.end();) {
+    if ((*each)->context != context) {
+      ++each;
+      continue;
+    }
+    for (const Function* const function : s.functions[*each]) {
+      delete function;
+    }
+    s.functions.erase(*each);
+    delete *each;
+    each = s.modules.erase(each);
+  }
+  for (auto each = s.streams.begin(); each != s.streams.end();) {
+    if ((*each)->context == context) {
+      delete *each;
+      each = s.streams.erase(each);
+    } else {
+      ++each;
+    }
+  }
+}
+
 }  // namespace
 
 #define BEGIN(name)                                            \
@@ -143,6 +184,7 @@ EXPORT void standin_reset() {
   s.failures.clear();
   s.calls.clear();
   s.version = kVersion;
+  s.capturing = false;
   s.callback = nullptr;
 }
 
@@ -171,25 +213,27 @@ EXPORT void* standin_create_context(int device) {
   return context;
 }
 
-// Destroys a context and its modules, as cuCtxDestroy does.
-EXPORT void standin_destroy_context(void* handle) {
-  State& s = state();
-  const std::lock_guard<std::mutex> lock(s.mutex);
+// Makes another context of the same handle, as cuDevicePrimaryCtxReset does; destroys what it had.
+EXPORT void standin_reset_context(void* handle) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
   auto* const context = static_cast<Context*>(handle);
-  for (auto each = s.modules.begin(); each != s.modules.end();) {
-    if ((*each)->context != context) {
-      ++each;
-      continue;
-    }
-    for (const Function* const function : s.functions[*each]) {
-      delete function;
-    }
-    s.functions.erase(*each);
-    delete *each;
-    each = s.modules.erase(each);
-  }
-  s.contexts.erase(context);
+  Empty(context);
+  context->id = state().next_context++;
+}
+
+// Destroys a context and what it has, as cuCtxDestroy does.
+EXPORT void standin_destroy_context(void* handle) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  auto* const context = static_cast<Context*>(handle);
+  Empty(context);
+  state().contexts.erase(context);
   delete context;
+}
+
+// Destroyed with its context.
+EXPORT void* standin_create_stream(void* context) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  return *state().streams.insert(new Stream{static_cast<Context*>(context)}).first;
 }
 
 EXPORT void standin_set_context(void* context) {
@@ -198,6 +242,13 @@ EXPORT void standin_set_context(void* context) {
     current.push_back(static_cast<Context*>(context));
   }
 }
+
+EXPORT void standin_set_capturing(bool capturing) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().capturing = capturing;
+}
+
+EXPORT int standin_capture_mode() { return capture_mode; }
 
 EXPORT void standin_on_launch(Callback callback) {
   const std::lock_guard<std::mutex> lock(state().mutex);
@@ -300,6 +351,30 @@ EXPORT int cuCtxGetDevice(int* device) {
   return kSuccess;
 }
 
+EXPORT int cuStreamGetCtx(Stream* stream, Context** context) {
+  BEGIN("cuStreamGetCtx");
+  if (state().streams.count(stream) == 0) {
+    return kInvalidHandle;
+  }
+  *context = stream->context;
+  return kSuccess;
+}
+
+EXPORT int cuDeviceGetCount(int* count) {
+  BEGIN("cuDeviceGetCount");
+  *count = static_cast<int>(state().devices.size());
+  return kSuccess;
+}
+
+EXPORT int cuDeviceGet(int* device, int ordinal) {
+  BEGIN("cuDeviceGet");
+  if (ordinal < 0 || ordinal >= static_cast<int>(state().devices.size())) {
+    return kInvalidValue;
+  }
+  *device = ordinal;
+  return kSuccess;
+}
+
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
   BEGIN("cuDeviceGetAttribute");
   if (device < 0 || device >= static_cast<int>(state().devices.size())) {
@@ -323,6 +398,9 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
 
 EXPORT int cuModuleLoadData(Module** module, const void* image) {
   BEGIN("cuModuleLoadData");
+  if (DisturbsCapture()) {
+    return kStreamCaptureUnsupported;
+  }
   if (CurrentContext() == nullptr) {
     return kInvalidContext;
   }
@@ -338,6 +416,9 @@ EXPORT int cuModuleLoadData(Module** module, const void* image) {
 
 EXPORT int cuModuleUnload(Module* module) {
   BEGIN("cuModuleUnload");
+  if (DisturbsCapture()) {
+    return kStreamCaptureUnsupported;
+  }
   State& s = state();
   if (s.modules.count(module) == 0) {
     return kInvalidHandle;
@@ -378,6 +459,17 @@ EXPORT int cuFuncSetAttribute(Function* function, int attribute, int value) {
 }
 
 #ifndef STANDIN_CUDA_10
+EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
+  BEGIN("cuThreadExchangeStreamCaptureMode");
+  std::swap(capture_mode, *mode);
+  return kSuccess;
+}
+
+EXPORT int cuFuncSetCacheConfig(Function* function, int config) {
+  BEGIN("cuFuncSetCacheConfig");
+  return function != nullptr && IsLive(function) && config == 1 ? kSuccess : kInvalidValue;
+}
+
 struct Attribute {
   int id;
   int padding;

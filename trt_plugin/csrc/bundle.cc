@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "checksum.h"
+#include "cubin.h"
 #include "layer.h"
 #include "rules.h"
 #include "tensor_map.h"
@@ -159,6 +160,10 @@ class ProgramChecker {
   }
 
   Status CheckTables() const {
+    const std::size_t ranges = program_.ranges_.size();
+    if (ranges < 1 || ranges > format::kMaxRanges) {
+      return Wrong("must have 1 to ", format::kMaxRanges, " ranges of tokens, has ", ranges);
+    }
     DYNAMO_MOE_RETURN_IF_ERROR(
         CheckEach("expression", program_.expressions_,
                   [this](const auto& expression) { return CheckInstructions(expression); }));
@@ -173,16 +178,16 @@ class ProgramChecker {
     DYNAMO_MOE_RETURN_IF_ERROR(CheckEach(
         "launch", program_.launches_, [this](const auto& launch) { return CheckLaunch(launch); }));
     std::int64_t last = 0;
-    DYNAMO_MOE_RETURN_IF_ERROR(
-        CheckEach("range", program_.ranges_,
-                  [this, &last](const auto& range) { return CheckRange(range, &last); }));
-    return last > 0 ? Status() : Wrong("must have 1 range of tokens or more, has 0");
+    return CheckEach("range", program_.ranges_,
+                     [this, &last](const auto& range) { return CheckRange(range, &last); });
   }
 
   Status CheckInstructions(const format::Expression& expression) const {
     const Span<format::Instruction> all = program_.instructions_;
     DYNAMO_MOE_RETURN_IF_ERROR(CheckWithin("instructions", expression.first_instruction,
                                            expression.instructions, all.size()));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckIn("the number of instructions", expression.instructions, 1,
+                                       format::kMaxInstructions));
     return CheckExpression(all.Part(expression.first_instruction, expression.instructions));
   }
 
@@ -212,6 +217,7 @@ class ProgramChecker {
     const std::uint64_t images = program_.header_.tables[format::kImages].offset;
     DYNAMO_MOE_RETURN_IF_ERROR(CheckMultiple(
         "the image's place in the program", images + kernel.image_offset, format::kImageAlignment));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckImage(program_.image(kernel), kernel.image_size));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckIn("warps", kernel.warps, 1, format::kMaxWarps));
     DYNAMO_MOE_RETURN_IF_ERROR(
         CheckIn("shared memory in bytes", kernel.shared_memory, 0, format::kMaxSharedMemory));
@@ -273,6 +279,8 @@ class ProgramChecker {
         CheckWithin("buffers", range.first_buffer, range.buffers, program_.buffers_.size()));
     DYNAMO_MOE_RETURN_IF_ERROR(
         CheckIn("the number of buffers", range.buffers, 0, format::kMaxBuffers));
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        CheckIn("the number of launches", range.launches, 0, format::kMaxLaunches));
     for (const format::Launch& launch : program_.launches(range)) {
       for (const format::Argument& argument : program_.arguments(launch)) {
         if (argument.kind == format::kWorkspace) {

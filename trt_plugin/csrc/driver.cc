@@ -34,12 +34,17 @@ const char* ResolveAll(void* library, Driver* driver) {
   require("cuCtxPushCurrent_v2", &driver->context_push);
   require("cuCtxPopCurrent_v2", &driver->context_pop);
   require("cuCtxGetDevice", &driver->context_get_device);
+  require("cuStreamGetCtx", &driver->stream_get_context);
+  require("cuDeviceGetCount", &driver->device_get_count);
+  require("cuDeviceGet", &driver->device_get);
   require("cuDeviceGetAttribute", &driver->device_get_attribute);
   require("cuModuleLoadData", &driver->module_load_data);
   require("cuModuleUnload", &driver->module_unload);
   require("cuModuleGetFunction", &driver->module_get_function);
   require("cuFuncSetAttribute", &driver->function_set_attribute);
   require("cuLaunchKernelEx", &driver->launch);
+  Resolve(library, "cuThreadExchangeStreamCaptureMode", &driver->exchange_capture_mode);
+  Resolve(library, "cuFuncSetCacheConfig", &driver->function_set_cache_config);
   Resolve(library, "cuCtxGetId", &driver->context_get_id);
   Resolve(library, "cuTensorMapEncodeTiled", &driver->tensor_map_encode_tiled);
   return missing;
@@ -98,6 +103,30 @@ Status Failure(const Driver& driver, Result result, const std::string& what) {
   }
   return {result == kOutOfMemory ? DYNAMO_MOE_OUT_OF_MEMORY : DYNAMO_MOE_CUDA_ERROR,
           Text(what, ": ", name, " (", text, ", code ", result, ")")};
+}
+
+ScopedContext::~ScopedContext() {
+  if (pushed_) {
+    Context popped = nullptr;
+    driver_.context_pop(&popped);
+  }
+}
+
+Result ScopedContext::Push(Context context) {
+  const Result result = driver_.context_push(context);
+  pushed_ = result == kSuccess;
+  return result;
+}
+
+RelaxedCapture::RelaxedCapture(const Driver& driver) : driver_(driver) {
+  changed_ =
+      driver_.exchange_capture_mode != nullptr && driver_.exchange_capture_mode(&mode_) == kSuccess;
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  if (changed_) {
+    driver_.exchange_capture_mode(&mode_);
+  }
 }
 
 }  // namespace dynamo_moe::cuda

@@ -29,6 +29,10 @@ inline constexpr int kComputeCapabilityMinor = 76;
 inline constexpr int kMaxSharedMemoryPerBlockOptin = 97;
 // CUfunction_attribute
 inline constexpr int kMaxDynamicSharedSizeBytes = 8;
+// CUfunc_cache
+inline constexpr int kPreferShared = 1;
+// CUstreamCaptureMode
+inline constexpr int kRelaxed = 2;
 // CUlaunchAttributeID
 inline constexpr int kProgrammaticStreamSerialization = 6;
 // Drivers up to this version, 13.1, mark maps of small tensors wrongly: see Launcher::Encode.
@@ -72,12 +76,18 @@ struct Driver {
   Result (*context_push)(Context context);
   Result (*context_pop)(Context* context);
   Result (*context_get_device)(Device* device);
+  Result (*stream_get_context)(Stream stream, Context* context);
+  Result (*device_get_count)(int* count);
+  Result (*device_get)(Device* device, int ordinal);
   Result (*device_get_attribute)(int* value, int attribute, Device device);
   Result (*module_load_data)(Module* module, const void* image);
   Result (*module_unload)(Module module);
   Result (*module_get_function)(Function* function, Module module, const char* name);
   Result (*function_set_attribute)(Function function, int attribute, int value);
   Result (*launch)(const LaunchConfig* config, Function function, void** parameters, void** extra);
+  // Null where the driver lacks them, and then left out.
+  Result (*exchange_capture_mode)(int* mode);
+  Result (*function_set_cache_config)(Function function, int config);
   // A context's number, which no later one has. Null, as the next, where the driver is older than
   // CUDA 12.
   Result (*context_get_id)(Context context, unsigned long long* id);
@@ -90,6 +100,37 @@ struct Driver {
 // The driver, loaded and initialised by the first call that succeeds; null, with a status, where
 // there is none.
 const Driver* Load(Status* status);
+
+// Makes a context current for as long as it lives.
+class ScopedContext {
+ public:
+  explicit ScopedContext(const Driver& driver) : driver_(driver) {}
+  ScopedContext(const ScopedContext&) = delete;
+  ScopedContext& operator=(const ScopedContext&) = delete;
+  ~ScopedContext();
+
+  // Once at most.
+  Result Push(Context context);
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+// Lets this thread call, for as long as it lives, what a stream capture forbids: loading a module
+// would else invalidate the capture that another thread is at.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver);
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture();
+
+ private:
+  const Driver& driver_;
+  int mode_ = kRelaxed;
+  bool changed_;
+};
 
 // A status for a result that is not kSuccess: "what: CUDA_ERROR_… (text)".
 Status Failure(const Driver& driver, Result result, const std::string& what);

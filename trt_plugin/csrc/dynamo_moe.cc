@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <string_view>
 #include <vector>
 
 #include "bundle.h"
@@ -182,6 +183,19 @@ dynamo_moe_status dynamo_moe_program_info(const dynamo_moe_program* program,
     if (architecture != nullptr) {
       *architecture = program->launcher->program().architecture();
     }
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_program_bytes(const dynamo_moe_program* program, const void** data,
+                                           size_t* size) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(data, "data"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(size, "size"));
+    const std::string_view bytes = program->launcher->program().bytes();
+    *data = bytes.data();
+    *size = bytes.size();
     return {};
   });
 }

@@ -91,7 +91,8 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_find(const void* bundle, size
                                                         uint32_t architecture, const void** program,
                                                         size_t* program_size);
 
-/* The architecture of the calling thread's current CUDA context's device: 90 for sm_90. */
+/* The architecture of the device of the calling thread's current CUDA context, or, if it has none,
+ * of the only device: 90 for sm_90. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_device_architecture(uint32_t* architecture);
 
 /* Opens a program; the bytes are copied. Programs of equal bytes share their loaded modules. Needs
@@ -106,18 +107,24 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_info(const dynamo_moe_progra
                                                          dynamo_moe_layer* layer,
                                                          uint32_t* architecture);
 
+/* The program's bytes, which programs of equal bytes share; valid until it is closed. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_bytes(const dynamo_moe_program* program,
+                                                          const void** data, size_t* size);
+
 /* The workspace in bytes that suffices for every T in 0..max_tokens. Needs no driver. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_workspace(const dynamo_moe_program* program,
                                                               int64_t max_tokens, size_t* bytes);
 
-/* Loads the kernels into the calling thread's current context. dynamo_moe_program_enqueue() does so
- * by itself; call this first where loading is not permitted later, as in a stream capture. */
+/* Loads the kernels into the calling thread's current context; does nothing where it has none.
+ * dynamo_moe_program_enqueue() loads by itself; call this first where that is not permitted later,
+ * as in a stream capture. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_prepare(dynamo_moe_program* program);
 
-/* Enqueues the layer for T = tokens on a stream (a CUstream) of the current context. The workspace
- * is device memory, a multiple of 256; it may be reused once the stream has passed the call.
- * Allocates nothing on the device and synchronises nothing. A failed call may have enqueued a part
- * of the layer; y is undefined then. */
+/* Enqueues the layer for T = tokens on a stream (a CUstream) of the current context; where there is
+ * none, the stream's own is current during the call. The workspace is device memory, a multiple of
+ * 256; it may be reused once the stream has passed the call. Synchronises nothing and, once the
+ * kernels are loaded, allocates nothing on the device. A failed call may have enqueued a part of
+ * the layer; y is undefined then. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_enqueue(dynamo_moe_program* program,
                                                             int64_t tokens,
                                                             const dynamo_moe_tensors* tensors,

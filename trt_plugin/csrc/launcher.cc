@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "rules.h"
 #include "tensor_map.h"
 
 namespace dynamo_moe {
@@ -36,6 +37,21 @@ Status BufferOffsets(const Program& program, const format::Range& range, const S
     *end += (static_cast<std::size_t>(size) + alignment - 1) / alignment * alignment;
   }
   return {};
+}
+
+// Makes the stream's context current in a thread that has none.
+Status EnterContextOf(cuda::Stream stream, const cuda::Driver& driver, cuda::ScopedContext* scope) {
+  cuda::Context context = nullptr;
+  DYNAMO_MOE_RETURN_IF_ERROR(FindContext(driver, &context));
+  if (context != nullptr || stream == nullptr) {
+    return {};
+  }
+  if (const cuda::Result result = driver.stream_get_context(stream, &context);
+      result != cuda::kSuccess) {
+    return cuda::Failure(driver, result, "cuStreamGetCtx");
+  }
+  const cuda::Result result = scope->Push(context);
+  return result == cuda::kSuccess ? Status() : cuda::Failure(driver, result, "cuCtxPushCurrent");
 }
 
 }  // namespace
@@ -216,12 +232,20 @@ Status Launcher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) cons
     if (range.first_tokens > max_tokens) {
       break;
     }
-    // A range's buffers grow with the tokens.
-    const Sizes sizes = program().SizesFor(std::min(max_tokens, range.last_tokens));
+    const std::int64_t tokens = std::min(max_tokens, range.last_tokens);
+    std::size_t least = 0;
+    std::size_t largest = 0;
     std::size_t offsets[format::kMaxBuffers];
-    std::size_t end = 0;
-    DYNAMO_MOE_RETURN_IF_ERROR(BufferOffsets(program(), range, sizes, offsets, &end));
-    most = std::max(most, end);
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        BufferOffsets(program(), range, program().SizesFor(range.first_tokens), offsets, &least));
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        BufferOffsets(program(), range, program().SizesFor(tokens), offsets, &largest));
+    if (least > largest) {
+      return InvalidBundle("program: the workspace must not shrink as tokens grow, has ", least,
+                           " bytes for ", range.first_tokens, " tokens and ", largest, " for ",
+                           tokens, " tokens");
+    }
+    most = std::max(most, largest);
   }
   *bytes = most;
   return {};
@@ -233,8 +257,11 @@ Status Launcher::Prepare() {
   if (driver == nullptr) {
     return status;
   }
-  const LoadedKernels* kernels = nullptr;
-  return shared_->Kernels(*driver, &kernels);
+  cuda::Context context = nullptr;
+  DYNAMO_MOE_RETURN_IF_ERROR(FindContext(*driver, &context));
+  std::shared_ptr<const LoadedKernels> kernels;
+  // Without a context, Enqueue loads them into its stream's.
+  return context == nullptr ? Status() : shared_->Kernels(*driver, &kernels);
 }
 
 Status Launcher::Enqueue(std::int64_t tokens, const dynamo_moe_tensors& tensors, void* workspace,
@@ -252,7 +279,9 @@ Status Launcher::Enqueue(std::int64_t tokens, const dynamo_moe_tensors& tensors,
   if (driver == nullptr) {
     return status;
   }
-  const LoadedKernels* kernels = nullptr;
+  cuda::ScopedContext scope(*driver);
+  DYNAMO_MOE_RETURN_IF_ERROR(EnterContextOf(stream, *driver, &scope));
+  std::shared_ptr<const LoadedKernels> kernels;
   DYNAMO_MOE_RETURN_IF_ERROR(shared_->Kernels(*driver, &kernels));
   return Call(this, *driver, tensors, workspace)
       .Run(*range, *kernels, tokens, workspace_size, stream);

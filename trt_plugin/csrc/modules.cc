@@ -20,14 +20,16 @@ Status Attribute(const cuda::Driver& driver, int attribute, cuda::Device device,
                                   : cuda::Failure(driver, result, "cuDeviceGetAttribute");
 }
 
+Status NoContext() {
+  return InvalidArgument(
+      "this thread has no current CUDA context: a CUDA runtime call such as cudaFree(0) makes "
+      "the device's current");
+}
+
 Status CurrentContext(const cuda::Driver& driver, cuda::Context* context, unsigned long long* id) {
-  const cuda::Result result = driver.context_get_current(context);
-  if (result != cuda::kSuccess) {
-    return cuda::Failure(driver, result, "cuCtxGetCurrent");
-  }
+  DYNAMO_MOE_RETURN_IF_ERROR(FindContext(driver, context));
   if (*context == nullptr) {
-    return InvalidArgument(
-        "this thread has no current CUDA context: call cudaSetDevice or cuCtxSetCurrent first");
+    return NoContext();
   }
   *id = 0;
   if (driver.context_get_id != nullptr) {
@@ -44,7 +46,30 @@ Status CurrentDevice(const cuda::Driver& driver, cuda::Device* device) {
   return result == cuda::kSuccess ? Status() : cuda::Failure(driver, result, "cuCtxGetDevice");
 }
 
+// The current context's device; where there is none, the only one.
+Status CurrentOrOnlyDevice(const cuda::Driver& driver, cuda::Device* device) {
+  cuda::Context context = nullptr;
+  DYNAMO_MOE_RETURN_IF_ERROR(FindContext(driver, &context));
+  if (context != nullptr) {
+    return CurrentDevice(driver, device);
+  }
+  int count = 0;
+  if (const cuda::Result result = driver.device_get_count(&count); result != cuda::kSuccess) {
+    return cuda::Failure(driver, result, "cuDeviceGetCount");
+  }
+  if (count != 1) {
+    return NoContext();
+  }
+  const cuda::Result result = driver.device_get(device, 0);
+  return result == cuda::kSuccess ? Status() : cuda::Failure(driver, result, "cuDeviceGet");
+}
+
 }  // namespace
+
+Status FindContext(const cuda::Driver& driver, cuda::Context* context) {
+  const cuda::Result result = driver.context_get_current(context);
+  return result == cuda::kSuccess ? Status() : cuda::Failure(driver, result, "cuCtxGetCurrent");
+}
 
 bool RunsOn(std::uint32_t program, std::uint32_t device) {
   const bool portable = device < kFirstSpecificArchitecture && device != kTegraArchitecture &&
@@ -53,13 +78,10 @@ bool RunsOn(std::uint32_t program, std::uint32_t device) {
 }
 
 Status CurrentArchitecture(const cuda::Driver& driver, std::uint32_t* architecture) {
-  cuda::Context context = nullptr;
-  unsigned long long id = 0;
   cuda::Device device = 0;
   int major = 0;
   int minor = 0;
-  DYNAMO_MOE_RETURN_IF_ERROR(CurrentContext(driver, &context, &id));
-  DYNAMO_MOE_RETURN_IF_ERROR(CurrentDevice(driver, &device));
+  DYNAMO_MOE_RETURN_IF_ERROR(CurrentOrOnlyDevice(driver, &device));
   DYNAMO_MOE_RETURN_IF_ERROR(Attribute(driver, cuda::kComputeCapabilityMajor, device, &major));
   DYNAMO_MOE_RETURN_IF_ERROR(Attribute(driver, cuda::kComputeCapabilityMinor, device, &minor));
   *architecture = static_cast<std::uint32_t>(10 * major + minor);
@@ -76,14 +98,14 @@ LoadedKernels::~LoadedKernels() {
       (driver_.context_get_id(context_, &id) != cuda::kSuccess || id != context_id_)) {
     return;
   }
-  if (driver_.context_push(context_) != cuda::kSuccess) {
+  cuda::ScopedContext scope(driver_);
+  if (scope.Push(context_) != cuda::kSuccess) {
     return;
   }
+  const cuda::RelaxedCapture relaxed(driver_);
   for (cuda::Module module : modules_) {
     driver_.module_unload(module);
   }
-  cuda::Context popped = nullptr;
-  driver_.context_pop(&popped);
 }
 
 Status LoadedKernels::Load(const Program& program) {
@@ -98,6 +120,7 @@ Status LoadedKernels::Load(const Program& program) {
   DYNAMO_MOE_RETURN_IF_ERROR(CurrentDevice(driver_, &device));
   DYNAMO_MOE_RETURN_IF_ERROR(
       Attribute(driver_, cuda::kMaxSharedMemoryPerBlockOptin, device, &shared_limit));
+  const cuda::RelaxedCapture relaxed(driver_);
   modules_.reserve(program.kernels().size());
   functions_.reserve(program.kernels().size());
   for (const format::Kernel& kernel : program.kernels()) {
@@ -129,6 +152,10 @@ Status LoadedKernels::LoadKernel(const Program& program, const format::Kernel& k
                                             static_cast<int>(kernel.shared_memory));
     if (result != cuda::kSuccess) {
       return cuda::Failure(driver_, result, Text("kernel ", name, ": cuFuncSetAttribute"));
+    }
+    // A hint, as Triton gives it: without it, an SM may have shared memory for fewer blocks.
+    if (driver_.function_set_cache_config != nullptr) {
+      driver_.function_set_cache_config(function, cuda::kPreferShared);
     }
   }
   functions_.push_back(function);
@@ -165,7 +192,8 @@ Status SharedProgram::Open(const void* data, std::size_t size,
   return {};
 }
 
-Status SharedProgram::Kernels(const cuda::Driver& driver, const LoadedKernels** kernels) {
+Status SharedProgram::Kernels(const cuda::Driver& driver,
+                              std::shared_ptr<const LoadedKernels>* kernels) {
   cuda::Context context = nullptr;
   unsigned long long context_id = 0;
   DYNAMO_MOE_RETURN_IF_ERROR(CurrentContext(driver, &context, &context_id));
@@ -178,22 +206,28 @@ Status SharedProgram::Kernels(const cuda::Driver& driver, const LoadedKernels** 
   if (*kernels != nullptr) {
     return {};
   }
-  auto loaded = std::make_unique<LoadedKernels>(driver, context, context_id);
+  auto loaded = std::make_shared<LoadedKernels>(driver, context, context_id);
   DYNAMO_MOE_RETURN_IF_ERROR(loaded->Load(program_));
-  loaded->next_ = first_.load(std::memory_order_relaxed);
-  loaded_.push_back(std::move(loaded));
-  *kernels = loaded_.back().get();
-  first_.store(*kernels, std::memory_order_release);
+  *kernels = loaded;
+  const std::scoped_lock change(finding_);
+  // One that was at this address is gone.
+  const auto gone = std::find_if(loaded_.begin(), loaded_.end(),
+                                 [&](const auto& each) { return each->IsAt(context); });
+  if (gone != loaded_.end()) {
+    *gone = std::move(loaded);
+  } else {
+    loaded_.push_back(std::move(loaded));
+  }
   return {};
 }
 
-const LoadedKernels* SharedProgram::Find(cuda::Context context,
-                                         unsigned long long context_id) const {
-  const LoadedKernels* each = first_.load(std::memory_order_acquire);
-  while (each != nullptr && !each->IsFor(context, context_id)) {
-    each = each->next_;
-  }
-  return each;
+std::shared_ptr<const LoadedKernels> SharedProgram::Find(cuda::Context context,
+                                                         unsigned long long context_id) const {
+  const std::shared_lock lock(finding_);
+  const auto found = std::find_if(loaded_.begin(), loaded_.end(), [&](const auto& each) {
+    return each->IsFor(context, context_id);
+  });
+  return found == loaded_.end() ? nullptr : *found;
 }
 
 }  // namespace dynamo_moe

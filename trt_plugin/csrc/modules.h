@@ -1,10 +1,10 @@
 // A program's kernels, loaded into the CUDA contexts that use it.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <vector>
 
 #include "bundle.h"
@@ -18,7 +18,11 @@ namespace dynamo_moe {
 // runs its own code alone, and no other runs that.
 bool RunsOn(std::uint32_t program, std::uint32_t device);
 
-// The architecture of the current context's device: 90 for sm_90.
+// The calling thread's current context; null where it has none.
+Status FindContext(const cuda::Driver& driver, cuda::Context* context);
+
+// The architecture of the current context's device, or of the only one where no context is current:
+// 90 for sm_90.
 Status CurrentArchitecture(const cuda::Driver& driver, std::uint32_t* architecture);
 
 // The kernels in one context, in the program's order. Unloads them.
@@ -36,11 +40,10 @@ class LoadedKernels {
   bool IsFor(cuda::Context context, unsigned long long context_id) const {
     return context_ == context && context_id_ == context_id;
   }
+  bool IsAt(cuda::Context context) const { return context_ == context; }
   cuda::Function function(std::size_t kernel) const { return functions_[kernel]; }
 
  private:
-  friend class SharedProgram;
-
   Status LoadKernel(const Program& program, const format::Kernel& kernel, int shared_limit);
 
   const cuda::Driver& driver_;
@@ -48,7 +51,6 @@ class LoadedKernels {
   unsigned long long context_id_;
   std::vector<cuda::Module> modules_;
   std::vector<cuda::Function> functions_;
-  const LoadedKernels* next_ = nullptr;
 };
 
 // A program and its kernels; handles of equal programs share one.
@@ -60,16 +62,18 @@ class SharedProgram {
   const Program& program() const { return program_; }
 
   // The kernels in the current context, which are loaded there if they are not yet.
-  Status Kernels(const cuda::Driver& driver, const LoadedKernels** kernels);
+  Status Kernels(const cuda::Driver& driver, std::shared_ptr<const LoadedKernels>* kernels);
 
  private:
-  const LoadedKernels* Find(cuda::Context context, unsigned long long context_id) const;
+  std::shared_ptr<const LoadedKernels> Find(cuda::Context context,
+                                            unsigned long long context_id) const;
 
   Program program_;
+  // Held while kernels are loaded, which looking others up does not wait for.
   std::mutex loading_;
-  // A list that only grows, so that looking something up takes no lock.
-  std::atomic<const LoadedKernels*> first_{nullptr};
-  std::vector<std::unique_ptr<LoadedKernels>> loaded_;
+  mutable std::shared_mutex finding_;
+  // At most one for each context's address.
+  std::vector<std::shared_ptr<const LoadedKernels>> loaded_;
 };
 
 }  // namespace dynamo_moe

@@ -160,11 +160,7 @@ bool Plugin::supportsFormatCombination(std::int32_t position, const DynamicPlugi
   bool supported = false;
   const int error = Guard(layer_->subject.c_str(), [&]() -> Status {
     Call call = {};
-    const DynamicPluginTensorDesc* const out = in_out == nullptr ? nullptr : in_out + inputs;
-    DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->op, in_out, inputs, out, outputs, &call));
-    if (position < 0 || position > inputs) {
-      return InvalidArgument("there is no position ", position, " among ", inputs, " inputs");
-    }
+    DYNAMO_MOE_RETURN_IF_ERROR(MakeCallUpTo(position, layer_->op, in_out, inputs, outputs, &call));
     if (call.at(position).format != TensorFormat::kLINEAR) {
       return {};
     }
@@ -331,7 +327,7 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
   serialized_.fields = &field_;
   Guard(layer_->subject.c_str(), [&]() -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
-    const std::string& bytes = kernels_->bytes();
+    const std::string_view bytes = kernels_->bytes();
     if (bytes.size() > std::numeric_limits<std::int32_t>::max()) {
       return InvalidArgument("the kernels have ", bytes.size(),
                              " bytes, an engine's field at most ",

@@ -138,16 +138,16 @@ const PluginTensorDesc* Plain(const Description& description) {
   }
 }
 
+// Gathers the descriptions up to the position `last`; those behind it stay null.
 template <typename Description>
 Status Gather(format::Operator op, const Description* in, std::int32_t inputs,
-              const Description* out, std::int32_t outputs, Call* call) {
-  DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(op, inputs, outputs));
+              const Description* out, std::int32_t last, Call* call) {
   if (in == nullptr || out == nullptr) {
     return InvalidArgument("the descriptions of the inputs and of the output must not be null");
   }
   call->op = op;
   call->inputs = inputs;
-  for (std::int32_t i = 0; i <= inputs; ++i) {
+  for (std::int32_t i = 0; i <= last; ++i) {
     const PluginTensorDesc* const description = Plain(i < inputs ? in[i] : out[0]);
     if (description->dims.nbDims > Dims::MAX_DIMS) {
       return InvalidArgument("a tensor has ", description->dims.nbDims, " dimensions, at most ",
@@ -189,12 +189,25 @@ bool Call::Has(format::Tensor wanted) const {
 
 Status MakeCall(format::Operator op, const PluginTensorDesc* in, std::int32_t inputs,
                 const PluginTensorDesc* out, std::int32_t outputs, Call* call) {
-  return Gather(op, in, inputs, out, outputs, call);
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(op, inputs, outputs));
+  return Gather(op, in, inputs, out, inputs, call);
 }
 
 Status MakeCall(format::Operator op, const DynamicPluginTensorDesc* in, std::int32_t inputs,
                 const DynamicPluginTensorDesc* out, std::int32_t outputs, Call* call) {
-  return Gather(op, in, inputs, out, outputs, call);
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(op, inputs, outputs));
+  return Gather(op, in, inputs, out, inputs, call);
+}
+
+Status MakeCallUpTo(std::int32_t position, format::Operator op,
+                    const DynamicPluginTensorDesc* in_out, std::int32_t inputs,
+                    std::int32_t outputs, Call* call) {
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(op, inputs, outputs));
+  if (position < 0 || position > inputs) {
+    return InvalidArgument("there is no position ", position, " among ", inputs, " inputs");
+  }
+  const DynamicPluginTensorDesc* const out = in_out == nullptr ? nullptr : in_out + inputs;
+  return Gather(op, in_out, inputs, out, position, call);
 }
 
 std::uint32_t DtypeCode(DataType type) {

@@ -44,6 +44,11 @@ Status MakeCall(format::Operator op, const nvinfer1::DynamicPluginTensorDesc* in
                 std::int32_t inputs, const nvinfer1::DynamicPluginTensorDesc* out,
                 std::int32_t outputs, Call* call);
 
+// The same of inputs and y in one array, of which TensorRT has filled in what is up to a position.
+Status MakeCallUpTo(std::int32_t position, format::Operator op,
+                    const nvinfer1::DynamicPluginTensorDesc* in_out, std::int32_t inputs,
+                    std::int32_t outputs, Call* call);
+
 // 0 for what the kernels do not take.
 std::uint32_t DtypeCode(nvinfer1::DataType type);
 

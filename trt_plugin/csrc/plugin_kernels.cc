@@ -54,7 +54,7 @@ Status CannotRead(const std::string& path) {
 }
 
 // A bundle and a program have theirs at the same place.
-std::uint32_t ChecksumIn(const std::string& bytes) {
+std::uint32_t ChecksumIn(std::string_view bytes) {
   std::uint32_t checksum;
   std::memcpy(&checksum, bytes.data() + format::kChecksumOffset, sizeof(checksum));
   return checksum;
@@ -67,8 +67,11 @@ std::uint32_t Kernels::checksum() const { return ChecksumIn(bytes_); }
 Status Kernels::Open(const void* data, std::size_t size, std::shared_ptr<const Kernels>* kernels) {
   // make_shared needs a public constructor.
   std::shared_ptr<Kernels> opened(new Kernels());
-  opened->bytes_.assign(static_cast<const char*>(data), size);
   DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_open(data, size, &opened->program_)));
+  const void* bytes = nullptr;
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      FromLauncher(dynamo_moe_program_bytes(opened->program_, &bytes, &size)));
+  opened->bytes_ = {static_cast<const char*>(bytes), size};
   DYNAMO_MOE_RETURN_IF_ERROR(
       FromLauncher(dynamo_moe_program_info(opened->program_, &opened->layer_, nullptr)));
   *kernels = std::move(opened);

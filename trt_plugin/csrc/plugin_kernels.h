@@ -16,7 +16,7 @@
 
 namespace dynamo_moe::plugin {
 
-// An opened program and its bytes. The launcher loads equal programs once.
+// An opened program. The launcher keeps and loads equal programs once.
 class Kernels {
  public:
   static Status Open(const void* data, std::size_t size, std::shared_ptr<const Kernels>* kernels);
@@ -27,7 +27,7 @@ class Kernels {
 
   dynamo_moe_program* program() const { return program_; }
   const dynamo_moe_layer& layer() const { return layer_; }
-  const std::string& bytes() const { return bytes_; }
+  std::string_view bytes() const { return bytes_; }
   std::uint32_t checksum() const;
 
  private:
@@ -35,7 +35,7 @@ class Kernels {
 
   dynamo_moe_program* program_ = nullptr;
   dynamo_moe_layer layer_ = {};
-  std::string bytes_;
+  std::string_view bytes_;
 };
 
 // A bundle in memory; plugins that use the same file share one.

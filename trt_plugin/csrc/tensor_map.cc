@@ -21,6 +21,9 @@ std::uint64_t ElementSize(std::uint32_t type) {
   }
 }
 
+// Bytes that a CUtensorMapSwizzle other than 0 permutes: 32, 64 or 128.
+std::uint64_t SwizzleSpan(std::uint32_t swizzle) { return std::uint64_t{16} << swizzle; }
+
 Status CheckAxis(const format::TensorMap& record, std::uint32_t axis) {
   if (axis >= record.rank) {
     DYNAMO_MOE_RETURN_IF_ERROR(CheckZero("a size beyond the rank", record.sizes[axis]));
@@ -35,7 +38,12 @@ Status CheckAxis(const format::TensorMap& record, std::uint32_t axis) {
       return InvalidBundle("stride must be an element's size, ", element, ", is ",
                            record.strides[axis]);
     }
-    return CheckMultiple("the box in bytes", record.box[axis] * element, format::kBoxAlignment);
+    const std::uint64_t bytes = record.box[axis] * element;
+    if (record.swizzle != 0 && bytes > SwizzleSpan(record.swizzle)) {
+      return InvalidBundle("the box in bytes must be at most ", SwizzleSpan(record.swizzle),
+                           ", the swizzle's span, is ", bytes);
+    }
+    return CheckMultiple("the box in bytes", bytes, format::kBoxAlignment);
   }
   DYNAMO_MOE_RETURN_IF_ERROR(CheckMultiple("stride", record.strides[axis], format::kBoxAlignment));
   return CheckIn("stride", record.strides[axis], format::kBoxAlignment, format::kMaxStride - 1);
