@@ -19,9 +19,9 @@ import onnx_ir.tensor_adapters
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.lazy_tensors import LazyTensor
+from dynamo_moe.lazy_tensors import LazyTensor, Stored
 
-__all__ = ["Lazies", "as_ir", "attach", "link", "placeholders"]
+__all__ = ["Lazies", "as_ir", "attach", "link", "linkable", "placeholders"]
 
 Lazies = dict[int, LazyTensor]
 """Lazy tensors by the address of their placeholder."""
@@ -83,6 +83,12 @@ def attach(model: ir.Model, lazies: Lazies) -> None:
             value.const_value = as_ir(lazies[raw.data_ptr()], value.name)
 
 
+def linkable(model: ir.Model) -> set[str]:
+    """Returns the names of the initializers whose values lie in a file as they are."""
+    initializers = model.graph.initializers
+    return {name for name, value in initializers.items() if _origin(value) is not None}
+
+
 def link(model: ir.Model, folder: Path) -> None:
     """Lets initializers whose values lie in a file as they are refer to that file.
 
@@ -92,9 +98,8 @@ def link(model: ir.Model, folder: Path) -> None:
     """
     folder = folder.resolve()
     for value in model.graph.initializers.values():
-        weight = value.const_value
-        origin = weight.raw.origin if isinstance(weight, LazyWeight) else None
-        if weight is None or origin is None or not origin.nbytes:
+        weight, origin = value.const_value, _origin(value)
+        if weight is None or origin is None:
             continue
         path = origin.path.resolve()
         if not path.is_relative_to(folder):
@@ -111,6 +116,12 @@ def link(model: ir.Model, folder: Path) -> None:
             name=weight.name or "",
             base_dir=folder,
         )
+
+
+def _origin(value: ir.Value) -> Stored | None:
+    weight = value.const_value
+    origin = weight.raw.origin if isinstance(weight, LazyWeight) else None
+    return origin if origin is not None and origin.nbytes else None
 
 
 def _placeholder(lazy: LazyTensor) -> Tensor:

@@ -171,7 +171,10 @@ def export(
     layers = _layers.record(model_ir)
     if target != "plugin":
         _lowering.lower(model_ir, target)
-    _passes.optimize(model_ir, keep={name for layer in layers for name in layer.inputs[1:]})
+    kept = {name for layer in layers for name in layer.inputs[1:]}
+    if link_weights:
+        kept |= _weights.linkable(model_ir)
+    _passes.optimize(model_ir, keep=kept)
     if target == "plugin":
         _lowering.lower(model_ir, target)
     common_passes.ClearMetadataAndDocStringPass()(model_ir)

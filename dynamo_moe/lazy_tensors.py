@@ -127,7 +127,10 @@ class LazyTensor(Tensor):
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} would change a tensor that lies in a checkpoint")
         meta_args, meta_kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
-        results = func(*meta_args, **{**meta_kwargs, **_on_meta(meta_kwargs)})
+        try:
+            results = func(*meta_args, **{**meta_kwargs, **_on_meta(meta_kwargs)})
+        except NotImplementedError:
+            results = None
         if isinstance(results, Tensor):
             return cls(results, _Result(func, args, kwargs, None))
         if not isinstance(results, (list, tuple)):

@@ -454,3 +454,33 @@ def test_debug_shows_what_pytorch_prints() -> None:
     result = _run("export", "models.py:branches", "o.onnx", "--shape", "2,5,16", "--debug")
     assert isinstance(result.exception, dynamo_moe.ExportError)
     assert "torch.ops.moe.dropless" in result.stderr
+
+
+def test_export_of_a_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from moe_architectures import ARCHITECTURES
+
+    folder = tmp_path / "checkpoint"
+    ARCHITECTURES["mixtral"].build().save_pretrained(folder)
+    out = tmp_path / "m.onnx"
+    options = ["--hf", folder, out, "--task", "text-generation", "--link-weights", "--dtype"]
+    result = _run("export", *map(str, options), "float32", "--verify", "--json", "-q")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert len(report["conversion"]["replaced"]) == 2
+    assert report["verification"]["passed"]
+    assert not result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hf", "absent", "m.onnx"], "there is no folder absent"),
+        (["--hf", "absent", "m.onnx", "--static"], "do not go with --hf"),
+        (["model.py", "m.onnx", "--link-weights"], "need --hf"),
+    ],
+)
+def test_wrong_uses_of_checkpoints(arguments: list[str], message: str) -> None:
+    result = _run("export", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr

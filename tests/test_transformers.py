@@ -12,16 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import dynamo_moe
 from custom_ops.options import ExpertOptions
-
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-
-import transformers
-
 from moe_architectures import ARCHITECTURES, example_inputs
 
 ROWS = Path(__file__).parents[1] / "build" / "tests" / "architectures"
