@@ -174,14 +174,16 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, router_weight, w1, b1, w2, b2, router_bias = ctx.saved_tensors
     router_options, expert_options = _split_options(ctx.top_k, ctx.options)
     x_TD, dy_TD = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
-    ids_TK, weights_TK = route(x_TD, router_weight, router_bias, router_options)
-    dx_TD, dweights_TK, dw1, db1, dw2, db2 = torch.ops.moe.experts_backward(
-        dy_TD, x_TD, ids_TK, weights_TK, w1, b1, w2, b2,
-        any(ctx.needs_input_grad[2:6]), **expert_options,
-    )  # fmt: skip
-    dx_router_TD, drouter_ED, dbias_E = route_backward(
-        dweights_TK, x_TD, router_weight, router_bias, ids_TK, router_options
-    )
+    # A backward called inside a region of autocast would route in half precision.
+    with torch.autocast(x.device.type, enabled=False):
+        ids_TK, weights_TK = route(x_TD, router_weight, router_bias, router_options)
+        dx_TD, dweights_TK, dw1, db1, dw2, db2 = torch.ops.moe.experts_backward(
+            dy_TD, x_TD, ids_TK, weights_TK, w1, b1, w2, b2,
+            any(ctx.needs_input_grad[2:6]), **expert_options,
+        )  # fmt: skip
+        dx_router_TD, drouter_ED, dbias_E = route_backward(
+            dweights_TK, x_TD, router_weight, router_bias, ids_TK, router_options
+        )
     dx = (dx_TD + dx_router_TD.to(x.dtype)).view(x.shape)
     dbias = None if router_bias is None else dbias_E.to(router_bias.dtype)
     gradients = (dx, drouter_ED.to(router_weight.dtype), dw1, db1, dw2, db2, None, dbias)

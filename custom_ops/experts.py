@@ -24,7 +24,8 @@ LIBRARY.define(
 LIBRARY.define(
     f"experts_backward(Tensor dy, {_ARGUMENTS}, bool parameters, *, {EXPERT_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    # It waits for the device to count each expert's tokens.
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
 
 
@@ -201,10 +202,11 @@ def _setup_context(
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, expert_ids, expert_weights, w1, b1, w2, b2 = ctx.saved_tensors
-    dx, dweights, dw1, db1, dw2, db2 = torch.ops.moe.experts_backward(
-        dy, x, expert_ids, expert_weights, w1, b1, w2, b2,
-        any(ctx.needs_input_grad[3:]), **ctx.options,
-    )  # fmt: skip
+    with torch.autocast(x.device.type, enabled=False):
+        dx, dweights, dw1, db1, dw2, db2 = torch.ops.moe.experts_backward(
+            dy, x, expert_ids, expert_weights, w1, b1, w2, b2,
+            any(ctx.needs_input_grad[3:]), **ctx.options,
+        )  # fmt: skip
     gradients = (dx, None, dweights, dw1, db1, dw2, db2)
     return tuple(
         gradient if needed else None

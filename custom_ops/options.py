@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["ACTIVATIONS", "CLAMPED", "SCORINGS", "Activation", "ExpertOptions", "RouterOptions", "Scoring"]
+__all__ = [
+    "ACTIVATIONS",
+    "CLAMPED",
+    "SCORINGS",
+    "Activation",
+    "ExpertOptions",
+    "RouterOptions",
+    "Scoring",
+]
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu"]
 Scoring = Literal["softmax", "topk_softmax", "sigmoid"]

@@ -88,8 +88,12 @@ def route_backward(
 
 def _logits(x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None) -> Tensor:
     dtype = router_dtype(x_TD)
-    bias = None if router_bias_E is None else router_bias_E.to(dtype)
-    return torch.nn.functional.linear(x_TD.to(dtype), router_weight_ED.to(dtype), bias)
+    # float64 on CUDA: a float32 product may be TF32 there, which chooses other experts than the
+    # router's kernel does.
+    wide = torch.float64 if x_TD.is_cuda else dtype
+    bias = None if router_bias_E is None else router_bias_E.to(wide)
+    logits = torch.nn.functional.linear(x_TD.to(wide), router_weight_ED.to(wide), bias)
+    return logits.to(dtype)
 
 
 def _scores(logits_TE: Tensor, options: RouterOptions) -> Tensor:

@@ -151,3 +151,20 @@ def test_autocast_compiled(op: str) -> None:
     for name, gradient in case.gradients(under_autocast).items():
         assert gradient.dtype == torch.float32
         assert_matches(gradient, expected[name], precision, name)
+
+
+@both_ops
+def test_backward_inside_autocast(op: str) -> None:
+    gradients = []
+    for inside in (False, True):
+        case = make_case(op, (6,)).with_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = case().float().square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        leaves = [value for value in case.arguments.values() if isinstance(value, Tensor)]
+        gradients.append([leaf.grad for leaf in leaves if leaf.requires_grad])
+    assert all(gradient is not None for gradient in gradients[0])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)

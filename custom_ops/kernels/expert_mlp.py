@@ -85,6 +85,7 @@ def expert_mlp_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes ``rows = act(x[token] @ w1.T + b1) @ w2.T + b2`` of a tile; 0 BLOCK_B: no rest."""
@@ -127,16 +128,27 @@ def expert_mlp_kernel(
         in_hidden = unit < H
         w1_row = unit % H * UNIT
         w1_ptrs = w1_base + w1_row[:, None] * D
-        gate = tl.dot(x_a, _load_part(w1_ptrs + a[None, :], a, D, BLOCK_A).T)
+        gate = tl.dot(
+            x_a, _load_part(w1_ptrs + a[None, :], a, D, BLOCK_A).T, input_precision=PRECISION
+        )
         if BLOCK_B > 0:
-            gate = tl.dot(x_b, _load_part(w1_ptrs + b[None, :], b, D, LAST).T, gate)
+            gate = tl.dot(
+                x_b, _load_part(w1_ptrs + b[None, :], b, D, LAST).T, gate, input_precision=PRECISION
+            )
         if b1_ptr is not None:
             gate += tl.load(b1_ptr + expert * F + w1_row).to(tl.float32)[None, :]
         if GATED:
             w1_ptrs += UP * D
-            up = tl.dot(x_a, _load_part(w1_ptrs + a[None, :], a, D, BLOCK_A).T)
+            up = tl.dot(
+                x_a, _load_part(w1_ptrs + a[None, :], a, D, BLOCK_A).T, input_precision=PRECISION
+            )
             if BLOCK_B > 0:
-                up = tl.dot(x_b, _load_part(w1_ptrs + b[None, :], b, D, LAST).T, up)
+                up = tl.dot(
+                    x_b,
+                    _load_part(w1_ptrs + b[None, :], b, D, LAST).T,
+                    up,
+                    input_precision=PRECISION,
+                )
             if b1_ptr is not None:
                 up += tl.load(b1_ptr + expert * F + w1_row + UP).to(tl.float32)[None, :]
             h = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
@@ -147,11 +159,11 @@ def expert_mlp_kernel(
         h = h.to(dtype)
         w2_ptrs = w2_base + a[:, None] * H + unit[None, :]
         w2 = tl.load(w2_ptrs, mask=(a < D)[:, None] & in_hidden[None, :], other=0.0)
-        y_a = tl.dot(h, w2.T, y_a)
+        y_a = tl.dot(h, w2.T, y_a, input_precision=PRECISION)
         if BLOCK_B > 0:
             w2_ptrs = w2_base + b[:, None] * H + unit[None, :]
             w2 = tl.load(w2_ptrs, mask=(b < D)[:, None] & in_hidden[None, :], other=0.0)
-            y_b = tl.dot(h, w2.T, y_b)
+            y_b = tl.dot(h, w2.T, y_b, input_precision=PRECISION)
 
     out = rows_ptr.dtype.element_ty
     if b2_ptr is not None:
@@ -207,6 +219,7 @@ def expert_mlp_step(
             "BLOCK_N": Constant(config.block_n),
             "BLOCK_A": Constant(block_a),
             "BLOCK_B": Constant(block_b),
+            "PRECISION": Constant("tf32" if layer.tf32 else "ieee"),
             "PDL": Constant(architecture.has_dependent_launch),
         },
         grid=(max_tiles(config.block_m), Expression.of(1), Expression.of(1)),

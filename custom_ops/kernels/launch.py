@@ -64,7 +64,8 @@ def _resolve(
         case TensorPointer(name):
             return tensors[name]
         case WorkspacePointer(buffer, dtype):
-            return workspace[offsets[buffer] :].view(dtype)
+            begin, rest = offsets[buffer], workspace.numel() - offsets[buffer]
+            return workspace[begin : begin + rest - rest % dtype.itemsize].view(dtype)
         case TensorMap(name, _, shape, strides, box):
             from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -101,7 +101,8 @@ class Layer:
         """Returns the layer with everything that has no effect at its default.
 
         So that layers which compute the same share their kernels: alpha matters to
-        ``clamped_swiglu`` alone, limit to the clamped gatings, TF32 to float32 experts, renormalising not to ``topk_softmax``.
+        ``clamped_swiglu`` alone, limit to the clamped gatings, TF32 to float32 experts,
+        renormalising not to ``topk_softmax``.
         """
         options, router = self.options, self.router
         if options.activation != "clamped_swiglu":

@@ -40,6 +40,7 @@ def plan(layer: Layer, architecture: Architecture) -> ForwardPlan:
         layer: The layer; equal ones share a plan.
         architecture: From :func:`custom_ops.kernels.architectures.architecture`.
     """
+    layer = layer.canonical()
     return plan_with(layer, architecture, ranges_for(layer, architecture))
 
 
