@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +43,13 @@ class LazyWeight(ir.tensor_adapters.TorchTensor):
         return b"".join(bytes(_bytes(chunk)) for chunk in self.raw.chunks())
 
     def tofile(self, file: BinaryIO) -> None:
-        file.writelines(_bytes(chunk) for chunk in self.raw.chunks())
+        # The next chunk is read while one is written.
+        chunks = self.raw.chunks()
+        with ThreadPoolExecutor(1) as reader:
+            pending = reader.submit(next, chunks, None)
+            while (chunk := pending.result()) is not None:
+                pending = reader.submit(next, chunks, None)
+                file.write(_bytes(chunk))
 
 
 def as_ir(tensor: Tensor, name: str | None) -> ir.tensor_adapters.TorchTensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 __all__ = ["CHUNK_BYTES", "LazyTensor", "Stored"]
 
-CHUNK_BYTES = 2**25
+CHUNK_BYTES = 2**23
 """What :meth:`LazyTensor.chunks` holds in memory, unless one row is larger."""
 
 _aten = torch.ops.aten
@@ -66,6 +67,8 @@ class Stored:
         buffer = bytearray(size)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset + skip)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), file.tell(), size, os.POSIX_FADV_WILLNEED)
             view = memoryview(buffer)
             while view:
                 count = file.readinto(view)
