@@ -64,20 +64,18 @@ class Stored:
         return self._read(0, self.nbytes, self.shape)
 
     def _read(self, skip: int, size: int, shape: tuple[int, ...]) -> Tensor:
-        buffer = bytearray(size)
+        values = torch.empty(size, dtype=torch.uint8)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset + skip)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), file.tell(), size, os.POSIX_FADV_WILLNEED)
-            view = memoryview(buffer)
+            view = memoryview(values.numpy())  # type: ignore[arg-type]
             while view:
                 count = file.readinto(view)
                 if not count:
                     raise OSError(f"{self.path} ends {len(view)} bytes before its last tensor")
                 view = view[count:]
-        if not size:
-            return torch.empty(shape, dtype=self.dtype)
-        return torch.frombuffer(buffer, dtype=self.dtype).view(shape)
+        return values.view(self.dtype).view(shape)
 
 
 @dataclass(frozen=True)
