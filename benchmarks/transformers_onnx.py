@@ -50,7 +50,7 @@ MAX_ERROR = 1e-3
 # No further run of a phase is begun in a turn after so long.
 PHASE_MS = 1500
 # Turns in which other processes used more of the cores do not count, unless all are such.
-QUIET = 0.05
+QUIET = 0.1
 
 
 @dataclass(frozen=True)
