@@ -45,7 +45,7 @@ class LazyWeight(ir.tensor_adapters.TorchTensor):
     def tofile(self, file: BinaryIO) -> None:
         # The next chunk is read while one is written.
         chunks = self.raw.chunks()
-        with ThreadPoolExecutor(1) as reader:
+        with _one_thread(), ThreadPoolExecutor(1) as reader:
             pending = reader.submit(next, chunks, None)
             while (chunk := pending.result()) is not None:
                 pending = reader.submit(next, chunks, None)
@@ -142,6 +142,17 @@ def _placeholder(lazy: LazyTensor) -> Tensor:
     if isinstance(lazy, nn.Parameter):
         return nn.Parameter(tensor, lazy.requires_grad)
     return tensor
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Lets PyTorch start no threads: theirs wait for work in a loop, on the core that writes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
