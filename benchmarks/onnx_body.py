@@ -79,7 +79,7 @@ def _naive_experts(
     ids_TK: ir.Value,
     weights_TK: ir.Value,
 ) -> ir.Value:
-    op = Ops(OPSET, outer)
+    op = outer.inner()
     i = op.value("i", ir.TensorType(ir.DataType.INT64), shape=[])
     condition = op.value("condition", ir.TensorType(ir.DataType.BOOL), shape=[])
     y_TD = op.value("y_TD", ir.TensorType(ir.DataType.FLOAT))

@@ -1,17 +1,20 @@
-"""The experts as one loop over those that have rows.
+"""The experts one after the other, each on the rows of its tokens.
 
-An expert without rows costs nothing: the loop does not visit it, its weights are not read. A
-visited expert's weights are copied once: in ONNX Runtime only Scan slices without a copy, and it
-visits every expert.
+Where no expert has more rows than ``w2`` has columns, a Scan visits the experts: in ONNX Runtime
+nothing else slices weights without a copy. It needs results of one shape, so each expert's are
+padded to those of the busiest one, which takes no more elements than ``w2`` has; an idle expert
+costs a test and its zeros. Beyond, a Loop visits the active experts only and copies the weights of
+each, which is little beside its products.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k,
-N = T*K slots (slot n is choice n % K of token n // K), U slots of no expert, A active experts,
-R rows of one expert, I and O inputs and outputs of a product.
+N = T*K slots (slot n is choice n % K of token n // K), A active experts, R rows of one expert,
+P rows that the Scan has for each expert, I and O inputs and outputs of a product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -21,6 +24,9 @@ from dynamo_moe._bodies._expert import activate, expert_inputs, round_hidden
 from dynamo_moe._bodies._ops import Ops
 
 __all__ = ["experts"]
+
+_END = np.iinfo(np.int64).max
+_WEIGHTS = ("w1", "b1", "w2", "b2")
 
 
 def experts(
@@ -32,103 +38,195 @@ def experts(
     weights_TK: ir.Value,
 ) -> ir.Value:
     """Returns the sum over K of the experts' weighted results, ``[T, D]`` in the compute dtype."""
-    dtype, width_1 = config.compute_dtype, op.size("in_features")
-    inputs = expert_inputs(op, config, x_TD, weights_TK, width_1)
+    inputs = expert_inputs(op, config, x_TD, weights_TK, op.size("in_features"))
+    ids_N = op.Reshape(ids_TK, [-1], out="ids_N")
+    slots = _sort(op, config, ids_N)
+    layer = _Layer(config, parameters, inputs, slots)
 
+    most_1 = op.ReduceMax(slots.counts_E, [0], out="most_1")
+    scanned, looped = op.inner(), op.inner()
+    y_rows, first_E = op.If(
+        op.LessOrEqual(most_1, op.size("hidden_features"), out="few"),
+        then_branch=scanned.graph([], _scan(scanned, layer, most_1), "scan"),
+        else_branch=looped.graph([], _loop(looped, layer), "loop"),
+        out=("y_rows", "first_E"),
+    )
+    y_TKD = op.Gather(y_rows, _places(op, slots, first_E, ids_TK, ids_N), axis=0, out="y_TKD")
+    if config.weight_on_input:
+        return op.ReduceSum(y_TKD, [1], keepdims=0, out="y_TD")
+    y_T1D = op.MatMul(op.Unsqueeze(weights_TK, [1], out="weights_T1K"), y_TKD, out="y_T1D")
+    return op.Squeeze(y_T1D, [1], out="y_TD")
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """The slots in the order of their experts, those of no expert first."""
+
+    slots_N: ir.Value
+    """Which slots they are."""
+    rows_N: ir.Value
+    """The rows of the experts' inputs that they need."""
+    counts_E: ir.Value
+    begins_E: ir.Value
+    ends_E: ir.Value
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What an expert's results come from."""
+
+    config: BodyConfig
+    parameters: Mapping[str, ir.Value]
+    inputs: ir.Value
+    slots: _Slots
+
+
+def _sort(op: Ops, config: BodyConfig, ids_N: ir.Value) -> _Slots:
     # Bucket 0 holds the slots of no expert. TopK gives ties to the lower index: a stable sort.
-    buckets_N = op.Add(op.Reshape(ids_TK, [-1], out="ids_N"), 1, out="buckets_N")
+    buckets_N = op.Add(ids_N, 1, out="buckets_N")
     N = op.Shape(buckets_N, out="N")
     _, slots_N = op.TopK(buckets_N, N, axis=0, largest=0, out=("sorted_N", "slots_N"))
-    unused_1, active_A, sizes_A = _parts(op, buckets_N, N)
-
-    rows_N = slots_N
-    if not config.weight_on_input:
-        rows_N = op.Div(slots_N, op.size("top_k"), out="tokens_N")
-    used_rows = op.Slice(rows_N, unused_1, [np.iinfo(np.int64).max], [0], out="used_rows")
-    rows_by_expert = op.SplitToSequence(used_rows, sizes_A, axis=0, out="rows_by_expert")
-
-    # The zeros of the slots of no expert come first, so that the sequence is never empty.
-    zeros_UD = op.zeros(op.Concat(unused_1, width_1, axis=0, out="UD"), dtype, out="zeros_UD")
-    sequence = op.Loop(
-        op.Squeeze(op.Shape(active_A, out="A_1"), [0], out="A"),
-        op.constant("true", True, ir.DataType.BOOL),
-        op.SequenceConstruct(zeros_UD, out="first"),
-        body=_expert(op, config, parameters, inputs, active_A, rows_by_expert),
-        out="y_by_expert",
+    zeros = op.zeros(
+        op.Add(op.size("num_experts"), 1, out="buckets"), ir.DataType.INT64, out="no_slots"
     )
-    y_ND = op.ConcatFromSequence(sequence, axis=0, out="y_ND")
-
-    y_TKD = _unsort(op, y_ND, slots_N, ids_TK)
-    if not config.weight_on_input:
-        y_TKD = op.Mul(y_TKD, op.Unsqueeze(weights_TK, [2], out="weights_TK1"), out="weighted_TKD")
-    return op.ReduceSum(y_TKD, [1], keepdims=0, out="y_TD")
-
-
-def _parts(op: Ops, buckets_N: ir.Value, N: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """The number of slots of no expert ``[1]``, the active experts and their numbers of slots."""
-    experts_1 = op.size("num_experts")
-    zeros = op.zeros(op.Add(experts_1, 1, out="buckets"), ir.DataType.INT64, out="no_slots")
     counts = op.ScatterElements(
         zeros, buckets_N, op.Expand(1, N, out="ones_N"), axis=0, reduction="add", out="counts"
     )
-    unused_1, counts_E = op.Split(
-        counts, op.Concat([1], experts_1, axis=0, out="split"), axis=0, out=("unused", "counts_E")
-    )
-    active_A = op.Squeeze(op.NonZero(counts_E, out="active_1A"), [0], out="active_A")
-    return unused_1, active_A, op.Gather(counts_E, active_A, out="sizes_A")
+    counts_E = op.Slice(counts, [1], [_END], [0], out="counts_E")
+    ends_E = op.Slice(op.CumSum(counts, 0, out="ends"), [1], [_END], [0], out="ends_E")
+    rows_N = slots_N
+    if not config.weight_on_input:
+        rows_N = op.Div(slots_N, op.size("top_k"), out="tokens_N")
+    return _Slots(slots_N, rows_N, counts_E, op.Sub(ends_E, counts_E, out="begins_E"), ends_E)
 
 
-def _expert(
-    outer: Ops,
-    config: BodyConfig,
-    parameters: Mapping[str, ir.Value],
-    inputs: ir.Value,
-    active_A: ir.Value,
-    rows_by_expert: ir.Value,
-) -> ir.Graph:
-    """The loop's body: the i-th active expert's results join the sequence."""
-    active_A2 = outer.Mul(outer.Unsqueeze(active_A, [1], out="active_A1"), [1, 0], out="active_A2")
-    rows = {name: _rows(outer, parameters[name], name) for name in ("w1", "w2")}
+def _places(
+    op: Ops, slots: _Slots, first_E: ir.Value, ids_TK: ir.Value, ids_N: ir.Value
+) -> ir.Value:
+    """The rows ``[T, K]`` of the slots' results; -1, the last, for slots of no expert."""
+    N = op.Squeeze(op.Shape(ids_N, out="N_1"), [0], out="N_0")
+    range_N = op.Range(0, N, 1, out="range_N")
+    order_N = op.ScatterElements(slots.slots_N, slots.slots_N, range_N, axis=0, out="order_N")
+    shift_E = op.Sub(first_E, slots.begins_E, out="shift_E")
+    place_N = op.Add(order_N, op.Gather(shift_E, ids_N, out="shift_N"), out="shifted_N")
+    place_N = op.Where(op.Less(ids_N, 0, out="idle_N"), -1, place_N, out="place_N")
+    return op.Reshape(place_N, op.Shape(ids_TK, out="TK"), allowzero=1, out="place_TK")
 
-    op, dtype = Ops(outer.opset, outer), config.compute_dtype
-    i = op.value("i", ir.TensorType(ir.DataType.INT64), shape=[])
-    condition = op.value("condition", ir.TensorType(ir.DataType.BOOL), shape=[])
-    results = op.value("results", ir.SequenceType(ir.TensorType(dtype)))
-    expert, expert_2 = op.Gather(active_A, i, out="expert"), op.Gather(active_A2, i, out="first")
+
+def _rows(
+    op: Ops, layer: _Layer, weights: Mapping[str, ir.Value], begin_1: ir.Value, end_1: ir.Value
+) -> ir.Value:
+    """An expert's results ``[R, D]`` from its own weights; its slots are begin to end."""
+    config, dtype = layer.config, layer.config.compute_dtype
 
     def linear(in_RI: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
-        # GatherND copies rows on all threads, Gather the expert on one: with 2048 x 1536 and
-        # 2048 x 768 weights one token takes 8 instead of 30 ms on two threads.
-        rows_O2 = op.Add(rows[weight], expert_2, out=f"{weight}_rows_of_expert")
-        w_OI = op.GatherND(parameters[weight], rows_O2, out=f"{weight}_OI")
-        w_OI = op.cast(w_OI, config.w_dtype, dtype, out=f"{weight}_wide")
-        if bias not in parameters:
-            return op.Gemm(in_RI, w_OI, transB=1, out=out)
-        b_O = op.Gather(parameters[bias], expert, out=f"{bias}_O")
-        b_O = op.cast(b_O, config.w_dtype, dtype, out=f"{bias}_wide")
-        return op.Gemm(in_RI, w_OI, b_O, transB=1, out=out)
+        names = [weight, *({bias} & weights.keys())]
+        wide = [
+            op.cast(weights[name], config.w_dtype, dtype, out=f"{name}_wide") for name in names
+        ]
+        return op.Gemm(in_RI, *wide, transB=1, out=out)
 
-    x_RD = op.Gather(inputs, op.SequenceAt(rows_by_expert, i, out="rows_R"), out="x_RD")
-    h_RH = activate(op, config, linear(x_RD, "w1", "b1", out="z_RF"))
-    y_RD = linear(round_hidden(op, config, h_RH), "w2", "b2", out="y_RD")
+    rows_R = op.Slice(layer.slots.rows_N, begin_1, end_1, [0], out="rows_R")
+    z_RF = linear(op.Gather(layer.inputs, rows_R, out="x_RD"), "w1", "b1", "z_RF")
+    h_RH = round_hidden(op, config, activate(op, config, z_RF))
+    return linear(h_RH, "w2", "b2", "y_RD")
+
+
+def _scan(op: Ops, layer: _Layer, most_1: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The results of expert e are the rows from ``e * P`` on, padded with zeros."""
+    slots, dtype = layer.slots, layer.config.compute_dtype
+    width_1 = op.size("in_features")
+    # The last row of an expert is always zero.
+    P_1 = op.Add(most_1, 1, out="P_1")
+    P = op.Squeeze(P_1, [0], out="P")
+    idle_PD = op.zeros(op.Concat(P_1, width_1, axis=0, out="PD"), dtype, out="idle_PD")
+    rest_E1 = op.Unsqueeze(op.Sub(P_1, slots.counts_E, out="rest_E"), [1], out="rest_E1")
+    visited = {
+        "active": op.Greater(slots.counts_E, 0, out="active_E"),
+        "begin": op.Unsqueeze(slots.begins_E, [1], out="begins_E1"),
+        "end": op.Unsqueeze(slots.ends_E, [1], out="ends_E1"),
+        "pads": op.Pad(rest_E1, [0, 2, 0, 1], out="pads_E4"),
+    } | {name: layer.parameters[name] for name in _WEIGHTS if name in layer.parameters}
+
+    each = op.inner()
+    kinds = {"active": ir.DataType.BOOL} | dict.fromkeys(_WEIGHTS, layer.config.w_dtype)
+    own = {
+        name: each.value(name, ir.TensorType(kinds.get(name, ir.DataType.INT64)))
+        for name in visited
+    }
+    active, idle = each.inner(), each.inner()
+    weights = {name: value for name, value in own.items() if name in _WEIGHTS}
+    y_RD = _rows(active, layer, weights, own["begin"], own["end"])
+    y_PD = active.Pad(y_RD, own["pads"], out="y_padded")
+    none_PD = idle.Identity(idle_PD, out="none_PD")
+    y_PD = each.If(
+        own["active"],
+        then_branch=active.graph([], [y_PD], "active"),
+        else_branch=idle.graph([], [none_PD], "idle"),
+        out="y_PD",
+    )
+    y_EPD = op.Scan(
+        *visited.values(),
+        body=each.graph(list(own.values()), [y_PD], "each"),
+        num_scan_inputs=len(visited),
+        out="y_EPD",
+    )
+    y_rows = op.Reshape(y_EPD, op.Concat([-1], width_1, axis=0, out="flat"), out="y_scanned")
+    E = op.Squeeze(op.size("num_experts"), [0], out="E")
+    return y_rows, op.Mul(op.Range(0, E, 1, out="range_E"), P, out="first_scanned")
+
+
+def _loop(op: Ops, layer: _Layer) -> tuple[ir.Value, ir.Value]:
+    """The results in the order of the slots, then a row of zeros."""
+    slots, dtype = layer.slots, layer.config.compute_dtype
+    active_1A = op.NonZero(slots.counts_E, out="active_1A")
+    sequence = op.Loop(
+        op.Squeeze(op.Shape(active_1A, start=1, out="A_1"), [0], out="A"),
+        op.constant("true", True, ir.DataType.BOOL),
+        op.SequenceEmpty(dtype=dtype, out="empty"),
+        body=_looped(op, layer, op.Transpose(active_1A, out="active_A1")),
+        out="y_by_expert",
+    )
+    zeros_1D = op.zeros(
+        op.Concat([1], op.size("in_features"), axis=0, out="D_2"), dtype, out="zeros_1D"
+    )
+    sequence = op.SequenceInsert(sequence, zeros_1D, out="y_and_zeros")
+    unused_1 = op.Slice(slots.begins_E, [0], [1], [0], out="unused_1")
+    y_rows = op.ConcatFromSequence(sequence, axis=0, out="y_looped")
+    return y_rows, op.Sub(slots.begins_E, unused_1, out="first_looped")
+
+
+def _looped(outer: Ops, layer: _Layer, active_A1: ir.Value) -> ir.Graph:
+    """The loop's body: the i-th active expert's results join the sequence."""
+    parameters = {name: layer.parameters[name] for name in _WEIGHTS if name in layer.parameters}
+    starts = {name: _row_indices(outer, parameters[name], name) for name in ("w1", "w2")}
+
+    op = outer.inner()
+    i = op.value("i", ir.TensorType(ir.DataType.INT64), shape=[])
+    condition = op.value("condition", ir.TensorType(ir.DataType.BOOL), shape=[])
+    results = op.value("results", ir.SequenceType(ir.TensorType(layer.config.compute_dtype)))
+    expert_1 = op.Gather(active_A1, i, out="expert_1")
+    first_2 = op.Mul(expert_1, [1, 0], out="first_2")
+    weights = {}
+    for name, value in parameters.items():
+        if name in starts:
+            # GatherND copies rows on all threads, Gather the expert on one.
+            rows_O2 = op.Add(starts[name], first_2, out=f"{name}_rows_of_expert")
+            weights[name] = op.GatherND(value, rows_O2, out=f"{name}_OI")
+        else:
+            weights[name] = op.GatherND(value, expert_1, out=f"{name}_O")
+    begin_1 = op.Gather(layer.slots.begins_E, expert_1, out="begin_1")
+    end_1 = op.Gather(layer.slots.ends_E, expert_1, out="end_1")
+    y_RD = _rows(op, layer, weights, begin_1, end_1)
     outputs = [
         op.Identity(condition, out="go_on"),
         op.SequenceInsert(results, y_RD, out="results_next"),
     ]
-    return ir.Graph([i, condition, results], outputs, nodes=op.nodes, name="expert")
+    return op.graph([i, condition, results], outputs, "expert")
 
 
-def _rows(op: Ops, w_EOI: ir.Value, name: str) -> ir.Value:
+def _row_indices(op: Ops, w_EOI: ir.Value, name: str) -> ir.Value:
     """The indices ``[O, 2]`` of expert 0's rows."""
     size = op.Squeeze(op.Shape(w_EOI, start=1, end=2, out=f"{name}_O1"), [0], out=f"{name}_O")
     rows_O1 = op.Unsqueeze(op.Range(0, size, 1, out=f"{name}_rows"), [1], out=f"{name}_rows_O1")
     return op.Mul(rows_O1, [0, 1], out=f"{name}_rows_O2")
-
-
-def _unsort(op: Ops, y_ND: ir.Value, slots_N: ir.Value, ids_TK: ir.Value) -> ir.Value:
-    """Rows in slot order: slot ``slots_N[n]`` is row n."""
-    N = op.Squeeze(op.Shape(slots_N, out="N_1"), [0], out="N")
-    places_N = op.Range(0, N, 1, out="places_N")
-    place_N = op.ScatterElements(slots_N, slots_N, places_N, axis=0, out="place_N")
-    place_TK = op.Reshape(place_N, op.Shape(ids_TK, out="TK"), allowzero=1, out="place_TK")
-    return op.Gather(y_ND, place_TK, axis=0, out="y_TKD")

@@ -22,18 +22,28 @@ class Ops:
     ``op.Add(x, y, out="sum_TD")`` appends a node and returns its output; with two names in
     ``out`` it returns two outputs. Integers and lists of them become INT64 constants. Names are
     made unique over the body and its subgraphs, because a subgraph sees the names around it; for
-    the same reason it shares the constants recorded before it.
+    the same reason constants are recorded once, in the outermost graph.
 
     Args:
         opset: Version of the standard operators.
-        parent: The recorder of the graph around this one.
     """
 
-    def __init__(self, opset: int, parent: Ops | None = None) -> None:
+    def __init__(self, opset: int) -> None:
         self.opset = opset
         self.nodes: list[ir.Node] = []
-        self._names: set[str] = set() if parent is None else parent._names
-        self._constants: dict[object, ir.Value] = {} if parent is None else {**parent._constants}
+        self._names: set[str] = set()
+        self._constants: dict[object, ir.Value] = {}
+        self._outermost = self
+
+    def inner(self) -> Ops:
+        """Returns a recorder of a subgraph, to be filled before the node that runs it."""
+        ops = Ops(self.opset)
+        ops._names, ops._outermost = self._names, self._outermost
+        return ops
+
+    def graph(self, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], name: str) -> ir.Graph:
+        """Returns the recorded nodes as a subgraph."""
+        return ir.Graph(inputs, outputs, nodes=self.nodes, name=name)
 
     def __getattr__(self, op_type: str) -> _Recorder:
         if op_type.startswith("_"):
@@ -72,13 +82,13 @@ class Ops:
     def constant(self, name: str, value: ArrayLike, dtype: ir.DataType) -> ir.Value:
         """Returns a constant of the given dtype."""
         tensor = ir.tensor(np.asarray(value, dtype.numpy()))
-        return self._once((name, dtype), lambda: self.Constant(value=tensor, out=name))
+        return self._once((name, dtype), lambda op: op.Constant(value=tensor, out=name))
 
     def size(self, attribute: str) -> ir.Value:
         """Returns the function's INT attribute as INT64 ``[1]``."""
         scalar = self._attribute(attribute, "value_int", ir.AttributeType.INT)
         return self._once(
-            (attribute, "size"), lambda: self.Reshape(scalar, [1], out=f"{attribute}_1")
+            (attribute, "size"), lambda op: op.Reshape(scalar, [1], out=f"{attribute}_1")
         )
 
     def real(self, attribute: str, dtype: ir.DataType) -> ir.Value:
@@ -104,12 +114,13 @@ class Ops:
 
     def _attribute(self, name: str, field: str, type: ir.AttributeType) -> ir.Value:
         reference = ir.RefAttr(field, name, type)
-        return self._once(name, lambda: self.record("Constant", [], [reference], [name])[0])
+        return self._once(name, lambda op: op.record("Constant", [], [reference], [name])[0])
 
-    def _once(self, key: object, record: Callable[[], ir.Value]) -> ir.Value:
-        if key not in self._constants:
-            self._constants[key] = record()
-        return self._constants[key]
+    def _once(self, key: object, record: Callable[[Ops], ir.Value]) -> ir.Value:
+        known = self._outermost._constants
+        if key not in known:
+            known[key] = record(self._outermost)
+        return known[key]
 
 
 class _Recorder:
