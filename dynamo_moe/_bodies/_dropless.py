@@ -45,11 +45,15 @@ def experts(
 
     most_1 = op.ReduceMax(slots.counts_E, [0], out="most_1")
     scanned, looped = op.inner(), op.inner()
-    y_rows, first_E = op.If(
+    y_found, first_E = op.If(
         op.LessOrEqual(most_1, op.size("hidden_features"), out="few"),
         then_branch=scanned.graph([], _scan(scanned, layer, most_1), "scan"),
         else_branch=looped.graph([], _loop(looped, layer), "loop"),
-        out=("y_rows", "first_E"),
+        out=("y_found", "first_E"),
+    )
+    # A view here; as the result of a branch it would be a copy.
+    y_rows = op.Reshape(
+        y_found, op.Concat([-1], op.size("in_features"), axis=0, out="rows_D"), out="y_rows"
     )
     y_TKD = op.Gather(y_rows, _places(op, slots, first_E, ids_TK, ids_N), axis=0, out="y_TKD")
     if config.weight_on_input:
@@ -121,9 +125,7 @@ def _rows(
 
     def linear(in_RI: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
         names = [weight, *({bias} & weights.keys())]
-        wide = [
-            op.cast(weights[name], config.w_dtype, dtype, out=f"{name}_wide") for name in names
-        ]
+        wide = [op.cast(weights[name], config.w_dtype, dtype, out=f"{name}_wide") for name in names]
         return op.Gemm(in_RI, *wide, transB=1, out=out)
 
     rows_R = op.Slice(layer.slots.rows_N, begin_1, end_1, [0], out="rows_R")
@@ -171,9 +173,8 @@ def _scan(op: Ops, layer: _Layer, most_1: ir.Value) -> tuple[ir.Value, ir.Value]
         num_scan_inputs=len(visited),
         out="y_EPD",
     )
-    y_rows = op.Reshape(y_EPD, op.Concat([-1], width_1, axis=0, out="flat"), out="y_scanned")
     E = op.Squeeze(op.size("num_experts"), [0], out="E")
-    return y_rows, op.Mul(op.Range(0, E, 1, out="range_E"), P, out="first_scanned")
+    return y_EPD, op.Mul(op.Range(0, E, 1, out="range_E"), P, out="first_scanned")
 
 
 def _loop(op: Ops, layer: _Layer) -> tuple[ir.Value, ir.Value]:
