@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +19,8 @@ import torch
 
 from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes, _weights
 from dynamo_moe._capture import capture
+from dynamo_moe._exporter import translate
 from dynamo_moe._modes import evaluating
-from dynamo_moe._translation import onnx_translation_table
 from dynamo_moe.conversion import convertible_modules
 
 if TYPE_CHECKING:
@@ -207,25 +205,15 @@ def _trace(
 ) -> ir.Model:
     """Returns the model's graph, its MoE layers as bare nodes."""
     example = _dynamic_shapes.resolve(model, args, kwargs, dynamic_shapes)
-    with evaluating(model), _quiet_exporter():
+    with evaluating(model):
         try:
             captured = capture(model, example)
         except Exception as error:  # The model's own code runs.
             raise ExportError(_explain(error)) from error
         try:
-            program = torch.onnx.export(
-                captured,
-                dynamo=True,
-                verbose=False,
-                optimize=False,
-                opset_version=opset,
-                custom_translation_table=onnx_translation_table(),
-            )
+            traced = translate(captured, opset)
         except torch.onnx.OnnxExporterError as error:
             raise ExportError(_explain(error)) from error
-    if program is None:  # torch.onnx.export's type allows it; with dynamo=True it never happens.
-        raise ExportError("torch.onnx.export returned no program")
-    traced = program.model
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
@@ -257,20 +245,6 @@ def _explain(error: Exception) -> str:
             "dynamo_moe.export_language_model"
         )
     return f"PyTorch's exporter cannot take the model: {cause}"
-
-
-@contextlib.contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Silences the exporter's remarks about packages and functions that are not the user's."""
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = registration.level
-    registration.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            yield
-    finally:
-        registration.setLevel(level)
 
 
 def _qualified(node: ir.Node) -> str:

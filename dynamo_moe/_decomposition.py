@@ -1,0 +1,271 @@
+"""Decomposing a traced program where it has operators that ONNX has no translation for.
+
+``ExportedProgram.run_decompositions`` traces the whole program once more, which takes twice as long
+as the first trace, though few operators need it. Here each of those is traced on its own, once for
+equal arguments, and takes its node's place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+__all__ = ["NeedsRetraceError", "decomposed"]
+
+_aten = torch.ops.aten
+_higher_order = torch.ops.higher_order
+
+# Regions that change a mode which no longer matters once traced: where their function is among
+# the arguments. Its own arguments follow.
+_REGIONS: Mapping[Any, int] = {
+    _higher_order.wrap_with_set_grad_enabled: 1,
+    _higher_order.wrap_with_autocast: 4,
+}
+# Composites whose results are new tensors, though nothing in their schema says so.
+_FRESH = frozenset(
+    {
+        _aten.batch_norm.default,
+        _aten.conv1d.default,
+        _aten.conv2d.default,
+        _aten.conv3d.default,
+        _aten.group_norm.default,
+        _aten.layer_norm.default,
+        _aten.linear.default,
+        _aten.matmul.default,
+    }
+)
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+
+class NeedsRetraceError(Exception):
+    """The program holds what only a trace of the whole program can decompose."""
+
+
+def decomposed(
+    module: fx.GraphModule,
+    is_translated: Callable[[Any], bool],
+    decompositions: Decompositions,
+    mode: FakeTensorMode,
+) -> fx.GraphModule:
+    """Returns a program of operators that have translations, as far as they decompose into them.
+
+    Args:
+        module: The traced program, with values in its nodes' metadata; left as it is.
+        is_translated: Whether an operator has a translation.
+        decompositions: Of operators, by operator; composite ones need none.
+        mode: The mode of the values.
+
+    Raises:
+        NeedsRetraceError: If the program has control flow, or changes tensors in ways that cannot
+            be told from a single node.
+    """
+    work = _Decomposer(module, is_translated, decompositions, mode)
+    with mode, enable_python_dispatcher():
+        return work.run()
+
+
+class _Decomposer:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        is_translated: Callable[[Any], bool],
+        decompositions: Decompositions,
+        mode: FakeTensorMode,
+    ) -> None:
+        self._module = module
+        self._is_translated = is_translated
+        self._decompositions = decompositions
+        self._mode = mode
+        self._graph = fx.Graph()
+        self._traces: dict[Any, fx.GraphModule] = {}
+
+    def run(self) -> fx.GraphModule:
+        outputs = self._copy(self._module, None)
+        output = self._graph.output(outputs)
+        output.meta = dict(next(iter(reversed(self._module.graph.nodes))).meta)
+        result = fx.GraphModule(self._module, self._graph)
+        result.meta.update(self._module.meta)
+        return result
+
+    def _copy(self, module: fx.GraphModule, arguments: Sequence[Any] | None) -> Any:
+        """Copies a graph's nodes and returns its outputs; without arguments, its inputs too."""
+        new: dict[fx.Node, Any] = {}
+        written = _Written(module.graph.nodes)
+        remaining = iter(arguments or ())
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return fx.map_arg(node.args[0], new.__getitem__)
+            if node.op == "placeholder" and arguments is not None:
+                new[node] = next(remaining)
+            elif node.op == "get_attr" and _is_region(module, node):
+                continue
+            elif node.op != "call_function":
+                if arguments is not None or isinstance(_attribute(module, node), fx.GraphModule):
+                    raise NeedsRetraceError(f"{node.format_node()}")
+                new[node] = self._graph.node_copy(node)
+            else:
+                new[node] = self._call(module, node, new)
+                target = written.target(node)
+                if target is not None:
+                    new[target] = new[node]
+        raise AssertionError("a graph ends with its output")
+
+    def _call(self, module: fx.GraphModule, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
+        """Returns what takes the place of a call's result."""
+        target: Any = node.target
+        if target in _REGIONS:
+            place = _REGIONS[target]
+            region = _attribute(module, node.args[place])
+            given = fx.map_arg(node.args[place + 1 :], new.__getitem__)
+            return self._copy(region, pytree.tree_leaves(given))
+        if isinstance(target, HigherOrderOperator):
+            raise NeedsRetraceError(f"{target} is control flow")
+        if target is operator.getitem and not isinstance(new[node.args[0]], fx.Node):
+            return new[node.args[0]][node.args[1]]
+        if isinstance(target, OpOverload):
+            if target is _aten.detach_.default:
+                target = _aten.detach.default
+            elif target._schema.is_mutable:
+                target = _functional(target, node)
+            if self._decomposes(target):
+                return self._traced(target, node, new)
+        copy = self._graph.node_copy(node, new.__getitem__)
+        copy.target = target
+        return copy
+
+    def _decomposes(self, target: OpOverload) -> bool:
+        if self._is_translated(target):
+            return False
+        return target in self._decompositions or target._can_decompose()
+
+    def _traced(self, target: OpOverload, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
+        """Copies the nodes that an operator decomposes into."""
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        values = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+        key = (target, spec, tuple(map(_identity, values)))
+        if key not in self._traces:
+            self._traces[key] = self._trace(target, values, places, spec)
+        copies: dict[fx.Node, Any] = {}
+        given = (new[leaves[place]] for place in places)
+        for inner in self._traces[key].graph.nodes:
+            if inner.op == "output":
+                return fx.map_arg(inner.args[0], copies.__getitem__)
+            if inner.op == "placeholder":
+                copies[inner] = next(given)
+            elif inner.op == "get_attr":
+                raise NeedsRetraceError(f"{target} makes a constant")
+            else:
+                copies[inner] = copy = self._graph.node_copy(inner, copies.__getitem__)
+                copy.meta = {**node.meta, "val": inner.meta.get("val")}
+        raise AssertionError("a graph ends with its output")
+
+    def _trace(
+        self, target: OpOverload, values: Sequence[Any], places: Sequence[int], spec: Any
+    ) -> fx.GraphModule:
+        def call(*given: Any) -> Any:
+            leaves = list(values)
+            for place, value in zip(places, given, strict=True):
+                leaves[place] = value
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            return target(*args, **kwargs)
+
+        traced: fx.GraphModule = make_fx(call, decomposition_table=self._decompositions)(
+            *(values[place] for place in places)
+        )
+        for node in traced.graph.nodes:
+            if node.op == "call_function" and not isinstance(node.target, OpOverload):
+                continue
+            if node.op == "call_function" and node.target._schema.is_mutable:
+                raise NeedsRetraceError(f"{target} changes a tensor")
+        traced.graph.eliminate_dead_code()
+        return traced
+
+
+class _Written:
+    """The tensors that a graph changes in place.
+
+    A tensor that shares its memory with no other can be followed by its new value from there on.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        self._origins: dict[fx.Node, fx.Node] = {}
+        calls = [node for node in nodes if isinstance(node.target, OpOverload)]
+        for node in calls:
+            if _writes(node):
+                if not isinstance(node.args[0], fx.Node):
+                    raise NeedsRetraceError(f"{node.format_node()} changes several tensors")
+                self._origins[node] = self._origin(node.args[0])
+        written = set(self._origins.values())
+        for node in written:
+            if not _is_fresh(node):
+                raise NeedsRetraceError(f"{node.format_node()} is changed, and shares its memory")
+        for node in calls:
+            shared = {self._origin(argument) for argument in node.all_input_nodes} & written
+            if shared and not _writes(node) and not _is_fresh(node):
+                raise NeedsRetraceError(f"{node.format_node()} shares memory that is changed")
+
+    def target(self, node: fx.Node) -> fx.Node | None:
+        """Returns the node whose tensor ``node`` changes."""
+        return self._origins.get(node)
+
+    def _origin(self, node: Any) -> Any:
+        return self._origins.get(node, node)
+
+
+def _writes(node: fx.Node) -> bool:
+    target: Any = node.target
+    return bool(target._schema.is_mutable) and target is not _aten.detach_.default
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether a node's result has memory of its own, by its schema."""
+    target: Any = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    if target in _FRESH:
+        return True
+    aliases = any(value.alias_info is not None for value in target._schema.returns)
+    return not aliases and not target._can_decompose()
+
+
+def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
+    """Returns the operator that gives what an operator such as ``add_`` writes."""
+    values = [argument.meta["val"] for argument in node.all_input_nodes]
+    dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
+    if dtypes != {node.meta["val"].dtype}:
+        raise NeedsRetraceError(f"{target} changes a tensor of another dtype")
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name[-1] == "_" else None
+    functional = getattr(packet, target._overloadname, None)
+    if not isinstance(functional, OpOverload) or functional._schema.is_mutable:
+        raise NeedsRetraceError(f"{target} changes a tensor")
+    return functional
+
+
+def _is_region(module: fx.GraphModule, node: fx.Node) -> bool:
+    return isinstance(_attribute(module, node), fx.GraphModule) and all(
+        user.target in _REGIONS for user in node.users
+    )
+
+
+def _attribute(module: fx.GraphModule, node: Any) -> Any:
+    return operator.attrgetter(node.target)(module) if node.op == "get_attr" else None
+
+
+def _identity(value: Any) -> Any:
+    """What makes two arguments lead to the same trace."""
+    if isinstance(value, Tensor):
+        sizes = tuple(map(str, (*value.shape, *value.stride())))
+        return (sizes, value.dtype, value.device, value.requires_grad)
+    return (type(value), str(value))

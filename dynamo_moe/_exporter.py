@@ -1,0 +1,81 @@
+"""From a traced program to ONNX nodes: in our own steps, or by ``torch.onnx.export``.
+
+Our steps are several times as fast, but use what PyTorch keeps to itself. In a version of PyTorch
+that they have not been run with, or where one fails, ``torch.onnx.export`` does the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+import onnx_ir as ir
+import torch
+from torch.export import ExportedProgram
+
+from dynamo_moe._decomposition import NeedsRetraceError
+from dynamo_moe._translation import onnx_translation_table
+
+try:
+    from dynamo_moe._exporter_steps import translate_in_steps
+except ImportError:  # A version of PyTorch that has rearranged its exporter.
+    translate_in_steps = None  # type: ignore[assignment]
+
+__all__ = ["translate"]
+
+_LOG = logging.getLogger(__name__)
+
+KNOWN_VERSIONS = ((2, 13),)
+"""Of PyTorch, with which our steps have been run."""
+
+
+def translate(program: ExportedProgram, opset: int) -> ir.Model:
+    """Returns the program's graph as ONNX nodes, its MoE layers as bare nodes.
+
+    Raises:
+        torch.onnx.OnnxExporterError: If an operator has no translation.
+    """
+    with _quiet():
+        if _is_known():
+            try:
+                return translate_in_steps(program, opset)
+            except NeedsRetraceError as reason:
+                _LOG.info("The whole program is traced again: %s", reason)
+            except Exception:  # Whatever it is, the public way reports it, or can do without.
+                _LOG.info("torch.onnx.export takes over", exc_info=True)
+        return _translate_by_torch(program, opset)
+
+
+def _is_known() -> bool:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return translate_in_steps is not None and version in KNOWN_VERSIONS
+
+
+def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
+    onnx_program = torch.onnx.export(
+        program,
+        dynamo=True,
+        verbose=False,
+        optimize=False,
+        opset_version=opset,
+        custom_translation_table=onnx_translation_table(),
+    )
+    if onnx_program is None:  # The type allows it; with dynamo=True it never happens.
+        raise torch.onnx.OnnxExporterError("torch.onnx.export returned no program")
+    return onnx_program.model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences the exporter's remarks about packages and functions that are not the user's."""
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = registration.level
+    registration.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            yield
+    finally:
+        registration.setLevel(level)

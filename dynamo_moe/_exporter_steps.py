@@ -1,0 +1,99 @@
+"""The steps of ``torch.onnx.export`` from a traced program to ONNX nodes, the slow ones replaced.
+
+PyTorch keeps these steps to itself; this is the one module that uses private names of
+``torch.onnx``, and importing it fails where they have moved.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+import onnxscript.version_converter
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.export import ExportedProgram
+from torch.fx.experimental import _config
+from torch.onnx._internal.exporter import _core, _decomp, _fx_passes
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+from torch.onnx._internal.fx.passes import type_promotion
+
+from dynamo_moe._decomposition import NeedsRetraceError, decomposed
+from dynamo_moe._translation import onnx_translation_table
+
+__all__ = ["translate_in_steps"]
+
+def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
+    """Returns the program's graph as ONNX nodes.
+
+    Raises:
+        NeedsRetraceError: If the program cannot be decomposed operator by operator.
+        Exception: Whatever a step raises.
+    """
+    registry, decompositions = _registered(max(opset, 18))
+    mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
+    if mode is None:
+        raise NeedsRetraceError("the program has no values")
+    patch: Any = _config.patch  # type: ignore[attr-defined]
+    with patch(backed_size_oblivious=True):
+        module = decomposed(program.graph_module, registry.is_registered, decompositions, mode)
+        for part in module.modules():
+            _Promotion.apply(part)
+        module = _fx_passes.remove_assertion_nodes(module)
+    stepped = copy.copy(program)
+    stepped._graph_module = module
+    stepped._graph_signature = _renamed(program, module)
+    model = _core._exported_program_to_onnx_program(stepped, registry=registry).model
+    onnxscript.version_converter.convert_version(model, opset, fallback=True)
+    return model
+
+
+@functools.cache
+def _registered(opset: int) -> tuple[Any, dict[Any, Any]]:
+    """Returns the translations of operators, ours among them, and the others' decompositions."""
+    registry = ONNXRegistry.from_torchlib(opset_version=opset)
+    for target, function in onnx_translation_table().items():
+        registry.register_op(target, function, is_complex=False)
+    translated = set(_decomp.get_onnx_implemented_overloads(registry))
+    return registry, _decomp.create_onnx_friendly_decomposition_table(translated)
+
+
+class _Promotion(type_promotion._TypePromotionInterpreter):
+    """Makes the promotion of dtypes explicit, and runs only the nodes that this changes."""
+
+    @classmethod
+    def apply(cls, module: fx.GraphModule) -> None:
+        promotion = type_promotion.InsertTypePromotion(module)
+        promotion.interpreter = cls(module, _promotions())
+        promotion.run()
+
+    def run_node(self, node: fx.Node) -> Any:
+        if node.op == "output":
+            return None
+        if node.op == "placeholder" or "val" not in node.meta:
+            return super().run_node(node)
+        rule = type_promotion.get_type_promotion_rule(node, self.type_promotion_table)
+        if rule is not None:
+            with self._set_current_node(node):
+                self._maybe_promote_node(node, rule)
+        return node.meta["val"]
+
+
+@functools.cache
+def _promotions() -> Any:
+    return type_promotion.TypePromotionTable()
+
+
+def _renamed(program: ExportedProgram, module: fx.GraphModule) -> Any:
+    """Returns the program's signature, its results named as in ``module``."""
+    signature = program.graph_signature
+    *_, output = module.graph.nodes
+    specs = [
+        replace(spec, arg=replace(spec.arg, name=node.name)) if isinstance(node, fx.Node) else spec
+        for spec, node in zip(signature.output_specs, output.args[0], strict=True)
+    ]
+    return replace(signature, output_specs=specs)
