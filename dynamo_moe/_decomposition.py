@@ -130,8 +130,10 @@ class _Decomposer:
             return self._copy(region, pytree.tree_leaves(given))
         if isinstance(target, HigherOrderOperator):
             raise NeedsRetraceError(f"{target} is control flow")
-        if target is operator.getitem and not isinstance(new[node.args[0]], fx.Node):
-            return new[node.args[0]][node.args[1]]
+        if target is operator.getitem:
+            several, place = fx.map_arg(node.args, new.__getitem__)
+            if not isinstance(several, fx.Node):
+                return several[place]
         if isinstance(target, OpOverload):
             if target is _aten.detach_.default:
                 target = _aten.detach.default
@@ -231,6 +233,8 @@ def _writes(node: fx.Node) -> bool:
 def _is_fresh(node: fx.Node) -> bool:
     """Whether a node's result has memory of its own, by its schema."""
     target: Any = node.target
+    if target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and _is_fresh(node.args[0])
     if not isinstance(target, OpOverload):
         return False
     if target in _FRESH:

@@ -57,6 +57,7 @@ def resolve(
         ValueError: If ``requested`` names an unknown argument or dimension.
         TypeError: If the example does not fit the model's forward.
     """
+    args, kwargs = _distinct(args, kwargs)
     if requested is None:
         return DynamicExample(args, kwargs, None, [])
     if requested == BATCH:
@@ -113,6 +114,22 @@ def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> Non
     for value in (*model.graph.inputs, *outputs):
         if value.shape is not None:
             value.shape = ir.Shape([named(dimension) for dimension in value.shape])
+
+
+def _distinct(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the example with copies of tensors that it holds twice: they trace as one input."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return leaf.clone()
+
+    both: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(own, (args, kwargs))
+    return both
 
 
 def _has_batch(arguments: Mapping[str, Any]) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import onnx_ir as ir
 import onnxscript.version_converter
-import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
@@ -26,6 +25,7 @@ from dynamo_moe._decomposition import NeedsRetraceError, decomposed
 from dynamo_moe._translation import onnx_translation_table
 
 __all__ = ["translate_in_steps"]
+
 
 def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
     """Returns the program's graph as ONNX nodes.
@@ -41,8 +41,7 @@ def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
     patch: Any = _config.patch  # type: ignore[attr-defined]
     with patch(backed_size_oblivious=True):
         module = decomposed(program.graph_module, registry.is_registered, decompositions, mode)
-        for part in module.modules():
-            _Promotion.apply(part)
+        _Promotion.apply(module)
         module = _fx_passes.remove_assertion_nodes(module)
     stepped = copy.copy(program)
     stepped._graph_module = module
