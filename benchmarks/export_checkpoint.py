@@ -48,7 +48,7 @@ model = dynamo_moe.open_checkpoint(sys.argv[1])
 dynamo_moe.convert(model)
 report = dynamo_moe.export_language_model(
     model, sys.argv[2], external_data=True,
-    progress=lambda done, total: calls.append((time.perf_counter(), done))
+    progress=lambda phase, done, total: total and calls.append((time.perf_counter(), done))
 )
 (first, _), (last, written) = calls[0], calls[-1]
 print(json.dumps({

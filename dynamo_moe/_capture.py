@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.nn.modules import transformer
 from torch.fx.experimental import _config
 
 from dynamo_moe._dynamic_shapes import DynamicExample
+from dynamo_moe._phases import phase
 from dynamo_moe._state_space import exportable_scans
 
 try:
@@ -20,8 +23,10 @@ except ImportError:  # Before torch 2.13.
 __all__ = ["capture"]
 
 _aten = torch.ops.aten
+_IS_CAUSAL = "_detect_is_causal_mask"
 
 
+@phase("capture")
 def capture(model: torch.nn.Module, example: DynamicExample) -> ExportedProgram:
     """Traces the model: without Python's control flow first, as that is faster; then with it.
 
@@ -44,6 +49,7 @@ def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> 
     # LSTMs and GRUs become loops.
     with ExitStack() as stack:
         stack.enter_context(exportable_scans())
+        stack.enter_context(_exportable_transformers())
         patch: Any = _config.patch  # type: ignore[attr-defined]
         stack.enter_context(patch(backed_size_oblivious=True))
         for network in ("lstm", "gru"):
@@ -58,6 +64,30 @@ def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> 
             strict=strict,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
+
+
+@contextmanager
+def _exportable_transformers() -> Iterator[None]:
+    """Lets the transformers of ``torch.nn`` compute layer by layer, with the mask that they get.
+
+    In evaluation mode they can call fused operators, which ONNX has no translation for. And they
+    compare a mask's values with those of a causal one, only to choose a faster kernel.
+    """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    original = getattr(transformer, _IS_CAUSAL, None)
+
+    def is_causal_as_told(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+        return is_causal is True
+
+    torch.backends.mha.set_fastpath_enabled(False)
+    if original is not None:
+        setattr(transformer, _IS_CAUSAL, is_causal_as_told)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        if original is not None:
+            setattr(transformer, _IS_CAUSAL, original)
 
 
 def _unsqueeze_complex(program: ExportedProgram) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+
+from dynamo_moe._phases import phase
 
 __all__ = ["NeedsRetraceError", "decomposed"]
 
@@ -51,6 +53,7 @@ class NeedsRetraceError(Exception):
     """The program holds what only a trace of the whole program can decompose."""
 
 
+@phase("decomposition")
 def decomposed(
     module: fx.GraphModule,
     is_translated: Callable[[Any], bool],
@@ -112,7 +115,8 @@ class _Decomposer:
             elif node.op != "call_function":
                 if arguments is not None or isinstance(_attribute(module, node), fx.GraphModule):
                     raise NeedsRetraceError(f"{node.format_node()}")
-                new[node] = self._graph.node_copy(node)
+                new[node] = copy = self._graph.node_copy(node)
+                copy.name = node.name  # A new graph would rename what Python calls input.
             else:
                 new[node] = self._call(module, node, new)
                 target = written.target(node)
@@ -124,16 +128,17 @@ class _Decomposer:
         """Returns what takes the place of a call's result."""
         target: Any = node.target
         if target in _REGIONS:
-            place = _REGIONS[target]
-            region = _attribute(module, node.args[place])
-            given = fx.map_arg(node.args[place + 1 :], new.__getitem__)
+            function = _REGIONS[target]
+            region = _attribute(module, node.args[function])
+            given = fx.map_arg(node.args[function + 1 :], new.__getitem__)
             return self._copy(region, pytree.tree_leaves(given))
         if isinstance(target, HigherOrderOperator):
             raise NeedsRetraceError(f"{target} is control flow")
         if target is operator.getitem:
-            several, place = fx.map_arg(node.args, new.__getitem__)
-            if not isinstance(several, fx.Node):
-                return several[place]
+            whole: Any = fx.map_arg(node.args[0], new.__getitem__)
+            place: Any = node.args[1]
+            if not isinstance(whole, fx.Node):
+                return whole[place]
         if isinstance(target, OpOverload):
             if target is _aten.detach_.default:
                 target = _aten.detach.default
@@ -146,14 +151,19 @@ class _Decomposer:
         return copy
 
     def _decomposes(self, target: OpOverload) -> bool:
+        composite = target._can_decompose()
+        if composite and any(value.alias_info is not None for value in target._schema.arguments):
+            return True  # Views: one of the few that they come down to has the better translation.
         if self._is_translated(target):
             return False
-        return target in self._decompositions or target._can_decompose()
+        return composite or target in self._decompositions
 
     def _traced(self, target: OpOverload, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
         """Copies the nodes that an operator decomposes into."""
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        values = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        values = [
+            _compact(leaf.meta["val"]) if isinstance(leaf, fx.Node) else leaf for leaf in leaves
+        ]
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
         key = (target, spec, tuple(map(_identity, values)))
         if key not in self._traces:
@@ -197,24 +207,26 @@ class _Decomposer:
 class _Written:
     """The tensors that a graph changes in place.
 
-    A tensor that shares its memory with no other can be followed by its new value from there on.
+    A tensor whose memory no other shares until its last change can be followed by its new value
+    from there on.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._origins: dict[fx.Node, fx.Node] = {}
-        calls = [node for node in nodes if isinstance(node.target, OpOverload)]
-        for node in calls:
+        last: dict[fx.Node, int] = {}
+        calls = [node for node in nodes if isinstance(node.target, OperatorBase)]
+        for place, node in enumerate(calls):
             if _writes(node):
                 if not isinstance(node.args[0], fx.Node):
                     raise NeedsRetraceError(f"{node.format_node()} changes several tensors")
-                self._origins[node] = self._origin(node.args[0])
-        written = set(self._origins.values())
-        for node in written:
+                self._origins[node] = origin = self._origin(node.args[0])
+                last[origin] = place
+        for node in last:
             if not _is_fresh(node):
                 raise NeedsRetraceError(f"{node.format_node()} is changed, and shares its memory")
-        for node in calls:
-            shared = {self._origin(argument) for argument in node.all_input_nodes} & written
-            if shared and not _writes(node) and not _is_fresh(node):
+        for place, node in enumerate(calls):
+            later = any(last.get(self._origin(a), -1) > place for a in node.all_input_nodes)
+            if later and not _writes(node) and not _is_fresh(node):
                 raise NeedsRetraceError(f"{node.format_node()} shares memory that is changed")
 
     def target(self, node: fx.Node) -> fx.Node | None:
@@ -227,7 +239,8 @@ class _Written:
 
 def _writes(node: fx.Node) -> bool:
     target: Any = node.target
-    return bool(target._schema.is_mutable) and target is not _aten.detach_.default
+    mutable = isinstance(target, OpOverload) and target._schema.is_mutable
+    return mutable and target is not _aten.detach_.default
 
 
 def _is_fresh(node: fx.Node) -> bool:
@@ -245,15 +258,14 @@ def _is_fresh(node: fx.Node) -> bool:
 
 def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
     """Returns the operator that gives what an operator such as ``add_`` writes."""
-    values = [argument.meta["val"] for argument in node.all_input_nodes]
-    dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
-    if dtypes != {node.meta["val"].dtype}:
-        raise NeedsRetraceError(f"{target} changes a tensor of another dtype")
     namespace, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name[-1] == "_" else None
     functional = getattr(packet, target._overloadname, None)
     if not isinstance(functional, OpOverload) or functional._schema.is_mutable:
         raise NeedsRetraceError(f"{target} changes a tensor")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    if functional(*args, **kwargs).dtype != node.meta["val"].dtype:
+        raise NeedsRetraceError(f"{target} changes a tensor of another dtype")
     return functional
 
 
@@ -267,9 +279,13 @@ def _attribute(module: fx.GraphModule, node: Any) -> Any:
     return operator.attrgetter(node.target)(module) if node.op == "get_attr" else None
 
 
+def _compact(value: Any) -> Any:
+    """Returns a tensor of the same sizes in row-major order, as all of ONNX's are."""
+    return value.new_empty(value.shape) if isinstance(value, Tensor) else value
+
+
 def _identity(value: Any) -> Any:
     """What makes two arguments lead to the same trace."""
     if isinstance(value, Tensor):
-        sizes = tuple(map(str, (*value.shape, *value.stride())))
-        return (sizes, value.dtype, value.device, value.requires_grad)
+        return (tuple(map(str, value.shape)), value.dtype, value.device)
     return (type(value), str(value))

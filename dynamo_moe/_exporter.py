@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from dynamo_moe._decomposition import NeedsRetraceError
+from dynamo_moe._phases import phase
 from dynamo_moe._translation import onnx_translation_table
 
 try:
@@ -31,6 +32,7 @@ KNOWN_VERSIONS = ((2, 13),)
 """Of PyTorch, with which our steps have been run."""
 
 
+@phase("translation")
 def translate(program: ExportedProgram, opset: int) -> ir.Model:
     """Returns the program's graph as ONNX nodes, its MoE layers as bare nodes.
 

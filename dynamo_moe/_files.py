@@ -6,7 +6,7 @@ import errno
 import mmap
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -14,9 +14,10 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
+from dynamo_moe import _phases
+
 __all__ = [
     "EXTERNAL_DATA_LIMIT",
-    "Progress",
     "check_destination",
     "load_graph",
     "model_bytes",
@@ -27,9 +28,6 @@ __all__ = [
 EXTERNAL_DATA_LIMIT = 2**31 - 2**26
 # Bytes up to which a weight stays inside the model's file.
 _SMALL = 256
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes written so far, and with those of all weights."""
 
 
 def check_destination(path: Path) -> None:
@@ -50,11 +48,11 @@ def model_bytes(model: ir.Model) -> int:
     return sum(map(_bytes_of, model.graph.initializers.values()))
 
 
+@_phases.phase("serialization")
 def save_model(
     model: ir.Model,
     path: Path,
     external_data: bool | None,
-    progress: Progress | None = None,
 ) -> list[Path]:
     """Writes the model, and its weights to ``<name>.data`` where asked for or needed.
 
@@ -66,7 +64,6 @@ def save_model(
         model: The model to write.
         path: Where to; its folder must exist.
         external_data: Weights in a file beside the model; None: only above 2 GB.
-        progress: Called with the bytes of weights written so far, and of all.
 
     Returns:
         The files written, the model first.
@@ -93,7 +90,7 @@ def save_model(
         beside = Path(folder)
         if external_data:
             large = [value for value in values if _bytes_of(value) > _SMALL]
-            _move_out(large, beside, data, progress, weights)
+            _move_out(large, beside, data, weights)
         ir.save(model, beside / path.name)
         written = [name for name in (data, path.name) if (beside / name).exists()]
         for name in written:
@@ -101,16 +98,13 @@ def save_model(
     return [path.parent / name for name in reversed(written)]
 
 
-def _move_out(
-    values: Sequence[ir.Value], folder: Path, name: str, progress: Progress | None, total: int
-) -> None:
+def _move_out(values: Sequence[ir.Value], folder: Path, name: str, total: int) -> None:
     """Writes weights to a file; the values then refer to it."""
     done = 0
 
     def began(tensor: ir.TensorProtocol, _: ir.external_data.CallbackInfo) -> None:
         nonlocal done
-        if progress is not None:
-            progress(done, total)
+        _phases.report(done, total)
         done += tensor.nbytes
 
     tensors = [value.const_value for value in values if value.const_value is not None]
@@ -119,8 +113,7 @@ def _move_out(
     moved = ir.external_data.convert_tensors_to_external(tensors, folder, name, callback=began)
     for value, tensor in zip(values, moved, strict=True):
         value.const_value = tensor
-    if progress is not None:
-        progress(total, total)
+    _phases.report(total, total)
 
 
 def _is_held(value: ir.Value) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Collection
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -12,7 +13,7 @@ import torch
 from onnxscript import optimizer, rewriter
 from onnxscript.rewriter.rules.common import slice_split_rule
 
-from dynamo_moe import _weights
+from dynamo_moe import _rules, _weights
 
 __all__ = [
     "fold_weight_transposes",
@@ -27,14 +28,20 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 # All but one: slice_split_rule compares each Slice with each other, which takes half of an export
 # of 24 transformer blocks, and matches none of the Slices that PyTorch's exporter makes: it wants
 # four inputs, and these have steps as a fifth.
-_RULES = [rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule is not slice_split_rule]
+_RULES = [
+    *_rules.RULES,
+    *(rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule is not slice_split_rule),
+]
+
+# Elements of the constants that nodes share.
+_SHARED_SIZE = 1024
 
 
 def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     """Simplifies the graph in place and infers what shapes are still missing.
 
-    These are the passes of ``onnxscript.optimizer.optimize``, without merging weights of equal
-    values, which loses names.
+    These are the passes of ``onnxscript.optimizer.optimize``, with rules of our own, and without
+    merging weights of equal values, which loses names.
 
     Args:
         model: The model to simplify.
@@ -45,7 +52,9 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
         kept = any(value is not None and value.name in keep for value in node.inputs)
         return False if kept else None  # None: the folding's own judgement.
 
+    weights = frozenset(model.graph.initializers)
     common_passes.InlinePass()(model)
+    _infer_shapes(model)
     for _ in range(2):
         optimizer.fold_constants_ir(model, should_fold=should_fold)
         rewriter.rewrite(model, _RULES)
@@ -53,12 +62,32 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     ir.passes.Sequential(
         common_passes.RemoveUnusedFunctionsPass(),
         common_passes.RemoveUnusedOpsetsPass(),
-        common_passes.CommonSubexpressionEliminationPass(),
         common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         common_passes.LiftSubgraphInitializersToMainGraphPass(),
+    )(model)
+    _share_constants(model.graph, weights)
+    ir.passes.Sequential(
+        common_passes.CommonSubexpressionEliminationPass(),
         common_passes.OutputFixPass(),
         common_passes.NameFixPass(),
     )(model)
+    _infer_shapes(model)
+
+
+def _share_constants(graph: ir.Graph, weights: Collection[str]) -> None:
+    """Replaces constants of equal values by one, so that what is computed from them is equal."""
+    first: dict[Any, ir.Value] = {}
+    for constant in list(graph.initializers.values()):
+        tensor = constant.const_value
+        if constant.name in weights or tensor is None or tensor.size > _SHARED_SIZE:
+            continue
+        same = first.setdefault((tensor.dtype, tuple(tensor.shape), tensor.tobytes()), constant)
+        if same is not constant and not constant.is_graph_output():
+            constant.replace_all_uses_with(same)
+            graph.initializers.pop(str(constant.name))
+
+
+def _infer_shapes(model: ir.Model) -> None:
     if not shapes_are_complete(model):
         common_passes.ShapeInferencePass()(model)
         if _type_foreign_results(model):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,12 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes, _weights
+from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes, _phases, _weights
 from dynamo_moe._capture import capture
 from dynamo_moe._exporter import translate
 from dynamo_moe._modes import evaluating
 from dynamo_moe.conversion import convertible_modules
+from dynamo_moe.profiling import profiled, save_profile
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,6 +53,9 @@ class ExportReport:
         parameters_bytes: Bytes of the weights.
         file_bytes: Bytes of all files.
         seconds: Wall time.
+        phases: Seconds by phase: capture, decomposition, translation, optimization, serialization.
+        profile: With ``profile=True``, a profile for https://www.speedscope.app, and a flame graph
+            for a browser.
         notes: What a user of the file should know.
     """
 
@@ -62,12 +67,17 @@ class ExportReport:
     parameters_bytes: int
     file_bytes: int
     seconds: float
+    phases: Mapping[str, float]
+    profile: tuple[Path, ...]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, for JSON."""
         plain = asdict(self)
-        return {**plain, "path": str(self.path), "files": [str(file) for file in self.files]}
+        plain["path"] = str(self.path)
+        for name in ("files", "profile"):
+            plain[name] = [str(file) for file in plain[name]]
+        return plain
 
     def __rich__(self) -> Table:
         """Returns a table for the terminal."""
@@ -82,6 +92,11 @@ class ExportReport:
         table.add_row("weights", f"{self.parameters_bytes / 1e6:.1f} MB")
         table.add_row("files", f"{self.file_bytes / 1e6:.1f} MB in {len(self.files)}")
         table.add_row("time", f"{self.seconds:.1f} s")
+        if self.profile:
+            for name, seconds in self.phases.items():
+                table.add_row(f"  {name}", f"{seconds:.2f} s, {100 * seconds / self.seconds:.0f} %")
+            for file in self.profile:
+                table.add_row("profile", escape(str(file)))
         for note in self.notes:
             table.add_row("note", escape(note))
         return table
@@ -100,7 +115,8 @@ def export(
     opset: int = DEFAULT_OPSET,
     external_data: bool | None = None,
     link_weights: bool = False,
-    progress: _files.Progress | None = None,
+    progress: bool | _phases.Progress = False,
+    profile: bool = False,
 ) -> ExportReport:
     """Exports a model, after :func:`convert`, to an ONNX file.
 
@@ -125,7 +141,12 @@ def export(
             in the checkpoint's own files, which the ONNX file then refers to. It must be in their
             folder, or in one above. Matrices that ONNX wants transposed get a Transpose, which
             runtimes compute when they load the file.
-        progress: Called with the bytes of weights written so far, and with those of all.
+        progress: True: an export of more than two seconds shows on stderr which phase it is in. Or
+            a function, called as a phase begins with its name, 0 and 0, and while weights are
+            written with ``"serialization"``, their bytes so far and in all.
+        profile: Samples what runs, and writes ``<name>.speedscope.json``, for
+            https://www.speedscope.app, and ``<name>.profile.svg``, for a browser; the report shows
+            the time of each phase.
 
     Returns:
         What was written.
@@ -139,6 +160,7 @@ def export(
         ExportError: If PyTorch's exporter cannot take the model.
         FileNotFoundError: If the folder of ``path`` does not exist.
         IsADirectoryError: If ``path`` is a folder.
+        ImportError: If ``profile`` is set and pyinstrument is not installed.
     """
     started = time.perf_counter()
     path = Path(path)
@@ -160,29 +182,20 @@ def export(
             f"{len(left)}: each becomes many nodes, or fails; call dynamo_moe.convert(model) first",
             stacklevel=2,
         )
-    with _weights.placeholders(model) as lazies:
-        model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
-    _rename("input_names", model_ir.graph.inputs, input_names)
-    _weights.attach(model_ir, lazies)
-    _passes.fold_weight_transposes(model_ir, link=link_weights)
-    _passes.name_nodes_by_module(model_ir)
-    layers = _layers.record(model_ir)
-    if target != "plugin":
-        _lowering.lower(model_ir, target)
-    kept = {name for layer in layers for name in layer.inputs[1:]}
-    if link_weights:
-        kept |= _weights.linkable(model_ir)
-    _passes.optimize(model_ir, keep=kept)
-    if target == "plugin":
-        _lowering.lower(model_ir, target)
-    common_passes.ClearMetadataAndDocStringPass()(model_ir)
-    _rename("output_names", model_ir.graph.outputs, output_names)
-    _layers.store(model_ir, layers)
-
+    with _progress(progress, path) as shown, profiled(profile) as sampled:
+        watch = _phases.Stopwatch(shown)
+        with watch.running():
+            with _weights.placeholders(model) as lazies:
+                model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
+            _rename("input_names", model_ir.graph.inputs, input_names)
+            _weights.attach(model_ir, lazies)
+            layers = _optimize(model_ir, target, link_weights)
+            _rename("output_names", model_ir.graph.outputs, output_names)
+            _layers.store(model_ir, layers)
+            if link_weights:
+                _weights.link(model_ir, path.parent)
+            files = _files.save_model(model_ir, path, external_data)
     activations = {layer.attributes["activation"] for layer in layers}
-    if link_weights:
-        _weights.link(model_ir, path.parent)
-    files = _files.save_model(model_ir, path, external_data, progress)
     return ExportReport(
         path=path,
         files=tuple(files),
@@ -192,8 +205,41 @@ def export(
         parameters_bytes=_files.model_bytes(model_ir),
         file_bytes=sum(file.stat().st_size for file in files),
         seconds=time.perf_counter() - started,
+        phases=watch.seconds,
+        profile=save_profile(sampled, path, watch.seconds) if sampled else (),
         notes=tuple(_lowering.notes(model_ir, activations, target)),
     )
+
+
+@contextlib.contextmanager
+def _progress(wanted: bool | _phases.Progress, path: Path) -> Iterator[_phases.Progress | None]:
+    if wanted is True:
+        from rich.console import Console
+
+        from dynamo_moe._progress import shown
+
+        with shown(path.name, Console(stderr=True)) as update:
+            yield update
+    else:
+        yield wanted or None
+
+
+def _optimize(model: ir.Model, target: _lowering.Target, link: bool) -> list[_layers.Layer]:
+    """Brings the traced graph into the form of its target; returns its MoE layers."""
+    with _phases.phase("optimization"):
+        _passes.fold_weight_transposes(model, link=link)
+        _passes.name_nodes_by_module(model)
+        layers = _layers.record(model)
+        if target != "plugin":
+            _lowering.lower(model, target)
+        kept = {name for layer in layers for name in layer.inputs[1:]}
+        if link:
+            kept |= _weights.linkable(model)
+        _passes.optimize(model, keep=kept)
+        if target == "plugin":
+            _lowering.lower(model, target)
+        common_passes.ClearMetadataAndDocStringPass()(model)
+    return layers
 
 
 def _trace(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dynamo_moe._model_loading import UsageError
-from dynamo_moe.cli._common import bytes_bar, step
+from dynamo_moe._progress import shown
+from dynamo_moe.cli._common import step
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,7 @@ class Checkpoint:
             converted = dynamo_moe.convert(model, **self.conversion)
         with (
             step(console, f"Exporting for {self.task}", status=False),
-            bytes_bar(console, out.name) as progress,
+            shown(out.name, console) as progress,
         ):
             exported = dynamo_moe.export_language_model(
                 model, out, task=self.task, progress=progress, **options

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,6 @@ __all__ = [
     "Json",
     "Quiet",
     "app",
-    "bytes_bar",
     "failures",
     "need_file",
     "need_place",
@@ -86,27 +85,6 @@ def step(
         yield
     seconds = time.perf_counter() - started
     console.print(Text.assemble(f"{doing} ", (f"{seconds:.1f} s", "dim")), soft_wrap=True)
-
-
-@contextmanager
-def bytes_bar(console: Console, name: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a spinner, then how much of a file is written; yields what to call with bytes."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    bar = Progress(*columns, TransferSpeedColumn(), console=console, transient=True)
-    with bar:
-        task = bar.add_task(f"Tracing for {name}", total=None)
-        yield lambda done, total: bar.update(
-            task, description=f"Writing {name}", completed=done, total=total
-        )
 
 
 def need_file(path: Path) -> None:

@@ -19,6 +19,7 @@ from dynamo_moe._model_loading import (
     parse_dynamic,
     parse_shapes,
 )
+from dynamo_moe._progress import shown
 from dynamo_moe.cli._checkpoints import Checkpoint
 from dynamo_moe.cli._common import (
     Debug,
@@ -196,6 +197,14 @@ def export(
     verify: Annotated[
         bool, typer.Option("--verify", help="Then run the file in ONNX Runtime and compare.")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Show the time of each phase, and write OUT.onnx.profile.svg, a flame graph, and "
+            "OUT.onnx.speedscope.json.",
+        ),
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -210,7 +219,7 @@ def export(
         if not hf and (task or dtype or link_weights):
             raise UsageError("--task, --dtype and --link-weights need --hf")
         options: dict[str, Any] = {} if opset is None else {"opset": _known_opset(opset)}
-        options |= {"target": target.value, "external_data": external_data}
+        options |= {"target": target.value, "external_data": external_data, "profile": profile}
         need_place(out)
         if verify:
             _need_onnxruntime()
@@ -311,8 +320,9 @@ def _export(
         check_dynamic(module, args, options["dynamic_shapes"])
     with step(console, "Converting"):
         converted = dynamo_moe.convert(module, **conversion)
-    with step(console, f"Exporting for target {options['target']}", mute=not debug):
-        exported = dynamo_moe.export(module, args, out, **options)
+    doing = f"Exporting for target {options['target']}"
+    with step(console, doing, mute=not debug, status=False), shown(out.name, console) as progress:
+        exported = dynamo_moe.export(module, args, out, progress=progress, **options)
     return converted, exported
 
 
