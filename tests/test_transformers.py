@@ -25,7 +25,6 @@ FEW = ("deepseek_v2", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe")
 FALLBACK = {"inkling2": "batched_mm", "muse_spark": "batched_mm"}
 # What PyTorch's exporter cannot take, outside the MoE layers.
 UNEXPORTABLE = {
-    "inkling": "the exporter's type promotion recomputes attention with other strides (view fails)",
     "minimax_m3_vl": "the exporter's ScatterElements of the sparse attention has ranks 4 and 5",
     "qwen4_exp": "its attention's indexer loops over what nonzero() found",
 }

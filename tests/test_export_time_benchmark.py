@@ -1,0 +1,222 @@
+"""The parts of the export benchmark that export nothing: medians, ratios, tables, plots, files."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+from rich.console import Console
+from typer import Typer
+from typer.testing import CliRunner
+
+from benchmarks import export_time
+from benchmarks.export_time import CASES, DYNAMO, ONE_NODE, OURS, TORCHSCRIPT, TRANSFORMERS
+from dynamo_moe import open_tensors
+
+FACTOR = {OURS: 1, DYNAMO: 4, ONE_NODE: 3, TORCHSCRIPT: 0.5, TRANSFORMERS: 5}
+
+
+def _run(model, row, exporter, quick, check, folder):
+    """A made-up export: of ours 2 s for 6 blocks; TorchScript refuses static shapes."""
+    if exporter == TORCHSCRIPT and not row.dynamic:
+        return {"error": "ValueError: a [reason]"}
+    seconds = row.blocks / 3 * FACTOR[exporter] * (1.1 if row.length == 1024 else 1)
+    found = {"seconds": seconds, "cpu seconds": seconds, "peak bytes": 5e7 * FACTOR[exporter]}
+    if exporter == OURS:
+        found["way"] = export_time.OWN_STEPS
+    if check:
+        found["nodes"] = 100 * row.blocks
+        if model == "qwen3":
+            found |= {"linked bytes": 61e9, "weights bytes": 61e9}
+        elif exporter == ONE_NODE:
+            found["check failed"] = "Fail: not a registered function/op"
+        else:
+            found["max relative error"] = 1e-6
+    return found
+
+
+@contextmanager
+def _runner(quick):
+    yield _run
+
+
+@pytest.fixture
+def cases():
+    run = {"versions": dict.fromkeys(export_time.PACKAGES, "1.0"), "cpu": "A", "cores": 2}
+    run |= {"turns": 2, "quick": False, "date": "2026-01-01T00:00:00"}
+    return [
+        {
+            "name": case.name,
+            "run": run,
+            "rows": export_time.measure(
+                case, 2, quick=False, folder=None, runs=_run, console=Console(quiet=True)
+            ),
+        }
+        for case in CASES
+    ]
+
+
+def _rows(cases, name):
+    (case,) = (case for case in cases if case["name"] == name)
+    return {row["label"]: row for row in case["rows"]}
+
+
+def test_medians_keep_each_turn():
+    turns = [{"seconds": value, "peak bytes": 7, "nodes": 5} for value in (4.0, 1.0, 2.0)]
+    assert export_time.together(turns) == {
+        "nodes": 5,
+        "seconds": {"median": 2.0, "turns": [4.0, 1.0, 2.0]},
+        "peak bytes": {"median": 7, "turns": [7, 7, 7]},
+    }
+
+
+def test_a_failure_of_one_turn_is_one_of_all():
+    assert export_time.together([{"seconds": 1.0}, {"error": "X: y"}]) == {"error": "X: y"}
+
+
+def test_a_case_in_turns(cases):
+    order = []
+
+    def run(model, row, exporter, quick, check, folder):
+        order.append((exporter, check))
+        return _run(model, row, exporter, quick, check, folder)
+
+    swin = CASES[-1]
+    rows = export_time.measure(
+        swin, 2, quick=False, folder=None, runs=run, console=Console(quiet=True)
+    )
+    assert order == [(OURS, True), (ONE_NODE, True), (ONE_NODE, False), (OURS, False)]
+    assert rows == list(_rows(cases, swin.name).values())
+
+
+def test_who_fails_has_no_second_turn():
+    tried = []
+
+    def run(model, row, exporter, quick, check, folder):
+        tried.append(exporter)
+        return {"error": "X: y"}
+
+    rows = export_time.measure(
+        CASES[-1], 3, quick=False, folder=None, runs=run, console=Console(quiet=True)
+    )
+    assert tried == [OURS, ONE_NODE]
+    assert rows[0]["exporters"] == {OURS: {"error": "X: y"}, ONE_NODE: {"error": "X: y"}}
+
+
+def test_ratios(cases):
+    rows = _rows(cases, "T5-small")
+    assert export_time.ratios(rows["L 16"], "seconds") == pytest.approx(
+        {DYNAMO: 4, TORCHSCRIPT: 0.5, TRANSFORMERS: 5}
+    )
+    assert export_time.ratios(rows["L 16, static"], "peak bytes") == {DYNAMO: 4}
+    rows["L 16"]["exporters"][OURS] = {"error": "X: y"}
+    assert export_time.ratios(rows["L 16"], "seconds") == {}
+
+
+def test_no_ratios_to_nothing():
+    nothing = {"peak bytes": {"median": 0}}
+    assert export_time.ratios({"exporters": {OURS: nothing, DYNAMO: nothing}}, "peak bytes") == {}
+    assert export_time.spread([0, 0]) == 0
+
+
+def test_summary(cases):
+    found = export_time.summary(cases)
+    assert found["time / ours"]["Llama, 48 blocks"] == {DYNAMO: 4}
+    assert found["example size"]["time between sizes, percent"] == pytest.approx(10)
+    assert found["example size"]["time between turns of a size, percent"] == 0
+    assert found["example size"]["memory between sizes, percent"] == 0
+    assert found["checkpoint"]["seconds"] == 16
+    json.dumps(found)
+
+
+def test_summary_where_all_of_ours_failed(cases):
+    for case in cases:
+        for row in case["rows"]:
+            row["exporters"][OURS] = {"error": "X: y"}
+    assert export_time.summary(cases) == {"time / ours": {}, "memory / ours": {}}
+
+
+def test_tables_show_failures_and_remarks(cases):
+    console = Console(width=250)
+    with console.capture() as capture:
+        console.print(export_time.tables(cases))
+    text = capture.get()
+    assert "failed: ValueError: a [reason]" in text
+    assert "the file fails: Fail: not a registered function/op" in text
+    assert "61.00 of 61.00 GB linked" in text
+    assert all(case.name in text for case in CASES)
+
+
+def test_remarks():
+    assert not export_time.remarks({"way": export_time.OWN_STEPS, "max relative error": 1e-6})
+    way = "torch.onnx.export: NeedsRetraceError: control flow"
+    assert export_time.remarks({"way": way, "max relative error": 0.1}) == (
+        f"the file's results are wrong; {way}"
+    )
+
+
+@pytest.mark.parametrize("kept", [len(CASES), 1, 0])
+def test_plot(cases, kept, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    export_time.plot({"cases": cases[:kept]}, path)
+    assert path.stat().st_size > 1000
+
+
+def test_one_case_keeps_the_others_of_the_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(export_time, "runner", _runner)
+    app = Typer()
+    app.command()(export_time.main)
+    path = tmp_path / "result.json"
+
+    def call(*options):
+        result = CliRunner().invoke(app, ["--json", str(path), *options])
+        assert result.exit_code == 0, result.output
+        return json.loads(path.read_text())["cases"]
+
+    assert [case["name"] for case in call("--turns", "2")] == [case.name for case in CASES]
+    found = call("--case", "llama", "--quick")
+    assert [case["name"] for case in found] == [case.name for case in CASES]
+    assert [case["run"]["quick"] for case in found] == [case.name == "Llama" for case in CASES]
+    assert [row["blocks"] for row in found[2]["rows"]] == [
+        max(1, row.blocks // 12) for row in CASES[2].rows if row.quick
+    ]
+
+
+def test_no_such_case():
+    app = Typer()
+    app.command()(export_time.main)
+    result = CliRunner().invoke(app, ["--case", "none"])
+    assert result.exit_code == 2
+
+
+def test_every_case_has_a_quick_row_and_ours_in_each():
+    for case in CASES:
+        assert case.shrunk().rows, case.name
+        assert all(OURS in row.exporters for row in case.rows), case.name
+        labels = [row.label for row in case.rows]
+        assert len(set(labels)) == len(labels)
+
+
+def test_header_of_a_file_of_holes(tmp_path):
+    header, size = export_time.safetensors_header({"a": (3, 4), "b": (5,)})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header)
+    with path.open("ab") as file:
+        file.truncate(len(header) + size)
+    found = open_tensors(path)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
+        "a": ((3, 4), torch.bfloat16),
+        "b": ((5,), torch.bfloat16),
+    }
+    assert size == 34
+    assert not found["a"].read().any()
+
+
+def test_reasons_are_one_line_without_folders():
+    cause = ValueError("\x1b[31mno\nfile /somewhere/x/model.onnx\x1b[0m")
+    error = RuntimeError("wrapped")
+    error.__cause__ = cause
+    assert export_time.reason(error) == "ValueError: no file model.onnx"
