@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.nn.modules import transformer
 from torch.fx.experimental import _config
+from torch.nn.modules import transformer
 
 from dynamo_moe._dynamic_shapes import DynamicExample
 from dynamo_moe._phases import phase

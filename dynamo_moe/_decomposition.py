@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,6 +141,8 @@ class _Decomposer:
             if not isinstance(whole, fx.Node):
                 return whole[place]
         if isinstance(target, OpOverload):
+            if target is _aten.copy_.default:
+                return self._traced(_copied, node, new)
             if target is _aten.detach_.default:
                 target = _aten.detach.default
             elif target._schema.is_mutable:
@@ -158,7 +161,7 @@ class _Decomposer:
             return False
         return composite or target in self._decompositions
 
-    def _traced(self, target: OpOverload, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
+    def _traced(self, target: Callable[..., Any], node: fx.Node, new: dict[fx.Node, Any]) -> Any:
         """Copies the nodes that an operator decomposes into."""
         leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
         values = [
@@ -183,7 +186,7 @@ class _Decomposer:
         raise AssertionError("a graph ends with its output")
 
     def _trace(
-        self, target: OpOverload, values: Sequence[Any], places: Sequence[int], spec: Any
+        self, target: Callable[..., Any], values: Sequence[Any], places: Sequence[int], spec: Any
     ) -> fx.GraphModule:
         def call(*given: Any) -> Any:
             leaves = list(values)
@@ -195,11 +198,12 @@ class _Decomposer:
         traced: fx.GraphModule = make_fx(call, decomposition_table=self._decompositions)(
             *(values[place] for place in places)
         )
+        written = _Written(traced.graph.nodes)
         for node in traced.graph.nodes:
-            if node.op == "call_function" and not isinstance(node.target, OpOverload):
-                continue
-            if node.op == "call_function" and node.target._schema.is_mutable:
-                raise NeedsRetraceError(f"{target} changes a tensor")
+            changed = written.target(node)
+            if changed is not None:
+                node.target = _functional(node.target, node)
+                changed.replace_all_uses_with(node, partial(operator.lt, node))
         traced.graph.eliminate_dead_code()
         return traced
 
@@ -267,6 +271,11 @@ def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
     if functional(*args, **kwargs).dtype != node.meta["val"].dtype:
         raise NeedsRetraceError(f"{target} changes a tensor of another dtype")
     return functional
+
+
+def _copied(changed: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """What ``copy_`` writes; the exporter's translation of ``copy`` forgets to expand it."""
+    return source.to(changed.dtype).expand(changed.shape)
 
 
 def _is_region(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-from dynamo_moe import _phases
+from dynamo_moe import _phases, _protobuf
 
 __all__ = [
     "EXTERNAL_DATA_LIMIT",
@@ -88,10 +88,11 @@ def save_model(
     data = f"{path.name}.data"
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         beside = Path(folder)
+        large = [value for value in values if _is_large(value)]
         if external_data:
-            large = [value for value in values if _bytes_of(value) > _SMALL]
             _move_out(large, beside, data, weights)
-        ir.save(model, beside / path.name)
+            large = []
+        _protobuf.write(model, beside / path.name, large)
         written = [name for name in (data, path.name) if (beside / name).exists()]
         for name in written:
             (beside / name).replace(path.parent / name)
@@ -118,6 +119,10 @@ def _move_out(values: Sequence[ir.Value], folder: Path, name: str, total: int) -
 
 def _is_held(value: ir.Value) -> bool:
     return value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
+
+
+def _is_large(value: ir.Value) -> bool:
+    return _bytes_of(value) > _SMALL and value.dtype != ir.DataType.STRING
 
 
 def _bytes_of(value: ir.Value) -> int:

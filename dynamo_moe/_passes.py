@@ -33,6 +33,9 @@ _RULES = [
     *(rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule is not slice_split_rule),
 ]
 
+# One round's result can be what another round simplifies.
+_ROUNDS = 4
+
 # Elements of the constants that nodes share.
 _SHARED_SIZE = 1024
 
@@ -54,12 +57,17 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
 
     weights = frozenset(model.graph.initializers)
     common_passes.InlinePass()(model)
+    optimizer.fold_constants_ir(model, should_fold=should_fold)
     _infer_shapes(model)
-    for _ in range(2):
+    _forget_invented_names(model.graph)
+    rewriting = rewriter.RewritePass(_RULES)
+    for _ in range(_ROUNDS):
+        if not rewriting(model).modified:
+            break
         optimizer.fold_constants_ir(model, should_fold=should_fold)
-        rewriter.rewrite(model, _RULES)
         common_passes.RemoveUnusedNodesPass()(model)
     ir.passes.Sequential(
+        common_passes.RemoveUnusedNodesPass(),
         common_passes.RemoveUnusedFunctionsPass(),
         common_passes.RemoveUnusedOpsetsPass(),
         common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
@@ -81,10 +89,22 @@ def _share_constants(graph: ir.Graph, weights: Collection[str]) -> None:
         tensor = constant.const_value
         if constant.name in weights or tensor is None or tensor.size > _SHARED_SIZE:
             continue
+        if tensor.dtype.is_string():  # Has no bytes.
+            continue
         same = first.setdefault((tensor.dtype, tuple(tensor.shape), tensor.tobytes()), constant)
         if same is not constant and not constant.is_graph_output():
             constant.replace_all_uses_with(same)
             graph.initializers.pop(str(constant.name))
+
+
+def _forget_invented_names(graph: ir.Graph) -> None:
+    """Drops the names that onnx gives to dimensions: what follows may tell more of them."""
+    for node in graph:
+        for output in node.outputs:
+            if output.shape is not None and "unk__" in str(output.shape):
+                output.shape = ir.Shape(
+                    None if str(size).startswith("unk__") else size for size in output.shape
+                )
 
 
 def _infer_shapes(model: ir.Model) -> None:
@@ -157,6 +177,11 @@ def module_of(node: ir.Node) -> str:
 
 
 def shapes_are_complete(model: ir.Model) -> bool:
-    """Whether every value of the main graph has a type and a shape."""
+    """Whether every value of the main graph has a type and a shape of sizes and names."""
     values = (output for node in model.graph for output in node.outputs)
-    return all(value.dtype is not None and value.shape is not None for value in values)
+    return all(
+        value.dtype is not None
+        and value.shape is not None
+        and not any(value.shape.is_unknown_dim(place) for place in range(value.shape.rank()))
+        for value in values
+    )

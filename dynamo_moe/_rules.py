@@ -90,6 +90,95 @@ class _NoPadding(RewriteRuleClassBase):
         return op.Identity(x)
 
 
+class _ReshapedAgain(RewriteRuleClassBase):
+    """``Reshape`` of what has just been reshaped in any way, to a shape that copies nothing."""
+
+    def __init__(self, op_type: str) -> None:
+        super().__init__(f"ReshapeOf{op_type}", remove_nodes=False)
+        self._op_type = op_type
+
+    def pattern(self, op: Any, x: Any, first: Any, shape: Any) -> Any:
+        return op.Reshape(getattr(op, self._op_type)(x, first), shape, _outputs=["y"])
+
+    def check(self, context: Any, shape: ir.Value, y: ir.Value, **_: Any) -> bool:
+        node = y.producer()
+        if node is None or node.attributes.get_int("allowzero", 0) == 1:
+            return True
+        return shape.const_value is not None and bool(shape.const_value.numpy().all())
+
+    def rewrite(self, op: Any, x: ir.Value, shape: ir.Value, **_: Any) -> Any:
+        return op.Reshape(x, shape, allowzero=1)
+
+
+class _UnsqueezedAgain(RewriteRuleClassBase):
+    """``Unsqueeze`` of an ``Unsqueeze``, of any axes."""
+
+    def __init__(self) -> None:
+        super().__init__(remove_nodes=False)
+
+    def pattern(self, op: Any, x: Any, first: Any, second: Any) -> Any:
+        return op.Unsqueeze(op.Unsqueeze(x, first), second, _outputs=["y"])
+
+    def check(self, context: Any, first: ir.Value, second: ir.Value, y: ir.Value, **_: Any) -> bool:
+        return min(*_constants(first), *_constants(second), -1 if y.shape is None else 0) >= 0
+
+    def rewrite(self, op: Any, x: ir.Value, first: ir.Value, second: ir.Value, y: ir.Value) -> Any:
+        outer = _constants(second)
+        free = [axis for axis in range(y.shape.rank() if y.shape else 0) if axis not in outer]
+        axes = sorted([*outer, *(free[axis] for axis in _constants(first))])
+        return op.Unsqueeze(x, op.Constant(value_ints=axes))
+
+
+class _SlicedAgain(RewriteRuleClassBase):
+    """``Slice`` of a ``Slice`` along other axes."""
+
+    def __init__(self) -> None:
+        super().__init__(remove_nodes=False)
+
+    def pattern(self, op: Any, x: Any, s1: Any, e1: Any, a1: Any, t1: Any,
+                s2: Any, e2: Any, a2: Any, t2: Any) -> Any:  # fmt: skip
+        return op.Slice(op.Slice(x, s1, e1, a1, t1), s2, e2, a2, t2)
+
+    def check(self, context: Any, x: ir.Value, a1: ir.Value, a2: ir.Value, **rest: Any) -> bool:
+        axes = [*_constants(a1), *_constants(a2)]
+        known = all(value.const_value is not None for value in rest.values())
+        return known and min(axes) >= 0 and len(set(axes)) == len(axes)
+
+    def rewrite(self, op: Any, x: ir.Value, **rest: ir.Value) -> Any:
+        both = [
+            op.Constant(value_ints=[*_constants(rest[f"{name}1"]), *_constants(rest[f"{name}2"])])
+            for name in "seat"
+        ]
+        return op.Slice(x, *both)
+
+
+class _AndTrue(RewriteRuleClassBase):
+    """``And`` of a mask and of what is true everywhere."""
+
+    def pattern(self, op: Any, a: Any, b: Any) -> Any:
+        return op.And(a, b, _outputs=["y"])
+
+    def check(self, context: Any, a: ir.Value, b: ir.Value, y: ir.Value) -> bool:
+        return self._mask(a, b, y) is not None
+
+    def rewrite(self, op: Any, a: ir.Value, b: ir.Value, y: ir.Value) -> Any:
+        return op.Identity(self._mask(a, b, y))
+
+    @staticmethod
+    def _mask(a: ir.Value, b: ir.Value, y: ir.Value) -> ir.Value | None:
+        for true, mask in ((a, b), (b, a)):
+            sizes = _dimensions(mask)
+            if (
+                true.const_value is not None
+                and true.const_value.size <= 1
+                and true.const_value.numpy().all()
+                and sizes is not None
+                and sizes == _dimensions(y)
+            ):
+                return mask
+        return None
+
+
 class _SameType(RewriteRuleClassBase):
     """``CastLike`` to the type that the tensor has."""
 
@@ -103,12 +192,18 @@ class _SameType(RewriteRuleClassBase):
         return op.Identity(x)
 
 
-def _dimensions(value: ir.Value) -> tuple[int | str, ...] | None:
-    """Returns sizes and names; None where there is one without a name."""
+def _dimensions(value: ir.Value) -> tuple[object, ...] | None:
+    """Returns sizes and names; a dimension without a name is like no other."""
     if value.shape is None:
         return None
-    sizes = [size if isinstance(size, int) else size.value for size in value.shape]
-    return None if None in sizes else tuple(size for size in sizes if size is not None)
+    sizes = (size if isinstance(size, int) else size.value for size in value.shape)
+    return tuple(object() if size is None else size for size in sizes)
+
+
+def _constants(value: ir.Value) -> list[int]:
+    """Returns a constant's integers; -1 where it is none."""
+    tensor = value.const_value
+    return [-1] if tensor is None else [int(item) for item in tensor.numpy().flat]
 
 
 RULES = RewriteRuleSet(
@@ -117,6 +212,10 @@ RULES = RewriteRuleSet(
         _SameShape.rule("Expand"),
         _SwappedMatrices.rule(),
         _CopiedDimensions.rule(),
+        *(_ReshapedAgain.rule(op_type) for op_type in ("Reshape", "Squeeze", "Unsqueeze")),
+        _UnsqueezedAgain.rule(),
+        _SlicedAgain.rule(),
+        _AndTrue.rule(),
         _NoPadding.rule(),
         _SameType.rule(),
     ]

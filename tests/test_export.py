@@ -288,17 +288,36 @@ def test_too_large_for_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(report.files) == 2
 
 
+def test_the_file_is_what_protobuf_itself_would_write(tmp_path: Path) -> None:
+    """But for the order of the weights."""
+    model = mlp_model()
+    dynamo_moe.convert(model)
+    dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx")
+    written = onnx.load(tmp_path / "m.onnx")
+    assert written.ByteSize() == (tmp_path / "m.onnx").stat().st_size
+    weights = {tensor.name: tensor for tensor in written.graph.initializer}
+    assert len(weights) == len(written.graph.initializer)
+    for name, tensor in weights.items():
+        again = onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor), name)
+        assert again == tensor
+    onnx.checker.check_model(written, full_check=True)
+    state = model.state_dict()
+    for name in weights.keys() & state.keys():
+        values = onnx.numpy_helper.to_array(weights[name])
+        assert np.array_equal(np.sort(values, axis=None), np.sort(state[name].numpy(), axis=None))
+
+
 def test_a_failed_export_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(b"earlier")
     model = mlp_model()
     dynamo_moe.convert(model)
 
-    def full_disk(model: object, beside: Path, **_: object) -> None:
+    def full_disk(model: object, beside: Path, weights: object) -> None:
         Path(beside).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_files.ir, "save", full_disk)
+    monkeypatch.setattr(_files._protobuf, "write", full_disk)
     with pytest.raises(OSError, match="No space left"):
         dynamo_moe.export(model, torch.randn(2, 16), path)
     assert path.read_bytes() == b"earlier"
