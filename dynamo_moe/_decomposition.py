@@ -73,7 +73,7 @@ def decomposed(
         NeedsRetraceError: If the program has control flow, or changes tensors in ways that cannot
             be told from a single node.
     """
-    work = _Decomposer(module, is_translated, decompositions, mode)
+    work = _Decomposer(module, is_translated, decompositions)
     with mode, enable_python_dispatcher():
         return work.run()
 
@@ -84,12 +84,10 @@ class _Decomposer:
         module: fx.GraphModule,
         is_translated: Callable[[Any], bool],
         decompositions: Decompositions,
-        mode: FakeTensorMode,
     ) -> None:
         self._module = module
         self._is_translated = is_translated
         self._decompositions = decompositions
-        self._mode = mode
         self._graph = fx.Graph()
         self._traces: dict[Any, fx.GraphModule] = {}
 

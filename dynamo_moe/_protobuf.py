@@ -44,7 +44,8 @@ def write(model: ir.Model, path: Path, weights: Sequence[ir.Value]) -> None:
             else:
                 file.write(tensor.tobytes())
             done += tensor.nbytes
-    _phases.report(done, total)
+    if tensors:
+        _phases.report(done, total)
 
 
 def _without(model: ir.Model, weights: Sequence[ir.Value]) -> tuple[bytes, bytes]:
