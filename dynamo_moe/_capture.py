@@ -14,6 +14,7 @@ from torch.nn.modules import transformer
 from dynamo_moe._dynamic_shapes import DynamicExample
 from dynamo_moe._phases import phase
 from dynamo_moe._state_space import exportable_scans
+from dynamo_moe._tracing_costs import cheap_tracing
 
 try:
     from torch.export import _patches
@@ -49,6 +50,7 @@ def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> 
     # LSTMs and GRUs become loops.
     with ExitStack() as stack:
         stack.enter_context(exportable_scans())
+        stack.enter_context(cheap_tracing())
         stack.enter_context(_exportable_transformers())
         patch: Any = _config.patch  # type: ignore[attr-defined]
         stack.enter_context(patch(backed_size_oblivious=True))

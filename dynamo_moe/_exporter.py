@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from dynamo_moe._decomposition import NeedsRetraceError
+from dynamo_moe._known_torch import is_known
 from dynamo_moe._phases import phase
 from dynamo_moe._translation import onnx_translation_table
 
@@ -28,9 +29,6 @@ __all__ = ["translate"]
 
 _LOG = logging.getLogger(__name__)
 
-KNOWN_VERSIONS = ((2, 13),)
-"""Of PyTorch, with which our steps have been run."""
-
 
 @phase("translation")
 def translate(program: ExportedProgram, opset: int) -> ir.Model:
@@ -40,7 +38,7 @@ def translate(program: ExportedProgram, opset: int) -> ir.Model:
         torch.onnx.OnnxExporterError: If an operator has no translation.
     """
     with _quiet():
-        if _is_known():
+        if translate_in_steps is not None and is_known():
             try:
                 return translate_in_steps(program, opset)
             except NeedsRetraceError as reason:
@@ -48,11 +46,6 @@ def translate(program: ExportedProgram, opset: int) -> ir.Model:
             except Exception:  # Whatever it is, the public way reports it, or can do without.
                 _LOG.info("torch.onnx.export takes over", exc_info=True)
         return _translate_by_torch(program, opset)
-
-
-def _is_known() -> bool:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return translate_in_steps is not None and version in KNOWN_VERSIONS
 
 
 def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:

@@ -22,6 +22,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.onnx._internal.fx.passes import type_promotion
 
 from dynamo_moe._decomposition import NeedsRetraceError, decomposed
+from dynamo_moe._tracing_costs import cheap_tracing
 from dynamo_moe._translation import onnx_translation_table
 
 __all__ = ["translate_in_steps"]
@@ -39,7 +40,7 @@ def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
     if mode is None:
         raise NeedsRetraceError("the program has no values")
     patch: Any = _config.patch  # type: ignore[attr-defined]
-    with patch(backed_size_oblivious=True):
+    with patch(backed_size_oblivious=True), cheap_tracing():
         module = decomposed(program.graph_module, registry.is_registered, decompositions, mode)
         _Promotion.apply(module)
         module = _fx_passes.remove_assertion_nodes(module)

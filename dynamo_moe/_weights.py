@@ -27,6 +27,8 @@ __all__ = ["Lazies", "as_ir", "attach", "link", "linkable", "placeholders"]
 Lazies = dict[int, LazyTensor]
 """Lazy tensors by the address of their placeholder."""
 
+# Bytes of a view that are copied at a time.
+_CHUNK = 2**24
 # Python names it from 3.13 on; the value is that of Linux.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
@@ -52,9 +54,23 @@ class LazyWeight(ir.tensor_adapters.TorchTensor):
                 file.write(_bytes(chunk))
 
 
+class _StridedWeight(ir.tensor_adapters.TorchTensor):
+    """A view, such as a transposed matrix, as a weight of an ONNX graph."""
+
+    def tofile(self, file: BinaryIO) -> None:
+        # Never the whole of it at once: a transposed head of a language model has a gigabyte.
+        rows = max(1, _CHUNK * len(self.raw) // max(1, self.nbytes))
+        for part in self.raw.split(rows):
+            ir.tensor_adapters.TorchTensor(part).tofile(file)
+
+
 def as_ir(tensor: Tensor, name: str | None) -> ir.tensor_adapters.TorchTensor:
     """Returns the tensor as a weight of an ONNX graph."""
-    kind = LazyWeight if isinstance(tensor, LazyTensor) else ir.tensor_adapters.TorchTensor
+    kind = ir.tensor_adapters.TorchTensor
+    if isinstance(tensor, LazyTensor):
+        kind = LazyWeight
+    elif not tensor.is_contiguous():
+        kind = _StridedWeight
     return kind(tensor, name=name)
 
 
@@ -86,8 +102,8 @@ def attach(model: ir.Model, lazies: Lazies) -> None:
     """Gives the graph's initializers their lazy tensors in place of the placeholders."""
     for value in model.graph.initializers.values():
         raw = getattr(value.const_value, "raw", None)
-        if isinstance(raw, Tensor) and raw.data_ptr() in lazies:
-            value.const_value = as_ir(lazies[raw.data_ptr()], value.name)
+        if isinstance(raw, Tensor):
+            value.const_value = as_ir(lazies.get(raw.data_ptr(), raw), value.name)
 
 
 def linkable(model: ir.Model) -> set[str]:

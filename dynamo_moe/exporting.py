@@ -259,7 +259,7 @@ def _trace(
         try:
             traced = translate(captured, opset)
         except torch.onnx.OnnxExporterError as error:
-            raise ExportError(_explain(error)) from error
+            raise ExportError(_explain(_first_cause(error))) from error
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
@@ -276,7 +276,14 @@ def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | No
         value.name = name
 
 
-def _explain(error: Exception) -> str:
+def _first_cause(error: BaseException) -> BaseException:
+    """Returns what the exporter's own errors, several pages long, come from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _explain(error: BaseException) -> str:
     """Returns what to do about a failure of PyTorch's exporter, and its cause."""
     cause = str(error.__cause__ or error).strip()
     if "conflicts between user-specified ranges" in cause:
@@ -289,6 +296,12 @@ def _explain(error: Exception) -> str:
         return (
             "the model returns its cache of keys and values: pass use_cache=False, or use "
             "dynamo_moe.export_language_model"
+        )
+    missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", cause)
+    if missing:
+        return (
+            f"operator {missing[1]} has no translation to ONNX, nor a decomposition into operators "
+            "that have one"
         )
     return f"PyTorch's exporter cannot take the model: {cause}"
 

@@ -16,7 +16,7 @@ from torch._guards import detect_fake_mode
 from torch.export import Dim, ExportedProgram
 
 import dynamo_moe
-from dynamo_moe import _decomposition, _exporter
+from dynamo_moe import _decomposition, _exporter, _known_torch
 from dynamo_moe._decomposition import NeedsRetraceError, decomposed
 from small_models import mlp_model
 
@@ -419,7 +419,7 @@ def an_untranslated() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def unknown_version(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_exporter, "KNOWN_VERSIONS", ())
+    patch.setattr(_known_torch, "KNOWN_VERSIONS", ())
 
 
 def no_steps(patch: pytest.MonkeyPatch) -> None:
@@ -433,7 +433,7 @@ def failing_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_exporter, "translate_in_steps", fail)
 
 
-@pytest.mark.skipif(not _exporter._is_known(), reason="needs a version of PyTorch that is known")
+@pytest.mark.skipif(not _known_torch.is_known(), reason="needs a version of PyTorch that is known")
 @pytest.mark.parametrize("hinder", [unknown_version, no_steps, failing_steps])
 @pytest.mark.parametrize("make", [a_moe_model, a_transformer, a_router, an_untranslated])
 def test_both_ways_lead_to_the_same_graph(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import dynamo_moe
-from dynamo_moe import _files
+from dynamo_moe import _files, _weights
 from small_models import OpLayer, OwnRouter, mlp_model, op_model
 
 TARGETS = ("plugin", "dense", "onnxruntime")
@@ -444,6 +444,41 @@ def test_a_dimension_that_the_model_fixes(tmp_path: Path) -> None:
     dynamo_moe.export(
         Positions(), example, tmp_path / "m.onnx", dynamic_shapes={"positions": {0: None}}
     )
+
+
+def test_an_operator_without_a_translation(tmp_path: Path) -> None:
+    class Eigenvalues(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.eigvals(x @ x.mT).real
+
+    message = "^operator aten.linalg_eig has no translation to ONNX, nor a decomposition"
+    with pytest.raises(dynamo_moe.ExportError, match=message):
+        dynamo_moe.export(Eigenvalues(), torch.randn(3, 4, 4), tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("external", [True, False])
+def test_a_view_is_written_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool
+) -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(24, 70, bias=False)
+            self.scales = nn.Parameter(torch.randn(5, 3, 70).permute(2, 0, 1))
+            self.none = nn.Parameter(torch.randn(3, 0, 70).permute(2, 0, 1))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            scaled = self.head(input)[..., None, None] * self.scales
+            return scaled.sum() + self.none.sum() + self.scales
+
+    model, path = Views().eval(), tmp_path / "m.onnx"
+    monkeypatch.setattr(_weights, "_CHUNK", 1000)
+    dynamo_moe.export(model, torch.randn(2, 6, 24), path, external_data=external)
+    x = torch.randn(3, 6, 24)
+    torch.testing.assert_close(run(path, x), model(x).detach(), rtol=1e-4, atol=1e-4)
+    held = {w.name: onnx.numpy_helper.to_array(w) for w in onnx.load(path).graph.initializer}
+    assert np.array_equal(held["scales"], model.scales.detach().numpy())
+    assert np.array_equal(held["head.weight"], model.head.weight.detach().numpy().T)
 
 
 @pytest.mark.parametrize("args", [[torch.randn(2, 16)], None])

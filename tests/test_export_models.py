@@ -280,6 +280,17 @@ def test_onnxsim_only_merges_products(exported, name: str) -> None:
     assert set(ours - theirs) <= {"MatMul", "Add", "Mul"}
 
 
+@pytest.mark.parametrize("name", ["t5", "resnet"])
+def test_rules_that_look_at_every_node_find_no_more(
+    exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    case, path = exported(name)
+    monkeypatch.setattr(_passes, "_RULES", [rule._rule for rule in _passes._RULES])
+    again = tmp_path / "m.onnx"
+    dynamo_moe.export(case.model, (), again, kwargs=case.example, dynamic_shapes=case.shapes)
+    assert again.read_bytes() == path.read_bytes()
+
+
 def test_an_empty_batch(exported) -> None:
     _, path = exported("encoder-none-post")
     assert run(path, {"x": torch.randn(0, 5, 128)}).shape == (0, 5, 128)
