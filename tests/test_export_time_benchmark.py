@@ -11,8 +11,8 @@ from rich.console import Console
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import export_time
-from benchmarks.export_time import CASES, DYNAMO, ONE_NODE, OURS, TORCHSCRIPT, TRANSFORMERS
+from benchmarks import _export_models, _export_report, _export_runs, export_time
+from benchmarks._export_cases import CASES, DYNAMO, ONE_NODE, OURS, TORCHSCRIPT, TRANSFORMERS
 from dynamo_moe import open_tensors
 
 FACTOR = {OURS: 1, DYNAMO: 4, ONE_NODE: 3, TORCHSCRIPT: 0.5, TRANSFORMERS: 5}
@@ -25,7 +25,7 @@ def _run(model, row, exporter, quick, check, folder):
     seconds = row.blocks / 3 * FACTOR[exporter] * (1.1 if row.length == 1024 else 1)
     found = {"seconds": seconds, "cpu seconds": seconds, "peak bytes": 5e7 * FACTOR[exporter]}
     if exporter == OURS:
-        found["way"] = export_time.OWN_STEPS
+        found["way"] = _export_runs.OWN_STEPS
     if check:
         found["nodes"] = 100 * row.blocks
         if model == "qwen3":
@@ -65,7 +65,7 @@ def _rows(cases, name):
 
 def test_medians_keep_each_turn():
     turns = [{"seconds": value, "peak bytes": 7, "nodes": 5} for value in (4.0, 1.0, 2.0)]
-    assert export_time.together(turns) == {
+    assert _export_report.together(turns) == {
         "nodes": 5,
         "seconds": {"median": 2.0, "turns": [4.0, 1.0, 2.0]},
         "peak bytes": {"median": 7, "turns": [7, 7, 7]},
@@ -73,7 +73,7 @@ def test_medians_keep_each_turn():
 
 
 def test_a_failure_of_one_turn_is_one_of_all():
-    assert export_time.together([{"seconds": 1.0}, {"error": "X: y"}]) == {"error": "X: y"}
+    assert _export_report.together([{"seconds": 1.0}, {"error": "X: y"}]) == {"error": "X: y"}
 
 
 def test_a_case_in_turns(cases):
@@ -107,22 +107,24 @@ def test_who_fails_has_no_second_turn():
 
 def test_ratios(cases):
     rows = _rows(cases, "T5-small")
-    assert export_time.ratios(rows["L 16"], "seconds") == pytest.approx(
+    assert _export_report.ratios(rows["L 16"], "seconds") == pytest.approx(
         {DYNAMO: 4, TORCHSCRIPT: 0.5, TRANSFORMERS: 5}
     )
-    assert export_time.ratios(rows["L 16, static"], "peak bytes") == {DYNAMO: 4}
+    assert _export_report.ratios(rows["L 16, static"], "peak bytes") == {DYNAMO: 4}
     rows["L 16"]["exporters"][OURS] = {"error": "X: y"}
-    assert export_time.ratios(rows["L 16"], "seconds") == {}
+    assert _export_report.ratios(rows["L 16"], "seconds") == {}
 
 
 def test_no_ratios_to_nothing():
     nothing = {"peak bytes": {"median": 0}}
-    assert export_time.ratios({"exporters": {OURS: nothing, DYNAMO: nothing}}, "peak bytes") == {}
-    assert export_time.spread([0, 0]) == 0
+    assert (
+        _export_report.ratios({"exporters": {OURS: nothing, DYNAMO: nothing}}, "peak bytes") == {}
+    )
+    assert _export_report.spread([0, 0]) == 0
 
 
 def test_summary(cases):
-    found = export_time.summary(cases)
+    found = _export_report.summary(cases)
     assert found["time / ours"]["Llama, 48 blocks"] == {DYNAMO: 4}
     assert found["example size"]["time between sizes, percent"] == pytest.approx(10)
     assert found["example size"]["time between turns of a size, percent"] == 0
@@ -135,13 +137,13 @@ def test_summary_where_all_of_ours_failed(cases):
     for case in cases:
         for row in case["rows"]:
             row["exporters"][OURS] = {"error": "X: y"}
-    assert export_time.summary(cases) == {"time / ours": {}, "memory / ours": {}}
+    assert _export_report.summary(cases) == {"time / ours": {}, "memory / ours": {}}
 
 
 def test_tables_show_failures_and_remarks(cases):
     console = Console(width=250)
     with console.capture() as capture:
-        console.print(export_time.tables(cases))
+        console.print(_export_report.tables(cases))
     text = capture.get()
     assert "failed: ValueError: a [reason]" in text
     assert "the file fails: Fail: not a registered function/op" in text
@@ -150,9 +152,9 @@ def test_tables_show_failures_and_remarks(cases):
 
 
 def test_remarks():
-    assert not export_time.remarks({"way": export_time.OWN_STEPS, "max relative error": 1e-6})
+    assert not _export_report.remarks({"way": _export_runs.OWN_STEPS, "max relative error": 1e-6})
     way = "torch.onnx.export: NeedsRetraceError: control flow"
-    assert export_time.remarks({"way": way, "max relative error": 0.1}) == (
+    assert _export_report.remarks({"way": way, "max relative error": 0.1}) == (
         f"the file's results are wrong; {way}"
     )
 
@@ -161,7 +163,7 @@ def test_remarks():
 def test_plot(cases, kept, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
-    export_time.plot({"cases": cases[:kept]}, path)
+    _export_report.plot({"cases": cases[:kept]}, path)
     assert path.stat().st_size > 1000
 
 
@@ -201,7 +203,7 @@ def test_every_case_has_a_quick_row_and_ours_in_each():
 
 
 def test_header_of_a_file_of_holes(tmp_path):
-    header, size = export_time.safetensors_header({"a": (3, 4), "b": (5,)})
+    header, size = _export_models.safetensors_header({"a": (3, 4), "b": (5,)})
     path = tmp_path / "model.safetensors"
     path.write_bytes(header)
     with path.open("ab") as file:
@@ -219,4 +221,4 @@ def test_reasons_are_one_line_without_folders():
     cause = ValueError("\x1b[31mno\nfile /somewhere/x/model.onnx\x1b[0m")
     error = RuntimeError("wrapped")
     error.__cause__ = cause
-    assert export_time.reason(error) == "ValueError: no file model.onnx"
+    assert _export_runs.reason(error) == "ValueError: no file model.onnx"
