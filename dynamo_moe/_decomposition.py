@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from dynamo_moe._phases import phase
+from dynamo_moe._slice_writes import join, only_written, written_whole
 
 __all__ = ["NeedsRetraceError", "decomposed"]
 
@@ -118,9 +119,10 @@ class _Decomposer:
                 copy.name = node.name  # A new graph would rename what Python calls input.
             else:
                 new[node] = self._call(module, node, new)
-                target = written.target(node)
-                if target is not None:
-                    new[target] = new[node]
+                names = written.names(node)
+                if names and written_whole(node) is not None:
+                    new[node] = join(self._graph, node, new[names[0]], new[node])
+                new.update(dict.fromkeys(names, new[node]))
         raise AssertionError("a graph ends with its output")
 
     def _call(self, module: fx.GraphModule, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
@@ -198,10 +200,13 @@ class _Decomposer:
         )
         written = _Written(traced.graph.nodes)
         for node in traced.graph.nodes:
-            changed = written.target(node)
-            if changed is not None:
+            names = written.names(node)
+            if names:
+                if written_whole(node) is not None:
+                    raise NeedsRetraceError(f"{target} writes slices")
                 node.target = _functional(node.target, node)
-                changed.replace_all_uses_with(node, partial(operator.lt, node))
+            for name in names:
+                name.replace_all_uses_with(node, partial(operator.lt, node))
         traced.graph.eliminate_dead_code()
         return traced
 
@@ -210,30 +215,35 @@ class _Written:
     """The tensors that a graph changes in place.
 
     A tensor whose memory no other shares until its last change can be followed by its new value
-    from there on.
+    from there on. Slices may share it that serve to be overwritten.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._origins: dict[fx.Node, fx.Node] = {}
+        self._names: dict[fx.Node, list[fx.Node]] = {}
         last: dict[fx.Node, int] = {}
         calls = [node for node in nodes if isinstance(node.target, OperatorBase)]
         for place, node in enumerate(calls):
             if _writes(node):
                 if not isinstance(node.args[0], fx.Node):
                     raise NeedsRetraceError(f"{node.format_node()} changes several tensors")
-                self._origins[node] = origin = self._origin(node.args[0])
+                changed = written_whole(node) or node.args[0]
+                self._origins[node] = origin = self._origin(changed)
+                self._names.setdefault(origin, [origin]).append(node)
                 last[origin] = place
         for node in last:
             if not _is_fresh(node):
                 raise NeedsRetraceError(f"{node.format_node()} is changed, and shares its memory")
         for place, node in enumerate(calls):
             later = any(last.get(self._origin(a), -1) > place for a in node.all_input_nodes)
-            if later and not _writes(node) and not _is_fresh(node):
+            if later and not (_writes(node) or _is_fresh(node) or only_written(node)):
                 raise NeedsRetraceError(f"{node.format_node()} shares memory that is changed")
 
-    def target(self, node: fx.Node) -> fx.Node | None:
-        """Returns the node whose tensor ``node`` changes."""
-        return self._origins.get(node)
+    def names(self, node: fx.Node) -> list[fx.Node]:
+        """Returns the nodes that stand for the tensor that ``node`` changes, up to ``node``."""
+        origin = self._origins.get(node)
+        names = [] if origin is None else self._names[origin]
+        return names[: names.index(node)] if names else []
 
     def _origin(self, node: Any) -> Any:
         return self._origins.get(node, node)

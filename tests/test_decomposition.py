@@ -146,8 +146,17 @@ def the_same_tensor(x: Tensor) -> Tensor:
     return z
 
 
+def former_results(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y = x * 2
+    z = y.add_(1)
+    a = z.cos()
+    b = y.mul_(3)
+    return a, z, b
+
+
 FRESH = [
     add,
+    former_results,
     relu,
     several,
     before_and_after,
@@ -167,6 +176,131 @@ def test_in_place_on_a_tensor_of_its_own(tmp_path: Path, retraces, function) -> 
     dynamo_moe.export(model, torch.randn(3, 6), path)
     assert not retraces
     check_numbers(path, model, torch.randn(5, 6))
+
+
+# --- Slices that are filled ---
+
+
+def halves(x: Tensor) -> Tensor:
+    y = x.new_empty(x.shape[0], 10)
+    y[:, :4] = x[:, :4] * 2
+    y[:, 4:] = x.cos()
+    return y
+
+
+def halves_from_the_end(x: Tensor) -> Tensor:
+    y = x.new_empty(x.shape[0], 10)
+    y[:, -6:] = x.cos()
+    y[:, :-6] = x[:, 2:]
+    return y
+
+
+def overlapping(x: Tensor) -> Tensor:
+    y = x.new_zeros(x.shape[0], 6)
+    y[:, 2:4] = x[:, :2]
+    y[:, 3:5] = 1.0
+    y[:, :1] = x[:, :1].double()
+    y[:, 2:2] = 7.0
+    return y
+
+
+def read_in_between(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    y[:, 1:3] = 0
+    z = y + 1
+    y[:, 5:] = x[:, :1]
+    return y, z
+
+
+def two_dimensions(x: Tensor) -> Tensor:
+    y = x.new_zeros(4, x.shape[0], 6)
+    y[1:3] = x
+    y[:, :, 2:5] = x[:, :3]
+    y[2:, :, :] = 3.0
+    return y
+
+
+def everything(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    y[:] = x + 1
+    return y
+
+
+def changed_afterwards(x: Tensor) -> Tensor:
+    y = x.new_zeros(x.shape[0], 6)
+    y[:, :2] = x[:, 4:]
+    y += x
+    y[:, 2:4] = 5
+    return y
+
+
+FILLED = [
+    halves,
+    halves_from_the_end,
+    overlapping,
+    read_in_between,
+    two_dimensions,
+    everything,
+    changed_afterwards,
+]
+
+
+@pytest.mark.parametrize("function", FILLED)
+def test_slices_that_are_filled(tmp_path: Path, retraces, function) -> None:
+    model, path = Call(function), tmp_path / "m.onnx"
+    result = decompose(traced(model, torch.randn(3, 6)))
+    assert not any(target._schema.is_mutable for target in operators(result))
+    dynamo_moe.export(model, torch.randn(3, 6), path)
+    assert not retraces
+    for rows in (5, 1, 0):
+        check_numbers(path, model, torch.randn(rows, 6))
+
+
+@pytest.mark.parametrize("function", [halves, halves_from_the_end])
+def test_what_is_filled_whole_is_one_concatenation(tmp_path: Path, function) -> None:
+    report = dynamo_moe.export(Call(function), torch.randn(3, 6), tmp_path / "m.onnx")
+    assert report.nodes["Concat"] == 1
+    assert not set(report.nodes) & {"ScatterND", "ConstantOfShape"}
+
+
+# --- In place on shared memory ---
+
+
+def every_other(x: Tensor) -> Tensor:
+    y = x.new_zeros(x.shape[0], 6)
+    y[:, ::2] = x[:, :3]
+    return y
+
+
+def rows_of_a_range(x: Tensor) -> Tensor:
+    y = x * 2
+    y[: x.shape[0] - 1] = 0
+    return y
+
+
+def slices_of_slices(x: Tensor) -> Tensor:
+    y = x.new_zeros(4, x.shape[0], 6)
+    y[1:3, :, 2:4] = 1.0
+    return y
+
+
+def slice_that_is_read(x: Tensor) -> Tensor:
+    y = x.new_zeros(x.shape[0], 6)
+    part = y[:, 1:4]
+    part.copy_(x[:, :3])
+    y[:, 2:3] = 9.0
+    return part * 2
+
+
+def slice_added_to(x: Tensor) -> Tensor:
+    y = x * 2
+    y[:, :2] += 1
+    return y
+
+
+def slice_of_an_input(x: Tensor) -> Tensor:
+    x[:, :2] = 0
+    return x * 2
 
 
 def to_input(x: Tensor) -> Tensor:
@@ -206,6 +340,12 @@ def of_lower_precision(x: Tensor) -> Tensor:
 
 
 SHARED = [
+    every_other,
+    rows_of_a_range,
+    slices_of_slices,
+    slice_that_is_read,
+    slice_added_to,
+    slice_of_an_input,
     to_input,
     to_view,
     viewed_before,
