@@ -18,7 +18,7 @@ CPP := $(wildcard trt_plugin/csrc/*.cc tests/native/*.cc)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format docs bench gpu-check clean test-all
+.PHONY: help install demo test test-fast lint format docs pictures bench gpu-check clean test-all
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ format: $(INSTALLED) ## Format the code and fix what can be fixed
 
 docs: $(INSTALLED) ## Build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+
+pictures: $(INSTALLED) ## Make the documentation's pictures of Netron anew; needs Chromium
+	$(BIN)/python tests/netron_pictures.py
 
 bench: $(INSTALLED) ## Run the benchmarks
 	@set -e; for name in $(BENCHMARKS); do echo "--- $$name"; $(BIN)/python -m benchmarks.$$name; done
