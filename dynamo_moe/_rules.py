@@ -120,7 +120,8 @@ class _UnsqueezedAgain(RewriteRuleClassBase):
         return op.Unsqueeze(op.Unsqueeze(x, first), second, _outputs=["y"])
 
     def check(self, context: Any, first: ir.Value, second: ir.Value, y: ir.Value, **_: Any) -> bool:
-        return min(*_constants(first), *_constants(second), -1 if y.shape is None else 0) >= 0
+        axes = [*_constants(first), *_constants(second)]
+        return y.shape is not None and min(axes, default=-1) >= 0
 
     def rewrite(self, op: Any, x: ir.Value, first: ir.Value, second: ir.Value, y: ir.Value) -> Any:
         outer = _constants(second)
@@ -142,7 +143,7 @@ class _SlicedAgain(RewriteRuleClassBase):
     def check(self, context: Any, x: ir.Value, a1: ir.Value, a2: ir.Value, **rest: Any) -> bool:
         axes = [*_constants(a1), *_constants(a2)]
         known = all(value.const_value is not None for value in rest.values())
-        return known and min(axes) >= 0 and len(set(axes)) == len(axes)
+        return known and min(axes, default=-1) >= 0 and len(set(axes)) == len(axes)
 
     def rewrite(self, op: Any, x: ir.Value, **rest: ir.Value) -> Any:
         both = [
