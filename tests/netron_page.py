@@ -69,6 +69,7 @@ def opened(
         viewport={"width": width, "height": height},
         device_scale_factor=scale,
         color_scheme="light",
+        reduced_motion="reduce",  # The sidebar does not slide in.
     )
     with _served(path) as url, context:
         # Without the cookie Netron asks for consent; 180 days after its release, for an update.
