@@ -6,13 +6,17 @@ PyTorch keeps these steps to itself; this is the one module that uses private na
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
 import onnxscript.version_converter
+from onnx.defs import OpSchema
+from onnx_ir.schemas import OpSignature
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
@@ -47,7 +51,8 @@ def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
     stepped = copy.copy(program)
     stepped._graph_module = module
     stepped._graph_signature = _renamed(program, module)
-    model = _core._exported_program_to_onnx_program(stepped, registry=registry).model
+    with _signatures_once():
+        model = _core._exported_program_to_onnx_program(stepped, registry=registry).model
     onnxscript.version_converter.convert_version(model, opset, fallback=True)
     return model
 
@@ -60,6 +65,26 @@ def _registered(opset: int) -> tuple[Any, dict[Any, Any]]:
         registry.register_op(target, function, is_complex=False)
     translated = set(_decomp.get_onnx_implemented_overloads(registry))
     return registry, _decomp.create_onnx_friendly_decomposition_table(translated)
+
+
+@contextlib.contextmanager
+def _signatures_once() -> Iterator[None]:
+    """Derives an ONNX operator's signature once; PyTorch does so for every node."""
+    patched: Any = OpSignature
+    original = vars(OpSignature)["from_op_schema"]
+    signatures: dict[Any, OpSignature] = {}
+
+    def derived(schema: OpSchema) -> OpSignature:
+        key = schema.domain, schema.name, schema.since_version
+        if key not in signatures:
+            signatures[key] = original.__get__(None, OpSignature)(schema)
+        return signatures[key]
+
+    patched.from_op_schema = staticmethod(derived)
+    try:
+        yield
+    finally:
+        patched.from_op_schema = original
 
 
 class _Promotion(type_promotion._TypePromotionInterpreter):

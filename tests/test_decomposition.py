@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
+from onnx_ir.schemas import OpSignature
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch.export import Dim, ExportedProgram
@@ -594,6 +595,23 @@ def test_both_ways_lead_to_the_same_graph(
     else:
         for path in paths:
             assert dynamo_moe.verify(path, model, [(other,)]).passed
+
+
+def test_signatures_are_derived_once_and_nothing_is_left_behind() -> None:
+    derived: list[str] = []
+    original = vars(OpSignature)["from_op_schema"]
+
+    def counting(schema: onnx.defs.OpSchema) -> OpSignature:
+        derived.append(schema.name)
+        return original.__get__(None, OpSignature)(schema)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpSignature, "from_op_schema", staticmethod(counting))
+        ours = vars(OpSignature)["from_op_schema"]
+        steps.translate_in_steps(traced(Call(lambda x: x * 2 + x * 3), torch.randn(3, 6)), 20)
+        assert vars(OpSignature)["from_op_schema"] is ours
+    assert derived.count("Mul") == 1
+    assert vars(OpSignature)["from_op_schema"] is original
 
 
 def test_one_tensor_twice_is_two_inputs(tmp_path: Path) -> None:
