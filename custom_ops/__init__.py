@@ -5,7 +5,7 @@ Importing this package registers ``torch.ops.moe.dropless`` and ``torch.ops.moe.
 
 from custom_ops.dropless import dropless
 from custom_ops.experts import experts
-from custom_ops.options import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions
+from custom_ops.options import ACTIVATIONS, PRE_NORMS, SCORINGS, ExpertOptions, RouterOptions
 
 __all__ = [
     # Operators
@@ -13,6 +13,7 @@ __all__ = [
     "experts",
     # Options
     "ACTIVATIONS",
+    "PRE_NORMS",
     "SCORINGS",
     "ExpertOptions",
     "RouterOptions",

@@ -105,6 +105,9 @@ def _forward_block(
         rows_ND = rows_ND.to(dtype) * weights_N1
         weights_N1 = torch.ones_like(weights_N1)
     rows_ND = rows_ND.to(w1_EFD.dtype).to(dtype)
+    if options.pre_norm == "rms":
+        # Rows are as wide as the sums here, so scaling them scales the product, and is less work.
+        rows_ND *= _rms_scale(x_TD, dtype, options).index_select(0, order_N // top_k)
     unused = order_N.shape[0]
     for expert, rows in rows_by_expert:
         unused = min(unused, rows.start)
@@ -123,6 +126,8 @@ def _forward_block(
     y_TD = rows_ND.index_select(0, first_T)
     for place_T in rest:
         y_TD += rows_ND.index_select(0, place_T)
+    if options.residual:
+        y_TD += x_TD
     return y_TD
 
 
@@ -157,6 +162,11 @@ def experts_backward(
     top_k = ids_TK.shape[1]
     weights_N = weights_TK.reshape(-1).to(dtype)
     dx_TD = x_TD.new_zeros(x_TD.shape, dtype=dtype)
+    dx_TD = dx_TD.add_(dy_TD) if options.residual else dx_TD
+    rms = options.pre_norm == "rms"
+    if rms:
+        scale_T1 = _rms_scale(x_TD, dtype, options)
+        inner_T1 = torch.zeros_like(scale_T1)
     dweights_N = torch.zeros_like(weights_N)
     dw1_EFD, db1_EF, dw2_EDH, db2_ED = (
         w1_EFD.new_zeros(p.shape if parameters and p is not None else (0,))
@@ -171,6 +181,9 @@ def experts_backward(
         token_RD = x_TD.index_select(0, tokens_R).to(dtype)
         x_RD = token_RD * weight_R1 if options.weight_on_input else token_RD
         x_RD = x_RD.to(w1_EFD.dtype).to(dtype)
+        if rms:
+            scale_R1 = scale_T1.index_select(0, tokens_R)
+            x_RD = x_RD * scale_R1
         z_RF = _linear(x_RD, w1_EFD, b1_EF, expert)
         h_RH = activate(z_RF, options).to(w2_EDH.dtype).to(dtype)
 
@@ -182,6 +195,9 @@ def experts_backward(
             dout_RD = dy_RD * weight_R1
         dz_RF = activate_backward(dout_RD @ w2_EDH[expert].to(dtype), z_RF, options)
         din_RD = dz_RF @ w1_EFD[expert].to(dtype)
+        if rms:
+            inner_T1.index_add_(0, tokens_R, (din_RD * x_RD).sum(dim=1, keepdim=True))
+            din_RD = din_RD * scale_R1
         if options.weight_on_input:
             dweights_N.index_copy_(0, slots_R, (din_RD * token_RD).sum(dim=1))
             din_RD = din_RD * weight_R1
@@ -194,6 +210,8 @@ def experts_backward(
                 db1_EF[expert] = dz_RF.sum(dim=0)
             if b2_ED is not None:
                 db2_ED[expert] = dout_RD.sum(dim=0)
+    if rms:
+        dx_TD -= x_TD * (inner_T1 * scale_T1.square() / x_TD.shape[1])
     dweights_TK = dweights_N.view_as(ids_TK).to(weights_TK.dtype)
     return ExpertGradients(dx_TD.to(x_TD.dtype), dweights_TK, dw1_EFD, db1_EF, dw2_EDH, db2_ED)
 
@@ -222,6 +240,11 @@ def _sort_slots(ids_TK: Tensor, experts: int) -> tuple[Tensor, list[tuple[int, s
             parts.append((expert, slice(start, start + count)))
             start += count
     return torch.argsort(ids_N, stable=True), parts
+
+
+def _rms_scale(x_TD: Tensor, dtype: torch.dtype, options: ExpertOptions) -> Tensor:
+    """Returns ``[T, 1]``, the reciprocal of each token's root mean square."""
+    return torch.rsqrt(x_TD.to(dtype).square().mean(dim=1, keepdim=True) + options.norm_eps)
 
 
 def _linear(in_RI: Tensor, w_EOI: Tensor, b_EO: Tensor | None, expert: int) -> Tensor:

@@ -15,7 +15,8 @@ LIBRARY = torch.library.Library("moe", "FRAGMENT")
 # The fields of custom_ops.options.ExpertOptions, in its order.
 EXPERT_OPTIONS = (
     'str activation="gelu", bool gated=False, bool interleaved=False, '
-    "bool weight_on_input=False, float alpha=1.702, float limit=7.0"
+    "bool weight_on_input=False, float alpha=1.702, float limit=7.0, "
+    'str pre_norm="none", float norm_eps=1e-6, bool residual=False'
 )
 
 

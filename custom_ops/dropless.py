@@ -46,6 +46,9 @@ def dropless(
     weight_on_input: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    pre_norm: str = "none",
+    norm_eps: float = 1e-6,
+    residual: bool = False,
 ) -> Tensor:
     """Routes each token to its ``top_k`` experts and sums their weighted results.
 
@@ -72,6 +75,11 @@ def dropless(
         weight_on_input: Weights scale the expert's input instead of its output (Llama 4).
         alpha: Sigmoid slope of ``clamped_swiglu``.
         limit: Clamp of ``clamped_swiglu`` and ``clamped_silu``.
+        pre_norm: One of :data:`custom_ops.options.PRE_NORMS`. ``rms``: the first product of a
+            token is divided by ``sqrt(mean(x**2) + norm_eps)``, before the bias. The norm's weight
+            belongs into ``w1``, whose columns it scales.
+        norm_eps: See ``pre_norm``.
+        residual: The result is ``x`` plus the sum.
 
     Returns:
         ``[..., D]`` in x's dtype, contiguous. Differentiable once in every floating tensor; the
@@ -93,6 +101,7 @@ def dropless(
         scoring=scoring, renormalize=renormalize, routed_scaling=routed_scaling,
         activation=activation, gated=gated, interleaved=interleaved,
         weight_on_input=weight_on_input, alpha=alpha, limit=limit,
+        pre_norm=pre_norm, norm_eps=norm_eps, residual=residual,
     )  # fmt: skip
     return result
 

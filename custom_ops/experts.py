@@ -44,6 +44,9 @@ def experts(
     weight_on_input: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    pre_norm: str = "none",
+    norm_eps: float = 1e-6,
+    residual: bool = False,
 ) -> Tensor:
     """Runs each token through its chosen experts and sums their weighted results.
 
@@ -67,6 +70,11 @@ def experts(
         weight_on_input: Weights scale the expert's input instead of its output (Llama 4).
         alpha: Sigmoid slope of ``clamped_swiglu``.
         limit: Clamp of ``clamped_swiglu`` and ``clamped_silu``.
+        pre_norm: One of :data:`custom_ops.options.PRE_NORMS`. ``rms``: the first product of a
+            token is divided by ``sqrt(mean(x**2) + norm_eps)``, before the bias. The norm's weight
+            belongs into ``w1``, whose columns it scales.
+        norm_eps: See ``pre_norm``.
+        residual: The result is ``x`` plus the sum.
 
     Returns:
         ``[..., D]`` in x's dtype, contiguous. Differentiable once in x, expert_weights, w1, b1,
@@ -88,6 +96,7 @@ def experts(
         x, expert_ids, expert_weights, w1, b1, w2, b2,
         activation=activation, gated=gated, interleaved=interleaved,
         weight_on_input=weight_on_input, alpha=alpha, limit=limit,
+        pre_norm=pre_norm, norm_eps=norm_eps, residual=residual,
     )  # fmt: skip
     return result
 

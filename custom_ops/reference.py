@@ -38,14 +38,11 @@ def router(
     logits = x.double() @ router_weight.double().mT
     if router_bias is not None:
         logits = logits + router_bias.double()
-    if options.scoring == "softmax":
-        scores = logits.softmax(-1)
-    elif options.scoring == "sigmoid":
-        scores = logits.sigmoid()
-    else:
-        scores = logits
+    scores = logits.softmax(-1) if options.scoring == "softmax" else logits
     ids = torch.argsort(scores, dim=-1, descending=True, stable=True)[..., : options.top_k]
     weights = scores.gather(-1, ids)
+    if options.scoring == "sigmoid":
+        weights = weights.sigmoid()
     if options.scoring == "topk_softmax":
         weights = weights.softmax(-1)
     elif options.renormalize:
@@ -65,11 +62,14 @@ def experts(
 ) -> Tensor:
     """``torch.ops.moe.experts`` in float64; returns x's shape."""
     x, w1, w2, weights = x.double(), w1.double(), w2.double(), expert_weights.double()
-    result = torch.zeros_like(x)
+    result = x if options.residual else torch.zeros_like(x)
+    scale = torch.ones_like(x[..., :1])
+    if options.pre_norm == "rms":
+        scale = 1 / (x.square().mean(-1, keepdim=True) + options.norm_eps).sqrt()
     for expert in range(w1.shape[0]):
         for slot in range(expert_ids.shape[-1]):
             weight = weights[..., slot, None]
-            z = (x * weight if options.weight_on_input else x) @ w1[expert].mT
+            z = scale * ((x * weight if options.weight_on_input else x) @ w1[expert].mT)
             z = z if b1 is None else z + b1[expert].double()
             y = _activate(z, options) @ w2[expert].mT
             y = y if b2 is None else y + b2[expert].double()

@@ -41,7 +41,12 @@ def route(
     if options.scoring == "topk_softmax":
         top_TK, ids_TK = _top_k(logits_TE, options.top_k)
         return ids_TK, torch.softmax(top_TK, dim=-1) * options.routed_scaling
-    top_TK, ids_TK = _top_k(_scores(logits_TE, options), options.top_k)
+    if options.scoring == "sigmoid":
+        # By the logits: in float32 the sigmoid of any beyond 17 is one.
+        top_TK, ids_TK = _top_k(logits_TE, options.top_k)
+        top_TK = torch.sigmoid(top_TK)
+    else:
+        top_TK, ids_TK = _top_k(torch.softmax(logits_TE, dim=-1), options.top_k)
     if options.renormalize:
         top_TK = top_TK / (top_TK.sum(dim=-1, keepdim=True) + RENORMALIZE_EPS)
     return ids_TK, top_TK * options.routed_scaling
@@ -68,17 +73,18 @@ def route_backward(
         dtop_TK = _softmax_backward(dweights_TK, weights_TK)
         dlogits_TE = torch.zeros_like(logits_TE).scatter(-1, ids_TK, dtop_TK)
     else:
-        scores_TE = _scores(logits_TE, options)
+        sigmoid = options.scoring == "sigmoid"
+        scores_TE = torch.sigmoid(logits_TE) if sigmoid else torch.softmax(logits_TE, dim=-1)
         if options.renormalize:
             top_TK = scores_TE.gather(-1, ids_TK)
             total_T1 = top_TK.sum(dim=-1, keepdim=True) + RENORMALIZE_EPS
             inner_T1 = (dweights_TK * top_TK).sum(dim=-1, keepdim=True) / total_T1
             dweights_TK = (dweights_TK - inner_T1) / total_T1
         dscores_TE = torch.zeros_like(scores_TE).scatter(-1, ids_TK, dweights_TK)
-        if options.scoring == "softmax":
-            dlogits_TE = _softmax_backward(dscores_TE, scores_TE)
-        else:
+        if sigmoid:
             dlogits_TE = dscores_TE * scores_TE * (1 - scores_TE)
+        else:
+            dlogits_TE = _softmax_backward(dscores_TE, scores_TE)
     return (
         dlogits_TE @ router_weight_ED.to(dlogits_TE.dtype),
         dlogits_TE.mT @ x_TD.to(dlogits_TE.dtype),
@@ -94,12 +100,6 @@ def _logits(x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None
     bias = None if router_bias_E is None else router_bias_E.to(wide)
     logits = torch.nn.functional.linear(x_TD.to(wide), router_weight_ED.to(wide), bias)
     return logits.to(dtype)
-
-
-def _scores(logits_TE: Tensor, options: RouterOptions) -> Tensor:
-    if options.scoring == "sigmoid":
-        return torch.sigmoid(logits_TE)
-    return torch.softmax(logits_TE, dim=-1)
 
 
 def _top_k(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

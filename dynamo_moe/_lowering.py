@@ -90,6 +90,8 @@ def _config(node: ir.Node) -> BodyConfig:
         gated=bool(attributes["gated"].as_int()),
         interleaved=bool(attributes["interleaved"].as_int()),
         weight_on_input=bool(attributes["weight_on_input"].as_int()),
+        pre_norm=attributes["pre_norm"].as_string(),
+        residual=bool(attributes["residual"].as_int()),
         has_router_bias=router and present > 4,
         has_b1=present > 5,
         has_b2=present > 6,

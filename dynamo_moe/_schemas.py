@@ -60,6 +60,9 @@ _EXPERT_ATTRIBUTES: _Attributes = (
     ("weight_on_input", 0, "1: weights scale the experts' inputs instead of their results."),
     ("activation_alpha", 1.702, "Sigmoid slope of clamped_swiglu."),
     ("activation_limit", 7.0, "Clamp of clamped_swiglu and clamped_silu."),
+    ("pre_norm", "none", "none, or rms: rows of the first product over x's root mean square."),
+    ("norm_eps", 1e-6, "Added to the mean square of pre_norm."),
+    ("residual", 0, "1: x is added to the sum of the experts' results."),
 )
 
 

@@ -108,6 +108,9 @@ def _attributes(
     weight_on_input: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    pre_norm: str = "none",
+    norm_eps: float = 1e-6,
+    residual: bool = False,
 ) -> dict[str, int | float | str]:
     experts, _, width = _sizes(w1)
     return {
@@ -121,6 +124,9 @@ def _attributes(
         "weight_on_input": int(weight_on_input),
         "activation_alpha": float(alpha),
         "activation_limit": float(limit),
+        "pre_norm": pre_norm,
+        "norm_eps": float(norm_eps),
+        "residual": int(residual),
     }
 
 

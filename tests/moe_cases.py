@@ -17,7 +17,16 @@ from custom_ops import ExpertOptions, RouterOptions, reference
 from custom_ops.options import CLAMPED
 from dynamo_moe.tolerances import tolerance_for
 
-__all__ = ["DTYPES", "EXPERT_FORMS", "OPS", "ROUTER_FORMS", "Case", "assert_matches", "make_case"]
+__all__ = [
+    "DTYPES",
+    "EXPERT_FORMS",
+    "NORM_FORMS",
+    "OPS",
+    "ROUTER_FORMS",
+    "Case",
+    "assert_matches",
+    "make_case",
+]
 
 OPS = ("dropless", "experts")
 
@@ -53,6 +62,16 @@ EXPERT_FORMS = [
     )
     for activation in CLAMPED
     for name in ("gated", "interleaved")
+]
+
+# What happens around an expert; an eps of 0.5 shows.
+NORM_FORMS = [
+    pytest.param({"pre_norm": norm, "norm_eps": 0.5, "residual": residual}, id=name)
+    for norm, residual, name in (
+        ("rms", False, "rms"),
+        ("none", True, "residual"),
+        ("rms", True, "rms-residual"),
+    )
 ]
 
 ROUTER_FORMS = [

@@ -43,6 +43,10 @@ GPT_OSS = BodyConfig(
     ids_dtype=ir.DataType.INT32,
 )
 LLAMA4 = BodyConfig(router=False, activation="silu", gated=True, weight_on_input=True)
+NORMED = BodyConfig(
+    scoring="sigmoid", renormalize=False, activation="gelu_tanh", gated=True,
+    pre_norm="rms", residual=True,
+)  # fmt: skip
 CONFIGS = [
     *(replace(PLAIN, activation=name) for name in ("gelu", "gelu_tanh", "silu", "relu", "relu2")),
     *(replace(GATED, activation=name) for name in ("gelu", "gelu_tanh", "silu", "relu", "relu2")),
@@ -59,6 +63,10 @@ CONFIGS = [
     replace(EXPERTS, has_b1=True),
     GPT_OSS,
     LLAMA4,
+    NORMED,
+    replace(BIASED, pre_norm="rms"),
+    replace(EXPERTS, residual=True),
+    replace(LLAMA4, pre_norm="rms", residual=True),
 ]
 DTYPES = [
     (FLOAT, FLOAT, FLOAT),
@@ -87,6 +95,7 @@ class Layer:
     alpha: float = 1.25
     limit: float = 0.875
     scaling: float = 1.5
+    norm_eps: float = 0.125
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,12 +140,15 @@ def oracle(layer: Layer, arguments: Arrays, *, round_hidden: bool = True) -> np.
     else:
         ids = arguments["expert_ids"]
         weights = rounded(arguments["expert_weights"], config.router_dtype)
-    y = np.zeros_like(x)
+    y = x.copy() if config.residual else np.zeros_like(x)
+    scale = 1.0
+    if config.pre_norm == "rms":
+        scale = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + layer.norm_eps)
     for slot in range(layer.top_k):
         weight = weights[..., slot, None]
         x_in = rounded(x * weight if config.weight_on_input else x, config.w_dtype)
         for expert in range(layer.experts):
-            z = x_in @ P["w1"][expert].T + (P["b1"][expert] if "b1" in P else 0.0)
+            z = scale * (x_in @ P["w1"][expert].T) + (P["b1"][expert] if "b1" in P else 0.0)
             h = activate(layer, z)
             h = rounded(h, config.w_dtype) if round_hidden else h
             out = h @ P["w2"][expert].T + (P["b2"][expert] if "b2" in P else 0.0)
@@ -149,10 +161,10 @@ def route(layer: Layer, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scores = logits
     if layer.config.scoring == "softmax":
         scores = softmax(logits)
-    elif layer.config.scoring == "sigmoid":
-        scores = 1 / (1 + np.exp(-logits))
     ids = np.argsort(-scores, axis=-1, kind="stable")[..., : layer.top_k]
     weights = np.take_along_axis(scores, ids, -1)
+    if layer.config.scoring == "sigmoid":
+        weights = 1 / (1 + np.exp(-weights))
     if layer.config.scoring == "topk_softmax":
         weights = softmax(weights)
     elif layer.config.renormalize:
@@ -264,6 +276,9 @@ def attributes(layer: Layer) -> dict[str, int | float | str]:
         "weight_on_input": int(config.weight_on_input),
         "activation_alpha": layer.alpha,
         "activation_limit": layer.limit,
+        "pre_norm": config.pre_norm,
+        "norm_eps": layer.norm_eps,
+        "residual": int(config.residual),
         "scoring": config.scoring,
         "renormalize": int(config.renormalize),
         "routed_scaling": layer.scaling,
@@ -315,7 +330,9 @@ def test_every_option_at_every_number_of_tokens(build: Build, config: BodyConfig
 
 
 @both_bodies
-@pytest.mark.parametrize("config", [BIASED, replace(GATED, activation="gelu"), LLAMA4, GPT_OSS])
+@pytest.mark.parametrize(
+    "config", [BIASED, replace(GATED, activation="gelu"), LLAMA4, GPT_OSS, NORMED]
+)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "_".join(t.short_name() for t in d))
 def test_every_dtype(
     build: Build, config: BodyConfig, dtypes: tuple[ir.DataType, ir.DataType, ir.DataType]
@@ -371,6 +388,23 @@ def test_ties_go_to_the_lower_expert(build: Build) -> None:
 
 
 @both_bodies
+def test_sigmoid_scores_that_are_all_one_still_choose(build: Build) -> None:
+    layer = Layer(replace(BIASED, scoring="sigmoid", renormalize=False), top_k=2)
+    layer.parameters["router_weight"][:] = 0
+    layer.parameters["router_bias"][:] = (40, 50, 41, 50, 60)
+    check(layer, to_session(to_model([layer], build)), layer.arguments(11))
+
+
+@both_bodies
+def test_a_token_without_experts_is_its_residual(build: Build) -> None:
+    layer = Layer(replace(EXPERTS, residual=True, pre_norm="rms"))
+    arguments = layer.arguments(5)
+    arguments["expert_ids"][:] = -1
+    (actual,) = run(to_session(to_model([layer], build)), arguments)
+    np.testing.assert_array_equal(actual, rounded(arguments["x"], FLOAT))
+
+
+@both_bodies
 @pytest.mark.parametrize("config", [EXPERTS, GPT_OSS, LLAMA4])
 def test_no_expert_and_one_expert_twice(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
@@ -389,7 +423,7 @@ def test_no_expert_and_one_expert_twice(build: Build, config: BodyConfig) -> Non
 
 @both_bodies
 @pytest.mark.parametrize(
-    "config", [*CONFIGS[:5], GATED, replace(GATED, activation="clamped_swiglu")]
+    "config", [*CONFIGS[:5], GATED, replace(GATED, activation="clamped_swiglu"), NORMED]
 )
 def test_nan_stays_in_its_row(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
@@ -471,7 +505,7 @@ def test_opsets_in_onnx_runtime(build: Build, config: BodyConfig, opset: int) ->
 
 
 @both_bodies
-@pytest.mark.parametrize("config", [BIASED, GPT_OSS, LLAMA4])
+@pytest.mark.parametrize("config", [BIASED, GPT_OSS, LLAMA4, NORMED])
 def test_the_reference_evaluator_agrees(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
     arguments = layer.arguments(6)
@@ -544,6 +578,7 @@ def test_trailing_inputs_are_omitted() -> None:
         ({"ids_dtype": FLOAT}, "ids_dtype must be one of"),
         ({"activation": "clamped_swiglu"}, "'clamped_swiglu' needs gated=True"),
         ({"interleaved": True}, "interleaved needs gated=True"),
+        ({"pre_norm": "layer"}, "pre_norm must be one of none, rms; got 'layer'"),
         ({"has_b1": True}, "b1 needs router_bias before it"),
         ({"router": False, "has_b2": True}, "b2 needs b1 before it"),
         ({"router": False, "has_router_bias": True}, "router_bias needs a router"),

@@ -129,6 +129,16 @@ def test_ties_go_to_the_lower_expert(scoring: str) -> None:
     assert torch.equal(ids[:, 1::2], ids[:, ::2] + 1)
 
 
+def test_sigmoid_scores_that_are_all_one_still_choose() -> None:
+    case = make_case("dropless", scoring="sigmoid", top_k=3)
+    case.arguments["router_weight"].zero_()
+    case.arguments["router_bias"][:] = torch.tensor([40.0, 50.0, 41.0, 50.0, 60.0])
+    assert torch.equal(_chosen(case), torch.tensor([[4, 1, 3]]).expand(11, 3))
+    assert_matches(case(), case.oracle(), case.dtypes)
+    for renormalize in (True, False):
+        _assert_gradients_match(case.changed(renormalize=renormalize))
+
+
 def test_all_tokens_may_choose_one_expert() -> None:
     case = make_case("dropless", (40,), top_k=1)
     case.arguments["router_bias"][3] += 100

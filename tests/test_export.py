@@ -114,6 +114,7 @@ def test_plugin_node(exported) -> None:
         "top_k": 2, "num_experts": 6, "in_features": 16, "hidden_features": 24,
         "activation": b"gelu", "gated": 0, "interleaved": 0, "weight_on_input": 0,
         "activation_alpha": pytest.approx(1.702), "activation_limit": 7.0,
+        "pre_norm": b"none", "norm_eps": pytest.approx(1e-6), "residual": 0,
         "scoring": b"softmax", "renormalize": 1, "routed_scaling": 1.0,
         "plugin_version": b"1", "plugin_namespace": b"",
     }  # fmt: skip
@@ -568,3 +569,24 @@ def test_onnxruntime_target_takes_any_router(tmp_path: Path, scoring: str, gated
     model, path = op_model(layer), tmp_path / "m.onnx"
     dynamo_moe.export(model, torch.randn(2, 16), path, target="onnxruntime")
     dynamo_moe.verify(path, model, [(torch.randn(40, 16),)])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_norm_and_residual_in_the_layer(tmp_path: Path, target: str) -> None:
+    torch.manual_seed(3)
+    options = {"activation": "silu", "pre_norm": "rms", "residual": True}
+    model = nn.Sequential(
+        OpLayer(scoring="sigmoid", renormalize=False, norm_eps=0.25, gated=True, **options),
+        OwnRouter(norm_eps=0.5, **options),
+    ).eval()
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(1, 5, 16), path, target=target, dynamic_shapes=TOKENS)
+    cases = [(torch.randn(*shape, 16),) for shape in ((1, 1), (3, 7), (2, 64))]
+    dynamo_moe.verify(path, model, cases)
+    if target == "plugin":
+        layers = dynamo_moe.inspect(path).moe_layers
+        keys = ("pre_norm", "norm_eps", "residual")
+        assert [[layer.attributes[key] for key in keys] for layer in layers] == [
+            ["rms", 0.25, 1],
+            ["rms", 0.5, 1],
+        ]

@@ -85,6 +85,15 @@ EXPERTS = [
     ),
     ({"limit": 0.0}, ValueError, "limit must be positive, got 0.0"),
     ({"limit": float("nan")}, ValueError, "limit must be positive, got nan"),
+    ({"pre_norm": "layer"}, ValueError, "pre_norm must be one of none, rms; got 'layer'"),
+    *(
+        (
+            {"norm_eps": value},
+            ValueError,
+            f"norm_eps must be positive and a normal number of float32, got {value}",
+        )
+        for value in (0.0, -1e-6, 1e-39, 1e39, float("inf"), float("nan"))
+    ),
 ]
 ROUTER = [
     (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from custom_ops import ACTIVATIONS, SCORINGS
-from custom_ops.options import CLAMPED
+from custom_ops.options import CLAMPED, PRE_NORMS
 from moe_cases import OPS, Case, assert_matches, make_case
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -33,6 +33,9 @@ def cases(
         "weight_on_input": draw(st.booleans()),
         "alpha": draw(st.sampled_from([1.0, 1.702])),
         "limit": draw(st.sampled_from([0.5, 7.0])),
+        "pre_norm": draw(st.sampled_from(PRE_NORMS)),
+        "norm_eps": draw(st.sampled_from([1e-6, 0.5])),
+        "residual": draw(st.booleans()),
     }
     if op == "dropless":
         options |= {

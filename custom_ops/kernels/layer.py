@@ -67,6 +67,8 @@ class Layer:
         ):
             if value < 8 or value % 8:
                 raise ValueError(f"the kernels need {name} to be a multiple of 8, got {value}")
+        if self.options.pre_norm != "none" or self.options.residual:
+            raise ValueError("there are no kernels for pre_norm and residual yet")
         self._check_dtype("tokens_dtype", _FLOATS)
         self._check_dtype("experts_dtype", _FLOATS)
         if self.router is None:

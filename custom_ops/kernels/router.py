@@ -105,10 +105,9 @@ def _select(
         # A NaN logit makes the sum NaN, and with it the whole row.
         score = tl.exp(logits - tl.max(logits, axis=1)[:, None])
         score = score / tl.sum(score, axis=1)[:, None]
-    elif SCORING == "sigmoid":
-        score = tl.sigmoid(logits)
     else:
-        tl.static_assert(SCORING == "topk_softmax")
+        # By the logits: in float32 the sigmoid of any beyond 17 is one.
+        tl.static_assert(SCORING == "sigmoid" or SCORING == "topk_softmax")
         score = logits
 
     # A distinct 64-bit key for each expert: in the high half the score as an integer of the same
@@ -130,6 +129,8 @@ def _select(
     ordered = (chosen >> 32).to(tl.int32)
     bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
     weight = bits.to(tl.float32, bitcast=True)
+    if SCORING == "sigmoid":
+        weight = tl.sigmoid(weight)
     if SCORING == "topk_softmax":
         weight = tl.where(choice < K, weight, float("-inf"))
         weight = tl.exp(weight - tl.max(weight, axis=1)[:, None])

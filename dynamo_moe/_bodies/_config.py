@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import onnx.defs
 import onnx_ir as ir
 
-from custom_ops.options import ACTIVATIONS, CLAMPED, SCORINGS
+from custom_ops.options import ACTIVATIONS, CLAMPED, PRE_NORMS, SCORINGS
 from dynamo_moe import _schemas
 
 __all__ = ["MIN_OPSET", "BodyConfig"]
@@ -32,6 +32,9 @@ class BodyConfig:
         gated: ``h = act(gate) * up``.
         interleaved: Gate rows are ``::2`` of ``w1``, up rows ``1::2``.
         weight_on_input: The weights scale the experts' inputs instead of their results.
+        pre_norm: ``none``, or ``rms``: rows of the first product over their token's root mean
+            square.
+        residual: The result is the token plus the sum of its experts' results.
         has_router_bias: The node has ``router_bias``.
         has_b1: The node has ``b1``, and with a router also ``router_bias``: only trailing inputs
             may be omitted.
@@ -52,6 +55,8 @@ class BodyConfig:
     gated: bool = False
     interleaved: bool = False
     weight_on_input: bool = False
+    pre_norm: str = "none"
+    residual: bool = False
     has_router_bias: bool = False
     has_b1: bool = False
     has_b2: bool = False
@@ -63,6 +68,7 @@ class BodyConfig:
     def __post_init__(self) -> None:
         _check_choice("scoring", self.scoring, SCORINGS)
         _check_choice("activation", self.activation, ACTIVATIONS)
+        _check_choice("pre_norm", self.pre_norm, PRE_NORMS)
         for name in ("x_dtype", "w_dtype", "router_dtype"):
             _check_choice(name, getattr(self, name), _FLOATS)
         _check_choice("ids_dtype", self.ids_dtype, _INTS)
@@ -115,6 +121,8 @@ class BodyConfig:
             "gated": self.gated,
             "interleaved": self.interleaved,
             "weight_on_input": self.weight_on_input,
+            f"{self.pre_norm}_norm": self.pre_norm != "none",
+            "residual": self.residual,
             "router_bias": self.has_router_bias,
             "b1": self.has_b1,
             "b2": self.has_b2,

@@ -15,7 +15,7 @@ from custom_ops.options import CLAMPED
 from dynamo_moe._bodies._config import BodyConfig
 from dynamo_moe._bodies._ops import Ops
 
-__all__ = ["activate", "expert_inputs", "round_hidden"]
+__all__ = ["activate", "expert_inputs", "rms_scale", "round_hidden"]
 
 # erf(z) = 2 z / sqrt(pi) * integral of exp(-(z t)^2) over t in 0..1. On |z| <= 6, beyond which
 # erf is 1 in float64, 24 Gauss-Legendre points are within 2e-15 of it.
@@ -26,15 +26,35 @@ _ERF_POINTS = 24
 def expert_inputs(
     op: Ops, config: BodyConfig, x_TD: ir.Value, weights_TK: ir.Value, width_1: ir.Value
 ) -> ir.Value:
-    """Tokens rounded to the experts' dtype: ``[T, D]``, or ``[N, D]`` if scaled by the weights."""
+    """What the first product reads: ``[T, D]``, or ``[N, D]`` if scaled by the weights.
+
+    Tokens are rounded to the experts' dtype, then normalised: at the width of the sums, scaling
+    the rows scales the product.
+    """
     compute = config.compute_dtype
     if not config.weight_on_input:
         rounded_TD = op.cast(x_TD, config.x_dtype, config.w_dtype, out="x_rounded_TD")
-        return op.cast(rounded_TD, config.w_dtype, compute, out="x_in_TD")
+        x_in_TD = op.cast(rounded_TD, config.w_dtype, compute, out="x_in_TD")
+        if config.pre_norm == "none":
+            return x_in_TD
+        return op.Mul(x_in_TD, rms_scale(op, config, x_TD), out="x_normed_TD")
     x_T1D = op.Unsqueeze(op.cast(x_TD, config.x_dtype, compute, out="x_in_TD"), [1], out="x_T1D")
     x_TKD = op.Mul(x_T1D, op.Unsqueeze(weights_TK, [2], out="weights_TK1"), out="x_TKD")
-    x_ND = op.Reshape(x_TKD, op.Concat([-1], width_1, axis=0, out="ND"), out="x_ND")
-    return _round(op, config, x_ND, "x_rounded_ND")
+    x_TKD = _round(op, config, x_TKD, "x_rounded_TKD")
+    if config.pre_norm != "none":
+        scale_T11 = op.Unsqueeze(rms_scale(op, config, x_TD), [1], out="scale_T11")
+        x_TKD = op.Mul(x_TKD, scale_T11, out="x_normed_TKD")
+    return op.Reshape(x_TKD, op.Concat([-1], width_1, axis=0, out="ND"), out="x_ND")
+
+
+def rms_scale(op: Ops, config: BodyConfig, x_TD: ir.Value) -> ir.Value:
+    """The reciprocal of each token's root mean square, ``[T, 1]``."""
+    dtype = config.compute_dtype
+    x_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_norm_TD")
+    # Axis 1, not -1: ONNX Runtime's reductions ignore a negative axis of an empty tensor.
+    mean_T1 = op.ReduceMean(op.Mul(x_TD, x_TD, out="x2_TD"), [1], keepdims=1, out="mean_T1")
+    squares_T1 = op.Add(mean_T1, op.real("norm_eps", dtype), out="mean_eps_T1")
+    return op.Reciprocal(op.Sqrt(squares_T1, out="rms_T1"), out="scale_T1")
 
 
 def round_hidden(op: Ops, config: BodyConfig, h: ir.Value) -> ir.Value:

@@ -60,6 +60,9 @@ def function(config: BodyConfig, opset: int, domain: str, layer: Layer) -> ir.Fu
     x = inputs["x"]
     x_TD = op.Reshape(x, op.Concat([-1], op.size("in_features"), axis=0, out="TD"), out="x_TD")
     y_TD = layer(op, config, inputs, x_TD)
+    if config.residual:
+        x_wide_TD = op.cast(x_TD, config.x_dtype, config.compute_dtype, out="residual_TD")
+        y_TD = op.Add(x_wide_TD, y_TD, out="y_residual_TD")
     y_TD = op.cast(y_TD, config.compute_dtype, config.x_dtype, out="y_rounded_TD")
     y = op.Reshape(y_TD, op.Shape(x, out="x_shape"), allowzero=1, out="y")
     graph = ir.Graph(

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dynamo_moe._bodies._config import BodyConfig
+from dynamo_moe._bodies._expert import rms_scale
 from dynamo_moe._bodies._ops import Ops
 from dynamo_moe._bodies._router import logits, route
 
@@ -37,6 +38,8 @@ def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.
     _check(config)
     dtype = config.compute_dtype
     x_wide_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_wide_TD")
+    if config.pre_norm != "none":
+        x_wide_TD = op.Mul(x_wide_TD, rms_scale(op, config, x_TD), out="x_normed_TD")
     if config.router and config.scoring != "sigmoid":
         normalize = config.renormalizes or config.scoring == "topk_softmax"
         logits_TE = logits(op, config, inputs, x_TD)

@@ -48,9 +48,9 @@ def _route(
     scores_TE = logits_TE
     if config.scoring == "softmax":
         scores_TE = op.Softmax(logits_TE, axis=-1, out="scores_TE")
-    elif config.scoring == "sigmoid":
-        scores_TE = op.Sigmoid(logits_TE, out="scores_TE")
     top_TK, ids_TK = op.TopK(scores_TE, op.size("top_k"), out=("top_TK", "ids_TK"))
+    if config.scoring == "sigmoid":
+        top_TK = op.Sigmoid(top_TK, out="sigmoid_TK")
     if config.scoring == "topk_softmax":
         top_TK = op.Softmax(top_TK, axis=-1, out="softmax_TK")
     if config.renormalizes:
