@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dynamo_moe.conversion import ConversionReport, convert
     from dynamo_moe.drawing import draw, draw_comparison
     from dynamo_moe.exporting import ExportError, ExportReport, export
+    from dynamo_moe.infmoe import load_infmoe
     from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
     from dynamo_moe.tolerances import Tolerance
@@ -39,6 +40,7 @@ __all__ = [
     # Opening checkpoints
     "open_checkpoint",
     "open_tensors",
+    "load_infmoe",
     # Exporting
     "export",
     "export_language_model",
@@ -67,6 +69,7 @@ _HOME = {
     "UpcyclingReport": "upcycling",
     "open_checkpoint": "checkpoints",
     "open_tensors": "checkpoints",
+    "load_infmoe": "infmoe",
     "export": "exporting",
     "export_language_model": "language_models",
     "ExportError": "exporting",

@@ -1,10 +1,13 @@
 """Small models that the export tests share.
 
-Legend: D model width, H hidden width, F = H, or 2H when gated, E experts.
+Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, B batch, L length,
+N heads, A width of a head.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,3 +73,62 @@ def mlp_model(width: int = 16, hidden: int = 24, experts: int = 6, layers: int =
 def op_model(*layers: nn.Module) -> nn.Module:
     """Residual layers around the given ones of width 16."""
     return nn.Sequential(*(Residual(16, layer) for layer in layers)).eval()
+
+
+class T5Encoder(nn.Module):
+    """T5's encoder around given feed-forward layers, which have their norm and residual inside."""
+
+    def __init__(
+        self, vocabulary: int, width: int, heads: int, feed_forwards: Sequence[nn.Module]
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.position_bias = PositionBias(heads)
+        self.blocks = nn.ModuleList(T5Block(width, heads, each) for each in feed_forwards)
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x_BLD = self.embedding(ids)
+        bias_NLL = self.position_bias(ids.shape[1])
+        for block in self.blocks:
+            x_BLD = block(x_BLD, bias_NLL)
+        return self.norm(x_BLD)
+
+
+class T5Block(nn.Module):
+    """Attention without scaling, its scores shifted by a bias; then the feed-forward layer."""
+
+    def __init__(self, width: int, heads: int, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.feed_forward = feed_forward
+
+    def forward(self, x_BLD: Tensor, bias_NLL: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm(x_BLD)).unflatten(-1, (3, self.heads, -1))
+        q_BNLA, k_BNLA, v_BNLA = qkv.permute(2, 0, 3, 1, 4)
+        probabilities_BNLL = (q_BNLA @ k_BNLA.mT + bias_NLL).softmax(-1)
+        attended_BLD = (probabilities_BNLL @ v_BNLA).transpose(1, 2).flatten(2)
+        return self.feed_forward(x_BLD + self.out(attended_BLD))
+
+
+class PositionBias(nn.Module):
+    """A bias for each head and distance; far distances share a bucket (T5, arXiv 1910.10683)."""
+
+    def __init__(self, heads: int, buckets: int = 8, furthest: int = 32) -> None:
+        super().__init__()
+        self.buckets, self.furthest = buckets, furthest
+        self.bias = nn.Embedding(buckets, heads)
+
+    def forward(self, length: int) -> Tensor:
+        position_L = torch.arange(length, device=self.bias.weight.device)
+        distance_LL = position_L[None, :] - position_L[:, None]
+        side = self.buckets // 2
+        near = side // 2
+        apart_LL = distance_LL.abs()
+        steps = torch.log(apart_LL.clamp(min=1) / near) / math.log(self.furthest / near)
+        far_LL = (near + (steps * (side - near)).long()).clamp(max=side - 1)
+        bucket_LL = torch.where(apart_LL < near, apart_LL, far_LL) + side * (distance_LL > 0)
+        return self.bias(bucket_LL).permute(2, 0, 1)
