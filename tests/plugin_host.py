@@ -428,6 +428,9 @@ def attributes_of(case: Case) -> dict[str, Any]:
         "weight_on_input": False,
         "alpha": 1.702,
         "limit": 7.0,
+        "pre_norm": "none",
+        "norm_eps": 1e-6,
+        "residual": False,
     }
     if case.op == "dropless":
         options |= {"scoring": "softmax", "renormalize": True, "routed_scaling": 1.0}

@@ -210,12 +210,15 @@ SPECS = {
     "activation=clamped_swiglu,gated,interleaved,b1,b2",
     "llama 4": "op=experts,experts=16,top_k=1,width=5120,hidden=8192,dtype=bf16,activation=silu,"
     "gated,weight_on_input,weights_dtype=bf16",
+    "T5": "experts=32,top_k=1,width=1024,hidden=2816,dtype=bf16,activation=gelu_tanh,gated,"
+    "scoring=sigmoid,renormalize=false,pre_norm=rms,norm_eps=1e-6,residual",
+    "narrow T5": "experts=8,top_k=1,width=96,hidden=256,pre_norm=rms,residual",
     "tf32": "experts=8,top_k=2,width=200,hidden=256,tf32",
 }
 FAST = [("gated bf16", "sm_90")]
 REST = [
     *((name, device) for name in SPECS for device in ("sm_80", "sm_90")),
-    *(("gated bf16", each.name) for each in ARCHITECTURES.values()),
+    *((name, each.name) for name in ("gated bf16", "T5") for each in ARCHITECTURES.values()),
 ]
 
 

@@ -19,7 +19,7 @@ import trt_plugin
 from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions
 from custom_ops.kernels import expressions, spec
 from custom_ops.kernels.layer import Layer
-from custom_ops.options import CLAMPED
+from custom_ops.options import CLAMPED, PRE_NORMS
 from standin import fake_cubin
 from trt_plugin import Bundle, BundleError, _records
 from trt_plugin._programs import layer_record, stored_expression
@@ -323,7 +323,7 @@ def big(form: str) -> int:
         (32, "I", [2], "the layer's operator must be below 2, got 2"),
         (36, "I", [6], "the layer's tokens_dtype must be one of 1 (float32), 2 (float16), 3 (b"),
         (44, "I", [0], "the layer's routing_dtype must be one of 1 (float32), 2 (float16), 3 (b"),
-        (52, "I", [128], "the layer's flags must be below 128, got 128"),
+        (52, "I", [512], "the layer's flags must be below 512, got 512"),
         (52, "I", [8], "flag interleaved needs gated"),
         (52, "I", [64], "the layer's flag tf32 does not apply and must be 0"),
         (56, "I", [7], "the layer's activation must be below 7, got 7"),
@@ -335,7 +335,8 @@ def big(form: str) -> int:
         (76, "I", [0], "the layer's H must be a multiple of 8, got 0"),
         (80, "f", [float("nan")], "the layer's routed_scaling must be finite, got nan"),
         (84, "f", [1.5], "the layer's alpha does not apply and must be 0, got 1.5"),
-        (92, "I", [1], "the layer's reserved field does not apply and must be 0, got 1"),
+        (92, "f", [1e-6], "the layer's norm_eps does not apply and must be 0, got"),
+        (92, "f", [float("inf")], "the layer's norm_eps must be finite, got inf"),
         # The tables
         (96, "Q", [8], "the table of ranges begins at byte 8, before the end of what precedes"),
         (96, "Q", [260], "the table of ranges must begin at a multiple of 8, got byte 260"),
@@ -589,6 +590,9 @@ def layers(draw: st.DrawFn) -> Layer:
         weight_on_input=draw(st.booleans()),
         alpha=draw(st.floats(0.1, 10)),
         limit=draw(st.floats(0.1, 100)),
+        pre_norm=draw(st.sampled_from(PRE_NORMS)),
+        norm_eps=draw(st.floats(2.0**-126, 1.0)),
+        residual=draw(st.booleans()),
     )
     experts = draw(st.integers(1, 1024))
     top_k = draw(st.integers(1, min(32, experts)))
@@ -615,4 +619,6 @@ def test_a_layer_survives_and_its_record_is_its_canonical_form(layer: Layer) -> 
     bundle = Bundle((program(layer=record),))
     assert trt_plugin.read(bundle.data).programs[0].layer == record
     assert record.to_dict()["experts"] == layer.experts
+    assert record.to_dict()["residual"] == layer.options.residual
+    assert ("norm_eps" in record.to_dict()) == (layer.options.pre_norm == "rms")
     assert record.sizes == layer.sizes

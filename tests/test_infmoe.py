@@ -343,7 +343,7 @@ def test_options_that_do_not_fit(saved, options: dict[str, Any], error, message:
 
 
 def test_centroids_in_an_archive(saved):
-    with pytest.raises(ValueError, match="one array of .*, not an archive"):
+    with pytest.raises(ValueError, match=r"one array of .*, not an archive"):
         dynamo_moe.load_infmoe(saved[0], saved[0])
 
 

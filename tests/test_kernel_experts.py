@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from custom_ops import ACTIVATIONS, SCORINGS
+from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
 from custom_ops.kernels.expert_mlp import split_width
+from custom_ops.kernels.plan import plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
-from custom_ops.options import CLAMPED
-from kernel_runs import run_kernels
-from moe_cases import EXPERT_FORMS, OPS, Case, assert_matches, make_case
+from custom_ops.options import CLAMPED, PRE_NORMS
+from kernel_runs import layer_of, run_kernels
+from moe_cases import EXPERT_FORMS, NORM_FORMS, OPS, Case, assert_matches, make_case
 
 bounded = settings(derandomize=True, deadline=None, max_examples=40, database=None)
 
@@ -68,6 +70,59 @@ def test_weight_on_input(path):
         "experts", (6,), width=16, hidden=24, dtype=torch.bfloat16, weight_on_input=True
     )
     check(case, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("norm", NORM_FORMS)
+@pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norm_and_residual(path, norm, weight_on_input, dtype):
+    case = make_case(
+        "experts", (21,), width=72, hidden=24, dtype=dtype, weight_on_input=weight_on_input,
+        activation="silu", gated=True, **norm,
+    )  # fmt: skip
+    case.arguments["x"].mul_(torch.logspace(-2, 1, 21)[:, None])
+    ids = case.arguments["expert_ids"]
+    ids[3], ids[5, 0], ids[7, 1] = -1, -1, -1
+    result = run_kernels(case, ranges=ranges(path))
+    assert_matches(result, case.oracle(), case.dtypes)
+    if norm["residual"]:
+        assert torch.equal(result[3], case.arguments["x"][3])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_norm_of_rows_that_blocks_do_not_fill(path):
+    for width in (8, 24, 136):
+        case = make_case(
+            "experts", (5,), width=width, hidden=8, gated=True, pre_norm="rms", norm_eps=1e-3
+        )
+        check(case, path)
+
+
+def test_a_norm_of_wide_rows_and_of_zeros():
+    case = make_case("experts", (4,), width=4104, hidden=8, pre_norm="rms", norm_eps=2.0**-126)
+    case.arguments["x"][1] = 0
+    check(case)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_norm_and_residual_cost_nothing_where_they_are_off(path):
+    def launches(**norm):
+        case = make_case("experts", width=16, hidden=8, gated=True, norm_eps=0.5, **norm)
+        planned = plan_with(layer_of(case), architecture("sm_90"), ranges(path))
+        assert planned.layer.options.norm_eps == (0.5 if "pre_norm" in norm else 1e-6)
+        return {spec.name: spec for spec in planned.ranges[0].launches}
+
+    plain, normed, residual = launches(), launches(pre_norm="rms"), launches(residual=True)
+    assert set(normed) - set(plain) == {"row_scale_kernel"}
+    assert set(residual) == set(plain)
+    for name, spec in plain.items():
+        if spec.constants.get("GATED"):
+            assert spec.constants["row_scale_ptr"] is None
+            assert "row_scale_ptr" in normed[name].parameters
+        elif "y_ptr" in spec.parameters:
+            assert spec.constants["x_ptr"] is None
+            assert "x_ptr" in residual[name].parameters
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -126,6 +181,9 @@ def cases(draw: st.DrawFn) -> Case:
         "interleaved": gated and draw(st.booleans()),
         "weight_on_input": draw(st.booleans()),
         "limit": draw(st.sampled_from([0.5, 7.0])),
+        "pre_norm": draw(st.sampled_from(PRE_NORMS)),
+        "norm_eps": draw(st.sampled_from([1e-6, 0.5])),
+        "residual": draw(st.booleans()),
     }
     if op == "dropless":
         options |= {

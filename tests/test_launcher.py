@@ -118,6 +118,18 @@ def test_any_layer(case):
     driver.reset()
 
 
+@pytest.mark.parametrize("device", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("tokens", [1, 7, 70])
+def test_norm_and_residual(driver, tokens, device):
+    case = make_case(
+        "dropless", (tokens,), width=136, hidden=72, dtype=torch.bfloat16, activation="gelu_tanh",
+        gated=True, pre_norm="rms", norm_eps=0.5, residual=True,
+    )  # fmt: skip
+    result = Gpu(driver, device).run(case)
+    assert torch.equal(result, run_kernels(case, device))
+    assert_matches(result, case.oracle(), case.dtypes)
+
+
 def test_any_sequence_of_sizes(driver):
     gpu = Gpu(driver)
     with OpenProgram(gpu.program(small_case()).data) as opened:

@@ -113,6 +113,13 @@ BAD_ATTRIBUTES = {
     "not finite": ({"routed_scaling": float("nan")}, "routed_scaling must be finite, got nan"),
     "infinite": ({"activation_alpha": float("-inf")}, "activation_alpha must be finite, got -inf"),
     "limit": ({"activation_limit": 0.0}, "attribute activation_limit must be positive, got 0"),
+    "norm": ({"pre_norm": "layer"}, "attribute pre_norm must be one of none, rms; got 'layer'"),
+    "no eps": ({"norm_eps": 0.0}, "norm_eps must be positive and a normal number, got 0"),
+    "negative eps": ({"norm_eps": -1e-6}, "must be positive and a normal number, got -1e-06"),
+    "denormal eps": ({"norm_eps": 1e-39}, "must be positive and a normal number, got 1e-39"),
+    "infinite eps": ({"norm_eps": float("inf")}, "attribute norm_eps must be finite, got inf"),
+    "residual": ({"residual": -1}, "attribute residual must be in 0..1, got -1"),
+    "another norm": ({"pre_norm": "rms"}, "layer: num_experts=5 top_k=2 in_features=16 "),
     "int for text": ({"activation": 1}, "activation must be a text of CHAR, got 1 of INT32 (5)"),
     "text for int": ({"top_k": "2"}, "attribute top_k must be one INT32, got 1 of CHAR (6)"),
     "int for float": ({"routed_scaling": 1}, "must be one FLOAT32, got 1 of INT32 (5)"),
@@ -173,7 +180,7 @@ def test_attributes_without_effect_need_no_kernels_of_their_own(driver, tensorrt
     case = small_case(scoring="topk_softmax", alpha=1.0, limit=2.0)
     bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
     attributes = attributes_of(case) | {"kernels": str(bundle)}
-    for changes in ({}, {"renormalize": 0}, {"activation_limit": 3.0}):
+    for changes in ({}, {"renormalize": 0}, {"activation_limit": 3.0}, {"norm_eps": 0.5}):
         plugin = tensorrt.create("DroplessMoE", attributes | changes)
         assert plugin is not None
         plugin.destroy()

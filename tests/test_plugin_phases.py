@@ -111,6 +111,8 @@ FORMS = {
     "deepseek-v4": {"activation": "clamped_silu", "gated": True, "limit": 1.0},
     "on input": {"weight_on_input": True, "activation": "relu2"},
     "no biases": {"biases": False, "activation": "relu"},
+    "norm": {"pre_norm": "rms", "norm_eps": 0.5, "weight_on_input": True},
+    "norm and residual": {"pre_norm": "rms", "norm_eps": 0.5, "residual": True, "biases": False},
 }
 ROUTERS = {
     "softmax": {},
@@ -412,7 +414,7 @@ def test_what_a_plugin_says_of_itself(driver, tensorrt, tmp_path):
     assert [plugin.has_capability(kind) for kind in (0, 1, 2, 3)] == [True, True, True, False]
     assert plugin.metadata() == (
         "num_experts=5 top_k=2 in_features=16 hidden_features=24 activation=gelu gated=0 "
-        "interleaved=0 weight_on_input=0 renormalize=1 scoring=sigmoid routed_scaling=1"
+        "interleaved=0 weight_on_input=0 residual=0 renormalize=1 scoring=sigmoid routed_scaling=1"
     )
     checksum = int.from_bytes(bundle.read_bytes()[24:28], "little")
     assert plugin.timing_id() == f"{plugin.metadata()} kernels={checksum:08x}"

@@ -85,6 +85,8 @@ def layer_record(layer: Layer) -> LayerRecord:
         "weight_on_input": options.weight_on_input,
         "renormalize": renormalize,
         "tf32": layer.tf32,
+        "rms_norm": options.pre_norm == "rms",
+        "residual": options.residual,
     }
     return LayerRecord(
         operator=OPERATORS.index("experts" if router is None else "dropless"),
@@ -102,6 +104,7 @@ def layer_record(layer: Layer) -> LayerRecord:
         routed_scaling=0.0 if router is None else _float32(router.routed_scaling),
         alpha=_float32(options.alpha) if options.activation == "clamped_swiglu" else 0.0,
         limit=_float32(options.limit) if options.activation in CLAMPED else 0.0,
+        norm_eps=_float32(options.norm_eps) if options.pre_norm == "rms" else 0.0,
     )
 
 

@@ -184,6 +184,7 @@ def _check_layer_options(layer: LayerRecord, router: bool) -> None:
         "routed_scaling": layer.routed_scaling,
         "alpha": layer.alpha,
         "limit": layer.limit,
+        "norm_eps": layer.norm_eps,
     }
     for name, value in numbers.items():
         if not math.isfinite(value):
@@ -197,7 +198,7 @@ def _check_layer_options(layer: LayerRecord, router: bool) -> None:
         ("flag tf32", float32, layer.has("tf32")),
         ("alpha", activation == "clamped_swiglu", layer.alpha),
         ("limit", clamped, layer.limit),
-        ("reserved field", False, layer.reserved),
+        ("norm_eps", layer.has("rms_norm"), layer.norm_eps),
     ):
         if value and not applies:
             raise BundleError(f"the layer's {name} does not apply and must be 0, got {value}")

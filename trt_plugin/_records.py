@@ -65,7 +65,7 @@ PROGRAM_HEADER = Struct("<8sIIQII")
 #: Offset, number of records.
 TABLE_ENTRY = Struct("<QQ")
 
-LAYER = Struct("<12I3fI")
+LAYER = Struct("<12I4f")
 #: First and last token; first launch, launches; first buffer, buffers.
 RANGE = Struct("<2q4I")
 #: Name's offset and length; size; reserved.
@@ -132,6 +132,8 @@ LAYER_FLAGS = {
     "weight_on_input": 16,
     "renormalize": 32,
     "tf32": 64,
+    "rms_norm": 128,
+    "residual": 256,
 }
 #: Flag of a kernel.
 DEPENDENT_LAUNCH = 1
@@ -148,7 +150,8 @@ class LayerRecord(NamedTuple):
         experts_dtype: Of w1, b1, w2, b2.
         routing_dtype: Of router_weight, or of expert_ids.
         weights_dtype: Of router_bias (0: none), or of expert_weights.
-        flags: b1 1, b2 2, gated 4, interleaved 8, weight_on_input 16, renormalize 32, tf32 64.
+        flags: b1 1, b2 2, gated 4, interleaved 8, weight_on_input 16, renormalize 32, tf32 64,
+            rms_norm 128, residual 256.
         activation: Index into gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu, clamped_silu.
         scoring: Index into softmax, topk_softmax, sigmoid.
         experts: E.
@@ -158,7 +161,7 @@ class LayerRecord(NamedTuple):
         routed_scaling: Factor on the routing weights.
         alpha: Of clamped_swiglu.
         limit: Of clamped_swiglu and clamped_silu.
-        reserved: 0.
+        norm_eps: Of rms_norm.
     """
 
     operator: int
@@ -176,7 +179,7 @@ class LayerRecord(NamedTuple):
     routed_scaling: float
     alpha: float
     limit: float
-    reserved: int = 0
+    norm_eps: float = 0.0
 
     def has(self, flag: str) -> bool:
         """Whether a flag of :data:`LAYER_FLAGS` is set."""
@@ -217,4 +220,6 @@ class LayerRecord(NamedTuple):
             words["alpha"] = self.alpha
         if ACTIVATIONS[self.activation] in CLAMPED:
             words["limit"] = self.limit
+        if self.has("rms_norm"):
+            words["norm_eps"] = self.norm_eps
         return words

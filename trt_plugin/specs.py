@@ -91,6 +91,9 @@ _EXPERTS: dict[str, _Reader] = {
     "weight_on_input": _flag,
     "alpha": _number,
     "limit": _number,
+    "pre_norm": str,
+    "norm_eps": _number,
+    "residual": _flag,
 }
 _KEYS: dict[str, _Reader] = {
     "op": _operator,

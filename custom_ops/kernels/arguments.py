@@ -10,7 +10,15 @@ from custom_ops.kernels.expressions import E, Expression, K, T, minimum
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Argument, Constant, TensorPointer, WorkspacePointer
 
-__all__ = ["TILE_TABLE", "bias_pointer", "expert_constants", "max_tiles", "weight_pointer"]
+__all__ = [
+    "TILE_TABLE",
+    "bias_pointer",
+    "expert_constants",
+    "max_tiles",
+    "residual_pointer",
+    "row_scale_pointer",
+    "weight_pointer",
+]
 
 #: Which rows of which expert a tile has.
 TILE_TABLE: Mapping[str, Argument] = {
@@ -38,6 +46,18 @@ def weight_pointer(layer: Layer, tensor: str) -> Argument:
 def bias_pointer(layer: Layer, tensor: str) -> Argument:
     """Returns a pointer to b1 or b2, or None where the layer has none."""
     return weight_pointer(layer, tensor) if getattr(layer, tensor) else Constant(None)
+
+
+def row_scale_pointer(layer: Layer) -> Argument:
+    """Returns a pointer to the tokens' scales, or None where the layer has no norm."""
+    if layer.options.pre_norm == "none":
+        return Constant(None)
+    return WorkspacePointer("row_scale", torch.float32)
+
+
+def residual_pointer(layer: Layer) -> Argument:
+    """Returns a pointer to x, or None where the result is the sum alone."""
+    return TensorPointer("x", layer.tokens_dtype) if layer.options.residual else Constant(None)
 
 
 def expert_constants(layer: Layer) -> dict[str, Argument]:

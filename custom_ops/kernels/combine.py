@@ -1,4 +1,4 @@
-"""The weighted sum of each token's rows, in float32 and in slot order.
+"""The weighted sum of each token's rows, in float32 and in slot order, and the residual.
 
 Its torch reference is the sum at the end of :func:`custom_ops.reference.experts`.
 """
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from custom_ops.kernels.architectures import Architecture
+from custom_ops.kernels.arguments import residual_pointer
 from custom_ops.kernels.expressions import D, Expression, T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import (
@@ -32,6 +33,7 @@ def combine_kernel(
     rows_ptr,  # [R, D]
     row_of_slot_ptr,  # [T, K], -1 where a slot has no expert
     expert_weights_ptr,  # [T, K], or None where the weights are on the input
+    x_ptr,  # [T, D], or None where the result is the sum alone
     y_ptr,  # [T, D]
     tokens,
     D: tl.constexpr,
@@ -40,7 +42,7 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ``y[t] = sum_k weight[t, k] * rows[row_of_slot[t, k]]``."""
+    """Computes ``y[t] = x[t] + sum_k weight[t, k] * rows[row_of_slot[t, k]]``."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PDL:
@@ -58,8 +60,11 @@ def combine_kernel(
             weight = tl.load(expert_weights_ptr + first_slot + k, mask=row >= 0, other=0.0)
             term *= weight.to(tl.float32)[:, None]
         y += term
-    y_ptrs = y_ptr + t.to(tl.int64)[:, None] * D + d[None, :]
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    offsets = t.to(tl.int64)[:, None] * D + d[None, :]
+    stored = inside[:, None] & (d < D)[None, :]
+    if x_ptr is not None:
+        y += tl.load(x_ptr + offsets, mask=stored, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=stored)
 
 
 def combine_step(layer: Layer, architecture: Architecture, expert_weights: Argument) -> Step:
@@ -74,6 +79,7 @@ def combine_step(layer: Layer, architecture: Architecture, expert_weights: Argum
             "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),
             "row_of_slot_ptr": WorkspacePointer("row_of_slot", torch.int32),
             "expert_weights_ptr": Constant(None) if on_input else expert_weights,
+            "x_ptr": residual_pointer(layer),
             "y_ptr": TensorPointer("y", layer.tokens_dtype),
             "tokens": Scalar(T),
             "D": Constant(layer.width),

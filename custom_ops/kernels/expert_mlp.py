@@ -23,6 +23,7 @@ from custom_ops.kernels.arguments import (
     bias_pointer,
     expert_constants,
     max_tiles,
+    row_scale_pointer,
     weight_pointer,
 )
 from custom_ops.kernels.configs import MlpConfig
@@ -67,6 +68,7 @@ def expert_mlp_kernel(
     w2_ptr,  # [E, D, H]
     b2_ptr,  # [E, D] or None
     expert_weights_ptr,  # [T, K] or None
+    row_scale_ptr,  # [T], float32, or None where there is no norm
     slot_of_row_ptr,  # [R]
     row_starts_ptr,  # [E + 1]
     tile_expert_ptr,  # [tiles]
@@ -88,7 +90,10 @@ def expert_mlp_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ``rows = act(x[token] @ w1.T + b1) @ w2.T + b2`` of a tile; 0 BLOCK_B: no rest."""
+    """Computes a tile's ``rows = act(scale[token] * x[token] @ w1.T + b1) @ w2.T + b2``.
+
+    BLOCK_B is 0 where the width has no rest.
+    """
     dtype: tl.constexpr = w1_ptr.dtype.element_ty
     F: tl.constexpr = 2 * H if GATED else H
     UNIT: tl.constexpr = 2 if INTERLEAVED else 1
@@ -108,6 +113,8 @@ def expert_mlp_kernel(
     weight = 1.0
     if WEIGHT_ON_INPUT:
         weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
+    if row_scale_ptr is not None:
+        scale = tl.load(row_scale_ptr + slot // K)[:, None]
     expert = expert.to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     a = tl.arange(0, BLOCK_A)
@@ -135,6 +142,8 @@ def expert_mlp_kernel(
             gate = tl.dot(
                 x_b, _load_part(w1_ptrs + b[None, :], b, D, LAST).T, gate, input_precision=PRECISION
             )
+        if row_scale_ptr is not None:
+            gate *= scale
         if b1_ptr is not None:
             gate += tl.load(b1_ptr + expert * F + w1_row).to(tl.float32)[None, :]
         if GATED:
@@ -149,6 +158,8 @@ def expert_mlp_kernel(
                     up,
                     input_precision=PRECISION,
                 )
+            if row_scale_ptr is not None:
+                up *= scale
             if b1_ptr is not None:
                 up += tl.load(b1_ptr + expert * F + w1_row + UP).to(tl.float32)[None, :]
             h = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
@@ -208,6 +219,7 @@ def expert_mlp_step(
             "expert_weights_ptr": expert_weights
             if layer.options.weight_on_input
             else Constant(None),
+            "row_scale_ptr": row_scale_pointer(layer),
             "slot_of_row_ptr": WorkspacePointer("slot_of_row", torch.int32),
             **TILE_TABLE,
             "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),

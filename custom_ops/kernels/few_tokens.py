@@ -12,7 +12,13 @@ import triton.language as tl
 
 from custom_ops.kernels.activation import activate, activate_gated
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.arguments import bias_pointer, expert_constants, weight_pointer
+from custom_ops.kernels.arguments import (
+    bias_pointer,
+    expert_constants,
+    residual_pointer,
+    row_scale_pointer,
+    weight_pointer,
+)
 from custom_ops.kernels.configs import FewConfig
 from custom_ops.kernels.expressions import D, Expression, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
@@ -34,6 +40,7 @@ def few_up_kernel(
     x_ptr,  # [T, D]
     expert_ids_ptr,  # [T, K], -1 for no expert
     expert_weights_ptr,  # [T, K], or None
+    row_scale_ptr,  # [T], float32, or None where there is no norm
     w1_ptr,  # [E, F, D]
     b1_ptr,  # [E, F] or None
     hidden_ptr,  # [T, K, H], of the experts' dtype
@@ -51,7 +58,7 @@ def few_up_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ``hidden[slot] = act(w1[expert] @ x[token] + b1[expert])``."""
+    """Computes ``hidden[slot] = act(scale[token] * w1[expert] @ x[token] + b1[expert])``."""
     dtype = hidden_ptr.dtype.element_ty
     F: tl.constexpr = 2 * H if GATED else H
     UNIT: tl.constexpr = 2 if INTERLEAVED else 1
@@ -85,6 +92,10 @@ def few_up_kernel(
             up += w1_up.to(tl.float32) * x
     z = tl.sum(gate, axis=1)
     u = tl.sum(up, axis=1)
+    if row_scale_ptr is not None:
+        scale = tl.load(row_scale_ptr + slot // K)
+        z *= scale
+        u *= scale
     if b1_ptr is not None:
         z += tl.load(b1_ptr + row).to(tl.float32)
         if GATED:
@@ -103,6 +114,7 @@ def few_down_kernel(
     expert_weights_ptr,  # [T, K], or None where the weights are on the input
     w2_ptr,  # [E, D, H]
     b2_ptr,  # [E, D] or None
+    x_ptr,  # [T, D], or None where the result is the sum alone
     y_ptr,  # [T, D]
     E: tl.constexpr,
     D: tl.constexpr,
@@ -112,7 +124,7 @@ def few_down_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ``y[t] = sum_k weight[t, k] * (w2[expert] @ hidden[t, k] + b2[expert])``."""
+    """Computes ``y[t] = x[t] + sum_k weight[t, k] * (w2[expert] @ hidden[t, k] + b2[expert])``."""
     token = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -137,6 +149,8 @@ def few_down_kernel(
             if expert_weights_ptr is not None:
                 term *= tl.load(expert_weights_ptr + slot).to(tl.float32)
             y += term
+    if x_ptr is not None:
+        y += tl.load(x_ptr + token * D + n, mask=n < D, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * D + n, y.to(y_ptr.dtype.element_ty), mask=n < D)
 
 
@@ -172,6 +186,7 @@ def few_step(
             "x_ptr": TensorPointer("x", layer.tokens_dtype),
             "expert_ids_ptr": expert_ids,
             "expert_weights_ptr": expert_weights if on_input else Constant(None),
+            "row_scale_ptr": row_scale_pointer(layer),
             "w1_ptr": weight_pointer(layer, "w1"),
             "b1_ptr": bias_pointer(layer, "b1"),
             "hidden_ptr": hidden,
@@ -192,6 +207,7 @@ def few_step(
             "expert_weights_ptr": Constant(None) if on_input else expert_weights,
             "w2_ptr": weight_pointer(layer, "w2"),
             "b2_ptr": bias_pointer(layer, "b2"),
+            "x_ptr": residual_pointer(layer),
             "y_ptr": TensorPointer("y", layer.tokens_dtype),
             **sizes,
             **_block_constants(architecture, down),

@@ -22,6 +22,7 @@ from custom_ops.kernels.arguments import (
     bias_pointer,
     expert_constants,
     max_tiles,
+    row_scale_pointer,
     weight_pointer,
 )
 from custom_ops.kernels.configs import GemmConfig
@@ -62,6 +63,7 @@ def expert_up_kernel(
     w1,  # [E, F, D]: a pointer, or a tensor map
     b1_ptr,  # [E, F] or None
     expert_weights_ptr,  # [T, K]
+    row_scale_ptr,  # [T], float32, or None where there is no norm
     slot_of_row_ptr,  # [R]
     row_starts_ptr,  # [E + 1]
     tile_expert_ptr,  # [tiles]
@@ -84,7 +86,7 @@ def expert_up_kernel(
     GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ``hidden = act(x[token] @ w1[expert].T + b1[expert])``, tile by tile."""
+    """Computes ``hidden = act(scale[token] * x[token] @ w1[expert].T + b1[expert])`` by tiles."""
     dtype = hidden_ptr.dtype.element_ty
     F: tl.constexpr = 2 * H if GATED else H
     # Rows of w1 from one hidden unit to the next, and from its gate row to its up row.
@@ -142,6 +144,11 @@ def expert_up_kernel(
                 v = tl.load(w1_ptrs + UP * D + start, mask=inside[:, None], other=0.0)
             up = tl.dot(x, v, up, input_precision=PRECISION)
 
+    if row_scale_ptr is not None:
+        scale = tl.load(row_scale_ptr + slot // K)[:, None]
+        gate *= scale
+        if GATED:
+            up *= scale
     if b1_ptr is not None:
         b1_ptrs = b1_ptr + expert.to(tl.int64) * F + n % H * UNIT
         gate += tl.load(b1_ptrs).to(tl.float32)[None, :]
@@ -235,6 +242,7 @@ def expert_up_step(
             "w1": _w1_map(layer, config) if config.tensor_maps else weight_pointer(layer, "w1"),
             "b1_ptr": bias_pointer(layer, "b1"),
             "expert_weights_ptr": expert_weights if on_input else Constant(None),
+            "row_scale_ptr": row_scale_pointer(layer),
             "slot_of_row_ptr": WorkspacePointer("slot_of_row", torch.int32),
             **TILE_TABLE,
             "hidden_ptr": WorkspacePointer("hidden", layer.experts_dtype),

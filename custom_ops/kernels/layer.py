@@ -67,8 +67,6 @@ class Layer:
         ):
             if value < 8 or value % 8:
                 raise ValueError(f"the kernels need {name} to be a multiple of 8, got {value}")
-        if self.options.pre_norm != "none" or self.options.residual:
-            raise ValueError("there are no kernels for pre_norm and residual yet")
         self._check_dtype("tokens_dtype", _FLOATS)
         self._check_dtype("experts_dtype", _FLOATS)
         if self.router is None:
@@ -103,14 +101,16 @@ class Layer:
         """Returns the layer with everything that has no effect at its default.
 
         So that layers which compute the same share their kernels: alpha matters to
-        ``clamped_swiglu`` alone, limit to the clamped gatings, TF32 to float32 experts,
-        renormalising not to ``topk_softmax``.
+        ``clamped_swiglu`` alone, limit to the clamped gatings, norm_eps to a norm, TF32 to float32
+        experts, renormalising not to ``topk_softmax``.
         """
         options, router = self.options, self.router
         if options.activation != "clamped_swiglu":
             options = replace(options, alpha=ExpertOptions.alpha)
         if options.activation not in CLAMPED:
             options = replace(options, limit=ExpertOptions.limit)
+        if options.pre_norm == "none":
+            options = replace(options, norm_eps=ExpertOptions.norm_eps)
         if router is not None and router.scoring == "topk_softmax":
             router = replace(router, renormalize=True)
         tf32 = self.tf32 and self.experts_dtype == torch.float32

@@ -16,6 +16,7 @@ from custom_ops.kernels.grouped_gemm import expert_down_step, expert_up_step
 from custom_ops.kernels.index_sort import index_sort_step
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.router import router_step
+from custom_ops.kernels.row_scale import row_scale_step
 from custom_ops.kernels.spec import (
     MAX_SLOTS,
     Argument,
@@ -33,8 +34,8 @@ __all__ = ["plan", "plan_with"]
 def plan(layer: Layer, architecture: Architecture) -> ForwardPlan:
     """Returns what runs for a layer on an architecture.
 
-    Router, index sort, first product, second product, combination; few tokens need no sort, small
-    widths have both products in one kernel. Nothing on the host waits for the device.
+    Router, norm, index sort, first product, second product, combination; few tokens need no sort,
+    small widths have both products in one kernel. Nothing on the host waits for the device.
 
     Args:
         layer: The layer; equal ones share a plan.
@@ -78,6 +79,8 @@ def _steps(
     else:
         ids = TensorPointer("expert_ids", layer.routing_dtype)
         weights = TensorPointer("expert_weights", layer.weights_dtype or torch.float32)
+    if layer.options.pre_norm != "none":
+        yield row_scale_step(layer, architecture)
     match config.up, config.down:
         case FewConfig() as up, FewConfig() as down:
             yield few_step(layer, architecture, up, down, ids, weights)

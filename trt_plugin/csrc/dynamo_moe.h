@@ -46,7 +46,7 @@ typedef struct dynamo_moe_layer {
   float routed_scaling;
   float alpha;
   float limit;
-  uint32_t reserved;
+  float norm_eps;
 } dynamo_moe_layer;
 
 /* Device pointers, null where the layer has no such tensor; multiples of 16. Contiguous:

@@ -232,7 +232,9 @@ enum LayerFlag : std::uint32_t {
   kWeightOnInput = 16,
   kRenormalize = 32,
   kTf32 = 64,
-  kLayerFlags = 127,
+  kRmsNorm = 128,
+  kResidual = 256,
+  kLayerFlags = 511,
 };
 inline constexpr std::uint32_t kActivations = 7;
 inline constexpr std::uint32_t kClampedSwiglu = 5;

@@ -76,7 +76,7 @@ Status CheckOptions(const dynamo_moe_layer& layer, bool router) {
       {"flag tf32", float32, static_cast<double>(layer.flags & format::kTf32)},
       {"alpha", layer.activation == format::kClampedSwiglu, layer.alpha},
       {"limit", clamped, layer.limit},
-      {"reserved field", false, static_cast<double>(layer.reserved)},
+      {"norm_eps", Has(layer, format::kRmsNorm), layer.norm_eps},
   };
   for (const auto& option : options) {
     if (!std::isfinite(option.value)) {

@@ -20,12 +20,14 @@ constexpr std::int64_t kSizeMultiple = 8;
 constexpr std::int64_t kMaxSize = std::numeric_limits<std::int32_t>::max();
 constexpr float kDefaultAlpha = 1.702F;
 constexpr float kDefaultLimit = 7.0F;
+constexpr float kDefaultNormEps = 1e-6F;
 
 // In the order of the layer's codes.
 constexpr std::array<const char*, format::kActivations> kActivationNames = {
     "gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu"};
 constexpr std::array<const char*, format::kScorings> kScoringNames = {"softmax", "topk_softmax",
                                                                       "sigmoid"};
+constexpr std::array kNormNames = {"none", "rms"};
 
 // The router's attributes come last: moe.experts has none of them.
 constexpr std::array kSpecs = {
@@ -39,6 +41,9 @@ constexpr std::array kSpecs = {
     std::pair{"weight_on_input", PluginFieldType::kINT32},
     std::pair{"activation_alpha", PluginFieldType::kFLOAT32},
     std::pair{"activation_limit", PluginFieldType::kFLOAT32},
+    std::pair{"pre_norm", PluginFieldType::kCHAR},
+    std::pair{"norm_eps", PluginFieldType::kFLOAT32},
+    std::pair{"residual", PluginFieldType::kINT32},
     std::pair{"kernels", PluginFieldType::kCHAR},
     std::pair{"scoring", PluginFieldType::kCHAR},
     std::pair{"renormalize", PluginFieldType::kINT32},
@@ -246,6 +251,22 @@ Status ReadActivation(const Fields& fields, dynamo_moe_layer* layer) {
   return {};
 }
 
+Status ReadNorm(const Fields& fields, dynamo_moe_layer* layer) {
+  std::uint32_t norm = 0;
+  float eps = kDefaultNormEps;
+  DYNAMO_MOE_RETURN_IF_ERROR(fields.Choice("pre_norm", kNormNames, &norm));
+  DYNAMO_MOE_RETURN_IF_ERROR(fields.Number("norm_eps", &eps));
+  // What is smaller may be 0 in a kernel, and the scale of a row of zeros infinite.
+  if (!(eps >= std::numeric_limits<float>::min())) {
+    return InvalidArgument("attribute norm_eps must be positive and a normal number, got ", eps);
+  }
+  if (norm != 0) {
+    layer->flags |= format::kRmsNorm;
+    layer->norm_eps = eps;
+  }
+  return fields.Flag("residual", false, format::kResidual, &layer->flags);
+}
+
 }  // namespace
 
 const char* NameOf(format::Operator op) {
@@ -262,6 +283,10 @@ std::string Describe(const dynamo_moe_layer& layer) {
   flag("gated", format::kGated);
   flag("interleaved", format::kInterleaved);
   flag("weight_on_input", format::kWeightOnInput);
+  flag("residual", format::kResidual);
+  if ((layer.flags & format::kRmsNorm) != 0) {
+    text += Text(" pre_norm=rms norm_eps=", layer.norm_eps);
+  }
   if (layer.activation == format::kClampedSwiglu) {
     text += Text(" activation_alpha=", layer.alpha);
   }
@@ -302,6 +327,7 @@ Status ReadAttributes(format::Operator op, const PluginFieldCollection& fields,
   DYNAMO_MOE_RETURN_IF_ERROR(read.Size("in_features", &layer.width));
   DYNAMO_MOE_RETURN_IF_ERROR(read.Size("hidden_features", &layer.hidden));
   DYNAMO_MOE_RETURN_IF_ERROR(ReadActivation(read, &layer));
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadNorm(read, &layer));
   if (op == format::kDropless) {
     DYNAMO_MOE_RETURN_IF_ERROR(ReadRouter(read, &layer));
   }
