@@ -52,7 +52,7 @@ class LaunchTime:
 
 
 def stage_of(kernel: str) -> tuple[str, ...]:
-    """Returns which stages of the floor a kernel computes; none for the sort."""
+    """Returns which stages of the floor a kernel computes; none for norm and sort."""
     return _STAGES.get(kernel, ())
 
 

@@ -2,7 +2,8 @@
 
 The ``python`` blocks of a page run in order, in one namespace; one that begins with the comment
 ``# name.py`` is that file. A ``text`` block is what the block before it prints. Functions named
-``test_*`` are called, as pytest would. In ``console`` blocks, ``dynamo-moe`` runs.
+``test_*`` are called, as pytest would. In ``console`` blocks, ``dynamo-moe`` runs. A ``py`` or
+``cpp`` block that begins with the comment ``# path/in/repository`` quotes lines of that file.
 """
 
 from __future__ import annotations
@@ -96,6 +97,16 @@ def test_page_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str])
         if name.startswith("test_") and inspect.isfunction(function):
             fixtures = {"tmp_path": folder}
             function(**{name: fixtures[name] for name in inspect.signature(function).parameters})
+
+
+QUOTED = re.compile(r"^```(?:py|cpp)\n(?:#|//) (\S+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+QUOTES = [quote for page in PAGES for quote in QUOTED.findall(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(("file", "lines"), QUOTES, ids=[file for file, _ in QUOTES])
+def test_code_that_a_page_quotes_is_in_the_file(file: str, lines: str) -> None:
+    content = (DOCS.parent / file).read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines.splitlines() if line and line not in content] == []
 
 
 def test_gelu_of_onnxruntimes_moe(tmp_path: Path) -> None:

@@ -60,11 +60,12 @@ def combine_kernel(
             weight = tl.load(expert_weights_ptr + first_slot + k, mask=row >= 0, other=0.0)
             term *= weight.to(tl.float32)[:, None]
         y += term
-    offsets = t.to(tl.int64)[:, None] * D + d[None, :]
-    stored = inside[:, None] & (d < D)[None, :]
     if x_ptr is not None:
-        y += tl.load(x_ptr + offsets, mask=stored, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=stored)
+        x_ptrs = x_ptr + t.to(tl.int64)[:, None] * D + d[None, :]
+        x = tl.load(x_ptrs, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        y += x.to(tl.float32)
+    y_ptrs = y_ptr + t.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
 
 
 def combine_step(layer: Layer, architecture: Architecture, expert_weights: Argument) -> Step:
