@@ -161,8 +161,7 @@ def experts_backward(
     dtype = accumulation_dtype(x_TD, w1_EFD)
     top_k = ids_TK.shape[1]
     weights_N = weights_TK.reshape(-1).to(dtype)
-    dx_TD = x_TD.new_zeros(x_TD.shape, dtype=dtype)
-    dx_TD = dx_TD.add_(dy_TD) if options.residual else dx_TD
+    dx_TD = _residual_gradient(dy_TD, dtype, options)
     rms = options.pre_norm == "rms"
     if rms:
         scale_T1 = _rms_scale(x_TD, dtype, options)
@@ -179,8 +178,8 @@ def experts_backward(
         weight_R1 = weights_N.index_select(0, slots_R).unsqueeze(1)
         dy_RD = dy_TD.index_select(0, tokens_R).to(dtype)
         token_RD = x_TD.index_select(0, tokens_R).to(dtype)
-        x_RD = token_RD * weight_R1 if options.weight_on_input else token_RD
-        x_RD = x_RD.to(w1_EFD.dtype).to(dtype)
+        weighted_RD = token_RD * weight_R1 if options.weight_on_input else token_RD
+        x_RD = weighted_RD.to(w1_EFD.dtype).to(dtype)
         if rms:
             scale_R1 = scale_T1.index_select(0, tokens_R)
             x_RD = x_RD * scale_R1
@@ -240,6 +239,13 @@ def _sort_slots(ids_TK: Tensor, experts: int) -> tuple[Tensor, list[tuple[int, s
             parts.append((expert, slice(start, start + count)))
             start += count
     return torch.argsort(ids_N, stable=True), parts
+
+
+def _residual_gradient(dy_TD: Tensor, dtype: torch.dtype, options: ExpertOptions) -> Tensor:
+    """Returns what the residual passes to x, ``[T, D]``: contiguous, and the caller's to add to."""
+    if options.residual:
+        return dy_TD.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return dy_TD.new_zeros(dy_TD.shape, dtype=dtype)
 
 
 def _rms_scale(x_TD: Tensor, dtype: torch.dtype, options: ExpertOptions) -> Tensor:

@@ -246,6 +246,11 @@ def test_the_table_shows_every_kernel() -> None:
     assert "2 programs, 4 kernels" in text
     assert "dropless, 2 of 8 experts, 64 x 128, gated silu, float16" in text
     assert "17-" in text
+    flags = _records.LAYER_FLAGS["rms_norm"] | _records.LAYER_FLAGS["residual"]
+    layer = SMALL.programs[0].layer._replace(flags=flags, norm_eps=0.5)
+    with console.capture() as shown:
+        console.print(Bundle((replace(SMALL.programs[0], layer=layer),)))
+    assert "64 x 128, silu, rms norm, residual, float16" in shown.get()
     assert "48 KiB" in text
 
 

@@ -117,6 +117,9 @@ def test_options_and_optional_inputs_are_read(tmp_path: Path) -> None:
             interleaved=1,
             activation_alpha=1.5,
             activation_limit=6.0,
+            pre_norm="rms",
+            norm_eps=0.5,
+            residual=1,
             scoring="sigmoid",
             renormalize=0,
             routed_scaling=2.5,
@@ -124,8 +127,9 @@ def test_options_and_optional_inputs_are_read(tmp_path: Path) -> None:
     )
     (layer,) = found(proto, tmp_path)
     assert layer.options == ExpertOptions(
-        "clamped_swiglu", gated=True, interleaved=True, alpha=1.5, limit=6.0
-    )
+        "clamped_swiglu", gated=True, interleaved=True, alpha=1.5, limit=6.0,
+        pre_norm="rms", norm_eps=0.5, residual=True,
+    )  # fmt: skip
     assert layer.router == RouterOptions(2, "sigmoid", renormalize=False, routed_scaling=2.5)
     assert (layer.weights_dtype, layer.b1, layer.b2) == (torch.float16, False, True)
 

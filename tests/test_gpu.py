@@ -13,7 +13,7 @@ from custom_ops import ExpertOptions, reference
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
 from custom_ops.kernels.spec import MAX_TOKENS
 from gpu_cases import allow_tf32, check, gpu_case, launch_poisoned, plan_of
-from moe_cases import EXPERT_FORMS, OPS, ROUTER_FORMS, Case, assert_matches
+from moe_cases import EXPERT_FORMS, NORM_FORMS, OPS, ROUTER_FORMS, Case, assert_matches
 
 pytestmark = pytest.mark.gpu
 
@@ -102,6 +102,14 @@ def test_biases_and_weights_on_input(width, weight_on_input, biases, tokens):
         "experts", tokens, width=width, dtype=BF16, biases=biases, weight_on_input=weight_on_input
     )
     check(case)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+@pytest.mark.parametrize("width", [96, 136])
+@pytest.mark.parametrize("norm", NORM_FORMS)
+def test_norm_and_residual(norm, width, tokens, op):
+    check(gpu_case(op, tokens, width=width, dtype=BF16, **GATED, **norm))
 
 
 @pytest.mark.parametrize("op", OPS)

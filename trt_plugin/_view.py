@@ -19,6 +19,8 @@ __all__ = ["bundle_view"]
 
 # Of tokens, as good as no limit.
 _ANY_NUMBER = 2**24
+# Flags of what happens around an expert.
+_AROUND = ("rms_norm", "residual")
 
 
 def bundle_view(bundle: Bundle) -> RenderableType:
@@ -68,10 +70,12 @@ def _kernels(program: Program) -> RenderableType:
 def _layer(layer: LayerRecord) -> str:
     told = layer.to_dict()
     gated = "gated " if told["gated"] else ""
+    around = "".join(f", {name.replace('_', ' ')}" for name in _AROUND if told[name])
     dtypes = dict.fromkeys(str(told[name]) for name in ("tokens_dtype", "experts_dtype"))
     return (
         f"{told['operator']}, {layer.top_k} of {layer.experts} experts, "
-        f"{layer.width} x {layer.hidden}, {gated}{told['activation']}, {' and '.join(dtypes)}"
+        f"{layer.width} x {layer.hidden}, {gated}{told['activation']}{around}, "
+        f"{' and '.join(dtypes)}"
     )
 
 
