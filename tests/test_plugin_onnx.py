@@ -174,13 +174,14 @@ def test_layers_that_differ(driver, tmp_path):
         OpLayer(activation="silu", gated=True, biases=False, scoring="topk_softmax"),
         OwnRouter(activation="clamped_swiglu", gated=True, interleaved=True, alpha=1.3, limit=1.0),
         OwnRouter(activation="relu2", weight_on_input=True, biases=False),
+        OpLayer(activation="gelu_tanh", gated=True, pre_norm="rms", norm_eps=0.5, residual=True),
     )
     nodes = check(driver, tmp_path, model, torch.randn(3, 5, 16), torch.randn(1, 2, 16))
     # The router has no bias; the experts' biases lie behind it.
     bias = nodes[0].inputs[4]
     assert bias.shape == (6,)
     assert not bias.any()
-    assert [len(node.inputs) for node in nodes] == [7, 4, 7, 5]
+    assert [len(node.inputs) for node in nodes] == [7, 4, 7, 5, 7]
 
 
 def test_half_precision(driver, tmp_path):
