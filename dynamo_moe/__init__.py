@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dynamo_moe.infmoe import load_infmoe
     from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
+    from dynamo_moe.registration import register_op
     from dynamo_moe.tolerances import Tolerance
     from dynamo_moe.upcycling import UpcyclingReport, upcycle
     from dynamo_moe.verification import VerificationError, VerificationReport, verify
@@ -47,6 +48,7 @@ __all__ = [
     "ExportError",
     "ExportReport",
     "onnx_translation_table",
+    "register_op",
     # Verifying
     "verify",
     "Tolerance",
@@ -75,6 +77,7 @@ _HOME = {
     "ExportError": "exporting",
     "ExportReport": "exporting",
     "onnx_translation_table": "_translation",
+    "register_op": "registration",
     "verify": "verification",
     "Tolerance": "tolerances",
     "VerificationError": "verification",

@@ -26,8 +26,8 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.onnx._internal.fx.passes import type_promotion
 
 from dynamo_moe._decomposition import NeedsRetraceError, decomposed
+from dynamo_moe._operators import Operator, operators
 from dynamo_moe._tracing_costs import cheap_tracing
-from dynamo_moe._translation import onnx_translation_table
 
 __all__ = ["translate_in_steps"]
 
@@ -39,7 +39,7 @@ def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
         NeedsRetraceError: If the program cannot be decomposed operator by operator.
         Exception: Whatever a step raises.
     """
-    registry, decompositions = _registered(max(opset, 18))
+    registry, decompositions = _registered(max(opset, 18), operators())
     mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
     if mode is None:
         raise NeedsRetraceError("the program has no values")
@@ -58,11 +58,11 @@ def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
 
 
 @functools.cache
-def _registered(opset: int) -> tuple[Any, dict[Any, Any]]:
-    """Returns the translations of operators, ours among them, and the others' decompositions."""
+def _registered(opset: int, own: tuple[Operator, ...] = ()) -> tuple[Any, dict[Any, Any]]:
+    """Returns the translations of operators, ``own`` among them, and the others' decompositions."""
     registry = ONNXRegistry.from_torchlib(opset_version=opset)
-    for target, function in onnx_translation_table().items():
-        registry.register_op(target, function, is_complex=False)
+    for operator in own:
+        registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
     translated = set(_decomp.get_onnx_implemented_overloads(registry))
     return registry, _decomp.create_onnx_friendly_decomposition_table(translated)
 

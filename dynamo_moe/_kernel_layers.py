@@ -110,7 +110,7 @@ def _layer(node: onnx.NodeProto, types: Mapping[str, int]) -> NamedLayer:
 
 
 def _checked_layer(node: onnx.NodeProto, types: Mapping[str, int]) -> Layer:
-    schema = onnx.defs.get_schema(node.op_type, _schemas.VERSION, _schemas.DOMAIN)
+    schema = _schemas.SCHEMAS[node.op_type]
     attributes = _attributes(node, schema)
     dtypes: dict[str, torch.dtype] = {}
     shared: dict[str, str] = {}

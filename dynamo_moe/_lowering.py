@@ -1,7 +1,8 @@
-"""What becomes of an MoE node: a body beside it, or standard operators in its place."""
+"""What becomes of an operator's node: a body beside it, or standard operators in its place."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Literal
 
@@ -10,8 +11,10 @@ import onnx_ir.passes.common as common_passes
 
 from dynamo_moe import _schemas
 from dynamo_moe._bodies import BodyConfig, body, dense_body, onnxruntime_body
+from dynamo_moe._op_bodies import prepare_body
+from dynamo_moe._operators import find
 
-__all__ = ["TARGETS", "Target", "lower", "moe_nodes", "notes"]
+__all__ = ["TARGETS", "Target", "lower", "moe_body", "moe_nodes", "notes"]
 
 Target = Literal["plugin", "dense", "onnxruntime"]
 
@@ -26,33 +29,48 @@ TARGETS = tuple(_BODIES)
 def moe_nodes(model: ir.Model) -> list[ir.Node]:
     """Returns the MoE nodes, those in the branches of control flow too."""
     return [
-        node for node in model.graph.all_nodes() if node.domain.split(".")[0] == _schemas.DOMAIN
+        node
+        for node in model.graph.all_nodes()
+        if node.domain == _schemas.DOMAIN and node.op_type in _schemas.SCHEMAS
     ]
 
 
 def lower(model: ir.Model, target: str) -> None:
-    """Gives every MoE node the body of its configuration, in place.
+    """Gives every node of a registered operator the body of its configuration, in place.
 
     For ``plugin`` the body is a model-local function beside the node; for the others it takes the
     node's place.
     """
     opset = model.opset_imports[""]
-    domains: dict[str, dict[BodyConfig, str]] = {}
-    for node in moe_nodes(model):
-        config = _config(node)
+    domains: dict[str, dict[str, str]] = {}
+    for node in list(model.graph.all_nodes()):
+        operator = find(node)
+        if operator is None or operator.body is None:
+            continue
+        function = operator.body(node, opset, target)
         # A function is found by domain and name. Overloads, ONNX's own way to have several, are
         # lost in onnxslim (seen with 0.1.98); TensorRT's parser ignores the domain.
-        known = domains.setdefault(node.op_type, {})
-        if config not in known:
-            known[config] = f"{_schemas.DOMAIN}.{config.overload}" if known else _schemas.DOMAIN
-            function = _BODIES[target](config, opset, domain=known[config])
+        overload, function.overload = function.overload, ""
+        known = domains.setdefault(operator.name, {})
+        if overload not in known:
+            known[overload] = f"{node.domain}.{overload}" if known else node.domain
+            prepare_body(function, node, operator.schema, opset)
+            function.domain, function.name = known[overload], node.op_type
             model.functions[function.identifier()] = function
-            for domain, version in (*function.opset_imports.items(), (known[config], 1)):
+            for domain, version in (*function.opset_imports.items(), (known[overload], 1)):
                 model.opset_imports.setdefault(domain, version)
-        node.domain = known[config]
+        node.domain = known[overload]
     if target != "plugin":
         common_passes.InlinePass()(model)
         common_passes.RemoveUnusedOpsetsPass()(model)
+
+
+def moe_body(node: ir.Node, opset: int, target: str) -> ir.Function:
+    """Returns the body of an MoE node, called by its configuration."""
+    config = _config(node)
+    function = _BODIES[target](config, opset)
+    function.overload = config.overload
+    return function
 
 
 def notes(model: ir.Model, activations: Collection[str], target: str) -> list[str]:
@@ -62,12 +80,25 @@ def notes(model: ir.Model, activations: Collection[str], target: str) -> list[st
         found.append(
             "com.microsoft::MoE computes GELU in its tanh form: up to 5.5e-4 off the exact"
         )
-    names = [function.name for function in model.functions.values()]
-    if len(set(names)) < len(names):
+    names = Counter(function.name for function in model.functions.values())
+    moe = sum(names[name] for name in _schemas.SCHEMAS)
+    if any(names[name] > 1 for name in _schemas.SCHEMAS):
         found.append(
-            f"{len(names)} configurations of MoE layers: TensorRT's parser finds functions by name "
+            f"{moe} configurations of MoE layers: TensorRT's parser finds functions by name "
             "alone, so it needs a plugin for them"
         )
+    for name, count in names.items():
+        if count > 1 and name not in _schemas.SCHEMAS:
+            found.append(
+                f"{count} configurations of {name}: TensorRT's parser finds functions by name "
+                "alone, so it needs a plugin for it"
+            )
+    known = {find(node) for node in model.graph.all_nodes()} - {None}
+    found += sorted(
+        f"{operator.name} has no body: only a runtime that knows the operator runs the file"
+        for operator in known
+        if operator is not None and operator.body is None
+    )
     return found
 
 

@@ -1,20 +1,23 @@
-"""The ONNX operators of domain ``moe``: names, inputs, attributes, type and shape inference.
+"""The ONNX operators of MoE layers: names, inputs, attributes, type and shape inference.
 
-Importing this module registers both schemas with onnx, so that its checker, its shape inference
-and onnxscript know them.
+:mod:`dynamo_moe._translation` registers them, so that onnx's checker, its shape inference and
+onnxscript know them.
 """
 
 from __future__ import annotations
 
-import onnx.defs
+import onnx.helper
 from onnx.defs import OpSchema
-from onnx.shape_inference import InferenceContext
+
+from dynamo_moe import _shape_inference
+from dynamo_moe._op_schemas import PLUGIN_ATTRIBUTES
 
 __all__ = [
     "DOMAIN",
     "DROPLESS",
     "EXPERTS",
     "PLUGIN_ATTRIBUTES",
+    "SCHEMAS",
     "VERSION",
 ]
 
@@ -22,9 +25,6 @@ DOMAIN = "moe"
 VERSION = 1
 DROPLESS = "DroplessMoE"
 EXPERTS = "DroplessMoEExperts"
-
-# TensorRT's parser asks its plugin registry for these before it looks at anything else.
-PLUGIN_ATTRIBUTES = {"plugin_version": "1", "plugin_namespace": ""}
 
 _FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
 _TYPE_CONSTRAINTS = [
@@ -81,19 +81,13 @@ def _attribute(name: str, default: str | int | float, description: str) -> OpSch
     return OpSchema.Attribute(name, value, description)
 
 
-def _infer_result_like_tokens(context: InferenceContext) -> None:
-    tokens = context.get_input_type(0)
-    if tokens is not None:
-        context.set_output_type(0, tokens)
-
-
-def _register(
+def _schema(
     name: str,
     doc: str,
     inputs: list[OpSchema.FormalParameter],
     attributes: _Attributes,
     type_constraints: list[tuple[str, list[str], str]],
-) -> None:
+) -> OpSchema:
     schema = OpSchema(
         name,
         DOMAIN,
@@ -114,12 +108,12 @@ def _register(
             ),
         ],
     )
-    schema.set_type_and_shape_inference_function(_infer_result_like_tokens)
-    onnx.defs.register_schema(schema)
+    schema.set_type_and_shape_inference_function(_shape_inference.like(0))
+    return schema
 
 
-if not onnx.defs.has(DROPLESS, DOMAIN):
-    _register(
+SCHEMAS = {
+    DROPLESS: _schema(
         DROPLESS,
         "A dropless mixture-of-experts layer: each token through its top_k experts.",
         [
@@ -131,8 +125,8 @@ if not onnx.defs.has(DROPLESS, DOMAIN):
         ],
         _ROUTER_ATTRIBUTES,
         _TYPE_CONSTRAINTS,
-    )
-    _register(
+    ),
+    EXPERTS: _schema(
         EXPERTS,
         "The experts of a dropless mixture-of-experts layer whose router is outside.",
         [
@@ -144,4 +138,6 @@ if not onnx.defs.has(DROPLESS, DOMAIN):
         ],
         (),
         [*_TYPE_CONSTRAINTS, _IDS],
-    )
+    ),
+}
+"""By name of the operator."""

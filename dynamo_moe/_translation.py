@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
-import onnxscript
 import torch
-from onnxscript.onnx_opset import opset18
 
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
+from custom_ops.options import ExpertOptions
 from dynamo_moe import _schemas
+from dynamo_moe._lowering import moe_body
+from dynamo_moe._operators import Arguments, operators
+from dynamo_moe.registration import register_op
 
 __all__ = ["onnx_translation_table"]
 
-# What the exporter passes are onnx_ir values; it warns about functions annotated so.
-Value = Any
-
-_moe = onnxscript.values.Opset(_schemas.DOMAIN, _schemas.VERSION)
+Value = ir.Value
 
 
 def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Returns the translations of ``torch.ops.moe`` for ``torch.onnx.export``.
+    """Returns the translations of all registered operators for ``torch.onnx.export``.
 
-    Each operator becomes one node of domain ``moe``. :func:`dynamo_moe.export` uses this table
-    and adds to the file what runtimes without the operator need.
+    These are ``torch.ops.moe`` and what :func:`register_op` has been told. Each becomes one node.
+    :func:`dynamo_moe.export` uses this table and adds to the file what runtimes without the
+    operator need.
 
     Example:
         >>> import torch
@@ -41,60 +41,27 @@ def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         >>> [node.op_type for node in program.model.graph if node.domain == "moe"]
         ['DroplessMoE']
     """
+    return {operator.torch_op: operator.translation() for operator in operators()}
+
+
+def _dropless_attributes(arguments: Arguments) -> dict[str, Any]:
+    own = ("scoring", "renormalize", "routed_scaling")
     return {
-        torch.ops.moe.dropless.default: _dropless,
-        torch.ops.moe.experts.default: _experts,
+        **_attributes(
+            arguments["w1"], arguments["w2"], arguments["top_k"], **_expert_options(arguments)
+        ),
+        **{name: arguments[name] for name in own},
     }
 
 
-def _dropless(
-    x: Value,
-    router_weight: Value,
-    w1: Value,
-    b1: Value | None,
-    w2: Value,
-    b2: Value | None,
-    top_k: int,
-    router_bias: Value | None = None,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    routed_scaling: float = 1.0,
-    **expert_options: Any,
-) -> Value:
-    experts, width = _sizes(router_weight)
-    rows = _sizes(w1)[1]
-    optional = _fill_holes(
-        (router_bias, (experts,), router_weight),
-        (b1, (experts, rows), w1),
-        (b2, (experts, width), w1),
-    )
-    return _moe.DroplessMoE(
-        x, router_weight, w1, w2, *optional,
-        **_attributes(w1, w2, top_k, **expert_options),
-        scoring=scoring,
-        renormalize=int(renormalize),
-        routed_scaling=float(routed_scaling),
-        **_schemas.PLUGIN_ATTRIBUTES,
-    )  # fmt: skip
+def _experts_attributes(arguments: Arguments) -> dict[str, Any]:
+    top_k = _sizes(arguments["expert_ids"])[-1]
+    return _attributes(arguments["w1"], arguments["w2"], top_k, **_expert_options(arguments))
 
 
-def _experts(
-    x: Value,
-    expert_ids: Value,
-    expert_weights: Value,
-    w1: Value,
-    b1: Value | None,
-    w2: Value,
-    b2: Value | None,
-    **expert_options: Any,
-) -> Value:
-    experts, rows, width = _sizes(w1)
-    optional = _fill_holes((b1, (experts, rows), w1), (b2, (experts, width), w1))
-    return _moe.DroplessMoEExperts(
-        x, expert_ids, expert_weights, w1, w2, *optional,
-        **_attributes(w1, w2, _sizes(expert_ids)[-1], **expert_options),
-        **_schemas.PLUGIN_ATTRIBUTES,
-    )  # fmt: skip
+def _expert_options(arguments: Arguments) -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(ExpertOptions))
+    return {name: arguments[name] for name in names}
 
 
 def _attributes(
@@ -130,28 +97,15 @@ def _attributes(
     }
 
 
-def _fill_holes(
-    *optional: tuple[Value | None, tuple[int, ...], Value],
-) -> list[Value]:
-    """Returns the optional inputs up to the last present one, zeros standing for absent ones.
+def _fill(name: str, arguments: Arguments) -> tuple[tuple[int, ...], ir.DataType | None]:
+    """Returns sizes and dtype of an optional input, whose zeros stand for it where it is absent.
 
     TensorRT's handling of an omitted input in the middle is unverified.
-
-    Args:
-        optional: Per input: its value or None, its shape, and a value of its dtype.
     """
-    present = [index for index, (value, _, _) in enumerate(optional) if value is not None]
-    filled = []
-    for value, shape, like in optional[: present[-1] + 1 if present else 0]:
-        filled.append(_zeros(shape, like.dtype) if value is None else value)
-    return filled
-
-
-def _zeros(shape: Sequence[int], dtype: ir.DataType | None) -> Value:
-    if dtype is None:
-        raise ValueError("an MoE operator's parameters must have a known dtype")
-    zeros = ir.tensor(np.zeros(shape, dtype.numpy()))
-    return opset18.Constant(value=ir.serde.serialize_tensor(zeros))
+    experts, rows, width = _sizes(arguments["w1"])
+    like = arguments["router_weight" if name == "router_bias" else "w1"]
+    shape = {"router_bias": (experts,), "b1": (experts, rows), "b2": (experts, width)}[name]
+    return shape, like.dtype
 
 
 def _sizes(value: Value) -> tuple[int, ...]:
@@ -162,3 +116,18 @@ def _sizes(value: Value) -> tuple[int, ...]:
     if sizes[-1] < 1:
         raise ValueError(f"{value.name!r} must have a static last dimension, got {value.shape}")
     return sizes
+
+
+for _op, _op_type, _compute in (
+    (torch.ops.moe.dropless, _schemas.DROPLESS, _dropless_attributes),
+    (torch.ops.moe.experts, _schemas.EXPERTS, _experts_attributes),
+):
+    register_op(
+        _op,
+        domain=_schemas.DOMAIN,
+        op_type=_op_type,
+        schema=_schemas.SCHEMAS[_op_type],
+        attributes=_compute,
+        body=moe_body,
+        fill=_fill,
+    )

@@ -26,6 +26,7 @@ from dynamo_moe import _layers, _schemas
 from dynamo_moe._files import load_graph
 from dynamo_moe._inputs import random_inputs
 from dynamo_moe._modes import evaluating
+from dynamo_moe.inspection import all_nodes
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["CaseResult", "VerificationError", "VerificationReport", "verify"]
+
+# Of operators that ONNX Runtime has.
+_RUNTIME_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,8 @@ def verify(
         VerificationError: If an error passes the tolerance.
         FileNotFoundError: If the file does not exist.
         ModuleNotFoundError: If ONNX Runtime is not installed.
-        ValueError: If a case does not fit the file's inputs or the model.
+        ValueError: If a case does not fit the file's inputs or the model, or the file has a node
+            that ONNX Runtime does not know and that has no body.
         TypeError: If ``inputs`` is not a sequence of tuples or mappings.
     """
     path = Path(path)
@@ -155,7 +160,7 @@ def verify(
     bound = tolerance or tolerance_for(
         _weight_dtypes(proto), approximate_gelu=_approximates_gelu(proto)
     )
-    session = onnxruntime.InferenceSession(path, _session_options())
+    session = _session(path, proto)
     with _routing_session(proto, path) as routing:
         try:
             results = tuple(_run_case(session, routing, model, case, bound) for case in cases)
@@ -167,6 +172,26 @@ def verify(
     if not report.passed:
         raise VerificationError(report)
     return report
+
+
+def _session(path: Path, proto: onnx.ModelProto) -> onnxruntime.InferenceSession:
+    import onnxruntime
+
+    try:
+        return onnxruntime.InferenceSession(path, _session_options())
+    except Exception as error:  # ONNX Runtime's exceptions have no base class of their own.
+        functions = {(function.domain, function.name) for function in proto.functions}
+        bodiless = [
+            f"{node.domain}::{node.op_type}"
+            for node in all_nodes(proto.graph.node)
+            if node.domain not in _RUNTIME_DOMAINS and (node.domain, node.op_type) not in functions
+        ]
+        if not bodiless:
+            raise
+        raise ValueError(
+            f"ONNX Runtime cannot run {path}: {bodiless[0]} has no body in the file. Give "
+            "register_op a body of standard operators, and export again"
+        ) from error
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class BodyConfig:
 
     @property
     def _schema(self) -> onnx.defs.OpSchema:
-        return onnx.defs.get_schema(self.op_type, domain=_schemas.DOMAIN)
+        return _schemas.SCHEMAS[self.op_type]
 
     @property
     def overload(self) -> str:

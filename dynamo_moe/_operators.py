@@ -1,0 +1,165 @@
+"""The registry of PyTorch operators that become one ONNX node each, and how they become it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx.defs
+import onnx_ir as ir
+import onnxscript
+from onnx.defs import OpSchema
+from onnxscript.onnx_opset import opset18
+from torch._ops import OpOverload
+
+__all__ = ["Arguments", "Body", "Fill", "Operator", "add", "attribute_type", "find", "operators"]
+
+Arguments = Mapping[str, Any]
+"""A call's arguments by name: tensors as ``ir.Value``, everything else as Python values."""
+
+Fill = Callable[[str, Arguments], tuple[Sequence[int], ir.DataType | None]]
+"""Sizes and dtype of the zeros that stand for an absent optional input."""
+
+Body = Callable[[ir.Node, int, str], ir.Function]
+"""From a node, the opset and the target to the function that computes the node."""
+
+_OPTIONAL = OpSchema.FormalParameterOption.Optional
+_VARIADIC = OpSchema.FormalParameterOption.Variadic
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Operator:
+    """One operator of PyTorch and its ONNX node.
+
+    Attributes:
+        torch_op: The operator.
+        schema: The node's schema; its inputs have the names of the operator's tensor arguments.
+        attributes: From the arguments of a call to the node's attributes; None is left out.
+        fixed: Attributes that every node has.
+        body: What computes a node elsewhere; None: nothing does.
+        fill: What stands for an absent input that others follow; None: it is left out.
+        declaration: What it was declared by, to be compared with another declaration.
+    """
+
+    torch_op: OpOverload
+    schema: OpSchema
+    attributes: Callable[[Arguments], Mapping[str, Any]]
+    fixed: Mapping[str, str]
+    body: Body | None
+    fill: Fill | None
+    declaration: Any
+
+    @property
+    def name(self) -> str:
+        """Domain and operator: ``moe::DroplessMoE``."""
+        return f"{self.schema.domain}::{self.schema.name}"
+
+    def translation(self) -> Callable[..., Any]:
+        """Returns what PyTorch's exporter calls to make a node of a call."""
+
+        # A function, since the exporter writes attributes to it.
+        def translate(*args: Any, **kwargs: Any) -> Any:
+            return self._node(args, kwargs)
+
+        translate.__name__ = translate.__qualname__ = self.schema.name
+        return translate
+
+    def _node(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        arguments = self._bound(args, kwargs)
+        attributes = {**self.attributes(arguments), **self.fixed}
+        given = {
+            name: self._attribute(name, value)
+            for name, value in attributes.items()
+            if value is not None
+        }
+        inputs = self._inputs(arguments)
+        opset = onnxscript.values.Opset(self.schema.domain, self.schema.since_version)
+        node = getattr(opset, self.schema.name)
+        if any(formal.option == _VARIADIC for formal in self.schema.inputs):
+            # Of inputs by position, the exporter would give all to the variadic one.
+            return node(**inputs, **given)
+        return node(*inputs.values(), **given)
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        formals = self.torch_op._schema.arguments
+        positional = dict(zip((formal.name for formal in formals), args, strict=False))
+        return {
+            formal.name: {**positional, **kwargs}.get(formal.name, formal.default_value)
+            for formal in formals
+        }
+
+    def _inputs(self, arguments: Arguments) -> dict[str, Any]:
+        formals = list(self.schema.inputs)
+        given = [arguments[formal.name] for formal in formals]
+        last = max((place for place, value in enumerate(given) if value is not None), default=-1)
+        inputs = dict(zip((formal.name for formal in formals[: last + 1]), given, strict=False))
+        if self.fill is not None:
+            for formal in formals[: last + 1]:
+                if formal.option == _OPTIONAL and inputs[formal.name] is None:
+                    inputs[formal.name] = _zeros(*self.fill(formal.name, arguments))
+        return inputs
+
+    def _attribute(self, name: str, value: Any) -> ir.Attr:
+        kind = attribute_type(self.schema.attributes[name])
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(item, ir.Value) for item in items):
+            raise ValueError(
+                f"{self.torch_op}: {name!r} is computed by the model, but an attribute of an ONNX "
+                "node is a constant: pass a constant, or make it a Tensor argument"
+            )
+        convert = {"FLOAT": float, "STRING": str}.get(kind.name.removesuffix("S"), int)
+        converted = [convert(item) for item in items]
+        plural = kind.name.endswith("S")
+        return ir.Attr(name, kind, converted if plural else converted[0])
+
+
+_OPERATORS: dict[OpOverload, Operator] = {}
+
+
+def add(operator: Operator) -> None:
+    """Registers an operator, and its schema with onnx; again under an equal declaration is fine.
+
+    Raises:
+        ValueError: If the PyTorch operator or the ONNX operator is registered differently.
+    """
+    for known in _OPERATORS.values():
+        if known.torch_op == operator.torch_op or known.name == operator.name:
+            if known.declaration == operator.declaration:
+                return
+            raise ValueError(
+                f"{operator.torch_op} as {operator.name}: {known.torch_op} is already registered "
+                f"as {known.name}, with another declaration"
+            )
+    schema = operator.schema
+    if onnx.defs.has(schema.name, schema.domain):
+        raise ValueError(f"{operator.name} is already registered with onnx, by someone else")
+    onnx.defs.register_schema(schema)
+    _OPERATORS[operator.torch_op] = operator
+
+
+def operators() -> tuple[Operator, ...]:
+    """Returns all operators, in the order of their registration."""
+    return tuple(_OPERATORS.values())
+
+
+def find(node: ir.Node) -> Operator | None:
+    """Returns the operator that a node is of; None if it is not registered."""
+    for operator in _OPERATORS.values():
+        if (operator.schema.domain, operator.schema.name) == (node.domain, node.op_type):
+            return operator
+    return None
+
+
+def attribute_type(attribute: OpSchema.Attribute) -> ir.AttributeType:
+    """Returns the type of an attribute that a schema declares."""
+    number: Any = attribute.type
+    return ir.AttributeType(number.value)
+
+
+def _zeros(shape: Sequence[int], dtype: ir.DataType | None) -> Any:
+    if dtype is None:
+        raise ValueError("the dtype of an absent input must be known")
+    zeros = ir.tensor(np.zeros(shape, dtype.numpy()))
+    return opset18.Constant(value=ir.serde.serialize_tensor(zeros))

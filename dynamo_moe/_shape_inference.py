@@ -1,0 +1,214 @@
+"""Types and shapes of a node's results, by the fake kernel of its PyTorch operator.
+
+The fake kernel says the shape for given sizes. Where an input's size is unknown, a symbol stands
+for it; PyTorch's tracer notes every decision that the kernel takes by a symbol's value. What was
+decided by no symbol holds for all sizes. A decision by whether a size is a certain number, mostly
+1, is tried both ways. Anything else is not claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import sympy
+import torch
+from onnx import TypeProto
+from onnx.defs import OpSchema
+from onnx.shape_inference import InferenceContext
+from onnx_ir import tensor_adapters
+from torch._dynamo.source import ConstantSource
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils import _pytree as pytree
+
+__all__ = ["by_fake_kernel", "like"]
+
+Inference = Callable[[InferenceContext], None]
+
+_MAX_DECISIONS = 4
+
+# Sizes at which fake kernels are unlikely to do anything special; their values claim nothing.
+_HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
+
+_Shapes = list[tuple[torch.dtype, tuple[Any, ...]]]
+
+
+def like(place: int) -> Inference:
+    """Returns the inference of a single result that has an input's type and shape."""
+
+    def infer(context: InferenceContext) -> None:
+        given = context.get_input_type(place)
+        if given is not None:
+            context.set_output_type(0, given)
+
+    return infer
+
+
+def by_fake_kernel(
+    torch_op: OpOverload, schema: OpSchema, attributes: Mapping[str, str]
+) -> Inference:
+    """Returns the inference that asks the operator's fake kernel.
+
+    Args:
+        torch_op: The operator.
+        schema: Of its node.
+        attributes: The attribute of each argument that is no tensor.
+    """
+
+    def infer(context: InferenceContext) -> None:
+        try:
+            sizes: dict[str, None] = {}
+            inputs = _inputs(context, schema, sizes)
+            scalars = {
+                argument.name: _scalar(context, schema, argument, attributes[argument.name])
+                for argument in torch_op._schema.arguments
+                if argument.name in attributes
+            }
+            claims = _claims(torch_op, {**inputs, **scalars}, tuple(sizes))
+        except Exception:  # The kernel is the user's: where it refuses, nothing is claimed.
+            return
+        for place, (dtype, shape) in enumerate(claims or ()):
+            context.set_output_type(place, _type_of(dtype, shape, sizes))
+
+    return infer
+
+
+class _Input:
+    """An input's dtype and sizes, unknown ones by name."""
+
+    def __init__(self, proto: TypeProto, number: int, names: dict[str, None]) -> None:
+        tensor = proto.tensor_type
+        if not tensor.HasField("shape"):
+            raise ValueError("an input's rank is unknown")
+        self.dtype = tensor_adapters.to_torch_dtype(ir.DataType(tensor.elem_type))
+        self.sizes: list[int | str] = []
+        for axis, size in enumerate(tensor.shape.dim):
+            if size.HasField("dim_value"):
+                self.sizes.append(size.dim_value)
+            else:
+                # A name with a space is none that a file could hold.
+                name = size.dim_param or f" {number} {axis}"
+                names[name] = None
+                self.sizes.append(name)
+
+
+def _inputs(context: InferenceContext, schema: OpSchema, names: dict[str, None]) -> dict[str, Any]:
+    formals = list(schema.inputs)
+    given: list[_Input | None] = []
+    for number in range(context.get_num_inputs()):
+        proto = context.get_input_type(number) if context.has_input(number) else None
+        if proto is None and context.has_input(number):
+            raise ValueError("an input's type is unknown")
+        given.append(None if proto is None else _Input(proto, number, names))
+    found: dict[str, Any] = {}
+    for place, formal in enumerate(formals):
+        if formal.option == OpSchema.FormalParameterOption.Variadic:
+            found[formal.name] = given[place:]
+        else:
+            found[formal.name] = given[place] if place < len(given) else None
+    return found
+
+
+def _scalar(context: InferenceContext, schema: OpSchema, argument: Any, name: str) -> Any:
+    proto = context.get_attribute(name)
+    if proto is None:
+        return argument.default_value
+    value = onnx.helper.get_attribute_value(proto)
+    kind = str(argument.real_type)
+    if isinstance(value, bytes):
+        return value.decode()
+    if "bool" in kind:
+        return [bool(item) for item in value] if "List" in kind else bool(value)
+    if isinstance(value, (list, tuple)):
+        return [item.decode() if isinstance(item, bytes) else item for item in value]
+    return value
+
+
+def _claims(
+    torch_op: OpOverload,
+    arguments: Mapping[str, Any],
+    names: tuple[str, ...],
+    known: Mapping[str, int] | None = None,
+) -> _Shapes | None:
+    """Returns the results' dtypes and shapes as far as they hold for all sizes; None if unsure."""
+    known = known or {}
+    if len(known) > _MAX_DECISIONS or len(names) > len(_HINTS):
+        return None
+    env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
+    symbols: dict[str, Any] = {}
+    for name, hint in zip(names, _HINTS, strict=False):
+        if name in known:
+            continue
+        source = ConstantSource(f"size_{len(symbols)}")
+        symbol = env.create_symbol(
+            hint,
+            source,
+            dynamic_dim=DimDynamic.DYNAMIC,
+            constraint_dim=None,
+            do_not_specialize_zero_one=True,
+        )
+        symbols[name] = env.create_symintnode(symbol, hint=hint, source=source)
+    sizes = {**symbols, **known}
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, _Input):
+            return value
+        shape = [sizes[size] if isinstance(size, str) else size for size in value.sizes]
+        return torch.empty(shape, dtype=value.dtype)
+
+    with FakeTensorMode(shape_env=env), torch.no_grad():
+        given = pytree.tree_map(fake, dict(arguments))
+        before = len(env.guards)
+        results = pytree.tree_leaves(torch_op(**given))
+        decisions = [guard.expr for guard in env.guards[before:]]
+    of = {symbol.node.expr: name for name, symbol in symbols.items()}
+    claims = [(r.dtype, tuple(_size(size, of) for size in r.shape)) for r in results]
+    for decision in decisions:
+        told = _is_not(decision, of)
+        if told is None:
+            return None
+        name, number = told
+        other = _claims(torch_op, arguments, names, {**known, name: number})
+        if other != [(dtype, _at(shape, name, number)) for dtype, shape in claims]:
+            return None
+    return claims
+
+
+def _is_not(decision: Any, of: Mapping[Any, str]) -> tuple[str, int] | None:
+    """Returns the size's name and the number of a decision that they differ."""
+    if isinstance(decision, sympy.Ne):
+        for symbol, number in (decision.args, decision.args[::-1]):
+            if symbol in of and number.is_Integer:
+                return of[symbol], int(number)
+    return None
+
+
+def _size(size: Any, of: Mapping[Any, str]) -> Any:
+    """Returns a size as a number, or as an expression of names."""
+    if isinstance(size, int):
+        return size
+    named = {symbol: sympy.Symbol(name) for symbol, name in of.items()}
+    return size.node.expr.xreplace(named)
+
+
+def _at(shape: tuple[Any, ...], name: str, number: int) -> tuple[Any, ...]:
+    at = {sympy.Symbol(name): sympy.Integer(number)}
+    sizes = [size if isinstance(size, int) else size.xreplace(at) for size in shape]
+    return tuple(int(s) if getattr(s, "is_Integer", False) else s for s in sizes)
+
+
+def _type_of(dtype: torch.dtype, shape: tuple[Any, ...], names: Collection[str]) -> TypeProto:
+    proto = TypeProto()
+    proto.tensor_type.elem_type = int(tensor_adapters.from_torch_dtype(dtype))
+    proto.tensor_type.shape.SetInParent()
+    for size in shape:
+        dim = proto.tensor_type.shape.dim.add()
+        if isinstance(size, int):
+            dim.dim_value = size
+        elif isinstance(size, sympy.Symbol) and size.name in names and size.name[0] != " ":
+            dim.dim_param = size.name
+    return proto

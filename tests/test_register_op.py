@@ -1,0 +1,623 @@
+"""``dynamo_moe.register_op``: any operator as one node, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.defs
+import onnx.helper
+import onnx_ir as ir
+import onnxruntime
+import onnxscript
+import pytest
+import torch
+from onnx import TensorProto
+from onnxscript import opset18, opset20, opset22, script
+from torch import Tensor, nn
+
+import dynamo_moe
+from dynamo_moe import _operators
+
+LIBRARY = torch.library.Library("registered", "FRAGMENT")
+DOMAIN = "registered"
+OPS = torch.ops.registered
+
+_opset = onnxscript.values.Opset(DOMAIN, 1)
+
+
+def define(schema: str, function: Callable[..., Any] | None = None) -> Any:
+    """Defines an operator whose kernel serves as its fake kernel too."""
+    LIBRARY.define(schema)
+    name = schema.partition("(")[0]
+    if function is not None:
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    return getattr(OPS, name)
+
+
+class Call(nn.Module):
+    """A linear layer, an operator on its result, and another layer."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.after(self.function(self.before(x)))
+
+
+def exported(
+    path: Path, function: Callable[..., Any], **options: Any
+) -> tuple[Call, onnx.ModelProto]:
+    torch.manual_seed(0)
+    model = Call(function).eval()
+    shapes = {"x": {1: "tokens"}}
+    dynamo_moe.export(model, torch.randn(2, 3, 8), path, dynamic_shapes=shapes, **options)
+    proto = onnx.load(path)
+    onnx.checker.check_model(proto, full_check=True)
+    return model, proto
+
+
+def only(proto: onnx.ModelProto, op_type: str) -> onnx.NodeProto:
+    (node,) = [node for node in proto.graph.node if node.op_type == op_type]
+    return node
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+
+
+def other_shapes(path: Path, model: nn.Module) -> None:
+    cases = [(torch.randn(*shape, 8),) for shape in ((1, 1), (5, 2), (3, 17))]
+    dynamo_moe.verify(path, model, cases)
+
+
+# One operator with attributes of every kind.
+
+
+@torch.library.custom_op("registered::scaled", mutates_args=())
+def scaled(
+    x: Tensor,
+    slope: float = 0.1,
+    power: int = 1,
+    flip: bool = False,
+    mode: str = "plain",
+    steps: list[int] | None = None,
+) -> Tensor:
+    y = torch.where(x > 0, x, x * slope) * power
+    return -y if flip else y
+
+
+@scaled.register_fake
+def _(x, slope=0.1, power=1, flip=False, mode="plain", steps=None):
+    return torch.empty_like(x)
+
+
+@script(_opset)
+def scaled_body(x, slope: float, power: int, flip: int):
+    wide = opset18.CastLike(opset18.Constant(value_float=slope), x)
+    factor = opset18.CastLike(opset18.Constant(value_int=power), x)
+    zero = opset18.CastLike(0.0, x)
+    y = opset18.Mul(opset18.Where(opset18.Greater(x, zero), x, opset18.Mul(x, wide)), factor)
+    sign = opset18.CastLike(opset18.Constant(value_int=flip), x)
+    two = opset18.CastLike(2.0, x)
+    return opset18.Sub(y, opset18.Mul(opset18.Mul(two, sign), y))
+
+
+dynamo_moe.register_op(scaled, domain=DOMAIN, op_type="Scaled", body=scaled_body)
+
+
+def call_scaled(x: Tensor) -> Tensor:
+    return scaled(x, 0.25, 3, True, "other", [4, 5])
+
+
+def test_one_node_with_the_attributes_of_the_call(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    model, proto = exported(path, call_scaled)
+    node = only(proto, "Scaled")
+    assert node.domain == DOMAIN
+    assert attributes(node) == {
+        "slope": 0.25,
+        "power": 3,
+        "flip": 1,
+        "mode": b"other",
+        "steps": [4, 5],
+        "plugin_version": b"1",
+        "plugin_namespace": b"",
+    }
+    assert [function.name for function in proto.functions] == ["Scaled"]
+    other_shapes(path, model)
+
+
+def test_defaults_are_written_and_none_is_left_out(tmp_path: Path) -> None:
+    model, proto = exported(tmp_path / "m.onnx", scaled)
+    found = attributes(only(proto, "Scaled"))
+    assert "steps" not in found
+    assert found["slope"] == pytest.approx(0.1)
+    assert (found["power"], found["flip"], found["mode"]) == (1, 0, b"plain")
+    other_shapes(tmp_path / "m.onnx", model)
+
+
+@pytest.mark.parametrize("target", ["dense", "onnxruntime"])
+def test_other_targets_have_the_body_in_the_nodes_place(tmp_path: Path, target: str) -> None:
+    model, proto = exported(tmp_path / "m.onnx", call_scaled, target=target)
+    assert not proto.functions
+    assert {node.domain for node in proto.graph.node} == {""}
+    assert "Where" in {node.op_type for node in proto.graph.node}
+    other_shapes(tmp_path / "m.onnx", model)
+
+
+def test_values_have_the_traced_shapes(tmp_path: Path) -> None:
+    _, proto = exported(tmp_path / "m.onnx", call_scaled)
+    (output,) = only(proto, "Scaled").output
+    (info,) = [info for info in proto.graph.value_info if info.name == output]
+    sizes = [d.dim_param or d.dim_value for d in info.type.tensor_type.shape.dim]
+    assert sizes == ["batch", "tokens", 8]
+
+
+def test_torch_onnx_export_makes_the_node_too() -> None:
+    program = torch.onnx.export(
+        Call(call_scaled).eval(),
+        (torch.randn(2, 8),),
+        dynamo=True,
+        verbose=False,
+        custom_translation_table=dynamo_moe.onnx_translation_table(),
+    )
+    assert "Scaled" in [node.op_type for node in program.model.graph]
+
+
+def test_exporter_of_pytorch_gives_the_same_node(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("dynamo_moe._exporter.KNOWN_VERSIONS", ())
+    model, proto = exported(tmp_path / "m.onnx", call_scaled)
+    assert attributes(only(proto, "Scaled"))["steps"] == [4, 5]
+    other_shapes(tmp_path / "m.onnx", model)
+
+
+def test_a_symbolic_size_is_no_attribute(tmp_path: Path) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match=r"Scaled|scaled"):
+        exported(tmp_path / "m.onnx", lambda x: scaled(x, steps=[x.shape[1]]))
+
+
+# Inputs and outputs.
+
+both = define(
+    "both(Tensor x, Tensor? bias, Tensor[] rest, float[] weights=[1.0]) -> (Tensor total, Tensor)",
+    lambda x, bias, rest, weights=(1.0,): _both(x, bias, rest, weights),
+)
+
+
+def _both(
+    x: Tensor, bias: Tensor | None, rest: list[Tensor], weights: list[float]
+) -> tuple[Tensor, Tensor]:
+    total = sum(rest, x * sum(weights))
+    return (total if bias is None else total + bias), total.sum(-1)
+
+
+def both_body(node: ir.Node, opset: int, target: str) -> ir.Function:
+    """The body for the number of tensors that the node has."""
+    inputs = [ir.Value(name=f"i{place}") for place in range(len(node.inputs))]
+    has_bias = node.inputs[1] is not None
+    nodes: list[ir.Node] = []
+
+    def record(op_type: str, *operands: ir.Value, **given: Any) -> ir.Value:
+        made = ir.node(op_type, operands, given)
+        made.outputs[0].name = f"v{len(nodes)}"
+        nodes.append(made)
+        return made.outputs[0]
+
+    factor = record("Constant", value_float=sum(node.attributes["weights"].as_floats()))
+    total = record("Mul", inputs[0], factor)
+    for other in inputs[2:]:
+        total = record("Add", total, other)
+    result = record("Add", total, inputs[1]) if has_bias else record("Identity", total)
+    axes = record("Constant", value_ints=[-1])
+    reduced = record("ReduceSum", total, axes, keepdims=0)
+    function = ir.Function(
+        DOMAIN,
+        "Both",
+        graph=ir.Graph(inputs, [result, reduced], nodes=nodes, opset_imports={"": opset}),
+        attributes=[],
+    )
+    function.overload = f"n{len(inputs)}_bias{has_bias}"
+    return function
+
+
+dynamo_moe.register_op(both, domain=DOMAIN, op_type="Both", body=both_body)
+
+
+class Several(nn.Module):
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        first, one = OPS.both(x, None, [x, x + 1], [2.0, 0.5])
+        second, two = OPS.both(x, bias, [first])
+        return first, one, second, two
+
+
+@pytest.mark.parametrize("target", ["plugin", "dense"])
+def test_optional_inputs_lists_and_several_outputs(tmp_path: Path, target: str) -> None:
+    path = tmp_path / "m.onnx"
+    model = Several()
+    shapes = {"x": {1: "tokens"}, "bias": {0: None}}
+    report = dynamo_moe.export(
+        model, (torch.randn(2, 3, 8), torch.randn(8)), path, target=target, dynamic_shapes=shapes
+    )
+    proto = onnx.load(path)
+    onnx.checker.check_model(proto, full_check=True)
+    if target == "plugin":
+        nodes = [node for node in proto.graph.node if node.op_type == "Both"]
+        assert [len(node.input) for node in nodes] == [4, 3]
+        assert nodes[0].input[1] == ""
+        assert [node.domain for node in nodes] == [DOMAIN, f"{DOMAIN}.n3_biasTrue"]
+        assert any("2 configurations of Both" in note for note in report.notes)
+    dynamo_moe.verify(path, model, [(torch.randn(n, 5, 8), torch.randn(8)) for n in (1, 4)])
+
+
+reordered = define(
+    "reordered(Tensor[] parts, Tensor x) -> Tensor", lambda parts, x: sum(parts, x * 2)
+)
+
+
+def test_inputs_give_the_order(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be the last input .* 'parts' is not: give"):
+        dynamo_moe.register_op(reordered, domain=DOMAIN, op_type="Reordered")
+    with pytest.raises(ValueError, match=r"inputs must be the tensor arguments of .*parts, x"):
+        dynamo_moe.register_op(reordered, domain=DOMAIN, op_type="Reordered", inputs=["x"])
+    dynamo_moe.register_op(reordered, domain=DOMAIN, op_type="Reordered", inputs=["x", "parts"])
+    _, proto = exported(tmp_path / "m.onnx", lambda x: OPS.reordered([x * 3, x * 4], x))
+    linear = only(proto, "Reordered").input[0]
+    assert [node.op_type for node in proto.graph.node if linear in node.output] == ["Add"]
+    assert len(only(proto, "Reordered").input) == 3
+
+
+fill = define("fill(Tensor x, Tensor? a, Tensor? b) -> Tensor", lambda x, a, b: x + b)
+
+
+def test_zeros_can_stand_for_an_absent_input(tmp_path: Path) -> None:
+    dynamo_moe.register_op(
+        fill,
+        domain=DOMAIN,
+        op_type="Fill",
+        fill=lambda name, arguments: ((2, 3), arguments["x"].dtype),
+    )
+    _, proto = exported(tmp_path / "m.onnx", lambda x: OPS.fill(x, None, x))
+    absent = only(proto, "Fill").input[1]
+    (zeros,) = [value for value in proto.graph.initializer if value.name == absent]
+    np.testing.assert_array_equal(onnx.numpy_helper.to_array(zeros), np.zeros((2, 3), np.float32))
+
+
+# Operators that PyTorch would decompose, or translate otherwise.
+
+LIBRARY.define("composite(Tensor x) -> Tensor")
+LIBRARY.impl("composite", lambda x: (x * x + 1).sqrt(), "CompositeImplicitAutograd")
+dynamo_moe.register_op(OPS.composite, domain=DOMAIN, op_type="Composite")
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["own steps", "torch.onnx"])
+def test_a_composite_stays_one_node(tmp_path: Path, monkeypatch, steps: bool) -> None:
+    if not steps:
+        monkeypatch.setattr("dynamo_moe._exporter.KNOWN_VERSIONS", ())
+    _, proto = exported(tmp_path / "m.onnx", OPS.composite)
+    assert only(proto, "Composite")
+    assert "Sqrt" not in {node.op_type for node in proto.graph.node}
+
+
+def test_an_operator_of_pytorch_stays_one_node(tmp_path: Path, monkeypatch) -> None:
+    # Other tests want it decomposed.
+    monkeypatch.setattr(_operators, "_OPERATORS", dict(_operators._OPERATORS))
+    dynamo_moe.register_op(
+        torch.ops.aten.rms_norm,
+        domain=DOMAIN,
+        op_type="AtenRmsNorm",
+        attributes={"eps": "epsilon", "normalized_shape": "shape"},
+    )
+    _, proto = exported(tmp_path / "m.onnx", nn.RMSNorm(8, eps=0.5))
+    found = attributes(only(proto, "AtenRmsNorm"))
+    assert (found["shape"], found["epsilon"]) == ([8], 0.5)
+
+
+def test_without_a_body_the_report_and_verify_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    model = Call(OPS.composite).eval()
+    report = dynamo_moe.export(model, torch.randn(2, 8), path)
+    assert any("registered::Composite has no body" in note for note in report.notes)
+    with pytest.raises(ValueError, match=r"cannot run .* registered::Composite has no"):
+        dynamo_moe.verify(path, model)
+
+
+# Shape inference.
+
+SHAPES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "rows": (
+        "shape_rows(Tensor x, int k) -> Tensor",
+        lambda x, k: x.new_empty((*x.shape[:-1], k)),
+    ),
+    "like": ("shape_like(Tensor x) -> Tensor", torch.empty_like),
+    "double": ("shape_double(Tensor x) -> Tensor", lambda x: torch.cat([x, x])),
+    "sum": ("shape_sum(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y),
+    "squeeze": ("shape_squeeze(Tensor x) -> Tensor", lambda x: x.clone().squeeze(0).clone()),
+    "decides": (
+        "shape_decides(Tensor x) -> Tensor",
+        lambda x: x.new_empty(3) if x.shape[0] > 10 else x.new_empty(x.shape),
+    ),
+    "at_one": (
+        "shape_at_one(Tensor x) -> Tensor",
+        lambda x: x.new_empty(7) if x.shape[0] == 1 else x.new_empty(x.shape),
+    ),
+    "types": (
+        "shape_types(Tensor x) -> (Tensor, Tensor)",
+        lambda x: (x > 0, torch.empty_like(x, dtype=torch.int8)),
+    ),
+}
+for _name, (_schema, _function) in SHAPES.items():
+    _op = define(_schema, _function)
+    dynamo_moe.register_op(_op, domain=DOMAIN, op_type=f"Shape_{_name}")
+
+
+def inferred(op_type: str, *inputs: list[int | str | None], **given: Any) -> list[Any]:
+    """Returns element types and sizes that onnx infers; None where it knows no shape."""
+    names = [f"x{place}" for place in range(len(inputs))]
+    schema = onnx.defs.get_schema(op_type, domain=DOMAIN)
+    outputs = [f"y{place}" for place in range(len(schema.outputs))]
+    node = onnx.helper.make_node(op_type, names, outputs, domain=DOMAIN, **given)
+    graph = onnx.helper.make_graph(
+        [node],
+        "g",
+        [
+            onnx.helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+            for name, shape in zip(names, inputs, strict=True)
+        ],
+        [onnx.ValueInfoProto(name=name) for name in outputs],
+    )
+    opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid(DOMAIN, 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets)
+    found = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    types = [value.type.tensor_type for value in found.graph.output]
+    return [
+        (t.elem_type, [_size(d) for d in t.shape.dim]) if t.HasField("shape") else None
+        for t in types
+    ]
+
+
+def _size(size: Any) -> int | str | None:
+    # onnx itself invents the names unk__.
+    return None if size.dim_param.startswith("unk__") else size.dim_param or size.dim_value or None
+
+
+F = TensorProto.FLOAT
+
+
+@pytest.mark.parametrize(
+    ("op_type", "inputs", "expected"),
+    [
+        ("like", [[2, 3]], [2, 3]),
+        ("like", [["b", None, 4]], ["b", None, 4]),
+        ("like", [["b", "b", 4]], ["b", "b", 4]),
+        ("double", [[2, 3]], [4, 3]),
+        ("double", [["b", 3]], [None, 3]),
+        ("sum", [[2, 1], [1, 3]], [2, 3]),
+        ("sum", [["b", 3], ["b", 3]], ["b", 3]),
+        ("sum", [["b", 3], ["c", 3]], "nothing"),
+        ("squeeze", [[1, 3]], [3]),
+        ("squeeze", [["b", 3]], "nothing"),
+        ("decides", [[11]], [3]),
+        ("decides", [["b"]], "nothing"),
+        ("at_one", [["b"]], "nothing"),
+        ("at_one", [[1]], [7]),
+    ],
+)
+def test_the_fake_kernel_infers_what_holds_for_all_sizes(op_type, inputs, expected) -> None:
+    (found,) = inferred(f"Shape_{op_type}", *inputs)
+    assert found == (None if expected == "nothing" else (F, expected))
+
+
+def test_inference_reads_attributes_and_gives_dtypes() -> None:
+    assert inferred("Shape_rows", ["b", 3], k=9) == [(F, ["b", 9])]
+    assert inferred("Shape_types", ["b"]) == [(TensorProto.BOOL, ["b"]), (TensorProto.INT8, ["b"])]
+
+
+def test_like_and_own_inference() -> None:
+    op = define("inferred_like(Tensor x, Tensor y) -> Tensor", lambda x, y: y.clone())
+    dynamo_moe.register_op(op, domain=DOMAIN, op_type="InferredLike", shape_inference="like:y")
+    assert inferred("InferredLike", [1], ["n", 4]) == [(F, ["n", 4])]
+
+    def rule(context: Any) -> None:
+        context.set_output_type(0, onnx.helper.make_tensor_type_proto(TensorProto.INT64, [5]))
+
+    op = define("inferred_own(Tensor x) -> Tensor", lambda x: x.clone())
+    dynamo_moe.register_op(op, domain=DOMAIN, op_type="InferredOwn", shape_inference=rule)
+    assert inferred("InferredOwn", [1]) == [(TensorProto.INT64, [5])]
+    op = define("inferred_none(Tensor x) -> Tensor", lambda x: x.clone())
+    dynamo_moe.register_op(op, domain=DOMAIN, op_type="InferredNone", shape_inference=None)
+    assert inferred("InferredNone", [1]) == [None]
+
+
+# Bodies.
+
+relu = define("relu(Tensor x) -> Tensor", torch.relu)
+
+
+@script(_opset)
+def relu_18(x):
+    return opset18.Relu(opset18.Cast(opset18.Cast(x, to=1), to=1))
+
+
+@script(_opset)
+def relu_22(x):
+    return opset22.Relu(x)
+
+
+def relu_op(name: str) -> Any:
+    return define(f"{name}(Tensor x) -> Tensor", torch.relu)
+
+
+@pytest.mark.parametrize("form", ["onnx", "ir"])
+def test_bodies_of_onnx_and_onnx_ir(tmp_path: Path, form: str) -> None:
+    op = relu_op(f"relu_{form}")
+    proto = relu_18.to_function_proto()
+    body = proto if form == "onnx" else ir.from_proto(proto)
+    dynamo_moe.register_op(op, domain=DOMAIN, op_type=f"Relu_{form}", body=body)
+    model, found = exported(tmp_path / "m.onnx", op)
+    # Written for opset 18, and converted to the file's.
+    assert {o.domain: o.version for o in found.functions[0].opset_import} == {"": 20}
+    other_shapes(tmp_path / "m.onnx", model)
+
+
+def test_a_body_newer_than_the_file(tmp_path: Path) -> None:
+    op = relu_op("relu_new")
+    dynamo_moe.register_op(op, domain=DOMAIN, op_type="ReluNew", body=relu_22)
+    with pytest.raises(ValueError, match="opset 22, the file has 20: export with opset=22"):
+        exported(tmp_path / "m.onnx", op)
+    model, _ = exported(tmp_path / "m.onnx", op, opset=22)
+    other_shapes(tmp_path / "m.onnx", model)
+
+
+def test_bodies_that_do_not_fit() -> None:
+    @script(_opset)
+    def two(x, y):
+        return opset20.Add(x, y)
+
+    @script(_opset)
+    def foreign(x, slope: float):
+        return opset20.Elu(x, alpha=slope)
+
+    @script(_opset)
+    def helper(x):
+        return opset20.Relu(x)
+
+    @script(_opset)
+    def calling(x):
+        return helper(x)
+
+    def refused(body: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            dynamo_moe.register_op(relu, domain=DOMAIN, op_type="Relu_", body=body)
+
+    refused(two, ValueError, r"must have 1 inputs \(x\), got 2 \(x, y\)")
+    refused(foreign, ValueError, "refers to the attribute 'slope', which the operator has not")
+    refused(calling, ValueError, "uses registered::helper, which is no ONNX operator")
+    refused("Relu", TypeError, "body must be an onnxscript function.*got str")
+
+
+def test_a_fixed_body_for_any_number_of_tensors() -> None:
+    op = define("any_number(Tensor[] xs) -> Tensor", lambda xs: sum(xs[1:], xs[0] * 1))
+    with pytest.raises(ValueError, match="a fixed number of inputs, but 'xs' is a list"):
+        dynamo_moe.register_op(op, domain=DOMAIN, op_type="AnyNumber", body=relu_18)
+
+
+# Declarations that are refused.
+
+REFUSED: dict[str, tuple[str, str, str]] = {
+    "no fake kernel": (
+        "refused_fake(Tensor x) -> Tensor",
+        "",
+        r"has no fake kernel.*register_fake\(\"registered::refused_fake\"\)",
+    ),
+    "argument type": (
+        "refused_dtype(Tensor x, ScalarType to) -> Tensor",
+        "impl",
+        "argument 'to' has the type ScalarType, which is neither",
+    ),
+    "optional device": (
+        "refused_device(Tensor x, Device? on=None) -> Tensor",
+        "impl",
+        r"argument 'on' has the type Device\?",
+    ),
+    "optional tensors": (
+        "refused_tensors(Tensor?[] xs) -> Tensor",
+        "impl",
+        r"argument 'xs' has the type Tensor\?\[\]",
+    ),
+    "mutable": (
+        "refused_mutable(Tensor(a!) x) -> ()",
+        "impl",
+        "changes its argument 'x'",
+    ),
+    "aliasing": ("refused_view(Tensor(a) x) -> Tensor(a)", "impl", "shares the memory of 'x'"),
+    "list of results": (
+        "refused_list(Tensor x) -> Tensor[]",
+        "impl",
+        r"result 0 has the type Tensor\[\]",
+    ),
+    "number": ("refused_number(Tensor x) -> int", "impl", "result 0 has the type int"),
+    "no result": ("refused_none(Tensor x) -> ()", "impl", "has no result"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_operators_that_are_refused(case: str) -> None:
+    schema, kernel, message = REFUSED[case]
+    name = schema.partition("(")[0]
+    if not hasattr(OPS, name):
+        define(schema, (lambda x, *rest: x) if kernel else None)
+    with pytest.raises((TypeError, ValueError), match=message):
+        dynamo_moe.register_op(getattr(OPS, name), domain=DOMAIN, op_type="Refused")
+    assert not onnx.defs.has("Refused", DOMAIN)
+
+
+def test_a_custom_op_without_a_fake_kernel() -> None:
+    @torch.library.custom_op("registered::no_fake", mutates_args=())
+    def no_fake(x: Tensor) -> Tensor:
+        return x.clone()
+
+    with pytest.raises(ValueError, match="has no fake kernel"):
+        dynamo_moe.register_op(no_fake, domain=DOMAIN, op_type="NoFake")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"op_type": "Relu"}, "Relu is a standard ONNX operator"),
+        ({"op_type": "EfficientNMS_TRT"}, "a plugin of TensorRT's own"),
+        ({"op_type": "no name"}, "op_type must be letters"),
+        ({"domain": ""}, "domain must be letters"),
+        ({"domain": "ai.onnx"}, "'ai.onnx' is not yours"),
+        ({"domain": "com.microsoft"}, "'com.microsoft' is not yours"),
+        ({"domain": "moe"}, "'moe' is dynamo_moe's own"),
+        ({"attributes": {"slop": "alpha"}}, "names 'slop', which is no argument .*: none"),
+        ({"attributes": lambda arguments: {}}, "pass both or neither"),
+        ({"outputs": ["a", "b"]}, "outputs must name the 1 results"),
+        ({"shape_inference": "like:z"}, "'like:z' needs one result and a Tensor argument 'z'"),
+        ({"shape_inference": "static"}, "shape_inference must be \"fake\".*'static'"),
+    ],
+)
+def test_declarations_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.register_op(relu, **{"domain": DOMAIN, "op_type": "Mine", **options})
+
+
+def test_what_is_no_operator() -> None:
+    with pytest.raises(TypeError, match=r"torch_op must be an operator.*got function"):
+        dynamo_moe.register_op(lambda x: x, domain=DOMAIN, op_type="Mine")
+    with pytest.raises(ValueError, match=r"has several overloads, name one: aten\.relu"):
+        dynamo_moe.register_op(torch.ops.aten.relu, domain=DOMAIN, op_type="Mine")
+
+
+def test_two_declarations() -> None:
+    before = len(_operators.operators())
+    dynamo_moe.register_op(scaled, domain=DOMAIN, op_type="Scaled", body=scaled_body)
+    assert len(_operators.operators()) == before
+    for options in ({"op_type": "Other"}, {"body": None}, {"plugin_version": "2"}):
+        declaration = {"op_type": "Scaled", "body": scaled_body, **options}
+        with pytest.raises(ValueError, match="is already registered as registered::Scaled"):
+            dynamo_moe.register_op(scaled, domain=DOMAIN, **declaration)
+    with pytest.raises(ValueError, match="already registered as registered::Scaled"):
+        dynamo_moe.register_op(relu, domain=DOMAIN, op_type="Scaled")
+
+
+def test_operators_registered_after_an_export_are_known(tmp_path: Path) -> None:
+    op = relu_op("relu_late")
+    with pytest.raises(dynamo_moe.ExportError):
+        exported(tmp_path / "m.onnx", op)
+    dynamo_moe.register_op(op, domain=DOMAIN, op_type="ReluLate", body=relu_18)
+    exported(tmp_path / "m.onnx", op)
+
+
+def test_empty_batch(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    exported(path, call_scaled)
+    session = onnxruntime.InferenceSession(path)
+    (result,) = session.run(None, {"x": np.zeros((0, 3, 8), np.float32)})
+    assert result.shape == (0, 3, 4)
