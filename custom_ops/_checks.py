@@ -12,7 +12,7 @@ from torch import Tensor
 
 from custom_ops.options import ExpertOptions
 
-__all__ = ["check_experts", "check_router", "check_routing"]
+__all__ = ["check_experts", "check_rms_norm", "check_router", "check_routing"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTS = (torch.int32, torch.int64)
@@ -104,6 +104,22 @@ def check_routing(x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None
     _check_dtype("expert_ids", expert_ids, _INTS)
     _check_float("expert_weights", expert_weights)
     _check_devices(x, expert_ids=expert_ids, expert_weights=expert_weights)
+
+
+def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    """Checks what is normalised and its weight.
+
+    Raises:
+        ValueError: If a shape, a device or ``eps`` does not fit.
+        TypeError: If a dtype is not supported.
+    """
+    _check_float("x", x)
+    _check_float("weight", weight)
+    _check_value(x.ndim >= 1, lambda: "x must have at least 1 dimension [..., D], got 0")
+    _check_value(x.shape[-1] >= 1, lambda: f"D must be at least 1, got x {_text(x)}")
+    _check_shape("weight", weight, "[D]", (x.shape[-1],))
+    _check_value(eps >= 0, lambda: f"eps must be at least 0, got {eps}")
+    _check_device("weight", weight, x)
 
 
 def _check_value(condition: bool, message: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""Both operators on CUDA tensors: the Triton kernels, launched by Triton's JIT.
+"""The operators on CUDA tensors: the Triton kernels, launched by Triton's JIT.
 
 Legend: T tokens, D model width, E experts, K = top_k.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from custom_ops import _grouped
 from custom_ops.options import ExpertOptions, RouterOptions
 
-__all__ = ["dropless_forward", "experts_forward"]
+__all__ = ["dropless_forward", "experts_forward", "rms_norm_forward"]
 
 
 def dropless_forward(
@@ -55,6 +55,28 @@ def experts_forward(
         {"expert_ids": ids_TK, "expert_weights": weights_TK},
         x_TD, w1_EFD, b1_EF, w2_EDH, b2_ED, options, None, ids_TK.shape[1],
     )  # fmt: skip
+
+
+def rms_norm_forward(
+    x_TD: Tensor, weight_D: Tensor, eps: float, weight_plus_one: bool, round_before_weight: bool
+) -> Tensor:
+    """Returns ``[T, D]`` in x's dtype; the arguments are those of ``torch.ops.moe.rms_norm``."""
+    from custom_ops.kernels.launch import launch_kernel
+    from custom_ops.kernels.rms_norm import rms_norm_spec
+
+    y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    if y_TD.numel():
+        spec = rms_norm_spec(
+            x_TD.shape[1],
+            x_TD.dtype,
+            weight_D.dtype,
+            eps,
+            weight_plus_one=weight_plus_one,
+            round_before_weight=round_before_weight,
+        )
+        with torch.cuda.device(x_TD.device):
+            launch_kernel(spec, {"x": _aligned(x_TD), "weight": _aligned(weight_D), "y": y_TD})
+    return y_TD
 
 
 def _needs_float64(*tensors: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""The oracle: both ops in float64, every expert on every token, one line per formula.
+"""The oracle: the ops in float64, every expert on every token, one line per formula.
 
 It is what the implementations are tested against, so it stays slow and plain.
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from custom_ops.options import ExpertOptions, RouterOptions
 
-__all__ = ["dropless", "experts", "router"]
+__all__ = ["dropless", "experts", "rms_norm", "router"]
 
 
 def dropless(
@@ -77,6 +77,13 @@ def experts(
             chosen = expert_ids[..., slot, None] == expert
             result = result + torch.where(chosen, y, 0.0)
     return result
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_plus_one: bool = False) -> Tensor:
+    """``torch.ops.moe.rms_norm`` in float64, nothing rounded; returns x's shape."""
+    x, weight = x.double(), weight.double()
+    normed = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+    return normed * (1 + weight if weight_plus_one else weight)
 
 
 def _activate(z: Tensor, options: ExpertOptions) -> Tensor:

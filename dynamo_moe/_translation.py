@@ -12,6 +12,7 @@ import torch
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import ExpertOptions
 from dynamo_moe import _schemas
+from dynamo_moe._bodies import rms_norm_body
 from dynamo_moe._lowering import moe_body
 from dynamo_moe._operators import Arguments, operators
 from dynamo_moe.registration import register_op
@@ -131,3 +132,13 @@ for _op, _op_type, _compute in (
         body=moe_body,
         fill=_fill,
     )
+
+register_op(
+    torch.ops.moe.rms_norm,
+    domain=_schemas.DOMAIN,
+    op_type="RMSNorm",
+    attributes={"eps": "epsilon"},
+    shape_inference="like:x",
+    body=rms_norm_body,
+    doc="Root mean square normalisation over the last dimension.",
+)

@@ -18,7 +18,7 @@ from custom_ops.kernels.spec import (
     WorkspacePointer,
 )
 
-__all__ = ["launch"]
+__all__ = ["launch", "launch_kernel"]
 
 
 def launch(
@@ -47,6 +47,22 @@ def launch(
             for name, argument in spec.arguments.items()
         }
         _start(spec, sizes, arguments)
+
+
+def launch_kernel(spec: KernelSpec, tensors: Mapping[str, Tensor]) -> None:
+    """Runs a kernel that needs no workspace, writing what it writes of ``tensors``.
+
+    Args:
+        spec: The kernel; its symbols are T alone.
+        tensors: Contiguous, by the names that the spec gives them; x is ``[T, D]``, not empty.
+    """
+    sizes = {"T": tensors["x"].shape[0]}
+    nothing = torch.empty(0, dtype=torch.uint8, device=tensors["x"].device)
+    arguments = {
+        name: _resolve(argument, sizes, tensors, nothing, {})
+        for name, argument in spec.arguments.items()
+    }
+    _start(spec, sizes, arguments)
 
 
 def _resolve(

@@ -53,7 +53,7 @@ class TensorPointer:
     """A pointer to a tensor of the call.
 
     Attributes:
-        tensor: One of :data:`TENSORS`.
+        tensor: One of :data:`TENSORS`; any name for a kernel that no bundle holds.
         dtype: Its dtype.
     """
 

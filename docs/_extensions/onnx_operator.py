@@ -13,7 +13,7 @@ from onnx.helper import get_attribute_value
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from dynamo_moe import _schemas
+from dynamo_moe import _schemas, _translation  # noqa: F401  Registers the operators.
 
 __all__ = ["OnnxOperator", "setup"]
 
