@@ -57,9 +57,9 @@ def run_commands(content: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder; the adapters that a page registers are forgotten after it."""
+    """An empty working folder, whose files can be imported; adapters are forgotten after it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(_registry, "_ADAPTERS", dict(_registry._ADAPTERS))
     rich.reconfigure(width=80, color_system=None, force_terminal=False)
     return tmp_path

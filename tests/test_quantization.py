@@ -1,0 +1,81 @@
+"""An operator that is one node is quantised as one: ONNX Runtime's static quantisation of both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnxruntime.quantization import CalibrationDataReader, quantize_static
+from torch import Tensor, nn
+
+import custom_ops
+import dynamo_moe
+
+WIDTH = 16
+
+
+class WrittenOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class OneNode(WrittenOut):
+    def forward(self, x: Tensor) -> Tensor:
+        return custom_ops.rms_norm(x, self.weight)
+
+
+class Batches(CalibrationDataReader):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.batches = iter([torch.randn(4, 3, WIDTH, generator=generator) for _ in range(8)])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        batch = next(self.batches, None)
+        return None if batch is None else {"input": batch.numpy()}
+
+
+def quantized(
+    folder: Path, norm: type[nn.Module], types: list[str] | None
+) -> tuple[Counter, float]:
+    """Returns the quantised file's operators, and the error of its result."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        norm(), nn.Linear(WIDTH, 32, bias=False), nn.Linear(32, 8, bias=False)
+    ).eval()
+    path, int8 = folder / f"{norm.__name__}.onnx", folder / f"{norm.__name__}_int8.onnx"
+    dynamo_moe.export(model, torch.randn(2, 3, WIDTH), path)
+    quantize_static(path, int8, Batches(), op_types_to_quantize=types)
+    x = torch.randn(5, 3, WIDTH)
+    (y,) = onnxruntime.InferenceSession(int8).run(None, {"input": x.numpy()})
+    with torch.no_grad():
+        expected = model(x)
+    error = (torch.from_numpy(y) - expected).norm() / expected.norm()
+    return Counter(node.op_type for node in onnx.load(int8).graph.node), float(error)
+
+
+def test_one_node_needs_fewer_pairs(tmp_path: Path) -> None:
+    many, many_error = quantized(tmp_path, WrittenOut, None)
+    one, one_error = quantized(tmp_path, OneNode, None)
+    assert one["RMSNorm"] == 1
+    assert "ReduceMean" not in one
+    # Before the first product, between both, and after the second.
+    assert one["QuantizeLinear"] == 3
+    assert many["QuantizeLinear"] > 2 * one["QuantizeLinear"]
+    assert many["DequantizeLinear"] > one["DequantizeLinear"]
+    assert one_error < 0.05
+    assert many_error < 0.1
+
+
+def test_the_node_itself_can_be_quantised(tmp_path: Path) -> None:
+    ops, error = quantized(tmp_path, OneNode, ["MatMul", "RMSNorm"])
+    # Before the node too, and its weight.
+    assert ops["QuantizeLinear"] >= 4
+    assert error < 0.05
