@@ -19,6 +19,7 @@ if not hasattr(custom_ops, "dropless"):
 
 if TYPE_CHECKING:
     from dynamo_moe._translation import onnx_translation_table
+    from dynamo_moe.autograd_functions import FunctionOp, op_from_function
     from dynamo_moe.checkpoints import open_checkpoint, open_tensors
     from dynamo_moe.conversion import ConversionReport, convert
     from dynamo_moe.drawing import draw, draw_comparison
@@ -48,7 +49,10 @@ __all__ = [
     "ExportError",
     "ExportReport",
     "onnx_translation_table",
+    # Operators of your own
     "register_op",
+    "op_from_function",
+    "FunctionOp",
     # Verifying
     "verify",
     "Tolerance",
@@ -78,6 +82,8 @@ _HOME = {
     "ExportReport": "exporting",
     "onnx_translation_table": "_translation",
     "register_op": "registration",
+    "op_from_function": "autograd_functions",
+    "FunctionOp": "autograd_functions",
     "verify": "verification",
     "Tolerance": "tolerances",
     "VerificationError": "verification",

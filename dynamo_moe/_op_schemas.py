@@ -9,7 +9,15 @@ import onnx
 from onnx.defs import OpSchema
 from torch._ops import OpOverload
 
-__all__ = ["PLUGIN_ATTRIBUTES", "derive_schema", "plugin_attributes", "scalar_arguments"]
+__all__ = [
+    "PLUGIN_ATTRIBUTES",
+    "Constant",
+    "derive_schema",
+    "plugin_attributes",
+    "scalar_arguments",
+]
+
+Constant = int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
 
 # TensorRT's parser asks its plugin registry for these before it looks at anything else.
 PLUGIN_ATTRIBUTES = {"plugin_version": "1", "plugin_namespace": ""}
@@ -50,6 +58,7 @@ def derive_schema(
     inputs: Sequence[str] | None,
     outputs: Sequence[str] | None,
     renamed: Mapping[str, str],
+    constants: Mapping[str, Constant],
     like: str | None,
 ) -> OpSchema:
     """Returns the schema of an operator's ONNX node.
@@ -63,6 +72,7 @@ def derive_schema(
         inputs: The tensor arguments in the node's order; None: the operator's.
         outputs: The results' names; None: the operator's, or ``y``.
         renamed: The attributes' names by argument, where they differ.
+        constants: Attributes that are no arguments, with the value that they always have.
         like: The input whose type the only result has; None: types are not related.
 
     Raises:
@@ -98,13 +108,17 @@ def derive_schema(
             f"shape_inference 'like:{like}' needs one result and a Tensor argument {like!r}; "
             f"{torch_op} is {torch_op._schema}"
         )
-    plugin = [
+    attributes += [
+        OpSchema.Attribute(name, onnx.helper.make_attribute(name, value), "Always the same.")
+        for name, value in constants.items()
+    ]
+    attributes += [
         OpSchema.Attribute(
             name, onnx.helper.make_attribute(name, value), "Read by TensorRT's ONNX parser."
         )
         for name, value in PLUGIN_ATTRIBUTES.items()
     ]
-    _check_unique(torch_op, [*order, *(a.name for a in (*attributes, *plugin))])
+    _check_unique(torch_op, [*order, *(attribute.name for attribute in attributes)])
     _check_unique(torch_op, results)
     types = {name: f"T_{name}" for name in order}
     result_types = {name: f"U_{name}" if like is None else f"T_{like}" for name in results}
@@ -128,7 +142,7 @@ def derive_schema(
             (name, _TENSOR_TYPES, "Any tensor of PyTorch.")
             for name in dict.fromkeys([*types.values(), *result_types.values()])
         ],
-        attributes=[*attributes, *plugin],
+        attributes=attributes,
     )
 
 

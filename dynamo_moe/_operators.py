@@ -46,7 +46,7 @@ class Operator:
     torch_op: OpOverload
     schema: OpSchema
     attributes: Callable[[Arguments], Mapping[str, Any]]
-    fixed: Mapping[str, str]
+    fixed: Mapping[str, Any]
     body: Body | None
     fill: Fill | None
     declaration: Any

@@ -14,7 +14,7 @@ from torch._library.simple_registry import singleton
 from torch._ops import OpOverload, OpOverloadPacket
 
 from dynamo_moe import _op_bodies, _operators, _shape_inference
-from dynamo_moe._op_schemas import derive_schema, plugin_attributes, scalar_arguments
+from dynamo_moe._op_schemas import Constant, derive_schema, plugin_attributes, scalar_arguments
 from dynamo_moe._reserved_names import check_name
 
 __all__ = ["register_op"]
@@ -33,9 +33,8 @@ def register_op(
     version: int = 1,
     inputs: Sequence[str] | None = None,
     outputs: Sequence[str] | None = None,
-    attributes: Mapping[str, str]
-    | Callable[[_operators.Arguments], Mapping[str, Any]]
-    | None = None,
+    attributes: Attributes = None,
+    constants: Mapping[str, Constant] | None = None,
     schema: OpSchema | None = None,
     shape_inference: Inference = "fake",
     body: Any = None,
@@ -64,6 +63,7 @@ def register_op(
         attributes: The attributes' names by argument, where they differ. Or, with ``schema``, a
             function from a call's arguments by name, with tensors as ``onnx_ir.Value``, to the
             attributes.
+        constants: More attributes, the same at every node.
         schema: The node's whole schema, in place of one derived; its inputs are named after the
             tensor arguments.
         shape_inference: ``"fake"``: by the fake kernel; ``"like:x"``: the only result has the type
@@ -124,18 +124,25 @@ def register_op(
             inputs=inputs,
             outputs=outputs,
             renamed=renamed,
+            constants=constants or {},
             like=_like(shape_inference),
         )
         inference = _inference(shape_inference, overload, schema, names)
         if inference is not None:
             schema.set_type_and_shape_inference_function(inference)
         compute = functools.partial(_renamed, names)
+    fixed = {**(constants or {}), **plugin_attributes(plugin_version, plugin_namespace)}
+    undeclared = [name for name in fixed if name not in schema.attributes]
+    if undeclared:
+        raise ValueError(
+            f"the schema of {domain}::{op_type} must declare the attribute {undeclared[0]!r}"
+        )
     _operators.add(
         _operators.Operator(
             torch_op=overload,
             schema=schema,
             attributes=compute,
-            fixed=plugin_attributes(plugin_version, plugin_namespace),
+            fixed=fixed,
             body=None if body is None else _op_bodies.body_of(body, schema),
             fill=fill,
             declaration=declaration,
