@@ -11,7 +11,7 @@ import onnx_ir.passes.common as common_passes
 
 from dynamo_moe import _schemas
 from dynamo_moe._bodies import BodyConfig, body, dense_body, onnxruntime_body
-from dynamo_moe._op_bodies import prepare_body
+from dynamo_moe._op_bodies import omit_absent_inputs, prepare_body
 from dynamo_moe._operators import find
 
 __all__ = ["TARGETS", "Target", "lower", "moe_body", "moe_nodes", "notes"]
@@ -48,12 +48,14 @@ def lower(model: ir.Model, target: str) -> None:
         if operator is None or operator.body is None:
             continue
         function = operator.body(node, opset, target)
+        omit_absent_inputs(function, node, operator.name)
         # A function is found by domain and name. Overloads, ONNX's own way to have several, are
         # lost in onnxslim (seen with 0.1.98); TensorRT's parser ignores the domain.
         overload, function.overload = function.overload, ""
         known = domains.setdefault(operator.name, {})
         if overload not in known:
-            known[overload] = f"{node.domain}.{overload}" if known else node.domain
+            further = f"{node.domain}.{overload or 'complete'}"
+            known[overload] = further if known else node.domain
             prepare_body(function, node, operator.schema, opset)
             function.domain, function.name = known[overload], node.op_type
             model.functions[function.identifier()] = function

@@ -14,7 +14,11 @@ from onnxscript import version_converter
 
 from dynamo_moe._operators import Body, attribute_type
 
-__all__ = ["body_of", "prepare_body", "proto_of"]
+__all__ = ["body_of", "omit_absent_inputs", "prepare_body", "proto_of"]
+
+_OPTIONAL = OpSchema.FormalParameterOption.Optional
+
+_STANDARD_DOMAINS = ("", "ai.onnx.ml")
 
 # Marks nodes that onnxscript's version converter must leave: it refuses references to attributes.
 _UNCONVERTED = "dynamo_moe.unconverted"
@@ -91,18 +95,49 @@ def prepare_body(function: ir.Function, node: ir.Node, schema: OpSchema, opset: 
             function.attributes[attribute] = ir.Attr(attribute, attribute_type(declared), None)
 
 
+def omit_absent_inputs(function: ir.Function, node: ir.Node, name: str) -> None:
+    """Removes from a node's body what the node leaves out, in place, and notes it in ``overload``.
+
+    ONNX Runtime 1.31 crashes on a function that uses an input that its node has not.
+
+    Raises:
+        ValueError: If the body cannot do without such an input.
+    """
+    given = [*node.inputs, *[None] * len(function.inputs)]
+    absent = [value for value, got in zip(function.inputs, given, strict=False) if got is None]
+    for value in absent:
+        for user, place in list(value.uses()):
+            if not _may_lack(user, place):
+                raise ValueError(
+                    f"the body of {name} cannot do without the input {value.name!r}, which node "
+                    f"{node.name!r} leaves out: {user.op_type} needs it; pass a function that "
+                    "returns the body of a given node"
+                )
+            user.replace_input_with(place, None)
+    while len(function.inputs) > len(node.inputs):
+        function.inputs.pop()
+    if absent:
+        parts = [function.overload, "without", *(str(value.name) for value in absent)]
+        function.overload = "_".join(filter(None, parts))
+
+
+def _may_lack(node: ir.Node, place: int) -> bool:
+    if node.domain not in _STANDARD_DOMAINS:
+        return True  # A runtime's own operator, of which onnx knows nothing.
+    formals = onnx.defs.get_schema(node.op_type, domain=node.domain).inputs
+    return place < len(formals) and formals[place].option == _OPTIONAL
+
+
 def _check(function: ir.Function, name: str, attributes: Collection[str]) -> None:
     given = {*function.attributes}
     for node in function.all_nodes():
         given |= {a.ref_attr_name for a in node.attributes.values() if a.is_ref()}
-        known = onnx.defs.has(node.op_type, domain=node.domain)
-        if not known and node.domain.split(".")[0] not in ("com", "ai"):
+        standard = node.domain in _STANDARD_DOMAINS and onnx.defs.has(node.op_type, node.domain)
+        if not standard and not node.domain.startswith("com.microsoft"):
             raise ValueError(
                 f"the body of {name} uses {node.domain or 'ai.onnx'}::{node.op_type}, which is no "
                 "ONNX operator: write what it computes into the body itself"
             )
-        if f"{node.domain}::{node.op_type}" == name:
-            raise ValueError(f"the body of {name} uses {name} itself")
     unknown = sorted(str(attribute) for attribute in given if attribute not in attributes)
     if unknown:
         raise ValueError(
@@ -128,12 +163,7 @@ def _convert(function: ir.Function, name: str, opset: int) -> None:
         for node in left:
             _check_unchanged(node, name, own, opset)
             node.domain = _UNCONVERTED
-        model = ir.Model(
-            ir.Graph([], [], nodes=[], opset_imports={"": own}, name="empty"),
-            ir_version=10,
-            functions=[function],
-        )
-        version_converter._version_converter.convert_version(model, opset)
+        version_converter.convert_version(ir.Model(function.graph, ir_version=10), opset)
         for node in left:
             node.domain = ""
     for node in function.all_nodes():

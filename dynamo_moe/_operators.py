@@ -14,7 +14,17 @@ from onnx.defs import OpSchema
 from onnxscript.onnx_opset import opset18
 from torch._ops import OpOverload
 
-__all__ = ["Arguments", "Body", "Fill", "Operator", "add", "attribute_type", "find", "operators"]
+__all__ = [
+    "Arguments",
+    "Body",
+    "Fill",
+    "NodeError",
+    "Operator",
+    "add",
+    "attribute_type",
+    "find",
+    "operators",
+]
 
 Arguments = Mapping[str, Any]
 """A call's arguments by name: tensors as ``ir.Value``, everything else as Python values."""
@@ -27,6 +37,10 @@ Body = Callable[[ir.Node, int, str], ir.Function]
 
 _OPTIONAL = OpSchema.FormalParameterOption.Optional
 _VARIADIC = OpSchema.FormalParameterOption.Variadic
+
+
+class NodeError(ValueError):
+    """A call of an operator cannot become its node."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -105,7 +119,7 @@ class Operator:
         kind = attribute_type(self.schema.attributes[name])
         items = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(item, ir.Value) for item in items):
-            raise ValueError(
+            raise NodeError(
                 f"{self.torch_op}: {name!r} is computed by the model, but an attribute of an ONNX "
                 "node is a constant: pass a constant, or make it a Tensor argument"
             )

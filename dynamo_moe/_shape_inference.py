@@ -19,6 +19,7 @@ from onnx import TypeProto
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
 from onnx_ir import tensor_adapters
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -160,7 +161,7 @@ def _claims(
         shape = [sizes[size] if isinstance(size, str) else size for size in value.sizes]
         return torch.empty(shape, dtype=value.dtype)
 
-    with FakeTensorMode(shape_env=env), torch.no_grad():
+    with FakeTensorMode(shape_env=env), enable_python_dispatcher(), torch.no_grad():
         given = pytree.tree_map(fake, dict(arguments))
         before = len(env.guards)
         results = pytree.tree_leaves(torch_op(**given))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,10 @@ import onnx_ir as ir
 import torch
 
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
-from custom_ops.options import ExpertOptions
 from dynamo_moe import _schemas
 from dynamo_moe._bodies import rms_norm_body
 from dynamo_moe._lowering import moe_body
+from dynamo_moe._op_schemas import scalar_arguments
 from dynamo_moe._operators import Arguments, operators
 from dynamo_moe.registration import register_op
 
@@ -61,7 +60,8 @@ def _experts_attributes(arguments: Arguments) -> dict[str, Any]:
 
 
 def _expert_options(arguments: Arguments) -> dict[str, Any]:
-    names = (field.name for field in dataclasses.fields(ExpertOptions))
+    # moe::experts has no other arguments but tensors.
+    names = scalar_arguments(torch.ops.moe.experts.default)
     return {name: arguments[name] for name in names}
 
 

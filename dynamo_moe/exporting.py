@@ -22,6 +22,7 @@ from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes, _ph
 from dynamo_moe._capture import capture
 from dynamo_moe._exporter import translate
 from dynamo_moe._modes import evaluating
+from dynamo_moe._operators import NodeError
 from dynamo_moe.conversion import convertible_modules
 from dynamo_moe.profiling import profiled, save_profile
 
@@ -286,6 +287,11 @@ def _first_cause(error: BaseException) -> BaseException:
 def _explain(error: BaseException) -> str:
     """Returns what to do about a failure of PyTorch's exporter, and its cause."""
     cause = str(error.__cause__ or error).strip()
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    if isinstance(root, NodeError):
+        return str(root)
     if "conflicts between user-specified ranges" in cause:
         conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
         return (
