@@ -84,8 +84,9 @@ def register_op(
     Raises:
         TypeError: If an argument or a result of the operator is nothing that a node can have, or
             ``torch_op`` or ``body`` is nothing of the above.
-        ValueError: If the declaration contradicts the operator, a name is taken, or the operator
-            is registered already with another declaration.
+        ValueError: If the declaration contradicts the operator, a name is taken, the operator
+            changes its arguments or draws random numbers, or it is registered already with another
+            declaration.
 
     Example:
         >>> import torch
@@ -104,6 +105,7 @@ def register_op(
     overload = _overload(torch_op)
     check_name(overload, domain, op_type)
     _check_functional(overload)
+    _check_deterministic(overload)
     _check_fake_kernel(overload)
     if callable(attributes) != (schema is not None):
         raise ValueError(
@@ -180,6 +182,14 @@ def _check_functional(torch_op: OpOverload) -> None:
                 f"{torch_op} {does} {value.name!r}: an ONNX node only computes new values; "
                 "register an operator that returns them"
             )
+
+
+def _check_deterministic(torch_op: OpOverload) -> None:
+    if torch.Tag.nondeterministic_seeded in torch_op.tags:
+        raise ValueError(
+            f"{torch_op} draws random numbers: two equal nodes would be merged into one; pass the "
+            "random tensor to an operator instead"
+        )
 
 
 def _check_fake_kernel(torch_op: OpOverload) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +336,15 @@ class Branches(nn.Module):
         return torch.cond(x.sum() > 0, lambda x: OPS.relu(x) + 1, lambda x: OPS.relu(-x), (x,))
 
 
+@pytest.fixture
+def _compiled_anew() -> Iterator[None]:
+    """torch.cond compiles, and PyTorch counts how often, over all tests."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_compiled_anew")
 @pytest.mark.parametrize("target", ["plugin", "dense"])
 def test_in_a_branch(tmp_path: Path, target: str) -> None:
     path = tmp_path / "m.onnx"
@@ -674,6 +683,11 @@ def test_a_custom_op_without_a_fake_kernel() -> None:
 def test_declarations_that_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dynamo_moe.register_op(relu, **{"domain": DOMAIN, "op_type": "Mine", **options})
+
+
+def test_random_numbers() -> None:
+    with pytest.raises(ValueError, match=r"aten\.bernoulli\.default draws random numbers"):
+        dynamo_moe.register_op(torch.ops.aten.bernoulli.default, domain=DOMAIN, op_type="Random")
 
 
 def test_what_is_no_operator() -> None:
