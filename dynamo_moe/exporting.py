@@ -307,7 +307,7 @@ def _explain(error: BaseException) -> str:
     if missing:
         return (
             f"operator {missing[1]} has no translation to ONNX, nor a decomposition into operators "
-            "that have one"
+            "that have one; dynamo_moe.register_op makes one node of it"
         )
     return f"PyTorch's exporter cannot take the model: {cause}"
 
