@@ -17,7 +17,8 @@ _OP_TYPE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # Domains whose operators a standard or a runtime defines.
 _RESERVED_DOMAINS = ("ai.onnx", "com.microsoft", "com.ms", "org.pytorch", "pkg")
 
-# Plugins that come with TensorRT 10: the repository's folder `plugin`, and its parser's own.
+# Plugins that come with TensorRT 10: the table of plugin/README.md in NVIDIA/TensorRT, and a few
+# names that it leaves out.
 _TENSORRT_PLUGINS = frozenset(
     {
         *("BatchedNMS_TRT", "BatchedNMSDynamic_TRT", "BatchTilePlugin_TRT", "Clip_TRT"),
@@ -27,7 +28,8 @@ _TENSORRT_PLUGINS = frozenset(
         *("DecodeBbox3DPlugin", "DetectionLayer_TRT", "DisentangledAttention_TRT"),
         *("EfficientNMS_Explicit_TF_TRT", "EfficientNMS_Implicit_TF_TRT", "EfficientNMS_ONNX_TRT"),
         *("EfficientNMS_TRT", "FlattenConcat_TRT", "GenerateDetection_TRT", "GridAnchor_TRT"),
-        *("GridAnchorRect_TRT", "InstanceNormalization_TRT", "LReLU_TRT", "ModulatedDeformConv2d"),
+        *("GridAnchorRect_TRT", "GroupNormalizationPlugin", "InstanceNormalization_TRT"),
+        *("LReLU_TRT", "ModulatedDeformConv2d"),
         *("MultilevelCropAndResize_TRT", "MultilevelProposeROI_TRT"),
         *("MultiscaleDeformableAttnPlugin_TRT", "NMS_TRT", "NMSDynamic_TRT", "Normalize_TRT"),
         *("PillarScatterPlugin", "PriorBox_TRT", "Proposal", "ProposalDynamic"),
