@@ -87,7 +87,7 @@ def _parts(
     dimension, start, end = reach
     if start >= end:
         return []
-    if whole.target is _aten.cat.default and whole.args[1] == dimension:
+    if whole.target is _aten.cat.default and _joined_along(whole) == dimension:
         joined: Any = whole.args[0]
         sizes = [part.meta["val"].shape[dimension] for part in joined]
         ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
@@ -95,6 +95,12 @@ def _parts(
         if start in starts and end in ends:
             return list(joined[starts.index(start) : ends.index(end) + 1])
     return [_call(graph, write, _aten.slice.Tensor, whole, dimension, start, end)]
+
+
+def _joined_along(cat: Any) -> int:
+    """Returns the dimension that a concatenation joins its parts along."""
+    dimension: int = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    return dimension % cat.meta["val"].ndim
 
 
 def _call(graph: fx.Graph, write: fx.Node, target: Any, *args: Any) -> fx.Node:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch.fx
@@ -26,6 +27,9 @@ __all__ = ["cheap_tracing"]
 _OPERATIONS = ("_add", "_mul", "_sub", "_sym_max", "_eq", "_ne", "_ge", "_gt", "_le", "_lt")
 _STACK_TRACES_OFF = "do_not_emit_stack_traces"
 
+# Whoever changes PyTorch's classes restores them: nobody else does meanwhile.
+_changed = Lock()
+
 Operation = Callable[[Any, Any], Any]
 
 
@@ -33,14 +37,18 @@ Operation = Callable[[Any, Any], Any]
 def cheap_tracing() -> Iterator[None]:
     """Lets what is traced meanwhile remember its size arithmetic, and keep no stack traces.
 
-    The graphs are the same, but for the stack traces of their nodes.
+    The graphs are the same, but for the stack traces of their nodes. While one thread traces so,
+    another traces as PyTorch does by itself.
     """
+    if not _changed.acquire(blocking=False):
+        yield
+        return
     config: Any = getattr(torch.fx, "config", None)
     traced = getattr(config, _STACK_TRACES_OFF, None)
     originals: dict[str, Operation] = {}
-    if SymNode is not None and is_known():
-        originals = {name: getattr(SymNode, name) for name in _OPERATIONS}
     try:
+        if SymNode is not None and is_known():
+            originals = {name: getattr(SymNode, name) for name in _OPERATIONS}
         if traced is not None:
             setattr(config, _STACK_TRACES_OFF, True)
         for name, original in originals.items():
@@ -51,6 +59,7 @@ def cheap_tracing() -> Iterator[None]:
             setattr(SymNode, name, original)
         if traced is not None:
             setattr(config, _STACK_TRACES_OFF, traced)
+        _changed.release()
 
 
 def _remembered(operation: Operation) -> Operation:

@@ -42,7 +42,7 @@ def main() -> None:
         sys.exit(f"no pictures: {reason}")
     with TemporaryDirectory() as folder, netron_page.launched() as browser:
         path = export(Path(folder))
-        with netron_page.opened(browser, path, width=880, height=1040, scale=1.25) as page:
+        with netron_page.opened(browser, path, width=880, height=1130, scale=1.25) as page:
             layer = netron_page.node_named(page, f"{BLOCK}.mlp/DroplessMoE")
             layer.scroll_into_view_if_needed()
             block = [netron_page.node_named(page, f"{BLOCK}{name}") for name in NODES]

@@ -235,7 +235,16 @@ def changed_afterwards(x: Tensor) -> Tensor:
     return y
 
 
+def joined_before(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows = torch.cat([x, x])
+    rows[:, 1:3] = 0
+    columns = torch.cat([x, x * 2], -1)
+    columns[:, 6:] = x.cos()
+    return rows, columns
+
+
 FILLED = [
+    joined_before,
     halves,
     halves_from_the_end,
     overlapping,

@@ -89,8 +89,8 @@ def test_sidebar_describes_the_layer(exported: Exported, page: Page, name: str) 
     node = netron_page.node_named(page, f"{name}/DroplessMoE")
     shown = netron_page.properties(page, node)
     assert shown[""] == {"type": "DroplessMoE", "module": "moe", "name": f"{name}/DroplessMoE"}
-    alpha = shown["Attributes"].pop("activation_alpha")
-    assert float(alpha) == pytest.approx(1.702)
+    for name_of_real, value in {"activation_alpha": 1.702, "norm_eps": 1e-6}.items():
+        assert float(shown["Attributes"].pop(name_of_real)) == pytest.approx(value)
     assert shown["Attributes"] == {
         "top_k": str(layer.top_k),
         "num_experts": str(experts),
@@ -101,6 +101,8 @@ def test_sidebar_describes_the_layer(exported: Exported, page: Page, name: str) 
         "gated": "0",
         "interleaved": "0",
         "weight_on_input": "0",
+        "pre_norm": "none",
+        "residual": "0",
         "scoring": "softmax",
         "renormalize": "1",
         "routed_scaling": "1",

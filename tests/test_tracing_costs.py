@@ -127,6 +127,20 @@ def test_nothing_is_left_behind() -> None:
     assert (SymNode._mul, SymNode._eq, torch.fx.config.do_not_emit_stack_traces) == before
 
 
+def test_overlapping_contexts_leave_nothing_behind() -> None:
+    before = SymNode._mul
+    first, second = cheap_tracing(), cheap_tracing()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert SymNode._mul is before
+    second.__exit__(None, None, None)
+    assert SymNode._mul is before
+    assert not torch.fx.config.do_not_emit_stack_traces
+    with cheap_tracing():
+        assert torch.fx.config.do_not_emit_stack_traces
+
+
 def test_an_unknown_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_known_torch, "KNOWN_VERSIONS", ())
     before = SymNode._mul
