@@ -100,7 +100,8 @@ def _parts(
 def _joined_along(cat: Any) -> int:
     """Returns the dimension that a concatenation joins its parts along."""
     dimension: int = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
-    return dimension % cat.meta["val"].ndim
+    rank: int = cat.meta["val"].ndim
+    return dimension % rank
 
 
 def _call(graph: fx.Graph, write: fx.Node, target: Any, *args: Any) -> fx.Node:
