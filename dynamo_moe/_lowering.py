@@ -11,7 +11,7 @@ import onnx_ir.passes.common as common_passes
 
 from dynamo_moe import _schemas
 from dynamo_moe._bodies import BodyConfig, body, dense_body, onnxruntime_body
-from dynamo_moe._op_bodies import omit_absent_inputs, prepare_body
+from dynamo_moe._op_bodies import content, omit_absent_inputs, prepare_body
 from dynamo_moe._operators import find
 
 __all__ = ["TARGETS", "Target", "lower", "moe_body", "moe_nodes", "notes"]
@@ -42,7 +42,7 @@ def lower(model: ir.Model, target: str) -> None:
     node's place.
     """
     opset = model.opset_imports[""]
-    domains: dict[str, dict[str, str]] = {}
+    domains: dict[str, dict[tuple[str, bytes], str]] = {}
     for node in list(model.graph.all_nodes()):
         operator = find(node)
         if operator is None or operator.body is None:
@@ -53,15 +53,15 @@ def lower(model: ir.Model, target: str) -> None:
         # lost in onnxslim (seen with 0.1.98); TensorRT's parser ignores the domain.
         overload, function.overload = function.overload, ""
         known = domains.setdefault(operator.name, {})
-        if overload not in known:
-            further = f"{node.domain}.{overload or 'complete'}"
-            known[overload] = further if known else node.domain
+        key = overload, content(function)
+        if key not in known:
+            known[key] = _domain(node.domain, overload, [other for other, _ in known])
             prepare_body(function, node, operator.schema, opset)
-            function.domain, function.name = known[overload], node.op_type
+            function.domain, function.name = known[key], node.op_type
             model.functions[function.identifier()] = function
-            for domain, version in (*function.opset_imports.items(), (known[overload], 1)):
+            for domain, version in (*function.opset_imports.items(), (known[key], 1)):
                 model.opset_imports.setdefault(domain, version)
-        node.domain = known[overload]
+        node.domain = known[key]
     if target != "plugin":
         common_passes.InlinePass()(model)
         common_passes.RemoveUnusedOpsetsPass()(model)
@@ -73,6 +73,15 @@ def moe_body(node: ir.Node, opset: int, target: str) -> ir.Function:
     function = _BODIES[target](config, opset)
     function.overload = config.overload
     return function
+
+
+def _domain(own: str, overload: str, known: list[str]) -> str:
+    """Returns the domain of an operator's next body; given the overloads of those before."""
+    if not known:
+        return own
+    if overload in known:
+        return f"{own}.{overload or 'body'}_{len(known) + 1}"
+    return f"{own}.{overload or 'complete'}"
 
 
 def notes(model: ir.Model, activations: Collection[str], target: str) -> list[str]:

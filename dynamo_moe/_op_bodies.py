@@ -14,7 +14,7 @@ from onnxscript import version_converter
 
 from dynamo_moe._operators import Body, attribute_type
 
-__all__ = ["body_of", "omit_absent_inputs", "prepare_body", "proto_of"]
+__all__ = ["body_of", "content", "omit_absent_inputs", "prepare_body", "proto_of"]
 
 _OPTIONAL = OpSchema.FormalParameterOption.Optional
 
@@ -74,6 +74,14 @@ def proto_of(body: Any) -> onnx.FunctionProto | None:
     if isinstance(body, ir.Function):
         return ir.to_proto(body)
     return body if isinstance(body, onnx.FunctionProto) else None
+
+
+def content(function: ir.Function) -> bytes:
+    """Returns what a body computes, in a form that equals that of an equal body."""
+    proto = ir.to_proto(function)
+    del proto.value_info[:]  # Bodies may note the shapes of their node.
+    serialized: bytes = proto.SerializeToString(deterministic=True)
+    return serialized
 
 
 def prepare_body(function: ir.Function, node: ir.Node, schema: OpSchema, opset: int) -> None:

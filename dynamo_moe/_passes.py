@@ -14,6 +14,7 @@ from onnxscript import optimizer, rewriter
 from onnxscript.rewriter.rules.common import slice_split_rule
 
 from dynamo_moe import _rules, _weights
+from dynamo_moe._operators import find
 
 __all__ = [
     "fold_weight_transposes",
@@ -95,12 +96,20 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
         common_passes.LiftSubgraphInitializersToMainGraphPass(),
     )(model)
     _share_constants(model.graph, weights)
-    ir.passes.Sequential(
-        common_passes.CommonSubexpressionEliminationPass(),
-        common_passes.OutputFixPass(),
-        common_passes.NameFixPass(),
-    )(model)
+    _merge_equal_nodes(model)
+    ir.passes.Sequential(common_passes.OutputFixPass(), common_passes.NameFixPass())(model)
     _infer_shapes(model)
+
+
+def _merge_equal_nodes(model: ir.Model) -> None:
+    """Merges nodes that compute the same, but no registered ones: they may draw random numbers."""
+    registered = [node for node in model.graph if find(node) is not None]
+    overloads = [node.overload for node in registered]
+    for number, node in enumerate(registered):
+        node.overload = str(number)
+    common_passes.CommonSubexpressionEliminationPass()(model)
+    for node, overload in zip(registered, overloads, strict=True):
+        node.overload = overload
 
 
 def _share_constants(graph: ir.Graph, weights: Collection[str]) -> None:

@@ -189,16 +189,17 @@ def _is_not(decision: Any, of: Mapping[Any, str]) -> tuple[str, int] | None:
 
 
 def _size(size: Any, of: Mapping[Any, str]) -> Any:
-    """Returns a size as a number, or as an expression of names."""
+    """Returns a size as a number or an expression of names; None if the inputs do not tell it."""
     if isinstance(size, int):
         return size
     named = {symbol: sympy.Symbol(name) for symbol, name in of.items()}
-    return size.node.expr.xreplace(named)
+    expression = size.node.expr
+    return expression.xreplace(named) if expression.free_symbols <= named.keys() else None
 
 
 def _at(shape: tuple[Any, ...], name: str, number: int) -> tuple[Any, ...]:
     at = {sympy.Symbol(name): sympy.Integer(number)}
-    sizes = [size if isinstance(size, int) else size.xreplace(at) for size in shape]
+    sizes = [size.xreplace(at) if isinstance(size, sympy.Expr) else size for size in shape]
     return tuple(int(s) if getattr(s, "is_Integer", False) else s for s in sizes)
 
 

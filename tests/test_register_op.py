@@ -533,6 +533,17 @@ def test_like_and_own_inference() -> None:
     assert inferred("InferredNone", [1]) == [None]
 
 
+def test_a_size_that_inputs_do_not_tell_is_not_that_of_an_input() -> None:
+    op = define("nonzero_count(Tensor x) -> Tensor")
+    LIBRARY.impl("nonzero_count", lambda x: x[x != 0], "CPU")
+    torch.library.register_fake("registered::nonzero_count")(
+        lambda x: x.new_empty(torch.library.get_ctx().new_dynamic_size())
+    )
+    dynamo_moe.register_op(op, domain=DOMAIN, op_type="NonzeroCount")
+    # PyTorch's name of such a size, and a name that its exporter writes.
+    assert inferred("NonzeroCount", ["u0"]) == [(F, [None])]
+
+
 # Bodies.
 
 
@@ -602,6 +613,41 @@ def test_a_fixed_body_for_any_number_of_tensors() -> None:
     op = define("any_number(Tensor[] xs) -> Tensor", lambda xs: sum(xs[1:], xs[0] * 1))
     with pytest.raises(ValueError, match="a fixed number of inputs, but 'xs' is a list"):
         dynamo_moe.register_op(op, domain=DOMAIN, op_type="AnyNumber", body=relu_18)
+
+
+# Bodies of single nodes, and what may not be merged.
+
+
+def test_bodies_that_name_no_overload_are_told_apart(tmp_path: Path) -> None:
+    op = define("times(Tensor x, int n) -> Tensor", lambda x, n: x * n)
+
+    def body(node: ir.Node, opset: int, target: str) -> ir.Function:
+        factor = float(node.attributes["n"].as_int())
+        nodes = [
+            onnx.helper.make_node("Constant", [], ["c"], value_float=factor),
+            onnx.helper.make_node("Mul", ["x", "c"], ["y"]),
+        ]
+        opsets = [onnx.helper.make_opsetid("", opset)]
+        proto = onnx.helper.make_function(DOMAIN, "Times", ["x"], ["y"], nodes, opsets)
+        return ir.serde.deserialize_function(proto)
+
+    dynamo_moe.register_op(op, domain=DOMAIN, op_type="Times", body=body)
+    for target in ("plugin", "dense"):
+        path = tmp_path / f"{target}.onnx"
+        model, proto = exported(path, lambda x: op(x, 2) + op(x, 3) + op(x + 1, 2), target=target)
+        other_shapes(path, model)
+        if target == "plugin":
+            domains = [node.domain for node in proto.graph.node if node.op_type == "Times"]
+            assert domains == [DOMAIN, f"{DOMAIN}.body_2", DOMAIN]
+
+
+def test_equal_calls_of_an_untagged_random_operator_stay_two(tmp_path: Path) -> None:
+    op = define("noise(Tensor x) -> Tensor", torch.rand_like)
+    dynamo_moe.register_op(op, domain=DOMAIN, op_type="Noise")
+    _, proto = exported(tmp_path / "m.onnx", lambda x: op(x) - op(x))
+    first, second = [node for node in proto.graph.node if node.op_type == "Noise"]
+    assert first.output != second.output
+    assert all(node.overload == "" for node in (first, second))
 
 
 # Declarations that are refused.
