@@ -33,9 +33,9 @@ class FunctionOp:
     op: CustomOpDef
     declaration: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the operator, as the Function's ``apply`` calls the Function."""
-        return self.op(*args)
+        return self.op(*args, **kwargs)
 
 
 def op_from_function(
@@ -56,7 +56,8 @@ def op_from_function(
     Args:
         function: The Function's class; its ``forward`` takes ``ctx`` first, or has a
             ``setup_context`` beside it. Without the latter, forward runs once more where gradients
-            are wanted, to learn what it keeps for backward.
+            are wanted, to learn what it keeps for backward; so it may not draw random numbers,
+            which would be others: a call that draws them raises ValueError.
         name: Of the operator: ``"my::op"``.
         schema: ``"(Tensor x, float slope) -> Tensor"``; None: from forward's annotations.
         fake: Returns the results' shapes, given forward's arguments; None: forward itself tells
@@ -102,15 +103,31 @@ def op_from_function(
     def forward(*args: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
-        results = function.forward(*args) if split else function.forward(_Context(), *args)
+        context = () if split else (_Context((False,) * len(parsed.arguments)),)
+        results = function.forward(*context, *args)
         if [tensor._version for tensor in tensors] != versions:
             raise ValueError(
                 f"{function.__name__}.forward changes its arguments, an operator may not"
             )
-        # An operator may not return its arguments, nor views of them.
-        return pytree.tree_map_only(
-            Tensor, lambda result: result.clone() if _shares(result, tensors) else result, results
-        )
+
+        def own(result: Tensor) -> Tensor:
+            result = result.clone() if _shares(result, tensors) else result
+            tensors.append(result)
+            return result
+
+        # An operator may not return its arguments, nor two views of one memory.
+        return pytree.tree_map_only(Tensor, own, results)
+
+    def forward_without_chance(*args: Any) -> Any:
+        before = _random_states(args)
+        results = forward(*args)
+        if _random_states(args) != before:
+            raise ValueError(
+                f"{function.__name__}.forward draws random numbers: running it again, for what it "
+                "keeps for backward, would draw others. Move what it keeps to a setup_context, or "
+                "pass it the random numbers"
+            )
+        return results
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.dynamo_moe_inputs = len(inputs)
@@ -118,7 +135,8 @@ def op_from_function(
             function.setup_context(ctx, inputs, output)
         else:
             with torch.no_grad():
-                function.forward(ctx, *inputs)
+                again = function.forward(ctx, *inputs)
+            _mean_the_results(ctx, inputs, again, output)
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         found = function.backward(ctx, *gradients)
@@ -126,16 +144,18 @@ def op_from_function(
         # Arguments that equal their defaults are not among the inputs.
         return found[: ctx.dynamo_moe_inputs]
 
-    op = torch.library.custom_op(name, forward, mutates_args=(), schema=text)
+    kernel = forward if split else forward_without_chance
+    op = torch.library.custom_op(name, kernel, mutates_args=(), schema=text)
     op.register_fake(fake or forward)
     op.register_autograd(backward, setup_context=setup_context)
     return FunctionOp(op, declaration)
 
 
+@dataclass
 class _Context:
     """Where a forward may keep what it wants for a backward that does not come."""
 
-    needs_input_grad: Sequence[bool] = ()
+    needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keeps nothing."""
@@ -144,6 +164,28 @@ class _Context:
 
     def set_materialize_grads(self, value: bool) -> None:
         """Changes nothing: there are no gradients."""
+
+
+def _mean_the_results(ctx: Any, inputs: Any, again: Any, output: Any) -> None:
+    """Replaces what forward gave ``ctx`` of the results of its second run by the operator's own."""
+    known = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
+    pairs = zip(pytree.tree_leaves(again), pytree.tree_leaves(output), strict=True)
+    results = {id(second): first for second, first in pairs if id(second) not in known}
+    # Without this the results that backward uses would have no derivative of their own.
+    ctx.save_for_backward(*(results.get(id(kept), kept) for kept in ctx.to_save or ()))
+    ctx.mark_non_differentiable(
+        *(results.get(id(marked), marked) for marked in ctx.non_differentiable or ())
+    )
+
+
+def _random_states(args: Any) -> list[bytes]:
+    """Returns the states of the generators that a forward on these arguments would use."""
+    states = [torch.get_rng_state()]
+    # A capture does not tell the generator's state.
+    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        states += [torch.cuda.get_rng_state(leaf.device) for leaf in leaves if leaf.is_cuda]
+    return [state.numpy().tobytes() for state in states]
 
 
 def _shares(result: Tensor, tensors: Sequence[Tensor]) -> bool:

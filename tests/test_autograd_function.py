@@ -223,7 +223,99 @@ def test_schema_and_fake_of_ones_own() -> None:
     torch.library.opcheck(op.op, (torch.ones(2), 3), test_utils=("test_schema", "test_faketensor"))
 
 
+class Doubled(torch.autograd.Function):
+    """Saves a result, marks another, and asks whether gradients are wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: float = 2.0) -> tuple[Tensor, Tensor]:
+        y = torch.exp(x * times)
+        size = x.sum()
+        ctx.mark_non_differentiable(size)
+        ctx.times = times
+        if ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]:
+            ctx.save_for_backward(y)
+        return y, size
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dsize: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return dy * y * ctx.times, None
+
+
+doubled = op_from_function(Doubled, "functions::doubled")
+
+
+def test_what_forward_says_of_its_results() -> None:
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    assert [y.requires_grad for y in doubled(x)] == [True, False]
+    assert torch.autograd.gradcheck(lambda x: doubled(x)[0], (x,))
+    assert torch.autograd.gradgradcheck(lambda x: doubled(x)[0], (x,))
+    assert not any(y.requires_grad for y in doubled(x.detach()))
+
+
+def test_arguments_by_name() -> None:
+    x = torch.randn(3)
+    assert torch.equal(doubled(x, times=3.0)[0], torch.exp(x * 3))
+
+
+def test_results_that_share_memory() -> None:
+    class Halves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            first, second = (x * 2).chunk(2, -1)
+            return first, second
+
+        @staticmethod
+        def backward(ctx: Any, dfirst: Tensor, dsecond: Tensor) -> Tensor:
+            return 2 * torch.cat([dfirst, dsecond], -1)
+
+    halves = op_from_function(Halves, "functions::halves")
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(torch.cat(halves(x), -1), x * 2)
+    assert torch.autograd.gradcheck(halves, (x,))
+    torch.library.opcheck(halves.op, (x,))
+
+
+class Drop(torch.autograd.Function):
+    """Draws random numbers, and keeps what came of them beside the result."""
+
+    @staticmethod
+    def forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+        kept = (torch.rand_like(x) > p).to(x.dtype)
+        return x * kept, kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dkept: Tensor) -> tuple[Tensor, None]:
+        return dy * ctx.saved_tensors[0], None
+
+
+def test_random_numbers_beside_a_setup_context() -> None:
+    drop = op_from_function(Drop, "functions::drop")
+    x = torch.ones(64, requires_grad=True)
+    y, _ = drop(x, 0.5)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+
+
 # What is refused.
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "none"])
+def test_random_numbers_without_a_setup_context(wanted: bool) -> None:
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        kept = torch.rand_like(x) > p if p else torch.ones_like(x)
+        ctx.save_for_backward(kept)
+        return x * kept
+
+    drop = op_from_function(function(forward), f"functions::old_drop_{wanted}".lower())
+    x = torch.ones(20, requires_grad=wanted)
+    assert torch.equal(drop(x, 0.0), x)
+    with pytest.raises(ValueError, match=r"Refused\.forward draws random numbers.*setup_context"):
+        drop(x, 0.5)
 
 
 def function(forward: Any, symbolic: Any = None, **more: Any) -> type[torch.autograd.Function]:
