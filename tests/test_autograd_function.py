@@ -410,9 +410,34 @@ def depends(g: Any, x: Any, slope: float) -> Any:
     return g.op("functions::One", x, **({"small_i": 1} if slope < 1 else {"large_i": 1}))
 
 
+def branch(g: Any, x: Any, slope: float) -> Any:
+    return g.op("functions::One", x, slope_f=slope, half_i=0 if slope > 0.5 else 1)
+
+
+def special_value(g: Any, x: Any, slope: float) -> Any:
+    return g.op("functions::One", x, slope_f=slope if slope != 0.25 else 7.0)
+
+
+def other_name(g: Any, x: Any, slope: float) -> Any:
+    return g.op("functions::One" if slope else "functions::Zero", x, slope_f=slope)
+
+
+def given_twice(g: Any, x: Any, slope: float) -> Any:
+    return g.op("functions::One", x, slope_f=slope, again_f=slope)
+
+
+def sizes_of_a_type(g: Any, x: Any, slope: float) -> Any:
+    return g.op("functions::One", x, slope_f=slope, rank_i=len(x.type().sizes()))
+
+
 @pytest.mark.parametrize(
     ("symbolic", "message"),
     [
+        (branch, "computes the attribute 'half' from 'slope'"),
+        (special_value, "computes the attribute 'slope' from 'slope'"),
+        (other_name, "makes other nodes for other 'slope'"),
+        (given_twice, "gives 'slope' to the attributes slope, again; it must be one"),
+        (sizes_of_a_type, r"asks for x\.type\(\)\.sizes"),
         (two_nodes, r"must make one node, it makes 2 \(functions::First, functions::Second\)"),
         (constant_input, "gives its node the inputs x, 3.0; the operator has the tensors x"),
         (computed, "computes the attribute 'slope' from 'slope'"),
@@ -430,6 +455,53 @@ def test_symbolics_that_are_refused(symbolic: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         op_from_function(refused, "functions::refused")
     op_from_function(refused, f"functions::{symbolic.__name__}", symbolic=False)
+
+
+def optional(
+    ctx: Any, x: Tensor, bias: Tensor | None, slope: float | None, sizes: list[int]
+) -> Tensor:
+    return x
+
+
+def follows_none(g: Any, x: Any, bias: Any, slope: float | None, sizes: list[int]) -> Any:
+    if len(sizes) > 1:
+        raise NotImplementedError("no more than one size")
+    inputs = [x] if bias is None else [x, bias]
+    given = {} if slope is None else {"slope_f": float(slope)}
+    y = g.op("functions::Optional", *inputs, sizes_i=sizes, **given)
+    return y.setType(x.type().with_sizes([1]))
+
+
+def default_of_its_own(g: Any, x: Any, bias: Any, slope: float | None, sizes: list[int]) -> Any:
+    slope = 1.0 if slope is None else slope
+    return g.op("functions::Optional", x, bias, slope_f=slope, sizes_i=sizes)
+
+
+def flag_of_an_input(g: Any, x: Any, bias: Any, slope: float | None, sizes: list[int]) -> Any:
+    flag = int(bias is not None)
+    return g.op("functions::Optional", x, bias, slope_f=slope, sizes_i=sizes, bias_i=flag)
+
+
+def test_optional_arguments_of_symbolic() -> None:
+    made = op_from_function(function(optional, follows_none), "functions::follows_none")
+    assert made.declaration["inputs"] == ["x", "bias"]
+    assert made.declaration["attributes"] == {"slope": "slope", "sizes": "sizes"}
+    for symbolic, message in (
+        (default_of_its_own, "another node where 'slope' is None; .* without 'slope'"),
+        (flag_of_an_input, "another node where 'bias' is None; .* without 'bias'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            op_from_function(function(optional, symbolic), "functions::refused")
+
+
+def test_a_symbolic_that_refuses_some_values() -> None:
+    def symbolic(g: Any, x: Any, slope: float) -> Any:
+        if slope <= 0:
+            raise RuntimeError("slope must be positive")
+        return g.op("functions::One", x, slope_f=slope)
+
+    made = op_from_function(function(plain, symbolic), "functions::positive")
+    assert made.declaration["attributes"] == {"slope": "slope"}
 
 
 def test_a_forward_that_changes_its_argument_unsaid() -> None:
