@@ -7,10 +7,11 @@ Legend: D model width, H hidden width, E experts, n one expert.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Literal, get_args
@@ -34,6 +35,8 @@ _WEIGHTS = ("layer_norm_weight", "wi_0_weight", "wi_1_weight", "wo_weight")
 _NAME = re.compile(rf"(0|[1-9][0-9]*)/({'|'.join(_WEIGHTS)})")
 _FLOAT_BYTES = (2, 4, 8)
 _EXPERTS_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# What NumPy and zipfile raise for a damaged file.
+_UNREADABLE = (ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile)
 # More would hide the first.
 _NAMED = 5
 
@@ -128,7 +131,8 @@ def load_infmoe(
         FileNotFoundError: There is no such file.
         TypeError: If an array is not floating, or ``experts_dtype`` is none of the above.
         ValueError: If the file is not one of ``numpy.savez``, contains pickled objects, or an array
-            is missing, unknown or has the wrong shape; or an option is unknown or does not fit.
+            is missing, unknown or has the wrong shape; if a weight is not finite in the dtype that
+            it is stored in; or an option is unknown or does not fit.
     """
     for name, value, known in (
         ("sublayer", sublayer, get_args(Sublayer)),
@@ -173,17 +177,18 @@ def _router_weight(
             )
         centroids_DE = centroids_DE * norm_D[:, None]
     # A copy, whatever the caller does with the array.
-    return torch.tensor(np.ascontiguousarray(centroids_DE.T), dtype=torch.float32)
+    router_ED = torch.tensor(np.ascontiguousarray(centroids_DE.T), dtype=torch.float32)
+    name = "centroids" if norm is None else "centroids times layernorm_weight"
+    _check_finite(name, router_ED)
+    return router_ED
 
 
 def _experts(path: Path, experts: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns w1 ``[E, 2H, D]`` and w2 ``[E, D, H]``."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is not a file of numpy.savez")
-    with np.load(path, allow_pickle=False) as archive:
-        _check_names(path, archive.files, experts)
+    with _open(path) as archive:
+        _check_names(path, archive.files, experts, width)
 
         def read(name: str, form: str, *shape: int) -> Array:
             array = _read(path, archive, name)
@@ -205,11 +210,40 @@ def _experts(path: Path, experts: int, width: int, dtype: torch.dtype) -> tuple[
                 wi_HD = read(f"{n}/{name}", "[H, D]", hidden, width)
                 rows = slice(half * hidden, (half + 1) * hidden)
                 w1_EFD[n, rows] = torch.from_numpy(wi_HD).mul_(torch.from_numpy(norm_D))
+                _check_finite(f"{path}: {n}/{name} times {n}/layer_norm_weight", w1_EFD[n, rows])
             w2_EDH[n] = torch.from_numpy(read(f"{n}/wo_weight", "[D, H]", width, hidden))
+            _check_finite(f"{path}: {n}/wo_weight", w2_EDH[n])
     return w1_EFD, w2_EDH
 
 
-def _check_names(path: Path, names: Iterable[str], experts: int) -> None:
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
+    problem = f"{path} is not a file of numpy.savez"
+    # NumPy takes a file with anything ahead of the archive for a pickle.
+    with path.open("rb") as file:
+        if file.read(2) != b"PK" or not zipfile.is_zipfile(file):
+            raise ValueError(problem)
+        file.seek(0)
+        try:
+            archive = np.load(file, allow_pickle=False)
+        except _UNREADABLE as error:
+            raise ValueError(f"{problem}: {error}") from error
+        with archive:
+            yield archive
+
+
+def _check_finite(name: str, weight: Tensor) -> None:
+    if not weight.isfinite().all():
+        dtype = str(weight.dtype).removeprefix("torch.")
+        limit = torch.finfo(weight.dtype).max
+        bad = int(weight.isfinite().logical_not().sum())
+        raise ValueError(
+            f"{name} must be finite in {dtype}, whose greatest number is {limit:.5g}; {bad} of its "
+            f"{weight.numel()} elements are not"
+        )
+
+
+def _check_names(path: Path, names: Iterable[str], experts: int, width: int) -> None:
     given = set(names)
     wanted = [f"{n}/{weight}" for n in range(experts) for weight in _WEIGHTS]
     unknown = sorted(name for name in given if not _NAME.fullmatch(name))
@@ -218,16 +252,19 @@ def _check_names(path: Path, names: Iterable[str], experts: int) -> None:
             f"{path}: unknown arrays {_some(unknown)}; a T5_FF layer has {', '.join(_WEIGHTS)}, "
             "each as n/name for expert n"
         )
+    rows_are_experts = len({name.split("/")[0] for name in given}) == width != experts
+    hint = f"; centroids has {width} rows, one an expert: pass its transpose"
+    hint = hint if rows_are_experts else ""
     missing = [name for name in wanted if name not in given]
     if missing:
         raise ValueError(
-            f"{path}: missing {_some(missing)}, for centroids [D, E] of {experts} experts"
+            f"{path}: missing {_some(missing)}, for centroids [D, E] of {experts} experts{hint}"
         )
     extra = sorted({int(name.split("/")[0]) for name in given.difference(wanted)})
     if extra:
         raise ValueError(
             f"{path}: has experts {_some(map(str, extra))}, but centroids [D, E] only {experts}, "
-            f"which are 0..{experts - 1}"
+            f"which are 0..{experts - 1}{hint}"
         )
 
 
@@ -239,7 +276,7 @@ def _some(names: Iterable[str]) -> str:
 def _read(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> Array:
     try:
         array = archive[name]
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (*_UNREADABLE, zlib.error) as error:
         raise ValueError(f"{path}: {_why_unreadable(name, error)}") from error
     return _floating(f"{path}: {name}", array)
 
@@ -248,8 +285,9 @@ def _read_npy(path: Path) -> Array:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
     try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+        with path.open("rb") as file:
+            array = np.load(file, allow_pickle=False)
+    except _UNREADABLE as error:
         raise ValueError(f"{path}: {_why_unreadable('centroids', error)}") from error
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: centroids must be one array of numpy.save, not an archive")

@@ -295,6 +295,16 @@ def changed(saved: Any, tmp_path: Path, **changes: np.ndarray | None) -> Path:
             ValueError,
             "1/wi_1_weight is no plain array; pickled objects, which can run any code",
         ),
+        (
+            {"1/wi_1_weight": np.full((24, 16), np.nan, "f4")},
+            ValueError,
+            "1/wi_1_weight times 1/layer_norm_weight must be finite in float32, .* 384 of its 384",
+        ),
+        (
+            {"2/wo_weight": np.full((16, 24), 1e300)},
+            ValueError,
+            r"2/wo_weight must be finite in float32, whose greatest number is 3.4028e\+38",
+        ),
     ],
 )
 def test_weights_that_do_not_fit(saved, tmp_path: Path, changes, error, message: str):
@@ -328,7 +338,24 @@ def test_weights_that_do_not_fit(saved, tmp_path: Path, changes, error, message:
         ),
         ({"centroids": torch.zeros(16, 4).int()}, TypeError, "centroids must be float16, .*int32"),
         # [E, D] of 4 experts looks like 16 experts.
-        ({"centroids": np.zeros((4, 16), "f4")}, ValueError, "missing 4/layer_norm_weight,"),
+        (
+            {"centroids": np.zeros((4, 16), "f4")},
+            ValueError,
+            "missing 4/layer_norm_weight, .*; centroids has 4 rows, one an expert: pass its transp",
+        ),
+        # Here the file has as many as it must.
+        ({"centroids": np.zeros((4, 2), "f4")}, ValueError, "has experts 2, 3.*pass its transpose"),
+        ({"centroids": np.zeros((4, 4), "f4")}, ValueError, r"must be \[H, D\] = \[24, 4\], got"),
+        (
+            {"centroids": np.full((16, 4), 1e300)},
+            ValueError,
+            "^centroids must be finite in float32, .*; 64 of its 64 elements are not",
+        ),
+        (
+            {"variant": "cpm_2", "layernorm_weight": NORM * np.inf},
+            ValueError,
+            "^centroids times layernorm_weight must be finite in float32",
+        ),
         ({"centroids": "nowhere.npy"}, FileNotFoundError, "nowhere.npy: there is no such file"),
         ({"npz_path": "nowhere.npz"}, FileNotFoundError, "nowhere.npz: there is no such file"),
         ({"npz_path": __file__}, ValueError, "test_infmoe.py is not a file of numpy.savez"),
@@ -354,3 +381,26 @@ def test_a_damaged_file(saved, tmp_path: Path):
     (tmp_path / "w.npz").write_bytes(content)
     with pytest.raises(ValueError, match=r"w.npz: ./wi_._weight cannot be read: .*CRC"):
         dynamo_moe.load_infmoe(tmp_path / "w.npz", saved[2])
+
+
+def test_a_damaged_directory(saved, tmp_path: Path):
+    content = saved[0].read_bytes().replace(b"PK\x01\x02", b"XXXX", 1)
+    (tmp_path / "w.npz").write_bytes(content)
+    for arguments in ((tmp_path / "w.npz", saved[2]), (saved[0], tmp_path / "w.npz")):
+        with pytest.raises(ValueError, match=r"w\.npz.*(not a file of|cannot be read).*Bad magic"):
+            dynamo_moe.load_infmoe(*arguments)
+
+
+def test_something_ahead_of_the_archive(saved, tmp_path: Path):
+    (tmp_path / "w.npz").write_bytes(b"#!/bin/sh\n" + saved[0].read_bytes())
+    with pytest.raises(ValueError, match=r"w\.npz is not a file of numpy\.savez$"):
+        dynamo_moe.load_infmoe(tmp_path / "w.npz", saved[2])
+
+
+def test_weights_beyond_the_experts_dtype(tmp_path: Path):
+    weights, centroids = random_weights()
+    weights["1/wo_weight"][3, 5] = 1e5
+    np.savez(tmp_path / "w.npz", **weights)
+    dynamo_moe.load_infmoe(tmp_path / "w.npz", centroids, experts_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"1/wo_weight must be finite in float16, .* 65504; 1 of"):
+        dynamo_moe.load_infmoe(tmp_path / "w.npz", centroids, experts_dtype=torch.float16)
