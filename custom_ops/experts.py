@@ -72,7 +72,8 @@ def experts(
         limit: Clamp of ``clamped_swiglu`` and ``clamped_silu``.
         pre_norm: One of :data:`custom_ops.options.PRE_NORMS`. ``rms``: the first product of a
             token is divided by ``sqrt(mean(x**2) + norm_eps)``, before the bias. The norm's weight
-            belongs into ``w1``, whose columns it scales.
+            belongs into ``w1``, whose columns it scales. ``w1``'s dtype must hold the token before
+            the norm: beyond 65504 a float16 is infinite, below 6e-5 it loses digits.
         norm_eps: See ``pre_norm``.
         residual: The result is ``x`` plus the sum.
 
