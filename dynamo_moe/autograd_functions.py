@@ -180,11 +180,12 @@ def _mean_the_results(ctx: Any, inputs: Any, again: Any, output: Any) -> None:
 
 def _random_states(args: Any) -> list[bytes]:
     """Returns the states of the generators that a forward on these arguments would use."""
+    leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    devices = {leaf.device for leaf in leaves if leaf.is_cuda}
     states = [torch.get_rng_state()]
-    # A capture does not tell the generator's state.
-    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
-        leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-        states += [torch.cuda.get_rng_state(leaf.device) for leaf in leaves if leaf.is_cuda]
+    # A generator does not tell its state during a capture.
+    if devices and not torch.cuda.is_current_stream_capturing():
+        states += [torch.cuda.get_rng_state(device) for device in devices]
     return [state.numpy().tobytes() for state in states]
 
 
