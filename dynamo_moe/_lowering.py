@@ -11,7 +11,12 @@ import onnx_ir.passes.common as common_passes
 
 from dynamo_moe import _schemas
 from dynamo_moe._bodies import BodyConfig, body, dense_body, onnxruntime_body
-from dynamo_moe._op_bodies import content, omit_absent_inputs, prepare_body
+from dynamo_moe._op_bodies import (
+    check_absent_attributes,
+    content,
+    omit_absent_inputs,
+    prepare_body,
+)
 from dynamo_moe._operators import find
 
 __all__ = ["TARGETS", "Target", "lower", "moe_body", "moe_nodes", "notes"]
@@ -49,6 +54,7 @@ def lower(model: ir.Model, target: str) -> None:
             continue
         function = operator.body(node, opset, target)
         omit_absent_inputs(function, node, operator.name)
+        check_absent_attributes(function, node, operator.name)
         # A function is found by domain and name. Overloads, ONNX's own way to have several, are
         # lost in onnxslim (seen with 0.1.98); TensorRT's parser ignores the domain.
         overload, function.overload = function.overload, ""

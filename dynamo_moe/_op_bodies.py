@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 import onnx
+import onnx.checker
 import onnx.defs
 import onnx_ir as ir
 import onnxscript
@@ -14,7 +15,14 @@ from onnxscript import version_converter
 
 from dynamo_moe._operators import Body, attribute_type
 
-__all__ = ["body_of", "content", "omit_absent_inputs", "prepare_body", "proto_of"]
+__all__ = [
+    "body_of",
+    "check_absent_attributes",
+    "content",
+    "omit_absent_inputs",
+    "prepare_body",
+    "proto_of",
+]
 
 _OPTIONAL = OpSchema.FormalParameterOption.Optional
 
@@ -62,6 +70,7 @@ def body_of(body: Any, schema: OpSchema) -> Body:
                 f"the body of {name} must have {len(wanted)} {what} ({', '.join(wanted)}), got "
                 f"{len(got)} ({', '.join(got)})"
             )
+    _check_valid(function, name)
     _check(ir.serde.deserialize_function(function), name, schema.attributes)
     return lambda node, opset, target: ir.serde.deserialize_function(function)
 
@@ -129,11 +138,51 @@ def omit_absent_inputs(function: ir.Function, node: ir.Node, name: str) -> None:
         function.overload = "_".join(filter(None, parts))
 
 
+def check_absent_attributes(function: ir.Function, node: ir.Node, name: str) -> None:
+    """Checks that a node's body can do without the attributes that the node leaves out.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    given = {
+        *node.attributes,
+        *(a.name for a in function.attributes.values() if a.value is not None),
+    }
+    for user in function.all_nodes():
+        for attribute in user.attributes.values():
+            if attribute.ref_attr_name in {None, *given} or not _needs(user, attribute.name):
+                continue
+            raise ValueError(
+                f"the body of {name} cannot do without the attribute {attribute.ref_attr_name!r}, "
+                f"which node {node.name!r} leaves out: {user.op_type} needs it; pass a function "
+                "that returns the body of a given node"
+            )
+
+
+def _needs(node: ir.Node, attribute: str) -> bool:
+    if node.domain not in _STANDARD_DOMAINS or not onnx.defs.has(node.op_type, node.domain):
+        return False
+    declared = onnx.defs.get_schema(node.op_type, domain=node.domain).attributes.get(attribute)
+    return node.op_type == "Constant" or (declared is not None and declared.required)
+
+
 def _may_lack(node: ir.Node, place: int) -> bool:
     if node.domain not in _STANDARD_DOMAINS:
         return True  # A runtime's own operator, of which onnx knows nothing.
     formals = onnx.defs.get_schema(node.op_type, domain=node.domain).inputs
     return place < len(formals) and formals[place].option == _OPTIONAL
+
+
+def _check_valid(function: onnx.FunctionProto, name: str) -> None:
+    try:
+        onnx.checker.check_function(function)
+    except onnx.checker.ValidationError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the body of {name} is no valid ONNX function: {reason}") from error
+    computed = {*function.input, *(name for node in function.node for name in node.output)}
+    for output in function.output:
+        if output not in computed:
+            raise ValueError(f"the body of {name} computes no output {output!r}")
 
 
 def _check(function: ir.Function, name: str, attributes: Collection[str]) -> None:
