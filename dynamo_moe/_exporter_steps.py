@@ -58,9 +58,16 @@ def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
 
 
 @functools.cache
+def _torchlib(opset: int) -> ONNXRegistry:
+    return ONNXRegistry.from_torchlib(opset_version=opset)
+
+
+# Of one set of operators: each registration between exports makes another.
+@functools.lru_cache(maxsize=1)
 def _registered(opset: int, own: tuple[Operator, ...] = ()) -> tuple[Any, dict[Any, Any]]:
     """Returns the translations of operators, ``own`` among them, and the others' decompositions."""
-    registry = ONNXRegistry.from_torchlib(opset_version=opset)
+    registry = copy.copy(_torchlib(opset))
+    registry.functions = {target: [*known] for target, known in registry.functions.items()}
     for operator in own:
         registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
     translated = set(_decomp.get_onnx_implemented_overloads(registry))

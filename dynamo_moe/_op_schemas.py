@@ -12,6 +12,8 @@ from torch._ops import OpOverload
 __all__ = [
     "PLUGIN_ATTRIBUTES",
     "Constant",
+    "check_constants",
+    "check_schema",
     "derive_schema",
     "plugin_attributes",
     "scalar_arguments",
@@ -80,6 +82,9 @@ def derive_schema(
         ValueError: If a name is unknown, missing or given twice.
     """
     tensors = _tensor_arguments(torch_op)
+    for what, names in (("inputs", inputs), ("outputs", outputs)):
+        if isinstance(names, str):
+            raise TypeError(f"{what} must be a list of names, got {names!r}")
     order = list(tensors) if inputs is None else list(inputs)
     if sorted(order) != sorted(tensors):
         raise ValueError(
@@ -144,6 +149,55 @@ def derive_schema(
         ],
         attributes=attributes,
     )
+
+
+def check_schema(
+    schema: OpSchema, torch_op: OpOverload, *, domain: str, op_type: str, version: int
+) -> None:
+    """Checks that a given schema is that of an operator's node.
+
+    Raises:
+        ValueError: If it has another name or version, or other inputs or outputs.
+    """
+    name = f"{domain}::{op_type}"
+    for what, got, wanted in (
+        ("domain", schema.domain, domain),
+        ("name", schema.name, op_type),
+        ("since_version", schema.since_version, version),
+    ):
+        if got != wanted:
+            raise ValueError(f"the schema of {name} has the {what} {got!r}, it must be {wanted!r}")
+    tensors = _tensor_arguments(torch_op)
+    inputs = {formal.name: formal.option for formal in schema.inputs}
+    if inputs != tensors:
+        raise ValueError(
+            f"the inputs of the schema of {name} must be the tensor arguments of {torch_op}, as "
+            f"required, optional or variadic as these: {_options(tensors)}; got {_options(inputs)}"
+        )
+    if len(schema.outputs) != len(torch_op._schema.returns):
+        raise ValueError(
+            f"the schema of {name} must have as many outputs as {torch_op} has results, "
+            f"{len(torch_op._schema.returns)}; got {len(schema.outputs)}"
+        )
+
+
+def check_constants(constants: Mapping[str, Constant]) -> None:
+    """Checks that values can be attributes.
+
+    Raises:
+        TypeError: If one cannot.
+    """
+    for name, value in constants.items():
+        try:
+            kind = onnx.helper.make_attribute(name, value).type
+        except (TypeError, ValueError):
+            kind = None
+        kinds: Any = _ATTRIBUTE_TYPES.values()
+        if kind not in {declared.value for declared in kinds}:
+            raise TypeError(
+                f"constants[{name!r}] must be an int, a float, a str, or a list of one of them "
+                f"that is not empty; got {value!r}"
+            )
 
 
 def scalar_arguments(torch_op: OpOverload) -> dict[str, Any]:
@@ -221,9 +275,15 @@ def _attribute(argument: Any, name: str) -> OpSchema.Attribute:
 
 
 def _check_unique(torch_op: OpOverload, names: Sequence[str]) -> None:
+    if "" in names:
+        raise ValueError(f"{torch_op}: inputs, attributes and results need names, got ''")
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if twice:
         raise ValueError(f"{torch_op}: two inputs, attributes or results are named {twice[0]!r}")
+
+
+def _options(formals: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} ({option.name.lower()})" for name, option in formals.items())
 
 
 def _plain(kind: str) -> str:

@@ -116,6 +116,11 @@ class Operator:
         return inputs
 
     def _attribute(self, name: str, value: Any) -> ir.Attr:
+        if name not in self.schema.attributes:
+            raise NodeError(
+                f"{self.torch_op}: the function of attributes returned {name!r}, which the schema "
+                f"of {self.name} does not declare; it has {', '.join(self.schema.attributes)}"
+            )
         kind = attribute_type(self.schema.attributes[name])
         items = value if isinstance(value, (list, tuple)) else [value]
         if any(isinstance(item, ir.Value) for item in items):
@@ -135,9 +140,20 @@ _OPERATORS: dict[OpOverload, Operator] = {}
 def add(operator: Operator) -> None:
     """Registers an operator, and its schema with onnx; again under an equal declaration is fine.
 
+    A PyTorch operator that was defined anew, as by a notebook's cell that is run again, takes the
+    place of the one before.
+
     Raises:
         ValueError: If the PyTorch operator or the ONNX operator is registered differently.
     """
+    for known in operators():
+        if (
+            known.torch_op != operator.torch_op
+            and known.torch_op.name() == operator.torch_op.name()
+        ):
+            old = known.schema
+            onnx.defs.deregister_schema(old.name, old.since_version, old.domain)
+            del _OPERATORS[known.torch_op]
     for known in _OPERATORS.values():
         if known.torch_op == operator.torch_op or known.name == operator.name:
             if known.declaration == operator.declaration:

@@ -14,7 +14,14 @@ from torch._library.simple_registry import singleton
 from torch._ops import OpOverload, OpOverloadPacket
 
 from dynamo_moe import _op_bodies, _operators, _shape_inference
-from dynamo_moe._op_schemas import Constant, derive_schema, plugin_attributes, scalar_arguments
+from dynamo_moe._op_schemas import (
+    Constant,
+    check_constants,
+    check_schema,
+    derive_schema,
+    plugin_attributes,
+    scalar_arguments,
+)
 from dynamo_moe._reserved_names import check_name
 
 __all__ = ["register_op"]
@@ -64,8 +71,9 @@ def register_op(
             function from a call's arguments by name, with tensors as ``onnx_ir.Value``, to the
             attributes.
         constants: More attributes, the same at every node.
-        schema: The node's whole schema, in place of one derived; its inputs are named after the
-            tensor arguments.
+        schema: The node's whole schema, in place of one derived, with its inference; its inputs
+            are the tensor arguments, in any order. ``inputs``, ``outputs``, ``shape_inference`` and
+            ``doc`` say nothing then, and are refused.
         shape_inference: ``"fake"``: by the fake kernel; ``"like:x"``: the only result has the type
             and shape of input x; a function of onnx's ``InferenceContext``; None: nothing is
             inferred. Whatever it is, :func:`export` writes the shapes that the trace has.
@@ -112,7 +120,16 @@ def register_op(
             f"{domain}::{op_type}: attributes that a function computes must be declared in a "
             "schema, and a schema needs that function: pass both or neither"
         )
+    if version < 1:
+        raise ValueError(f"version must be at least 1, got {version}")
+    check_constants(constants or {})
     if callable(attributes) and schema is not None:
+        given: dict[str, Any] = {"inputs": inputs, "outputs": outputs, "doc": doc or None}
+        given["shape_inference"] = None if shape_inference == "fake" else shape_inference
+        for option, value in given.items():
+            if value is not None:
+                raise ValueError(f"{option} and schema: the schema says it, got {option}={value!r}")
+        check_schema(schema, overload, domain=domain, op_type=op_type, version=version)
         compute = attributes
     else:
         renamed = {} if attributes is None or callable(attributes) else attributes

@@ -606,6 +606,14 @@ def test_bodies_that_do_not_fit() -> None:
     refused(two, ValueError, r"must have 1 inputs \(x\), got 2 \(x, y\)")
     refused(foreign, ValueError, "refers to the attribute 'slope', which the operator has not")
     refused(calling, ValueError, "uses registered::helper, which is no ONNX operator")
+    for node, message in (
+        (onnx.helper.make_node("Relu", ["q"], ["y"]), "no valid ONNX function: .*input 'q'"),
+        (onnx.helper.make_node("Relu", ["x"], ["y"], a=1), "no valid .*Unrecognized attribute: a"),
+        (onnx.helper.make_node("Relu", ["x"], ["z"]), "computes no output 'y'"),
+    ):
+        opsets = [onnx.helper.make_opsetid("", 20)]
+        invalid = onnx.helper.make_function(DOMAIN, "Relu_", ["x"], ["y"], [node], opsets)
+        refused(invalid, ValueError, message)
     refused("Relu", TypeError, "body must be an onnxscript function.*got str")
 
 
@@ -639,6 +647,29 @@ def test_bodies_that_name_no_overload_are_told_apart(tmp_path: Path) -> None:
         if target == "plugin":
             domains = [node.domain for node in proto.graph.node if node.op_type == "Times"]
             assert domains == [DOMAIN, f"{DOMAIN}.body_2", DOMAIN]
+
+
+def test_a_body_and_the_attributes_that_a_node_leaves_out(tmp_path: Path) -> None:
+    op = define(
+        "bent(Tensor x, float? slope=None, float? scale=None) -> Tensor",
+        lambda x, slope=None, scale=None: (
+            torch.nn.functional.elu(x, 1.0 if slope is None else slope) * (scale or 1)
+        ),
+    )
+
+    @script(_opset)
+    def body(x, slope: float, scale: float):
+        factor = opset18.CastLike(opset18.Constant(value_float=scale), x)
+        return opset18.Mul(opset18.Elu(x, alpha=slope), factor)
+
+    dynamo_moe.register_op(op, domain=DOMAIN, op_type="Bent", body=body)
+    for target in ("plugin", "dense"):
+        path = tmp_path / f"{target}.onnx"
+        # Elu has a default, a constant has none.
+        model, _ = exported(path, lambda x: op(x, None, 2.0), target=target)
+        other_shapes(path, model)
+        with pytest.raises(ValueError, match=r"attribute 'scale', which .*: Constant needs it"):
+            exported(path, lambda x: op(x, 0.5), target=target)
 
 
 def test_equal_calls_of_an_untagged_random_operator_stay_two(tmp_path: Path) -> None:
@@ -723,12 +754,79 @@ def test_a_custom_op_without_a_fake_kernel() -> None:
         ({"attributes": lambda arguments: {}}, "pass both or neither"),
         ({"outputs": ["a", "b"]}, "outputs must name the 1 results"),
         ({"shape_inference": "like:z"}, "'like:z' needs one result and a Tensor argument 'z'"),
+        ({"outputs": [""]}, "results need names, got ''"),
+        ({"inputs": "x"}, "inputs must be a list of names, got 'x'"),
+        ({"outputs": "y"}, "outputs must be a list of names, got 'y'"),
+        ({"version": 0}, "version must be at least 1, got 0"),
+        ({"constants": {"k": None}}, r"constants\['k'\] must be an int.*got None"),
+        ({"constants": {"k": []}}, r"constants\['k'\] must be an int.*got \[\]"),
+        ({"constants": {"k": torch.ones(2)}}, r"constants\['k'\] must be an int.*got tensor"),
         ({"shape_inference": "static"}, "shape_inference must be \"fake\".*'static'"),
     ],
 )
 def test_declarations_that_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         dynamo_moe.register_op(relu, **{"domain": DOMAIN, "op_type": "Mine", **options})
+
+
+def own_schema(
+    name: str = "Mine", domain: str = DOMAIN, inputs: str = "x", outputs: int = 1
+) -> onnx.defs.OpSchema:
+    formal = onnx.defs.OpSchema.FormalParameter
+    plugin = ("plugin_version", "1"), ("plugin_namespace", "")
+    return onnx.defs.OpSchema(
+        name,
+        domain,
+        1,
+        inputs=[formal(name, "T") for name in inputs],
+        outputs=[formal(f"y{place}", "T") for place in range(outputs)],
+        type_constraints=[("T", ["tensor(float)"], "")],
+        attributes=[
+            onnx.defs.OpSchema.Attribute(name, onnx.helper.make_attribute(name, value))
+            for name, value in plugin
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "message"),
+    [
+        ({"name": "Relu"}, {}, "has the name 'Relu', it must be 'Mine'"),
+        ({"domain": "com.microsoft"}, {}, "has the domain 'com.microsoft', it must be 'registered"),
+        ({}, {"version": 7}, "has the since_version 1, it must be 7"),
+        ({"inputs": "a"}, {}, r"tensor arguments .*: x \(single\); got a \(single\)"),
+        ({"outputs": 2}, {}, "as many outputs as .* has results, 1; got 2"),
+        ({}, {"inputs": ["x"]}, r"inputs and schema: .* got inputs=\['x'\]"),
+        ({}, {"outputs": ["q"]}, "outputs and schema"),
+        ({}, {"shape_inference": "like:x"}, "shape_inference and schema"),
+        ({}, {"doc": "Text."}, "doc and schema"),
+    ],
+)
+def test_schemas_that_are_refused(
+    schema: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.register_op(
+            relu,
+            domain=DOMAIN,
+            op_type="Mine",
+            schema=own_schema(**schema),
+            attributes=lambda arguments: {},
+            **options,
+        )
+
+
+def test_an_attribute_that_the_schema_does_not_declare(tmp_path: Path) -> None:
+    op = relu_op("relu_undeclared")
+    dynamo_moe.register_op(
+        op,
+        domain=DOMAIN,
+        op_type="Undeclared",
+        schema=own_schema("Undeclared"),
+        attributes=lambda arguments: {"width": 8},
+    )
+    with pytest.raises(dynamo_moe.ExportError, match=r"'width', which the schema of .*Undeclared"):
+        exported(tmp_path / "m.onnx", op)
 
 
 def test_random_numbers() -> None:
@@ -755,12 +853,49 @@ def test_two_declarations() -> None:
         dynamo_moe.register_op(relu, domain=DOMAIN, op_type="Scaled")
 
 
+def test_an_operator_that_is_defined_anew(tmp_path: Path) -> None:
+    def cell(factor: float) -> Any:
+        @torch.library.custom_op("registered_anew::cell", mutates_args=())
+        def op(x: Tensor) -> Tensor:
+            return x * factor
+
+        @op.register_fake
+        def _(x):
+            return torch.empty_like(x)
+
+        nodes = [
+            onnx.helper.make_node("Constant", [], ["c"], value_float=factor),
+            onnx.helper.make_node("Mul", ["x", "c"], ["y"]),
+        ]
+        opsets = [onnx.helper.make_opsetid("", 20)]
+        body = onnx.helper.make_function("anew", "Cell", ["x"], ["y"], nodes, opsets)
+        dynamo_moe.register_op(op, domain="anew", op_type="Cell", body=body)
+        return op
+
+    cell(2.0)
+    count = len(_operators.operators())
+    model, _ = exported(tmp_path / "m.onnx", cell(3.0))
+    assert len(_operators.operators()) == count
+    other_shapes(tmp_path / "m.onnx", model)
+
+
 def test_operators_registered_after_an_export_are_known(tmp_path: Path) -> None:
     op = relu_op("relu_late")
     with pytest.raises(dynamo_moe.ExportError):
         exported(tmp_path / "m.onnx", op)
     dynamo_moe.register_op(op, domain=DOMAIN, op_type="ReluLate", body=relu_18)
     exported(tmp_path / "m.onnx", op)
+
+
+def test_translations_of_former_sets_of_operators_are_let_go() -> None:
+    steps = pytest.importorskip("dynamo_moe._exporter_steps")
+    own = _operators.operators()
+    before, _ = steps._registered(18, own)
+    after, _ = steps._registered(18, own[:-1])
+    assert steps._registered.cache_info().currsize == 1
+    dropped = own[-1].torch_op
+    assert before.is_registered(dropped)
+    assert not after.is_registered(dropped)
 
 
 def test_empty_batch(tmp_path: Path) -> None:
