@@ -60,8 +60,9 @@ def register_op(
 
     Args:
         torch_op: An ``OpOverload``, an ``OpOverloadPacket`` of one overload, or what
-            ``torch.library.custom_op`` returns. It needs a fake kernel, and must neither change
-            nor return its arguments.
+            ``torch.library.custom_op`` returns. It needs a fake kernel, must neither change nor
+            return its arguments, and has no complex tensors. It draws no random numbers, which
+            only the tag ``torch.Tag.nondeterministic_seeded`` tells.
         domain: Of the node; your own.
         op_type: Of the node, and the name of the TensorRT plugin. No standard operator has it.
         version: Of the domain.
@@ -80,9 +81,9 @@ def register_op(
         body: What the node computes, in standard operators: an onnxscript function, an
             ``onnx.FunctionProto``, or an ``onnx_ir.Function``, whose inputs and attributes are the
             node's. Or a function of a node, the opset and the target that returns such a function
-            of onnx_ir; functions of different ``overload`` get a domain each. With the target
-            ``plugin`` the body is in the file beside the node; with the others it takes the node's
-            place. None: the node stays, and only a runtime that knows it runs the file.
+            of onnx_ir; functions that differ get a domain each, named by their ``overload``. With
+            the target ``plugin`` the body is in the file beside the node; with the others it takes
+            the node's place. None: the node stays, and only a runtime that knows it runs the file.
         fill: What stands for an absent optional input that others follow: a function of its name
             and the call's arguments returns sizes and dtype of zeros. None: it is left out.
         plugin_version: By which TensorRT finds the plugin.
@@ -93,8 +94,8 @@ def register_op(
         TypeError: If an argument or a result of the operator is nothing that a node can have, or
             ``torch_op`` or ``body`` is nothing of the above.
         ValueError: If the declaration contradicts the operator, a name is taken, the operator
-            changes its arguments or draws random numbers, or it is registered already with another
-            declaration.
+            changes its arguments or has the tag of random numbers, or it is registered already
+            with another declaration.
 
     Example:
         >>> import torch
