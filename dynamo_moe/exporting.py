@@ -304,6 +304,11 @@ def _explain(error: BaseException) -> str:
             "dynamo_moe.export_language_model"
         )
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", cause)
+    if missing and "complex-valued input" in cause:
+        return (
+            f"operator {missing[1]} has no translation to ONNX for complex tensors: ONNX has none; "
+            "compute with torch.view_as_real"
+        )
     if missing:
         return (
             f"operator {missing[1]} has no translation to ONNX, nor a decomposition into operators "

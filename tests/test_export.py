@@ -457,6 +457,15 @@ def test_an_operator_without_a_translation(tmp_path: Path) -> None:
         dynamo_moe.export(Eigenvalues(), torch.randn(3, 4, 4), tmp_path / "m.onnx")
 
 
+def test_an_operator_on_complex_tensors(tmp_path: Path) -> None:
+    class Phases(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.eigvals(torch.complex(x, x)).real
+
+    with pytest.raises(dynamo_moe.ExportError, match="for complex tensors: ONNX has none"):
+        dynamo_moe.export(Phases(), torch.randn(3, 4, 4), tmp_path / "m.onnx")
+
+
 @pytest.mark.parametrize("external", [True, False])
 def test_a_view_is_written_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool
