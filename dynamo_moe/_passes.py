@@ -33,15 +33,15 @@ class _ForOperator:
     def __init__(self, rule: Any) -> None:
         self._rule = rule
         pattern = rule._target_pattern
+        single = pattern.has_single_output_node and pattern.output_node.op_identifier()
         # None: nodes of several operators fit.
-        single = pattern.has_single_output_node
-        self._operator = pattern.output_node.op_identifier() if single else None
+        self._op_type = pattern.output_node.op_type if single else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rule, name)
 
     def try_rewrite(self, model: Any, graph: Any, node: ir.Node, **options: Any) -> Any:
-        if self._operator is not None and node.op_identifier() != self._operator:
+        if self._op_type not in (None, node.op_type):
             return None
         return self._rule.try_rewrite(model, graph, node, **options)
 

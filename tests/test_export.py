@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -455,6 +456,24 @@ def test_an_operator_without_a_translation(tmp_path: Path) -> None:
     message = "^operator aten.linalg_eig has no translation to ONNX, nor a decomposition"
     with pytest.raises(dynamo_moe.ExportError, match=message):
         dynamo_moe.export(Eigenvalues(), torch.randn(3, 4, 4), tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_garbage_collector_is_left_as_it_was(tmp_path: Path, frozen: bool) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert gc.get_freeze_count()
+            raise ValueError("not today")
+
+    if frozen:
+        gc.freeze()
+    try:
+        dynamo_moe.export(nn.Linear(4, 4), torch.randn(2, 4), tmp_path / "m.onnx")
+        with pytest.raises(dynamo_moe.ExportError, match="not today"):
+            dynamo_moe.export(Fails(), torch.randn(2, 4), tmp_path / "m.onnx")
+        assert bool(gc.get_freeze_count()) == frozen
+    finally:
+        gc.unfreeze()
 
 
 def test_an_operator_on_complex_tensors(tmp_path: Path) -> None:
