@@ -181,10 +181,12 @@ def _title(cases: Sequence[Mapping[str, Any]]) -> str:
         return ""
     one = cases[-1]["run"]
     versions = one["versions"]
+    turns = sorted({case["run"]["turns"] for case in cases})
     return (
         f"PyTorch {versions['torch']}, onnxscript {versions['onnxscript']}, transformers "
         f"{versions['transformers']}; {one['cpu']}, {one['cores']} cores, "
-        f"median of {one['turns']}, {one['date'][:10]}{', quick' * one['quick']}"
+        f"medians of {turns[0]} to {turns[-1]} turns, "
+        f"{one['date'][:10]}{', quick' * one['quick']}"
     )
 
 
