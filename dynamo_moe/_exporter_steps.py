@@ -11,6 +11,7 @@ import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import onnx_ir as ir
@@ -30,6 +31,9 @@ from dynamo_moe._operators import Operator, operators
 from dynamo_moe._tracing_costs import cheap_tracing
 
 __all__ = ["translate_in_steps"]
+
+# Whoever changes onnx_ir's class restores it: nobody else does meanwhile.
+_changed = Lock()
 
 
 def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
@@ -76,7 +80,13 @@ def _registered(opset: int, own: tuple[Operator, ...] = ()) -> tuple[Any, dict[A
 
 @contextlib.contextmanager
 def _signatures_once() -> Iterator[None]:
-    """Derives an ONNX operator's signature once; PyTorch does so for every node."""
+    """Derives an ONNX operator's signature once; PyTorch does so for every node.
+
+    In one thread at a time: another's export derives them as PyTorch does.
+    """
+    if not _changed.acquire(blocking=False):
+        yield
+        return
     patched: Any = OpSignature
     original = vars(OpSignature)["from_op_schema"]
     signatures: dict[Any, OpSignature] = {}
@@ -92,6 +102,7 @@ def _signatures_once() -> Iterator[None]:
         yield
     finally:
         patched.from_op_schema = original
+        _changed.release()
 
 
 class _Promotion(type_promotion._TypePromotionInterpreter):

@@ -103,7 +103,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
 
 def _merge_equal_nodes(model: ir.Model) -> None:
     """Merges nodes that compute the same, but no registered ones: they may draw random numbers."""
-    registered = [node for node in model.graph if find(node) is not None]
+    registered = [node for node in model.graph.all_nodes() if find(node) is not None]
     overloads = [node.overload for node in registered]
     for number, node in enumerate(registered):
         node.overload = str(number)

@@ -304,12 +304,9 @@ def _first_cause(error: BaseException) -> BaseException:
 
 def _explain(error: BaseException) -> str:
     """Returns what to do about a failure of PyTorch's exporter, and its cause."""
+    if isinstance(error, NodeError):
+        return str(error)
     cause = str(error.__cause__ or error).strip()
-    root: BaseException = error
-    while root.__cause__ is not None:
-        root = root.__cause__
-    if isinstance(root, NodeError):
-        return str(root)
     if "conflicts between user-specified ranges" in cause:
         conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
         return (

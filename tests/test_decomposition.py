@@ -623,6 +623,16 @@ def test_signatures_are_derived_once_and_nothing_is_left_behind() -> None:
     assert vars(OpSignature)["from_op_schema"] is original
 
 
+def test_overlapping_exports_leave_no_signatures_behind() -> None:
+    original = vars(OpSignature)["from_op_schema"]
+    first, second = steps._signatures_once(), steps._signatures_once()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert vars(OpSignature)["from_op_schema"] is original
+
+
 def test_one_tensor_twice_is_two_inputs(tmp_path: Path) -> None:
     class Sum(nn.Module):
         def forward(self, a: Tensor, b: Tensor) -> Tensor:
