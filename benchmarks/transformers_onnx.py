@@ -97,6 +97,7 @@ class Variant:
     """A way to the ONNX file: one of our targets, or an implementation of transformers."""
 
     target: str = ""
+    body: str = "loop"
     experts: str = "eager"
     fusions: str | None = None
     color: str = ""
@@ -104,7 +105,8 @@ class Variant:
 
 VARIANTS = {
     OURS: Variant(target="plugin", color="#0b6e4f"),
-    "com.microsoft::MoE": Variant(target="onnxruntime", color="#63b995"),
+    "plugin, unrolled": Variant(target="plugin", body="unrolled", color="#2fa37b"),
+    "com.microsoft::MoE": Variant(target="onnxruntime", color="#8fd3b6"),
     "grouped_mm": Variant(experts="grouped_mm", color="#c2570c"),
     "grouped_mm + fusions": Variant(experts="grouped_mm", fusions="cpu", color="#f2a65a"),
     "batched_mm": Variant(experts="batched_mm", color="#3b5bdb"),
@@ -170,7 +172,7 @@ def export(case: Case, variant: Variant, folder: Path) -> dict[str, Any]:
     model = build(case, variant.experts)
     started = time.perf_counter()
     if variant.target:
-        _export_ours(model, variant.target, folder)
+        _export_ours(model, variant, folder)
     else:
         _export_theirs(model, variant, folder)
     seconds = time.perf_counter() - started
@@ -185,14 +187,13 @@ def export(case: Case, variant: Variant, folder: Path) -> dict[str, Any]:
     }
 
 
-def _export_ours(model: Any, target: str, folder: Path) -> None:
+def _export_ours(model: Any, variant: Variant, folder: Path) -> None:
     import dynamo_moe
     from dynamo_moe.language_models import export_language_model
 
     dynamo_moe.convert(model)
-    export_language_model(
-        model, folder / "model.onnx", task="text-generation", target=target, external_data=True
-    )
+    options = {"target": variant.target, "body": variant.body, "external_data": True}
+    export_language_model(model, folder / "model.onnx", task="text-generation", **options)
 
 
 def _export_theirs(model: Any, variant: Variant, folder: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Literal
+from typing import Literal, get_args
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from dynamo_moe import _schemas
-from dynamo_moe._bodies import BodyConfig, body, dense_body, onnxruntime_body
+from dynamo_moe._bodies import BodyConfig, body, dense_body, onnxruntime_body, unrolled_body
 from dynamo_moe._op_bodies import (
     check_absent_attributes,
     content,
@@ -19,16 +19,18 @@ from dynamo_moe._op_bodies import (
 )
 from dynamo_moe._operators import find
 
-__all__ = ["TARGETS", "Target", "lower", "moe_body", "moe_nodes", "notes"]
+__all__ = ["BODIES", "TARGETS", "Body", "Target", "lower", "moe_body", "moe_nodes", "notes"]
 
 Target = Literal["plugin", "dense", "onnxruntime"]
+Body = Literal["loop", "unrolled"]
 
 _BODIES: dict[str, Callable[..., ir.Function]] = {
     "plugin": body,
     "dense": dense_body,
     "onnxruntime": onnxruntime_body,
 }
-TARGETS = tuple(_BODIES)
+TARGETS: tuple[str, ...] = get_args(Target)
+BODIES: tuple[str, ...] = get_args(Body)
 
 
 def moe_nodes(model: ir.Model) -> list[ir.Node]:
@@ -40,19 +42,23 @@ def moe_nodes(model: ir.Model) -> list[ir.Node]:
     ]
 
 
-def lower(model: ir.Model, target: str) -> None:
+def lower(model: ir.Model, target: str, body: str = "loop") -> None:
     """Gives every node of a registered operator the body of its configuration, in place.
 
-    For ``plugin`` the body is a model-local function beside the node; for the others it takes the
-    node's place.
+    For ``plugin`` the body is a model-local function beside the node, that of MoE nodes of the
+    given kind; for the others it takes the node's place.
     """
     opset = model.opset_imports[""]
+    unrolled = set(moe_nodes(model)) if body == "unrolled" else set()
     domains: dict[str, dict[tuple[str, bytes], str]] = {}
     for node in list(model.graph.all_nodes()):
         operator = find(node)
         if operator is None or operator.body is None:
             continue
-        function = operator.body(node, opset, target)
+        if node in unrolled:
+            function = _unrolled_body(node, opset)
+        else:
+            function = operator.body(node, opset, target)
         omit_absent_inputs(function, node, operator.name)
         check_absent_attributes(function, node, operator.name)
         # A function is found by domain and name. Overloads, ONNX's own way to have several, are
@@ -78,6 +84,13 @@ def moe_body(node: ir.Node, opset: int, target: str) -> ir.Function:
     config = _config(node)
     function = _BODIES[target](config, opset)
     function.overload = config.overload
+    return function
+
+
+def _unrolled_body(node: ir.Node, opset: int) -> ir.Function:
+    config, experts = _config(node), node.attributes["num_experts"].as_int()
+    function = unrolled_body(config, opset, num_experts=experts)
+    function.overload = f"{config.overload}_{experts}_experts"
     return function
 
 

@@ -111,6 +111,7 @@ def export(
     *,
     kwargs: dict[str, Any] | None = None,
     target: _lowering.Target = "plugin",
+    body: _lowering.Body = "loop",
     dynamic_shapes: Mapping[str, Any] | str | None = _dynamic_shapes.BATCH,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
@@ -131,6 +132,10 @@ def export(
         target: ``plugin``: one ``moe`` node per layer, with a body of standard operators in the
             same file; ``dense``: standard operators only, every expert on every token;
             ``onnxruntime``: ``com.microsoft::MoE``.
+        body: With ``plugin``, what runtimes without the plugin compute a layer by. ``loop`` visits
+            the experts, and reads their weights where they are: it loads at once, however large the
+            model. ``unrolled`` has products for each expert, whose weights ONNX Runtime packs as it
+            loads the file: faster runs, for seconds of loading and the memory of a copy.
         dynamic_shapes: ``"batch"``: the first dimension of every tensor is symbolic; a mapping from
             argument to ``{dimension: name}`` adds to that (``{0: None}`` makes it static); None:
             every shape is static.
@@ -168,6 +173,10 @@ def export(
     path = Path(path)
     if target not in _lowering.TARGETS:
         raise ValueError(f"target must be one of {', '.join(_lowering.TARGETS)}; got {target!r}")
+    if body not in _lowering.BODIES:
+        raise ValueError(f"body must be one of {', '.join(_lowering.BODIES)}; got {body!r}")
+    if body != "loop" and target != "plugin":
+        raise ValueError(f"body {body!r} needs target 'plugin': with {target!r} nodes have no body")
     newest = onnx.defs.onnx_opset_version()
     if not MIN_OPSET <= opset <= newest:
         raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
@@ -191,7 +200,7 @@ def export(
                 model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
             _rename("input_names", model_ir.graph.inputs, input_names)
             _weights.attach(model_ir, lazies)
-            layers = _optimize(model_ir, target, link_weights)
+            layers = _optimize(model_ir, target, body, link_weights)
             _rename("output_names", model_ir.graph.outputs, output_names)
             _layers.store(model_ir, layers)
             if link_weights:
@@ -243,7 +252,9 @@ def _progress(wanted: bool | _phases.Progress, path: Path) -> Iterator[_phases.P
         yield wanted or None
 
 
-def _optimize(model: ir.Model, target: _lowering.Target, link: bool) -> list[_layers.Layer]:
+def _optimize(
+    model: ir.Model, target: _lowering.Target, body: _lowering.Body, link: bool
+) -> list[_layers.Layer]:
     """Brings the traced graph into the form of its target; returns its MoE layers."""
     with _phases.phase("optimization"):
         _passes.fold_weight_transposes(model, link=link)
@@ -256,7 +267,7 @@ def _optimize(model: ir.Model, target: _lowering.Target, link: bool) -> list[_la
             kept |= _weights.linkable(model)
         _passes.optimize(model, keep=kept)
         if target == "plugin":
-            _lowering.lower(model, target)
+            _lowering.lower(model, target, body)
         common_passes.ClearMetadataAndDocStringPass()(model)
     return layers
 

@@ -5,6 +5,7 @@ Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E expe
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from dynamo_moe._bodies import BodyConfig, body, dense_body
+from dynamo_moe._bodies import BodyConfig, body, dense_body, unrolled_body
 from dynamo_moe.tolerances import tolerance_for
 
 Arrays = Mapping[str, np.ndarray]
@@ -79,7 +80,11 @@ DTYPES = [
     (DOUBLE, FLOAT, FLOAT),
     (FLOAT, DOUBLE, FLOAT),
 ]
-both_bodies = pytest.mark.parametrize("build", [body, dense_body])
+EXPERTS_OF_A_LAYER = 5
+unrolled = functools.partial(unrolled_body, num_experts=EXPERTS_OF_A_LAYER)
+every_body = pytest.mark.parametrize(
+    "build", [body, unrolled, dense_body], ids=["loop", "unrolled", "dense"]
+)
 Build = Callable[..., ir.Function]
 
 
@@ -89,7 +94,7 @@ class Layer:
 
     config: BodyConfig
     top_k: int = 2
-    experts: int = 5
+    experts: int = EXPERTS_OF_A_LAYER
     width: int = 8
     hidden: int = 12
     alpha: float = 1.25
@@ -320,7 +325,7 @@ def check(layer: Layer, session: ort.InferenceSession, arguments: Arrays) -> Non
 # --- What the bodies compute ---
 
 
-@both_bodies
+@every_body
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.overload)
 def test_every_option_at_every_number_of_tokens(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
@@ -329,7 +334,7 @@ def test_every_option_at_every_number_of_tokens(build: Build, config: BodyConfig
         check(layer, session, layer.arguments(tokens))
 
 
-@both_bodies
+@every_body
 @pytest.mark.parametrize(
     "config", [BIASED, replace(GATED, activation="gelu"), LLAMA4, GPT_OSS, NORMED]
 )
@@ -344,7 +349,7 @@ def test_every_dtype(
         check(layer, session, layer.arguments(tokens))
 
 
-@both_bodies
+@every_body
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_gelu_without_the_operator_and_in_double(build: Build, activation: str) -> None:
     config = replace(PLAIN, activation=activation)
@@ -356,7 +361,7 @@ def test_gelu_without_the_operator_and_in_double(build: Build, activation: str) 
     check(layer, to_session(to_model([layer], build)), arguments)
 
 
-@both_bodies
+@every_body
 @pytest.mark.parametrize("config", [PLAIN, GPT_OSS])
 def test_leading_dimensions(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
@@ -365,21 +370,21 @@ def test_leading_dimensions(build: Build, config: BodyConfig) -> None:
         check(layer, session, layer.arguments(*lead))
 
 
-@both_bodies
+@every_body
 @pytest.mark.parametrize("top_k", [1, 3, 5])
 def test_top_k_up_to_all_experts(build: Build, top_k: int) -> None:
     layer = Layer(BIASED, top_k=top_k)
     check(layer, to_session(to_model([layer], build)), layer.arguments(11))
 
 
-@both_bodies
+@every_body
 def test_all_tokens_on_one_expert(build: Build) -> None:
     layer = Layer(BIASED, top_k=1)
     layer.parameters["router_bias"][3] = 100
     check(layer, to_session(to_model([layer], build)), layer.arguments(11))
 
 
-@both_bodies
+@every_body
 def test_ties_go_to_the_lower_expert(build: Build) -> None:
     layer = Layer(replace(BIASED, scoring="sigmoid"), top_k=3)
     layer.parameters["router_weight"][:] = 0
@@ -387,7 +392,7 @@ def test_ties_go_to_the_lower_expert(build: Build) -> None:
     check(layer, to_session(to_model([layer], build)), layer.arguments(11))
 
 
-@both_bodies
+@every_body
 def test_sigmoid_scores_that_are_all_one_still_choose(build: Build) -> None:
     layer = Layer(replace(BIASED, scoring="sigmoid", renormalize=False), top_k=2)
     layer.parameters["router_weight"][:] = 0
@@ -395,7 +400,7 @@ def test_sigmoid_scores_that_are_all_one_still_choose(build: Build) -> None:
     check(layer, to_session(to_model([layer], build)), layer.arguments(11))
 
 
-@both_bodies
+@every_body
 def test_a_token_without_experts_is_its_residual(build: Build) -> None:
     layer = Layer(replace(EXPERTS, residual=True, pre_norm="rms"))
     arguments = layer.arguments(5)
@@ -404,7 +409,7 @@ def test_a_token_without_experts_is_its_residual(build: Build) -> None:
     np.testing.assert_array_equal(actual, rounded(arguments["x"], FLOAT))
 
 
-@both_bodies
+@every_body
 @pytest.mark.parametrize("config", [EXPERTS, GPT_OSS, LLAMA4])
 def test_no_expert_and_one_expert_twice(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
@@ -421,7 +426,7 @@ def test_no_expert_and_one_expert_twice(build: Build, config: BodyConfig) -> Non
     assert not actual.any()
 
 
-@both_bodies
+@every_body
 @pytest.mark.parametrize(
     "config", [*CONFIGS[:5], GATED, replace(GATED, activation="clamped_swiglu"), NORMED]
 )
@@ -437,7 +442,7 @@ def test_hidden_rows_are_rounded_to_the_experts_dtype() -> None:
     # A runtime that dropped the pair of casts would be closer to the unrounded oracle.
     layer = Layer(replace(PLAIN, w_dtype=BFLOAT16), width=32, hidden=64)
     arguments = layer.arguments(64)
-    for build in (body, dense_body):
+    for build in (body, unrolled, dense_body):
         (actual,) = run(to_session(to_model([layer], build)), arguments)
         rounding = np.abs(actual - oracle(layer, arguments)).mean()
         without = np.abs(actual - oracle(layer, arguments, round_hidden=False)).mean()
@@ -454,14 +459,15 @@ def test_same_bits_in_every_run() -> None:
 # --- What the bodies cost ---
 
 
-def test_an_idle_expert_is_not_computed() -> None:
+@pytest.mark.parametrize("build", [body, unrolled])
+def test_an_idle_expert_is_not_computed(build: Build) -> None:
     layer = Layer(BIASED, top_k=1)
     layer.parameters["router_bias"][3] = 100
     arguments = layer.arguments(11)
     expected = oracle(layer, arguments)
     for name in ("w1", "b1", "w2", "b2"):
         layer.parameters[name][:3] = np.nan
-    (actual,) = run(to_session(to_model([layer], body)), arguments)
+    (actual,) = run(to_session(to_model([layer], build)), arguments)
     assert_agrees(actual, expected, FLOAT)
 
 
@@ -481,7 +487,7 @@ def test_onnx_runtime_keeps_the_parameters_as_they_are(
 # --- The files they make ---
 
 
-@both_bodies
+@every_body
 @pytest.mark.parametrize("opset", [18, 20, 24])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.overload)
 def test_checker_and_shape_inference(build: Build, config: BodyConfig, opset: int) -> None:
@@ -496,7 +502,7 @@ def test_checker_and_shape_inference(build: Build, config: BodyConfig, opset: in
     assert [dim.dim_param or dim.dim_value for dim in dims] == ["B0", "B1", 8]
 
 
-@both_bodies
+@every_body
 @pytest.mark.parametrize("opset", [18, 20, 22, 23, 24])
 @pytest.mark.parametrize("config", [BIASED, GPT_OSS])
 def test_opsets_in_onnx_runtime(build: Build, config: BodyConfig, opset: int) -> None:
@@ -504,7 +510,7 @@ def test_opsets_in_onnx_runtime(build: Build, config: BodyConfig, opset: int) ->
     check(layer, to_session(to_model([layer], build, opset)), layer.arguments(9))
 
 
-@both_bodies
+@every_body
 @pytest.mark.parametrize("config", [BIASED, GPT_OSS, LLAMA4, NORMED])
 def test_the_reference_evaluator_agrees(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
@@ -515,9 +521,9 @@ def test_the_reference_evaluator_agrees(build: Build, config: BodyConfig) -> Non
     assert_agrees(actual, oracle(layer, arguments), FLOAT)
 
 
-@both_bodies
-def test_one_body_serves_layers_of_different_sizes(build: Build) -> None:
-    layers = [Layer(BIASED), Layer(BIASED, experts=9, hidden=3, top_k=4, scaling=0.5)]
+@pytest.mark.parametrize(("build", "experts"), [(body, 9), (unrolled, 5), (dense_body, 9)])
+def test_one_body_serves_layers_of_different_sizes(build: Build, experts: int) -> None:
+    layers = [Layer(BIASED), Layer(BIASED, experts=experts, hidden=3, top_k=4, scaling=0.5)]
     model = to_model(layers, build)
     first, second = (node for node in model.graph if node.domain.startswith("moe"))
     del model.functions[(second.domain, second.op_type, "")]
@@ -542,7 +548,7 @@ def test_several_configurations_in_one_file() -> None:
         assert_agrees(actual, oracle(layer, arguments), layer.config.w_dtype)
 
 
-@both_bodies
+@every_body
 def test_a_function_declares_what_a_node_passes(build: Build) -> None:
     for config in CONFIGS:
         function = build(config, 20)
@@ -589,7 +595,7 @@ def test_contradictions_are_rejected(options: dict[str, object], reason: str) ->
         BodyConfig(**options)  # type: ignore[arg-type]
 
 
-@both_bodies
+@every_body
 def test_an_old_opset_is_rejected(build: Build) -> None:
     with pytest.raises(ValueError, match="needs opset 18 or later, got 17"):
         build(PLAIN, 17)

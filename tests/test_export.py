@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,7 +20,14 @@ import dynamo_moe
 from dynamo_moe import _files, _weights
 from small_models import OpLayer, OwnRouter, mlp_model, op_model
 
-TARGETS = ("plugin", "dense", "onnxruntime")
+# What a file can be, by name, and the options that say so.
+FORMS: dict[str, dict[str, Any]] = {
+    "plugin": {"target": "plugin"},
+    "unrolled": {"target": "plugin", "body": "unrolled"},
+    "dense": {"target": "dense"},
+    "onnxruntime": {"target": "onnxruntime"},
+}
+BESIDE_THE_NODE = ("plugin", "unrolled")
 TOKENS = {"input": {1: "tokens"}}
 
 
@@ -38,20 +46,20 @@ def mixed_model() -> nn.Module:
 def exported(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str, str], tuple[nn.Module, Path]]:
-    """Exports each (model, target) once, from an example of batch 1 and 5 tokens."""
+    """Exports each (model, form) once, from an example of batch 1 and 5 tokens."""
     folder = tmp_path_factory.mktemp("exported")
     done: dict[tuple[str, str], tuple[nn.Module, Path]] = {}
 
-    def export(name: str, target: str) -> tuple[nn.Module, Path]:
-        if (name, target) not in done:
+    def export(name: str, form: str) -> tuple[nn.Module, Path]:
+        if (name, form) not in done:
             model = mixed_model() if name == "mixed" else mlp_model()
             dynamo_moe.convert(model)
-            path = folder / f"{name}_{target}.onnx"
+            path = folder / f"{name}_{form}.onnx"
             dynamo_moe.export(
-                model, torch.randn(1, 5, 16), path, target=target, dynamic_shapes=TOKENS
+                model, torch.randn(1, 5, 16), path, **FORMS[form], dynamic_shapes=TOKENS
             )
-            done[name, target] = model, path
-        return done[name, target]
+            done[name, form] = model, path
+        return done[name, form]
 
     return export
 
@@ -64,25 +72,25 @@ def run(path_or_proto: Path | onnx.ModelProto, x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["mlp", "mixed"])
-def test_runs_at_other_shapes_than_the_example(exported, name: str, target: str) -> None:
-    model, path = exported(name, target)
+def test_runs_at_other_shapes_than_the_example(exported, name: str, form: str) -> None:
+    model, path = exported(name, form)
     cases = [(torch.randn(*shape, 16),) for shape in ((1, 1), (3, 7), (2, 64), (7, 2))]
     report = dynamo_moe.verify(path, model, cases)
     assert [case.shapes["input"][:2] for case in report.cases] == [(1, 1), (3, 7), (2, 64), (7, 2)]
     assert all(case.routing_agreement == 1.0 for case in report.cases)
 
 
-@pytest.mark.parametrize("target", ["plugin", "dense"])
+@pytest.mark.parametrize("form", ["plugin", "unrolled", "dense"])
 @pytest.mark.parametrize("name", ["mlp", "mixed"])
-def test_empty_batch(exported, name: str, target: str) -> None:
-    _, path = exported(name, target)
+def test_empty_batch(exported, name: str, form: str) -> None:
+    _, path = exported(name, form)
     assert run(path, torch.randn(0, 5, 16)).shape == (0, 5, 16)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_experts_that_the_example_did_not_hit(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_that_the_example_did_not_hit(tmp_path: Path, form: str) -> None:
     """An example that only hits experts 0 and 1, then tokens for every other pair."""
     torch.manual_seed(2)
     layer = OpLayer(experts=6, activation="relu")
@@ -97,7 +105,7 @@ def test_experts_that_the_example_did_not_hit(tmp_path: Path, target: str) -> No
         return x
 
     path = tmp_path / "model.onnx"
-    dynamo_moe.export(model, tokens(0, 1), path, target=target)
+    dynamo_moe.export(model, tokens(0, 1), path, **FORMS[form])
     for first in range(6):
         for second in set(range(6)) - {first}:
             x = tokens(first, second)
@@ -148,9 +156,9 @@ def test_one_configuration_keeps_the_plain_domain(exported) -> None:
     assert len(set(domains[:3])) == 3
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_weights_keep_their_names_and_are_stored_once(exported, target: str) -> None:
-    model, path = exported("mlp", target)
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_keep_their_names_and_are_stored_once(exported, form: str) -> None:
+    model, path = exported("mlp", form)
     proto = onnx.load(path)
     stored = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
     for name, parameter in model.named_parameters():
@@ -171,10 +179,10 @@ def test_file_is_the_parameters_and_less_than_5_percent(tmp_path: Path) -> None:
     assert parameters < report.file_bytes < 1.05 * parameters
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["mlp", "mixed"])
-def test_checker_and_shape_inference(exported, name: str, target: str) -> None:
-    _, path = exported(name, target)
+def test_checker_and_shape_inference(exported, name: str, form: str) -> None:
+    _, path = exported(name, form)
     onnx.checker.check_model(path, full_check=True)
     proto = onnx.load(path)
     onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
@@ -200,11 +208,11 @@ def test_shape_inference_restores_what_a_tool_stripped(exported, name: str) -> N
         assert after[value] == before[value]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["mlp", "mixed"])
 @pytest.mark.parametrize("tool", ["onnxslim", "onnxsim"])
-def test_simplifiers_leave_a_good_file(exported, name: str, target: str, tool: str) -> None:
-    _, path = exported(name, target)
+def test_simplifiers_leave_a_good_file(exported, name: str, form: str, tool: str) -> None:
+    _, path = exported(name, form)
     proto = onnx.load(path)
     simplified = onnxslim.slim(proto) if tool == "onnxslim" else onnxsim.simplify(proto)[0]
     onnx.checker.check_model(simplified, full_check=True)
@@ -213,12 +221,12 @@ def test_simplifiers_leave_a_good_file(exported, name: str, target: str, tool: s
     assert torch.equal(run(simplified, x), run(path, x))
     count = sum(node.domain.startswith("moe") for node in simplified.graph.node)
     layers = {"mlp": 2, "mixed": 4}[name]
-    assert count == (layers if target == "plugin" else 0)
+    assert count == (layers if form in BESIDE_THE_NODE else 0)
 
 
 def test_no_local_paths_or_stack_traces(exported) -> None:
-    for target in TARGETS:
-        _, path = exported("mlp", target)
+    for form in FORMS:
+        _, path = exported("mlp", form)
         content = path.read_bytes()
         for trace in (str(Path(__file__).parent), 'File "', "stack_trace", "site-packages"):
             assert trace.encode() not in content
@@ -255,12 +263,12 @@ def test_opsets(tmp_path: Path, opset: int) -> None:
     assert dynamo_moe.verify(path, model, [(torch.randn(3, 3, 16),)]).passed
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_half_precision_experts(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_experts(tmp_path: Path, form: str) -> None:
     model = mlp_model()
     dynamo_moe.convert(model, experts_dtype=torch.float16)
     path = tmp_path / "model.onnx"
-    dynamo_moe.export(model, torch.randn(2, 5, 16), path, target=target)
+    dynamo_moe.export(model, torch.randn(2, 5, 16), path, **FORMS[form])
     types = {t.name: t.data_type for t in onnx.load(path).graph.initializer}
     assert types["0.mlp.w1"] == types["0.mlp.b2"] == onnx.TensorProto.FLOAT16
     assert types["0.mlp.router.weight"] == onnx.TensorProto.FLOAT
@@ -337,6 +345,11 @@ def test_unconverted_model(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"target": "tflite"}, "target must be one of plugin, dense, onnxruntime; got 'tflite'"),
+        ({"body": "scan"}, "body must be one of loop, unrolled; got 'scan'"),
+        (
+            {"body": "unrolled", "target": "dense"},
+            "body 'unrolled' needs target 'plugin': with 'dense' nodes have no body",
+        ),
         ({"opset": 17}, r"opset must be in 18\.\..*, got 17"),
         ({"opset": 99}, r"opset must be in 18\.\..*, got 99"),
         ({"dynamic_shapes": "tokens"}, "dynamic_shapes must be 'batch', a mapping or None"),
@@ -599,8 +612,24 @@ def test_onnxruntime_target_takes_any_router(tmp_path: Path, scoring: str, gated
     dynamo_moe.verify(path, model, [(torch.randn(40, 16),)])
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_norm_and_residual_in_the_layer(tmp_path: Path, target: str) -> None:
+def test_an_unrolled_body_serves_one_number_of_experts(tmp_path: Path) -> None:
+    """A file with layers of 6 and of 4 experts has two functions, each of its own products."""
+    torch.manual_seed(3)
+    layers = [OpLayer(experts=count, activation="relu") for count in (6, 4, 6)]
+    model = nn.Sequential(*layers).eval()
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(2, 16), path, body="unrolled")
+    proto = onnx.load(path)
+    products = [
+        sum(node.op_type == "Gemm" for node in function.node) for function in proto.functions
+    ]
+    assert products == [2 * 6 + 1, 2 * 4 + 1]  # The router's too.
+    assert len({node.domain for node in proto.graph.node}) == 2
+    assert dynamo_moe.verify(path, model, [(torch.randn(9, 16),)]).passed
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_norm_and_residual_in_the_layer(tmp_path: Path, form: str) -> None:
     torch.manual_seed(3)
     options = {"activation": "silu", "pre_norm": "rms", "residual": True}
     model = nn.Sequential(
@@ -608,10 +637,10 @@ def test_norm_and_residual_in_the_layer(tmp_path: Path, target: str) -> None:
         OwnRouter(norm_eps=0.5, **options),
     ).eval()
     path = tmp_path / "m.onnx"
-    dynamo_moe.export(model, torch.randn(1, 5, 16), path, target=target, dynamic_shapes=TOKENS)
+    dynamo_moe.export(model, torch.randn(1, 5, 16), path, **FORMS[form], dynamic_shapes=TOKENS)
     cases = [(torch.randn(*shape, 16),) for shape in ((1, 1), (3, 7), (2, 64))]
     dynamo_moe.verify(path, model, cases)
-    if target == "plugin":
+    if form in BESIDE_THE_NODE:
         layers = dynamo_moe.inspect(path).moe_layers
         keys = ("pre_norm", "norm_eps", "residual")
         assert [[layer.attributes[key] for key in keys] for layer in layers] == [

@@ -44,7 +44,7 @@ def experts(
         return op.Add(y_ETO, op.Unsqueeze(b_EO, [1], out=f"{bias}_E1"), out=f"{out}_biased")
 
     z_ETF = product(x_TD, "w1", "b1", out="z_ETF")
-    h_ETH = round_hidden(op, config, activate(op, config, z_ETF))
+    h_ETH = round_hidden(op, config, activate(op, config, z_ETF, rank=3))
     y_ETD = product(h_ETH, "w2", "b2", out="y_ETD")
     weights_ET1 = _weights_by_expert(op, dtype, ids_TK, weights_TK)
     y_TD = op.ReduceSum(op.Mul(y_ETD, weights_ET1, out="weighted"), [0], keepdims=0, out="y_TD")

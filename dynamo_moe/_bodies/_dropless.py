@@ -16,16 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from dynamo_moe._bodies._config import BodyConfig
 from dynamo_moe._bodies._expert import activate, expert_inputs, round_hidden
 from dynamo_moe._bodies._ops import Ops
+from dynamo_moe._bodies._slots import Slots, combine, sort
 
 __all__ = ["experts"]
 
-_END = np.iinfo(np.int64).max
 _WEIGHTS = ("w1", "b1", "w2", "b2")
 
 
@@ -39,8 +38,7 @@ def experts(
 ) -> ir.Value:
     """Returns the sum over K of the experts' weighted results, ``[T, D]`` in the compute dtype."""
     inputs = expert_inputs(op, config, x_TD, weights_TK, op.size("in_features"))
-    ids_N = op.Reshape(ids_TK, [-1], out="ids_N")
-    slots = _sort(op, config, ids_N)
+    slots = sort(op, config, ids_TK)
     layer = _Layer(config, parameters, inputs, slots)
 
     most_1 = op.ReduceMax(slots.counts_E, [0], out="most_1")
@@ -55,24 +53,7 @@ def experts(
     y_rows = op.Reshape(
         y_found, op.Concat([-1], op.size("in_features"), axis=0, out="rows_D"), out="y_rows"
     )
-    y_TKD = op.Gather(y_rows, _places(op, slots, first_E, ids_TK, ids_N), axis=0, out="y_TKD")
-    if config.weight_on_input:
-        return op.ReduceSum(y_TKD, [1], keepdims=0, out="y_TD")
-    y_T1D = op.MatMul(op.Unsqueeze(weights_TK, [1], out="weights_T1K"), y_TKD, out="y_T1D")
-    return op.Squeeze(y_T1D, [1], out="y_TD")
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """The slots in the order of their experts, those of no expert first."""
-
-    slots_N: ir.Value
-    """Which slots they are."""
-    rows_N: ir.Value
-    """The rows of the experts' inputs that they need."""
-    counts_E: ir.Value
-    begins_E: ir.Value
-    ends_E: ir.Value
+    return combine(op, config, slots, y_rows, first_E, weights_TK)
 
 
 @dataclass(frozen=True)
@@ -82,39 +63,7 @@ class _Layer:
     config: BodyConfig
     parameters: Mapping[str, ir.Value]
     inputs: ir.Value
-    slots: _Slots
-
-
-def _sort(op: Ops, config: BodyConfig, ids_N: ir.Value) -> _Slots:
-    # Bucket 0 holds the slots of no expert. TopK gives ties to the lower index: a stable sort.
-    buckets_N = op.Add(ids_N, 1, out="buckets_N")
-    N = op.Shape(buckets_N, out="N")
-    _, slots_N = op.TopK(buckets_N, N, axis=0, largest=0, out=("sorted_N", "slots_N"))
-    zeros = op.zeros(
-        op.Add(op.size("num_experts"), 1, out="buckets"), ir.DataType.INT64, out="no_slots"
-    )
-    counts = op.ScatterElements(
-        zeros, buckets_N, op.Expand(1, N, out="ones_N"), axis=0, reduction="add", out="counts"
-    )
-    counts_E = op.Slice(counts, [1], [_END], [0], out="counts_E")
-    ends_E = op.Slice(op.CumSum(counts, 0, out="ends"), [1], [_END], [0], out="ends_E")
-    rows_N = slots_N
-    if not config.weight_on_input:
-        rows_N = op.Div(slots_N, op.size("top_k"), out="tokens_N")
-    return _Slots(slots_N, rows_N, counts_E, op.Sub(ends_E, counts_E, out="begins_E"), ends_E)
-
-
-def _places(
-    op: Ops, slots: _Slots, first_E: ir.Value, ids_TK: ir.Value, ids_N: ir.Value
-) -> ir.Value:
-    """The rows ``[T, K]`` of the slots' results; -1, the last, for slots of no expert."""
-    N = op.Squeeze(op.Shape(ids_N, out="N_1"), [0], out="N_0")
-    range_N = op.Range(0, N, 1, out="range_N")
-    order_N = op.ScatterElements(slots.slots_N, slots.slots_N, range_N, axis=0, out="order_N")
-    shift_E = op.Sub(first_E, slots.begins_E, out="shift_E")
-    place_N = op.Add(order_N, op.Gather(shift_E, ids_N, out="shift_N"), out="shifted_N")
-    place_N = op.Where(op.Less(ids_N, 0, out="idle_N"), -1, place_N, out="place_N")
-    return op.Reshape(place_N, op.Shape(ids_TK, out="TK"), allowzero=1, out="place_TK")
+    slots: Slots
 
 
 def _rows(
@@ -192,9 +141,8 @@ def _loop(op: Ops, layer: _Layer) -> tuple[ir.Value, ir.Value]:
         op.Concat([1], op.size("in_features"), axis=0, out="D_2"), dtype, out="zeros_1D"
     )
     sequence = op.SequenceInsert(sequence, zeros_1D, out="y_and_zeros")
-    unused_1 = op.Slice(slots.begins_E, [0], [1], [0], out="unused_1")
-    y_rows = op.ConcatFromSequence(sequence, axis=0, out="y_looped")
-    return y_rows, op.Sub(slots.begins_E, unused_1, out="first_looped")
+    _, first_E = slots.used(op)
+    return op.ConcatFromSequence(sequence, axis=0, out="y_looped"), first_E
 
 
 def _looped(outer: Ops, layer: _Layer, active_A1: ir.Value) -> ir.Graph:

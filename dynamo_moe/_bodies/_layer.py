@@ -5,16 +5,17 @@ Legend: T tokens, D model width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
-from dynamo_moe._bodies import _dense, _dropless, _onnxruntime
+from dynamo_moe._bodies import _dense, _dropless, _onnxruntime, _unrolled
 from dynamo_moe._bodies._config import MIN_OPSET, BodyConfig
 from dynamo_moe._bodies._ops import Ops
 from dynamo_moe._bodies._router import route
 
-__all__ = ["body", "dense_body", "function", "onnxruntime_body", "routed"]
+__all__ = ["body", "dense_body", "function", "onnxruntime_body", "routed", "unrolled_body"]
 
 Inputs = Mapping[str, ir.Value]
 Layer = Callable[[Ops, BodyConfig, Inputs, ir.Value], ir.Value]
@@ -37,6 +38,14 @@ def body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
         ValueError: If the opset is too old.
     """
     return function(config, opset, domain, routed(_dropless.experts))
+
+
+def unrolled_body(
+    config: BodyConfig, opset: int, *, num_experts: int, domain: str = "moe"
+) -> ir.Function:
+    """The operator as two products for each of ``num_experts`` experts; see :func:`body`."""
+    layer = routed(functools.partial(_unrolled.experts, num_experts=num_experts))
+    return function(config, opset, domain, layer)
 
 
 def dense_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:

@@ -20,9 +20,9 @@ class Ops:
     """Records the nodes of a function's body or of a subgraph in it.
 
     ``op.Add(x, y, out="sum_TD")`` appends a node and returns its output; with two names in
-    ``out`` it returns two outputs. Integers and lists of them become INT64 constants. Names are
-    made unique over the body and its subgraphs, because a subgraph sees the names around it; for
-    the same reason constants are recorded once, in the outermost graph.
+    ``out`` it returns two outputs, with a list of names a list. Integers and lists of them become
+    INT64 constants. Names are made unique over the body and its subgraphs, because a subgraph sees
+    the names around it; for the same reason constants are recorded once, in the outermost graph.
 
     Args:
         opset: Version of the standard operators.
@@ -138,13 +138,20 @@ class _Recorder:
         self, *inputs: Operand, out: tuple[str, str], **attributes: Attribute
     ) -> tuple[ir.Value, ir.Value]: ...
 
+    @overload
     def __call__(
-        self, *inputs: Operand, out: str | tuple[str, str], **attributes: Attribute
-    ) -> ir.Value | tuple[ir.Value, ir.Value]:
+        self, *inputs: Operand, out: list[str], **attributes: Attribute
+    ) -> list[ir.Value]: ...
+
+    def __call__(
+        self, *inputs: Operand, out: str | tuple[str, str] | list[str], **attributes: Attribute
+    ) -> ir.Value | tuple[ir.Value, ir.Value] | list[ir.Value]:
         values = [self._ops.operand(operand) for operand in inputs]
         while values and values[-1] is None:
             values.pop()
         attrs = ir.convenience.convert_attributes(attributes)
         names = (out,) if isinstance(out, str) else out
         outputs = self._ops.record(self._op_type, values, attrs, names)
+        if isinstance(out, list):
+            return list(outputs)
         return outputs[0] if isinstance(out, str) else (outputs[0], outputs[1])

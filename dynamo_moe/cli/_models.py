@@ -52,6 +52,13 @@ class Target(StrEnum):
     onnxruntime = "onnxruntime"
 
 
+class Body(StrEnum):
+    """What computes a layer without the plugin."""
+
+    loop = "loop"
+    unrolled = "unrolled"
+
+
 class Task(StrEnum):
     """What the file of a checkpoint does."""
 
@@ -116,6 +123,15 @@ def export(
             "[cyan]onnxruntime[/]: com.microsoft::MoE.",
         ),
     ] = Target.plugin,
+    body: Annotated[
+        Body,
+        typer.Option(
+            metavar="BODY",
+            help="With target plugin, what ONNX Runtime runs. [cyan]loop[/]: over the experts, "
+            "whose weights stay in the file. [cyan]unrolled[/]: products for each expert, packed "
+            "at load; faster, but loads for seconds and holds a copy.",
+        ),
+    ] = Body.loop,
     shape: Shapes = None,
     dynamic: Annotated[
         list[str] | None,
@@ -219,7 +235,10 @@ def export(
         if not hf and (task or dtype or link_weights):
             raise UsageError("--task, --dtype and --link-weights need --hf")
         options: dict[str, Any] = {} if opset is None else {"opset": _known_opset(opset)}
-        options |= {"target": target.value, "external_data": external_data, "profile": profile}
+        options |= {"target": target.value, "body": body.value}
+        options |= {"external_data": external_data, "profile": profile}
+        if body is not Body.loop and target is not Target.plugin:
+            raise UsageError("--body needs --target plugin: other targets have none")
         need_place(out)
         if verify:
             _need_onnxruntime()
