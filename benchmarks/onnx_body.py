@@ -3,8 +3,8 @@
     python -m benchmarks.onnx_body --json result.json
 
 ``dense`` runs every expert on every token in two batched products. ``body`` is what ships with a
-node. ``naive`` (``--naive``) is the loop one writes first: over all experts, selecting with
-NonZero and accumulating with ScatterND.
+node, ``unrolled`` what does with ``body="unrolled"``. ``naive`` (``--naive``) is the loop one
+writes first: over all experts, selecting with NonZero and accumulating with ScatterND.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._timing import Timing, record
-from dynamo_moe._bodies import BodyConfig, body, dense_body
+from dynamo_moe._bodies import BodyConfig, body, dense_body, unrolled_body
 from dynamo_moe._bodies._expert import activate
 from dynamo_moe._bodies._layer import function, routed
 from dynamo_moe._bodies._ops import Ops
@@ -106,7 +106,14 @@ def _naive_experts(
     return outer.Loop(experts, true, zeros_TD, body=graph, out="y_TD")
 
 
-BODIES = {"dense": dense_body, "body": body, "naive": naive_body}
+BODIES = ("dense", "body", "unrolled", "naive")
+
+
+def build(name: str, case: Case) -> ir.Function:
+    """A body by its name."""
+    if name == "unrolled":
+        return unrolled_body(case.config, OPSET, num_experts=case.experts)
+    return {"dense": dense_body, "body": body, "naive": naive_body}[name](case.config, OPSET)
 
 
 def parameters(case: Case) -> dict[str, np.ndarray]:
@@ -177,7 +184,7 @@ def session(case: Case, body: ir.Function, threads: int) -> ort.InferenceSession
 
 def turn(case: Case, name: str, threads: int, runs: int) -> tuple[list[float], np.ndarray]:
     """Milliseconds of the runs of one body in this process, and its result."""
-    s = session(case, BODIES[name](case.config, OPSET), threads)
+    s = session(case, build(name, case), threads)
     x = np.random.default_rng(1).standard_normal((case.tokens, case.width), np.float32)
     for _ in range(WARMUP):
         (result,) = s.run(None, {"x": x})

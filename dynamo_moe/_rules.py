@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
@@ -193,6 +194,62 @@ class _SameType(RewriteRuleClassBase):
         return op.Identity(x)
 
 
+class _OverRoot(RewriteRuleClassBase):
+    """``x * (1 / sqrt(v))``, which becomes ``x / sqrt(v)``: a node and a rounding less.
+
+    In this form ONNX Runtime recognises an RMSNorm, and runs it as one node.
+    """
+
+    def __init__(self, *, root_first: bool) -> None:
+        super().__init__("OverRootFirst" if root_first else "OverRoot")
+        self._root_first = root_first
+
+    def pattern(self, op: Any, x: Any, v: Any) -> Any:
+        reciprocal = op.Reciprocal(op.Sqrt(v))
+        return op.Mul(reciprocal, x) if self._root_first else op.Mul(x, reciprocal)
+
+    def rewrite(self, op: Any, x: ir.Value, v: ir.Value) -> Any:
+        return op.Div(x, op.Sqrt(v))
+
+
+class _NeverNaN(RewriteRuleClassBase):
+    """Zeros in place of NaN, in attention weights whose mask is finite.
+
+    The exporter guards against rows of minus infinity, but masks by the dtype's least number. In
+    half precision a score can take that to minus infinity, in float32 only one below -1e31.
+    """
+
+    def pattern(self, op: Any, weights: Any, zero: Any) -> Any:
+        return op.Where(op.IsNaN(weights), zero, weights)
+
+    def check(self, context: Any, weights: ir.Value, **_: Any) -> bool:
+        softmax = weights.producer()
+        if softmax is None or softmax.op_type != "Softmax" or weights.dtype not in _WIDE:
+            return False
+        scores = softmax.inputs[0]
+        added = scores.producer() if scores is not None else None
+        if added is None or added.op_type != "Add":
+            return False
+        return any(term is not None and self._is_finite_mask(term) for term in added.inputs)
+
+    def rewrite(self, op: Any, weights: ir.Value, **_: Any) -> Any:
+        return op.Identity(weights)
+
+    @staticmethod
+    def _is_finite_mask(term: ir.Value) -> bool:
+        node = term.producer()
+        if node is None or node.op_type != "Where":
+            return False
+        constants = [value.const_value for value in node.inputs[1:] if value is not None]
+        return all(
+            constant is not None and bool(np.isfinite(constant.numpy()).all())
+            for constant in constants
+        )
+
+
+_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+
 def _dimensions(value: ir.Value) -> tuple[object, ...] | None:
     """Returns sizes and names; a dimension without a name is like no other."""
     if value.shape is None:
@@ -219,6 +276,9 @@ RULES = RewriteRuleSet(
         _AndTrue.rule(),
         _NoPadding.rule(),
         _SameType.rule(),
+        _OverRoot.rule(root_first=False),
+        _OverRoot.rule(root_first=True),
+        _NeverNaN.rule(),
     ]
 ).rules
 """The rules, in the order in which they are tried."""

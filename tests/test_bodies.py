@@ -385,6 +385,22 @@ def test_all_tokens_on_one_expert(build: Build) -> None:
 
 
 @every_body
+@pytest.mark.parametrize("hidden", [1, 12])  # Copying an expert's weights costs little, or much.
+@pytest.mark.parametrize(
+    "rows", [(9, 9, 9, 9, 9), (40, 2, 0, 3, 1), (30, 0, 29, 28, 1), (0, 0, 50, 0, 0), (0,) * 5]
+)
+@pytest.mark.parametrize("config", [EXPERTS, GPT_OSS, LLAMA4], ids=["plain", "gpt_oss", "llama4"])
+def test_even_and_uneven_rows(
+    build: Build, config: BodyConfig, rows: tuple[int, ...], hidden: int
+) -> None:
+    layer = Layer(config, top_k=1, hidden=hidden)
+    ids = np.repeat(np.arange(-1, 5), (3, *rows))  # Three tokens of no expert.
+    arguments = layer.arguments(ids.size)
+    arguments["expert_ids"][:, 0] = np.random.default_rng(2).permutation(ids)
+    check(layer, to_session(to_model([layer], build)), arguments)
+
+
+@every_body
 def test_ties_go_to_the_lower_expert(build: Build) -> None:
     layer = Layer(replace(BIASED, scoring="sigmoid"), top_k=3)
     layer.parameters["router_weight"][:] = 0
