@@ -384,6 +384,17 @@ def test_all_tokens_on_one_expert(build: Build) -> None:
     check(layer, to_session(to_model([layer], build)), layer.arguments(11))
 
 
+@pytest.mark.parametrize(
+    "build", [body, functools.partial(unrolled_body, num_experts=1), dense_body]
+)
+@pytest.mark.parametrize("config", [BIASED, GPT_OSS, LLAMA4])
+def test_one_expert(build: Build, config: BodyConfig) -> None:
+    layer = Layer(config, experts=1, top_k=1)
+    session = to_session(to_model([layer], build))
+    for tokens in (0, 1, 7):
+        check(layer, session, layer.arguments(tokens))
+
+
 @every_body
 @pytest.mark.parametrize("hidden", [1, 12])  # Copying an expert's weights costs little, or much.
 @pytest.mark.parametrize(

@@ -420,6 +420,22 @@ def test_options_reach_the_export() -> None:
     onnx.checker.check_model("dense.onnx")
 
 
+def test_the_body_beside_the_node() -> None:
+    for body in ("loop", "unrolled"):
+        options = ("--shape", "2,5,16", "--body", body, "--verify", "-q")
+        result = _run("export", "models.py", f"{body}.onnx", *options)
+        assert (result.exit_code, result.output) == (0, "")
+    loop, unrolled = (
+        [node.op_type for function in onnx.load(f"{body}.onnx").functions for node in function.node]
+        for body in ("loop", "unrolled")
+    )
+    assert "If" in loop
+    assert {"If", "Scan", "Loop"}.isdisjoint(unrolled)
+    for_dense = ("--body", "unrolled", "--target", "dense")
+    refused = _error("export", "models.py", "o.onnx", "--shape", "2,5,16", *for_dense, code=2)
+    assert refused.startswith("--body needs --target plugin")
+
+
 def test_what_the_model_cannot_do_is_one_line() -> None:
     message = _error("export", "models.py", "o.onnx", "--shape", "2,5,17", code=1)
     assert "--debug shows where" in message
