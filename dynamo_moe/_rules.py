@@ -222,29 +222,34 @@ class _NeverNaN(RewriteRuleClassBase):
     def pattern(self, op: Any, weights: Any, zero: Any) -> Any:
         return op.Where(op.IsNaN(weights), zero, weights)
 
-    def check(self, context: Any, weights: ir.Value, **_: Any) -> bool:
-        softmax = weights.producer()
-        if softmax is None or softmax.op_type != "Softmax" or weights.dtype not in _WIDE:
+    def check(self, context: Any, weights: ir.Value, zero: ir.Value) -> bool:
+        softmax = _producer(weights, "Softmax")
+        scores = _producer(softmax.inputs[0], "Add") if softmax is not None else None
+        if scores is None or weights.dtype not in _WIDE or not _is_finite_scalar(zero):
             return False
-        scores = softmax.inputs[0]
-        added = scores.producer() if scores is not None else None
-        if added is None or added.op_type != "Add":
-            return False
-        return any(term is not None and self._is_finite_mask(term) for term in added.inputs)
+        return any(
+            _producer(product, "MatMul") is not None and self._is_finite_mask(mask)
+            for product, mask in (scores.inputs, reversed(scores.inputs))
+        )
 
     def rewrite(self, op: Any, weights: ir.Value, **_: Any) -> Any:
         return op.Identity(weights)
 
     @staticmethod
-    def _is_finite_mask(term: ir.Value) -> bool:
-        node = term.producer()
-        if node is None or node.op_type != "Where":
-            return False
-        constants = [value.const_value for value in node.inputs[1:] if value is not None]
-        return all(
-            constant is not None and bool(np.isfinite(constant.numpy()).all())
-            for constant in constants
-        )
+    def _is_finite_mask(value: ir.Value | None) -> bool:
+        node = _producer(value, "Where")
+        return node is not None and all(map(_is_finite_scalar, node.inputs[1:]))
+
+
+def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """Returns the node of the standard's operator that a value comes from, if that is this one."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and (node.domain, node.op_type) == ("", op_type) else None
+
+
+def _is_finite_scalar(value: ir.Value | None) -> bool:
+    tensor = None if value is None or value.is_graph_input() else value.const_value
+    return tensor is not None and not tensor.shape.dims and bool(np.isfinite(tensor.numpy()))
 
 
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)

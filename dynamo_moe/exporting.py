@@ -50,6 +50,7 @@ class ExportReport:
         path: The ONNX file.
         files: All files written, the ONNX file first.
         target: ``plugin``, ``dense`` or ``onnxruntime``.
+        body: ``loop`` or ``unrolled``; None with other targets than ``plugin``.
         layers: The MoE layers' paths in the model.
         nodes: Nodes of the main graph by operator.
         parameters_bytes: Bytes of the weights.
@@ -64,6 +65,7 @@ class ExportReport:
     path: Path
     files: tuple[Path, ...]
     target: str
+    body: str | None
     layers: tuple[str, ...]
     nodes: Mapping[str, int]
     parameters_bytes: int
@@ -88,7 +90,8 @@ class ExportReport:
 
         title = f"Exported {escape(str(self.path))}"
         table = Table(show_header=False, title=title, title_justify="left")
-        table.add_row("target", self.target)
+        unrolled = ", body unrolled" if self.body == "unrolled" else ""
+        table.add_row("target", f"{self.target}{unrolled}")
         table.add_row("MoE layers", str(len(self.layers)))
         table.add_row("nodes", str(sum(self.nodes.values())))
         table.add_row("weights", f"{self.parameters_bytes / 1e6:.1f} MB")
@@ -133,9 +136,10 @@ def export(
             same file; ``dense``: standard operators only, every expert on every token;
             ``onnxruntime``: ``com.microsoft::MoE``.
         body: With ``plugin``, what runtimes without the plugin compute a layer by. ``loop`` visits
-            the experts, and reads their weights where they are: it loads at once, however large the
-            model. ``unrolled`` has products for each expert, whose weights ONNX Runtime packs as it
-            loads the file: faster runs, for seconds of loading and the memory of a copy.
+            the experts, and reads their weights where they are: with external data it loads at
+            once, however large the model. ``unrolled`` has products for each expert, whose weights
+            ONNX Runtime packs as it loads the file: faster where an expert gets few rows in a run,
+            for seconds of loading and the memory of a copy.
         dynamic_shapes: ``"batch"``: the first dimension of every tensor is symbolic; a mapping from
             argument to ``{dimension: name}`` adds to that (``{0: None}`` makes it static); None:
             every shape is static.
@@ -211,6 +215,7 @@ def export(
         path=path,
         files=tuple(files),
         target=target,
+        body=body if target == "plugin" else None,
         layers=tuple(layer.name for layer in layers),
         nodes=dict(Counter(_qualified(node) for node in model_ir.graph).most_common()),
         parameters_bytes=_files.model_bytes(model_ir),

@@ -69,6 +69,12 @@ def test_streamed_and_in_memory_files_are_the_same(name: str, tmp_path: Path) ->
     assert_verified(ARCHITECTURES[name].build(), tmp_path / "streamed" / "model.onnx")
 
 
+def test_the_unrolled_body_of_a_streamed_checkpoint(qwen: Path, tmp_path: Path) -> None:
+    report = export(dynamo_moe.open_checkpoint(qwen), tmp_path / "model.onnx", body="unrolled")
+    assert report.body == "unrolled"
+    assert_verified(ARCHITECTURES["qwen3_moe"].build(), tmp_path / "model.onnx")
+
+
 def test_shards_and_a_cast(tmp_path: Path) -> None:
     folder = save("mixtral", tmp_path / "checkpoint", max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2

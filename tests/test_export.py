@@ -255,10 +255,12 @@ def test_the_example_does_not_change_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opset", [18, 20, 23, 24])
-def test_opsets(tmp_path: Path, opset: int) -> None:
+@pytest.mark.parametrize("body", ["loop", "unrolled"])
+def test_opsets(tmp_path: Path, opset: int, body: str) -> None:
     model = mixed_model()
     path = tmp_path / "model.onnx"
-    dynamo_moe.export(model, torch.randn(2, 3, 16), path, opset=opset)
+    report = dynamo_moe.export(model, torch.randn(2, 3, 16), path, opset=opset, body=body)
+    assert report.body == body
     assert {o.domain: o.version for o in onnx.load(path).opset_import}[""] == opset
     assert dynamo_moe.verify(path, model, [(torch.randn(3, 3, 16),)]).passed
 

@@ -272,18 +272,19 @@ TESTED = {
     "OverRoot": over_root("Mul(x, r)", "Mul(r, x)"),
     "OverRootFirst": over_root("Mul(r, x)", "Mul(x, r)"),
     "_NeverNaN": Rule(
-        """g (float[N, 5] x, bool[N, 5] seen) => (float[N, 5] y)
+        """g (float[N, 5] x, float[5, 5] k, bool[N, 5] seen, bool[5] other) => (float[N, 5] y)
         <float zero = {0}, float least = {-3.4028235e38}, float[N, 5] weights>
         {
+            scores = MatMul(x, k)
             mask = Where(seen, zero, least)
-            scores = Add(x, mask)
-            weights = Softmax<axis = -1>(scores)
+            masked = Add(scores, mask)
+            weights = Softmax<axis = -1>(masked)
             undefined = IsNaN(weights)
             y = Where(undefined, zero, weights)
         }""",
-        ["Where", "Add", "Softmax", "Identity"],
+        ["MatMul", "Where", "Add", "Softmax", "Identity"],
         {
-            "the mask first": {"Add(x, mask)": "Add(mask, x)"},
+            "the mask first": {"Add(scores, mask)": "Add(mask, scores)"},
             "double": {"float[": "double[", "float ": "double "},
             "masked where seen": {"Where(seen, zero, least)": "Where(seen, least, zero)"},
         },
@@ -295,10 +296,20 @@ TESTED = {
             "a computed mask": {"mask = Where(seen, zero, least)":
                                 "lower = Add(least, zero)  mask = Where(seen, zero, lower)"},
             "no choice": {"mask = Where(seen, zero, least)": "mask = Add(zero, least)"},
-            "no sum": {"Add(x, mask)": "Mul(x, mask)"},
-            "no softmax": {"Softmax<axis = -1>(scores)": "Exp(scores)"},
-            "scores as they come": {"(scores)\n": "(x)\n"},
-            "of another value": {"zero, weights)\n        }": "zero, scores)\n        }"},
+            "another mask in the scores": {
+                "scores = MatMul(x, k)":
+                "p = MatMul(x, k)  also = Where(other, zero, least)  scores = Add(p, also)",
+            },
+            "scores as they come": {"Add(scores, mask)": "Add(x, mask)"},
+            "no sum": {"Add(scores, mask)": "Mul(scores, mask)"},
+            "no softmax": {"Softmax<axis = -1>(masked)": "Exp(masked)"},
+            "of another value": {"Where(undefined, zero, weights)":
+                                 "Where(undefined, zero, scores)"},
+            "zeros of more dimensions": {
+                "zero, weights)": "zeros, weights)", "[N, 5] y": "[2, N, 5] y",
+                "<float zero": "<float[2, 1, 1] zeros = {0, 0}, float zero",
+            },
+            "something else than zero": {"zero, weights)": "x, weights)"},
         },
     ),
 }  # fmt: skip

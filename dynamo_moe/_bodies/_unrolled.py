@@ -1,8 +1,8 @@
 """The experts as products of their own, a pair for each expert.
 
 A runtime that knows the weights when it loads the file can then bring each expert's into the form
-that its products want, as ONNX Runtime does: faster runs, for a slower load and a copy of the
-weights. A body of this kind serves one number of experts.
+that its products want, as ONNX Runtime does: faster where an expert gets few rows, for a slower
+load and a copy of the weights. A body of this kind serves one number of experts.
 
 Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, M slots that have an
 expert, R rows of one expert, I and O inputs and outputs of a product.

@@ -129,7 +129,7 @@ def export(
             metavar="BODY",
             help="With target plugin, what ONNX Runtime runs. [cyan]loop[/]: over the experts, "
             "whose weights stay in the file. [cyan]unrolled[/]: products for each expert, packed "
-            "at load; faster, but loads for seconds and holds a copy.",
+            "at load; faster for few rows per expert, but loads for seconds and holds a copy.",
         ),
     ] = Body.loop,
     shape: Shapes = None,
