@@ -68,7 +68,7 @@ def test_one_node_needs_fewer_pairs(tmp_path: Path) -> None:
     assert "ReduceMean" not in one
     # Before the first product, between both, and after the second.
     assert one["QuantizeLinear"] == 3
-    assert many["QuantizeLinear"] > 2 * one["QuantizeLinear"]
+    assert many["QuantizeLinear"] >= 2 * one["QuantizeLinear"]
     assert many["DequantizeLinear"] > one["DequantizeLinear"]
     assert one_error < 0.05
     assert many_error < 0.1
