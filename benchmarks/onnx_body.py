@@ -5,6 +5,8 @@
 ``dense`` runs every expert on every token in two batched products. ``body`` is what ships with a
 node, ``unrolled`` what does with ``body="unrolled"``. ``naive`` (``--naive``) is the loop one
 writes first: over all experts, selecting with NonZero and accumulating with ScatterND.
+``--branches`` times the two ways of ``body`` alone, where there are few tokens: ``gathered`` copies
+the weights that each slot needs, ``visited`` goes through the experts.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -27,14 +31,24 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._timing import Timing, record
-from dynamo_moe._bodies import BodyConfig, body, dense_body, unrolled_body
+from dynamo_moe._bodies import (
+    BodyConfig,
+    _dropless,
+    _gathered,
+    body,
+    dense_body,
+    unrolled_body,
+)
 from dynamo_moe._bodies._expert import activate
-from dynamo_moe._bodies._layer import function, routed
+from dynamo_moe._bodies._layer import Experts, function, routed
 from dynamo_moe._bodies._ops import Ops
 
 OPSET = 20
 TURNS = 3
 WARMUP = 3
+# Different tokens choose different experts; the times of one alone would be those of a warm cache.
+INPUTS = 8
+FEW = 16
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,8 @@ CASES = (
     Case("one token", 1, 512, 1024, 64, 2),
     Case("fine-grained", 256, 512, 256, 128, 8, gated=True),
     Case("fine-grained, one token", 1, 512, 256, 128, 8, gated=True),
+    Case("fine-grained, two tokens", 2, 512, 256, 128, 8, gated=True),
+    Case("narrow experts", 16, 256, 128, 256, 8, gated=True),
 )
 
 
@@ -106,14 +122,29 @@ def _naive_experts(
     return outer.Loop(experts, true, zeros_TD, body=graph, out="y_TD")
 
 
-BODIES = ("dense", "body", "unrolled", "naive")
+def branch(experts: Experts, config: BodyConfig, opset: int) -> ir.Function:
+    """``body`` with one of its branches for every number of slots."""
+
+    def alone(op: Ops, config: BodyConfig, *values: Any) -> ir.Value:
+        return op.Squeeze(experts(op, config, *values), [1], out="y_TD")
+
+    return function(config, opset, "moe", routed(alone))
+
+
+BODIES: Mapping[str, Callable[[BodyConfig, int], ir.Function]] = {
+    "dense": dense_body,
+    "body": body,
+    "gathered": partial(branch, _gathered.experts),
+    "visited": partial(branch, _dropless.one_by_one),
+    "naive": naive_body,
+}
 
 
 def build(name: str, case: Case) -> ir.Function:
     """A body by its name."""
     if name == "unrolled":
         return unrolled_body(case.config, OPSET, num_experts=case.experts)
-    return {"dense": dense_body, "body": body, "naive": naive_body}[name](case.config, OPSET)
+    return BODIES[name](case.config, OPSET)
 
 
 def parameters(case: Case) -> dict[str, np.ndarray]:
@@ -185,24 +216,25 @@ def session(case: Case, body: ir.Function, threads: int) -> ort.InferenceSession
 def turn(case: Case, name: str, threads: int, runs: int) -> tuple[list[float], np.ndarray]:
     """Milliseconds of the runs of one body in this process, and its result."""
     s = session(case, build(name, case), threads)
-    x = np.random.default_rng(1).standard_normal((case.tokens, case.width), np.float32)
-    for _ in range(WARMUP):
-        (result,) = s.run(None, {"x": x})
+    rng = np.random.default_rng(1)
+    xs = [rng.standard_normal((case.tokens, case.width), np.float32) for _ in range(INPUTS)]
+    (result,) = s.run(None, {"x": xs[0]})
+    for x in xs[:WARMUP]:
+        s.run(None, {"x": x})
     times = []
-    for _ in range(runs):
+    for x in islice(cycle(xs), runs):
         start = time.perf_counter()
         s.run(None, {"x": x})
         times.append((time.perf_counter() - start) * 1e3)
     return times, result
 
 
-def measure(case: Case, threads: int, runs: int, naive: bool) -> dict[str, Timing]:
+def measure(case: Case, names: Sequence[str], threads: int, runs: int) -> dict[str, Timing]:
     """Times the bodies of one case in turns and compares their results.
 
     Each turn is a process of its own, as each session is for a user: the waiting threads of other
     sessions in the process take the cores (Swin stage 1 then took 7 or 12 ms by chance).
     """
-    names = [name for name in BODIES if naive or name != "naive"]
     times: dict[str, list[float]] = {name: [] for name in names}
     results = {}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
@@ -218,7 +250,10 @@ def measure(case: Case, threads: int, runs: int, naive: bool) -> dict[str, Timin
 def main(
     threads: Annotated[int, typer.Option(help="Threads of each session.")] = 2,
     runs: Annotated[int, typer.Option(help="Timed runs of each body in each turn.")] = 15,
-    naive: Annotated[bool, typer.Option(help="Also time the naive loop.")] = False,
+    naive: Annotated[bool, typer.Option("--naive", help="Also time the naive loop.")] = False,
+    branches: Annotated[
+        bool, typer.Option("--branches", help="Also time each way of the body for few tokens.")
+    ] = False,
     case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
 ) -> None:
@@ -228,7 +263,10 @@ def main(
     for chosen in CASES:
         if case not in chosen.name:
             continue
-        timings = measure(chosen, threads, runs, naive)
+        names = ["dense", "body", "unrolled"] + ["naive"] * naive
+        if branches and chosen.tokens <= FEW:
+            names += ["gathered", "visited"]
+        timings = measure(chosen, names, threads, runs)
         dense = timings["dense"].median
         for name, timing in timings.items():
             table.add_row(

@@ -6,10 +6,12 @@ Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E expe
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -19,7 +21,10 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from dynamo_moe._bodies import BodyConfig, body, dense_body, unrolled_body
+from dynamo_moe._bodies import BodyConfig, _dropless, body, dense_body, unrolled_body
+from dynamo_moe._bodies._gathered import WEIGHTS_PER_VISIT
+from dynamo_moe._bodies._layer import function, routed
+from dynamo_moe._bodies._ops import Ops
 from dynamo_moe.tolerances import tolerance_for
 
 Arrays = Mapping[str, np.ndarray]
@@ -82,8 +87,21 @@ DTYPES = [
 ]
 EXPERTS_OF_A_LAYER = 5
 unrolled = functools.partial(unrolled_body, num_experts=EXPERTS_OF_A_LAYER)
+
+
+def visiting(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
+    """``body`` as it is for many slots, which layers as small as these seldom have."""
+
+    def experts(op: Ops, config: BodyConfig, *values: Any) -> ir.Value:
+        return op.Squeeze(_dropless.one_by_one(op, config, *values), [1], out="y_TD")
+
+    return function(config, opset, domain, routed(experts))
+
+
 every_body = pytest.mark.parametrize(
-    "build", [body, unrolled, dense_body], ids=["loop", "unrolled", "dense"]
+    "build",
+    [body, visiting, unrolled, dense_body],
+    ids=["gathered", "visited", "unrolled", "dense"],
 )
 Build = Callable[..., ir.Function]
 
@@ -385,7 +403,7 @@ def test_all_tokens_on_one_expert(build: Build) -> None:
 
 
 @pytest.mark.parametrize(
-    "build", [body, functools.partial(unrolled_body, num_experts=1), dense_body]
+    "build", [body, visiting, functools.partial(unrolled_body, num_experts=1), dense_body]
 )
 @pytest.mark.parametrize("config", [BIASED, GPT_OSS, LLAMA4])
 def test_one_expert(build: Build, config: BodyConfig) -> None:
@@ -469,16 +487,17 @@ def test_hidden_rows_are_rounded_to_the_experts_dtype() -> None:
     # A runtime that dropped the pair of casts would be closer to the unrounded oracle.
     layer = Layer(replace(PLAIN, w_dtype=BFLOAT16), width=32, hidden=64)
     arguments = layer.arguments(64)
-    for build in (body, unrolled, dense_body):
+    for build in (body, visiting, unrolled, dense_body):
         (actual,) = run(to_session(to_model([layer], build)), arguments)
         rounding = np.abs(actual - oracle(layer, arguments)).mean()
         without = np.abs(actual - oracle(layer, arguments, round_hidden=False)).mean()
         assert rounding < without / 10
 
 
-def test_same_bits_in_every_run() -> None:
+@pytest.mark.parametrize("build", [body, visiting])
+def test_same_bits_in_every_run(build: Build) -> None:
     layer = Layer(BIASED, experts=16, top_k=4)
-    session = to_session(to_model([layer], body))
+    session = to_session(to_model([layer], build))
     (first,), (second,) = (run(session, layer.arguments(50)) for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
@@ -486,7 +505,7 @@ def test_same_bits_in_every_run() -> None:
 # --- What the bodies cost ---
 
 
-@pytest.mark.parametrize("build", [body, unrolled])
+@pytest.mark.parametrize("build", [body, visiting, unrolled])
 def test_an_idle_expert_is_not_computed(build: Build) -> None:
     layer = Layer(BIASED, top_k=1)
     layer.parameters["router_bias"][3] = 100
@@ -496,6 +515,23 @@ def test_an_idle_expert_is_not_computed(build: Build) -> None:
         layer.parameters[name][:3] = np.nan
     (actual,) = run(to_session(to_model([layer], build)), arguments)
     assert_agrees(actual, expected, FLOAT)
+
+
+@pytest.mark.parametrize("config", [EXPERTS, GPT_OSS], ids=["plain", "gated"])
+def test_few_slots_are_gathered_and_more_are_visited(tmp_path: Path, config: BodyConfig) -> None:
+    layer = Layer(config, top_k=1)
+    weights = layer.width * layer.hidden * (3 if config.gated else 2)
+    most = layer.experts * WEIGHTS_PER_VISIT // weights
+    for tokens, visits in ((most, False), (most + 1, True)):
+        options = ort.SessionOptions()
+        options.enable_profiling = True
+        options.profile_file_prefix = str(tmp_path / "profile")
+        model = ir.to_proto(to_model([layer], body)).SerializeToString()
+        session = ort.InferenceSession(model, options)
+        check(layer, session, layer.arguments(tokens))
+        events = json.loads(Path(session.end_profiling()).read_text())
+        ran = {event.get("args", {}).get("op_name") for event in events}
+        assert bool(ran & {"Scan", "Loop"}) == visits
 
 
 @pytest.mark.parametrize("w_dtype", [FLOAT, HALF])

@@ -1,10 +1,11 @@
-"""The experts one after the other, each on the rows of its tokens.
+"""The experts that tokens have chosen, and no others.
 
-Where no expert has more rows than ``w2`` has columns, a Scan visits the experts: in ONNX Runtime
-nothing else slices weights without a copy. It needs results of one shape, so each expert's are
-padded to those of the busiest one, which takes no more elements than ``w2`` has; an idle expert
-costs a test and its zeros. Beyond, a Loop visits the active experts only and copies the weights of
-each, which is little beside its products.
+Few slots get a copy of their experts' weights, see :mod:`._gathered`; otherwise the experts come
+one after the other, each on the rows of its tokens. Where no expert has more rows than ``w2`` has
+columns, a Scan visits the experts: in ONNX Runtime nothing else slices weights without a copy. It
+needs results of one shape, so each expert's are padded to those of the busiest one, which takes no
+more elements than ``w2`` has; an idle expert costs a test and its zeros. Beyond, a Loop visits the
+active experts only and copies the weights of each, which is little beside its products.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k,
 N = T*K slots (slot n is choice n % K of token n // K), A active experts, R rows of one expert,
@@ -18,12 +19,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from dynamo_moe._bodies import _gathered
 from dynamo_moe._bodies._config import BodyConfig
 from dynamo_moe._bodies._expert import activate, expert_inputs, round_hidden
 from dynamo_moe._bodies._ops import Ops
 from dynamo_moe._bodies._slots import Slots, combine, sort
 
-__all__ = ["experts"]
+__all__ = ["experts", "one_by_one"]
 
 _WEIGHTS = ("w1", "b1", "w2", "b2")
 
@@ -37,6 +39,28 @@ def experts(
     weights_TK: ir.Value,
 ) -> ir.Value:
     """Returns the sum over K of the experts' weighted results, ``[T, D]`` in the compute dtype."""
+    few, many = op.inner(), op.inner()
+    y_few = _gathered.experts(few, config, parameters, x_TD, ids_TK, weights_TK)
+    y_many = one_by_one(many, config, parameters, x_TD, ids_TK, weights_TK)
+    y_T1D = op.If(
+        _gathered.is_cheaper(op, config, ids_TK),
+        then_branch=few.graph([], [y_few], "few"),
+        else_branch=many.graph([], [y_many], "many"),
+        out="y_T1D",
+    )
+    # A view here; as the result of a branch it would be a copy.
+    return op.Squeeze(y_T1D, [1], out="y_TD")
+
+
+def one_by_one(
+    op: Ops,
+    config: BodyConfig,
+    parameters: Mapping[str, ir.Value],
+    x_TD: ir.Value,
+    ids_TK: ir.Value,
+    weights_TK: ir.Value,
+) -> ir.Value:
+    """The same ``[T, 1, D]`` for any number of slots, copying one expert's weights at a time."""
     inputs = expert_inputs(op, config, x_TD, weights_TK, op.size("in_features"))
     slots = sort(op, config, ids_TK)
     layer = _Layer(config, parameters, inputs, slots)
@@ -44,12 +68,12 @@ def experts(
     most_1 = op.ReduceMax(slots.counts_E, [0], out="most_1")
     scanned, looped = op.inner(), op.inner()
     y_found, first_E = op.If(
-        op.LessOrEqual(most_1, op.size("hidden_features"), out="few"),
+        op.LessOrEqual(most_1, op.size("hidden_features"), out="scans"),
         then_branch=scanned.graph([], _scan(scanned, layer, most_1), "scan"),
         else_branch=looped.graph([], _loop(looped, layer), "loop"),
         out=("y_found", "first_E"),
     )
-    # A view here; as the result of a branch it would be a copy.
+    # A view, as the result of a branch it would be a copy.
     y_rows = op.Reshape(
         y_found, op.Concat([-1], op.size("in_features"), axis=0, out="rows_D"), out="y_rows"
     )

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from dynamo_moe._bodies._config import BodyConfig
 from dynamo_moe._bodies._ops import Ops
 
-__all__ = ["Slots", "combine", "sort"]
+__all__ = ["Slots", "combine", "sort", "weighted_sum"]
 
 _END = np.iinfo(np.int64).max
 
@@ -67,16 +67,20 @@ def combine(
     first_E: ir.Value,
     weights_TK: ir.Value,
 ) -> ir.Value:
-    """The sum over K of the weighted results, ``[T, D]``.
+    """The sum over K of the weighted results, ``[T, 1, D]``.
 
     ``y_rows`` are all results, an expert's in the order of its slots from row ``first_E`` on, and
     zeros in the last row.
     """
     y_TKD = op.Gather(y_rows, _places(op, slots, first_E), axis=0, out="y_TKD")
+    return weighted_sum(op, config, y_TKD, weights_TK)
+
+
+def weighted_sum(op: Ops, config: BodyConfig, y_TKD: ir.Value, weights_TK: ir.Value) -> ir.Value:
+    """The sum over K of the results ``[T, K, D]``, weighted unless their inputs were."""
     if config.weight_on_input:
-        return op.ReduceSum(y_TKD, [1], keepdims=0, out="y_TD")
-    y_T1D = op.MatMul(op.Unsqueeze(weights_TK, [1], out="weights_T1K"), y_TKD, out="y_T1D")
-    return op.Squeeze(y_T1D, [1], out="y_TD")
+        return op.ReduceSum(y_TKD, [1], keepdims=1, out="y_T1D")
+    return op.MatMul(op.Unsqueeze(weights_TK, [1], out="weights_T1K"), y_TKD, out="y_T1D")
 
 
 def _places(op: Ops, slots: Slots, first_E: ir.Value) -> ir.Value:

@@ -63,7 +63,8 @@ def experts(
     D_2 = op.Concat([1], op.size("in_features"), axis=0, out="D_2")
     zeros_1D = op.zeros(D_2, dtype, out="zeros_1D")
     y_rows = op.Concat(*y_RDs, zeros_1D, axis=0, out="y_rows")
-    return combine(op, config, slots, y_rows, first_E, weights_TK)
+    y_T1D = combine(op, config, slots, y_rows, first_E, weights_TK)
+    return op.Squeeze(y_T1D, [1], out="y_TD")
 
 
 def _split(op: Ops, value: ir.Value, sizes_E: ir.Value | None, num_experts: int) -> list[ir.Value]:
