@@ -3,7 +3,8 @@
 A file whose nodes carry such a function runs in every ONNX runtime; a runtime that has the
 operator itself (TensorRT with the plugin) ignores the function.
 
-- ``body``: one loop over the experts that have rows. What ships with the operator's node.
+- ``body``: a loop over the experts that have rows, or copies of the weights that few slots need.
+  What ships with the operator's node.
 - ``unrolled_body``: two products for each expert, which a runtime can prepare for as it loads.
 - ``dense_body``: every expert on every token, without control flow.
 - ``onnxruntime_body``: ONNX Runtime's own MoE operator.
@@ -11,8 +12,8 @@ operator itself (TensorRT with the plugin) ignores the function.
 
 Map: ``_config`` what a body depends on, ``_ops`` recording nodes, ``_layer`` the function around
 a layer, ``_router`` the choice of experts, ``_slots`` the rows of each, ``_expert`` the activation
-and dtypes of one, ``_dropless``, ``_unrolled``, ``_dense`` and ``_onnxruntime`` the ways to run
-them; ``_rms_norm`` the other one.
+and dtypes of one, ``_dropless`` (with ``_gathered``), ``_unrolled``, ``_dense`` and
+``_onnxruntime`` the ways to run them; ``_rms_norm`` the other one.
 """
 
 from dynamo_moe._bodies._config import BodyConfig

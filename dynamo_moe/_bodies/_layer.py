@@ -23,7 +23,7 @@ Experts = Callable[[Ops, BodyConfig, Inputs, ir.Value, ir.Value, ir.Value], ir.V
 
 
 def body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
-    """The operator as a loop over its active experts.
+    """The operator as a loop over its active experts; few slots get copies of their weights.
 
     Args:
         config: What the node computes.
