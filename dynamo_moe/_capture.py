@@ -13,6 +13,7 @@ from torch.nn.modules import transformer
 
 from dynamo_moe._dynamic_shapes import DynamicExample
 from dynamo_moe._phases import phase
+from dynamo_moe._router_fusion import fuse_routers
 from dynamo_moe._state_space import exportable_scans
 from dynamo_moe._tracing_costs import cheap_tracing
 
@@ -42,6 +43,7 @@ def capture(model: torch.nn.Module, example: DynamicExample) -> ExportedProgram:
         except Exception:
             raise failure from None
     _unsqueeze_complex(program)
+    fuse_routers(program)
     return program
 
 

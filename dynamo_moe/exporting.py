@@ -52,6 +52,8 @@ class ExportReport:
         target: ``plugin``, ``dense`` or ``onnxruntime``.
         body: ``loop`` or ``unrolled``; None with other targets than ``plugin``.
         layers: The MoE layers' paths in the model.
+        operators: Their number by operator: ``DroplessMoE``, which holds the layer's router, or
+            ``DroplessMoEExperts``, behind a router of the model's own.
         nodes: Nodes of the main graph by operator.
         parameters_bytes: Bytes of the weights.
         file_bytes: Bytes of all files.
@@ -67,6 +69,7 @@ class ExportReport:
     target: str
     body: str | None
     layers: tuple[str, ...]
+    operators: Mapping[str, int]
     nodes: Mapping[str, int]
     parameters_bytes: int
     file_bytes: int
@@ -92,7 +95,8 @@ class ExportReport:
         table = Table(show_header=False, title=title, title_justify="left")
         unrolled = ", body unrolled" if self.body == "unrolled" else ""
         table.add_row("target", f"{self.target}{unrolled}")
-        table.add_row("MoE layers", str(len(self.layers)))
+        counts = (f"{count} {operator}" for operator, count in self.operators.items())
+        table.add_row("MoE layers", ", ".join(counts) or "0")
         table.add_row("nodes", str(sum(self.nodes.values())))
         table.add_row("weights", f"{self.parameters_bytes / 1e6:.1f} MB")
         table.add_row("files", f"{self.file_bytes / 1e6:.1f} MB in {len(self.files)}")
@@ -125,6 +129,12 @@ def export(
     profile: bool = False,
 ) -> ExportReport:
     """Exports a model, after :func:`convert`, to an ONNX file.
+
+    A router that the model computes itself becomes part of its layer's node, ``DroplessMoE``, where
+    that has a router of exactly the same numbers in float32: softmax or sigmoid, with or without
+    renormalising, a bias of the logits, a constant factor. Any other stays as it is, in front of
+    ``DroplessMoEExperts``. Where scores are equal the node takes the lower expert; sigmoids that
+    float32 rounds to 1 it tells apart by their logits.
 
     Args:
         model: The model; exported as in ``eval()``, left as it was.
@@ -217,6 +227,7 @@ def export(
         target=target,
         body=body if target == "plugin" else None,
         layers=tuple(layer.name for layer in layers),
+        operators=dict(Counter(layer.op_type for layer in layers)),
         nodes=dict(Counter(_qualified(node) for node in model_ir.graph).most_common()),
         parameters_bytes=_files.model_bytes(model_ir),
         file_bytes=sum(file.stat().st_size for file in files),

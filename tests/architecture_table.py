@@ -24,7 +24,7 @@ def main() -> None:
         "",
         ", ".join(f"{name} {version(name)}" for name in packages) + ":",
         "",
-        "| model | class | experts computed by | PyTorch | nodes | ONNX Runtime |",
+        "| model | class | operator | PyTorch | nodes | ONNX Runtime |",
         "|---|---|---|---|---|---|",
         *map(line, rows),
         "",
@@ -38,7 +38,8 @@ def main() -> None:
 
 
 def line(row: dict[str, object]) -> str:
-    operator = "`moe.experts`" if row["operator"] == "experts" else f"fallback `{row['operator']}`"
+    ours = row["operator"] in ("dropless", "experts")
+    operator = f"`moe.{row['operator']}`" if ours else f"fallback `{row['operator']}`"
     exported = row["onnxruntime"]
     result = "not exported" if exported is None else f"{exported:.1e}"
     cells = (

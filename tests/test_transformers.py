@@ -29,6 +29,13 @@ UNEXPORTABLE = {
     "qwen4_exp": "its attention's indexer loops over what nonzero() found",
 }
 SHAPES = ((1, 4), (3, 9), (2, 7))
+# Whose routers are such as torch.ops.moe.dropless has.
+PLAIN_ROUTERS = {
+    *("aria", "cohere2_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa"),
+    *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "jamba", "llama4", "mellum"),
+    *("minimax", "mixtral", "olmoe", "openai_privacy_filter", "qwen2_moe", "qwen3_5_moe"),
+    *("qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_talker", "qwen3_vl_moe"),
+}
 
 
 class Answer(nn.Module):
@@ -104,8 +111,14 @@ def test_architecture(name: str, tmp_path: Path) -> None:
         exported, verified = export_and_verify(model, example, dynamic, inputs, tmp_path)
         row["nodes"] = sum(exported.nodes.values())
         row["onnxruntime"] = max(case.max_error for case in verified.cases)
-        ours = {module for module in exported.nodes if module.startswith("moe")}
-        assert bool(ours) == (fallback is None)
+        plain = name in PLAIN_ROUTERS
+        expected = {"DroplessMoE" if plain else "DroplessMoEExperts"} if fallback is None else set()
+        assert set(exported.operators) == expected
+        assert {node for node in exported.nodes if node.startswith("moe")} == {
+            f"moe::{operator}" for operator in expected
+        }
+        if plain:
+            row["operator"] = "dropless"
     ROWS.mkdir(parents=True, exist_ok=True)
     (ROWS / f"{name}.json").write_text(json.dumps(row))
 

@@ -1,0 +1,258 @@
+"""``moe.experts`` behind a plain router becomes ``moe.dropless``, which holds the router.
+
+Most models compute the routing themselves and hand it to ``moe.experts``. In a traced program the
+nodes between the tokens and that routing say what the router is. Where they are such as a plain
+router is made of, they are run on random numbers; if one of the operator's own routers gives the
+same in float32, it takes their place. The values of weights have no part in that, so a model whose
+weights are not in memory gives the same graph.
+
+Legend: T tokens, D model width, E experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+
+from custom_ops.options import RouterOptions
+from custom_ops.routing import route
+
+__all__ = ["fuse_routers"]
+
+_moe = torch.ops.moe
+
+_VIEWS = ("contiguous", "flatten", "reshape", "view")
+# What a plain router is made of, in place or not. None of it counts tokens or compares numbers, so
+# what holds for a few tokens holds for all: an expert's capacity, say, would not show on a few.
+_PLAIN = (
+    *(*_VIEWS, "detach", "squeeze", "t", "to", "transpose", "type_as", "unsqueeze"),
+    *("add", "addmm", "div", "linear", "matmul", "mm", "mul", "sum"),
+    *("gather", "sigmoid", "softmax", "topk"),
+)
+_SCORINGS = (
+    ("softmax", True),
+    ("softmax", False),
+    ("topk_softmax", True),
+    ("sigmoid", True),
+    ("sigmoid", False),
+)
+# The last bit of a logit of 20 is 2e-6, which is what its weight is off by, relatively. Logits in
+# half precision are off by 1e-3.
+_TOLERANCE = 1e-5
+_TOKENS = 64
+_SYMBOLIC_SIZE = 8
+
+
+class _Part(NamedTuple):
+    """What computes the routing of an ``experts`` node.
+
+    Attributes:
+        experts: That node.
+        source: What both the routing and the experts' tokens are computed from.
+        weight: A parameter ``[E, D]``.
+        bias: A parameter ``[E]``, or None.
+        nodes: The calls in between, in order.
+    """
+
+    experts: fx.Node
+    source: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    nodes: list[fx.Node]
+
+
+def fuse_routers(program: ExportedProgram) -> None:
+    """Makes ``moe.experts`` ``moe.dropless`` where that has the program's router, in place."""
+    parameters = program.graph_signature.inputs_to_parameters
+    writes = {node: _owner(node) for node in program.graph.nodes if _is_write(node)}
+    known: dict[str, RouterOptions | None] = {}
+    for experts in program.graph.find_nodes(op="call_function", target=_moe.experts.default):
+        part = _part(experts, parameters, writes)
+        if part is None:
+            continue
+        key = _description(part)
+        if key not in known:
+            known[key] = _identified(part)
+        options = known[key]
+        if options is not None:
+            _fuse(part, options)
+    program.graph_module.recompile()
+
+
+def _fuse(part: _Part, options: RouterOptions) -> None:
+    experts = part.experts
+    x, _, _, *parameters = experts.args
+    experts.target = _moe.dropless.default
+    experts.args = (x, part.weight, *parameters, options.top_k, part.bias)
+    experts.kwargs = {
+        **experts.kwargs,
+        "scoring": options.scoring,
+        "renormalize": options.renormalize,
+        "routed_scaling": options.routed_scaling,
+    }
+
+
+def _part(
+    experts: fx.Node, parameters: Collection[str], writes: dict[fx.Node, fx.Node]
+) -> _Part | None:
+    """Returns what computes a node's routing, if it is what a plain router is made of.
+
+    Args:
+        experts: The node.
+        parameters: Names of the placeholders that are parameters.
+        writes: Nodes that change a tensor in place, and whose memory that is.
+    """
+    arguments: Any = experts.args
+    x, ids, weights, w1, *_ = arguments
+    source = x
+    while _is_aten(source, _VIEWS):
+        source = source.args[0]
+    reached: set[fx.Node] = set()
+    waiting = [x, ids, weights]
+    while waiting:
+        node = waiting.pop()
+        if node is source or node in reached or isinstance(node.meta.get("val"), torch.SymInt):
+            continue
+        known = node.name in parameters or node.target is operator.getitem
+        if not known and not _is_aten(node, _PLAIN):
+            return None
+        reached.add(node)
+        waiting += node.all_input_nodes
+    given = [node for node in reached if node.op == "placeholder"]
+    calls = reached.difference(given)
+    for node, owner in writes.items():
+        if owner in (*given, _owner(source)) or (owner in calls and node not in calls):
+            return None
+    shape = (w1.meta["val"].shape[0], x.meta["val"].shape[-1])
+    found = {tuple(node.meta["val"].shape): node for node in given}
+    bias = found.pop(shape[:1], None)
+    if len(given) != 1 + (bias is not None) or found.keys() != {shape}:
+        return None
+    if not isinstance(ids.meta["val"].shape[-1], int):
+        return None
+    return _Part(experts, source, found[shape], bias, sorted(calls))
+
+
+def _is_aten(node: fx.Node, names: Collection[str]) -> bool:
+    target: Any = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return False
+    return target._schema.name.removeprefix("aten::").removesuffix("_") in names
+
+
+def _is_write(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Returns the node whose memory a node's result may share."""
+    target: Any = node.target
+    arguments = target._schema.arguments if isinstance(target, OpOverload) else ()
+    shares = target is operator.getitem or (arguments and arguments[0].alias_info is not None)
+    first = node.args[0] if shares else None
+    return _owner(first) if isinstance(first, fx.Node) else node
+
+
+def _description(part: _Part) -> str:
+    """Returns the same for parts that compute the same."""
+    names: dict[Any, str] = {node: f"%{place}" for place, node in enumerate(part.nodes)}
+    names |= {part.source: "source", part.weight: "weight", part.bias: "bias"}
+
+    def name(node: fx.Node) -> str:
+        return names.get(node) or str(node.meta["val"])
+
+    calls = [(str(node.target), fx.map_arg((node.args, node.kwargs), name)) for node in part.nodes]
+    routing = fx.map_arg(part.experts.args[:3], name)
+    values = [node.meta["val"] for node in (part.source, part.weight, part.bias) if node]
+    return repr((calls, routing, [(value.shape, value.dtype) for value in values]))
+
+
+def _identified(part: _Part) -> RouterOptions | None:
+    """Returns the operator's router that gives the same routing, if one does."""
+    top_k = part.experts.all_input_nodes[1].meta["val"].shape[-1]
+    candidates = [
+        RouterOptions(top_k, scoring, renormalize, scaling)
+        for scaling in _scalings(part)
+        for scoring, renormalize in _SCORINGS
+    ]
+    errors = [0.0] * len(candidates)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for x_TD, weight, bias, routing_TE in _examples(part):
+                for place, options in enumerate(candidates):
+                    ours_TE = _dense(*route(x_TD, weight, bias, options), len(weight))
+                    errors[place] = max(errors[place], _error(ours_TE, routing_TE))
+    except (RuntimeError, TypeError, ValueError):  # Sizes or devices that these are not.
+        return None
+    # The softmax of the top-k is the renormalised top-k of the softmax: the model's own is closer.
+    best = min(range(len(candidates)), key=errors.__getitem__)
+    return candidates[best] if errors[best] <= _TOLERANCE else None
+
+
+def _scalings(part: _Part) -> Iterator[float]:
+    """Yields the constants that a routing may be scaled by."""
+    yield 1.0
+    for node in part.nodes:
+        factor = node.args[1] if len(node.args) > 1 else None
+        if isinstance(factor, (int, float)) and factor > 0 and _is_aten(node, ("mul", "div")):
+            yield float(factor) if _is_aten(node, ("mul",)) else 1 / factor
+
+
+def _examples(part: _Part) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+    """Yields tokens ``[T, D]``, weight, bias, and the part's routing of them as ``[T, E]``."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(node: fx.Node, *sizes: int, plus: float | Tensor = 0.0) -> Tensor:
+        value = torch.randn(sizes, generator=generator) + plus
+        return value.to(node.meta["val"].dtype)
+
+    experts, width = part.weight.meta["val"].shape
+    sizes = [_size(size) for size in part.source.meta["val"].shape]
+    weight = normal(part.weight, experts, width, plus=1) / math.sqrt(width)
+    bias = None if part.bias is None else normal(part.bias, experts)
+    for _ in range(math.ceil(_TOKENS / max(1, math.prod(sizes[:-1])))):
+        # Logits around 0, or around -18, where all sigmoids are small.
+        low = torch.rand((*sizes[:-1], 1), generator=generator).round()
+        source = normal(part.source, *sizes, plus=-18 / math.sqrt(width) * low)
+        x, ids, weights = _run(part, {part.source: source, part.weight: weight, part.bias: bias})
+        yield x.reshape(-1, width), weight, bias, _dense(ids, weights, experts)
+
+
+def _run(part: _Part, given: dict[fx.Node | None, Tensor | None]) -> list[Tensor]:
+    """Returns the tokens, ids and weights that the experts get."""
+    values: dict[fx.Node | None, Any] = {**given}
+
+    def value(node: fx.Node) -> Any:
+        return values[node] if node in values else _size(node.meta["val"])
+
+    for node in part.nodes:
+        target: Any = node.target
+        values[node] = target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
+    return [value(node) for node in part.experts.all_input_nodes[:3]]
+
+
+def _size(size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, _SYMBOLIC_SIZE)))
+
+
+def _dense(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
+    """Returns the weight ``[T, E]`` of every expert, in float64."""
+    ids_TK, weights_TK = (value.reshape(-1, value.shape[-1]) for value in (ids, weights))
+    zeros_TE = torch.zeros(len(ids_TK), experts, dtype=torch.float64)
+    return zeros_TE.scatter_add(1, ids_TK.long(), weights_TK.double())
+
+
+def _error(result: Tensor, expected: Tensor) -> float:
+    """Returns the largest error of a weight, relative to it; infinite for another expert."""
+    error = (result - expected).abs() / expected.abs()
+    return float(error.where(result != expected, 0.0).nan_to_num(nan=math.inf).max())
