@@ -93,7 +93,8 @@ def convert(
 
     Experts of transformers' models stay the modules they are, routers too: the experts
     implementation ``"dynamo_moe"`` is registered with transformers and selected.
-    ``model.set_experts_implementation("eager")`` undoes that.
+    ``model.set_experts_implementation("eager")`` undoes that. Which of their routers become part of
+    the node, :func:`export` decides.
 
     Args:
         model: The model; its parameters stay where they are.

@@ -2,7 +2,8 @@
 
 Every model of transformers >= 5.0 whose experts carry ``use_experts_implementation`` keeps its own
 modules, router included: an experts implementation is registered and selected. What an experts
-module computes between its two products is found by its numbers, not by its name.
+module computes between its two products is found by its numbers, not by its name. A plain router
+joins its experts when the model is exported (``_router_fusion``).
 
 Legend: T tokens, D model width, H hidden width, E experts, K choices.
 """
