@@ -484,7 +484,7 @@ def test_export_of_a_checkpoint(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert len(report["conversion"]["replaced"]) == 2
-    assert report["export"]["operators"] == {"DroplessMoE": 2}
+    assert report["operators"] == {"DroplessMoE": 2}
     assert report["verification"]["passed"]
     assert not result.stderr
 

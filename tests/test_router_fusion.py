@@ -209,6 +209,14 @@ def test_a_small_epsilon_shows_where_sigmoids_are_small() -> None:
     assert operators(exported(Layer(router))) == LEFT
 
 
+def test_a_router_in_a_region_of_its_own() -> None:
+    @torch.no_grad()
+    def router(layer: Layer, x: Tensor) -> Routing:
+        return softmax(layer, x)
+
+    assert operators(exported(Layer(router))) == LEFT
+
+
 def test_tokens_changed_after_routing() -> None:
     class Changed(Layer):
         def forward(self, x: Tensor) -> Tensor:
