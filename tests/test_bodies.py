@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from dynamo_moe._bodies import BodyConfig, _dropless, body, dense_body, unrolled_body
-from dynamo_moe._bodies._gathered import WEIGHTS_PER_VISIT
+from dynamo_moe._bodies._gathered import MOST_WEIGHTS, WEIGHTS_PER_VISIT
 from dynamo_moe._bodies._layer import function, routed
 from dynamo_moe._bodies._ops import Ops
 from dynamo_moe.tolerances import tolerance_for
@@ -518,10 +518,13 @@ def test_an_idle_expert_is_not_computed(build: Build) -> None:
 
 
 @pytest.mark.parametrize("config", [EXPERTS, GPT_OSS], ids=["plain", "gated"])
-def test_few_slots_are_gathered_and_more_are_visited(tmp_path: Path, config: BodyConfig) -> None:
-    layer = Layer(config, top_k=1)
+@pytest.mark.parametrize(("experts", "width"), [(5, 8), (300, 64)])
+def test_few_slots_are_gathered_and_more_are_visited(
+    tmp_path: Path, config: BodyConfig, experts: int, width: int
+) -> None:
+    layer = Layer(config, top_k=1, experts=experts, width=width)
     weights = layer.width * layer.hidden * (3 if config.gated else 2)
-    most = layer.experts * WEIGHTS_PER_VISIT // weights
+    most = min(layer.experts * WEIGHTS_PER_VISIT, MOST_WEIGHTS) // weights
     for tokens, visits in ((most, False), (most + 1, True)):
         options = ort.SessionOptions()
         options.enable_profiling = True

@@ -15,11 +15,12 @@ from dynamo_moe._bodies._expert import activate, expert_inputs, round_hidden
 from dynamo_moe._bodies._ops import Ops
 from dynamo_moe._bodies._slots import weighted_sum
 
-__all__ = ["WEIGHTS_PER_VISIT", "experts", "is_cheaper"]
+__all__ = ["MOST_WEIGHTS", "WEIGHTS_PER_VISIT", "experts", "is_cheaper"]
 
-# So many weights are copied in the time that a Scan takes to pass an idle expert: 15,000 to 38,000,
-# fewer where the copies leave the caches (benchmarks/onnx_body.py --branches; ONNX Runtime 1.31).
-WEIGHTS_PER_VISIT = 20_000
+# So many weights are copied in the time that a Scan takes to pass an idle expert, as long as the
+# copies stay in the caches (benchmarks/onnx_body.py --branches; ONNX Runtime 1.31, two cores).
+WEIGHTS_PER_VISIT = 1 << 15
+MOST_WEIGHTS = 1 << 23
 
 
 def is_cheaper(op: Ops, config: BodyConfig, ids_TK: ir.Value) -> ir.Value:
@@ -27,8 +28,8 @@ def is_cheaper(op: Ops, config: BodyConfig, ids_TK: ir.Value) -> ir.Value:
     products = op.Mul(op.size("in_features"), op.size("hidden_features"), out="DH")
     weights_1 = op.Mul(products, 3 if config.gated else 2, out="weights_of_expert")
     copied_1 = op.Mul(op.Size(ids_TK, out="slots"), weights_1, out="copied_weights")
-    worth_1 = op.Mul(op.size("num_experts"), WEIGHTS_PER_VISIT, out="worth_visits")
-    return op.LessOrEqual(copied_1, worth_1, out="few_slots")
+    visits_1 = op.Mul(op.size("num_experts"), WEIGHTS_PER_VISIT, out="worth_visits")
+    return op.LessOrEqual(copied_1, op.Min(visits_1, MOST_WEIGHTS, out="most"), out="few_slots")
 
 
 def experts(
