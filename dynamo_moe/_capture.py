@@ -32,6 +32,8 @@ _IS_CAUSAL = "_detect_is_causal_mask"
 def capture(model: torch.nn.Module, example: DynamicExample) -> ExportedProgram:
     """Traces the model: without Python's control flow first, as that is faster; then with it.
 
+    Plain routers are part of their layers' nodes in what is returned.
+
     Raises:
         Exception: Whatever the model's code or the tracer raises, from the first attempt.
     """

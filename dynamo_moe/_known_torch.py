@@ -6,7 +6,7 @@ import torch
 
 __all__ = ["KNOWN_VERSIONS", "is_known"]
 
-KNOWN_VERSIONS = ((2, 13),)
+KNOWN_VERSIONS = ((2, 11), (2, 13), (2, 15))
 """Of PyTorch, with which our own steps have been run."""
 
 

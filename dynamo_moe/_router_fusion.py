@@ -11,6 +11,7 @@ Legend: T tokens, D model width, E experts, K = top_k.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Collection, Iterator
@@ -18,21 +19,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from custom_ops.options import RouterOptions
 from custom_ops.routing import route
 
 __all__ = ["fuse_routers"]
 
+_LOG = logging.getLogger(__name__)
+
 _moe = torch.ops.moe
 
 _VIEWS = ("contiguous", "flatten", "reshape", "view")
-# What a plain router is made of, in place or not. None of it counts tokens or compares numbers, so
-# what holds for a few tokens holds for all: an expert's capacity, say, would not show on a few.
+# What a plain router is made of, in place or not. None of it counts tokens or compares numbers, and
+# only views take sizes that are symbols, so what holds for a few tokens holds for all: an expert's
+# capacity, say, would not show on a few.
 _PLAIN = (
-    *(*_VIEWS, "detach", "squeeze", "t", "to", "transpose", "type_as", "unsqueeze"),
+    *(*_VIEWS, "clone", "detach", "squeeze", "t", "to", "transpose", "type_as", "unsqueeze"),
     *("add", "addmm", "div", "linear", "matmul", "mm", "mul", "sum"),
     *("gather", "sigmoid", "softmax", "topk"),
 )
@@ -43,11 +48,13 @@ _SCORINGS = (
     ("sigmoid", True),
     ("sigmoid", False),
 )
-# The last bit of a logit of 20 is 2e-6, which is what its weight is off by, relatively. Logits in
-# half precision are off by 1e-3.
-_TOLERANCE = 1e-5
+# The last bit of a logit of 20 is 2e-6 in float32, which is what its weight is off by, relatively.
+# Logits in half precision are off by 1e-3.
+_TOLERANCE, _TOLERANCE_FLOAT64 = 1e-5, 1e-12
 _TOKENS = 64
 _SYMBOLIC_SIZE = 8
+# Of the source, in a trial with an example of fixed sizes.
+_MOST_NUMBERS = 1 << 25
 
 
 class _Part(NamedTuple):
@@ -71,7 +78,7 @@ class _Part(NamedTuple):
 def fuse_routers(program: ExportedProgram) -> None:
     """Makes ``moe.experts`` ``moe.dropless`` where that has the program's router, in place."""
     parameters = program.graph_signature.inputs_to_parameters
-    writes = {node: _owner(node) for node in program.graph.nodes if _is_write(node)}
+    writes = [node for node in program.graph.nodes if _may_write(node)]
     known: dict[str, RouterOptions | None] = {}
     for experts in program.graph.find_nodes(op="call_function", target=_moe.experts.default):
         part = _part(experts, parameters, writes)
@@ -83,10 +90,12 @@ def fuse_routers(program: ExportedProgram) -> None:
         options = known[key]
         if options is not None:
             _fuse(part, options)
-    program.graph_module.recompile()
+    if any(known.values()):
+        program.graph_module.recompile()
 
 
 def _fuse(part: _Part, options: RouterOptions) -> None:
+    """Makes the part one node; what nobody uses then, the translation leaves out."""
     experts = part.experts
     x, _, _, *parameters = experts.args
     experts.target = _moe.dropless.default
@@ -99,15 +108,13 @@ def _fuse(part: _Part, options: RouterOptions) -> None:
     }
 
 
-def _part(
-    experts: fx.Node, parameters: Collection[str], writes: dict[fx.Node, fx.Node]
-) -> _Part | None:
+def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) -> _Part | None:
     """Returns what computes a node's routing, if it is what a plain router is made of.
 
     Args:
         experts: The node.
         parameters: Names of the placeholders that are parameters.
-        writes: Nodes that change a tensor in place, and whose memory that is.
+        writes: Nodes that may change a tensor in place.
     """
     arguments: Any = experts.args
     x, ids, weights, w1, *_ = arguments
@@ -118,26 +125,32 @@ def _part(
     waiting = [x, ids, weights]
     while waiting:
         node = waiting.pop()
-        if node is source or node in reached or isinstance(node.meta.get("val"), torch.SymInt):
+        if node is source or node in reached:
             continue
         known = node.name in parameters or node.target is operator.getitem
         if not known and not _is_aten(node, _PLAIN):
             return None
+        sizes = [each for each in node.all_input_nodes if _is_size(each)]
+        if sizes and not _is_aten(node, _VIEWS):
+            return None
         reached.add(node)
-        waiting += node.all_input_nodes
+        waiting += [each for each in node.all_input_nodes if each not in sizes]
     given = [node for node in reached if node.op == "placeholder"]
-    calls = reached.difference(given)
-    for node, owner in writes.items():
-        if owner in (*given, _owner(source)) or (owner in calls and node not in calls):
+    calls = sorted(reached.difference(given))
+    for write in writes:
+        own = write in reached and _owner(write) in calls
+        if calls and calls[0] <= write < experts and not own:
             return None
     shape = (w1.meta["val"].shape[0], x.meta["val"].shape[-1])
     found = {tuple(node.meta["val"].shape): node for node in given}
     bias = found.pop(shape[:1], None)
     if len(given) != 1 + (bias is not None) or found.keys() != {shape}:
         return None
+    if bias is not None and bias.meta["val"].dtype != found[shape].meta["val"].dtype:
+        return None
     if not isinstance(ids.meta["val"].shape[-1], int):
         return None
-    return _Part(experts, source, found[shape], bias, sorted(calls))
+    return _Part(experts, source, found[shape], bias, calls)
 
 
 def _is_aten(node: fx.Node, names: Collection[str]) -> bool:
@@ -147,7 +160,15 @@ def _is_aten(node: fx.Node, names: Collection[str]) -> bool:
     return target._schema.name.removeprefix("aten::").removesuffix("_") in names
 
 
-def _is_write(node: fx.Node) -> bool:
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node is a size of the inputs; one that is read from data is not."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.SymInt) and not free_unbacked_symbols(value)
+
+
+def _may_write(node: fx.Node) -> bool:
+    if isinstance(node.target, HigherOrderOperator):
+        return True
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
@@ -180,7 +201,7 @@ def _identified(part: _Part) -> RouterOptions | None:
     candidates = [
         RouterOptions(top_k, scoring, renormalize, scaling)
         for scaling in _scalings(part)
-        for scoring, renormalize in _SCORINGS
+        for scoring, renormalize in _scorings(part)
     ]
     errors = [0.0] * len(candidates)
     try:
@@ -189,11 +210,26 @@ def _identified(part: _Part) -> RouterOptions | None:
                 for place, options in enumerate(candidates):
                     ours_TE = _dense(*route(x_TD, weight, bias, options), len(weight))
                     errors[place] = max(errors[place], _error(ours_TE, routing_TE))
-    except (RuntimeError, TypeError, ValueError):  # Sizes or devices that these are not.
+    except Exception:  # Whatever it is, the model's own router can do without.
+        _LOG.info("The router of %s stays: no trial of it", part.experts, exc_info=True)
         return None
-    # The softmax of the top-k is the renormalised top-k of the softmax: the model's own is closer.
-    best = min(range(len(candidates)), key=errors.__getitem__)
-    return candidates[best] if errors[best] <= _TOLERANCE else None
+    in_float64 = part.source.meta["val"].dtype == torch.float64
+    tolerance = _TOLERANCE_FLOAT64 if in_float64 else _TOLERANCE
+    for options, error in zip(candidates, errors, strict=True):
+        if error <= tolerance:
+            return options
+    _LOG.info("The router of %s stays: the nearest is off by %.1e", part.experts, min(errors))
+    return None
+
+
+def _scorings(part: _Part) -> list[tuple[str, bool]]:
+    """Returns what the operator may score by, that first which comes as the part's operators do.
+
+    The softmax of the top-k is the renormalised top-k of the softmax.
+    """
+    order = [node for node in part.nodes if _is_aten(node, ("softmax", "topk"))]
+    topk_first = bool(order) and _is_aten(order[0], ("topk",))
+    return sorted(_SCORINGS, key=lambda each: (each[0] == "topk_softmax") != topk_first)
 
 
 def _scalings(part: _Part) -> Iterator[float]:
@@ -209,20 +245,31 @@ def _examples(part: _Part) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tens
     """Yields tokens ``[T, D]``, weight, bias, and the part's routing of them as ``[T, E]``."""
     generator = torch.Generator().manual_seed(0)
 
-    def normal(node: fx.Node, *sizes: int, plus: float | Tensor = 0.0) -> Tensor:
-        value = torch.randn(sizes, generator=generator) + plus
+    def random(draw: Any, *sizes: int) -> Tensor:
+        result: Tensor = draw(sizes, generator=generator, device="cpu")
+        return result
+
+    def cast(value: Tensor, node: fx.Node) -> Tensor:
         return value.to(node.meta["val"].dtype)
 
     experts, width = part.weight.meta["val"].shape
     sizes = [_size(size) for size in part.source.meta["val"].shape]
-    weight = normal(part.weight, experts, width, plus=1) / math.sqrt(width)
-    bias = None if part.bias is None else normal(part.bias, experts)
-    for _ in range(math.ceil(_TOKENS / max(1, math.prod(sizes[:-1])))):
+    if math.prod(sizes) > _MOST_NUMBERS:
+        raise ValueError(f"{sizes} are too many numbers for a trial")
+    weight = cast((random(torch.randn, experts, width) + 1) / math.sqrt(width), part.weight)
+    bias = None if part.bias is None else cast(random(torch.randn, experts), part.bias)
+    seen = 0
+    while seen < _TOKENS:
         # Logits around 0, or around -18, where all sigmoids are small.
-        low = torch.rand((*sizes[:-1], 1), generator=generator).round()
-        source = normal(part.source, *sizes, plus=-18 / math.sqrt(width) * low)
+        low = random(torch.rand, *sizes[:-1], 1).round_().mul_(-18 / math.sqrt(width))
+        source = cast(random(torch.randn, *sizes).add_(low), part.source)
         x, ids, weights = _run(part, {part.source: source, part.weight: weight, part.bias: bias})
-        yield x.reshape(-1, width), weight, bias, _dense(ids, weights, experts)
+        x_TD, routing_TE = x.reshape(-1, width), _dense(ids, weights, experts)
+        if not len(x_TD):
+            raise ValueError("an example without tokens")
+        some = slice(None, None, math.ceil(len(x_TD) / _TOKENS))
+        yield x_TD[some], weight, bias, routing_TE[some]
+        seen += len(x_TD[some])
 
 
 def _run(part: _Part, given: dict[fx.Node | None, Tensor | None]) -> list[Tensor]:
@@ -248,7 +295,7 @@ def _size(size: int | torch.SymInt) -> int:
 def _dense(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
     """Returns the weight ``[T, E]`` of every expert, in float64."""
     ids_TK, weights_TK = (value.reshape(-1, value.shape[-1]) for value in (ids, weights))
-    zeros_TE = torch.zeros(len(ids_TK), experts, dtype=torch.float64)
+    zeros_TE = torch.zeros(len(ids_TK), experts, dtype=torch.float64, device="cpu")
     return zeros_TE.scatter_add(1, ids_TK.long(), weights_TK.double())
 
 

@@ -73,11 +73,13 @@ def _remembered(operation: Operation) -> Operation:
 
     def remembering(size: Any, other: Any) -> Any:
         environment = size.shape_env
-        if environment is None or get_proxy_mode() is not None:
+        # PyTorch 2.11 does not count what it finds out.
+        found_out = getattr(environment, "_replacements_version_counter", None)
+        if found_out is None or get_proxy_mode() is not None:
             return operation(size, other)
         key = (
             environment,
-            environment._replacements_version_counter,
+            found_out,
             size._expr, size.pytype, other._expr, other.pytype,
         )  # fmt: skip
         result = results.get(key)

@@ -131,8 +131,8 @@ def export(
     """Exports a model, after :func:`convert`, to an ONNX file.
 
     A router that the model computes itself becomes part of its layer's node, ``DroplessMoE``, where
-    that has a router of exactly the same numbers in float32: softmax or sigmoid, with or without
-    renormalising, a bias of the logits, a constant factor. Any other stays as it is, in front of
+    that has the same router: softmax or sigmoid of float32 logits, with or without renormalising, a
+    bias of the logits, a constant factor. Any other stays as it is, in front of
     ``DroplessMoEExperts``. Where scores are equal the node takes the lower expert; sigmoids that
     float32 rounds to 1 it tells apart by their logits.
 

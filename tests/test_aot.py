@@ -232,6 +232,8 @@ REST = [
     ],
 )
 def test_every_kernel_of_a_layer_compiles_and_takes_what_is_passed(name: str, device: str) -> None:
+    if device == "sm_110" and triton.__version__.startswith("3.6."):
+        pytest.skip("Triton 3.6's assembler does not know sm_110")
     planned = plan(parse_spec(SPECS[name]), architecture(device))
     bundle = aot.compile_plans([planned], progress=False, cache=False)
     check_program(bundle.programs[0], planned)

@@ -172,6 +172,27 @@ def ids_changed(by: Callable[[Tensor], Tensor]) -> Callable[[Layer, Tensor], Rou
     return router
 
 
+def weights_changed(by: Callable[[Layer, Tensor, Tensor], Tensor]) -> Any:
+    """A softmax router whose weights are changed."""
+
+    def router(layer: Layer, x: Tensor) -> Routing:
+        ids, weights = softmax(layer, x)
+        return ids, by(layer, x, weights)
+
+    return router
+
+
+def softmax_of(logits: Tensor) -> Routing:
+    weights, ids = logits.softmax(-1).topk(TOP_K)
+    return ids, weights
+
+
+def chosen_twice(layer: Layer, x: Tensor) -> Routing:
+    weights, ids = layer.logits(x).softmax(-1).topk(2 * TOP_K)
+    weights, places = weights.sigmoid().topk(TOP_K)
+    return ids.gather(1, places), weights
+
+
 OTHERS: dict[str, Callable[[Layer, Tensor], Routing]] = {
     "bias that selects": lambda layer, x: deepseek(layer, x, layer.zeros),
     "other tokens": lambda layer, x: softmax(layer, F.layer_norm(x, (WIDTH,))),
@@ -187,6 +208,16 @@ OTHERS: dict[str, Callable[[Layer, Tensor], Routing]] = {
     "twice the same": ids_changed(lambda ids: ids[:, :1].expand(-1, TOP_K)),
     "beyond the experts": ids_changed(lambda ids: ids + 1),
     "scale that is a parameter": parameter_scale,
+    "temperature": changed(lambda logits: logits * 1.001),
+    "bias of the scores": weights_changed(lambda layer, x, w: w + layer.zeros.sum()),
+    "squared": weights_changed(lambda layer, x, w: w * w),
+    "a factor of each token": weights_changed(
+        lambda layer, x, w: w * x.flatten(0, 1).sum(1)[:, None]
+    ),
+    "sum of the tokens": weights_changed(lambda layer, x, w: w / w.sum(0)),
+    "grows with the tokens": weights_changed(lambda layer, x, w: w * (1 + x.shape[0] // 1000)),
+    "reads an id": ids_changed(lambda ids: ids * (1 + ids.max().item() // 1000)),
+    "a choice among the chosen": chosen_twice,
     "capacity": capacity,
     "scores written through a view": written,
 }
@@ -228,6 +259,47 @@ def test_tokens_changed_after_routing() -> None:
     assert operators(exported(Changed(softmax))) == LEFT
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_bias_of_another_dtype(name: str) -> None:
+    def router(layer: Layer, x: Tensor) -> Routing:
+        return softmax_of(F.linear(x.reshape(-1, WIDTH), layer.weight.float()) + layer.bias)
+
+    layer = Layer(router)
+    assert operators(exported(layer)) == FUSED
+    setattr(layer, name, nn.Parameter(getattr(layer, name).bfloat16()))
+    assert operators(exported(layer)) == LEFT
+
+
+@torch.library.custom_op("tests::poke", mutates_args={"out"})
+def poke(source: Tensor, out: Tensor) -> None:
+    """Writes another argument than its first."""
+    out.add_(source.sum())
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: poke(x[:1].clone(), x), lambda x: F.dropout(x, training=False).mul_(2)]
+)
+def test_tokens_changed_in_ways_that_schemas_hide(write: Callable[[Tensor], object]) -> None:
+    class Changed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1
+            routing = softmax(self, x)
+            write(x)
+            return self.experts(x.reshape(-1, WIDTH), routing)
+
+    assert operators(exported(Changed(softmax))) == LEFT
+
+
+def test_tokens_changed_afterwards() -> None:
+    class Changed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1
+            x += super().forward(x)
+            return x
+
+    assert operators(exported(Changed(softmax))) == FUSED
+
+
 def test_routing_from_outside() -> None:
     class Outside(Layer):
         def forward(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -261,6 +333,53 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 def test_float64() -> None:
     assert operators(exported(Layer(softmax).double(), dtype=torch.float64)) == FUSED
+
+
+def test_float64_with_scores_in_float32() -> None:
+    def router(layer: Layer, x: Tensor) -> Routing:
+        return softmax_of(layer.logits(x).float())
+
+    assert operators(exported(Layer(router).double(), dtype=torch.float64)) == LEFT
+
+
+def test_the_softmax_comes_where_the_router_has_it() -> None:
+    def scaled(layer: Layer, x: Tensor) -> Routing:
+        values, ids = layer.logits(x).topk(TOP_K)
+        return ids, values.softmax(-1) * 2.5
+
+    for router, scoring in ((scaled, "topk_softmax"), (renormalized, "softmax")):
+        nodes = exported(Layer(router)).graph.nodes
+        assert [n.kwargs["scoring"] for n in nodes if "scoring" in n.kwargs] == [scoring]
+
+
+def test_the_default_device_has_no_part() -> None:
+    program = torch.export.export(Layer(softmax).eval(), (torch.randn(5, WIDTH),))
+    with torch.device("meta"):
+        fuse_routers(program)
+    assert operators(program) == FUSED
+
+
+def test_an_example_too_large_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo_moe._router_fusion._MOST_NUMBERS", 4 * WIDTH)
+    for tokens, expected in ((4, FUSED), (5, LEFT)):
+        program = torch.export.export(Layer(softmax).eval(), (torch.randn(tokens, WIDTH),))
+        fuse_routers(program)
+        assert operators(program) == expected
+
+
+def test_many_tokens_of_a_static_example() -> None:
+    program = torch.export.export(Layer(renormalized).eval(), (torch.randn(3, 100, WIDTH),))
+    fuse_routers(program)
+    assert operators(program) == FUSED
+
+
+def test_layers_that_share_a_router(tmp_path: Path) -> None:
+    model = nn.Sequential(Layer(softmax), Layer(softmax))
+    model[1].weight = model[0].weight
+    report = dynamo_moe.export(model, torch.randn(4, WIDTH), tmp_path / "m.onnx")
+    assert report.operators == {"DroplessMoE": 2}
+    onnx.checker.check_model(report.path, full_check=True)
+    dynamo_moe.verify(report.path, model)
 
 
 def test_values_have_no_part() -> None:

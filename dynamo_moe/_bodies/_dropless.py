@@ -73,7 +73,7 @@ def one_by_one(
         else_branch=looped.graph([], _loop(looped, layer), "loop"),
         out=("y_found", "first_E"),
     )
-    # A view, as the result of a branch it would be a copy.
+    # A view here; as the result of a branch it would be a copy.
     y_rows = op.Reshape(
         y_found, op.Concat([-1], op.size("in_features"), axis=0, out="rows_D"), out="y_rows"
     )

@@ -1,7 +1,7 @@
 """Few slots: one batched product with a copy of the weights that each slot needs.
 
-Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, K = top_k, I and O inputs
-and outputs of a product.
+Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, K = top_k, O outputs of a
+product.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dynamo_moe._bodies._slots import weighted_sum
 __all__ = ["MOST_WEIGHTS", "WEIGHTS_PER_VISIT", "experts", "is_cheaper"]
 
 # So many weights are copied in the time that a Scan takes to pass an idle expert, as long as the
-# copies stay in the caches (benchmarks/onnx_body.py --branches; ONNX Runtime 1.31, two cores).
+# copies stay in the caches (float32, ONNX Runtime 1.31; benchmarks/onnx_body.py --branches).
 WEIGHTS_PER_VISIT = 1 << 15
 MOST_WEIGHTS = 1 << 23
 
 
 def is_cheaper(op: Ops, config: BodyConfig, ids_TK: ir.Value) -> ir.Value:
     """Whether copying the slots' weights takes less time than visiting all experts, ``[1]``."""
-    products = op.Mul(op.size("in_features"), op.size("hidden_features"), out="DH")
-    weights_1 = op.Mul(products, 3 if config.gated else 2, out="weights_of_expert")
-    copied_1 = op.Mul(op.Size(ids_TK, out="slots"), weights_1, out="copied_weights")
+    DH_1 = op.Mul(op.size("in_features"), op.size("hidden_features"), out="DH")
+    expert_1 = op.Mul(DH_1, 3 if config.gated else 2, out="expert_size")
+    copied_1 = op.Mul(op.Size(ids_TK, out="slots"), expert_1, out="copied")
     visits_1 = op.Mul(op.size("num_experts"), WEIGHTS_PER_VISIT, out="worth_visits")
     return op.LessOrEqual(copied_1, op.Min(visits_1, MOST_WEIGHTS, out="most"), out="few_slots")
 
