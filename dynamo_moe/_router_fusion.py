@@ -121,20 +121,9 @@ def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) 
     source = x
     while _is_aten(source, _VIEWS):
         source = source.args[0]
-    reached: set[fx.Node] = set()
-    waiting = [x, ids, weights]
-    while waiting:
-        node = waiting.pop()
-        if node is source or node in reached:
-            continue
-        known = node.name in parameters or node.target is operator.getitem
-        if not known and not _is_aten(node, _PLAIN):
-            return None
-        sizes = [each for each in node.all_input_nodes if _is_size(each)]
-        if sizes and not _is_aten(node, _VIEWS):
-            return None
-        reached.add(node)
-        waiting += [each for each in node.all_input_nodes if each not in sizes]
+    reached = _reached([x, ids, weights], source, parameters)
+    if reached is None:
+        return None
     given = [node for node in reached if node.op == "placeholder"]
     calls = sorted(reached.difference(given))
     for write in writes:
@@ -151,6 +140,27 @@ def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) 
     if not isinstance(ids.meta["val"].shape[-1], int):
         return None
     return _Part(experts, source, found[shape], bias, calls)
+
+
+def _reached(
+    results: list[fx.Node], source: fx.Node, parameters: Collection[str]
+) -> set[fx.Node] | None:
+    """Returns what is between a source and results, if a plain router is made of it; else None."""
+    reached: set[fx.Node] = set()
+    waiting = [*results]
+    while waiting:
+        node = waiting.pop()
+        if node is source or node in reached:
+            continue
+        known = node.name in parameters or node.target is operator.getitem
+        if not known and not _is_aten(node, _PLAIN):
+            return None
+        sizes = [each for each in node.all_input_nodes if _is_size(each)]
+        if sizes and not _is_aten(node, _VIEWS):
+            return None
+        reached.add(node)
+        waiting += [each for each in node.all_input_nodes if each not in sizes]
+    return reached
 
 
 def _is_aten(node: fx.Node, names: Collection[str]) -> bool:
