@@ -3,8 +3,8 @@
 Most models compute the routing themselves and hand it to ``moe.experts``. In a traced program the
 nodes between the tokens and that routing say what the router is. Where they are such as a plain
 router is made of, they are run on random numbers; if one of the operator's own routers gives the
-same in float32, it takes their place. The values of weights have no part in that, so a model whose
-weights are not in memory gives the same graph.
+same, up to rounding, it takes their place. The values of weights have no part in that, so a model
+whose weights are not in memory gives the same graph.
 
 Legend: T tokens, D model width, E experts, K = top_k.
 """

@@ -14,6 +14,8 @@ from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
 
 __all__ = ["RULES"]
 
+_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
 
 class _SameShape(RewriteRuleClassBase):
     """``Reshape`` or ``Expand`` to the shape that the tensor has."""
@@ -250,9 +252,6 @@ def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 def _is_finite_scalar(value: ir.Value | None) -> bool:
     tensor = None if value is None or value.is_graph_input() else value.const_value
     return tensor is not None and not tensor.shape.dims and bool(np.isfinite(tensor.numpy()))
-
-
-_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def _dimensions(value: ir.Value) -> tuple[object, ...] | None:

@@ -489,7 +489,7 @@ def test_without_a_gpu(name):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would be interpreted elsewhere")
 @pytest.mark.skipif(
     version("triton").startswith("3.6."),
-    reason="Triton 3.6's interpreter needs tests/interpreter.py",
+    reason="Triton 3.6's interpreter fails unrepaired, as in a process of its own",
 )
 def test_a_trial_run(tmp_path):
     file, picture = tmp_path / "result.json", tmp_path / "result.png"

@@ -60,7 +60,7 @@ def one_by_one(
     ids_TK: ir.Value,
     weights_TK: ir.Value,
 ) -> ir.Value:
-    """The same ``[T, 1, D]`` for any number of slots, copying one expert's weights at a time."""
+    """The same ``[T, 1, D]`` for any number of slots: copies one expert's weights at most."""
     inputs = expert_inputs(op, config, x_TD, weights_TK, op.size("in_features"))
     slots = sort(op, config, ids_TK)
     layer = _Layer(config, parameters, inputs, slots)
