@@ -52,7 +52,9 @@ def compare_shapes(
     candidate: Callable[[Tensor], Any],
     example: Tensor,
     kind: str,
-) -> None:
+    *,
+    others: bool = False,
+) -> tuple[int, ...]:
     """Runs both on tokens of all shapes that the original takes, without gradients.
 
     Args:
@@ -60,18 +62,31 @@ def compare_shapes(
         candidate: What is to stand for it.
         example: Tokens ``[..., D]`` that the original takes.
         kind: What the candidate is, for messages.
+        others: Whether the candidate may differ for tokens of another number of dimensions than
+            the example's.
+
+    Returns:
+        The numbers of dimensions for which they give the same.
 
     Raises:
         ValueError: If they do not give the same numbers; with what speaks against it.
     """
     compare(original, candidate, [example], kind)
+    same = {example.ndim: True}
     for x in _cases(example):
         try:
             with torch.no_grad():
                 original(x)
         except Exception:  # noqa: S112  It takes no tokens of such a shape.
             continue
-        compare(original, candidate, [x], kind)
+        try:
+            compare(original, candidate, [x], kind)
+            same.setdefault(x.ndim, True)
+        except ValueError:
+            if not others or x.ndim == example.ndim:
+                raise
+            same[x.ndim] = False
+    return tuple(ndim for ndim, agrees in same.items() if agrees)
 
 
 def compare(

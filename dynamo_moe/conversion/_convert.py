@@ -15,7 +15,7 @@ from dynamo_moe._modes import evaluating
 from dynamo_moe.conversion import _transformers
 from dynamo_moe.conversion._comparing import check_comparable, compare_shapes, has_values
 from dynamo_moe.conversion._mixture_search import Found
-from dynamo_moe.conversion._mixtures import MIXTURE, convert_mixture, mixtures
+from dynamo_moe.conversion._mixtures import MIXTURE, RefusedError, convert_mixture, mixtures
 from dynamo_moe.conversion._observing import on_any_device, undisturbed
 from dynamo_moe.conversion._registry import Adapter, adapters
 from dynamo_moe.modules import ConvertedModule
@@ -135,10 +135,10 @@ def convert(
         raise TypeError(f"experts_dtype must be a floating dtype, got {experts_dtype}")
     replaced, unrecognised = _convert_transformers(model, fallback)
     handled = {module for module in model.modules() if _transformers.is_experts(module)}
-    for by_adapters in (_convert_by_adapters, _convert_mixtures):
-        more, left = by_adapters(model, handled)
-        replaced += more
-        unrecognised += left
+    by_adapters, refused = _convert_by_adapters(model, handled)
+    mixed, left = _convert_mixtures(model, handled)
+    replaced += [*by_adapters, *mixed]
+    unrecognised += [*left, *(each for each in refused if not _is_among(each, mixed))]
     if experts_dtype is not None:
         _cast_experts(model, experts_dtype)
     order = {path: place for place, (path, _) in enumerate(model.named_modules())}
@@ -157,6 +157,7 @@ def convertible_modules(model: nn.Module) -> list[str]:
         or (_transformers.is_experts(module) and not _transformers.is_selected(module))
     }
     within = {part for module in found.values() for part in module.modules()}
+    within.update(part for part in model.modules() if _transformers.is_experts(part))
     return [*found, *(mixture.path for mixture in mixtures(model, within))]
 
 
@@ -213,8 +214,13 @@ def _convert_by_adapters(
             break
         if reasons:
             unrecognised.append(Unrecognised(path, type(module).__name__, "; ".join(reasons)))
-            handled.update(module.modules())
     return replaced, unrecognised
+
+
+def _is_among(left: Unrecognised, replaced: list[Replacement]) -> bool:
+    """Whether a module that adapters could not convert was converted otherwise."""
+    prefix = f"{left.module}." if left.module else ""
+    return any(f"{each.module}.".startswith(prefix) for each in replaced)
 
 
 def _convert_mixtures(
@@ -224,12 +230,11 @@ def _convert_mixtures(
     replaced, unrecognised = [], []
     known: dict[Any, Found] = {}
     for mixture in mixtures(model, handled):
-        path = mixture.path
         try:
             path, found, compared = convert_mixture(model, mixture, known)
-        except ValueError as refusal:
-            name = type(model.get_submodule(path)).__name__
-            unrecognised.append(Unrecognised(path, name, str(refusal)))
+        except RefusedError as refusal:
+            name = type(model.get_submodule(refusal.path)).__name__
+            unrecognised.append(Unrecognised(refusal.path, name, str(refusal)))
         else:
             module = model.get_submodule(path)
             name = type(module).__bases__[1].__name__

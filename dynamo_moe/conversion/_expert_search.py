@@ -22,6 +22,9 @@ from dynamo_moe.conversion._stacks import Experts, Stack
 __all__ = ["ListOfExperts", "StacksOfExperts", "experts_of_list", "experts_of_stacks", "holders"]
 
 _PLAIN = ("silu", "gelu", "relu", "gelu_tanh", "relu2")
+# gpt-oss's, which its reference has in the code; and what others call theirs.
+_CLAMP_NUMBERS = {1.702, 7.0}
+_CLAMP_WORDS = ("limit", "clamp", "alpha")
 _TOKENS = 4
 # Relative to the RMS of an expert's result: another activation differs by 1e-2 and more.
 _TOLERANCE = 1e-4
@@ -106,7 +109,9 @@ def _stacks(model: nn.Module, within: set[nn.Module]) -> Iterator[StacksOfExpert
     modules = list(model.named_modules())
     for path, module in reversed(modules):
         prefix = f"{path}." if path else ""
-        if module in within or any(f"{inner}.".startswith(prefix) for inner in found):
+        if any(f"{inner}.".startswith(prefix) for inner in found):
+            continue
+        if within & {*module.modules()}:
             continue
         for names, experts in _stacked_names(module):
             found.append(path)
@@ -312,9 +317,13 @@ class _Options:
 
 def _options(*modules: nn.Module) -> _Options:
     parts = [part for module in modules for part in (module, *module.children())]
-    values = [value for part in parts for value in vars(part).values()]
-    numbers = {float(v) for v in values if isinstance(v, (int, float)) and v > 0 and v is not True}
-    return _Options(_PLAIN, tuple(sorted(numbers)[:8]))
+    named = [(name, value) for part in parts for name, value in vars(part).items()]
+    numbers = {
+        float(value)
+        for name, value in named
+        if type(value) in (int, float) and value > 0 and any(word in name for word in _CLAMP_WORDS)
+    }
+    return _Options(_PLAIN, tuple(sorted(numbers | _CLAMP_NUMBERS)))
 
 
 def _forms(shapes: Sequence[Any]) -> Iterator[_Form]:

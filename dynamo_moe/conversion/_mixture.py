@@ -6,11 +6,14 @@ Legend: T tokens, D model width, E experts, K choices.
 from __future__ import annotations
 
 import functools
-import inspect
 import types
+import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -52,12 +55,13 @@ class Output:
 
     Attributes:
         kind: ``result``; ``constant``: ``value``; ``zero``: a loss that only training needs;
-            ``leaf``: the gate's result number ``value``; ``ids`` and ``weights``: the routing.
+            ``leaf``: the gate's result number ``value``; ``ids`` and ``weights``: the routing;
+            ``counts``: how many tokens each expert gets, ``value`` being E and the dtype.
         value: See ``kind``.
         shaped: Whether it has the tokens' leading dimensions, instead of T.
     """
 
-    kind: Literal["result", "constant", "zero", "leaf", "ids", "weights"]
+    kind: Literal["result", "constant", "zero", "leaf", "ids", "weights", "counts"]
     value: Any = None
     shaped: bool = False
 
@@ -76,6 +80,11 @@ class Output:
                 value = routed.ids
             case "weights":
                 value = routed.weights
+            case "counts":
+                experts, dtype = self.value
+                ids = routed.ids.flatten()
+                zeros_E = ids.new_zeros(experts)
+                return zeros_E.index_add(0, ids, torch.ones_like(ids)).to(dtype)
         leading = y.shape[:-1] if self.shaped else (-1,)
         return value.reshape(*leading, value.shape[-1])
 
@@ -89,6 +98,8 @@ class Mixture:
         outputs: What it returns: an :class:`Output`, or tuples, lists and mappings of such.
         marks: Attributes of the result tensor itself, such as a loss.
         channels_first: Whether it takes images ``[B, D, ...]``, and returns such.
+        bias: A parameter ``[D]`` that is added to the result, or None.
+        dimensions: Numbers of dimensions of the tokens for which this is known.
     """
 
     argument: str
@@ -98,6 +109,8 @@ class Mixture:
     outputs: Any
     marks: tuple[tuple[str, Output], ...] = ()
     channels_first: bool = False
+    bias: str | None = None
+    dimensions: tuple[int, ...] = ()
 
     def __call__(self, module: nn.Module, x: Tensor, stacked: StackedWeights | None = None) -> Any:
         """Returns what the module's forward returns for tokens ``[..., D]``, or an image."""
@@ -123,6 +136,8 @@ class Mixture:
             y_TD = custom_ops.experts(x_TD, routed.ids, routed.weights, w1, b1, w2, b2, **options)
         for shared in self.shared:
             y_TD = y_TD + shared(module, x)
+        if self.bias is not None:
+            y_TD = y_TD + attrgetter(self.bias)(module)
         y = y_TD.reshape(x.shape)
         for name, output in self.marks:
             setattr(y, name, output.of(y, routed))
@@ -130,24 +145,14 @@ class Mixture:
             Output, lambda output: self._value(output, y, routed), self.outputs
         )
 
-    def tokens(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Returns the tokens among the arguments of the module's forward.
-
-        Raises:
-            TypeError: If another argument is given, which the module was not compared with.
-        """
-        if len(args) == 1 and not kwargs:
-            return args[0]  # type: ignore[no-any-return]
-        signature = inspect.signature(_original(type(module)).forward)
-        given = signature.bind(module, *args, **kwargs).arguments
-        for name, value in list(given.items())[1:]:
-            default = signature.parameters[name].default
-            if name != self.argument and value is not None and value is not default and value:
-                raise TypeError(
-                    f"{type(module).__name__} was compared for calls with its tokens alone, and is "
-                    f"called with {name}={value!r}: leave that out, or do not convert the module"
-                )
-        return given[self.argument]  # type: ignore[no-any-return]
+    def tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Returns the tokens of a call; None if this is not known to be what the call computes."""
+        given = dict(kwargs)
+        x = args[0] if args else given.pop(self.argument, None)
+        more = (*args[1:], *given.values())
+        if not isinstance(x, Tensor) or x.ndim not in self.dimensions:
+            return None
+        return x if all(value is None for value in more) else None
 
     def _value(self, output: Output, y: Tensor, routed: Routed) -> Any:
         value = output.of(y, routed)
@@ -165,8 +170,20 @@ class _Converted(ConvertedModule):
     _stacked: StackedWeights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes the arguments of the original's forward, and returns what that returns."""
-        return self._mixture(self, self._mixture.tokens(self, args, kwargs), self._stacked)
+        """Takes the arguments of the original's forward, and returns what that returns.
+
+        In training, and for calls that were not compared, that is what computes.
+        """
+        x = None if self.training else self._mixture.tokens(args, kwargs)
+        if x is not None:
+            return self._mixture(self, x, self._stacked)
+        if not self.training:
+            warnings.warn(
+                f"{_original(type(self)).__name__} is called with other arguments, or tokens of "
+                "other dimensions, than it was compared with: its own forward computes",
+                stacklevel=2,
+            )
+        return super().forward(*args, **kwargs)
 
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the experts' parameters by their path."""
@@ -188,7 +205,7 @@ def adopt(module: nn.Module, mixture: Mixture) -> None:
     """Makes a module compute what the record says, in place.
 
     It keeps its class as a base, its attributes, submodules, parameters and methods; only its
-    forward is another.
+    forward in evaluation mode is another.
     """
     module._mixture, module._stacked = mixture, StackedWeights()  # type: ignore[assignment]
     original: Any = type(module)

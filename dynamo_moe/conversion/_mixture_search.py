@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any, get_args
 
 import torch
@@ -215,8 +217,10 @@ class _Search:
         dense_RTE = torch.stack([_dense(routed, self._experts) for _, routed in routings])
         alone = {experts: self._each(experts, x_TD) for experts in self._candidates}
         for on_input in (False, True):
-            for shared in self._shared(seen, x):
+            for shared, bias in itertools.product(self._shared(seen, x), self._biases(x)):
                 added_TD = sum((each(self._module, x) for each in shared), torch.zeros_like(x_TD))
+                if bias is not None:
+                    added_TD = added_TD + attrgetter(bias)(self._module)
                 for place in results:
                     expected_TD = leaves[place].reshape(x_TD.shape) - added_TD
                     for candidate in self._candidates:
@@ -237,6 +241,7 @@ class _Search:
                                     self._outputs(leaves, place, routed, x), structure
                                 ),
                                 marks=self._marks(leaves[place], routed, x),
+                                bias=bias,
                             )
         return None
 
@@ -331,7 +336,7 @@ class _Search:
     def _of_scores(self, seen: Observation, x: Tensor) -> Iterator[Routing]:
         """Yields routings by the largest of E scores."""
         choices = [k for k in seen.choices if 1 <= k <= self._experts]
-        choices = choices or self._small_numbers()
+        choices += self._small_numbers()
         biases = [None, *self._selection_biases()]
         for source, leaf in self._sources(seen, x):
             for top_k in dict.fromkeys((*choices, self._experts)):
@@ -350,7 +355,7 @@ class _Search:
             for name, tensor in named
             if tensor.is_floating_point()
             and tensor.numel() == self._experts
-            and tensor.ndim == 1
+            and tensor.shape[-1:] == (self._experts,)
             and name not in self._taken
         ]
 
@@ -378,6 +383,19 @@ class _Search:
                     yield Product(name, bias if biased else None, transposed), 0
 
     # --- What all tokens get ---
+
+    def _biases(self, x: Tensor) -> list[str | None]:
+        """Returns what may be added to the result, behind the experts: parameters ``[D]``."""
+        named = self._module.named_parameters()
+        hidden = {id(p) for each in self._unseen for p in each.parameters()}
+        return [
+            None,
+            *(
+                name
+                for name, p in named
+                if p.shape == x.shape[-1:] and id(p) not in hidden and name not in self._taken
+            ),
+        ]
 
     def _shared(self, seen: Observation, x: Tensor) -> list[tuple[Shared, ...]]:
         """Returns the sets of experts of every token to try."""
@@ -427,6 +445,11 @@ class _Search:
             ("leaf", place, leaf) for place, leaf in enumerate(routed.leaves)
         ]
         sources += [("ids", None, routed.ids), ("weights", None, routed.weights)]
+        counts_E = routed.ids.new_zeros(self._experts).index_add(
+            0, routed.ids.flatten(), torch.ones_like(routed.ids.flatten())
+        )
+        if value.shape == counts_E.shape and torch.equal(value.long(), counts_E.long()):
+            return Output("counts", (self._experts, value.dtype))
         for kind, place, source in sources:
             if (
                 isinstance(source, Tensor)
@@ -461,10 +484,13 @@ def _left_behind(
         if any(path == run or path.startswith(f"{run}.") for run in runs):
             continue
         for name, value in values.items():
-            plain = value is None or isinstance(value, (bool, int, float, str))
-            kept.setdefault(path, {})[name] = value if plain else None
-            if not plain:
+            if isinstance(value, Tensor) and value.ndim == 0:
+                value = torch.zeros_like(value)  # noqa: PLW2901
+                notes.append(f"{name} stays 0")
+            elif not (value is None or isinstance(value, (bool, int, float, str))):
+                value = None  # noqa: PLW2901
                 notes.append(f"{name} is no longer set: it is None")
+            kept.setdefault(path, {})[name] = value
     return kept, tuple(notes)
 
 

@@ -28,7 +28,7 @@ from dynamo_moe.conversion._observing import (
 )
 from dynamo_moe.modules import ConvertedModule
 
-__all__ = ["MIXTURE", "MixtureOfExperts", "convert_mixture", "mixtures"]
+__all__ = ["MIXTURE", "MixtureOfExperts", "RefusedError", "convert_mixture", "mixtures"]
 
 MIXTURE = "mixture"
 """What the report calls a module that was converted so."""
@@ -51,6 +51,18 @@ class MixtureOfExperts:
     path: str
     paths: tuple[str, ...]
     held: ListOfExperts | StacksOfExperts
+
+
+class RefusedError(ValueError):
+    """A mixture cannot be converted.
+
+    Attributes:
+        path: The module that comes nearest to one that can.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
 
 
 def mixtures(model: nn.Module, handled: Collection[nn.Module]) -> list[MixtureOfExperts]:
@@ -76,6 +88,9 @@ def mixtures(model: nn.Module, handled: Collection[nn.Module]) -> list[MixtureOf
                 break
             paths.append(path)
         chosen = next((path for path in paths if _may_route(model, path, held)), None)
+        alternatives = sum(each.path == held.path for each in every)
+        if chosen is None and paths and alternatives == 1 and _is_named(model, held):
+            chosen = paths[0]
         if chosen is not None:
             found.append(MixtureOfExperts(chosen, tuple(paths), held))
     return found
@@ -96,7 +111,7 @@ def convert_mixture(
         module's own weights.
 
     Raises:
-        ValueError: If it cannot be converted; with the reason.
+        RefusedError: If it cannot be converted; with the reason.
     """
     reasons: dict[str, ValueError] = {}
     for path in mixture.paths:
@@ -114,7 +129,7 @@ def convert_mixture(
     routed = (path for path, reason in reasons.items() if not isinstance(reason, NotRoutedError))
     path = next(routed, mixture.path)
     hint = _capacity(model.get_submodule(path))
-    raise ValueError(f"{reasons[path]}{hint}")
+    raise RefusedError(path, f"{reasons[path]}{hint}")
 
 
 def _capacity(module: nn.Module) -> str:
@@ -141,13 +156,11 @@ def _converted(
         found = None
         if known is not None:
             try:
-                _prove(tried, known, values)
-                found = known
+                found = _proved(tried, known, values)
             except ValueError:  # It has the same shapes, and computes something else.
                 found = None
         if found is None:
-            found = find_mixture(tried, held)
-            _prove(tried, found, values)
+            found = _proved(tried, find_mixture(tried, held), values)
     adopt(module, found.mixture)
     for path, attributes in found.attributes.items():
         for name, value in attributes.items():
@@ -155,13 +168,18 @@ def _converted(
     return found
 
 
-def _prove(module: nn.Module, found: Found, values: bool) -> None:
-    """Raises ValueError unless a module computes what was found, with any weights and its own."""
+def _proved(module: nn.Module, found: Found, values: bool) -> Found:
+    """Returns what was found with the numbers of dimensions that it is known for.
+
+    Raises:
+        ValueError: If the module does not compute that, with random weights and with its own.
+    """
     parameter = next(module.parameters())
     device = "cpu" if parameter.is_meta else parameter.device
     turned = found.mixture.channels_first
     original = as_tokens(on_any_device(module), channels_first=turned)
     candidate = as_tokens(partial(found.mixture, module), channels_first=turned)
+    dimensions: set[int] = set()
     for weights in ({**found.weights}, {}):
         if not weights and not values:
             continue
@@ -169,9 +187,10 @@ def _prove(module: nn.Module, found: Found, values: bool) -> None:
             width = found.mixture.experts.second.matrices(module).shape[1]
             generator = torch.Generator().manual_seed(2)
             x = torch.randn(*found.leading, width, generator=generator) * 2
-            compare_shapes(
-                original, candidate, x.to(device, parameter.dtype), "a mixture of experts"
-            )
+            x = x.to(device, parameter.dtype)
+            same = compare_shapes(original, candidate, x, "a mixture of experts", others=True)
+            dimensions = dimensions & {*same} if dimensions else {*same}
+    return replace(found, mixture=replace(found.mixture, dimensions=tuple(sorted(dimensions))))
 
 
 def _upwards(held: ListOfExperts | StacksOfExperts) -> Iterator[str]:
@@ -194,19 +213,25 @@ def _may_route(model: nn.Module, path: str, held: ListOfExperts | StacksOfExpert
     module, held_by = model.get_submodule(path), model.get_submodule(held.path)
     if isinstance(held, ListOfExperts):
         inner = {id(p) for p in held_by.parameters()}
-        own = next(p for p in held_by.parameters() if p.ndim == 2) if inner else torch.empty(0)
-        sizes = set(own.shape)
-        named = held.path.rpartition(".")[2]
+        sizes = {size for p in held_by.parameters() for size in p.shape[-2:]}
     else:
         stacks = [held_by.get_parameter(name) for name in held.names]
         inner = {id(p) for p in stacks}
         sizes = {size for stack in stacks for size in stack.shape[-2:]}
-        named = f"{held.path}.{type(held_by).__name__}"
     others: list[Tensor] = [
         p
         for name, p in module.named_parameters()
         if id(p) not in inner and p.ndim == 2 and "bias" not in name
     ]
-    if any(held.experts in p.shape and sizes & set(p.shape) for p in others):
-        return True
-    return "expert" in named.lower()
+    return any(held.experts in p.shape and sizes & set(p.shape) for p in others)
+
+
+def _is_named(model: nn.Module, held: ListOfExperts | StacksOfExperts) -> bool:
+    """Whether names say that these are experts."""
+    owner = type(model.get_submodule(held.path)).__name__
+    names = (
+        (held.path.rpartition(".")[2], owner)
+        if isinstance(held, StacksOfExperts)
+        else (held.path.rpartition(".")[2],)
+    )
+    return any("expert" in name.lower() for name in names)
