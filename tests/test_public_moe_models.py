@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from public_moe import CASES, Case
+from public_moe.surroundings import ClaimsCuda
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -64,7 +66,9 @@ def test_every_expert_gets_tokens(case):
 
 
 def run(case: Case, model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
-    return tensors(model(*args))
+    torch.manual_seed(1)
+    with ClaimsCuda() if case.cuda_only else nullcontext():
+        return tensors(model(*args))
 
 
 def tensors(result: object) -> list[Tensor]:

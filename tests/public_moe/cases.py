@@ -3,11 +3,17 @@
 from public_moe import (
     dbrx,
     deepseek,
+    dropless,
+    fastmoe,
     gpt_fast,
     llama4,
+    makemoe,
     mistral,
+    sequential,
+    swin_moe,
     torchtitan,
     transformers4,
+    tutel,
 )
 from public_moe.surroundings import Case
 
@@ -21,4 +27,10 @@ CASES: list[Case] = [
     *torchtitan.CASES,
     *llama4.CASES,
     *dbrx.CASES,
+    *makemoe.CASES,
+    *sequential.CASES,
+    *dropless.CASES,
+    *fastmoe.CASES,
+    *tutel.CASES,
+    *swin_moe.CASES,
 ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "DIM",
@@ -19,6 +20,7 @@ __all__ = [
     "TOP_K",
     "Block",
     "Case",
+    "ClaimsCuda",
     "Model",
     "first",
     "flat",
@@ -52,7 +54,9 @@ class Case:
         convertible: Whether the modules should be converted.
         reason: Why they should be left as they are.
         exact: Tokens are dropped by a capacity: converting must drop the very same.
-        cuda_only: The module raises for tensors that are not on CUDA.
+        cuda_only: The module raises for tensors that are not on CUDA: run it under
+            :class:`ClaimsCuda`.
+        random: The module draws random numbers in evaluation: compare under one seed.
         notes: What is particular.
         args: Example inputs for a batch, a length and a seed.
         dynamic: Dimensions that are symbolic, by argument.
@@ -68,6 +72,7 @@ class Case:
     reason: str = ""
     exact: bool = False
     cuda_only: bool = False
+    random: bool = False
     notes: str = ""
     args: Callable[[int, int, int], tuple[Tensor, ...]] = tokens
     dynamic: Mapping[str, Mapping[int, str]] | None = None
@@ -84,6 +89,22 @@ class Case:
         model = self.make()
         randomise(model)
         return model.eval()
+
+
+class ClaimsCuda(TorchFunctionMode):
+    """Lets CPU tensors answer that they are on CUDA; everything else is as it is."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # Each access makes a new wrapper of the getter, so they are equal and not the same.
+        if func == torch.Tensor.is_cuda.__get__:
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 class Block(nn.Module):
