@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +27,10 @@ def test_every_case_has_a_name_and_an_origin_of_its_own():
 
 @each_case
 def test_model_runs_and_is_the_same_every_time(case):
-    with torch.no_grad():
-        results = [run(case, case.build(), case.args(2, 5, 0)) for _ in range(2)]
-        larger = run(case, case.build(), case.args(3, 7, 1))
+    results = [run(case, case.build(), case.args(2, 5, 0)) for _ in range(2)]
     for first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
+    larger = run(case, case.build(), case.args(3, 7, 1))
     assert all(x.isfinite().all() for x in [*results[0], *larger])
     # Samples differ: nothing is lost on the way.
     assert results[0][0].std(0).mean() > 0.1
@@ -46,29 +47,53 @@ def test_moe_modules_are_where_they_should_be(case):
 
 @each_case
 def test_every_expert_gets_tokens(case):
-    model = case.build()
-    module = model.get_submodule(case.moe_paths[0])
-    args = case.args(64, 16, 3)
+    module, inputs, _ = first_call(case)
     for expert in experts_of(case, module):
+        saved = [tensor.clone() for tensor in expert]
         with torch.no_grad():
-            saved = [tensor.clone() for tensor in expert]
             for tensor in expert:
                 tensor.fill_(float("nan"))
-            seen = []
-            hook = module.register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))
             try:
-                run(case, model, args)
+                spoiled = run(case, module, *inputs)
             finally:
-                hook.remove()
                 for tensor, value in zip(expert, saved, strict=True):
                     tensor.copy_(value)
-        assert tensors(seen[0])[0].isnan().any()
+        assert spoiled[0].isnan().any()
 
 
-def run(case: Case, model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
+@pytest.mark.parametrize("case", [c for c in CASES if not c.random], ids=lambda case: case.name)
+def test_tokens_have_to_do_with_each_other_only_where_a_capacity_drops_some(case):
+    module, (args, kwargs), together = first_call(case)
+    half = len(args[0]) // 2
+    halved = [x[:half] if isinstance(x, Tensor) and len(x) == 2 * half else x for x in args]
+    alone = run(case, module, tuple(halved), kwargs)[0]
+    same = torch.allclose(alone, together[: len(alone)], rtol=1e-4, atol=1e-4)
+    assert same != (case.exact or case.name in _MIX)
+
+
+# Modules whose tokens have to do with each other in another way.
+_MIX: set[str] = set()
+
+
+@cache
+def first_call(case: Case) -> tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]], Tensor]:
+    """Returns a model's first MoE module, what its parent passes to it, and its result."""
+    model = case.build()
+    module = model.get_submodule(case.moe_paths[0])
+    seen: list[Any] = []
+    with module.register_forward_hook(lambda *call: seen.extend(call[1:]), with_kwargs=True):
+        run(case, model, case.args(16, 8, 3))
+    args, kwargs, result = seen
+    return module, (args, kwargs), tensors(result)[0]
+
+
+@torch.no_grad()
+def run(
+    case: Case, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> list[Tensor]:
     torch.manual_seed(1)
     with ClaimsCuda() if case.cuda_only else nullcontext():
-        return tensors(model(*args))
+        return tensors(module(*args, **(kwargs or {})))
 
 
 def tensors(result: object) -> list[Tensor]:

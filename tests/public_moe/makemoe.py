@@ -252,7 +252,7 @@ CASES = [
     Case(
         name="nanomoe",
         origin=NANOMOE,
-        make=lambda: Model(lambda: nano(eval_capacity=2.0, min_capacity=4)),
+        make=lambda: Model(lambda: nano(eval_capacity=1.0, min_capacity=4)),
         moe_paths=in_blocks("mlp"),
         exact=True,
         notes="dispatch and combine by [T, E, C]; drops where an expert is chosen too often",

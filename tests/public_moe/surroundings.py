@@ -41,7 +41,7 @@ def tokens(batch: int = 2, length: int = 5, seed: int = 0) -> tuple[Tensor, ...]
     return (torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(seed)),)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One structure.
 
