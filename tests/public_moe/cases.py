@@ -1,19 +1,27 @@
 """All cases, by family."""
 
 from public_moe import (
+    davidmrau,
     dbrx,
     deepseek,
+    deepspeed,
+    dense,
     dropless,
     fastmoe,
     gpt_fast,
+    left_alone,
     llama4,
+    lucidrains,
     makemoe,
+    megablocks,
     mistral,
+    remote_code,
     sequential,
     swin_moe,
     torchtitan,
     transformers4,
     tutel,
+    vision,
 )
 from public_moe.surroundings import Case
 
@@ -33,4 +41,12 @@ CASES: list[Case] = [
     *fastmoe.CASES,
     *tutel.CASES,
     *swin_moe.CASES,
+    *remote_code.CASES,
+    *davidmrau.CASES,
+    *lucidrains.CASES,
+    *dense.CASES,
+    *megablocks.CASES,
+    *deepspeed.CASES,
+    *vision.CASES,
+    *left_alone.CASES,
 ]

@@ -8,6 +8,7 @@ Legend: T tokens, D model width, E experts, K top_k.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from public_moe.surroundings import DIM, EXPERTS, HIDDEN, TOP_K, Case, Model, flat, in_blocks
@@ -87,6 +88,39 @@ class SwitchOfLinears(nn.Module):
         return out.view(batch, length, width), counts, scores.sum(0), 0, best
 
 
+class GEGLU(nn.Module):
+    """Values come first, gates second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gate = x.chunk(2, dim=-1)
+        return x * F.gelu(gate)
+
+
+class GatedMixture(nn.Module):
+    """Experts with both halves in one Linear; sigmoid scores, not renormalised."""
+
+    def __init__(self, dim: int, hidden: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.router = nn.Linear(dim, num_experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(dim, hidden * 2), GEGLU(), nn.Dropout(0.1), nn.Linear(hidden, dim)
+            )
+            for _ in range(num_experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = torch.sigmoid(self.router(x)).topk(self.top_k, dim=-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            where = torch.nonzero(ids == index, as_tuple=False)
+            tokens, slots = where[:, 0], where[:, 1]
+            result = expert(x[tokens]) * weights[tokens, slots].unsqueeze(-1)
+            out = out.index_put((tokens,), result, accumulate=True)
+        return out
+
+
 CASES = [
     Case(
         name="sequential-experts",
@@ -111,5 +145,12 @@ CASES = [
         ),
         moe_paths=in_blocks("ffn"),
         notes="returns five things, of which the parent uses the first",
+    ),
+    Case(
+        name="sequential-geglu",
+        origin="experts as in lucidrains' feed-forward modules",
+        make=lambda: Model(lambda: GatedMixture(DIM, HIDDEN, EXPERTS, TOP_K), "moe", flat),
+        moe_paths=in_blocks("moe"),
+        notes="values before gates in one Linear; nonzero and index_put",
     ),
 ]

@@ -53,7 +53,8 @@ class Case:
         num_experts: Of each of them.
         convertible: Whether the modules should be converted.
         reason: Why they should be left as they are.
-        exact: Tokens are dropped by a capacity: converting must drop the very same.
+        exact: A token's result depends on the others, as with a capacity: converting must drop
+            the very same.
         cuda_only: The module raises for tensors that are not on CUDA: run it under
             :class:`ClaimsCuda`.
         random: The module draws random numbers in evaluation: compare under one seed.
@@ -192,7 +193,9 @@ def randomise(model: nn.Module) -> None:
         # What all tokens have in common must not choose the experts.
         bias = 0.05 if isinstance(module, nn.LayerNorm) else 0.3
         for name, parameter in module.named_parameters(recurse=False):
-            if "bias" in name or name in _BIASES:
+            if "correction_bias" in name:
+                parameter.copy_(normal(parameter, 0.1))
+            elif "bias" in name or name in _BIASES:
                 parameter.copy_(normal(parameter, bias))
             elif parameter.ndim < 2:
                 parameter.add_(normal(parameter, 0.1))
