@@ -15,6 +15,7 @@ from public_moe import (
     makemoe,
     megablocks,
     mistral,
+    named,
     remote_code,
     sequential,
     swin_moe,
@@ -29,6 +30,7 @@ __all__ = ["CASES"]
 
 CASES: list[Case] = [
     *transformers4.CASES,
+    *named.CASES,
     *mistral.CASES,
     *deepseek.CASES,
     *gpt_fast.CASES,
