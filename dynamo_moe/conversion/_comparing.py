@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ def compare_shapes(
     kind: str,
     *,
     others: bool = False,
+    longer: Collection[int] = (),
 ) -> tuple[int, ...]:
     """Runs both on tokens of all shapes that the original takes, without gradients.
 
@@ -64,6 +65,7 @@ def compare_shapes(
         kind: What the candidate is, for messages.
         others: Whether the candidate may differ for tokens of another number of dimensions than
             the example's.
+        longer: Numbers of tokens that equal ones must exceed, for what counts up to them.
 
     Returns:
         The numbers of dimensions for which they give the same.
@@ -73,7 +75,7 @@ def compare_shapes(
     """
     compare(original, candidate, [example], kind)
     same = {example.ndim: True}
-    for x in _cases(example):
+    for x in _cases(example, longer):
         try:
             with torch.no_grad():
                 original(x)
@@ -128,13 +130,14 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     return float((expected.double() - result.double()).abs().max() / scale)
 
 
-def _cases(example: Tensor) -> Iterator[Tensor]:
+def _cases(example: Tensor, longer: Collection[int] = ()) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(1)
     width = example.shape[-1]
     for shape in _SHAPES:
         x = torch.randn(*shape, width, generator=generator) * 2
         yield x.to(example.device, example.dtype)
-    for shape in _ALIKE:
+    beyond = [shape for count in longer for shape in ((count + 1,), (1, count + 1))]
+    for shape in (*_ALIKE, *beyond):
         x = torch.randn(width, generator=generator) * 2
         yield x.to(example.device, example.dtype).expand(*shape, width).contiguous()
 

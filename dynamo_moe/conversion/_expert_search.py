@@ -54,12 +54,12 @@ class StacksOfExperts:
 
     Attributes:
         path: The innermost module that holds the stacks, in the model.
-        names: The stacks, in that module.
+        names: The stacks, in that module: one parameter each, or a list of one for each expert.
         experts: E.
     """
 
     path: str
-    names: tuple[str, ...]
+    names: tuple[tuple[str, ...], ...]
     experts: int
 
 
@@ -121,23 +121,28 @@ def _stacks(model: nn.Module, within: set[nn.Module]) -> Iterator[StacksOfExpert
             yield StacksOfExperts(path, names, experts)
 
 
-def _stacked_names(module: nn.Module) -> Iterator[tuple[tuple[str, ...], int]]:
+def _stacked_names(module: nn.Module) -> Iterator[tuple[tuple[tuple[str, ...], ...], int]]:
     parameters = dict(module.named_parameters())
-    by_experts: dict[int, list[str]] = {}
+    by_experts: dict[int, list[tuple[str, ...]]] = {}
     for name, parameter in parameters.items():
         if parameter.ndim == 3 and not _BIAS.fullmatch(name.rpartition(".")[2]):
-            by_experts.setdefault(parameter.shape[0], []).append(name)
-    for experts, names in by_experts.items():
-        if len(names) in (2, 3):
-            yield tuple(names), experts
+            by_experts.setdefault(parameter.shape[0], []).append((name,))
+    for name, child in module.named_children():
+        held = dict(child.named_parameters()) if isinstance(child, nn.ParameterList) else {}
+        shapes = {p.shape for p in held.values()}
+        if len(held) > 1 and len(shapes) == 1 and len(next(iter(shapes))) == 2:
+            by_experts.setdefault(len(held), []).append(tuple(f"{name}.{key}" for key in held))
+    for experts, stacks in by_experts.items():
+        if len(stacks) in (2, 3):
+            yield tuple(stacks), experts
     # Stacked along the rows of one matrix. A number among the attributes says how many there are.
     direct = {n: p for n, p in module.named_parameters(recurse=False) if p.ndim == 2}
-    shapes = {tuple(p.shape) for p in direct.values()}
+    sizes = {tuple(p.shape) for p in direct.values()}
     counts = sorted({v for v in vars(module).values() if type(v) is int and v > 1}, reverse=True)
-    if len(direct) in (2, 3) and len(shapes) <= 2:
+    if len(direct) in (2, 3) and len(sizes) <= 2:
         for experts in counts:
             if all(p.shape[0] % experts == 0 and p.shape[0] > experts for p in direct.values()):
-                yield tuple(direct), experts
+                yield tuple((name,) for name in direct), experts
 
 
 def experts_of_list(module: nn.Module, path: str) -> list[Experts]:
@@ -254,13 +259,16 @@ def experts_of_stacks(module: nn.Module, prefix: str, held: StacksOfExperts) -> 
         prefix: The module that holds the stacks, in it, with a dot; or empty.
         held: The stacks.
     """
-    names = [prefix + name for name in held.names]
+    stacks = [tuple(prefix + name for name in names) for names in held.names]
+    names = [stack[0] for stack in stacks]
     parameters = dict(module.named_parameters())
     experts = held.experts
     shapes = []
-    for name in names:
-        rows, columns = parameters[name].shape[-2:]
-        shapes.append((rows if parameters[name].ndim == 3 else rows // experts, columns))
+    for stack in stacks:
+        parameter = parameters[stack[0]]
+        rows, columns = parameter.shape[-2:]
+        under = parameter.ndim == 2 and len(stack) == 1  # All experts' rows under one another.
+        shapes.append((rows // experts if under else rows, columns))
     owners = {name.rpartition(".")[0] for name in names}
     vectors = {
         name: p.numel() // experts
@@ -277,9 +285,9 @@ def experts_of_stacks(module: nn.Module, prefix: str, held: StacksOfExperts) -> 
             continue
         for option, up_first in options.of(form):
             yield Experts(
-                tuple(Stack((names[p],), experts, form.transposed[0]) for p in form.first),
+                tuple(Stack(stacks[p], experts, form.transposed[0]) for p in form.first),
                 tuple(Stack((name,), experts) for name in biases[0]),
-                Stack((names[form.second],), experts, form.transposed[1]),
+                Stack(stacks[form.second], experts, form.transposed[1]),
                 None if biases[1] is None else Stack((biases[1],), experts),
                 option,
                 up_first,

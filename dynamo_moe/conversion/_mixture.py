@@ -59,11 +59,13 @@ class Output:
             ``counts``: how many tokens each expert gets, ``value`` being E and the dtype.
         value: See ``kind``.
         shaped: Whether it has the tokens' leading dimensions, instead of T.
+        squeezed: Whether it lacks the last dimension, of one choice.
     """
 
     kind: Literal["result", "constant", "zero", "leaf", "ids", "weights", "counts"]
     value: Any = None
     shaped: bool = False
+    squeezed: bool = False
 
     def of(self, y: Tensor, routed: Routed) -> Any:
         """Returns the value, given the result ``[..., D]``."""
@@ -86,7 +88,7 @@ class Output:
                 zeros_E = ids.new_zeros(experts)
                 return zeros_E.index_add(0, ids, torch.ones_like(ids)).to(dtype)
         leading = y.shape[:-1] if self.shaped else (-1,)
-        return value.reshape(*leading, value.shape[-1])
+        return value.reshape(leading if self.squeezed else (*leading, value.shape[-1]))
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,9 @@ def find_mixture(module: nn.Module, held: ListOfExperts | StacksOfExperts) -> Fo
         prefix = f"{held.path}." if held.path else ""
         candidates = list(experts_of_stacks(module, prefix, held))
         if not candidates:
+            named = ", ".join(names[0] for names in held.names)
             raise ValueError(
-                f"its stacks of {held.experts} experts ({', '.join(held.names)}) are no two or "
+                f"its stacks of {held.experts} experts ({named}) are no two or "
                 "three matrices of an MLP"
             )
     weights = random_weights(module, _drawn(module, candidates))
@@ -217,7 +218,9 @@ class _Search:
         dense_RTE = torch.stack([_dense(routed, self._experts) for _, routed in routings])
         alone = {experts: self._each(experts, x_TD) for experts in self._candidates}
         for on_input in (False, True):
-            for shared, bias in itertools.product(self._shared(seen, x), self._biases(x)):
+            # Weights on inputs take a run of the experts for each routing: fewer guesses.
+            sets = itertools.product(self._shared(seen, x), self._biases(x))
+            for shared, bias in itertools.islice(sets, 1 if on_input else None):
                 added_TD = sum((each(self._module, x) for each in shared), torch.zeros_like(x_TD))
                 if bias is not None:
                     added_TD = added_TD + attrgetter(bias)(self._module)
@@ -454,12 +457,14 @@ class _Search:
             if (
                 isinstance(source, Tensor)
                 and source.numel() == value.numel()
-                and source.shape[-1:] == value.shape[-1:]
+                and (source.shape[-1:] == value.shape[-1:] or source.shape[-1] == 1)
                 and torch.allclose(
                     source.reshape(value.shape).double(), value.double(), rtol=1e-5, atol=1e-7
                 )
             ):
-                return Output(kind, place, shaped=value.shape[:-1] == x.shape[:-1])
+                squeezed = source.shape[-1:] != value.shape[-1:]
+                leading = value.shape if squeezed else value.shape[:-1]
+                return Output(kind, place, leading == x.shape[:-1], squeezed)
         raise ValueError(
             f"it returns a tensor {list(value.shape)} that is neither its result nor its routing"
         )

@@ -36,6 +36,8 @@ MIXTURE = "mixture"
 # From a list of experts up to the module that routes: experts may be in a module of their own, and
 # that in another.
 _LEVELS = 3
+# Tokens of a trial, and a capacity that no trial can reach nor a model.
+_LONGEST, _NO_CAPACITY = 8192, 2**31
 
 
 @dataclass(frozen=True)
@@ -134,13 +136,11 @@ def convert_mixture(
 
 def _capacity(module: nn.Module) -> str:
     """Returns what to say of an attribute that may make a module drop tokens."""
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if "capacity" in name and type(value) in (int, float) and value > 0:
-                return (
-                    f"; it may drop tokens by a capacity ({name} is {value}), which is not "
-                    "converted: set it so that none is dropped"
-                )
+    for name, value in _capacities(module):
+        return (
+            f"; it may drop tokens by a capacity ({name} is {value}), which is not converted: set "
+            "it so that none is dropped"
+        )
     return ""
 
 
@@ -179,6 +179,7 @@ def _proved(module: nn.Module, found: Found, values: bool) -> Found:
     turned = found.mixture.channels_first
     original = as_tokens(on_any_device(module), channels_first=turned)
     candidate = as_tokens(partial(found.mixture, module), channels_first=turned)
+    thresholds = _thresholds(module)
     dimensions: set[int] = set()
     for weights in ({**found.weights}, {}):
         if not weights and not values:
@@ -188,9 +189,31 @@ def _proved(module: nn.Module, found: Found, values: bool) -> Found:
             generator = torch.Generator().manual_seed(2)
             x = torch.randn(*found.leading, width, generator=generator) * 2
             x = x.to(device, parameter.dtype)
-            same = compare_shapes(original, candidate, x, "a mixture of experts", others=True)
+            same = compare_shapes(
+                original, candidate, x, "a mixture of experts", others=True, longer=thresholds
+            )
             dimensions = dimensions & {*same} if dimensions else {*same}
     return replace(found, mixture=replace(found.mixture, dimensions=tuple(sorted(dimensions))))
+
+
+def _thresholds(module: nn.Module) -> list[int]:
+    """Returns the numbers of tokens above which a module may compute something else.
+
+    Raises:
+        ValueError: If there is one that is too large to try.
+    """
+    found = sorted(value for _, value in _capacities(module) if type(value) is int and value > 1)
+    if found and found[-1] > _LONGEST:
+        raise ValueError(f"a capacity of {found[-1]} tokens is more than can be tried")
+    return found
+
+
+def _capacities(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yields attributes that may make a module drop tokens."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if "capacity" in name and type(value) in (int, float) and 0 < value < _NO_CAPACITY:
+                yield name, value
 
 
 def _upwards(held: ListOfExperts | StacksOfExperts) -> Iterator[str]:
@@ -215,7 +238,7 @@ def _may_route(model: nn.Module, path: str, held: ListOfExperts | StacksOfExpert
         inner = {id(p) for p in held_by.parameters()}
         sizes = {size for p in held_by.parameters() for size in p.shape[-2:]}
     else:
-        stacks = [held_by.get_parameter(name) for name in held.names]
+        stacks = [held_by.get_parameter(name) for names in held.names for name in names]
         inner = {id(p) for p in stacks}
         sizes = {size for stack in stacks for size in stack.shape[-2:]}
     others: list[Tensor] = [
