@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental import _config
 from torch.nn.modules import transformer
@@ -56,6 +57,7 @@ def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> 
         stack.enter_context(exportable_scans())
         stack.enter_context(cheap_tracing())
         stack.enter_context(_exportable_transformers())
+        stack.enter_context(_exportable_casts())
         patch: Any = _config.patch  # type: ignore[attr-defined]
         stack.enter_context(patch(backed_size_oblivious=True))
         for network in ("lstm", "gru"):
@@ -94,6 +96,31 @@ def _exportable_transformers() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fused)
         if original is not None:
             setattr(transformer, _IS_CAUSAL, original)
+
+
+@contextmanager
+def _exportable_casts() -> Iterator[None]:
+    """Lets a forward cast a module to the dtype that it has, as ``self.router.float()`` does.
+
+    Such a cast would assign the parameters anew, which a trace does not allow.
+    """
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        held = (*module.parameters(recurse), *module.buffers(recurse))
+        kinds = {(tensor.dtype, tensor.device) for tensor in held}
+        same = all(_kind(function(torch.empty(0, dtype=d, device=v))) == (d, v) for d, v in kinds)
+        return module if same else original(module, function, recurse)
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
 
 
 def _unsqueeze_complex(program: ExportedProgram) -> None:
