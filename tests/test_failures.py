@@ -171,7 +171,9 @@ def test_an_example_that_the_model_does_not_take(
 
 @pytest.mark.parametrize("dynamic_shapes", ["batch", None])
 def test_too_few_arguments(tmp_path: Path, dynamic_shapes: str | None) -> None:
-    message = r"does not fit TwoInputs.forward\(ids.*, mask.*\): missing a required argument: 'mask'"
+    message = (
+        r"does not fit TwoInputs.forward\(ids.*, mask.*\): missing a required argument: 'mask'"
+    )
     with pytest.raises(TypeError, match=message):
         dynamo_moe.export(
             TwoInputs(), torch.zeros(2, 5).long(), tmp_path / "m.onnx",

@@ -352,10 +352,11 @@ def _convert(
         report = dynamo_moe.convert(module, **conversion)
     outcome.conversion, outcome.advice = report, _unconverted.advice(module, report)
     if strict and report.unrecognised:
-        left = _unconverted.named(report.unrecognised)
+        number = len(report.unrecognised)
         raise ValueError(
-            f"--strict: {len(report.unrecognised)} of the model's MoE modules are not converted: "
-            f"{left}; {_unconverted.ADAPTER_PAGE} tells how to convert them"
+            f"--strict: {number} of the model's MoE modules {'is' if number == 1 else 'are'} not "
+            f"converted: {_unconverted.named(report.unrecognised)}; {_unconverted.ADAPTER_PAGE} "
+            "tells how to convert them"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,7 +42,10 @@ class Outcome:
     def printed(self, *, as_json: bool, quiet: bool) -> Iterator[None]:
         """Prints the reports when the body ends, and also when it raises."""
         try:
-            yield
+            with warnings.catch_warnings():
+                # export's warning, which the reports hold too.
+                warnings.filterwarnings("ignore", r"\d+ MoE modules? (is|are) not converted")
+                yield
         except Exception as error:
             self._print(as_json, quiet, message_of(error))
             raise
