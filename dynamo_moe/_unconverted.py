@@ -7,7 +7,12 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dynamo_moe.conversion import ConversionReport, Unrecognised, convertible_modules
+from dynamo_moe.conversion import (
+    ConversionReport,
+    ConvertedModule,
+    Unrecognised,
+    convertible_modules,
+)
 from dynamo_moe.conversion._convert import _why_it_looks_like_moe
 from dynamo_moe.conversion._transformers import is_experts
 
@@ -30,7 +35,7 @@ _WHAT_TO_DO = f"dynamo_moe.convert(model) converts them or says why not ({ADAPTE
 def unconverted_modules(model: nn.Module) -> tuple[Unrecognised, ...]:
     """Returns the modules that :func:`convert` would convert, or would say it does not recognise.
 
-    Modules inside of such a module are not listed.
+    Modules inside of such a module, or of a converted one, are not listed.
     """
     convertible = set(convertible_modules(model))
     found, inside = [], set()
@@ -44,6 +49,7 @@ def unconverted_modules(model: nn.Module) -> tuple[Unrecognised, ...]:
             reason = _why_it_looks_like_moe(module)
         if reason is not None:
             found.append(Unrecognised(path, type(module).__name__, reason))
+        if reason is not None or isinstance(module, ConvertedModule):
             inside.update(module.modules())
     return tuple(found)
 

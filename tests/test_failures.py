@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 import dynamo_moe
 from dynamo_moe import _unconverted
+from dynamo_moe.conversion import ConvertedModule
 from small_models import OpLayer, mlp_model, op_model
 
 PAGE = "docs/how-to/add_an_adapter.md"
@@ -135,6 +136,19 @@ def test_a_module_on_the_operators_is_no_unconverted_one(tmp_path: Path) -> None
     report = dynamo_moe.export(model, X, tmp_path / "m.onnx")
     assert report.layers == ("0.mlp",)
     assert not report.notes
+
+
+def test_what_a_converted_module_holds_is_converted() -> None:
+    class Replacement(ConvertedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.original = OnTheHost()
+
+        def experts_parameters(self) -> dict[str, nn.Parameter]:
+            return {}
+
+    model = nn.Sequential(Replacement(), OnTheHost())
+    assert [left.module for left in _unconverted.unconverted_modules(model)] == ["1"]
 
 
 @pytest.mark.parametrize(
