@@ -50,15 +50,17 @@ def casts_a_module(error: BaseException) -> bool:
 def own_failure(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], failure: BaseException
 ) -> Exception | None:
-    """Returns what the model raises in PyTorch too, where a trace failed by no fault of its own.
+    """Returns what the model raises in PyTorch too, where an operator failed in a trace.
 
     Args:
-        model: Run once, if the failure may be the model's.
+        model: Run once, unless it is known from the failure that no operator refused the example.
         args: Positional example arguments.
         kwargs: Keyword example arguments.
         failure: Of the trace.
     """
-    if type(failure).__module__.startswith(_TRACERS) or casts_a_module(failure):
+    *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
+    by_an_operator = _is_pytorchs(frame) and not casts_a_module(failure)
+    if not by_an_operator or type(failure).__module__.startswith(_TRACERS):
         return None
     try:
         with torch.no_grad():

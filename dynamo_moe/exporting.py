@@ -441,7 +441,7 @@ def _explain(error: BaseException) -> str:
             f"operator {missing[1]} has no translation to ONNX, nor a decomposition into operators "
             "that have one; dynamo_moe.register_op makes one node of it"
         )
-    return f"PyTorch's exporter cannot take the model: {cause}"
+    return f"PyTorch's exporter cannot take the model{where}: {cause}"
 
 
 def _qualified(node: ir.Node) -> str:

@@ -195,15 +195,24 @@ def test_too_few_arguments(tmp_path: Path, dynamic_shapes: str | None) -> None:
         )  # fmt: skip
 
 
-def test_what_the_exporter_cannot_trace_does_not_run_the_model_again(tmp_path: Path) -> None:
+def raises(x: Tensor) -> Tensor:
+    raise ValueError("not today")
+
+
+@pytest.mark.parametrize("fails", [raises, lambda x: x if x.sum() > 0 else -x])
+def test_a_model_that_does_not_fail_by_its_example_is_not_run(
+    tmp_path: Path, fails: Callable[[Tensor], Tensor]
+) -> None:
     runs = []
 
     class Counting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             runs.append(type(x))
-            return x if x.sum() > 0 else -x
+            return fails(x)
 
-    failure(Counting(), tmp_path)
+    assert re.search(
+        r" at \S*test_failures\.py:\d+ \(`return fails\(x\)`\)", failure(Counting(), tmp_path)
+    )
     assert Tensor not in runs
 
 
