@@ -13,8 +13,6 @@ from dynamo_moe.conversion import (
     Unrecognised,
     convertible_modules,
 )
-from dynamo_moe.conversion._convert import _why_it_looks_like_moe
-from dynamo_moe.conversion._transformers import is_experts
 
 __all__ = [
     "ADAPTER_PAGE",
@@ -33,25 +31,15 @@ _WHAT_TO_DO = f"dynamo_moe.convert(model) converts them or says why not ({ADAPTE
 
 
 def unconverted_modules(model: nn.Module) -> tuple[Unrecognised, ...]:
-    """Returns the modules that :func:`convert` would convert, or would say it does not recognise.
-
-    Modules inside of such a module, or of a converted one, are not listed.
-    """
-    convertible = set(convertible_modules(model))
-    found, inside = [], set()
-    for path, module in model.named_modules():
-        if module in inside:
-            continue
-        reason = None
-        if path in convertible:
-            reason = "an adapter recognises it"
-        elif not is_experts(module):
-            reason = _why_it_looks_like_moe(module)
-        if reason is not None:
-            found.append(Unrecognised(path, type(module).__name__, reason))
-        if reason is not None or isinstance(module, ConvertedModule):
-            inside.update(module.modules())
-    return tuple(found)
+    """Returns the modules that look like a mixture of experts and are not converted."""
+    converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
+    inside = {part for module in converted for part in module.modules()}
+    left = ((path, model.get_submodule(path)) for path in convertible_modules(model))
+    return tuple(
+        Unrecognised(path, type(module).__name__, "not converted")
+        for path, module in left
+        if module not in inside
+    )
 
 
 def named(modules: Sequence[Unrecognised]) -> str:

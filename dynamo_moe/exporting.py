@@ -34,6 +34,7 @@ from dynamo_moe._capture import capture
 from dynamo_moe._exporter import translate
 from dynamo_moe._modes import check_model, evaluating
 from dynamo_moe._operators import NodeError
+from dynamo_moe._stacked_weights import fold_stacked_weights
 from dynamo_moe.profiling import profiled, save_profile
 
 if TYPE_CHECKING:
@@ -320,6 +321,7 @@ def _optimize(
     """Brings the traced graph into the form of its target; returns its MoE layers."""
     with _phases.phase("optimization"):
         _passes.fold_weight_transposes(model, link=link)
+        fold_stacked_weights(model)
         _passes.name_nodes_by_module(model)
         layers = _layers.record(model)
         if target != "plugin":

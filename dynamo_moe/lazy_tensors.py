@@ -1,10 +1,10 @@
 """Tensors whose values stay on disk until they are written somewhere else.
 
 A :class:`LazyTensor` knows its shape and dtype, and how its values come about: a stretch of a
-safetensors file, or an operation on other lazy tensors. PyTorch's functions work on it without
-reading anything (``torch.stack``, ``cat``, ``transpose``, ``to`` a dtype, …), so whatever prepares
-a checkpoint for a model, such as transformers' own loader, prepares lazy ones too. Values are then
-produced a few rows at a time.
+safetensors file, a tensor in memory, or an operation on other lazy tensors. PyTorch's functions
+work on it without reading anything (``torch.stack``, ``cat``, ``transpose``, ``to`` a dtype, …), so
+whatever prepares a checkpoint for a model, such as transformers' own loader, prepares lazy ones
+too. Values are then produced a few rows at a time.
 """
 
 from __future__ import annotations
@@ -79,6 +79,19 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class _Held:
+    """A tensor in memory, from which others are computed as they are written."""
+
+    tensor: Tensor
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.tensor[start:stop]
+
+    def read(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
 class _Result:
     """What an operation gives; ``place`` among its results where it has several."""
 
@@ -101,9 +114,9 @@ class LazyTensor(Tensor):
     """
 
     _meta: Tensor
-    _source: Stored | _Result
+    _source: Stored | _Held | _Result
 
-    def __new__(cls, meta: Tensor, source: Stored | _Result) -> Self:
+    def __new__(cls, meta: Tensor, source: Stored | _Held | _Result) -> Self:
         """Makes a tensor of the shape, strides and dtype of ``meta``."""
         lazy: Self = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("cpu")
@@ -115,6 +128,11 @@ class LazyTensor(Tensor):
     def stored(cls, source: Stored) -> LazyTensor:
         """Returns the tensor of a stretch of a file."""
         return cls(torch.empty(source.shape, dtype=source.dtype, device="meta"), source)
+
+    @classmethod
+    def held(cls, tensor: Tensor) -> LazyTensor:
+        """Returns a tensor in memory, such that what is made of it is computed when it is read."""
+        return cls(tensor.detach().to("meta"), _Held(tensor.detach()))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -149,11 +167,11 @@ class LazyTensor(Tensor):
             if source.function not in _SAME:
                 return None
             source = source.args[0]._source
-        return source
+        return source if isinstance(source, Stored) else None
 
     def read(self) -> Tensor:
         """Returns the values, all in memory."""
-        if isinstance(self._source, Stored):
+        if not isinstance(self._source, _Result):
             return self._source.read()
         return self._source.of(*tree_map_only(LazyTensor, LazyTensor.read, self._source.args))
 
@@ -191,12 +209,12 @@ _POINTWISE = _SAME | {_aten.clone.default, _aten._to_copy.default}
 
 def _has_rows(tensor: LazyTensor) -> bool:
     source = tensor._source
-    return isinstance(source, Stored) or _by_rows(tensor, source) is not None
+    return not isinstance(source, _Result) or _by_rows(tensor, source) is not None
 
 
 def _rows(tensor: LazyTensor, start: int, stop: int) -> Tensor:
     source = tensor._source
-    if isinstance(source, Stored):
+    if not isinstance(source, _Result):
         return source.rows(start, stop)
     by_rows = _by_rows(tensor, source)
     return tensor.read()[start:stop] if by_rows is None else by_rows(start, stop)

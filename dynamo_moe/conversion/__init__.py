@@ -4,7 +4,6 @@
 """
 
 from dynamo_moe.conversion import (  # noqa: F401  They register their adapters.
-    _dropless_mlp,
     _llama4,
     _switch,
 )

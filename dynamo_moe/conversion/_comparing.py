@@ -1,8 +1,8 @@
-"""Whether a module and what is to stand for it give the same numbers on a few random tokens."""
+"""Whether a module and what is to stand for it give the same numbers, on tokens of many shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,23 @@ from torch.utils import _pytree as pytree
 
 from dynamo_moe.lazy_tensors import LazyTensor
 
-__all__ = ["compare", "has_values", "random_tokens", "check_comparable"]
+__all__ = [
+    "check_comparable",
+    "compare",
+    "compare_shapes",
+    "has_values",
+    "random_tokens",
+    "relative_error",
+]
 
 # Relative to the RMS of the original's result, both in at least float32: a different activation or
 # routing differs by 1e-1, another order of summation by 1e-6.
 TOLERANCE = 1e-4
+
+# Few tokens and many, for what counts them, such as a capacity; and every number of dimensions, for
+# what looks at that.
+_SHAPES = ((8,), (1,), (256,), (2, 16), (1, 1), (4, 64), (2, 3, 4), (2, 8, 16))
+_ALIKE = ((64,), (2, 32))
 
 
 def random_tokens(count: int, width: int, like: Tensor) -> Tensor:
@@ -35,6 +47,48 @@ def check_comparable(module: nn.Module) -> None:
         raise ValueError("it has forward hooks, which its replacement would not run")
 
 
+def compare_shapes(
+    original: Callable[[Tensor], Any],
+    candidate: Callable[[Tensor], Any],
+    example: Tensor,
+    kind: str,
+    *,
+    others: bool = False,
+) -> tuple[int, ...]:
+    """Runs both on tokens of all shapes that the original takes, without gradients.
+
+    Args:
+        original: From ``[..., D]`` to anything.
+        candidate: What is to stand for it.
+        example: Tokens ``[..., D]`` that the original takes.
+        kind: What the candidate is, for messages.
+        others: Whether the candidate may differ for tokens of another number of dimensions than
+            the example's.
+
+    Returns:
+        The numbers of dimensions for which they give the same.
+
+    Raises:
+        ValueError: If they do not give the same numbers; with what speaks against it.
+    """
+    compare(original, candidate, [example], kind)
+    same = {example.ndim: True}
+    for x in _cases(example):
+        try:
+            with torch.no_grad():
+                original(x)
+        except Exception:  # noqa: S112  It takes no tokens of such a shape.
+            continue
+        try:
+            compare(original, candidate, [x], kind)
+            same.setdefault(x.ndim, True)
+        except ValueError:
+            if not others or x.ndim == example.ndim:
+                raise
+            same[x.ndim] = False
+    return tuple(ndim for ndim, agrees in same.items() if agrees)
+
+
 def compare(
     original: Callable[..., Any], candidate: Callable[..., Any], inputs: Sequence[Tensor], kind: str
 ) -> None:
@@ -43,26 +97,47 @@ def compare(
     Raises:
         ValueError: If they do not give the same numbers; with what speaks against it.
     """
-    shape = f"it has the shape of {kind} but"
+    tokens = f"tokens {list(inputs[0].shape)}"
     try:
         with torch.no_grad():
             expected, result = original(*inputs), candidate(*inputs)
     except Exception as failure:  # The module is the user's: anything can come out of it.
-        raise ValueError(f"{shape} fails on tokens [T, D]: {failure}") from failure
+        raise ValueError(
+            f"it has the shape of {kind} but fails on {tokens}: {failure}"
+        ) from failure
     expected, structure = pytree.tree_flatten(expected)
     result, replaced = pytree.tree_flatten(result)
-    if structure != replaced or [x.shape for x in expected] != [x.shape for x in result]:
-        raise ValueError(f"{shape} returns something else")
-    for pair in zip(result, expected, strict=True):
-        error = _error(*pair)
+    if structure != replaced or list(map(_shape, expected)) != list(map(_shape, result)):
+        raise ValueError(f"it has the shape of {kind} but returns something else for {tokens}")
+    for ours, theirs in zip(result, expected, strict=True):
+        if not isinstance(theirs, Tensor) or not theirs.is_floating_point() or not theirs.ndim:
+            continue
+        error = relative_error(ours, theirs)
         if not error <= TOLERANCE:  # NaN too.
             raise ValueError(
-                f"{shape} computes something else: relative error {error:.1e} on random tokens, "
-                f"above {TOLERANCE:.0e}"
+                f"it has the shape of {kind} but computes something else: relative error "
+                f"{error:.1e} on random {tokens}, above {TOLERANCE:.0e}"
             )
 
 
-def _error(result: Tensor, expected: Tensor) -> float:
+def relative_error(result: Tensor, expected: Tensor) -> float:
     """Returns the largest error, relative to the RMS of what is expected."""
+    if not expected.numel():
+        return 0.0
     scale = expected.double().square().mean().sqrt().clamp_min(1e-30)
     return float((expected.double() - result.double()).abs().max() / scale)
+
+
+def _cases(example: Tensor) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    width = example.shape[-1]
+    for shape in _SHAPES:
+        x = torch.randn(*shape, width, generator=generator) * 2
+        yield x.to(example.device, example.dtype)
+    for shape in _ALIKE:
+        x = torch.randn(width, generator=generator) * 2
+        yield x.to(example.device, example.dtype).expand(*shape, width).contiguous()
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,10 @@ from torch import nn
 from custom_ops.options import ExpertOptions
 from dynamo_moe._modes import evaluating
 from dynamo_moe.conversion import _transformers
-from dynamo_moe.conversion._comparing import check_comparable, compare, has_values
+from dynamo_moe.conversion._comparing import check_comparable, compare_shapes, has_values
+from dynamo_moe.conversion._mixture_search import Found
+from dynamo_moe.conversion._mixtures import MIXTURE, RefusedError, convert_mixture, mixtures
+from dynamo_moe.conversion._observing import on_any_device, undisturbed
 from dynamo_moe.conversion._registry import Adapter, adapters
 from dynamo_moe.modules import ConvertedModule
 
@@ -32,12 +36,14 @@ class Replacement:
         original: Its class's name.
         compared: Whether the two were seen to give the same numbers; False where the module could
             not run, as on the meta device.
+        notes: What the module did that it does no longer.
     """
 
     module: str
     adapter: str
     original: str
     compared: bool
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,13 @@ class ConversionReport:
             table.add_column(column)
         for replacement in self.replaced:
             how = "same numbers" if replacement.compared else "not compared"
-            now = f"{replacement.adapter} ({how})"
-            table.add_row(replacement.module, replacement.original, now)
+            notes = "".join(f"; {note}" for note in replacement.notes)
+            now = f"{replacement.adapter} ({how}){escape(notes)}"
+            table.add_row(replacement.module or "the model", replacement.original, now)
         for left in self.unrecognised:
-            table.add_row(left.module, left.original, f"[yellow]left: {escape(left.reason)}[/]")
+            table.add_row(
+                left.module or "the model", left.original, f"[yellow]left: {escape(left.reason)}[/]"
+            )
         return table
 
 
@@ -87,9 +96,11 @@ def convert(
 ) -> ConversionReport:
     """Makes a model's MoE modules compute through ``torch.ops.moe``, in place.
 
-    Each module is recognised by its structure, and converted only if that gives the same numbers
-    on a few random tokens, in evaluation mode: what a module does in training besides, such as an
-    auxiliary loss, is lost with a module that is replaced. The parameters are shared, not copied.
+    Modules are recognised by their structure: stacked weights or a list of experts, and what
+    chooses among them. Each is converted only if that gives the same numbers as before, on random
+    tokens of several shapes and with random weights, in evaluation mode: what a module does in
+    training besides, such as an auxiliary loss, it does no longer. Parameters keep their names and
+    are shared, not copied.
 
     Experts of transformers' models stay the modules they are, routers too: the experts
     implementation ``"dynamo_moe"`` is registered with transformers and selected.
@@ -122,41 +133,32 @@ def convert(
     """
     if experts_dtype is not None and not experts_dtype.is_floating_point:
         raise TypeError(f"experts_dtype must be a floating dtype, got {experts_dtype}")
-    if _find_adapter(model) is not None:
-        raise ValueError("the model itself is an MoE module: wrap it, as in nn.Sequential(model)")
     replaced, unrecognised = _convert_transformers(model, fallback)
     handled = {module for module in model.modules() if _transformers.is_experts(module)}
-    for path, module in list(model.named_modules()):
-        if module in handled:
-            continue
-        adapter = _find_adapter(module)
-        if adapter is None:
-            reason = _why_it_looks_like_moe(module)
-        else:
-            try:
-                replacement, compared = _replacement(adapter, module)
-                _replace(model, module, replacement)
-                replaced.append(Replacement(path, adapter.name, type(module).__name__, compared))
-                reason = None
-            except ValueError as refusal:
-                reason = str(refusal)
-        if adapter is not None or reason is not None:
-            handled.update(module.modules())
-        if reason is not None:
-            unrecognised.append(Unrecognised(path, type(module).__name__, reason))
+    by_adapters, refused = _convert_by_adapters(model, handled)
+    mixed, left = _convert_mixtures(model, handled)
+    replaced += [*by_adapters, *mixed]
+    unrecognised += [*left, *(each for each in refused if not _is_among(each, mixed))]
     if experts_dtype is not None:
         _cast_experts(model, experts_dtype)
-    return ConversionReport(tuple(replaced), tuple(unrecognised))
+    order = {path: place for place, (path, _) in enumerate(model.named_modules())}
+    return ConversionReport(
+        tuple(sorted(replaced, key=lambda each: order.get(each.module, 0))),
+        tuple(sorted(unrecognised, key=lambda each: order.get(each.module, 0))),
+    )
 
 
 def convertible_modules(model: nn.Module) -> list[str]:
     """Returns the paths of the modules that :func:`convert` would try to convert."""
-    return [
-        path
+    found = {
+        path: module
         for path, module in model.named_modules()
-        if _find_adapter(module)
+        if _adapters_of(module)
         or (_transformers.is_experts(module) and not _transformers.is_selected(module))
-    ]
+    }
+    within = {part for module in found.values() for part in module.modules()}
+    within.update(part for part in model.modules() if _transformers.is_experts(part))
+    return [*found, *(mixture.path for mixture in mixtures(model, within))]
 
 
 def _convert_transformers(
@@ -184,10 +186,67 @@ def _convert_transformers(
     return replaced, unrecognised
 
 
-def _find_adapter(module: nn.Module) -> Adapter | None:
+def _convert_by_adapters(
+    model: nn.Module, handled: set[nn.Module]
+) -> tuple[list[Replacement], list[Unrecognised]]:
+    """Replaces the modules that an adapter recognises, in place; adds them to ``handled``."""
+    replaced, unrecognised = [], []
+    for path, module in list(model.named_modules()):
+        if module in handled:
+            continue
+        reasons = []
+        for adapter in _adapters_of(module):
+            try:
+                replacement, compared = _replacement(adapter, module)
+            except Exception as refusal:  # An adapter is the user's: anything can come out of it.
+                plain = isinstance(refusal, ValueError)
+                said = str(refusal) if plain else f"{type(refusal).__name__}: {refusal}"
+                reasons.append(f"adapter {adapter.name!r}: {said}")
+                continue
+            if module is model:
+                raise ValueError(
+                    "the model itself is an MoE module: wrap it, as in nn.Sequential(model)"
+                )
+            _replace(model, module, replacement)
+            replaced.append(Replacement(path, adapter.name, type(module).__name__, compared))
+            handled.update((*module.modules(), *replacement.modules()))
+            reasons = []
+            break
+        if reasons:
+            unrecognised.append(Unrecognised(path, type(module).__name__, "; ".join(reasons)))
+    return replaced, unrecognised
+
+
+def _is_among(left: Unrecognised, replaced: list[Replacement]) -> bool:
+    """Whether a module that adapters could not convert was converted otherwise."""
+    prefix = f"{left.module}." if left.module else ""
+    return any(f"{each.module}.".startswith(prefix) for each in replaced)
+
+
+def _convert_mixtures(
+    model: nn.Module, handled: set[nn.Module]
+) -> tuple[list[Replacement], list[Unrecognised]]:
+    """Converts whatever else routes, in place."""
+    replaced, unrecognised = [], []
+    known: dict[Any, Found] = {}
+    for mixture in mixtures(model, handled):
+        try:
+            path, found, compared = convert_mixture(model, mixture, known)
+        except RefusedError as refusal:
+            name = type(model.get_submodule(refusal.path)).__name__
+            unrecognised.append(Unrecognised(refusal.path, name, str(refusal)))
+        else:
+            module = model.get_submodule(path)
+            name = type(module).__bases__[1].__name__
+            replaced.append(Replacement(path, MIXTURE, name, compared, found.notes))
+    return replaced, unrecognised
+
+
+def _adapters_of(module: nn.Module) -> list[Adapter]:
+    """Returns the adapters that recognise a module, in the order to ask them."""
     if isinstance(module, ConvertedModule):
-        return None
-    return next((a for a in adapters() if a.recognise(module) is None), None)
+        return []
+    return [adapter for adapter in adapters() if adapter.recognise(module) is None]
 
 
 def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, bool]:
@@ -198,6 +257,7 @@ def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, 
     """
     check_comparable(module)
     replacement = adapter.convert(module).train(module.training)
+    _check_arguments(module, replacement)
     if not has_values(module):
         return replacement, False
     original, candidate = module, replacement
@@ -205,9 +265,21 @@ def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, 
         # Near-ties of the router fall differently in half precision, whatever is computed.
         original = copy.deepcopy(module).float()
         candidate = adapter.convert(original)
-    with evaluating(original, candidate):
-        compare(original, candidate, [adapter.example_tokens(original)], adapter.name)
+    with evaluating(original, candidate), undisturbed(original):
+        example = adapter.example_tokens(original)
+        compare_shapes(on_any_device(original), candidate, example, adapter.name)
     return replacement, True
+
+
+def _check_arguments(module: nn.Module, replacement: nn.Module) -> None:
+    """Raises ValueError if a replacement's forward does not take what the module's takes."""
+    theirs, ours = (inspect.signature(each.forward).parameters for each in (module, replacement))
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in ours.values()):
+        return
+    if len(ours) < len(theirs):
+        raise ValueError(
+            f"its forward takes {', '.join(theirs)}, that of its replacement only {', '.join(ours)}"
+        )
 
 
 def _cast_experts(model: nn.Module, dtype: torch.dtype) -> None:
@@ -233,23 +305,3 @@ def _replace(model: nn.Module, module: nn.Module, replacement: nn.Module) -> Non
     for path, child in list(model.named_modules(remove_duplicate=False)):
         if child is module:
             model.set_submodule(path, replacement)
-
-
-def _why_it_looks_like_moe(module: nn.Module) -> str | None:
-    """Returns why the module looks like a mixture of experts, or None."""
-    if isinstance(module, ConvertedModule):
-        return None
-    children = dict(module.named_children())
-    experts = children.get("experts")
-    if isinstance(experts, nn.ModuleList):
-        return f"holds a list of {len(experts)} experts; no adapter knows its structure"
-    stacked = [
-        name for name, p in module.named_parameters(recurse=False) if p.ndim == 3 and p.shape[0] > 1
-    ]
-    counts = {getattr(module, name).shape[0] for name in stacked}
-    routed = {"router", "gate", "top_k", "num_experts"} & {*children, *vars(module)}
-    if len(stacked) >= 2 and len(counts) == 1 and routed:
-        return (
-            f"stacks {counts.pop()} experts in {', '.join(stacked)}; no adapter knows its structure"
-        )
-    return None

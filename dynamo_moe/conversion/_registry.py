@@ -33,13 +33,23 @@ _ADAPTERS: dict[str, Adapter] = {}
 def register_adapter(adapter: Adapter) -> Adapter:
     """Adds an adapter; the one registered first is asked first.
 
+    An adapter of the same class takes the place of the one before, as where a notebook's cell is
+    run again.
+
     Raises:
-        ValueError: If the name is taken.
+        ValueError: If the name is taken by an adapter of another class.
     """
-    if adapter.name in _ADAPTERS:
-        raise ValueError(f"an adapter named {adapter.name!r} is registered already")
+    known = _ADAPTERS.get(adapter.name)
+    if known is not None and _class_name(known) != _class_name(adapter):
+        raise ValueError(
+            f"an adapter named {adapter.name!r} is registered already, of {_class_name(known)}"
+        )
     _ADAPTERS[adapter.name] = adapter
     return adapter
+
+
+def _class_name(adapter: Adapter) -> str:
+    return f"{type(adapter).__module__}.{type(adapter).__qualname__}"
 
 
 def adapters() -> tuple[Adapter, ...]:

@@ -1,0 +1,228 @@
+"""What a mixture of experts computes, as a record, and the module that computes it so.
+
+Legend: T tokens, D model width, E experts, K choices.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import custom_ops
+from dynamo_moe.conversion._routing import Call, Routed, Routing
+from dynamo_moe.conversion._stacks import Experts, StackedWeights
+from dynamo_moe.modules import ConvertedModule
+
+__all__ = ["Mixture", "Output", "Shared", "adopt"]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An expert of every token.
+
+    Attributes:
+        call: From ``[..., D]`` to ``[..., D]``.
+        gate: From ``[..., D]`` to ``[..., 1]``, whose sigmoid scales the result, or None.
+    """
+
+    call: Call
+    gate: Call | None = None
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Returns ``[T, D]``."""
+        y_TD = self._rows(self.call, module, x)
+        if self.gate is not None:
+            y_TD = y_TD * self._rows(self.gate, module, x).sigmoid()
+        return y_TD
+
+    def _rows(self, call: Call, module: nn.Module, x: Tensor) -> Tensor:
+        (result,) = call.leaves(module, x)
+        return result.reshape(-1, result.shape[-1])  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One of the values that the module's forward returns.
+
+    Attributes:
+        kind: ``result``; ``constant``: ``value``; ``zero``: a loss that only training needs;
+            ``leaf``: the gate's result number ``value``; ``ids`` and ``weights``: the routing;
+            ``counts``: how many tokens each expert gets, ``value`` being E and the dtype.
+        value: See ``kind``.
+        shaped: Whether it has the tokens' leading dimensions, instead of T.
+    """
+
+    kind: Literal["result", "constant", "zero", "leaf", "ids", "weights", "counts"]
+    value: Any = None
+    shaped: bool = False
+
+    def of(self, y: Tensor, routed: Routed) -> Any:
+        """Returns the value, given the result ``[..., D]``."""
+        match self.kind:
+            case "result":
+                return y if self.shaped else y.reshape(-1, y.shape[-1])
+            case "constant":
+                return self.value
+            case "zero":
+                return y.new_zeros(())
+            case "leaf":
+                value = routed.leaves[self.value]
+            case "ids":
+                value = routed.ids
+            case "weights":
+                value = routed.weights
+            case "counts":
+                experts, dtype = self.value
+                ids = routed.ids.flatten()
+                zeros_E = ids.new_zeros(experts)
+                return zeros_E.index_add(0, ids, torch.ones_like(ids)).to(dtype)
+        leading = y.shape[:-1] if self.shaped else (-1,)
+        return value.reshape(*leading, value.shape[-1])
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a module computes: routing, experts, what all tokens get, and what it returns.
+
+    Attributes:
+        argument: Its forward's name for the tokens.
+        outputs: What it returns: an :class:`Output`, or tuples, lists and mappings of such.
+        marks: Attributes of the result tensor itself, such as a loss.
+        channels_first: Whether it takes images ``[B, D, ...]``, and returns such.
+        bias: A parameter ``[D]`` that is added to the result, or None.
+        dimensions: Numbers of dimensions of the tokens for which this is known.
+    """
+
+    argument: str
+    routing: Routing
+    experts: Experts
+    shared: tuple[Shared, ...]
+    outputs: Any
+    marks: tuple[tuple[str, Output], ...] = ()
+    channels_first: bool = False
+    bias: str | None = None
+    dimensions: tuple[int, ...] = ()
+
+    def __call__(self, module: nn.Module, x: Tensor, stacked: StackedWeights | None = None) -> Any:
+        """Returns what the module's forward returns for tokens ``[..., D]``, or an image."""
+        x = x.movedim(1, -1) if self.channels_first else x
+        experts = self.experts
+        weights = experts.weights(module) if stacked is None else stacked.of(experts, module)
+        w1, b1, w2, b2 = weights
+        options = asdict(experts.options)
+        routing = self.routing
+        x_TD = x.reshape(-1, x.shape[-1])
+        plain = routing.plain()
+        if plain is not None and self._returns_no_routing():
+            product, router = plain
+            router_weight, router_bias = product.parameters(module)
+            y_TD = custom_ops.dropless(
+                x_TD, router_weight, w1, b1, w2, b2, router.top_k, router_bias,
+                scoring=router.scoring, renormalize=router.renormalize,
+                routed_scaling=router.routed_scaling, **options,
+            )  # fmt: skip
+            routed = Routed(x_TD, x_TD, [])
+        else:
+            routed = routing(module, x)
+            y_TD = custom_ops.experts(x_TD, routed.ids, routed.weights, w1, b1, w2, b2, **options)
+        for shared in self.shared:
+            y_TD = y_TD + shared(module, x)
+        if self.bias is not None:
+            y_TD = y_TD + attrgetter(self.bias)(module)
+        y = y_TD.reshape(x.shape)
+        for name, output in self.marks:
+            setattr(y, name, output.of(y, routed))
+        return pytree.tree_map_only(
+            Output, lambda output: self._value(output, y, routed), self.outputs
+        )
+
+    def tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Returns the tokens of a call; None if this is not known to be what the call computes."""
+        given = dict(kwargs)
+        x = args[0] if args else given.pop(self.argument, None)
+        more = (*args[1:], *given.values())
+        if not isinstance(x, Tensor) or x.ndim not in self.dimensions:
+            return None
+        return x if all(value is None for value in more) else None
+
+    def _value(self, output: Output, y: Tensor, routed: Routed) -> Any:
+        value = output.of(y, routed)
+        return value.movedim(-1, 1) if self.channels_first and output.kind == "result" else value
+
+    def _returns_no_routing(self) -> bool:
+        outputs = (*pytree.tree_leaves(self.outputs), *(output for _, output in self.marks))
+        return all(output.kind in ("result", "constant", "zero") for output in outputs)
+
+
+class _Converted(ConvertedModule):
+    """What a converted module's class has ahead of the class it had."""
+
+    _mixture: Mixture
+    _stacked: StackedWeights
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the arguments of the original's forward, and returns what that returns.
+
+        In training, and for calls that were not compared, that is what computes.
+        """
+        x = None if self.training else self._mixture.tokens(args, kwargs)
+        if x is not None:
+            return self._mixture(self, x, self._stacked)
+        if not self.training:
+            warnings.warn(
+                f"{_original(type(self)).__name__} is called with other arguments, or tokens of "
+                "other dimensions, than it was compared with: its own forward computes",
+                stacklevel=2,
+            )
+        return super().forward(*args, **kwargs)
+
+    def experts_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the experts' parameters by their path."""
+        names = dict.fromkeys(self._mixture.experts.names())
+        return {name: self.get_parameter(name) for name in names}
+
+    def extra_repr(self) -> str:
+        """What is computed, for ``print(model)``."""
+        options = self._mixture.experts.options
+        computed = f"experts={self._mixture.experts.second.experts}, {options.activation}"
+        return ", ".join(filter(None, [super().extra_repr(), computed]))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Its class is made at run time; pickle would not find it.
+        return _restored, (_original(type(self)),), self.__dict__
+
+
+def adopt(module: nn.Module, mixture: Mixture) -> None:
+    """Makes a module compute what the record says, in place.
+
+    It keeps its class as a base, its attributes, submodules, parameters and methods; only its
+    forward in evaluation mode is another.
+    """
+    module._mixture, module._stacked = mixture, StackedWeights()  # type: ignore[assignment]
+    original: Any = type(module)
+    module.__class__ = _converted(original)
+
+
+@functools.cache
+def _converted(original: Any) -> type[_Converted]:
+    made = types.new_class(f"Converted{original.__name__}", (_Converted, original))
+    made.__module__ = original.__module__
+    return made
+
+
+def _original(converted: type[nn.Module]) -> type[nn.Module]:
+    return converted.__bases__[1] if issubclass(converted, _Converted) else converted
+
+
+def _restored(original: Any) -> nn.Module:
+    made = _converted(original)
+    return made.__new__(made)
