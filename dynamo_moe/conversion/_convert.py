@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,7 +139,7 @@ def convert(
     by_adapters, refused = _convert_by_adapters(model, handled)
     mixed, left = _convert_mixtures(model, handled)
     replaced += [*by_adapters, *mixed]
-    unrecognised += [*left, *(each for each in refused if not _is_among(each, mixed))]
+    unrecognised += _joined(each for each in (*refused, *left) if not _is_among(each, mixed))
     if experts_dtype is not None:
         _cast_experts(model, experts_dtype)
     order = {path: place for place, (path, _) in enumerate(model.named_modules())}
@@ -215,6 +216,17 @@ def _convert_by_adapters(
         if reasons:
             unrecognised.append(Unrecognised(path, type(module).__name__, "; ".join(reasons)))
     return replaced, unrecognised
+
+
+def _joined(lefts: Iterable[Unrecognised]) -> list[Unrecognised]:
+    """Returns one for each module, with all reasons."""
+    found: dict[str, Unrecognised] = {}
+    for left in lefts:
+        known = found.get(left.module)
+        found[left.module] = (
+            left if known is None else replace(known, reason=f"{known.reason}; {left.reason}")
+        )
+    return list(found.values())
 
 
 def _is_among(left: Unrecognised, replaced: list[Replacement]) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ _PLAIN = ("silu", "gelu", "relu", "gelu_tanh", "relu2")
 # gpt-oss's, which its reference has in the code; and what others call theirs.
 _CLAMP_NUMBERS = {1.702, 7.0}
 _CLAMP_WORDS = ("limit", "clamp", "alpha")
+# Of a stack [E, 1, n].
+_BIAS = re.compile(r".*bias.*|b\d*")
 _TOKENS = 4
 # Relative to the RMS of an expert's result: another activation differs by 1e-2 and more.
 _TOLERANCE = 1e-4
@@ -122,7 +125,7 @@ def _stacked_names(module: nn.Module) -> Iterator[tuple[tuple[str, ...], int]]:
     parameters = dict(module.named_parameters())
     by_experts: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
-        if parameter.ndim == 3 and parameter.shape[0] > 1 and min(parameter.shape[1:]) > 1:
+        if parameter.ndim == 3 and not _BIAS.fullmatch(name.rpartition(".")[2]):
             by_experts.setdefault(parameter.shape[0], []).append(name)
     for experts, names in by_experts.items():
         if len(names) in (2, 3):
