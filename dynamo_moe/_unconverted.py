@@ -31,14 +31,14 @@ _WHAT_TO_DO = f"dynamo_moe.convert(model) converts them or says why not ({ADAPTE
 
 
 def unconverted_modules(model: nn.Module) -> tuple[Unrecognised, ...]:
-    """Returns the modules that look like a mixture of experts and are not converted."""
+    """Returns what looks like a mixture of experts and is not converted, in the model's order."""
+    left = set(convertible_modules(model))
     converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
     inside = {part for module in converted for part in module.modules()}
-    left = ((path, model.get_submodule(path)) for path in convertible_modules(model))
     return tuple(
         Unrecognised(path, type(module).__name__, "not converted")
-        for path, module in left
-        if module not in inside
+        for path, module in model.named_modules()
+        if path in left and module not in inside
     )
 
 
