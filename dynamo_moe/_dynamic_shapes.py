@@ -58,13 +58,13 @@ def resolve(
         TypeError: If the example does not fit the model's forward.
     """
     args, kwargs = _distinct(args, kwargs)
+    arguments = _bound(model, args, kwargs)
     if requested is None:
         return DynamicExample(args, kwargs, None, [])
     if requested == BATCH:
         requested = {}
     if not isinstance(requested, Mapping):
         raise ValueError(f"dynamic_shapes must be 'batch', a mapping or None; got {requested!r}")
-    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     unknown = sorted(set(requested) - set(arguments))
     if unknown:
         known = ", ".join(arguments)
@@ -114,6 +114,20 @@ def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> Non
     for value in (*model.graph.inputs, *outputs):
         if value.shape is not None:
             value.shape = ir.Shape([named(dimension) for dimension in value.shape])
+
+
+def _bound(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the example by argument of the model's forward."""
+    signature = inspect.signature(model.forward)
+    try:
+        return signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        takes = ", ".join(map(str, signature.parameters.values()))
+        raise TypeError(
+            f"the example does not fit {type(model).__name__}.forward({takes}): {error}"
+        ) from None
 
 
 def _distinct(

@@ -21,6 +21,7 @@ __all__ = [
     "check_destination",
     "load_graph",
     "model_bytes",
+    "rename_model",
     "save_model",
 ]
 
@@ -97,6 +98,38 @@ def save_model(
         for name in written:
             (beside / name).replace(path.parent / name)
     return [path.parent / name for name in reversed(written)]
+
+
+def rename_model(files: Sequence[Path], path: Path) -> list[Path]:
+    """Gives what :func:`save_model` wrote the name that it was meant for, in the same folder.
+
+    A reader of ``path`` sees the old file or the new one. Where the weights lie beside the model,
+    their new name is all that changes in it.
+
+    Args:
+        files: As :func:`save_model` returned them.
+        path: The model's new name.
+
+    Returns:
+        The files, the model first.
+    """
+    model, *beside = files
+    if not beside:
+        model.replace(path)
+        return [path]
+    [old] = beside
+    new = path.with_name(f"{path.name}.data")
+    proto = load_graph(model)
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if (entry.key, entry.value) == ("location", old.name):
+                entry.value = new.name
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(proto.SerializeToString())
+    old.replace(new)
+    part.replace(path)
+    model.unlink()
+    return [path, new]
 
 
 def _move_out(values: Sequence[ir.Value], folder: Path, name: str, total: int) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_FACTORIES",
     "UsageError",
-    "check_dynamic",
+    "check_example",
     "load_model",
     "parse_dynamic",
     "parse_shapes",
@@ -118,14 +118,22 @@ def parse_dynamic(dimensions: Sequence[str]) -> dict[str, dict[int, str | None]]
     return shapes
 
 
-def check_dynamic(
-    model: nn.Module, args: tuple[Any, ...], dynamic: Mapping[str, Mapping[int, str | None]]
+def check_example(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    dynamic: Mapping[str, Mapping[int, str | None]] | None,
 ) -> None:
-    """Raises UsageError if the model's example has no such input or dimension."""
+    """Checks the arguments' number, and the names of symbolic dimensions.
+
+    Raises:
+        UsageError: The model's forward does not take so many, or has no such dimension.
+    """
     from dynamo_moe import _dynamic_shapes
 
     try:
         _dynamic_shapes.resolve(model, args, {}, dynamic)
+    except TypeError as error:
+        raise UsageError(f"{error}; --shape is given once for each input, in their order") from None
     except ValueError as error:
         raise UsageError(f"--dynamic {str(error).removeprefix('dynamic_shapes ')}") from None
 
@@ -220,6 +228,8 @@ def _find(module: ModuleType, name: str, location: str) -> tuple[str, Any]:
 def _call(factory: Any, name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     from torch import Tensor, nn
 
+    from dynamo_moe._modes import check_model
+
     made = factory if isinstance(factory, nn.Module) else _checked(factory, name)()
     args: Any = None
     if isinstance(made, tuple) and len(made) == 2:
@@ -232,6 +242,10 @@ def _call(factory: Any, name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     if not isinstance(made, nn.Module):
         kind = type(made).__name__
         raise UsageError(f"{name!r} must return a torch.nn.Module or (module, args), got {kind}")
+    try:
+        check_model(made)
+    except TypeError as error:
+        raise UsageError(f"{name!r} must return another model: {error}") from None
     return made, args
 
 

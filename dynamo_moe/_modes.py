@@ -1,13 +1,32 @@
-"""Running a model as in ``eval()``, and leaving every submodule's mode as it was."""
+"""What a model must be; running it as in ``eval()``, with every submodule's mode left as it was."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.jit import ScriptModule
 
-__all__ = ["evaluating"]
+__all__ = ["check_model", "evaluating"]
+
+
+def check_model(model: object) -> None:
+    """Checks that a model is a module with its modules still in it.
+
+    Raises:
+        TypeError: If it is something else, such as what ``torch.export`` or TorchScript made of it.
+    """
+    # The modules of exported programs are graphs that refuse eval().
+    traced = isinstance(model, fx.GraphModule) and "eval" in vars(model)
+    if traced or isinstance(model, (ExportedProgram, ScriptModule)):
+        raise TypeError(
+            f"model must be the torch.nn.Module itself, not the {type(model).__name__} that "
+            "torch.export or TorchScript made of it, which no longer has its MoE modules"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 @contextmanager

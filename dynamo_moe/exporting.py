@@ -19,17 +19,28 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 
-from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes, _phases, _weights
+from dynamo_moe import (
+    _causes,
+    _dynamic_shapes,
+    _files,
+    _layers,
+    _lowering,
+    _passes,
+    _phases,
+    _unconverted,
+    _weights,
+)
 from dynamo_moe._capture import capture
 from dynamo_moe._exporter import translate
-from dynamo_moe._modes import evaluating
+from dynamo_moe._modes import check_model, evaluating
 from dynamo_moe._operators import NodeError
 from dynamo_moe._stacked_weights import fold_stacked_weights
-from dynamo_moe.conversion import convertible_modules
 from dynamo_moe.profiling import profiled, save_profile
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from dynamo_moe.conversion import Unrecognised
 
 __all__ = ["ExportError", "ExportReport", "export"]
 
@@ -40,7 +51,10 @@ MIN_OPSET = 18
 
 
 class ExportError(RuntimeError):
-    """PyTorch's exporter cannot take the model."""
+    """PyTorch's exporter cannot take the model.
+
+    The message names the model's MoE modules that :func:`convert` has not replaced, if any.
+    """
 
 
 @dataclass(frozen=True)
@@ -174,17 +188,19 @@ def export(
         What was written.
 
     Warns:
-        UserWarning: If the model holds MoE modules that :func:`convert` has not replaced.
+        UserWarning: If the file holds MoE modules that :func:`convert` has not replaced.
 
     Raises:
-        ValueError: If an argument is out of range, or a layer cannot be expressed for the target.
-        TypeError: If the example does not fit the model's forward.
+        ValueError: If an argument is out of range, a layer cannot be expressed for the target, or
+            the model has parameters without values (on the meta device).
+        TypeError: If the model is not a module, or the example does not fit its forward.
         ExportError: If PyTorch's exporter cannot take the model.
         FileNotFoundError: If the folder of ``path`` does not exist.
         IsADirectoryError: If ``path`` is a folder.
         ImportError: If ``profile`` is set and pyinstrument is not installed.
     """
     started = time.perf_counter()
+    check_model(model)
     path = Path(path)
     if target not in _lowering.TARGETS:
         raise ValueError(f"target must be one of {', '.join(_lowering.TARGETS)}; got {target!r}")
@@ -201,18 +217,13 @@ def export(
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple or one tensor, got {type(args).__name__}")
 
-    left = convertible_modules(model)
-    if left:
-        warnings.warn(
-            f"MoE modules that convert() would look at are not converted, {left[0]!r} among "
-            f"{len(left)}: each becomes many nodes, or fails; call dynamo_moe.convert(model) first",
-            stacklevel=2,
-        )
+    left = _unconverted.unconverted_modules(model)
     with _progress(progress, path) as shown, profiled(profile) as sampled:
         watch = _phases.Stopwatch(shown)
-        with watch.running(), _older_objects_aside():
+        with watch.running(), _older_objects_aside(), _naming(left, model):
             with _weights.placeholders(model) as lazies:
-                model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
+                _check_values(model)
+                model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset, runs=not lazies)
             _rename("input_names", model_ir.graph.inputs, input_names)
             _weights.attach(model_ir, lazies)
             layers = _optimize(model_ir, target, body, link_weights)
@@ -221,6 +232,10 @@ def export(
             if link_weights:
                 _weights.link(model_ir, path.parent)
             files = _files.save_model(model_ir, path, external_data)
+    # A module that calls torch.ops.moe itself needs no conversion.
+    left = tuple(each for each in left if not _has_layer(each.module, layers))
+    if left:
+        warnings.warn(_unconverted.warning(left), stacklevel=2)
     activations = {layer.attributes["activation"] for layer in layers}
     return ExportReport(
         path=path,
@@ -235,8 +250,39 @@ def export(
         seconds=time.perf_counter() - started,
         phases=watch.seconds,
         profile=save_profile(sampled, path, watch.seconds) if sampled else (),
-        notes=tuple(_lowering.notes(model_ir, activations, target)),
+        notes=(
+            *_lowering.notes(model_ir, activations, target),
+            *([_unconverted.warning(left)] if left else []),
+        ),
     )
+
+
+@contextlib.contextmanager
+def _naming(left: Sequence[Unrecognised], model: torch.nn.Module) -> Iterator[None]:
+    """Adds the modules that were not converted to the first line of an ExportError."""
+    try:
+        yield
+    except ExportError as error:
+        headline, *details = str(error).split("\n")
+        hint = _unconverted.hint(left, model)
+        if hint:
+            error.args = ("\n".join((f"{headline.rstrip('. ')}. {hint}", *details)),)
+        raise
+
+
+def _check_values(model: torch.nn.Module) -> None:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    without = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if without:
+        raise ValueError(
+            f"{without[0]!r} is on the meta device, without values ({len(without)} of "
+            f"{len(tensors)} weights): load them with load_state_dict(..., assign=True), or open "
+            "the checkpoint with dynamo_moe.open_checkpoint"
+        )
+
+
+def _has_layer(module: str, layers: Sequence[_layers.Layer]) -> bool:
+    return any(f"{layer.name}.".startswith(f"{module}." if module else "") for layer in layers)
 
 
 @contextlib.contextmanager
@@ -296,13 +342,32 @@ def _trace(
     kwargs: dict[str, Any],
     dynamic_shapes: Mapping[str, Any] | str | None,
     opset: int,
+    *,
+    runs: bool,
 ) -> ir.Model:
-    """Returns the model's graph, its MoE layers as bare nodes."""
+    """Returns the model's graph, its MoE layers as bare nodes.
+
+    Args:
+        model: The model.
+        args: Positional example arguments.
+        kwargs: Keyword example arguments.
+        dynamic_shapes: As for :func:`export`.
+        opset: Of the graph.
+        runs: Whether the model has its weights, so that it can be run to explain a failure.
+
+    Raises:
+        ExportError: If PyTorch's exporter cannot take the model.
+        TypeError: If the example does not fit the model's forward.
+    """
     example = _dynamic_shapes.resolve(model, args, kwargs, dynamic_shapes)
     with evaluating(model):
         try:
             captured = capture(model, example)
         except Exception as error:  # The model's own code runs.
+            own = _causes.own_failure(model, args, kwargs, error) if runs else None
+            if own is not None:
+                given = _causes.described(model, args, kwargs)
+                raise ExportError(_explain_own(own, given)) from own
             raise ExportError(_explain(error)) from error
         try:
             traced = translate(captured, opset)
@@ -331,11 +396,31 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
+def _explain_own(error: Exception, given: str) -> str:
+    """Returns what a model raises without any exporter."""
+    line = _causes.model_line(error)
+    where = f", at {line}" if line else ""
+    return f"the model itself fails on the example ({given}){where}: {str(error).strip()}"
+
+
 def _explain(error: BaseException) -> str:
     """Returns what to do about a failure of PyTorch's exporter, and its cause."""
     if isinstance(error, NodeError):
         return str(error)
     cause = str(error.__cause__ or error).strip()
+    line = _causes.model_line(error)
+    where = f" at {line}" if line else ""
+    if _causes.casts_a_module(error):
+        return (
+            f"the model casts or moves a module in its forward{where}, which no trace can follow: "
+            "cast it once, before the export, or its weights where they are used, as in "
+            f"F.linear(x, self.proj.weight.float()) (PyTorch: {cause.splitlines()[0]})"
+        )
+    if "data-dependent expression" in cause:
+        return (
+            f"the model decides by the values of a tensor{where}, and a trace has only shapes: "
+            f"{cause}"
+        )
     if "conflicts between user-specified ranges" in cause:
         conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
         return (
@@ -358,7 +443,7 @@ def _explain(error: BaseException) -> str:
             f"operator {missing[1]} has no translation to ONNX, nor a decomposition into operators "
             "that have one; dynamo_moe.register_op makes one node of it"
         )
-    return f"PyTorch's exporter cannot take the model: {cause}"
+    return f"PyTorch's exporter cannot take the model{where}: {cause}"
 
 
 def _qualified(node: ir.Node) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynamo_moe import _weights
-from dynamo_moe._modes import evaluating
+from dynamo_moe._modes import check_model, evaluating
 from dynamo_moe.exporting import ExportReport, export
 
 if TYPE_CHECKING:
@@ -69,8 +69,10 @@ def export_language_model(
         ValueError: If the task is unknown, or is ``text-generation-with-past`` and the model's
             cache holds more than keys and values of attention, such as the states of a
             state-space model.
+        TypeError: If the model is not a module.
         ExportError: If PyTorch's exporter cannot take the model.
     """
+    check_model(model)
     with performing(model, task):
         case = example_case(model)
         dynamic: dict[str, Any] = {

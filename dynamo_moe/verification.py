@@ -25,7 +25,7 @@ from custom_ops.routing import route
 from dynamo_moe import _layers, _schemas
 from dynamo_moe._files import load_graph
 from dynamo_moe._inputs import random_inputs
-from dynamo_moe._modes import evaluating
+from dynamo_moe._modes import check_model, evaluating
 from dynamo_moe.inspection import all_nodes
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 
@@ -142,8 +142,10 @@ def verify(
         ModuleNotFoundError: If ONNX Runtime is not installed.
         ValueError: If a case does not fit the file's inputs or the model, or the file has a node
             that ONNX Runtime does not know and that has no body.
-        TypeError: If ``inputs`` is not a sequence of tuples or mappings.
+        TypeError: If the model is not a module, or ``inputs`` is not a sequence of tuples or
+            mappings.
     """
+    check_model(model)
     path = Path(path)
     import onnxruntime
 

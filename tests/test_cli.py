@@ -24,7 +24,7 @@ MODELS = '''
 import torch
 from torch import nn
 from dynamo_moe.models import DroplessMoEMlp
-from helper_of_models import Branching, Net, Talking
+from helper_of_models import Branching, Listed, Net, OneRun, Talking, TwoInputs
 
 ready = Net()
 
@@ -62,10 +62,30 @@ def branches():
 def bare():
     return DroplessMoEMlp(16, 24, num_experts=4, top_k=2)
 
+def mixed():
+    return nn.Sequential(Net(), Listed())
+
+def two_inputs():
+    return TwoInputs()
+
+def one_run():
+    return OneRun()
+
+def plain():
+    return nn.Linear(16, 16)
+
+def meta():
+    with torch.device("meta"):
+        return Net()
+
+def program():
+    return torch.export.export(nn.Linear(16, 16), (torch.ones(2, 16),)).module()
+
 answer = 42
 '''
 
 HELPER = """
+import torch
 from torch import nn
 from dynamo_moe.models import DroplessMoEMlp
 
@@ -87,6 +107,26 @@ class Branching(Net):
     def forward(self, x):
         y = super().forward(x)
         return y if y.sum() > 0 else -y
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 3)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        return sum(weights[..., i, None] * e(x) for i, e in enumerate(self.experts))
+
+class TwoInputs(Net):
+    def forward(self, x, mask):
+        return super().forward(x) * mask[..., None]
+
+class OneRun(Net):
+    # Another function in every process but the one that exported it.
+    def forward(self, x):
+        y = super().forward(x)
+        return y if torch.compiler.is_exporting() else y + 1
 """
 
 
@@ -256,9 +296,10 @@ def test_a_factory_that_exits_is_an_error(flags: list[str]) -> None:
     assert message == "the model's code called sys.exit(0) (--debug shows where)"
 
 
-def test_a_model_that_is_an_moe_module_must_be_wrapped() -> None:
-    message = _error("export", "models.py:bare", "o.onnx", "--shape", "1,16", code=1)
-    assert message.startswith("the model itself is an MoE module: wrap it")
+def test_a_model_that_is_an_moe_module() -> None:
+    result = _run("export", "models.py:bare", "bare.onnx", "--shape", "2,16", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["operators"] == {"DroplessMoE": 1}
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -437,9 +478,136 @@ def test_the_body_beside_the_node() -> None:
 
 
 def test_what_the_model_cannot_do_is_one_line() -> None:
-    message = _error("export", "models.py", "o.onnx", "--shape", "2,5,17", code=1)
-    assert "--debug shows where" in message
+    result = _run("export", "models.py", "o.onnx", "--shape", "2,5,17")
+    assert result.exit_code == 1
+    assert "1 MoE module converted" in result.stdout
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: the model itself fails on the example (x [2, 5, 17] float32), ")
+    assert "helper_of_models.py:13 (`return x + self.mlp(self.norm(x))`): Given norm" in error
+    assert error.endswith("(--debug shows where)")
     assert not Path("o.onnx").exists()
+
+
+def test_a_failed_export_as_json() -> None:
+    result = _run("export", "models.py", "o.onnx", "--shape", "2,5,17", "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert [each["module"] for each in report.pop("conversion")["replaced"]] == ["mlp"]
+    assert report.pop("error").startswith("the model itself fails on the example (x [2, 5, 17] ")
+    assert report == {"verification": None}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (["2,5,16"], "missing a required argument: 'mask'"),
+        (["2,5,16", "2,5", "1"], "too many positional arguments"),
+    ],
+)
+def test_another_number_of_inputs(shapes: list[str], message: str) -> None:
+    options = [option for shape in shapes for option in ("--shape", shape)]
+    refused = _error("export", "models.py:two_inputs", "o.onnx", *options, code=2)
+    assert refused == (
+        f"the example does not fit TwoInputs.forward(x, mask): {message}; "
+        "--shape is given once for each input, in their order"
+    )
+
+
+def test_a_model_without_values_is_one_line() -> None:
+    result = _run("export", "models.py:meta", "o.onnx", "--shape", "2,5,16")
+    assert result.exit_code == 1
+    assert "not compared" in result.stdout
+    assert "error: 'norm.weight' is on the meta device, without values" in result.stderr
+
+
+def test_a_trace_is_no_model() -> None:
+    message = _error("export", "models.py:program", "o.onnx", "--shape", "2,16", code=2)
+    assert message.startswith("'program' must return another model: model must be the torch.nn.Mod")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["-q"]])
+def test_strict_fails_where_a_module_is_left(flags: list[str]) -> None:
+    result = _run("export", "models.py:mixed", "strict.onnx", "--shape", "2,16", "--strict", *flags)
+    assert result.exit_code == 1
+    assert not list(Path().glob("strict*"))
+    error = result.stderr.splitlines()[-1].removeprefix("error: ")
+    assert error == (
+        "--strict: 1 of the model's MoE modules is not converted: '1' (Listed); "
+        "docs/how-to/add_an_adapter.md tells how to convert them"
+    )
+    if flags == ["--json"]:
+        report = json.loads(result.stdout)
+        assert [each["module"] for each in report["conversion"]["unrecognised"]] == ["1"]
+        assert report["error"] == error
+    else:
+        assert ("Listed" in result.stdout) == (flags == [])
+
+
+def test_what_a_conversion_left_is_said_in_one_line() -> None:
+    result = _run("export", "models.py:mixed", "left.onnx", "--shape", "2,16")
+    assert result.exit_code == 0, result.output
+    left = "Left modules become many nodes, or fail: docs/how-to/add_an_adapter.md tells how to"
+    assert left in result.stdout
+    assert "1 MoE module is not converted" in result.stdout
+    result = _run("export", "models.py:plain", "plain.onnx", "--shape", "2,16", "--strict")
+    assert result.exit_code == 0, result.output
+    assert "Nothing to convert: no module looks like a router with experts" in result.stdout
+
+
+def test_verified_files_are_those_of_an_export_alone(tmp_path: Path) -> None:
+    files = {}
+    for flags in ((), ("--verify",)):
+        out = tmp_path / f"{len(flags)}" / "m.onnx"
+        out.parent.mkdir()
+        options = ("--shape", "2,5,16", "--external-data", "--profile", "--json", "-q", *flags)
+        result = _run("export", "models.py", str(out), *options)
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        assert report["error"] is None
+        written = [Path(file) for file in (*report["files"], *report["profile"])]
+        assert sorted(out.parent.iterdir()) == sorted(written)
+        assert report["path"] == report["files"][0] == str(out)
+        files[flags] = onnx.load(out, load_external_data=False), Path(f"{out}.data").read_bytes()
+        assert sorted(file.name for file in written)[:2] == ["m.onnx", "m.onnx.data"]
+    assert report["verification"]["path"] == str(out)
+    assert files[()] == files[("--verify",)]
+    dynamo_moe.verify(out, load_model("models.py")[0])
+
+
+@pytest.mark.parametrize("data", [[], ["--external-data"]])
+def test_a_file_that_differs_does_not_get_its_name(tmp_path: Path, data: list[str]) -> None:
+    out, left = tmp_path / "m.onnx", tmp_path / "m.unverified.onnx"
+    earlier = {out: b"earlier", Path(f"{out}.data"): b"its weights"}
+    for path, content in earlier.items():
+        path.write_bytes(content)
+    options = ["--shape", "2,5,16", "--verify", "--json", *data]
+    result = _run("export", "models.py:one_run", str(out), *options)
+    assert result.exit_code == 1
+    assert {path: path.read_bytes() for path in earlier} == earlier
+    written = [left, Path(f"{left}.data")][: 1 + len(data)]
+    assert sorted(tmp_path.iterdir()) == sorted([*earlier, *written])
+    onnx.checker.check_model(left)
+    report = json.loads(result.stdout)
+    assert (report["path"], report["verification"]["passed"]) == (str(left), False)
+    assert report["error"].startswith(f"{left} differs from the model: max error ")
+    assert report["error"].endswith(f"; the file is left at {left}, {out} was not written")
+    assert f"error: {report['error']}" in result.stderr
+
+
+def test_a_verification_that_breaks_leaves_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*args: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("dynamo_moe.cli._models._verify", breaks)
+    out = tmp_path / "m.onnx"
+    result = _run("export", "models.py", str(out), "--shape", "2,5,16", "--verify")
+    assert result.exit_code == 1
+    assert "1 MoE module converted" in result.stdout
+    said = f"error: RuntimeError: no such kernel; the file is left at {tmp_path}/m.unverified.onnx"
+    assert f"{said}, {out} was not written (--debug shows where)" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["m.unverified.onnx"]
 
 
 def test_what_the_models_code_prints_is_no_report() -> None:
@@ -459,10 +627,12 @@ def test_a_model_that_cannot_be_traced_is_one_line() -> None:
     result = subprocess.run(
         [sys.executable, "-c", run, *arguments], capture_output=True, text=True, check=False
     )
-    assert (result.returncode, result.stdout) == (1, "")
+    assert result.returncode == 1
+    assert "1 MoE module converted" in result.stdout
     *steps, error = result.stderr.splitlines()
     assert [line.split()[0] for line in steps] == ["Loading", "Converting"]
-    assert error.startswith("error: PyTorch's exporter cannot take the model: Could not guard")
+    assert error.startswith("error: the model decides by the values of a tensor at ")
+    assert "(`return y if y.sum() > 0 else -y`), and a trace has only shapes: Could not gu" in error
     assert error.endswith("(--debug shows where)")
 
 

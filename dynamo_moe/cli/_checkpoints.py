@@ -14,8 +14,8 @@ from dynamo_moe.cli._common import step
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
-    from dynamo_moe.conversion import ConversionReport
     from dynamo_moe.exporting import ExportReport
     from dynamo_moe.verification import VerificationReport
 
@@ -41,26 +41,28 @@ class Checkpoint:
     dtype: torch.dtype | None
     conversion: dict[str, Any]
 
-    def export(
-        self, console: Console, out: Path, options: dict[str, Any]
-    ) -> tuple[ConversionReport, ExportReport]:
-        """Streams the checkpoint into an ONNX file."""
+    def open(self, console: Console) -> PreTrainedModel:
+        """Returns the checkpoint's model, whose weights stay in their files."""
         if not self.folder.is_dir():
             raise UsageError(f"--hf takes a checkpoint's folder; there is no folder {self.folder}")
         import dynamo_moe
 
         with step(console, f"Opening {self.folder}"):
-            model = dynamo_moe.open_checkpoint(self.folder, dtype=self.dtype)
-        with step(console, "Converting"):
-            converted = dynamo_moe.convert(model, **self.conversion)
+            return dynamo_moe.open_checkpoint(self.folder, dtype=self.dtype)
+
+    def export(
+        self, console: Console, model: PreTrainedModel, out: Path, options: dict[str, Any]
+    ) -> ExportReport:
+        """Streams the opened model into an ONNX file."""
+        import dynamo_moe
+
         with (
             step(console, f"Exporting for {self.task}", status=False),
             shown(out.name, console) as progress,
         ):
-            exported = dynamo_moe.export_language_model(
+            return dynamo_moe.export_language_model(
                 model, out, task=self.task, progress=progress, **options
             )
-        return converted, exported
 
     def verify(self, console: Console, out: Path) -> VerificationReport:
         """Compares the file with the checkpoint's model, loaded whole."""

@@ -23,6 +23,7 @@ __all__ = [
     "Quiet",
     "app",
     "failures",
+    "message_of",
     "need_file",
     "need_place",
     "print_json",
@@ -61,18 +62,29 @@ def failures(debug: bool) -> Iterator[None]:
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
 
 
+def message_of(error: BaseException) -> str:
+    """Returns what an exception says, in one line, with what was added to it on its way."""
+    return _said(error)[0]
+
+
 def _one_line(error: BaseException) -> str:
+    line, made_for_users = _said(error)
+    return line if made_for_users else f"{line} (--debug shows where)"
+
+
+def _said(error: BaseException) -> tuple[str, bool]:
+    """The message in one line, and whether it says all that a user needs."""
     # The messages of these, and our own, are made for users. Others are understood by their type
     # and their cause: torch wraps what a model's own forward raised.
     made_for_users = isinstance(error, (AssertionError, ImportError, OSError, ValueError))
+    notes = getattr(error, "__notes__", [])
     ours = type(error).__module__.startswith(("dynamo_moe.", "trt_plugin."))
     while error.__cause__ and not (made_for_users or ours):
         error = error.__cause__
     line, *_ = str(error).strip().splitlines() or [""]
-    if made_for_users and line:
-        return line
-    kind = "" if ours else f"{type(error).__name__}: "
-    return f"{kind}{line} (--debug shows where)"
+    if not (ours or (made_for_users and line)):
+        line = f"{type(error).__name__}: {line}"
+    return "; ".join((line, *notes)), made_for_users and bool(line)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dynamo_moe._model_loading import (
     UsageError,
-    check_dynamic,
+    check_example,
     load_model,
     parse_dynamic,
     parse_shapes,
@@ -32,12 +32,12 @@ from dynamo_moe.cli._common import (
     print_json,
     step,
 )
+from dynamo_moe.cli._outcome import Outcome, named_finally, unverified
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from dynamo_moe.conversion import ConversionReport
     from dynamo_moe.exporting import ExportReport
     from dynamo_moe.verification import VerificationReport
 
@@ -210,8 +210,21 @@ def export(
             show_default=False,
         ),
     ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Fail, and write nothing, if a module that looks like a mixture of experts is not "
+            "converted.",
+        ),
+    ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Then run the file in ONNX Runtime and compare.")
+        bool,
+        typer.Option(
+            "--verify",
+            help="Then run the file in ONNX Runtime and compare. Until it agrees with the model it "
+            "is called OUT.unverified.onnx.",
+        ),
     ] = False,
     profile: Annotated[
         bool,
@@ -243,30 +256,32 @@ def export(
         if verify:
             _need_onnxruntime()
         conversion = {"experts_dtype": _torch_dtype(experts_dtype), "fallback": fallback}
-        if hf:
-            checkpoint = Checkpoint(
-                Path(model), (task or Task.with_past).value, _torch_dtype(dtype), conversion
-            )
-            options["link_weights"] = link_weights
-            converted, exported = checkpoint.export(console, out, options)
-            verification = checkpoint.verify(console, out) if verify else None
-        else:
-            if static or dynamic:
-                options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
-            module, args = _load(console, model, shape, needed=True)
-            converted, exported = _export(console, module, args, out, conversion, options, debug)
-            verification = _verify(console, out, module, None) if verify else None
-        if as_json:
-            plain = {
-                **exported.to_dict(),
-                "conversion": converted.to_dict(),
-                "verification": verification and verification.to_dict(),
-            }
-            print_json(plain)
-        elif not quiet:
-            for report in filter(None, (converted, exported, verification)):
-                Console().print(report)
-        _check(verification)
+        place = unverified(out) if verify else out
+        outcome = Outcome()
+        with outcome.printed(as_json=as_json, quiet=quiet):
+            if hf:
+                checkpoint = Checkpoint(
+                    Path(model), (task or Task.with_past).value, _torch_dtype(dtype), conversion
+                )
+                opened = checkpoint.open(console)
+                _convert(console, opened, conversion, strict, outcome)
+                options["link_weights"] = link_weights
+                outcome.exported = checkpoint.export(console, opened, place, options)
+            else:
+                if static or dynamic:
+                    options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
+                module, args = _load(console, model, shape, needed=True)
+                check_example(module, args or (), options.get("dynamic_shapes"))
+                _convert(console, module, conversion, strict, outcome)
+                outcome.exported = _export(console, module, args, place, options, debug)
+            if verify:
+                with named_finally(outcome, out):
+                    outcome.verification = (
+                        checkpoint.verify(console, place)
+                        if hf
+                        else _verify(console, place, module, None)
+                    )
+                    _check(outcome.verification)
 
 
 @app.command(
@@ -323,26 +338,41 @@ def _load(
     return module.eval(), given or args
 
 
+def _convert(
+    console: Console,
+    module: nn.Module,
+    conversion: dict[str, Any],
+    strict: bool,
+    outcome: Outcome,
+) -> None:
+    import dynamo_moe
+    from dynamo_moe import _unconverted
+
+    with step(console, "Converting"):
+        report = dynamo_moe.convert(module, **conversion)
+    outcome.conversion, outcome.advice = report, _unconverted.advice(module, report)
+    if strict and report.unrecognised:
+        number = len(report.unrecognised)
+        raise ValueError(
+            f"--strict: {number} of the model's MoE modules {'is' if number == 1 else 'are'} not "
+            f"converted: {_unconverted.named(report.unrecognised)}; {_unconverted.ADAPTER_PAGE} "
+            "tells how to convert them"
+        )
+
+
 def _export(
     console: Console,
     module: nn.Module,
     args: tuple[Any, ...] | None,
     out: Path,
-    conversion: dict[str, Any],
     options: dict[str, Any],
     debug: bool,
-) -> tuple[ConversionReport, ExportReport]:
+) -> ExportReport:
     import dynamo_moe
 
-    args = args or ()
-    if options.get("dynamic_shapes"):
-        check_dynamic(module, args, options["dynamic_shapes"])
-    with step(console, "Converting"):
-        converted = dynamo_moe.convert(module, **conversion)
     doing = f"Exporting for target {options['target']}"
     with step(console, doing, mute=not debug, status=False), shown(out.name, console) as progress:
-        exported = dynamo_moe.export(module, args, out, progress=progress, **options)
-    return converted, exported
+        return dynamo_moe.export(module, args or (), out, progress=progress, **options)
 
 
 def _verify(

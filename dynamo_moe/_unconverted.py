@@ -1,0 +1,105 @@
+"""MoE modules that nothing has converted: which a model has, and what to do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from dynamo_moe.conversion import (
+    ConversionReport,
+    ConvertedModule,
+    Unrecognised,
+    convertible_modules,
+)
+
+__all__ = [
+    "ADAPTER_PAGE",
+    "advice",
+    "hint",
+    "named",
+    "unconverted_modules",
+    "warning",
+]
+
+ADAPTER_PAGE = "docs/how-to/add_an_adapter.md"
+
+# Names in a message of one line.
+_SHOWN = 3
+_WHAT_TO_DO = f"dynamo_moe.convert(model) converts them or says why not ({ADAPTER_PAGE})"
+
+
+def unconverted_modules(model: nn.Module) -> tuple[Unrecognised, ...]:
+    """Returns what looks like a mixture of experts and is not converted, in the model's order."""
+    left = set(convertible_modules(model))
+    converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
+    inside = {part for module in converted for part in module.modules()}
+    return tuple(
+        Unrecognised(path, type(module).__name__, "not converted")
+        for path, module in model.named_modules()
+        if path in left and module not in inside
+    )
+
+
+def named(modules: Sequence[Unrecognised]) -> str:
+    """Returns the first few modules by path and class, and how many more there are."""
+    return _few([f"{each.module!r} ({each.original})" for each in modules])
+
+
+def advice(model: nn.Module, report: ConversionReport) -> str | None:
+    """Returns what to know of a conversion that left modules or found none, in one line."""
+    if report.unrecognised:
+        said = f"Left modules become many nodes, or fail: {ADAPTER_PAGE} tells how to convert them."
+    elif not report.replaced:
+        said = (
+            "Nothing to convert: no module looks like a router with experts that is not converted "
+            f"yet. Where one routes all the same, write an adapter: {ADAPTER_PAGE}."
+        )
+    else:
+        return None
+    return " ".join((said, *_merging(model)))
+
+
+def warning(left: Sequence[Unrecognised]) -> str:
+    """Returns what the modules that a file holds unconverted mean, in one line."""
+    return f"{_are_not_converted(left)}, so each is many nodes: {named(left)}; {_WHAT_TO_DO}"
+
+
+def hint(left: Sequence[Unrecognised], model: nn.Module) -> str:
+    """Returns sentences about what may be behind a failed export, or nothing."""
+    sentences = []
+    if left:
+        sentences.append(
+            f"{_are_not_converted(left)}, which is often why: {named(left)}; {_WHAT_TO_DO}."
+        )
+    return " ".join((*sentences, *_merging(model)))
+
+
+def _merging(model: nn.Module) -> list[str]:
+    """Returns a sentence about weights that are not merged, if there are any."""
+    unmerged = [repr(path) for each in model.named_modules() for path in _unmerged(*each)]
+    if not unmerged:
+        return []
+    how = (
+        "merge them first, in peft by model.merge_and_unload(), else by "
+        "torch.nn.utils.parametrize.remove_parametrizations()"
+    )
+    return [f"Weights that each forward computes anew, as LoRA does: {_few(unmerged)}; {how}."]
+
+
+def _unmerged(path: str, module: nn.Module) -> Iterator[str]:
+    if hasattr(module, "lora_A") and hasattr(module, "lora_B"):  # As peft's layers have.
+        if not getattr(module, "merged", False):
+            yield path
+    elif parametrize.is_parametrized(module) and isinstance(module.parametrizations, nn.ModuleDict):
+        yield from (f"{path}.{name}".lstrip(".") for name in module.parametrizations)
+
+
+def _are_not_converted(left: Sequence[Unrecognised]) -> str:
+    return f"{len(left)} MoE module{' is' if len(left) == 1 else 's are'} not converted"
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
