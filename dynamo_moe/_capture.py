@@ -110,7 +110,8 @@ def _exportable_casts() -> Iterator[None]:
         held = (*module.parameters(recurse), *module.buffers(recurse))
         kinds = {(tensor.dtype, tensor.device) for tensor in held}
         same = all(_kind(function(torch.empty(0, dtype=d, device=v))) == (d, v) for d, v in kinds)
-        return module if same else original(module, function, recurse)
+        cast: Callable[..., nn.Module] = original
+        return module if same else cast(module, function, recurse)
 
     nn.Module._apply = apply  # type: ignore[method-assign]
     try:

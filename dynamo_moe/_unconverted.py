@@ -7,23 +7,15 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dynamo_moe.conversion import (
-    ConversionReport,
-    ConvertedModule,
-    Unrecognised,
-    convertible_modules,
-)
+from dynamo_moe.conversion import ADAPTER_PAGE, Unrecognised, convertible_modules
 
 __all__ = [
-    "ADAPTER_PAGE",
-    "advice",
     "hint",
+    "merging",
     "named",
     "unconverted_modules",
     "warning",
 ]
-
-ADAPTER_PAGE = "docs/how-to/add_an_adapter.md"
 
 # Names in a message of one line.
 _SHOWN = 3
@@ -32,33 +24,15 @@ _WHAT_TO_DO = f"dynamo_moe.convert(model) converts them or says why not ({ADAPTE
 
 def unconverted_modules(model: nn.Module) -> tuple[Unrecognised, ...]:
     """Returns what looks like a mixture of experts and is not converted, in the model's order."""
-    left = set(convertible_modules(model))
-    converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
-    inside = {part for module in converted for part in module.modules()}
     return tuple(
-        Unrecognised(path, type(module).__name__, "not converted")
-        for path, module in model.named_modules()
-        if path in left and module not in inside
+        Unrecognised(path, type(model.get_submodule(path)).__name__, "not converted")
+        for path in convertible_modules(model)
     )
 
 
 def named(modules: Sequence[Unrecognised]) -> str:
     """Returns the first few modules by path and class, and how many more there are."""
     return _few([f"{each.module!r} ({each.original})" for each in modules])
-
-
-def advice(model: nn.Module, report: ConversionReport) -> str | None:
-    """Returns what to know of a conversion that left modules or found none, in one line."""
-    if report.unrecognised:
-        said = f"Left modules become many nodes, or fail: {ADAPTER_PAGE} tells how to convert them."
-    elif not report.replaced:
-        said = (
-            "Nothing to convert: no module looks like a router with experts that is not converted "
-            f"yet. Where one routes all the same, write an adapter: {ADAPTER_PAGE}."
-        )
-    else:
-        return None
-    return " ".join((said, *_merging(model)))
 
 
 def warning(left: Sequence[Unrecognised]) -> str:
@@ -73,10 +47,10 @@ def hint(left: Sequence[Unrecognised], model: nn.Module) -> str:
         sentences.append(
             f"{_are_not_converted(left)}, which is often why: {named(left)}; {_WHAT_TO_DO}."
         )
-    return " ".join((*sentences, *_merging(model)))
+    return " ".join((*sentences, *merging(model)))
 
 
-def _merging(model: nn.Module) -> list[str]:
+def merging(model: nn.Module) -> list[str]:
     """Returns a sentence about weights that are not merged, if there are any."""
     unmerged = [repr(path) for each in model.named_modules() for path in _unmerged(*each)]
     if not unmerged:

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 import dynamo_moe
 from dynamo_moe import _unconverted
-from dynamo_moe.conversion import ConvertedModule
+from dynamo_moe.conversion import ADAPTER_PAGE, ConvertedModule
 from small_models import OpLayer, mlp_model, op_model
 
 PAGE = "docs/how-to/add_an_adapter.md"
@@ -277,24 +277,23 @@ def test_weights_that_are_not_merged_are_named(tmp_path: Path) -> None:
 def test_advice_after_a_conversion() -> None:
     model = mlp_model()
     report = dynamo_moe.convert(model)
-    assert _unconverted.advice(model, report) is None
+    assert report.advice is None
     plain = nn.Sequential(nn.Linear(4, 4))
-    said = _unconverted.advice(plain, dynamo_moe.convert(plain))
+    said = dynamo_moe.convert(plain).advice
     assert said is not None
     assert said.startswith("Nothing to convert: no module looks like a router with experts")
     assert said.endswith(f"{PAGE}.")
     left = nn.Sequential(OnTheHost())
-    said = _unconverted.advice(left, dynamo_moe.convert(left))
+    said = dynamo_moe.convert(left).advice
     assert said == f"Left modules become many nodes, or fail: {PAGE} tells how to convert them."
 
 
 def test_advice_about_experts_that_are_not_merged() -> None:
     model = mlp_model(layers=1)
     parametrize.register_parametrization(model[0].mlp, "w1", LowRank(model[0].mlp.w1))
-    said = _unconverted.advice(model, dynamo_moe.convert(model))
-    assert said is not None
+    (said,) = _unconverted.merging(model)
     assert "as LoRA does: '0.mlp.w1'; merge them first" in said
 
 
 def test_the_page_is_there() -> None:
-    assert (Path(__file__).parents[1] / _unconverted.ADAPTER_PAGE).is_file()
+    assert (Path(__file__).parents[1] / ADAPTER_PAGE).is_file()

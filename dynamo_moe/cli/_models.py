@@ -347,15 +347,16 @@ def _convert(
 ) -> None:
     import dynamo_moe
     from dynamo_moe import _unconverted
+    from dynamo_moe.conversion import ADAPTER_PAGE
 
     with step(console, "Converting"):
         report = dynamo_moe.convert(module, **conversion)
-    outcome.conversion, outcome.advice = report, _unconverted.advice(module, report)
+    outcome.conversion, outcome.unmerged = report, " ".join(_unconverted.merging(module))
     if strict and report.unrecognised:
         number = len(report.unrecognised)
         raise ValueError(
             f"--strict: {number} of the model's MoE modules {'is' if number == 1 else 'are'} not "
-            f"converted: {_unconverted.named(report.unrecognised)}; {_unconverted.ADAPTER_PAGE} "
+            f"converted: {_unconverted.named(report.unrecognised)}; {ADAPTER_PAGE} "
             "tells how to convert them"
         )
 

@@ -28,13 +28,13 @@ class Outcome:
 
     Attributes:
         conversion: None: the model was not loaded.
-        advice: What to know of the conversion, in one line.
+        unmerged: What to know of weights that are not merged, in one line, or nothing.
         exported: None: nothing was written.
         verification: None: not asked for, or not come to its end.
     """
 
     conversion: ConversionReport | None = None
-    advice: str | None = None
+    unmerged: str = ""
     exported: ExportReport | None = None
     verification: VerificationReport | None = None
 
@@ -62,8 +62,8 @@ class Outcome:
         elif not quiet:
             console = Console()
             console.print(self.conversion)
-            if self.advice:
-                console.print(Text(self.advice), soft_wrap=True)
+            if self.unmerged:
+                console.print(Text(self.unmerged), soft_wrap=True)
             for report in filter(None, (self.exported, self.verification)):
                 console.print(report)
 

@@ -8,6 +8,7 @@ from dynamo_moe.conversion import (  # noqa: F401  They register their adapters.
     _switch,
 )
 from dynamo_moe.conversion._convert import (
+    ADAPTER_PAGE,
     ConversionReport,
     Replacement,
     Unrecognised,
@@ -19,6 +20,7 @@ from dynamo_moe.modules import ConvertedModule
 
 __all__ = [
     # Converting
+    "ADAPTER_PAGE",
     "ConversionReport",
     "Replacement",
     "Unrecognised",

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from custom_ops.options import ExpertOptions
-from dynamo_moe._modes import evaluating
+from dynamo_moe._modes import check_model, evaluating
 from dynamo_moe.conversion import _transformers
 from dynamo_moe.conversion._comparing import check_comparable, compare_shapes, has_values
 from dynamo_moe.conversion._mixture_search import Found
@@ -24,7 +25,18 @@ from dynamo_moe.modules import ConvertedModule
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["ConversionReport", "Replacement", "Unrecognised", "convert", "convertible_modules"]
+__all__ = [
+    "ADAPTER_PAGE",
+    "ConversionReport",
+    "Replacement",
+    "Unrecognised",
+    "convert",
+    "convertible_modules",
+]
+
+
+ADAPTER_PAGE = "docs/how-to/add_an_adapter.md"
+"""What messages refer to for modules that are left."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,18 @@ class ConversionReport:
     replaced: tuple[Replacement, ...]
     unrecognised: tuple[Unrecognised, ...]
 
+    @property
+    def advice(self) -> str | None:
+        """What to know of modules that were left, or of a model that has none, in one line."""
+        if self.unrecognised:
+            return f"Left modules become many nodes, or fail: {ADAPTER_PAGE} tells how to convert them."
+        if not self.replaced:
+            return (
+                "Nothing to convert: no module looks like a router with experts that is not "
+                f"converted yet. Where one routes all the same, write an adapter: {ADAPTER_PAGE}."
+            )
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain lists and dictionaries, for JSON."""
         return asdict(self)
@@ -86,6 +110,8 @@ class ConversionReport:
             table.add_row(
                 left.module or "the model", left.original, f"[yellow]left: {escape(left.reason)}[/]"
             )
+        table.caption = self.advice
+        table.caption_justify = "left"
         return table
 
 
@@ -132,10 +158,11 @@ def convert(
         >>> [replacement.module for replacement in convert(model).replaced]
         ['0']
     """
+    check_model(model)
     if experts_dtype is not None and not experts_dtype.is_floating_point:
         raise TypeError(f"experts_dtype must be a floating dtype, got {experts_dtype}")
     replaced, unrecognised = _convert_transformers(model, fallback)
-    handled = {module for module in model.modules() if _transformers.is_experts(module)}
+    handled = _handled(model)
     by_adapters, refused = _convert_by_adapters(model, handled)
     mixed, left = _convert_mixtures(model, handled)
     replaced += [*by_adapters, *mixed]
@@ -157,9 +184,19 @@ def convertible_modules(model: nn.Module) -> list[str]:
         if _adapters_of(module)
         or (_transformers.is_experts(module) and not _transformers.is_selected(module))
     }
-    within = {part for module in found.values() for part in module.modules()}
-    within.update(part for part in model.modules() if _transformers.is_experts(part))
-    return [*found, *(mixture.path for mixture in mixtures(model, within))]
+    within = _handled(model) | {part for module in found.values() for part in module.modules()}
+    paths = {*found, *(mixture.path for mixture in mixtures(model, within))}
+    return [path for path, _ in model.named_modules() if path in paths]
+
+
+def _handled(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules that transformers computes, and those in converted ones."""
+    return {
+        part
+        for module in model.modules()
+        if isinstance(module, ConvertedModule) or _transformers.is_experts(module)
+        for part in module.modules()
+    }
 
 
 def _convert_transformers(
@@ -297,6 +334,9 @@ def _check_arguments(module: nn.Module, replacement: nn.Module) -> None:
 def _cast_experts(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts the experts' parameters of all converted modules; shared ones stay shared."""
     cast: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ConvertedModule) or _transformers.is_selected(module):
+            _check_castable(path, module)
     for module in model.modules():
         for name, parameter in _experts_parameters(module).items():
             if parameter not in cast:
@@ -304,6 +344,17 @@ def _cast_experts(model: nn.Module, dtype: torch.dtype) -> None:
                 cast[parameter] = nn.Parameter(half, parameter.requires_grad)
             path, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(path), attribute, cast[parameter])
+
+
+def _check_castable(path: str, module: nn.Module) -> None:
+    """Raises ValueError if a module's weights are no parameters."""
+    for place, part in module.named_modules(prefix=path):
+        if parametrize.is_parametrized(part):
+            weight = ".".join(filter(None, (place, next(iter(part.parametrizations)))))
+            raise ValueError(
+                f"experts_dtype cannot cast {weight!r}: each forward computes it anew, as LoRA "
+                "does; merge it first"
+            )
 
 
 def _experts_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

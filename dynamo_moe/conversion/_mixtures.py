@@ -6,7 +6,7 @@ Legend: D model width, E experts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -67,7 +67,7 @@ class RefusedError(ValueError):
         self.path = path
 
 
-def mixtures(model: nn.Module, handled: Collection[nn.Module]) -> list[MixtureOfExperts]:
+def mixtures(model: nn.Module, handled: Set[nn.Module]) -> list[MixtureOfExperts]:
     """Returns what looks like a mixture of experts, by names and shapes alone.
 
     Args:
@@ -92,7 +92,9 @@ def mixtures(model: nn.Module, handled: Collection[nn.Module]) -> list[MixtureOf
         chosen = next((path for path in paths if _may_route(model, path, held)), None)
         alternatives = sum(each.path == held.path for each in every)
         if chosen is None and paths and alternatives == 1 and _is_named(model, held):
-            chosen = paths[0]
+            # Beside experts that are handled, these are such as every token visits.
+            around = model.get_submodule(paths[0].rpartition(".")[0])
+            chosen = paths[0] if handled.isdisjoint(around.modules()) else None
         if chosen is not None:
             found.append(MixtureOfExperts(chosen, tuple(paths), held))
     return found
