@@ -1,4 +1,4 @@
-"""Running a model as in ``eval()``, and leaving every submodule's mode as it was."""
+"""A model as it is to be run: in ``eval()``, without what PyTorch wraps around it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["evaluating"]
+__all__ = ["evaluating", "unwrapped"]
 
 
 @contextmanager
@@ -21,3 +22,15 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the module that ``torch.compile`` or ``AveragedModel`` has wrapped."""
+    while True:
+        # _orig_mod is the wrapped module of torch.compile's OptimizedModule.
+        inner = (
+            model.module if isinstance(model, AveragedModel) else model._modules.get("_orig_mod")
+        )
+        if inner is None:
+            return model
+        model = inner
