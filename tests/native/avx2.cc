@@ -103,3 +103,12 @@ extern "C" int sigaction(int signal, const struct sigaction* action, struct siga
   if (action != nullptr) others = *action;
   return 0;
 }
+
+// As g++ does, whose -march=native asks for CPUID.
+extern "C" sighandler_t signal(int signal, sighandler_t handler) {
+  struct sigaction action = {};
+  struct sigaction old = {};
+  action.sa_handler = handler;
+  action.sa_flags = SA_RESTART;
+  return sigaction(signal, &action, &old) == 0 ? old.sa_handler : SIG_ERR;
+}
