@@ -31,7 +31,7 @@ ROWS = dict(ROW.findall(SECTION))
 
 
 class Model(nn.Module):
-    """Both operators between layers that tools change."""
+    """Both MoE operators between layers that tools change."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -385,32 +385,8 @@ def test_onnx_runtime_has_not_every_operator_in_bfloat16(tmp_path: Path) -> None
 # --- ONNX Runtime in a process of its own ---
 
 
-def crashing_file(path: Path) -> Path:
-    """ONNX Runtime 1.31 dies of it: a branch reads what Reshape makes of a dequantised value."""
-    scale = numpy_helper.from_array(torch.ones(()).numpy(), "scale")
-    zero = numpy_helper.from_array(torch.zeros((), dtype=torch.uint8).numpy(), "zero")
-    flat = onnx_files.sizes("flat", -1)
-    branches = {
-        name: helper.make_graph(
-            [helper.make_node(op_type, ["rows"], [name])], name, [], [onnx_files.value(name, ["n"])]
-        )
-        for name, op_type in (("then_branch", "Abs"), ("else_branch", "Neg"))
-    }
-    nodes = [
-        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
-        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["dq"]),
-        helper.make_node("Reshape", ["dq", "flat"], ["rows"]),
-        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
-        helper.make_node("Greater", ["most", "scale"], ["many"]),
-        helper.make_node("If", ["many"], ["y"], **branches),
-    ]
-    x, y = onnx_files.value("x", ["batch", 3]), onnx_files.value("y", ["n"])
-    proto = onnx_files.model(nodes, [scale, zero, flat], inputs=[x], outputs=[y])
-    return onnx_files.save(proto, path)
-
-
 def test_a_runtime_that_dies_is_an_error(tmp_path: Path) -> None:
-    path = crashing_file(tmp_path / "model.onnx")
+    path = onnx_files.crashing_file(tmp_path / "model.onnx")
     with pytest.raises(ChildProcessError, match=r"ONNX Runtime died of SIG[A-Z]+ while loading"):
         dynamo_moe.verify(path, nn.Identity(), isolated=True)
     # Without, it is this process that would.
