@@ -18,7 +18,7 @@ CPP := $(wildcard trt_plugin/csrc/*.cc tests/native/*.cc)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast lint format docs pictures bench gpu-check clean test-all
+.PHONY: help install demo test test-avx2 test-fast lint format docs pictures bench gpu-check clean test-all
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,13 @@ test-all: $(INSTALLED) ## Run them with every model of transformers, and write i
 
 test-fast: $(INSTALLED) ## Run those that take less than 10 seconds each
 	$(PYTEST) -m "not slow and not every"
+
+test-avx2: $(INSTALLED) build/avx2.so ## Run the tests as on a CPU without AVX-512 and VNNI
+	LD_PRELOAD=$(abspath build/avx2.so) $(PYTEST) -m "not every"
+
+build/avx2.so: tests/native/avx2.cc
+	@mkdir -p build
+	g++ -std=c++17 -O1 -fPIC -shared -o $@ $< -ldl
 
 lint: $(INSTALLED) ## Check style, types, which package imports which, and the C++ sources
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""What a model must be; running it as in ``eval()``, with every submodule's mode left as it was."""
+"""What a model must be; running it as in ``eval()``, without what PyTorch wraps around it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.jit import ScriptModule
+from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["check_model", "evaluating"]
+__all__ = ["check_model", "evaluating", "unwrapped"]
 
 
 def check_model(model: object) -> None:
@@ -40,3 +41,15 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the module that ``torch.compile`` or ``AveragedModel`` has wrapped."""
+    while True:
+        # _orig_mod is the wrapped module of torch.compile's OptimizedModule.
+        inner = (
+            model.module if isinstance(model, AveragedModel) else model._modules.get("_orig_mod")
+        )
+        if inner is None:
+            return model
+        model = inner

@@ -18,11 +18,13 @@ import onnx.defs
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
+from torch.utils import _pytree as pytree
 
 from dynamo_moe import (
     _causes,
     _dynamic_shapes,
     _files,
+    _inputs,
     _layers,
     _lowering,
     _passes,
@@ -153,7 +155,8 @@ def export(
 
     Args:
         model: The model; exported as in ``eval()``, left as it was.
-        args: Example positional arguments, or one tensor. Only their shapes and dtypes matter.
+        args: Example positional arguments, or one tensor. Only their shapes and dtypes matter; of
+            integers the file notes the least and the greatest, for :func:`verify`.
         path: The file to write. It is written beside and renamed, so an earlier file stays whole
             until then.
         kwargs: Example keyword arguments.
@@ -229,6 +232,8 @@ def export(
             layers = _optimize(model_ir, target, body, link_weights)
             _rename("output_names", model_ir.graph.outputs, output_names)
             _layers.store(model_ir, layers)
+            leaves = pytree.tree_leaves((args, kwargs or {}))
+            _inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
             if link_weights:
                 _weights.link(model_ir, path.parent)
             files = _files.save_model(model_ir, path, external_data)

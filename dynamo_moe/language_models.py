@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,7 +24,15 @@ from dynamo_moe.exporting import ExportReport, export
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TASKS", "Task", "example_case", "export_language_model", "performing"]
+__all__ = [
+    "TASKS",
+    "Task",
+    "example_case",
+    "export_language_model",
+    "performing",
+    "task_of",
+    "verification_cases",
+]
 
 Task = Literal["text-generation-with-past", "text-generation", "feature-extraction"]
 TASKS: tuple[str, ...] = get_args(Task)
@@ -104,8 +113,8 @@ def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
 
     For ``text-generation-with-past`` that is ``forward(input_ids, attention_mask,
     past_key_values)``, with a list of (keys, values) per layer; it returns (logits, list of (keys,
-    values)). For the others ``forward(input_ids, attention_mask)`` returns one tensor.
-    :func:`verify` compares such a model with its file.
+    values)). For the others ``forward(input_ids, attention_mask)`` returns one tensor. Nothing
+    changes where the model performs the task already. :func:`verify` does this itself.
 
     Raises:
         ValueError: As :func:`export_language_model`.
@@ -113,15 +122,53 @@ def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
     if task not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
     original = model.forward
+    if getattr(original, "task", None) == task:
+        yield
+        return
     if task == "text-generation-with-past":
         _check_cache(model)
-        model.forward = _with_past(original)
+        performed = _with_past(original)
     else:
-        model.forward = _without_past(original, _RESULTS[task])
+        performed = _without_past(original, _RESULTS[task])
+    performed.task = task  # type: ignore[attr-defined]
+    own = vars(model).get("forward")  # As accelerate's hooks leave one.
+    model.forward = performed
     try:
         yield
     finally:
         del model.forward
+        if own is not None:
+            model.forward = own
+
+
+def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> Task | None:
+    """Returns the task of a file with these inputs and outputs, where the model is one for it."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    if list(inputs[:2]) != ["input_ids", "attention_mask"] or not outputs:
+        return None
+    layers = len(outputs) // 2
+    if layers and list(outputs[1:]) == _cache_names("present", layers):
+        return "text-generation-with-past" if outputs[0] == "logits" else None
+    tasks: dict[str, Task] = {
+        "logits": "text-generation",
+        "last_hidden_state": "feature-extraction",
+    }
+    return tasks.get(outputs[0]) if len(inputs) == 2 and len(outputs) == 1 else None
+
+
+def verification_cases(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Returns cases of a model within :func:`performing`: a prompt, a step, a part of a prompt.
+
+    The third has padding before a part of its tokens, where the task has a cache.
+    """
+    prompt, step, part = (
+        example_case(model, *sizes) for sizes in ((1, 5, 0), (3, 1, 6), (2, 4, 3))
+    )
+    if "past_key_values" in part:
+        part["attention_mask"][-1, :2] = 0
+    return [prompt, step, part]
 
 
 def example_case(

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import torch
 from onnx import external_data_helper
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import custom_ops  # noqa: F401  Registers torch.ops.moe.
-from custom_ops.options import RouterOptions
-from custom_ops.routing import route
-from dynamo_moe import _layers, _schemas
 from dynamo_moe._files import load_graph
 from dynamo_moe._inputs import random_inputs
-from dynamo_moe._modes import check_model, evaluating
+from dynamo_moe._modes import check_model, evaluating, unwrapped
+from dynamo_moe._observed_routing import RoutingRecorder, agreement, layers_of, routing_graph
+from dynamo_moe._runtime import RefusedError, Runtime, RuntimeProcess, describe
 from dynamo_moe.inspection import all_nodes
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 
 if TYPE_CHECKING:
-    import onnxruntime
     from rich.table import Table
 
 __all__ = ["CaseResult", "VerificationError", "VerificationReport", "verify"]
 
 # Of operators that ONNX Runtime has.
 _RUNTIME_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
+
+Case = tuple[Any, ...] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class CaseResult:
         routing_agreement: Fraction of (token, layer) pairs whose set of experts agrees, 0 to 1;
             None where the file names no MoE layers.
         passed: Whether the errors keep the tolerance.
+        model_error: With a reference, the worst element's error of the model itself: what of
+            ``max_error`` is the conversion's.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -57,6 +59,7 @@ class CaseResult:
     rms_error: float
     routing_agreement: float | None
     passed: bool
+    model_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,18 +88,20 @@ class VerificationReport:
         verdict = "[green]agrees[/]" if self.passed else "[red]DIFFERS[/]"
         title = f"{escape(str(self.path))} in {self.runtime}: {verdict}"
         table = Table(title=title, title_justify="left")
-        for column in ("inputs", "max error", "RMS error", "same routing", ""):
+        own = ["model's error"] if any(case.model_error is not None for case in self.cases) else []
+        for column in ("inputs", "max error", "RMS error", *own, "same routing", ""):
             table.add_column(column)
         for case in self.cases:
             inputs = [f"{name} {list(shape)}" for name, shape in case.shapes.items()]
             more = [f"and {len(inputs) - 3} more"] if len(inputs) > 4 else []
             shapes = ", ".join(inputs[:3] + more if more else inputs)
-            agreement = case.routing_agreement
+            same = case.routing_agreement
             table.add_row(
                 shapes,
                 f"{case.max_error:.1e}",
                 f"{case.rms_error:.1e}",
-                "-" if agreement is None else f"{agreement:.2%}",
+                *([] if case.model_error is None else [f"{case.model_error:.1e}"]),
+                "-" if same is None else f"{same:.2%}",
                 "[green]ok[/]" if case.passed else "[red]fails[/]",
             )
         table.caption = f"tolerance: max {self.tolerance.max:.0e}, RMS {self.tolerance.rms:.0e}"
@@ -108,10 +113,13 @@ class VerificationError(AssertionError):
 
     def __init__(self, report: VerificationReport) -> None:
         worst = max(report.cases, key=lambda case: (not case.passed, case.max_error))
+        other, own = "model", ""
+        if worst.model_error is not None:
+            other, own = "reference", f"; the model's own error is {worst.model_error:.1e}"
         super().__init__(
-            f"{report.path} differs from the model: max error {worst.max_error:.1e} "
+            f"{report.path} differs from the {other}: max error {worst.max_error:.1e} "
             f"(tolerance {report.tolerance.max:.0e}), RMS {worst.rms_error:.1e} "
-            f"({report.tolerance.rms:.0e}) on inputs {worst.shapes}"
+            f"({report.tolerance.rms:.0e}) on inputs {worst.shapes}{own}"
         )
         self.report = report
 
@@ -119,19 +127,33 @@ class VerificationError(AssertionError):
 def verify(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
-    inputs: Sequence[tuple[Any, ...] | Mapping[str, Any]] | None = None,
+    inputs: Sequence[Case] | None = None,
     *,
+    reference: torch.nn.Module | None = None,
     tolerance: Tolerance | None = None,
+    isolated: bool = False,
+    timeout: float | None = None,
 ) -> VerificationReport:
     """Runs an exported file in ONNX Runtime and the model in PyTorch, and compares.
+
+    A model of transformers is run as its file was exported: that of :func:`export_language_model`
+    with its cache, on a prompt and on further tokens. What ``torch.compile`` or ``AveragedModel``
+    wraps is run without them.
 
     Args:
         path: The ONNX file.
         model: The model that it was exported from, on the CPU; run as in ``eval()``.
         inputs: Cases to run, each positional arguments or a mapping of keyword arguments. None:
             random ones of several batch sizes and lengths, drawn from the file's inputs: floats
-            from a normal distribution, integers from 0..9, booleans true.
+            from a normal distribution, booleans true, integers below the size of what they index,
+            else between the least and the greatest of the example's (0..9 where these are unknown
+            or 0; all 1 where that is the greatest, as in a mask).
+        reference: A model with the same arguments that the file is to agree with instead, such as
+            a copy made before :func:`convert`. ``model`` then gives the routing, and an error of
+            its own.
         tolerance: None: by the lowest precision among the file's weights.
+        isolated: ONNX Runtime runs in a process of its own, so that its crash is an error here.
+        timeout: Seconds that it then may take to load the file, and to run each case.
 
     Returns:
         Errors and routing agreement of every case, all within the tolerance.
@@ -140,17 +162,62 @@ def verify(
         VerificationError: If an error passes the tolerance.
         FileNotFoundError: If the file does not exist.
         ModuleNotFoundError: If ONNX Runtime is not installed.
-        ValueError: If a case does not fit the file's inputs or the model, or the file has a node
-            that ONNX Runtime does not know and that has no body.
-        TypeError: If the model is not a module, or ``inputs`` is not a sequence of tuples or
-            mappings.
+        ValueError: If a case does not fit the file's inputs or the model, or ONNX Runtime cannot
+            run the file, such as for a node that it does not know and that has no body.
+        TypeError: If the model is not a module, or ``inputs`` is not a sequence of tuples or mappings.
+        ChildProcessError: If ONNX Runtime, isolated, died.
+        TimeoutError: If it took longer than ``timeout``.
     """
     check_model(model)
     path = Path(path)
-    import onnxruntime
-
+    if timeout is not None and not isolated:
+        raise ValueError("timeout needs isolated=True: only a process of its own can be ended")
+    name = describe()
     proto = load_graph(path)
-    cases = random_inputs(proto) if inputs is None else list(inputs)
+    model = unwrapped(model)
+    reference = None if reference is None else unwrapped(reference)
+    with ExitStack() as stack:
+        drawn = _perform(stack, proto, [model] if reference is None else [model, reference])
+        cases = drawn if inputs is None else _checked(inputs)
+        bound = tolerance or tolerance_for(
+            _weight_dtypes(proto), approximate_gelu=_approximates_gelu(proto)
+        )
+        runtime = stack.enter_context(RuntimeProcess(timeout) if isolated else Runtime())
+        file = _File(path, proto, runtime)
+        results = []
+        for case in cases:
+            feeds = _feeds(file.inputs, case)
+            try:
+                expected = _run_torch(model, reference, case)
+            except Exception as error:  # The model's own code runs.
+                if inputs is None or isinstance(error, IndexError):  # Ids beyond an embedding.
+                    raise ValueError(
+                        f"the model takes no such inputs ({error}): pass inputs of your own"
+                    ) from error
+                raise
+            results.append(_compare(file, feeds, expected, bound))
+    report = VerificationReport(path, name, bound, tuple(results))
+    if not report.passed:
+        raise VerificationError(report)
+    return report
+
+
+def _perform(stack: ExitStack, proto: onnx.ModelProto, models: Sequence[Any]) -> list[Any]:
+    """Lets the models do what the file does, as long as the stack lasts; returns random cases."""
+    from dynamo_moe import language_models
+
+    graph = proto.graph
+    inputs, outputs = ([value.name for value in values] for values in (graph.input, graph.output))
+    task = language_models.task_of(models[0], inputs, outputs)
+    if task is None:
+        return random_inputs(proto)
+    for model in models:
+        stack.enter_context(language_models.performing(model, task))
+    return language_models.verification_cases(models[0])
+
+
+def _checked(inputs: Sequence[Case]) -> list[Case]:
+    cases = list(inputs)
     if not cases:
         raise ValueError("inputs holds no case: nothing would be verified")
     for case in cases:
@@ -159,171 +226,156 @@ def verify(
                 "inputs must be a sequence of cases, each a tuple or a mapping, as in [(x,)]; "
                 f"got a case of type {type(case).__name__}"
             )
-    bound = tolerance or tolerance_for(
-        _weight_dtypes(proto), approximate_gelu=_approximates_gelu(proto)
-    )
-    session = _session(path, proto)
-    with _routing_session(proto, path) as routing:
-        try:
-            results = tuple(_run_case(session, routing, model, case, bound) for case in cases)
-        except IndexError as error:  # Such as random ids beyond an embedding.
-            raise ValueError(
-                f"the model takes no such inputs ({error}): pass inputs of your own"
-            ) from error
-    report = VerificationReport(path, f"ONNX Runtime {onnxruntime.__version__}", bound, results)
-    if not report.passed:
-        raise VerificationError(report)
-    return report
+    return cases
 
 
-def _session(path: Path, proto: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    import onnxruntime
+class _File:
+    """The file in ONNX Runtime; beside it, what decides the routing of its layers, if known.
 
-    try:
-        return onnxruntime.InferenceSession(path, _session_options())
-    except Exception as error:  # ONNX Runtime's exceptions have no base class of their own.
-        functions = {(function.domain, function.name) for function in proto.functions}
-        bodiless = [
-            f"{node.domain}::{node.op_type}"
-            for node in all_nodes(proto.graph.node)
-            if node.domain not in _RUNTIME_DOMAINS and (node.domain, node.op_type) not in functions
-        ]
-        if not bodiless:
-            raise
-        raise ValueError(
-            f"ONNX Runtime cannot run {path}: {bodiless[0]} has no body in the file. Give "
-            "register_op a body of standard operators, and export again"
-        ) from error
-
-
-@contextmanager
-def _routing_session(
-    proto: onnx.ModelProto, path: Path
-) -> Iterator[onnxruntime.InferenceSession | None]:
-    """Yields a session whose outputs decide each MoE layer's routing, in order of the layers.
-
-    A session of its own: another output changes how ONNX Runtime uses memory, which has hidden an
-    error in its MoE. None where the file names no layers, or optimisation removed such a value.
+    The latter is a session of its own: another output changes how ONNX Runtime uses memory, which
+    has hidden an error in its MoE.
     """
-    import onnxruntime
 
-    layers = _layers_of(proto)
-    known = {name for node in proto.graph.node for name in node.output}
-    known |= {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
-    used = {name for layer in layers for name in _routing_inputs(layer)}
-    if not layers or not used <= known:
-        yield None
-        return
-    del proto.graph.output[:]
-    for place, layer in enumerate(layers):
-        _watch_routing(proto.graph, layer, f"dynamo_moe.layer{place}")
-    if not any(external_data_helper.uses_external_data(t) for t in proto.graph.initializer):
-        yield onnxruntime.InferenceSession(proto.SerializeToString(), _session_options())
-        return
+    def __init__(self, path: Path, proto: onnx.ModelProto, runtime: Runtime) -> None:
+        self._path, self._runtime = path, runtime
+        try:
+            self._session, self.inputs = runtime.load(str(path))
+        except RefusedError as error:
+            raise ValueError(
+                f"ONNX Runtime cannot run {path}: {_reason(str(error), proto)}"
+            ) from error
+        self._routing = _load_routing(path, proto, runtime)
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> list[Tensor]:
+        return self._run(self._session, feeds)
+
+    def routing(self, feeds: Mapping[str, np.ndarray]) -> list[Tensor]:
+        return [] if self._routing is None else self._run(self._routing, feeds)
+
+    def _run(self, session: int, feeds: Mapping[str, np.ndarray]) -> list[Tensor]:
+        try:
+            return [_to_torch(array) for array in self._runtime.run(session, feeds)]
+        except RefusedError as error:
+            shapes = {name: list(array.shape) for name, array in feeds.items()}
+            raise ValueError(
+                f"ONNX Runtime cannot run {self._path} on inputs of shapes {shapes}: {error}"
+            ) from error
+
+
+def _reason(error: str, proto: onnx.ModelProto) -> str:
+    """Why ONNX Runtime cannot load a file."""
+    functions = {(function.domain, function.name) for function in proto.functions}
+    for node in all_nodes(proto.graph.node):
+        if node.domain not in _RUNTIME_DOMAINS and (node.domain, node.op_type) not in functions:
+            return (
+                f"{node.domain}::{node.op_type} has no body in the file. Give register_op a body "
+                "of standard operators, and export again"
+            )
+    missing = re.search(r"Could not find an implementation for (\w+)\(\d+\)", error)
+    weights = {tensor.data_type for tensor in proto.graph.initializer}
+    if missing and onnx.TensorProto.BFLOAT16 in weights:
+        return (
+            f"on a CPU it has no {missing[1]} of bfloat16. Verify an export of the model in "
+            "float32, or with the experts alone in bfloat16"
+        )
+    return error
+
+
+def _load_routing(path: Path, proto: onnx.ModelProto, runtime: Runtime) -> int | None:
+    watched = routing_graph(proto)
+    if watched is None:
+        return None
+    if not any(external_data_helper.uses_external_data(t) for t in watched.graph.initializer):
+        return runtime.load(watched.SerializeToString())[0]
     # External data is found relative to the model's folder.
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".verify.", suffix=".onnx") as beside:
-        beside.write(proto.SerializeToString())
+        beside.write(watched.SerializeToString())
         beside.flush()
-        yield onnxruntime.InferenceSession(beside.name, _session_options())
+        return runtime.load(beside.name)[0]
 
 
-def _routing_inputs(layer: _layers.Layer) -> list[str]:
-    """The values of the graph that decide the layer's routing."""
-    if layer.op_type == _schemas.EXPERTS:
-        return [layer.inputs[1]]
-    return [name for name in (*layer.inputs[:2], *layer.inputs[4:5]) if name]
+@dataclass(frozen=True)
+class _Expected:
+    """What PyTorch computes: the model and, if there is one, the reference."""
+
+    model: list[Tensor]
+    reference: list[Tensor] | None
+    routing: list[Tensor]
 
 
-def _watch_routing(graph: onnx.GraphProto, layer: _layers.Layer, name: str) -> None:
-    """Adds the layer's expert ids, as the file's own tokens and router give them, as an output.
-
-    The top-k of logits is that of their scores: every scoring is monotonic.
-    """
-
-    def add(op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
-        names = [f"{name}.{len(graph.node)}.{output}" for output in range(outputs)]
-        graph.node.append(onnx.helper.make_node(op_type, inputs, names, **attributes))
-        return names[-1]
-
-    inputs = _routing_inputs(layer)
-    ids = inputs[0]
-    if layer.op_type == _schemas.DROPLESS:
-        tokens, weight, *bias = (add("Cast", value, to=onnx.TensorProto.FLOAT) for value in inputs)
-        logits = add("MatMul", tokens, add("Transpose", weight, perm=[1, 0]))
-        for value in bias:
-            logits = add("Add", logits, value)
-        top_k = add("Constant", value_ints=[layer.attributes["top_k"]])
-        ids = add("TopK", logits, top_k, outputs=2)
-    graph.output.append(onnx.ValueInfoProto(name=add("Identity", ids)))
-
-
-def _session_options() -> onnxruntime.SessionOptions:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    return options
-
-
-def _run_case(
-    session: onnxruntime.InferenceSession,
-    routing: onnxruntime.InferenceSession | None,
-    model: torch.nn.Module,
-    case: tuple[Any, ...] | Mapping[str, Any],
-    bound: Tolerance,
+def _compare(
+    file: _File, feeds: Mapping[str, np.ndarray], expected: _Expected, bound: Tolerance
 ) -> CaseResult:
-    feeds = _feeds(session, case)
-    expected, routed = _run_torch(model, case)
-    results = session.run(None, feeds)
-    if not expected:
-        raise ValueError("the model returns no tensor: nothing would be verified")
-    if len(results) != len(expected):
-        raise ValueError(f"the file has {len(results)} outputs, the model {len(expected)}")
-    errors = [
-        _errors(torch.from_numpy(result), reference)
-        for result, reference in zip(results, expected, strict=True)
-    ]
-    # Not Python's max, which loses a NaN that is not first.
-    max_error, rms_error = torch.tensor(errors, dtype=torch.float64).amax(dim=0).tolist()
-    watched = [] if routing is None else routing.run(None, feeds)
+    max_error, rms_error = _worst("file", file.run(feeds), expected.reference or expected.model)
+    model_error = None
+    if expected.reference is not None:
+        model_error, _ = _worst("model", expected.model, expected.reference)
     return CaseResult(
         shapes={name: tuple(value.shape) for name, value in feeds.items()},
         max_error=max_error,
         rms_error=rms_error,
-        routing_agreement=_agreement(routed, [torch.from_numpy(value) for value in watched]),
+        routing_agreement=agreement(expected.routing, file.routing(feeds)),
         passed=max_error <= bound.max and rms_error <= bound.rms,
+        model_error=model_error,
     )
 
 
-def _feeds(
-    session: onnxruntime.InferenceSession, case: tuple[Any, ...] | Mapping[str, Any]
-) -> dict[str, np.ndarray]:
-    names = [graph_input.name for graph_input in session.get_inputs()]
+def _worst(what: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float]:
+    """The worst errors over all outputs."""
+    if not expected:
+        raise ValueError("the model returns no tensor: nothing would be verified")
+    if len(results) != len(expected):
+        raise ValueError(f"the {what} has {len(results)} outputs, the model {len(expected)}")
+    errors = [_errors(result, wanted) for result, wanted in zip(results, expected, strict=True)]
+    # Not Python's max, which loses a NaN that is not first.
+    max_error, rms_error = torch.tensor(errors, dtype=torch.float64).amax(dim=0).tolist()
+    return max_error, rms_error
+
+
+def _feeds(names: Sequence[str], case: Case) -> dict[str, np.ndarray]:
     if isinstance(case, Mapping) and set(case) == set(names):
-        return {name: value.numpy(force=True) for name, value in case.items()}
+        return {name: _to_numpy(value) for name, value in case.items()}
     leaves = [leaf for leaf in pytree.tree_leaves(case) if isinstance(leaf, Tensor)]
     if len(leaves) != len(names):
         raise ValueError(
             f"a case must hold one tensor per input of the file ({', '.join(names)}); "
             f"got {len(leaves)}"
         )
-    return {name: leaf.numpy(force=True) for name, leaf in zip(names, leaves, strict=True)}
+    return {name: _to_numpy(leaf) for name, leaf in zip(names, leaves, strict=True)}
 
 
-def _run_torch(
-    model: torch.nn.Module, case: tuple[Any, ...] | Mapping[str, Any]
-) -> tuple[list[Tensor], list[Tensor]]:
-    recorder = _RoutingRecorder()
-    args, kwargs = _arguments(model, case)
-    with torch.no_grad(), evaluating(model), recorder:
+def _to_numpy(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy(force=True)
+    return tensor.detach().cpu().contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def _to_torch(array: np.ndarray) -> Tensor:
+    if array.dtype != ml_dtypes.bfloat16:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def _run_torch(model: torch.nn.Module, reference: torch.nn.Module | None, case: Case) -> _Expected:
+    recorder = RoutingRecorder()
+    with recorder:
+        results = _outputs(model, case)
+    return _Expected(
+        results, None if reference is None else _outputs(reference, case), recorder.ids
+    )
+
+
+def _outputs(model: torch.nn.Module, case: Case) -> list[Tensor]:
+    # Copies: a forward may write into its arguments.
+    copied = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, case)
+    args, kwargs = _arguments(model, copied)
+    # Compiled parts run eagerly: a dispatch mode looks at every operator.
+    with torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
         result = model(*args, **kwargs)
-    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-    return leaves, recorder.ids
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def _arguments(
-    model: torch.nn.Module, case: tuple[Any, ...] | Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(model: torch.nn.Module, case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a case as the model's forward takes it: by name where the names are its own."""
     if not isinstance(case, Mapping):
         return case, {}
@@ -332,40 +384,6 @@ def _arguments(
         return (), dict(case)
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return ((), dict(case)) if set(case) <= named else (tuple(case.values()), {})
-
-
-class _RoutingRecorder(TorchDispatchMode):
-    """Notes the routing of every MoE operator that runs inside it, but for branches of cond."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not.
-        self.ids: list[Tensor] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.moe.experts.default:
-            self.ids.append(args[1])
-        elif func is torch.ops.moe.dropless.default:
-            tokens, weight, top_k = args[0], args[1], args[6]
-            bias = args[7] if len(args) > 7 else None
-            options = RouterOptions(top_k, scoring=kwargs.get("scoring", "softmax"))
-            self.ids.append(route(tokens.reshape(-1, tokens.shape[-1]), weight, bias, options)[0])
-        return func(*args, **kwargs)
-
-
-def _agreement(routed: list[Tensor], watched: list[Tensor]) -> float | None:
-    """Returns the fraction of (token, layer) pairs whose sets of experts agree."""
-    if not watched or len(watched) != len(routed):
-        return None
-    same = []
-    for ours, file in zip(routed, watched, strict=True):
-        ids, other = (value.reshape(-1, ours.shape[-1]).sort(dim=-1)[0] for value in (ours, file))
-        same.append((ids == other).all(dim=-1))
-    return float(torch.cat(same).double().mean())
 
 
 def _errors(result: Tensor, expected: Tensor) -> tuple[float, float]:
@@ -394,9 +412,5 @@ def _weight_dtypes(proto: onnx.ModelProto) -> set[torch.dtype]:
 
 def _approximates_gelu(proto: onnx.ModelProto) -> bool:
     """Whether ``com.microsoft::MoE`` computes a layer that asks for the exact GELU."""
-    activations = {layer.attributes["activation"] for layer in _layers_of(proto)}
+    activations = {layer.attributes["activation"] for layer in layers_of(proto)}
     return "gelu" in activations and any(n.domain == "com.microsoft" for n in proto.graph.node)
-
-
-def _layers_of(proto: onnx.ModelProto) -> list[_layers.Layer]:
-    return _layers.from_metadata({prop.key: prop.value for prop in proto.metadata_props})

@@ -159,6 +159,30 @@ def dense_model() -> onnx.ModelProto:
     return model(nodes, weights, inputs=[value("x", ["T", 4])], outputs=[value("y", ["T", 4])])
 
 
+def crashing_file(path: Path) -> Path:
+    """ONNX Runtime 1.31 dies of it: a branch reads what Reshape makes of a dequantised value."""
+    scale = numpy_helper.from_array(np.ones((), np.float32), "scale")
+    zero = numpy_helper.from_array(np.zeros((), np.uint8), "zero")
+    flat = sizes("flat", -1)
+    branches = {
+        name: helper.make_graph(
+            [helper.make_node(op_type, ["rows"], [name])], name, [], [value(name, ["n"])]
+        )
+        for name, op_type in (("then_branch", "Abs"), ("else_branch", "Neg"))
+    }
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["dq"]),
+        helper.make_node("Reshape", ["dq", "flat"], ["rows"]),
+        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
+        helper.make_node("Greater", ["most", "scale"], ["many"]),
+        helper.make_node("If", ["many"], ["y"], **branches),
+    ]
+    x, y = value("x", ["batch", 3]), value("y", ["n"])
+    proto = model(nodes, [scale, zero, flat], inputs=[x], outputs=[y])
+    return save(proto, path)
+
+
 def save(proto: onnx.ModelProto, path: Path, *, external: bool = False) -> Path:
     onnx.save(
         proto,

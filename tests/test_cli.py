@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import dynamo_moe
 from dynamo_moe._model_loading import UsageError, load_model, parse_dynamic, parse_shapes
 from dynamo_moe.cli import app
-from onnx_files import moe_model, save
+from onnx_files import crashing_file, moe_model, save
 
 MODELS = '''
 """Factories, good and bad."""
@@ -445,6 +445,12 @@ def test_a_file_that_differs_fails() -> None:
     assert result.exit_code == 1
     assert not json.loads(result.stdout)["passed"]
     assert "error: net.onnx differs from the model" in result.stderr
+
+
+def test_a_runtime_that_dies_is_one_line() -> None:
+    crashing_file(Path("crash.onnx"))
+    message = _error("verify", "crash.onnx", "torch.nn:Identity", code=1)
+    assert message.startswith("ONNX Runtime died of SIG")
 
 
 def test_options_reach_the_export() -> None:

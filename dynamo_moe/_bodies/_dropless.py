@@ -98,7 +98,8 @@ def _rows(
 
     def linear(in_RI: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
         names = [weight, *({bias} & weights.keys())]
-        wide = [op.cast(weights[name], config.w_dtype, dtype, out=f"{name}_wide") for name in names]
+        own = [op.entered(weights[name], config.w_dtype, out=f"{name}_own") for name in names]
+        wide = [op.cast(value, config.w_dtype, dtype, out=f"{value.name}_wide") for value in own]
         return op.Gemm(in_RI, *wide, transB=1, out=out)
 
     rows_R = op.Slice(layer.slots.rows_N, begin_1, end_1, [0], out="rows_R")
@@ -124,9 +125,12 @@ def _scan(op: Ops, layer: _Layer, most_1: ir.Value) -> tuple[ir.Value, ir.Value]
     } | {name: layer.parameters[name] for name in _WEIGHTS if name in layer.parameters}
 
     each = op.inner()
-    kinds = {"active": ir.DataType.BOOL} | dict.fromkeys(_WEIGHTS, layer.config.w_dtype)
+    kinds = {"active": ir.DataType.BOOL} | dict.fromkeys(
+        ("begin", "end", "pads"), ir.DataType.INT64
+    )
+    # The weights' types are those of what is visited, even after a tool has changed that.
     own = {
-        name: each.value(name, ir.TensorType(kinds.get(name, ir.DataType.INT64)))
+        name: each.value(name, ir.TensorType(kinds[name]) if name in kinds else None)
         for name in visited
     }
     active, idle = each.inner(), each.inner()

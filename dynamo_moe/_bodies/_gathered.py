@@ -53,6 +53,7 @@ def experts(
     def chosen(name: str) -> ir.Value:
         # The slots of no expert, -1, get the last one's.
         own = op.Gather(parameters[name], ids_TK, axis=0, out=f"{name}_TK")
+        own = op.entered(own, config.w_dtype, out=f"{name}_TK_entered")
         return op.cast(own, config.w_dtype, dtype, out=f"{name}_TK_wide")
 
     def linear(columns: ir.Value, weight: str, bias: str, out: str) -> ir.Value:

@@ -37,7 +37,7 @@ def body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
     Raises:
         ValueError: If the opset is too old.
     """
-    return function(config, opset, domain, routed(_dropless.experts))
+    return function(config, opset, domain, routed(_dropless.experts), beside=True)
 
 
 def unrolled_body(
@@ -45,7 +45,7 @@ def unrolled_body(
 ) -> ir.Function:
     """The operator as two products for each of ``num_experts`` experts; see :func:`body`."""
     layer = routed(functools.partial(_unrolled.experts, num_experts=num_experts))
-    return function(config, opset, domain, layer)
+    return function(config, opset, domain, layer, beside=True)
 
 
 def dense_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
@@ -60,19 +60,22 @@ def onnxruntime_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> 
     return result
 
 
-def function(config: BodyConfig, opset: int, domain: str, layer: Layer) -> ir.Function:
+def function(
+    config: BodyConfig, opset: int, domain: str, layer: Layer, *, beside: bool = False
+) -> ir.Function:
     """The operator with a given way to compute ``[T, D]`` from ``[T, D]``; see :func:`body`."""
     if opset < MIN_OPSET:
         raise ValueError(f"the body needs opset {MIN_OPSET} or later, got {opset}")
-    op = Ops(opset)
+    op = Ops(opset, beside=beside)
     inputs = {name: op.value(name) for name in config.inputs}
     x = inputs["x"]
-    x_TD = op.Reshape(x, op.Concat([-1], op.size("in_features"), axis=0, out="TD"), out="x_TD")
+    x_TD = op.entered(_rows(op, x), config.x_dtype, out="x_entered_TD")
     y_TD = layer(op, config, inputs, x_TD)
     if config.residual:
         x_wide_TD = op.cast(x_TD, config.x_dtype, config.compute_dtype, out="residual_TD")
         y_TD = op.Add(x_wide_TD, y_TD, out="y_residual_TD")
     y_TD = op.cast(y_TD, config.compute_dtype, config.x_dtype, out="y_rounded_TD")
+    y_TD = op.leaving(y_TD, x, config.x_dtype, out="y_leaving_TD")
     y = op.Reshape(y_TD, op.Shape(x, out="x_shape"), allowzero=1, out="y")
     graph = ir.Graph(
         list(inputs.values()), [y], nodes=op.nodes, opset_imports={"": opset}, name=config.overload
@@ -80,6 +83,15 @@ def function(config: BodyConfig, opset: int, domain: str, layer: Layer) -> ir.Fu
     # The type only has to be defined: without a value just the name is stored.
     attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in config.attributes]
     return ir.Function(domain, config.op_type, graph=graph, attributes=attributes)
+
+
+def _rows(op: Ops, x: ir.Value) -> ir.Value:
+    """The tokens as rows ``[T, D]``."""
+    if op.beside:
+        # Where x was dequantised, ONNX Runtime 1.31 moves that behind a Reshape, and dies of it as
+        # the rows enter a branch. It leaves Flatten.
+        return op.Flatten(x, axis=-1, out="x_TD")
+    return op.Reshape(x, op.Concat([-1], op.size("in_features"), axis=0, out="TD"), out="x_TD")
 
 
 def routed(experts: Experts) -> Layer:

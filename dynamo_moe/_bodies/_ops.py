@@ -26,10 +26,12 @@ class Ops:
 
     Args:
         opset: Version of the standard operators.
+        beside: The body stays a function beside its node, whose inputs a tool may change.
     """
 
-    def __init__(self, opset: int) -> None:
+    def __init__(self, opset: int, *, beside: bool = False) -> None:
         self.opset = opset
+        self.beside = beside
         self.nodes: list[ir.Node] = []
         self._names: set[str] = set()
         self._constants: dict[object, ir.Value] = {}
@@ -37,7 +39,7 @@ class Ops:
 
     def inner(self) -> Ops:
         """Returns a recorder of a subgraph, to be filled before the node that runs it."""
-        ops = Ops(self.opset)
+        ops = Ops(self.opset, beside=self.beside)
         ops._names, ops._outermost = self._names, self._outermost
         return ops
 
@@ -103,6 +105,22 @@ class Ops:
     def cast(self, value: ir.Value, source: ir.DataType, to: ir.DataType, out: str) -> ir.Value:
         """Returns ``value``, whose dtype is ``source``, as ``to``; no node if they are equal."""
         return value if source == to else self.Cast(value, to=to, out=out)
+
+    def entered(self, value: ir.Value, dtype: ir.DataType, out: str) -> ir.Value:
+        """Returns an input of the function, or a part of one, in the dtype of its declaration.
+
+        Tools that convert a file to half precision change the inputs of its nodes, and leave
+        functions. So a float32 input is cast to float32: no node after a runtime's optimisations.
+        """
+        if not self.beside or dtype != ir.DataType.FLOAT:
+            return value
+        return self.Cast(value, to=dtype, out=out)
+
+    def leaving(self, value: ir.Value, like: ir.Value, dtype: ir.DataType, out: str) -> ir.Value:
+        """Returns the function's result, of the given dtype, in that which an input has now."""
+        if not self.beside or dtype != ir.DataType.FLOAT:
+            return value
+        return self.CastLike(value, like, out=out)
 
     def operand(self, operand: Operand) -> ir.Value | None:
         """Returns a node's input, with integers made a constant."""

@@ -27,8 +27,10 @@ def rms_norm_body(node: ir.Node, opset: int, target: str) -> ir.Function:
     plus_one, early = (
         bool(node.attributes[name].as_int()) for name in ("weight_plus_one", "round_before_weight")
     )
-    op = Ops(opset)
-    x, weight = (op.value(name) for name in _INPUTS)
+    op = Ops(opset, beside=target == "plugin")
+    x_given, weight_given = (op.value(name) for name in _INPUTS)
+    x = op.entered(x_given, x_dtype, out="x_entered")
+    weight = op.entered(weight_given, weight_dtype, out="weight_entered")
     wide = ir.DataType.DOUBLE if x_dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     factor = op.cast(weight, weight_dtype, wide, out="weight_wide")
     if plus_one:
@@ -43,6 +45,7 @@ def rms_norm_body(node: ir.Node, opset: int, target: str) -> ir.Function:
             rounded = op.cast(normed, wide, x_dtype, out="normed_rounded")
             normed = op.cast(rounded, x_dtype, wide, out="normed_wide")
         y = op.cast(op.Mul(normed, factor, out="scaled"), wide, x_dtype, out="y")
+        y = op.leaving(y, x_given, x_dtype, out="y_leaving")
     parts = {
         x_dtype.short_name(): True,
         weight_dtype.short_name(): weight_dtype != x_dtype,
@@ -50,7 +53,9 @@ def rms_norm_body(node: ir.Node, opset: int, target: str) -> ir.Function:
         "rounded": early,
     }
     name = "_".join(part for part, present in parts.items() if present)
-    graph = ir.Graph([x, weight], [y], nodes=op.nodes, opset_imports={"": opset}, name=name)
+    graph = ir.Graph(
+        [x_given, weight_given], [y], nodes=op.nodes, opset_imports={"": opset}, name=name
+    )
     return ir.Function("moe", "RMSNorm", overload=name, graph=graph, attributes=[])
 
 

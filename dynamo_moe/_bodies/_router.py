@@ -28,7 +28,8 @@ def logits(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir
     dtype = config.routing_dtype
 
     def parameter(name: str) -> ir.Value:
-        return op.cast(inputs[name], config.router_dtype, dtype, out=f"{name}_wide")
+        own = op.entered(inputs[name], config.router_dtype, out=f"{name}_entered")
+        return op.cast(own, config.router_dtype, dtype, out=f"{name}_wide")
 
     return op.Gemm(
         op.cast(x_TD, config.x_dtype, dtype, out="x_wide_TD"),
@@ -75,7 +76,11 @@ def _given(
         out="ids_TK",
     )
     weights_TK = op.cast(
-        op.Reshape(inputs["expert_weights"], TK, out="given_weights_TK"),
+        op.entered(
+            op.Reshape(inputs["expert_weights"], TK, out="given_weights_TK"),
+            config.router_dtype,
+            out="entered_weights_TK",
+        ),
         config.router_dtype,
         dtype,
         out="wide_weights_TK",

@@ -42,15 +42,17 @@ def experts(
     rows_M = op.Slice(slots.rows_N, unused_1, end, [0], out="rows_M")
     x_MD = op.Gather(inputs, rows_M, out="x_MD")
 
+    def parameter(name: str) -> ir.Value:
+        own = op.entered(parameters[name], config.w_dtype, out=f"{name}_entered")
+        return op.cast(own, config.w_dtype, dtype, out=f"{name}_wide")
+
     def products(in_MI: ir.Value, weight: str, bias: str, width: str, out: str) -> list[ir.Value]:
         parts = _split(op, in_MI, slots.counts_E, num_experts)
-        w_EOI = op.cast(parameters[weight], config.w_dtype, dtype, out=f"{weight}_wide")
         flat = op.Concat([-1], op.size(width), axis=0, out=f"{weight}_flat")
-        rows = op.Reshape(w_EOI, flat, out=f"{weight}_rows")
+        rows = op.Reshape(parameter(weight), flat, out=f"{weight}_rows")
         operands = [_split(op, rows, None, num_experts)]
         if bias in parameters:
-            b_EO = op.cast(parameters[bias], config.w_dtype, dtype, out=f"{bias}_wide")
-            flat_b = op.Reshape(b_EO, [-1], out=f"{bias}_flat")
+            flat_b = op.Reshape(parameter(bias), [-1], out=f"{bias}_flat")
             operands.append(_split(op, flat_b, None, num_experts))
         return [
             op.Gemm(in_RI, *own, transB=1, out=out)

@@ -383,7 +383,7 @@ def _verify(
 
     with step(console, "Verifying in ONNX Runtime"):
         try:
-            return dynamo_moe.verify(file, module, inputs)
+            return dynamo_moe.verify(file, module, inputs, isolated=True)
         except dynamo_moe.VerificationError as error:
             return error.report
 

@@ -1,0 +1,211 @@
+"""ONNX files in ONNX Runtime, in this process or in one of its own.
+
+What ONNX Runtime makes of a file can end the process: segmentation faults and failed assertions
+have been seen as it loads one. Run as a script, this module is a process that loads and runs files
+for another. So it imports neither PyTorch, which takes seconds, nor anything of dynamo_moe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+__all__ = ["Runtime", "RuntimeProcess", "RefusedError", "describe"]
+
+_BFLOAT16 = 16
+"""``onnx.TensorProto.BFLOAT16``, without onnx."""
+
+
+class RefusedError(ValueError):
+    """ONNX Runtime cannot load a file, or run it on the inputs."""
+
+
+def describe() -> str:
+    """Returns the name and version of the runtime.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed.
+    """
+    import onnxruntime
+
+    return f"ONNX Runtime {onnxruntime.__version__}"
+
+
+class Runtime(AbstractContextManager["Runtime"]):
+    """ONNX Runtime on the CPU, in this process."""
+
+    def __init__(self) -> None:
+        self._sessions: list[onnxruntime.InferenceSession] = []
+
+    def __exit__(self, *_: object) -> None:
+        self._sessions.clear()
+
+    def load(self, model: str | bytes) -> tuple[int, list[str]]:
+        """Makes a session of a file, or of a serialised model.
+
+        Returns:
+            The session's number, and the names of the file's inputs.
+
+        Raises:
+            RefusedError: If ONNX Runtime cannot load it.
+        """
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        try:
+            session = onnxruntime.InferenceSession(
+                model, options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # ONNX Runtime's exceptions have no base class of their own.
+            raise RefusedError(str(error)) from error
+        self._sessions.append(session)
+        return len(self._sessions) - 1, [value.name for value in session.get_inputs()]
+
+    def run(self, number: int, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Runs a session; bfloat16 is that of ml_dtypes.
+
+        Raises:
+            RefusedError: If ONNX Runtime cannot run the file on these inputs.
+        """
+        session = self._sessions[number]
+        try:
+            values = {name: _to_ort(array) for name, array in feeds.items()}
+            return [_to_numpy(value) for value in session.run_with_ort_values(None, values)]
+        except Exception as error:
+            raise RefusedError(str(error)) from error
+
+
+class RuntimeProcess(Runtime):
+    """The same in a process of its own, whose end is an error of this one.
+
+    Args:
+        timeout: Seconds that a load or a run may take; None: any number.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        super().__init__()
+        self._timeout = timeout
+        self._expired = False
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  Closed with the process.
+        # -P: this file's folder has modules that must not stand in for others.
+        self._process = subprocess.Popen(  # noqa: S603  This Python, and this very file.
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+        )
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._stderr.close()
+
+    def load(self, model: str | bytes) -> tuple[int, list[str]]:
+        """As :meth:`Runtime.load`.
+
+        Raises:
+            RefusedError: As there.
+            ChildProcessError: If the process ended.
+            TimeoutError: If it took too long.
+        """
+        found: tuple[int, list[str]] = self._ask("loading the file", "load", model)
+        return found
+
+    def run(self, number: int, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """As :meth:`Runtime.run`; raises as :meth:`load`."""
+        results: list[np.ndarray] = self._ask("running the file", "run", number, dict(feeds))
+        return results
+
+    def _ask(self, doing: str, method: str, *args: Any) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise ValueError("the process has no pipes")
+        timer = threading.Timer(self._timeout or 0, self._expire)
+        if self._timeout is not None:
+            timer.start()
+        try:
+            pickle.dump((method, args), stdin, protocol=5)
+            stdin.flush()
+            refused, answer = pickle.load(stdout)  # noqa: S301  Our own process wrote it.
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            raise self._end(doing) from error
+        finally:
+            timer.cancel()
+        if refused:
+            raise RefusedError(answer)
+        return answer
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._process.kill()
+
+    def _end(self, doing: str) -> OSError:
+        code = self._process.wait()
+        if self._expired:
+            return TimeoutError(f"ONNX Runtime took more than {self._timeout:g} s for {doing}")
+        end = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        self._stderr.seek(0)
+        *_, said = [b"", *filter(None, self._stderr.read().splitlines())]
+        reason = f": {said.decode(errors='replace').strip()}" if said else ""
+        return ChildProcessError(f"ONNX Runtime {end} while {doing}{reason}")
+
+
+def _to_ort(array: np.ndarray) -> onnxruntime.OrtValue:
+    import onnxruntime
+
+    array = np.ascontiguousarray(array).reshape(array.shape)  # Without axes it would get one.
+    if array.dtype.name != "bfloat16":
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+    bits = array.view(np.uint16)
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _BFLOAT16)
+
+
+def _to_numpy(value: onnxruntime.OrtValue) -> np.ndarray:
+    if value.data_type() != "tensor(bfloat16)":
+        result: np.ndarray = value.numpy()
+        return result
+    import ml_dtypes
+
+    # ONNX Runtime has no way from it to NumPy.
+    shape = value.shape()
+    size = 2 * int(np.prod(shape))
+    content = ctypes.string_at(value.data_ptr(), size)
+    return np.frombuffer(bytearray(content), ml_dtypes.bfloat16).reshape(shape)
+
+
+def _serve() -> None:
+    """Answers requests until there are no more."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    # What ONNX Runtime prints must not come between answers.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    runtime = Runtime()
+    while True:
+        try:
+            method, args = pickle.load(sys.stdin.buffer)  # noqa: S301  Our own process wrote it.
+        except EOFError:
+            return
+        try:
+            answer = False, getattr(runtime, method)(*args)
+        except RefusedError as error:
+            answer = True, str(error)
+        pickle.dump(answer, answers, protocol=5)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()
