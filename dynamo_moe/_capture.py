@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -109,9 +109,8 @@ def _exportable_casts() -> Iterator[None]:
     def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         held = (*module.parameters(recurse), *module.buffers(recurse))
         kinds = {(tensor.dtype, tensor.device) for tensor in held}
-        same = all(_kind(function(torch.empty(0, dtype=d, device=v))) == (d, v) for d, v in kinds)
         cast: Callable[..., nn.Module] = original
-        return module if same else cast(module, function, recurse)
+        return module if _keeps(function, kinds) else cast(module, function, recurse)
 
     nn.Module._apply = apply  # type: ignore[method-assign]
     try:
@@ -120,8 +119,15 @@ def _exportable_casts() -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
-def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
-    return tensor.dtype, tensor.device
+def _keeps(
+    function: Callable[[Tensor], Tensor], kinds: Iterable[tuple[torch.dtype, torch.device]]
+) -> bool:
+    """Whether a function of tensors, such as a cast, leaves such tensors what they are."""
+    try:
+        results = [function(torch.empty(0, dtype=dtype, device=device)) for dtype, device in kinds]
+    except Exception:  # Such as for a device that is not there; the module's own cast will say it.
+        return False
+    return all((r.dtype, r.device) == kind for r, kind in zip(results, kinds, strict=True))
 
 
 def _unsqueeze_complex(program: ExportedProgram) -> None:

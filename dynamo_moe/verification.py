@@ -164,7 +164,8 @@ def verify(
         ModuleNotFoundError: If ONNX Runtime is not installed.
         ValueError: If a case does not fit the file's inputs or the model, or ONNX Runtime cannot
             run the file, such as for a node that it does not know and that has no body.
-        TypeError: If the model is not a module, or ``inputs`` is not a sequence of tuples or mappings.
+        TypeError: If the model is not a module, or ``inputs`` is not a sequence of tuples or
+            mappings.
         ChildProcessError: If ONNX Runtime, isolated, died.
         TimeoutError: If it took longer than ``timeout``.
     """

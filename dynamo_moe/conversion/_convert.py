@@ -79,7 +79,10 @@ class ConversionReport:
     def advice(self) -> str | None:
         """What to know of modules that were left, or of a model that has none, in one line."""
         if self.unrecognised:
-            return f"Left modules become many nodes, or fail: {ADAPTER_PAGE} tells how to convert them."
+            return (
+                f"Left modules become many nodes, or fail: {ADAPTER_PAGE} tells how to convert "
+                "them."
+            )
         if not self.replaced:
             return (
                 "Nothing to convert: no module looks like a router with experts that is not "

@@ -67,8 +67,13 @@ class Output:
     shaped: bool = False
     squeezed: bool = False
 
-    def of(self, y: Tensor, routed: Routed) -> Any:
-        """Returns the value, given the result ``[..., D]``."""
+    @property
+    def is_routing(self) -> bool:
+        """Whether the value is one of the routing's."""
+        return self.kind not in ("result", "constant", "zero")
+
+    def of(self, y: Tensor, routed: Routed | None) -> Any:
+        """Returns the value, given the result ``[..., D]`` and, if it is of that, the routing."""
         match self.kind:
             case "result":
                 return y if self.shaped else y.reshape(-1, y.shape[-1])
@@ -76,17 +81,14 @@ class Output:
                 return self.value
             case "zero":
                 return y.new_zeros(())
-            case "leaf":
-                value = routed.leaves[self.value]
-            case "ids":
-                value = routed.ids
-            case "weights":
-                value = routed.weights
-            case "counts":
-                experts, dtype = self.value
-                ids = routed.ids.flatten()
-                zeros_E = ids.new_zeros(experts)
-                return zeros_E.index_add(0, ids, torch.ones_like(ids)).to(dtype)
+        if routed is None:
+            raise ValueError(f"{self.kind} is a value of the routing, which is not known")
+        if self.kind == "counts":
+            experts, dtype = self.value
+            ids = routed.ids.flatten()
+            return ids.new_zeros(experts).index_add(0, ids, torch.ones_like(ids)).to(dtype)
+        of_kind = {"ids": routed.ids, "weights": routed.weights}
+        value = routed.leaves[self.value] if self.kind == "leaf" else of_kind[self.kind]
         leading = y.shape[:-1] if self.shaped else (-1,)
         return value.reshape(leading if self.squeezed else (*leading, value.shape[-1]))
 
@@ -117,30 +119,29 @@ class Mixture:
     def __call__(self, module: nn.Module, x: Tensor, stacked: StackedWeights | None = None) -> Any:
         """Returns what the module's forward returns for tokens ``[..., D]``, or an image."""
         x = x.movedim(1, -1) if self.channels_first else x
-        experts = self.experts
+        experts, routing = self.experts, self.routing
         weights = experts.weights(module) if stacked is None else stacked.of(experts, module)
-        w1, b1, w2, b2 = weights
         options = asdict(experts.options)
-        routing = self.routing
-        x_TD = x.reshape(-1, x.shape[-1])
-        plain = routing.plain()
-        if plain is not None and self._returns_no_routing():
+        plain = routing.plain() if self._returns_no_routing() else None
+        if plain is not None:
             product, router = plain
             router_weight, router_bias = product.parameters(module)
-            y_TD = custom_ops.dropless(
-                x_TD, router_weight, w1, b1, w2, b2, router.top_k, router_bias,
+            y = custom_ops.dropless(
+                x, router_weight, *weights, router.top_k, router_bias,
                 scoring=router.scoring, renormalize=router.renormalize,
                 routed_scaling=router.routed_scaling, **options,
             )  # fmt: skip
-            routed = Routed(x_TD, x_TD, [])
+            routed = None
         else:
+            # A reshape that changes nothing would hide where the layer's tokens come from.
+            x_TD = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
             routed = routing(module, x)
-            y_TD = custom_ops.experts(x_TD, routed.ids, routed.weights, w1, b1, w2, b2, **options)
+            y = custom_ops.experts(x_TD, routed.ids, routed.weights, *weights, **options)
+            y = y.view_as(x)
         for shared in self.shared:
-            y_TD = y_TD + shared(module, x)
+            y = y + shared(module, x).view_as(x)
         if self.bias is not None:
-            y_TD = y_TD + attrgetter(self.bias)(module)
-        y = y_TD.reshape(x.shape)
+            y = y + attrgetter(self.bias)(module)
         for name, output in self.marks:
             setattr(y, name, output.of(y, routed))
         return pytree.tree_map_only(
@@ -156,13 +157,13 @@ class Mixture:
             return None
         return x if all(value is None for value in more) else None
 
-    def _value(self, output: Output, y: Tensor, routed: Routed) -> Any:
+    def _value(self, output: Output, y: Tensor, routed: Routed | None) -> Any:
         value = output.of(y, routed)
         return value.movedim(-1, 1) if self.channels_first and output.kind == "result" else value
 
     def _returns_no_routing(self) -> bool:
         outputs = (*pytree.tree_leaves(self.outputs), *(output for _, output in self.marks))
-        return all(output.kind in ("result", "constant", "zero") for output in outputs)
+        return not any(output.is_routing for output in outputs)
 
 
 class _Converted(ConvertedModule):
