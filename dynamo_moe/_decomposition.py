@@ -18,6 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, rebind_unbacked
 from torch.utils import _pytree as pytree
 
 from dynamo_moe._phases import phase
@@ -48,6 +49,9 @@ _FRESH = frozenset(
     }
 )
 
+# What a node's metadata say of its own values: these, and where new sizes are in them.
+_OF_VALUES = ("val", "unbacked_bindings")
+
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 
@@ -74,7 +78,7 @@ def decomposed(
         NeedsRetraceError: If the program has control flow, or changes tensors in ways that cannot
             be told from a single node.
     """
-    work = _Decomposer(module, is_translated, decompositions)
+    work = _Decomposer(module, is_translated, decompositions, mode)
     with mode, enable_python_dispatcher():
         return work.run()
 
@@ -85,10 +89,12 @@ class _Decomposer:
         module: fx.GraphModule,
         is_translated: Callable[[Any], bool],
         decompositions: Decompositions,
+        mode: FakeTensorMode,
     ) -> None:
         self._module = module
         self._is_translated = is_translated
         self._decompositions = decompositions
+        self._mode = mode
         self._graph = fx.Graph()
         self._traces: dict[Any, fx.GraphModule] = {}
 
@@ -169,11 +175,16 @@ class _Decomposer:
         ]
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
         key = (target, spec, tuple(map(_identity, values)))
-        if key not in self._traces:
-            self._traces[key] = self._trace(target, values, places, spec)
+        traced = self._traces.get(key)
+        if traced is None:
+            traced = self._trace(target, values, places, spec)
+            if not _has_new_sizes(traced):
+                self._traces[key] = traced
+            else:  # Each call has its own, whatever its arguments.
+                self._name_sizes(node, traced)
         copies: dict[fx.Node, Any] = {}
         given = (new[leaves[place]] for place in places)
-        for inner in self._traces[key].graph.nodes:
+        for inner in traced.graph.nodes:
             if inner.op == "output":
                 return fx.map_arg(inner.args[0], copies.__getitem__)
             if inner.op == "placeholder":
@@ -182,8 +193,15 @@ class _Decomposer:
                 raise NeedsRetraceError(f"{target} makes a constant")
             else:
                 copies[inner] = copy = self._graph.node_copy(inner, copies.__getitem__)
-                copy.meta = {**node.meta, "val": inner.meta.get("val")}
+                own = {name: inner.meta.get(name) for name in _OF_VALUES}
+                copy.meta = {**node.meta, **own}
         raise AssertionError("a graph ends with its output")
+
+    def _name_sizes(self, node: fx.Node, traced: fx.GraphModule) -> None:
+        """Lets the sizes that a trace has made be those of the node, by the same names."""
+        *_, output = traced.graph.nodes
+        result = fx.map_arg(output.args[0], lambda inner: inner.meta["val"])
+        rebind_unbacked(self._mode.shape_env, node, result)
 
     def _trace(
         self, target: Callable[..., Any], values: Sequence[Any], places: Sequence[int], spec: Any
@@ -284,6 +302,15 @@ def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
 def _copied(changed: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """What ``copy_`` writes; the exporter's translation of ``copy`` forgets to expand it."""
     return source.to(changed.dtype).expand(changed.shape)
+
+
+def _has_new_sizes(traced: fx.GraphModule) -> bool:
+    """Whether a trace makes sizes that depend on values, as ``nonzero`` does."""
+    given, found = set[Any](), set[Any]()
+    for node in traced.graph.nodes:
+        sizes = found if node.op == "call_function" else given
+        sizes.update(free_unbacked_symbols(node.meta.get("val")))
+    return not found <= given
 
 
 def _is_region(module: fx.GraphModule, node: fx.Node) -> bool:
