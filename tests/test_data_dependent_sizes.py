@@ -5,8 +5,7 @@ Legend: T rows of the input, W their width, E experts, K experts of a row.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import dynamo_moe
@@ -63,9 +62,7 @@ def with_all_results(path: Path) -> bytes:
     model = onnx.load(str(path))
     own = {value.name for value in model.graph.output}
     made = {name for node in model.graph.node for name in node.output}
-    model.graph.output.extend(
-        value for value in model.graph.value_info if value.name in made - own
-    )
+    model.graph.output.extend(value for value in model.graph.value_info if value.name in made - own)
     return model.SerializeToString()
 
 
@@ -153,6 +150,13 @@ def counted(x: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.arange(count, dtype=x.dtype) + 1 for count in counts)
 
 
+def reduced(x: Tensor) -> tuple[Tensor, ...]:
+    """Reductions over the last dimension of what can be no row at all."""
+    token = torch.where(x[:, 0] > 0)[0]
+    y = F.layer_norm(x[token], (W,)) * x[token].square().mean(-1, keepdim=True)
+    return y, x[token].sum(-1), x[token].amax(-1), x[token].argmax(-1), F.rms_norm(y, (W,))
+
+
 def in_regions(x: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     for column in range(3):
@@ -172,6 +176,7 @@ PROGRAMS = [
     of_equal_sizes,
     unique_values,
     counted,
+    reduced,
     in_regions,
 ]
 
@@ -183,16 +188,17 @@ def test_numbers_and_sizes(tmp_path: Path, program) -> None:
 
 
 @pytest.mark.parametrize("program", [where_loop, one_hot_loop, of_equal_sizes, in_regions])
-def test_a_size_keeps_its_name(program) -> None:
+def test_each_call_has_sizes_of_its_own(program) -> None:
     model = traced(Call(program), torch.randn(5, W))
-    before = {str(s) for node in model.graph.nodes for s in free_unbacked_symbols(node.meta["val"])}
-    after: dict[str, set[str]] = {}
-    for node in decompose(model).graph.nodes:
-        if node.target is torch.ops.aten.nonzero.default:
-            (symbol,) = free_unbacked_symbols(node.meta["val"])
-            after.setdefault(str(symbol), set()).add(node.name)
-    assert set(after) == before
-    assert all(len(nodes) == 1 for nodes in after.values())
+    named = symbols(model.graph.nodes)
+    result = decompose(model).graph
+    assert named <= symbols(result.nodes)
+    calls = [n for n in result.nodes if n.target is torch.ops.aten.nonzero.default]
+    assert len(symbols(calls)) == len(calls) > 1
+
+
+def symbols(nodes: Iterable[fx.Node]) -> set[str]:
+    return {str(s) for node in nodes for s in free_unbacked_symbols(node.meta.get("val"))}
 
 
 def test_swin_moe_unconverted(tmp_path: Path) -> None:
@@ -202,3 +208,106 @@ def test_swin_moe_unconverted(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="are not converted"):
         dynamo_moe.export(model, inputs[0], path)
     assert not list(failures(path, model, inputs))
+
+
+# --- Random programs ---
+
+
+class Steps(nn.Module):
+    """Steps one after the other, each with a bound and a column of its own."""
+
+    def __init__(self, steps: Sequence[tuple[str, float, int]]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y, outputs = x, []
+        for name, bound, column in self.steps:
+            y, *more = STEPS[name](y, bound, column)
+            outputs += more
+        return (y, *outputs)
+
+
+def added_rows(y: Tensor, bound: float, column: int) -> tuple[Tensor, ...]:
+    token, place = torch.where(y > bound)
+    return (y.index_add(0, token, y[token].cos() * y[token, place, None].sigmoid()),)
+
+
+def put_rows(y: Tensor, bound: float, column: int) -> tuple[Tensor, ...]:
+    token = (y[:, column] > bound).nonzero().squeeze(1)
+    return (y.index_put((token,), y[token].sin()),)
+
+
+def accumulated(y: Tensor, bound: float, column: int) -> tuple[Tensor, ...]:
+    token, place = (y > bound).nonzero(as_tuple=True)
+    return (y.index_put((token, place), y[token, place].tanh(), accumulate=True),)
+
+
+def selected(y: Tensor, bound: float, column: int) -> tuple[Tensor, ...]:
+    return y + 0.1, y.masked_select(y > bound)
+
+
+def filtered(y: Tensor, bound: float, column: int) -> tuple[Tensor, ...]:
+    part = y[y[:, column] > bound]
+    return y * 1.1, part.sum(0), part.softmax(-1), part.norm(dim=-1)
+
+
+def assigned(y: Tensor, bound: float, column: int) -> tuple[Tensor, ...]:
+    y = y.clone()
+    y[y > bound] = y[y > bound] * 0.5
+    return (y,)
+
+
+def unique(y: Tensor, bound: float, column: int) -> tuple[Tensor, ...]:
+    values, counts = torch.unique((y[:, column] * 2).round(), return_counts=True)
+    return y - 0.1, values, counts
+
+
+def joined(y: Tensor, bound: float, column: int) -> tuple[Tensor, ...]:
+    above, below = y[y[:, column] > bound], y[y[:, column] <= bound]
+    return y, torch.cat([above, below])
+
+
+def experts(y: Tensor, bound: float, column: int) -> tuple[Tensor, ...]:
+    weights, ids = y[:, :E].softmax(-1).topk(K)
+    masks = F.one_hot(ids, E).permute(2, 1, 0)
+    result = y
+    for expert in range(E):
+        slot, token = torch.where(masks[expert])
+        rows = (y[token] * (expert + 1)).cos() * weights[token, slot, None]
+        result = result.index_add(0, token, rows)
+    return (result,)
+
+
+STEPS = {
+    step.__name__: step
+    for step in (
+        added_rows,
+        put_rows,
+        accumulated,
+        selected,
+        filtered,
+        assigned,
+        unique,
+        joined,
+        experts,
+    )
+}
+
+programs = st.lists(
+    st.tuples(
+        st.sampled_from(sorted(STEPS)),
+        st.sampled_from([-20.0, -0.5, 0.0, 0.5, 20.0]),  # -20: everything, 20: nothing.
+        st.integers(0, W - 1),
+    ),
+    min_size=2,
+    max_size=5,
+)
+
+
+@pytest.mark.slow
+@settings(derandomize=True, deadline=None, max_examples=15, database=None)
+@given(steps=programs)
+def test_random_programs(tmp_path_factory: pytest.TempPathFactory, steps) -> None:
+    torch.manual_seed(0)
+    check(tmp_path_factory.mktemp("random") / "m.onnx", Steps(steps).eval())

@@ -1,0 +1,87 @@
+"""PyTorch's own samples of its operators, as models of one operator."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("expecttest", reason="PyTorch's samples need it")
+
+from operator_samples import DTYPES, models, names, ours, outcome, stock
+
+# What vision and language models meet: operators that PyTorch's exporter has no translation for, or
+# a wrong one for some arguments, and their neighbours.
+COMMON = (
+    "amax",
+    "aminmax",
+    "bucketize",
+    "cdist",
+    "copysign",
+    "cumprod",
+    "cumsum",
+    "fft.fft2",
+    "fft.irfft2",
+    "index_add",
+    "index_put",
+    "masked.std",
+    "masked_scatter",
+    "masked_select",
+    "nn.functional.adaptive_avg_pool2d",
+    "nn.functional.adaptive_max_pool1d",
+    "nn.functional.adaptive_max_pool2d",
+    "nn.functional.avg_pool2d",
+    "nn.functional.avg_pool3d",
+    "nn.functional.batch_norm",
+    "nn.functional.conv_transpose2d",
+    "nn.functional.embedding_bag",
+    "nn.functional.grid_sample",
+    "nn.functional.interpolate.bicubic",
+    "nn.functional.interpolate.bilinear",
+    "nn.functional.multi_head_attention_forward",
+    "nn.functional.pad.circular",
+    "nn.functional.pad.replicate_negative",
+    "nn.functional.pixel_shuffle",
+    "nn.functional.scaled_dot_product_attention",
+    "nonzero",
+    "repeat_interleave",
+    "roll",
+    "scatter_reduce.amax",
+    "searchsorted",
+    "squeeze.multiple",
+    "true_divide",
+    "unique",
+    "_upsample_bilinear2d_aa",
+)
+
+# Samples whose file of ours is wrong; that of torch.onnx.export is no better.
+WRONG = {
+    "addmm": "ONNX Runtime leaves out beta where the products are empty",
+    "addmm.decomposed": "ONNX Runtime has no Gemm of integers",
+}
+
+
+def check(name: str, dtype: str) -> None:
+    for number, model, expected in models(name, dtype):
+        result, why = outcome(ours, model, expected)
+        if result != "right":
+            assert outcome(stock, model, expected)[0] != "right", f"sample {number}: {why}"
+            assert result == "refused" or name in WRONG, f"sample {number}: {why}"
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_common_operators(name: str) -> None:
+    for number, model, expected in models(name, "float32", count=2):
+        result, why = outcome(ours, model, expected)
+        assert result == "right", f"sample {number}: {why}"
+
+
+def test_the_other_exporter_is_asked() -> None:
+    for _, model, expected in models("cos", "float32", count=1):
+        assert outcome(stock, model, expected) == ("right", "")
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for dtype in DTYPES for name in names(dtype)]
+)
+def test_at_least_as_right_as_the_other_exporter(name: str, dtype: str) -> None:
+    check(name, dtype)
