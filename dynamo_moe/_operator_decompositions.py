@@ -181,10 +181,19 @@ def _cdist(x: Tensor, y: Tensor, p: float, compute_mode: int | None = None) -> T
 # --- Selections ---
 
 
+# PyTorch multiplies the sizes; with symbolic ones the exporter cannot.
+@_of(
+    _aten.flatten.using_ints,
+    when=lambda x, start_dim=0, end_dim=-1: start_dim == 0 and end_dim in {-1, x.ndim - 1},
+)
+def _flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    return x.reshape(-1)
+
+
 @_of(_aten.masked_select.default)
 def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
     x, mask = torch.broadcast_tensors(x, mask)
-    return x.reshape(-1)[mask.reshape(-1)]
+    return x[mask] if x.ndim else x.reshape(1)[mask.reshape(1)]
 
 
 # ONNX Runtime takes a scalar for a vector of one element.
@@ -293,7 +302,8 @@ def _pad(x: Tensor, pad: Sequence[int], mode: str, value: float | None = None) -
         index = torch.arange(last + 1 + before + after, device=x.device) - before
         if mode == "circular":  # Of what is left.
             begin, end = max(-before, 0), last - max(-after, 0)
-            index = (index - begin) % (end - begin + 1) + begin
+            index = torch.where(index < begin, index + (end - begin + 1), index)
+            index = torch.where(index > end, index - (end - begin + 1), index)
         elif mode == "reflect":
             index = last - (last - index.abs()).abs()
         x = x.index_select(dim, index.clamp(0, last))
@@ -370,7 +380,7 @@ def _adaptive_max_pool2d(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor,
     height, width = x.shape[-2:]
     places = []
     for size, number in zip((height, width), output_size, strict=True):
-        longest = -(-size // number)
+        longest = (size + number - 1) // number
         if not isinstance(size, int) or size % number:
             longest += 1
         begins, ends = _windows(size, number, x)
@@ -488,6 +498,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
     result: Tensor = _aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]

@@ -13,6 +13,7 @@ from operator_samples import DTYPES, models, names, ours, outcome, stock
 COMMON = (
     "amax",
     "aminmax",
+    "atleast_1d",
     "bucketize",
     "cdist",
     "copysign",
