@@ -46,6 +46,7 @@ COMMON = (
     "repeat_interleave",
     "roll",
     "scatter_reduce.amax",
+    "scatter_reduce.mean",
     "searchsorted",
     "squeeze.multiple",
     "true_divide",
