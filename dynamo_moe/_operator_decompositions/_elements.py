@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -52,6 +53,19 @@ def _signbit(x: Tensor) -> Tensor:
     return (x < 0) | ((x == 0) & (1 / x < 0)) if x.is_floating_point() else x < 0
 
 
+@decomposes(_aten.atan2.default)
+def _atan2(y: Tensor, x: Tensor) -> Tensor:
+    """The exporter's translation takes the angle of a negative number for minus pi."""
+    dtype = torch.result_type(y, x)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    y, x = y.to(dtype), x.to(dtype)
+    half = torch.where(_signbit(y), -math.pi, math.pi).to(dtype)
+    angle = (y / x).atan()
+    angle = torch.where(_signbit(x), angle + half, angle)
+    at_zero = torch.where(_signbit(x), half, torch.zeros_like(half))
+    return torch.where((x == 0) & (y == 0), at_zero, torch.where(x == 0, half / 2, angle))
+
+
 @decomposes(_prims.fmax.default)
 def _fmax(x: Tensor, y: Tensor) -> Tensor:
     if not x.is_floating_point():
@@ -81,6 +95,16 @@ def _hypot(x: Tensor, y: Tensor) -> Tensor:
 )
 def _integers(x: Tensor) -> Tensor:
     return x.clone()
+
+
+@decomposes(_aten.isnan.default, _aten.isinf.default, when=lambda x: not x.is_floating_point())
+def _never(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.bool)
+
+
+@decomposes(_aten.isfinite.default, when=lambda x: not x.is_floating_point())
+def _always(x: Tensor) -> Tensor:
+    return torch.ones_like(x, dtype=torch.bool)
 
 
 @decomposes(_aten.relu.default, when=lambda x: not x.is_floating_point())

@@ -38,14 +38,20 @@ def _amin(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
     return x.amin([*range(x.ndim)], keepdim) if x.ndim else x.clone()
 
 
+# The exporter's translation forgets that ONNX scatters into no scalars.
+@decomposes(_aten.scatter_add.default, when=lambda x, *_: not x.ndim)
+def _scatter_add_to_scalar(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    return x.scatter_reduce(dim, index, src, "sum")
+
+
 # ONNX has no mean among what it scatters by.
 @decomposes(_aten.scatter_reduce.two, when=lambda *arguments, **_: "mean" in arguments[4:5])
 def _scatter_mean(
     x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    counts = torch.zeros_like(x).scatter_add(dim, index, torch.ones_like(src))
+    counts = torch.zeros_like(x).scatter_reduce(dim, index, torch.ones_like(src), "sum")
     own = x if include_self else torch.where(counts > 0, 0, x)
-    total = own.scatter_add(dim, index, src)
+    total = own.scatter_reduce(dim, index, src, "sum")
     counts = counts + 1 if include_self else counts.clamp(min=1)
     return total.div(counts, rounding_mode=None if x.is_floating_point() else "floor")
 
