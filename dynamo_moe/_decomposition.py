@@ -18,8 +18,10 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from dynamo_moe._operator_decompositions import DECOMPOSITIONS
 from dynamo_moe._phases import phase
 from dynamo_moe._slice_writes import join, only_written, written_whole
 
@@ -47,6 +49,9 @@ _FRESH = frozenset(
         _aten.matmul.default,
     }
 )
+
+# What a node's metadata say of its own values: these, and where new sizes are in them.
+_OF_VALUES = ("val", "unbacked_bindings")
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -88,7 +93,7 @@ class _Decomposer:
     ) -> None:
         self._module = module
         self._is_translated = is_translated
-        self._decompositions = decompositions
+        self._decompositions: dict[Any, Callable[..., Any]] = {**decompositions, **DECOMPOSITIONS}
         self._graph = fx.Graph()
         self._traces: dict[Any, fx.GraphModule] = {}
 
@@ -147,6 +152,9 @@ class _Decomposer:
                 target = _aten.detach.default
             elif target._schema.is_mutable:
                 target = _functional(target, node)
+            better = DECOMPOSITIONS.get(target)
+            if better is not None and better.applies(*_values(node.args), **_values(node.kwargs)):
+                return self._traced(better.function, node, new)
             if self._decomposes(target):
                 return self._traced(target, node, new)
         copy = self._graph.node_copy(node, new.__getitem__)
@@ -169,20 +177,28 @@ class _Decomposer:
         ]
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
         key = (target, spec, tuple(map(_identity, values)))
-        if key not in self._traces:
-            self._traces[key] = self._trace(target, values, places, spec)
+        traced = self._traces.get(key)
+        if traced is None:
+            traced = self._trace(target, values, places, spec)
+            if not _has_new_sizes(traced):
+                self._traces[key] = traced
         copies: dict[fx.Node, Any] = {}
-        given = (new[leaves[place]] for place in places)
-        for inner in self._traces[key].graph.nodes:
+        given = [new[leaves[place]] for place in places]
+        remaining = iter(given)
+        for inner in traced.graph.nodes:
             if inner.op == "output":
-                return fx.map_arg(inner.args[0], copies.__getitem__)
+                result = fx.map_arg(inner.args[0], copies.__getitem__)
+                if key not in self._traces:
+                    _keep_values(node, result, given)
+                return result
             if inner.op == "placeholder":
-                copies[inner] = next(given)
+                copies[inner] = next(remaining)
             elif inner.op == "get_attr":
                 raise NeedsRetraceError(f"{target} makes a constant")
             else:
                 copies[inner] = copy = self._graph.node_copy(inner, copies.__getitem__)
-                copy.meta = {**node.meta, "val": inner.meta.get("val")}
+                own = {name: inner.meta.get(name) for name in _OF_VALUES}
+                copy.meta = {**node.meta, **own}
         raise AssertionError("a graph ends with its output")
 
     def _trace(
@@ -275,15 +291,40 @@ def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
     functional = getattr(packet, target._overloadname, None)
     if not isinstance(functional, OpOverload) or functional._schema.is_mutable:
         raise NeedsRetraceError(f"{target} changes a tensor")
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    args, kwargs = _values((node.args, node.kwargs))
     if functional(*args, **kwargs).dtype != node.meta["val"].dtype:
         raise NeedsRetraceError(f"{target} changes a tensor of another dtype")
     return functional
 
 
+def _values(arguments: Any) -> Any:
+    """Returns arguments with values in place of nodes."""
+    return fx.map_arg(arguments, lambda argument: argument.meta["val"])
+
+
 def _copied(changed: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """What ``copy_`` writes; the exporter's translation of ``copy`` forgets to expand it."""
     return source.to(changed.dtype).expand(changed.shape)
+
+
+def _has_new_sizes(traced: fx.GraphModule) -> bool:
+    """Whether a trace makes sizes that depend on values, as ``nonzero`` does.
+
+    Another call makes others, though its arguments have the same sizes.
+    """
+    given, found = set[Any](), set[Any]()
+    for node in traced.graph.nodes:
+        sizes = found if node.op == "call_function" else given
+        sizes.update(free_unbacked_symbols(node.meta.get("val")))
+    return not found <= given
+
+
+def _keep_values(node: fx.Node, result: Any, given: Sequence[Any]) -> None:
+    """Lets what takes a node's place have the node's sizes, by the names that others know."""
+    values = pytree.tree_leaves(node.meta["val"])
+    for copy, value in zip(pytree.tree_leaves(result), values, strict=True):
+        if isinstance(copy, fx.Node) and copy not in given:
+            copy.meta["val"] = value
 
 
 def _is_region(module: fx.GraphModule, node: fx.Node) -> bool:

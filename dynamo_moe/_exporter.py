@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from dynamo_moe._decomposition import NeedsRetraceError
 from dynamo_moe._known_torch import is_known
+from dynamo_moe._operator_decompositions import DECOMPOSITIONS
 from dynamo_moe._phases import phase
 from dynamo_moe._translation import onnx_translation_table
 
@@ -50,7 +51,7 @@ def translate(program: ExportedProgram, opset: int) -> ir.Model:
 
 def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
     onnx_program = torch.onnx.export(
-        program,
+        _with_own_decompositions(program),
         dynamo=True,
         verbose=False,
         optimize=False,
@@ -60,6 +61,14 @@ def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
     if onnx_program is None:  # The type allows it; with dynamo=True it never happens.
         raise torch.onnx.OnnxExporterError("torch.onnx.export returned no program")
     return onnx_program.model
+
+
+def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
+    """Returns the program without the operators that PyTorch's exporter translates wrongly."""
+    modules = (m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule))
+    targets = {node.target for module in modules for node in module.graph.nodes}
+    own = {target: DECOMPOSITIONS[target] for target in targets & DECOMPOSITIONS.keys()}
+    return program.run_decompositions(own) if own else program
 
 
 @contextlib.contextmanager

@@ -88,6 +88,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
             break
         optimizer.fold_constants_ir(model, should_fold=should_fold)
         common_passes.RemoveUnusedNodesPass()(model)
+    _count_axes_from_the_front(model)
     ir.passes.Sequential(
         common_passes.RemoveUnusedNodesPass(),
         common_passes.RemoveUnusedFunctionsPass(),
@@ -99,6 +100,33 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     _merge_equal_nodes(model)
     ir.passes.Sequential(common_passes.OutputFixPass(), common_passes.NameFixPass())(model)
     _infer_shapes(model)
+
+
+def _count_axes_from_the_front(model: ir.Model) -> None:
+    """Makes the axes of reductions non-negative.
+
+    Over a negative axis of a tensor without elements, such as the rows of an expert that no token
+    chose, ONNX Runtime reduces nothing (seen with 1.31: ReduceSum of [0, 5] over -1 is [0, 5]).
+    """
+    for node in model.graph.all_nodes():
+        given = node.inputs[0] if node.inputs else None
+        if node.domain or given is None or given.shape is None or not given.shape.rank():
+            continue
+        rank = given.shape.rank()
+        if node.op_type in {"ArgMax", "ArgMin"}:
+            axis = node.attributes.get_int("axis", 0)
+            node.attributes.add(ir.AttrInt64("axis", axis % rank))
+        elif node.op_type.startswith("Reduce") and len(node.inputs) > 1:
+            axes = _constants(node.inputs[1])
+            if axes and min(axes) < 0 and node.graph is not None:
+                constant = ir.node("Constant", [], {"value_ints": [axis % rank for axis in axes]})
+                node.graph.insert_before(node, constant)
+                node.replace_input_with(1, constant.outputs[0])
+
+
+def _constants(value: ir.Value | None) -> list[int]:
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return [] if tensor is None else [int(item) for item in tensor.numpy().flat]
 
 
 def _merge_equal_nodes(model: ir.Model) -> None:
@@ -138,7 +166,9 @@ def _forget_invented_names(graph: ir.Graph) -> None:
 
 
 def _infer_shapes(model: ir.Model) -> None:
-    if not shapes_are_complete(model):
+    # onnx_ir's pass (1.1) would take sequences for tensors, and make the file invalid.
+    sequences = any("Sequence" in node.op_type for node in model.graph.all_nodes())
+    if not sequences and not shapes_are_complete(model):
         common_passes.ShapeInferencePass()(model)
         if _type_foreign_results(model):
             common_passes.ShapeInferencePass()(model)
