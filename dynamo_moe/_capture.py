@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.fx.experimental import _config
 from torch.nn.modules import transformer
 
+from dynamo_moe._autocast import with_casts
 from dynamo_moe._dynamic_shapes import DynamicExample
 from dynamo_moe._phases import phase
 from dynamo_moe._router_fusion import fuse_routers
@@ -25,6 +27,14 @@ except ImportError:  # Before torch 2.13.
 __all__ = ["capture"]
 
 _aten = torch.ops.aten
+_NORMS = frozenset(
+    {
+        _aten.batch_norm.default,
+        _aten.group_norm.default,
+        _aten.instance_norm.default,
+        _aten.layer_norm.default,
+    }
+)
 _IS_CAUSAL = "_detect_is_causal_mask"
 
 
@@ -38,13 +48,14 @@ def capture(model: torch.nn.Module, example: DynamicExample) -> ExportedProgram:
         Exception: Whatever the model's code or the tracer raises, from the first attempt.
     """
     try:
-        program = _trace(model, example, strict=False)
+        program = with_casts(_trace(model, example, strict=False), strict=False)
     except Exception as failure:  # The model's own code runs.
         try:
-            program = _trace(model, example, strict=True)
+            program = with_casts(_trace(model, example, strict=True), strict=True)
         except Exception:
             raise failure from None
     _unsqueeze_complex(program)
+    _widen_norms(program)
     fuse_routers(program)
     return program
 
@@ -106,3 +117,30 @@ def _unsqueeze_complex(program: ExportedProgram) -> None:
         if node.target is _aten.unsqueeze.default and node.meta["val"].is_complex():
             tensor, dimension = node.args
             node.target, node.args = _aten.stack.default, ([tensor], dimension)
+
+
+def _widen_norms(program: ExportedProgram) -> None:
+    """Casts the inputs of norms whose parameters have another dtype, as PyTorch does inside.
+
+    ONNX wants one dtype. On a CPU, autocast brings norms into this state.
+    """
+    graphs = (each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule))
+    for node in [node for each in graphs for node in each.graph.nodes if node.target in _NORMS]:
+        x, dtypes = node.args[0], _dtypes(node.args[1:]) - {node.args[0].meta["val"].dtype}
+        if len(dtypes) != 1:
+            continue
+        with node.graph.inserting_before(node):
+            wide = node.graph.call_function(_aten.to.dtype, (x, *dtypes))
+            norm = node.graph.call_function(node.target, (wide, *node.args[1:]), node.kwargs)
+        wide.meta = {**node.meta, "val": x.meta["val"].to(*dtypes)}
+        norm.meta = {**node.meta, "val": node.meta["val"].to(*dtypes)}
+        # The node itself keeps its name, which may be that of a result.
+        node.target, node.args, node.kwargs = _aten.to.dtype, (norm, node.meta["val"].dtype), {}
+
+
+def _dtypes(arguments: Iterable[Any]) -> set[torch.dtype]:
+    return {
+        each.meta["val"].dtype
+        for each in arguments
+        if isinstance(each, fx.Node) and isinstance(each.meta["val"], Tensor)
+    }

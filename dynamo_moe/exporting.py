@@ -20,6 +20,7 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes, _phases, _weights
+from dynamo_moe._autocast import autocast_inside
 from dynamo_moe._capture import capture
 from dynamo_moe._exporter import translate
 from dynamo_moe._modes import evaluating
@@ -209,7 +210,7 @@ def export(
         )
     with _progress(progress, path) as shown, profiled(profile) as sampled:
         watch = _phases.Stopwatch(shown)
-        with watch.running(), _older_objects_aside():
+        with watch.running(), _older_objects_aside(), autocast_inside(model):
             with _weights.placeholders(model) as lazies:
                 model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
             _rename("input_names", model_ir.graph.inputs, input_names)
@@ -273,6 +274,7 @@ def _optimize(
 ) -> list[_layers.Layer]:
     """Brings the traced graph into the form of its target; returns its MoE layers."""
     with _phases.phase("optimization"):
+        _passes.fold_weight_casts(model, link=link)
         _passes.fold_weight_transposes(model, link=link)
         _passes.name_nodes_by_module(model)
         layers = _layers.record(model)
