@@ -22,6 +22,7 @@ import torch
 from dynamo_moe import _dynamic_shapes, _files, _layers, _lowering, _passes, _phases, _weights
 from dynamo_moe._autocast import autocast_inside
 from dynamo_moe._capture import capture
+from dynamo_moe._checking import InvalidGraphError, check
 from dynamo_moe._exporter import translate
 from dynamo_moe._modes import evaluating
 from dynamo_moe._operators import NodeError
@@ -40,7 +41,7 @@ MIN_OPSET = 18
 
 
 class ExportError(RuntimeError):
-    """PyTorch's exporter cannot take the model."""
+    """The model cannot become a file that computes the same."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class ExportReport:
         parameters_bytes: Bytes of the weights.
         file_bytes: Bytes of all files.
         seconds: Wall time.
-        phases: Seconds by phase: capture, decomposition, translation, optimization, serialization.
+        phases: Seconds by phase: capture, decomposition, translation, optimization, check,
+            serialization.
         profile: With ``profile=True``, a profile for https://www.speedscope.app, and a flame graph
             for a browser.
         notes: What a user of the file should know.
@@ -179,7 +181,8 @@ def export(
     Raises:
         ValueError: If an argument is out of range, or a layer cannot be expressed for the target.
         TypeError: If the example does not fit the model's forward.
-        ExportError: If PyTorch's exporter cannot take the model.
+        ExportError: If PyTorch's exporter cannot take the model, or what it makes of it is refused
+            by onnx's checker.
         FileNotFoundError: If the folder of ``path`` does not exist.
         IsADirectoryError: If ``path`` is a folder.
         ImportError: If ``profile`` is set and pyinstrument is not installed.
@@ -220,6 +223,7 @@ def export(
             _layers.store(model_ir, layers)
             if link_weights:
                 _weights.link(model_ir, path.parent)
+            _check(model_ir)
             files = _files.save_model(model_ir, path, external_data)
     activations = {layer.attributes["activation"] for layer in layers}
     return ExportReport(
@@ -313,6 +317,15 @@ def _trace(
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
     _dynamic_shapes.name_dimensions(traced, example.labels)
     return traced
+
+
+def _check(model: ir.Model) -> None:
+    try:
+        check(model)
+    except InvalidGraphError as error:
+        raise ExportError(
+            f"the graph is not valid ONNX, and no file is written: {error}"
+        ) from error
 
 
 def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | None) -> None:
