@@ -24,6 +24,7 @@ from dynamo_moe._autocast import autocast_inside
 from dynamo_moe._capture import capture
 from dynamo_moe._checking import InvalidGraphError, check
 from dynamo_moe._exporter import translate
+from dynamo_moe._fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe._modes import evaluating
 from dynamo_moe._operators import NodeError
 from dynamo_moe.conversion import convertible_modules
@@ -38,6 +39,8 @@ DEFAULT_OPSET = 20
 """Has Gelu as an operator; ONNX Runtime 1.17 and TensorRT 10 read it."""
 
 MIN_OPSET = 18
+
+_FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
 
 
 class ExportError(RuntimeError):
@@ -215,7 +218,9 @@ def export(
         watch = _phases.Stopwatch(shown)
         with watch.running(), _older_objects_aside(), autocast_inside(model):
             with _weights.placeholders(model) as lazies:
-                model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset)
+                example = _dynamic_shapes.resolve(model, args, kwargs or {}, dynamic_shapes)
+                trials = SizeTrials(example, has_values=not lazies)
+                model_ir = _trace(model, example, trials, opset)
             _rename("input_names", model_ir.graph.inputs, input_names)
             _weights.attach(model_ir, lazies)
             layers = _optimize(model_ir, target, body, link_weights)
@@ -239,7 +244,7 @@ def export(
         seconds=time.perf_counter() - started,
         phases=watch.seconds,
         profile=save_profile(sampled, path, watch.seconds) if sampled else (),
-        notes=tuple(_lowering.notes(model_ir, activations, target)),
+        notes=(*_lowering.notes(model_ir, activations, target), *trials.notes),
     )
 
 
@@ -296,21 +301,19 @@ def _optimize(
 
 def _trace(
     model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_shapes: Mapping[str, Any] | str | None,
+    example: _dynamic_shapes.DynamicExample,
+    trials: SizeTrials,
     opset: int,
 ) -> ir.Model:
     """Returns the model's graph, its MoE layers as bare nodes."""
-    example = _dynamic_shapes.resolve(model, args, kwargs, dynamic_shapes)
     with evaluating(model):
         try:
-            captured = capture(model, example)
+            captured = capture(model, example, trials)
         except Exception as error:  # The model's own code runs.
             raise ExportError(_explain(error)) from error
         try:
-            traced = translate(captured, opset)
-        except torch.onnx.OnnxExporterError as error:
+            traced = translate(captured, opset, trials)
+        except (FixedSizeError, torch.onnx.OnnxExporterError) as error:
             raise ExportError(_explain(_first_cause(error))) from error
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
@@ -348,12 +351,15 @@ def _explain(error: BaseException) -> str:
     """Returns what to do about a failure of PyTorch's exporter, and its cause."""
     if isinstance(error, NodeError):
         return str(error)
+    if isinstance(error, FixedSizeError):
+        return f"a size that should be symbolic is fixed by the model: {error}. {_FIX_A_SIZE}"
     cause = str(error.__cause__ or error).strip()
     if "conflicts between user-specified ranges" in cause:
         conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
+        places = "; ".join(dict.fromkeys(getattr(error, "__notes__", ())))
         return (
-            f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}. "
-            "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
+            f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}"
+            f"{places and ', by '}{places}. {_FIX_A_SIZE}"
         )
     if "DynamicCache" in cause:
         return (
