@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import sympy
@@ -40,6 +41,16 @@ Sizes = Mapping[sympy.Symbol, int]
 
 class FixedSizeError(Exception):
     """The program is wrong at other sizes than the example's."""
+
+
+class _Outcome(Enum):
+    RIGHT = auto()
+    WRONG = auto()
+    OTHER_RANK = auto()
+    """A result has another number of dimensions."""
+    REFUSED = auto()
+    """The reference does not take such sizes."""
+    UNKNOWN = auto()
 
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
@@ -90,18 +101,28 @@ class SizeTrials:
         runs = self._running(reference), self._running(candidate)
         trials = _Trials(program, self._example, conditions, *runs)
         for decision in decisions:
+            what = decision.place or trials.described(decision.condition)
             for sizes in trials.against(decision.condition):
-                differ = trials.differ(sizes)
-                if differ:
-                    what = decision.place or trials.described(decision.condition)
+                outcome = trials.outcome(sizes)
+                if outcome is _Outcome.WRONG:
                     raise FixedSizeError(
                         f"{what} was decided for the example, and is wrong where "
                         f"{trials.named(sizes)}"
                     )
-                if differ is None and decision.place:
-                    note = f"{decision.place} was decided for the example's sizes"
-                    if note not in self.notes:
-                        self.notes.append(note)
+                if outcome is _Outcome.OTHER_RANK:
+                    self._note(
+                        f"{what}: a result of the model has another rank where "
+                        f"{trials.named(sizes)}, which a file cannot have"
+                    )
+                if outcome is _Outcome.UNKNOWN and decision.place:
+                    self._note(
+                        f"{what} was decided for the example's sizes, and could not be compared "
+                        "at others"
+                    )
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _running(self, run: Run) -> Run:
         """Returns what runs without gradients, and with the random numbers of every other run."""
@@ -188,7 +209,7 @@ class _Trials:
         ]
         self._relations = [c for c in conditions if _is_relation(c)]
         self._others = [c for c in conditions if not _is_relation(c)]
-        self._results: dict[tuple[int, ...], bool | None] = {}
+        self._outcomes: dict[tuple[int, ...], _Outcome] = {}
 
     def against(self, condition: Any) -> list[Sizes]:
         """Returns sizes for which a condition does not hold, near the example's and far."""
@@ -257,21 +278,17 @@ class _Trials:
         }
         return str(condition.xreplace(self._same).xreplace(names))
 
-    def differ(self, sizes: Sizes) -> bool | None:
-        """Whether the results differ; None if they do so for the example as well.
-
-        They do not where the reference refuses such sizes.
-        """
+    def outcome(self, sizes: Sizes) -> _Outcome:
+        """Runs both at the sizes, each once; unknown if they differ for the example as well."""
         for each in (self._example, sizes):
             key = tuple(each.values())
-            if key not in self._results:
-                self._results[key] = self._agree(each)
-        if not self._results[tuple(self._example.values())]:
-            return None
-        return self._results[tuple(sizes.values())] is False
+            if key not in self._outcomes:
+                self._outcomes[key] = self._run(each)
+        if self._outcomes[tuple(self._example.values())] is not _Outcome.RIGHT:
+            return _Outcome.UNKNOWN
+        return self._outcomes[tuple(sizes.values())]
 
-    def _agree(self, sizes: Sizes) -> bool | None:
-        """Whether the results agree; None if the reference refuses such sizes."""
+    def _run(self, sizes: Sizes) -> _Outcome:
         leaves = [
             leaf if shape is None else _resized(leaf, [_at(size, sizes) for size in shape])
             for (_, shape), leaf in zip(self._shapes, self._leaves, strict=True)
@@ -279,12 +296,16 @@ class _Trials:
         try:
             expected = self._reference(leaves)
         except Exception:  # The model's own code runs.
-            return None
+            return _Outcome.REFUSED
         try:
             results = self._candidate(leaves)
         except Exception:  # Not what has just run.
-            return False
-        return len(results) == len(expected) and all(map(_equal, results, expected))
+            return _Outcome.WRONG
+        if len(results) == len(expected) and all(map(_equal, results, expected)):
+            return _Outcome.RIGHT
+        if [*map(_rank, results)] != [*map(_rank, expected)]:
+            return _Outcome.OTHER_RANK
+        return _Outcome.WRONG
 
 
 def _input_shapes(program: ExportedProgram) -> list[tuple[str, list[Any] | None]]:
@@ -361,6 +382,10 @@ def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
             places = torch.arange(size, device=tensor.device) % old
             tensor = tensor.index_select(dimension, places)
     return tensor
+
+
+def _rank(result: Any) -> int | None:
+    return result.ndim if isinstance(result, Tensor) else None
 
 
 def _equal(result: Any, right: Any) -> bool:

@@ -246,6 +246,16 @@ def test_what_cannot_be_compared_is_a_note(tmp_path: Path) -> None:
     assert __file__ in note
 
 
+def test_a_rank_that_depends_on_a_size_is_a_note(tmp_path: Path) -> None:
+    def squeezed(m: Model, x: Tensor) -> Tensor:
+        return x if x.shape[0] > 1 else x[0]
+
+    report = dynamo_moe.export(Model(squeezed).eval(), torch.randn(TOKENS, 16), tmp_path / "m.onnx")
+    (note,) = report.notes
+    assert "if x.shape[0] > 1" in note
+    assert "another rank where x.shape[0] is 1" in note
+
+
 def test_random_numbers_are_the_same_in_every_trial(tmp_path: Path) -> None:
     def noisy(m: Model, x: Tensor) -> Tensor:
         return x + torch.rand_like(x) if x.shape[0] < 9 else x - torch.rand_like(x)
@@ -306,7 +316,7 @@ def test_models_without_decisions_are_not_run(tmp_path: Path, monkeypatch) -> No
     def unwanted(*args: Any) -> None:
         raise AssertionError("run")
 
-    monkeypatch.setattr(_fixed_sizes._Trials, "_agree", unwanted)
+    monkeypatch.setattr(_fixed_sizes._Trials, "_run", unwanted)
     model = Model(lambda m, x: m.linear(x)).eval()
     dynamo_moe.export(model, torch.randn(TOKENS, 16), tmp_path / "m.onnx")
 
