@@ -30,8 +30,8 @@ __all__ = ["NeedsRetraceError", "decomposed"]
 _aten = torch.ops.aten
 _higher_order = torch.ops.higher_order
 
-# Regions that change a mode which no longer matters once traced: where their function is among
-# the arguments. Its own arguments follow.
+# Regions that change a mode which no longer matters once traced, and once autocast's casts are
+# nodes: where their function is among the arguments. Its own arguments follow.
 _REGIONS: Mapping[Any, int] = {
     _higher_order.wrap_with_set_grad_enabled: 1,
     _higher_order.wrap_with_autocast: 4,

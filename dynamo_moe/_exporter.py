@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from dynamo_moe._decomposition import NeedsRetraceError
+from dynamo_moe._fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe._known_torch import is_known
 from dynamo_moe._operator_decompositions import DECOMPOSITIONS
 from dynamo_moe._phases import phase
@@ -32,16 +33,19 @@ _LOG = logging.getLogger(__name__)
 
 
 @phase("translation")
-def translate(program: ExportedProgram, opset: int) -> ir.Model:
+def translate(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Model:
     """Returns the program's graph as ONNX nodes, its MoE layers as bare nodes.
 
     Raises:
+        FixedSizeError: If an operator becomes nodes that are right at the example's sizes only.
         torch.onnx.OnnxExporterError: If an operator has no translation.
     """
     with _quiet():
         if translate_in_steps is not None and is_known():
             try:
-                return translate_in_steps(program, opset)
+                return translate_in_steps(program, opset, trials)
+            except FixedSizeError:
+                raise
             except NeedsRetraceError as reason:
                 _LOG.info("The whole program is traced again: %s", reason)
             except Exception:  # Whatever it is, the public way reports it, or can do without.

@@ -27,7 +27,9 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.onnx._internal.fx.passes import type_promotion
 
 from dynamo_moe._decomposition import NeedsRetraceError, decomposed
+from dynamo_moe._fixed_sizes import SizeTrials, of_program
 from dynamo_moe._operators import Operator, operators
+from dynamo_moe._size_decisions import decisions_noted, decisions_of
 from dynamo_moe._tracing_costs import cheap_tracing
 
 __all__ = ["translate_in_steps"]
@@ -36,10 +38,11 @@ __all__ = ["translate_in_steps"]
 _changed = Lock()
 
 
-def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
+def translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Model:
     """Returns the program's graph as ONNX nodes.
 
     Raises:
+        FixedSizeError: If a decomposition is right at the example's sizes only.
         NeedsRetraceError: If the program cannot be decomposed operator by operator.
         Exception: Whatever a step raises.
     """
@@ -49,7 +52,11 @@ def translate_in_steps(program: ExportedProgram, opset: int) -> ir.Model:
         raise NeedsRetraceError("the program has no values")
     patch: Any = _config.patch  # type: ignore[attr-defined]
     with patch(backed_size_oblivious=True), cheap_tracing():
-        module = decomposed(program.graph_module, registry.is_registered, decompositions, mode)
+        with decisions_noted() as noted:
+            module = decomposed(program.graph_module, registry.is_registered, decompositions, mode)
+        if noted:
+            decisions = decisions_of(program, noted)
+            trials.check(program, decisions, of_program(program), of_program(program, module))
         _Promotion.apply(module)
         module = _fx_passes.remove_assertion_nodes(module)
     stepped = copy.copy(program)

@@ -19,6 +19,7 @@ from dynamo_moe import _phases, _protobuf
 __all__ = [
     "EXTERNAL_DATA_LIMIT",
     "check_destination",
+    "is_small",
     "load_graph",
     "model_bytes",
     "rename_model",
@@ -89,7 +90,7 @@ def save_model(
     data = f"{path.name}.data"
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         beside = Path(folder)
-        large = [value for value in values if _is_large(value)]
+        large = [value for value in values if not is_small(value)]
         if external_data:
             _move_out(large, beside, data, weights)
             large = []
@@ -154,8 +155,11 @@ def _is_held(value: ir.Value) -> bool:
     return value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
 
 
-def _is_large(value: ir.Value) -> bool:
-    return _bytes_of(value) > _SMALL and value.dtype != ir.DataType.STRING
+def is_small(value: ir.Value) -> bool:
+    """Whether a weight stays inside the graph; strings do, as they have no bytes."""
+    if value.dtype == ir.DataType.STRING:
+        return True
+    return _bytes_of(value) <= _SMALL and _is_held(value)
 
 
 def _bytes_of(value: ir.Value) -> int:

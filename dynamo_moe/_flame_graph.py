@@ -16,6 +16,7 @@ COLORS = {
     "decomposition": "#fdae6b",
     "translation": "#a1d99b",
     "optimization": "#bcbddc",
+    "check": "#dadaeb",
     "serialization": "#fc9272",
 }
 _OTHER = "#d9d9d9"

@@ -10,13 +10,16 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
+from onnx_ir import tensor_adapters
 from onnxscript import optimizer, rewriter
 from onnxscript.rewriter.rules.common import slice_split_rule
 
 from dynamo_moe import _rules, _weights
 from dynamo_moe._operators import find
+from dynamo_moe.lazy_tensors import lazy_cast
 
 __all__ = [
+    "fold_weight_casts",
     "fold_weight_transposes",
     "module_of",
     "name_nodes_by_module",
@@ -214,10 +217,44 @@ def fold_weight_transposes(model: ir.Model, *, link: bool = False) -> None:
         view = tensor.raw.detach().permute(perm)
         weight.const_value = _weights.as_ir(view, weight.name)
         weight.shape = ir.Shape(view.shape)
-        for user in users:
-            user.outputs[0].replace_all_uses_with(weight)
-            if user.graph is not None:  # The branch of an If has a graph of its own.
-                user.graph.remove(user, safe=True)
+        _replace_by(weight, users)
+
+
+def fold_weight_casts(model: ir.Model, *, link: bool = False) -> None:
+    """Replaces ``Cast(weight)`` by the weight in that dtype, cast as it is written.
+
+    Autocast leaves such nodes. A weight that is also used as it is keeps its Cast, and so does,
+    with ``link``, one that lies in a file as it is.
+    """
+    for weight in list(model.graph.initializers.values()):
+        users = [node for node, _ in weight.uses()]
+        tensor = weight.const_value
+        if not users or not isinstance(tensor, ir.Tensor) or weight.is_graph_output():
+            continue
+        if not isinstance(tensor.raw, torch.Tensor) or not tensor.dtype.is_floating_point():
+            continue
+        dtypes = {
+            user.attributes["to"].as_int()
+            if user.op_type == "Cast" and not user.outputs[0].is_graph_output()
+            else None
+            for user in users
+        }
+        if link and getattr(tensor.raw, "origin", None):
+            continue
+        dtype = dtypes.pop()
+        if dtypes or dtype is None:
+            continue
+        cast = lazy_cast(tensor.raw, tensor_adapters.to_torch_dtype(ir.DataType(dtype)))
+        weight.const_value = _weights.as_ir(cast, weight.name)
+        weight.type = ir.TensorType(ir.DataType(dtype))
+        _replace_by(weight, users)
+
+
+def _replace_by(weight: ir.Value, users: Collection[ir.Node]) -> None:
+    for user in users:
+        user.outputs[0].replace_all_uses_with(weight)
+        if user.graph is not None:  # The branch of an If has a graph of its own.
+            user.graph.remove(user, safe=True)
 
 
 def name_nodes_by_module(model: ir.Model) -> None:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 __all__ = ["PHASES", "Progress", "Stopwatch", "phase", "report"]
 
-PHASES = ("capture", "decomposition", "translation", "optimization", "serialization")
+PHASES = ("capture", "decomposition", "translation", "optimization", "check", "serialization")
 """The phases of an export, in order."""
 
 Progress = Callable[[str, int, int], None]

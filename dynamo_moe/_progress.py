@@ -21,6 +21,7 @@ _DOING = {
     "decomposition": "Decomposing",
     "translation": "Translating",
     "optimization": "Optimizing",
+    "check": "Checking",
     "serialization": "Writing",
 }
 

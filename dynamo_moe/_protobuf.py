@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from dynamo_moe import _phases
 
-__all__ = ["write"]
+__all__ = ["without", "write"]
 
 _GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
 _INITIALIZER = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
@@ -29,7 +29,10 @@ def write(model: ir.Model, path: Path, weights: Sequence[ir.Value]) -> None:
         path: The file.
         weights: Those of the main graph's initializers to write so; the others must be small.
     """
-    head, graph = _without(model, weights)
+    proto = without(model, weights)
+    graph = proto.graph.SerializeToString()
+    proto.ClearField("graph")
+    head = proto.SerializeToString()
     tensors = [weight.const_value for weight in weights if weight.const_value is not None]
     starts = [_start(weight.name, tensor) for weight, tensor in zip(weights, tensors, strict=True)]
     size = len(graph) + sum(map(len, starts)) + sum(tensor.nbytes for tensor in tensors)
@@ -48,21 +51,18 @@ def write(model: ir.Model, path: Path, weights: Sequence[ir.Value]) -> None:
         _phases.report(done, total)
 
 
-def _without(model: ir.Model, weights: Sequence[ir.Value]) -> tuple[bytes, bytes]:
-    """The model without its graph, and the graph without the weights."""
+def without(model: ir.Model, weights: Sequence[ir.Value]) -> onnx.ModelProto:
+    """Returns the model without some of the main graph's initializers."""
     initializers = model.graph.initializers
     values = list(initializers.values())
     for weight in weights:
         del initializers[weight.name or ""]
     try:
-        proto = ir.to_proto(model)
+        return ir.to_proto(model)
     finally:
         initializers.clear()
         for value in values:
             initializers.add(value)
-    graph = proto.graph.SerializeToString()
-    proto.ClearField("graph")
-    return proto.SerializeToString(), graph
 
 
 def _start(name: str | None, tensor: ir.TensorProtocol) -> bytes:

@@ -32,8 +32,11 @@ from dynamo_moe import (
     _unconverted,
     _weights,
 )
+from dynamo_moe._autocast import autocast_inside
 from dynamo_moe._capture import capture
+from dynamo_moe._checking import InvalidGraphError, check
 from dynamo_moe._exporter import translate
+from dynamo_moe._fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe._modes import check_model, evaluating
 from dynamo_moe._operators import NodeError
 from dynamo_moe._stacked_weights import fold_stacked_weights
@@ -51,9 +54,11 @@ DEFAULT_OPSET = 20
 
 MIN_OPSET = 18
 
+_FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
+
 
 class ExportError(RuntimeError):
-    """PyTorch's exporter cannot take the model.
+    """The model cannot become a file that computes the same.
 
     The message names the model's MoE modules that :func:`convert` has not replaced, if any.
     """
@@ -75,7 +80,8 @@ class ExportReport:
         parameters_bytes: Bytes of the weights.
         file_bytes: Bytes of all files.
         seconds: Wall time.
-        phases: Seconds by phase: capture, decomposition, translation, optimization, serialization.
+        phases: Seconds by phase: capture, decomposition, translation, optimization, check,
+            serialization.
         profile: With ``profile=True``, a profile for https://www.speedscope.app, and a flame graph
             for a browser.
         notes: What a user of the file should know.
@@ -197,7 +203,8 @@ def export(
         ValueError: If an argument is out of range, a layer cannot be expressed for the target, or
             the model has parameters without values (on the meta device).
         TypeError: If the model is not a module, or the example does not fit its forward.
-        ExportError: If PyTorch's exporter cannot take the model.
+        ExportError: If PyTorch's exporter cannot take the model, or what it makes of it is refused
+            by onnx's checker.
         FileNotFoundError: If the folder of ``path`` does not exist.
         IsADirectoryError: If ``path`` is a folder.
         ImportError: If ``profile`` is set and pyinstrument is not installed.
@@ -223,10 +230,18 @@ def export(
     left = _unconverted.unconverted_modules(model)
     with _progress(progress, path) as shown, profiled(profile) as sampled:
         watch = _phases.Stopwatch(shown)
-        with watch.running(), _older_objects_aside(), _naming(left, model):
+        with (
+            watch.running(),
+            _older_objects_aside(),
+            _naming(left, model),
+            autocast_inside(model),
+        ):
             with _weights.placeholders(model) as lazies:
                 _check_values(model)
-                model_ir = _trace(model, args, kwargs or {}, dynamic_shapes, opset, runs=not lazies)
+                example = _dynamic_shapes.resolve(model, args, kwargs or {}, dynamic_shapes)
+                trials = SizeTrials(example, has_values=not lazies)
+                given = (args, kwargs or {})
+                model_ir = _trace(model, given, example, trials, opset, runs=not lazies)
             _rename("input_names", model_ir.graph.inputs, input_names)
             _weights.attach(model_ir, lazies)
             layers = _optimize(model_ir, target, body, link_weights)
@@ -236,6 +251,7 @@ def export(
             _inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
             if link_weights:
                 _weights.link(model_ir, path.parent)
+            _check(model_ir)
             files = _files.save_model(model_ir, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
     left = tuple(each for each in left if not _has_layer(each.module, layers))
@@ -257,6 +273,7 @@ def export(
         profile=save_profile(sampled, path, watch.seconds) if sampled else (),
         notes=(
             *_lowering.notes(model_ir, activations, target),
+            *trials.notes,
             *([_unconverted.warning(left)] if left else []),
         ),
     )
@@ -325,6 +342,7 @@ def _optimize(
 ) -> list[_layers.Layer]:
     """Brings the traced graph into the form of its target; returns its MoE layers."""
     with _phases.phase("optimization"):
+        _passes.fold_weight_casts(model, link=link)
         _passes.fold_weight_transposes(model, link=link)
         fold_stacked_weights(model)
         _passes.name_nodes_by_module(model)
@@ -343,9 +361,9 @@ def _optimize(
 
 def _trace(
     model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic_shapes: Mapping[str, Any] | str | None,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    example: _dynamic_shapes.DynamicExample,
+    trials: SizeTrials,
     opset: int,
     *,
     runs: bool,
@@ -354,35 +372,41 @@ def _trace(
 
     Args:
         model: The model.
-        args: Positional example arguments.
-        kwargs: Keyword example arguments.
-        dynamic_shapes: As for :func:`export`.
+        given: Positional and keyword arguments, as the user gave them.
+        example: What it is traced with.
+        trials: Of its trace at other sizes.
         opset: Of the graph.
         runs: Whether the model has its weights, so that it can be run to explain a failure.
 
     Raises:
         ExportError: If PyTorch's exporter cannot take the model.
-        TypeError: If the example does not fit the model's forward.
     """
-    example = _dynamic_shapes.resolve(model, args, kwargs, dynamic_shapes)
     with evaluating(model):
         try:
-            captured = capture(model, example)
+            captured = capture(model, example, trials)
         except Exception as error:  # The model's own code runs.
-            own = _causes.own_failure(model, args, kwargs, error) if runs else None
+            own = _causes.own_failure(model, *given, error) if runs else None
             if own is not None:
-                given = _causes.described(model, args, kwargs)
-                raise ExportError(_explain_own(own, given)) from own
+                raise ExportError(_explain_own(own, _causes.described(model, *given))) from own
             raise ExportError(_explain(error)) from error
         try:
-            traced = translate(captured, opset)
-        except torch.onnx.OnnxExporterError as error:
+            traced = translate(captured, opset, trials)
+        except (FixedSizeError, torch.onnx.OnnxExporterError) as error:
             raise ExportError(_explain(_first_cause(error))) from error
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
     _dynamic_shapes.name_dimensions(traced, example.labels)
     return traced
+
+
+def _check(model: ir.Model) -> None:
+    try:
+        check(model)
+    except InvalidGraphError as error:
+        raise ExportError(
+            f"the graph is not valid ONNX, and no file is written: {error}"
+        ) from error
 
 
 def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | None) -> None:
@@ -412,6 +436,8 @@ def _explain(error: BaseException) -> str:
     """Returns what to do about a failure of PyTorch's exporter, and its cause."""
     if isinstance(error, NodeError):
         return str(error)
+    if isinstance(error, FixedSizeError):
+        return f"a size that should be symbolic is fixed by the model: {error}. {_FIX_A_SIZE}"
     cause = str(error.__cause__ or error).strip()
     line = _causes.model_line(error)
     where = f" at {line}" if line else ""
@@ -428,9 +454,10 @@ def _explain(error: BaseException) -> str:
         )
     if "conflicts between user-specified ranges" in cause:
         conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
+        places = "; ".join(dict.fromkeys(getattr(error, "__notes__", ())))
         return (
-            f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}. "
-            "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
+            f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}"
+            f"{places and ', by '}{places}. {_FIX_A_SIZE}"
         )
     if "DynamicCache" in cause:
         return (

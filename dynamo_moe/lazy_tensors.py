@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["CHUNK_BYTES", "LazyTensor", "Stored"]
+__all__ = ["CHUNK_BYTES", "LazyTensor", "Stored", "lazy_cast"]
 
 CHUNK_BYTES = 2**23
 """What :meth:`LazyTensor.chunks` holds in memory, unless one row is larger."""
@@ -196,6 +196,13 @@ def _as_meta(tensor: Tensor) -> Tensor:
 def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A cast may name the device that a lazy tensor is on already."""
     return {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+
+
+def lazy_cast(tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
+    """Returns a tensor, lazy or in memory, in another dtype; it is cast when it is read."""
+    meta = torch.empty(tensor.shape, dtype=dtype, device="meta")
+    cast = _Result(_aten._to_copy.default, (tensor.detach(),), {"dtype": dtype}, None)
+    return LazyTensor(meta, cast)
 
 
 # --- Rows ---

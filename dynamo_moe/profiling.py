@@ -23,6 +23,7 @@ _FUNCTIONS = {
     ("_fx_passes.py", "decompose_with_registry"): "decomposition",
     ("_exporter.py", "translate"): "translation",
     ("exporting.py", "_optimize"): "optimization",
+    ("_checking.py", "check"): "check",
     ("_files.py", "save_model"): "serialization",
 }
 

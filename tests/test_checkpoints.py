@@ -163,6 +163,7 @@ def test_progress_counts_bytes(qwen: Path, tmp_path: Path) -> None:
         "capture",
         "translation",
         "optimization",
+        "check",
         "serialization",
     ]
 

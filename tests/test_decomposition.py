@@ -19,6 +19,8 @@ from torch.export import Dim, ExportedProgram
 import dynamo_moe
 from dynamo_moe import _decomposition, _exporter, _known_torch
 from dynamo_moe._decomposition import NeedsRetraceError, decomposed
+from dynamo_moe._dynamic_shapes import DynamicExample
+from dynamo_moe._fixed_sizes import SizeTrials
 from small_models import mlp_model
 
 steps = pytest.importorskip("dynamo_moe._exporter_steps")
@@ -617,7 +619,9 @@ def test_signatures_are_derived_once_and_nothing_is_left_behind() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OpSignature, "from_op_schema", staticmethod(counting))
         ours = vars(OpSignature)["from_op_schema"]
-        steps.translate_in_steps(traced(Call(lambda x: x * 2 + x * 3), torch.randn(3, 6)), 20)
+        program = traced(Call(lambda x: x * 2 + x * 3), torch.randn(3, 6))
+        trials = SizeTrials(DynamicExample((torch.randn(3, 6),), {}, None, []))
+        steps.translate_in_steps(program, 20, trials)
         assert vars(OpSignature)["from_op_schema"] is ours
     assert derived.count("Mul") == 1
     assert vars(OpSignature)["from_op_schema"] is original

@@ -93,5 +93,5 @@ def test_only_a_long_export_is_shown(delay: float) -> None:
     if delay:
         assert text == ""
     else:
-        assert "5/5 Writing model.onnx" in text
+        assert "6/6 Writing model.onnx" in text
         assert "2/4 MB" in text

@@ -1,0 +1,316 @@
+"""Autocast in a traced program: its casts become operators of the program.
+
+``torch.export`` keeps ``with torch.autocast(...)`` as a region of operators without their casts:
+only whoever runs the region casts. What autocast does to an operator, PyTorch's dispatcher tells:
+the operator is called as in the region, on tensors without values, and its calls are noted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["autocast_inside", "with_casts"]
+
+_LOG = logging.getLogger(__name__)
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+# Its arguments: device type, dtype, enabled, whether casts are cached, the region, its arguments.
+_wrap_with_autocast = torch.ops.higher_order.wrap_with_autocast
+_SYMBOLIC = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+State = Mapping[str, torch.dtype]
+"""By device type, the dtype of the autocast that is enabled for it."""
+
+
+@contextlib.contextmanager
+def autocast_inside(model: nn.Module) -> Iterator[None]:
+    """Moves the autocast that is active into the model's forward.
+
+    A trace sees an autocast that is entered, none that is active already; and what an export
+    computes with tensors of its own has no part in it.
+    """
+    active = {
+        device: torch.get_autocast_dtype(device)
+        for device in _DEVICES
+        if torch.is_autocast_enabled(device)
+    }
+    if not active:
+        yield
+        return
+    own = vars(model).get("forward")
+    for device, dtype in active.items():
+        model.forward = _forward_under_autocast(model.forward, device, dtype)
+    try:
+        with contextlib.ExitStack() as stack:
+            for device in active:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+
+
+def _forward_under_autocast(
+    original: Callable[..., Any], device: str, dtype: torch.dtype
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype=dtype):
+            return original(*args, **kwargs)
+
+    return forward
+
+
+def with_casts(program: ExportedProgram, *, strict: bool) -> ExportedProgram:
+    """Returns the program with autocast's casts as nodes, and autocast disabled in all regions.
+
+    Args:
+        program: A traced program, which may be changed in place.
+        strict: Whether it was traced so: its values then have the dtypes without autocast.
+    """
+    if not any(_enables(node) for module in _graphs(program) for node in module.graph.nodes):
+        return program
+    try:
+        if strict:
+            _Retyped.retype(program.graph_module)
+        _Casts().insert(program.graph_module, {})
+    except Exception:  # Whatever it is, a second trace of the program casts too.
+        _LOG.info("The whole program is traced again for its casts", exc_info=True)
+        traced_again: ExportedProgram = program.run_decompositions({})
+        return traced_again
+    return program
+
+
+def _graphs(program: ExportedProgram) -> Iterator[fx.GraphModule]:
+    return (each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule))
+
+
+def _enables(node: fx.Node) -> bool:
+    return node.target is _wrap_with_autocast and bool(node.args[2])
+
+
+@contextlib.contextmanager
+def _autocast(state: State) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device, dtype in state.items():
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+class _Retyped(fx.Interpreter):
+    """Runs a graph on tensors without values, and gives its nodes the values that they have."""
+
+    @classmethod
+    def retype(cls, module: fx.GraphModule) -> None:
+        given = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+        with _mode(given), enable_python_dispatcher(), torch.no_grad():
+            cls(module).run(*given)
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        if "val" in node.meta:
+            node.meta["val"] = result
+        return result
+
+    def get_attr(self, *args: Any) -> Any:
+        found = super().get_attr(*args)
+        return type(self)(found).run if isinstance(found, fx.GraphModule) else found
+
+
+class _Casts:
+    """Inserts casts into graphs; what autocast does to equal calls is found out once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, fx.Graph | None] = {}
+
+    def insert(self, module: fx.GraphModule, state: State) -> None:
+        """Inserts the casts of a graph, and of those that it calls.
+
+        Args:
+            module: The graph.
+            state: The autocast around it.
+        """
+        for node in list(module.graph.nodes):
+            inner = state
+            if node.target is _wrap_with_autocast:
+                device, dtype, enabled, *rest = node.args
+                inner = {other: state[other] for other in state if other != device}
+                if enabled:
+                    inner[device] = dtype or torch.get_autocast_dtype(device)
+            for each in node.all_input_nodes:
+                called = getattr(module, each.target, None) if each.op == "get_attr" else None
+                if isinstance(called, fx.GraphModule):
+                    self.insert(called, inner)
+            if node.target is _wrap_with_autocast:
+                node.args = (device, dtype, False, *rest)
+            elif state and isinstance(node.target, OpOverload):
+                self._cast(node, state)
+        module.recompile()
+
+    def _cast(self, node: fx.Node, state: State) -> None:
+        target: Any = node.target
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        values = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        devices = {value.device.type for value in values if isinstance(value, Tensor)}
+        state = {device: state[device] for device in state if device in devices}
+        if not state or not _may_be_cast(target, values, node.meta.get("val")):
+            return
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
+
+        def call(*given: Any) -> Any:
+            whole = list(values)
+            for place, value in zip(places, given, strict=True):
+                whole[place] = value
+            args, kwargs = pytree.tree_unflatten(whole, spec)
+            return target(*args, **kwargs)
+
+        key = (target, spec, tuple(map(_description, values)), tuple(state.items()))
+        if key not in self._known:
+            self._known[key] = _under_autocast(call, [values[place] for place in places], state)
+        graph = self._known[key]
+        if graph is not None:
+            _replace(node, graph, [leaves[place] for place in places])
+
+
+def _may_be_cast(target: OpOverload, values: Sequence[Any], result: Any) -> bool:
+    """Whether an operator computes with floating-point numbers; what makes sizes of data, not."""
+    if any(argument.alias_info is not None for argument in target._schema.arguments):
+        return False  # Views and changes in place are never cast.
+    if not any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
+        return False
+    return _from_data(pytree.tree_leaves(result)) <= _from_data(values)
+
+
+def _from_data(values: Sequence[Any]) -> set[Any]:
+    """Returns the symbols of sizes that are read from data."""
+    found = (free_unbacked_symbols(value) for value in values if isinstance(value, _SYMBOLIC))
+    return set().union(*found)
+
+
+def _description(value: Any) -> tuple[Any, ...]:
+    """What makes two arguments lead to the same calls."""
+    if isinstance(value, Tensor):
+        return (tuple(map(str, value.shape)), value.dtype, value.device)
+    return (type(value), str(value))
+
+
+def _under_autocast(
+    call: Callable[..., Any], given: Sequence[Any], state: State
+) -> fx.Graph | None:
+    """Returns what an operator comes to under autocast; None if that is the operator alone.
+
+    Either it is cast as a whole, or it decomposes into operators that are.
+    """
+    recorder = _Recorder(given)
+    with _mode(given), enable_python_dispatcher(), torch.no_grad():
+        with _autocast(state), torch.inference_mode(), recorder:
+            # In another mode, operators decompose before they are seen.
+            result = call(*given)
+        if len(recorder.calls) > 1:
+            return recorder.finish(result)
+        if not recorder.calls[0]._can_decompose():
+            return None
+        plain = make_fx(call)(*given).graph
+        with _autocast(state):
+            cast = make_fx(call)(*given).graph
+    return None if _targets(cast) == _targets(plain) else cast
+
+
+def _mode(values: Sequence[Any]) -> FakeTensorMode:
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+
+
+def _targets(graph: fx.Graph) -> list[Any]:
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+def _replace(node: fx.Node, graph: fx.Graph, given: Sequence[fx.Node]) -> None:
+    """Puts a graph's nodes in the place of one."""
+    copies: dict[fx.Node, Any] = {}
+    remaining = iter(given)
+    results: Any = None
+    for inner in graph.nodes:
+        if inner.op == "output":
+            results = fx.map_arg(inner.args[0], copies.__getitem__)
+        elif inner.op == "placeholder":
+            copies[inner] = next(remaining)
+        else:
+            with node.graph.inserting_before(node):
+                copies[inner] = node.graph.node_copy(inner, copies.__getitem__)
+            copies[inner].meta = {**node.meta, "val": inner.meta["val"]}
+    if isinstance(results, fx.Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes, as a graph, the calls that are made with tensors meanwhile."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[OpOverload] = []
+        self._graph = fx.Graph()
+        self._given = given
+        self._nodes: dict[int, fx.Node] = {}
+        self._noted: list[Any] = []  # As long as a value lives, no other has its id.
+        for place, value in enumerate(given):
+            self._note(value, self._graph.placeholder(f"given_{place}"))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            self.calls.append(func)
+            self._note(result, self._graph.call_function(func, *self._nodes_of(args, kwargs or {})))
+        return result
+
+    def finish(self, result: Any) -> fx.Graph:
+        """Returns the graph that gives ``result``, with the values of its nodes."""
+        self._graph.output(*self._nodes_of(result))
+        self._graph.eliminate_dead_code()
+        given = iter(self._given)
+        values: dict[fx.Node, Any] = {}
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op != "output":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                target: Any = node.target
+                values[node] = node.meta["val"] = target(*args, **kwargs)
+        return self._graph
+
+    def _note(self, value: Any, node: fx.Node) -> None:
+        if isinstance(value, (list, tuple)):
+            for place, part in enumerate(value):
+                self._note(part, self._graph.call_function(operator.getitem, (node, place)))
+        else:
+            self._noted.append(value)
+            self._nodes.setdefault(_id(value), node)
+
+    def _nodes_of(self, *values: Any) -> Any:
+        return pytree.tree_map_only(_SYMBOLIC, lambda value: self._nodes[_id(value)], values)
+
+
+def _id(value: Any) -> int:
+    """Identifies a tensor or a symbolic number; on its way through PyTorch, the latter's node."""
+    return id(value if isinstance(value, Tensor) else value.node)
