@@ -450,7 +450,7 @@ def _explain(error: BaseException) -> str:
     if "data-dependent expression" in cause:
         return (
             f"the model decides by the values of a tensor{where}, and a trace has only shapes: "
-            f"{cause}"
+            f"{cause.splitlines()[0]}"
         )
     if "conflicts between user-specified ranges" in cause:
         conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))

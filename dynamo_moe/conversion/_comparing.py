@@ -114,6 +114,8 @@ def compare(
     for ours, theirs in zip(result, expected, strict=True):
         if not isinstance(theirs, Tensor) or not theirs.is_floating_point() or not theirs.ndim:
             continue
+        if not theirs.isfinite().all():
+            raise ValueError(f"it gives numbers that are not finite for {tokens}")
         error = relative_error(ours, theirs)
         if not error <= TOLERANCE:  # NaN too.
             raise ValueError(
