@@ -172,7 +172,7 @@ def experts_of_list(module: nn.Module, path: str) -> list[Experts]:
             "an expert's weights are parametrized: make them parameters first, with "
             "torch.nn.utils.parametrize.remove_parametrizations"
         )
-    weights = random_weights(first, list(names))
+    weights = random_weights(first, [*names, *dict(first.named_buffers())])
     vectors = {name: shape[0] for name, shape in shapes.items() if len(shape) == 1}
     options = _options(module, first)
     guesses: list[Experts] = []
@@ -412,7 +412,6 @@ def _check_all(
 
 
 def _run(expert: nn.Module, weights: dict[str, Tensor], x_TD: Tensor) -> Any:
-    weights = {**weights, **{n: b.to(x_TD.device) for n, b in expert.named_buffers() if b.is_meta}}
     try:
         with undisturbed(expert), torch.no_grad(), with_tensors(expert, weights):
             return expert(x_TD)

@@ -216,36 +216,33 @@ class _Search:
                 f"it calls no gate with {self._experts} scores, and has no weight of one"
             )
         dense_RTE = torch.stack([_dense(routed, self._experts) for _, routed in routings])
-        alone = {experts: self._each(experts, x_TD) for experts in self._candidates}
-        for on_input in (False, True):
-            # Weights on inputs take a run of the experts for each routing: fewer guesses.
-            sets = itertools.product(self._shared(seen, x), self._biases(x))
-            for shared, bias in itertools.islice(sets, 1 if on_input else None):
+        sets = list(itertools.product(self._shared(seen, x), self._biases(x)))
+        for on_input, candidate in itertools.product((False, True), self._candidates):
+            if on_input:
+                experts = _on_input(candidate)
+                y_RTD = self._weighted_inputs(experts, routings, x_TD)
+            else:
+                experts = candidate
+                y_RTD = torch.einsum("rte,ted->rtd", dense_RTE, self._each(experts, x_TD))
+            for (shared, bias), place in itertools.product(sets, results):
                 added_TD = sum((each(self._module, x) for each in shared), torch.zeros_like(x_TD))
                 if bias is not None:
                     added_TD = added_TD + attrgetter(bias)(self._module)
-                for place in results:
-                    expected_TD = leaves[place].reshape(x_TD.shape) - added_TD
-                    for candidate in self._candidates:
-                        experts = _on_input(candidate) if on_input else candidate
-                        if on_input:
-                            y_RTD = self._weighted_inputs(experts, routings, x_TD)
-                        else:
-                            y_RTD = torch.einsum("rte,ted->rtd", dense_RTE, alone[experts])
-                        number, scale, error = self._best(y_RTD, expected_TD, scaled=not on_input)
-                        if error <= _TOLERANCE:
-                            routing, routed = routings[number]
-                            return Mixture(
-                                argument=_first_argument(self._module),
-                                routing=replace(routing, scale=scale),
-                                experts=experts,
-                                shared=shared,
-                                outputs=pytree.tree_unflatten(
-                                    self._outputs(leaves, place, routed, x), structure
-                                ),
-                                marks=self._marks(leaves[place], routed, x),
-                                bias=bias,
-                            )
+                expected_TD = leaves[place].reshape(x_TD.shape) - added_TD
+                number, scale, error = self._best(y_RTD, expected_TD, scaled=not on_input)
+                if error <= _TOLERANCE:
+                    routing, routed = routings[number]
+                    return Mixture(
+                        argument=_first_argument(self._module),
+                        routing=replace(routing, scale=scale),
+                        experts=experts,
+                        shared=shared,
+                        outputs=pytree.tree_unflatten(
+                            self._outputs(leaves, place, routed, x), structure
+                        ),
+                        marks=self._marks(leaves[place], routed, x),
+                        bias=bias,
+                    )
         return None
 
     def _each(self, experts: Experts, x_TD: Tensor) -> Tensor:
