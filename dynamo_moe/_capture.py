@@ -157,10 +157,14 @@ def _keeps(
 ) -> bool:
     """Whether a function of tensors, such as a cast, leaves such tensors what they are."""
     try:
-        results = [function(torch.empty(0, dtype=dtype, device=device)) for dtype, device in kinds]
+        probes = [torch.ones(1, dtype=dtype, device=device) for dtype, device in kinds]
+        results = [function(probe) for probe in probes]
     except Exception:  # Such as for a device that is not there; the module's own cast will say it.
         return False
-    return all((r.dtype, r.device) == kind for r, kind in zip(results, kinds, strict=True))
+    return all(
+        (r.dtype, r.device) == (p.dtype, p.device) and torch.equal(r, p)
+        for r, p in zip(results, probes, strict=True)
+    )
 
 
 def _unsqueeze_complex(program: ExportedProgram) -> None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 __all__ = ["casts_a_module", "described", "model_line", "own_failure"]
 
 _TORCH = Path(torch.__file__).parent
+_CONVERSION = Path(__file__).parent / "conversion"
 # Their exceptions say what a trace cannot do; others may come from the model or its example.
 _TRACERS = ("torch._dynamo.", "torch._export.", "torch.export.", "torch.fx.")
 
@@ -24,11 +25,13 @@ _TRACERS = ("torch._dynamo.", "torch._export.", "torch.export.", "torch.fx.")
 def model_line(error: BaseException) -> str | None:
     """Returns the line of the model that an error comes from, like ``net.py:12 (`y.item()`)``.
 
-    That is the last line in a method of a module that is not PyTorch's own; None: there is none.
+    That is the last line in a method of a module that is neither PyTorch's own nor a converted
+    module's; None: there is none.
     """
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if isinstance(frame.f_locals.get("self"), nn.Module) and not _is_pytorchs(frame):
+        of_others = not any(_is_in(frame, folder) for folder in (_TORCH, _CONVERSION))
+        if isinstance(frame.f_locals.get("self"), nn.Module) and of_others:
             found = Path(frame.f_code.co_filename), line
     if found is None:
         return None
@@ -42,7 +45,7 @@ def model_line(error: BaseException) -> str | None:
 def casts_a_module(error: BaseException) -> bool:
     """Whether an error comes from ``module.to()``, ``.float()`` or the like within a forward."""
     return any(
-        frame.f_code.co_name == "_apply" and _is_pytorchs(frame)
+        frame.f_code.co_name == "_apply" and _is_in(frame, _TORCH)
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
 
@@ -59,7 +62,7 @@ def own_failure(
         failure: Of the trace.
     """
     *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
-    by_an_operator = _is_pytorchs(frame) and not casts_a_module(failure)
+    by_an_operator = _is_in(frame, _TORCH) and not casts_a_module(failure)
     if not by_an_operator or type(failure).__module__.startswith(_TRACERS):
         return None
     try:
@@ -82,5 +85,5 @@ def described(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return ", ".join(tensors) or "no tensor"
 
 
-def _is_pytorchs(frame: FrameType) -> bool:
-    return Path(frame.f_code.co_filename).is_relative_to(_TORCH)
+def _is_in(frame: FrameType, folder: Path) -> bool:
+    return Path(frame.f_code.co_filename).is_relative_to(folder)

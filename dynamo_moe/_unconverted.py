@@ -7,12 +7,19 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dynamo_moe.conversion import ADAPTER_PAGE, Unrecognised, convertible_modules
+from dynamo_moe.conversion import (
+    ADAPTER_PAGE,
+    ConvertedModule,
+    Unrecognised,
+    convertible_modules,
+)
 
 __all__ = [
+    "converted_modules",
     "hint",
     "merging",
     "named",
+    "own_forward",
     "unconverted_modules",
     "warning",
 ]
@@ -27,6 +34,20 @@ def unconverted_modules(model: nn.Module) -> tuple[Unrecognised, ...]:
     return tuple(
         Unrecognised(path, type(model.get_submodule(path)).__name__, "not converted")
         for path in convertible_modules(model)
+    )
+
+
+def converted_modules(model: nn.Module) -> list[str]:
+    """Returns the paths of the converted modules."""
+    return [path for path, module in model.named_modules() if isinstance(module, ConvertedModule)]
+
+
+def own_forward(paths: Sequence[str]) -> str:
+    """Returns what it means that converted modules have no node in a file, in one line."""
+    which = _few([repr(path) for path in paths])
+    return (
+        f"{len(paths)} converted module{' is' if len(paths) == 1 else 's are'} called otherwise "
+        f"than compared, or not at all, so each is many nodes, of its own forward: {which}"
     )
 
 

@@ -255,8 +255,12 @@ def export(
             files = _files.save_model(model_ir, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
     left = tuple(each for each in left if not _has_layer(each.module, layers))
-    if left:
-        warnings.warn(_unconverted.warning(left), stacklevel=2)
+    said = [_unconverted.warning(left)] if left else []
+    own = [path for path in _unconverted.converted_modules(model) if not _has_layer(path, layers)]
+    if own:
+        said.append(_unconverted.own_forward(own))
+    for each in said:
+        warnings.warn(each, stacklevel=2)
     activations = {layer.attributes["activation"] for layer in layers}
     return ExportReport(
         path=path,
@@ -274,7 +278,7 @@ def export(
         notes=(
             *_lowering.notes(model_ir, activations, target),
             *trials.notes,
-            *([_unconverted.warning(left)] if left else []),
+            *said,
         ),
     )
 
@@ -304,7 +308,9 @@ def _check_values(model: torch.nn.Module) -> None:
 
 
 def _has_layer(module: str, layers: Sequence[_layers.Layer]) -> bool:
-    return any(f"{layer.name}.".startswith(f"{module}." if module else "") for layer in layers)
+    """Whether a layer is of a module; those in branches of control flow may be of any."""
+    prefix = f"{module}." if module else ""
+    return any(not layer.name or f"{layer.name}.".startswith(prefix) for layer in layers)
 
 
 @contextlib.contextmanager

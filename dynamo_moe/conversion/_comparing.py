@@ -55,6 +55,7 @@ def compare_shapes(
     *,
     others: bool = False,
     longer: Collection[int] = (),
+    scales: Collection[float] = (1.0,),
 ) -> tuple[int, ...]:
     """Runs both on tokens of all shapes that the original takes, without gradients.
 
@@ -66,6 +67,7 @@ def compare_shapes(
         others: Whether the candidate may differ for tokens of another number of dimensions than
             the example's.
         longer: Numbers of tokens that equal ones must exceed, for what counts up to them.
+        scales: Factors on tokens.
 
     Returns:
         The numbers of dimensions for which they give the same.
@@ -75,7 +77,8 @@ def compare_shapes(
     """
     compare(original, candidate, [example], kind)
     same = {example.ndim: True}
-    for x in _cases(example, longer):
+    scaled = [example * scale for scale in scales if scale != 1.0]
+    for x in (*scaled, *_cases(example, longer)):
         try:
             with torch.no_grad():
                 original(x)
@@ -112,7 +115,13 @@ def compare(
     if structure != replaced or list(map(_shape, expected)) != list(map(_shape, result)):
         raise ValueError(f"it has the shape of {kind} but returns something else for {tokens}")
     for ours, theirs in zip(result, expected, strict=True):
-        if not isinstance(theirs, Tensor) or not theirs.is_floating_point() or not theirs.ndim:
+        if not isinstance(theirs, Tensor) or not theirs.is_floating_point():
+            if not _equal(ours, theirs):
+                raise ValueError(
+                    f"it has the shape of {kind} but returns something else for {tokens}"
+                )
+            continue
+        if not theirs.ndim and not ours:  # A loss, which only training needs.
             continue
         if not theirs.isfinite().all():
             raise ValueError(f"it gives numbers that are not finite for {tokens}")
@@ -142,6 +151,13 @@ def _cases(example: Tensor, longer: Collection[int] = ()) -> Iterator[Tensor]:
     for shape in (*_ALIKE, *beyond):
         x = torch.randn(width, generator=generator) * 2
         yield x.to(example.device, example.dtype).expand(*shape, width).contiguous()
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, Tensor):
+        return isinstance(ours, Tensor) and torch.equal(ours, theirs)
+    plain = theirs is None or isinstance(theirs, (bool, int, float, str))
+    return bool(ours == theirs) if plain else ours is theirs
 
 
 def _shape(value: Any) -> torch.Size | None:

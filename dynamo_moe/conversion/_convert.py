@@ -285,6 +285,8 @@ def _convert_mixtures(
         try:
             path, found, compared = convert_mixture(model, mixture, known)
         except RefusedError as refusal:
+            if not refusal.routes:
+                continue
             name = type(model.get_submodule(refusal.path)).__name__
             unrecognised.append(Unrecognised(refusal.path, name, str(refusal)))
         else:

@@ -28,7 +28,11 @@ _CLAMP_NUMBERS = {1.702, 7.0}
 _CLAMP_WORDS = ("limit", "clamp", "alpha")
 # Of a stack [E, 1, n].
 _BIAS = re.compile(r".*bias.*|b\d*")
-_TOKENS = 4
+# Of an expert that is named for what it is, if not converted.
+_MOST_MATRICES = 4
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# RMS of what enters the activation, for each of an expert's tokens: clamps show with large ones.
+_SIZES = (0.3, 2.0, 2.0, 10.0, 40.0)
 # Relative to the RMS of an expert's result: another activation differs by 1e-2 and more.
 _TOLERANCE = 1e-4
 
@@ -90,7 +94,7 @@ def holders(model: nn.Module) -> Iterator[ListOfExperts | StacksOfExperts]:
     for path, module in model.named_modules():
         if module in within:
             continue
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _may_be_experts(path, module):
+        if _may_be_experts(path, module):
             within.update(module.modules())
             yield ListOfExperts(path, len(module))
     yield from _stacks(model, within)
@@ -98,12 +102,17 @@ def holders(model: nn.Module) -> Iterator[ListOfExperts | StacksOfExperts]:
 
 def _may_be_experts(path: str, module: nn.Module) -> bool:
     children = list(module.children())
-    if len(children) < 2 or len({type(child) for child in children}) > 1:
+    named = "expert" in path.rpartition(".")[2].lower()
+    if len(children) < 2 or not isinstance(module, _LISTS):
         return False
-    if "expert" in path.rpartition(".")[2].lower():
+    if named:
         return True
+    if isinstance(module, nn.Sequential) or len({type(child) for child in children}) > 1:
+        return False
+    if any(isinstance(part, (nn.ModuleList, nn.ModuleDict)) for part in children[0].modules()):
+        return False  # Blocks of a model, which may have experts in them.
     dimensions = [len(_without_ones(p)) for p in children[0].parameters()]
-    return dimensions.count(2) in (2, 3) and set(dimensions) <= {1, 2}
+    return 2 <= dimensions.count(2) <= _MOST_MATRICES and set(dimensions) <= {1, 2}
 
 
 def _stacks(model: nn.Module, within: set[nn.Module]) -> Iterator[StacksOfExperts]:
@@ -422,13 +431,15 @@ def _run(expert: nn.Module, weights: dict[str, Tensor], x_TD: Tensor) -> Any:
 def _agree(result: Tensor, expected: Any) -> bool:
     if not isinstance(expected, Tensor) or expected.shape != result.shape:
         return False
-    scale = expected.double().square().mean().sqrt().clamp_min(1e-30)
-    return bool((result.double() - expected.double()).abs().max() <= _TOLERANCE * scale)
+    scale_T1 = expected.double().square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-30)
+    errors_TD = (result.double() - expected.double()).abs() / scale_T1
+    return bool(errors_TD.max() <= _TOLERANCE)
 
 
 def _tokens(w1: Tensor) -> Tensor:
-    """Returns tokens ``[4, D]`` with which activations differ: hidden numbers around 2."""
+    """Returns tokens ``[T, D]`` with which activations differ."""
     generator = torch.Generator().manual_seed(1)
-    random = torch.randn(_TOKENS, w1.shape[1], generator=generator)
+    random = torch.randn(len(_SIZES), w1.shape[1], generator=generator)
     size = float(w1.float().square().mean().sqrt()) * math.sqrt(w1.shape[1])
-    return (random * (2 / max(size, 1e-6))).to(w1.device, w1.dtype)
+    sizes_T1 = torch.tensor(_SIZES)[:, None]
+    return (random * (sizes_T1 / max(size, 1e-6))).to(w1.device, w1.dtype)

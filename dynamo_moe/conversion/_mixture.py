@@ -8,12 +8,11 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -22,7 +21,7 @@ from dynamo_moe.conversion._routing import Call, Routed, Routing
 from dynamo_moe.conversion._stacks import Experts, StackedWeights
 from dynamo_moe.modules import ConvertedModule
 
-__all__ = ["Mixture", "Output", "Shared", "adopt"]
+__all__ = ["Mixture", "Output", "Shared", "adopt", "counts"]
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,7 @@ class Output:
             raise ValueError(f"{self.kind} is a value of the routing, which is not known")
         if self.kind == "counts":
             experts, dtype = self.value
-            ids = routed.ids.flatten()
-            return ids.new_zeros(experts).index_add(0, ids, torch.ones_like(ids)).to(dtype)
+            return counts(routed.ids, experts).to(dtype)
         of_kind = {"ids": routed.ids, "weights": routed.weights}
         value = routed.leaves[self.value] if self.kind == "leaf" else of_kind[self.kind]
         leading = y.shape[:-1] if self.shaped else (-1,)
@@ -98,7 +96,8 @@ class Mixture:
     """What a module computes: routing, experts, what all tokens get, and what it returns.
 
     Attributes:
-        argument: Its forward's name for the tokens.
+        arguments: What its forward takes: names, each with the plain value that it has by default.
+            The first are the tokens.
         outputs: What it returns: an :class:`Output`, or tuples, lists and mappings of such.
         marks: Attributes of the result tensor itself, such as a loss.
         channels_first: Whether it takes images ``[B, D, ...]``, and returns such.
@@ -106,7 +105,7 @@ class Mixture:
         dimensions: Numbers of dimensions of the tokens for which this is known.
     """
 
-    argument: str
+    arguments: tuple[tuple[str, Any], ...]
     routing: Routing
     experts: Experts
     shared: tuple[Shared, ...]
@@ -133,11 +132,13 @@ class Mixture:
             )  # fmt: skip
             routed = None
         else:
-            # A reshape that changes nothing would hide where the layer's tokens come from.
-            x_TD = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
             routed = routing(module, x)
-            y = custom_ops.experts(x_TD, routed.ids, routed.weights, *weights, **options)
-            y = y.view_as(x)
+            ids, choices = (
+                # A reshape that changes nothing would hide where the layer's routing comes from.
+                value if x.ndim == 2 else value.reshape(*x.shape[:-1], value.shape[-1])
+                for value in (routed.ids, routed.weights)
+            )
+            y = custom_ops.experts(x, ids, choices, *weights, **options)
         for shared in self.shared:
             y = y + shared(module, x).view_as(x)
         if self.bias is not None:
@@ -150,12 +151,24 @@ class Mixture:
 
     def tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Returns the tokens of a call; None if this is not known to be what the call computes."""
-        given = dict(kwargs)
-        x = args[0] if args else given.pop(self.argument, None)
-        more = (*args[1:], *given.values())
-        if not isinstance(x, Tensor) or x.ndim not in self.dimensions:
+        names = [name for name, _ in self.arguments]
+        if len(args) > len(names):
             return None
-        return x if all(value is None for value in more) else None
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        x = given.pop(names[0], None)
+        defaults = dict(self.arguments)
+        if not all(name in defaults and _is_same(v, defaults[name]) for name, v in given.items()):
+            return None
+        return x if isinstance(x, Tensor) and x.ndim in self.dimensions else None
+
+    def calls(self) -> Iterator[Call]:
+        """Yields the calls of submodules that it makes."""
+        if isinstance(self.routing.source, Call):
+            yield self.routing.source
+        for shared in self.shared:
+            yield shared.call
+            if shared.gate is not None:
+                yield shared.gate
 
     def _value(self, output: Output, y: Tensor, routed: Routed | None) -> Any:
         value = output.of(y, routed)
@@ -164,6 +177,19 @@ class Mixture:
     def _returns_no_routing(self) -> bool:
         outputs = (*pytree.tree_leaves(self.outputs), *(output for _, output in self.marks))
         return not any(output.is_routing for output in outputs)
+
+
+def counts(ids: Tensor, experts: int) -> Tensor:
+    """Returns how many tokens each expert gets ``[E]``; an id of -1 is none."""
+    chosen = ids.flatten()
+    ones = (chosen >= 0).to(chosen.dtype)
+    return ones.new_zeros(experts).index_add(0, chosen.clamp_min(0), ones)
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    """Whether a value is a plain one, and that of the default."""
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return plain and type(value) is type(default) and value == default
 
 
 class _Converted(ConvertedModule):
@@ -201,7 +227,8 @@ class _Converted(ConvertedModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Its class is made at run time; pickle would not find it.
-        return _restored, (_original(type(self)),), self.__dict__
+        state = super().__reduce_ex__(protocol)[2]
+        return _restored, (_original(type(self)),), state
 
 
 def adopt(module: nn.Module, mixture: Mixture) -> None:

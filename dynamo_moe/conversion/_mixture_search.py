@@ -29,7 +29,7 @@ from dynamo_moe.conversion._expert_search import (
     experts_of_list,
     experts_of_stacks,
 )
-from dynamo_moe.conversion._mixture import Mixture, Output, Shared
+from dynamo_moe.conversion._mixture import Mixture, Output, Shared, counts
 from dynamo_moe.conversion._observing import (
     Observation,
     as_tokens,
@@ -71,6 +71,9 @@ _SCORINGS: tuple[tuple[Scoring, Weighting], ...] = (
     ("none", "sum"),
     ("softmax", "softmax"),
 )
+
+
+_PLAIN_TYPES = (bool, int, float, str)
 
 
 class NotRoutedError(ValueError):
@@ -123,7 +126,8 @@ def find_mixture(module: nn.Module, held: ListOfExperts | StacksOfExperts) -> Fo
                 f"its stacks of {held.experts} experts ({named}) are no two or "
                 "three matrices of an MLP"
             )
-    weights = random_weights(module, _drawn(module, candidates))
+    experts = {name for each in candidates for name in each.names()}
+    weights = random_weights(module, _drawn(module, candidates), large=experts)
     with torch.no_grad(), with_tensors(module, weights):
         search = _Search(module, held.experts, candidates, unseen)
         mixture, observation, leading = search.run()
@@ -177,7 +181,7 @@ class _Search:
                     failure = failure or error
                     continue
                 with torch.random.fork_rng(()):
-                    torch.manual_seed(torch.initial_seed() + 1)
+                    torch.default_generator.manual_seed(torch.initial_seed() + 1)
                     again = observe(self._module, run, x, self._unseen)
                 if not _same(seen.result, again.result):
                     raise ValueError("it gives other numbers each time, in evaluation mode too")
@@ -229,11 +233,13 @@ class _Search:
                 if bias is not None:
                     added_TD = added_TD + attrgetter(bias)(self._module)
                 expected_TD = leaves[place].reshape(x_TD.shape) - added_TD
+                if not expected_TD.any():  # Any guess of experts that give zeros would do.
+                    continue
                 number, scale, error = self._best(y_RTD, expected_TD, scaled=not on_input)
                 if error <= _TOLERANCE:
                     routing, routed = routings[number]
                     return Mixture(
-                        argument=_first_argument(self._module),
+                        arguments=_arguments(self._module),
                         routing=replace(routing, scale=scale),
                         experts=experts,
                         shared=shared,
@@ -445,9 +451,7 @@ class _Search:
             ("leaf", place, leaf) for place, leaf in enumerate(routed.leaves)
         ]
         sources += [("ids", None, routed.ids), ("weights", None, routed.weights)]
-        counts_E = routed.ids.new_zeros(self._experts).index_add(
-            0, routed.ids.flatten(), torch.ones_like(routed.ids.flatten())
-        )
+        counts_E = counts(routed.ids, self._experts)
         if value.shape == counts_E.shape and torch.equal(value.long(), counts_E.long()):
             return Output("counts", (self._experts, value.dtype))
         for kind, place, source in sources:
@@ -472,15 +476,13 @@ def _left_behind(
 ) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
     """Returns the attributes that its forward set, and what is said of those and of its losses."""
     notes = []
+    notes += [f"{name} is no longer updated" for name in seen.counted]
     if seen.rounds:
         notes.append("it computes in half precision in between; now, in the dtype of its weights")
-    losses = sum(output.kind == "zero" for output in pytree.tree_leaves(mixture.outputs))
-    losses += sum(output.kind == "zero" for _, output in mixture.marks)
-    if losses:
+    outputs = (*pytree.tree_leaves(mixture.outputs), *(output for _, output in mixture.marks))
+    if any(output.kind == "zero" for output in outputs):
         notes.append("the loss that it returns beside its result is 0")
-    runs = [shared.call.path for shared in mixture.shared]
-    if isinstance(mixture.routing.source, Call):
-        runs.append(mixture.routing.source.path)
+    runs = [call.path for call in mixture.calls()]
     kept: dict[str, dict[str, Any]] = {}
     for path, values in seen.changed.items():
         if any(path == run or path.startswith(f"{run}.") for run in runs):
@@ -492,6 +494,8 @@ def _left_behind(
             elif not (value is None or isinstance(value, (bool, int, float, str))):
                 value = None  # noqa: PLW2901
                 notes.append(f"{name} is no longer set: it is None")
+            elif value is not None:
+                notes.append(f"{name} stays {value!r}")
             kept.setdefault(path, {})[name] = value
     return kept, tuple(notes)
 
@@ -500,8 +504,14 @@ def _on_input(experts: Experts) -> Experts:
     return replace(experts, options=replace(experts.options, weight_on_input=True))
 
 
-def _first_argument(module: nn.Module) -> str:
-    return next(iter(inspect.signature(module.forward).parameters))
+def _arguments(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Returns what a forward takes by name; a default that is no plain value is as good as none."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(
+        (p.name, p.default if p.default is None or type(p.default) in _PLAIN_TYPES else ...)
+        for p in parameters
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    )
 
 
 def _tokens(*shape: int, like: nn.Module) -> Tensor:

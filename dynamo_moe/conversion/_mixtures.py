@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dynamo_moe._modes import evaluating
 from dynamo_moe.conversion._comparing import compare_shapes, has_values
 from dynamo_moe.conversion._expert_search import ListOfExperts, StacksOfExperts, holders
-from dynamo_moe.conversion._mixture import adopt
+from dynamo_moe.conversion._mixture import Mixture, adopt
 from dynamo_moe.conversion._mixture_search import Found, NotRoutedError, find_mixture
 from dynamo_moe.conversion._observing import (
     as_tokens,
@@ -36,6 +37,8 @@ MIXTURE = "mixture"
 # From a list of experts up to the module that routes: experts may be in a module of their own, and
 # that in another.
 _LEVELS = 3
+# Of tokens: clamps and such show with large ones only, what is added to avoid a zero with small.
+_SCALES = (0.01, 5.0)
 # Tokens of a trial, and a capacity that no trial can reach nor a model.
 _LONGEST, _NO_CAPACITY = 8192, 2**31
 
@@ -60,11 +63,12 @@ class RefusedError(ValueError):
 
     Attributes:
         path: The module that comes nearest to one that can.
+        routes: Whether it is a mixture at all, as far as can be seen.
     """
 
-    def __init__(self, path: str, reason: str) -> None:
+    def __init__(self, path: str, reason: str, *, routes: bool) -> None:
         super().__init__(reason)
-        self.path = path
+        self.path, self.routes = path, routes
 
 
 def mixtures(model: nn.Module, handled: Set[nn.Module]) -> list[MixtureOfExperts]:
@@ -128,12 +132,18 @@ def convert_mixture(
         except ValueError as refusal:
             reasons[path] = refusal
             continue
+        except Exception as failure:  # The module is the user's: anything can come out of it.
+            reasons[path] = ValueError(f"{type(failure).__name__}: {failure}")
+            continue
         known[key] = found
         return path, found, has_values(module)
     routed = (path for path, reason in reasons.items() if not isinstance(reason, NotRoutedError))
     path = next(routed, mixture.path)
     hint = _capacity(model.get_submodule(path))
-    raise RefusedError(path, f"{reasons[path]}{hint}")
+    # A list of alike MLPs can be anything; stacks with a matrix of E rows beside them cannot.
+    certain = isinstance(mixture.held, StacksOfExperts) or _is_named(model, mixture.held)
+    routes = certain or not isinstance(reasons[path], NotRoutedError)
+    raise RefusedError(path, f"{reasons[path]}{hint}", routes=routes)
 
 
 def _capacity(module: nn.Module) -> str:
@@ -154,7 +164,7 @@ def _converted(
     if any(p.dtype.itemsize < 4 for p in module.parameters()):
         # Near-ties of the router fall differently in half precision, whatever is computed.
         tried = copy.deepcopy(module).float()
-    with evaluating(tried):
+    with evaluating(tried), evaluating(module):
         found = None
         if known is not None:
             try:
@@ -163,11 +173,39 @@ def _converted(
                 found = None
         if found is None:
             found = _proved(tried, find_mixture(tried, held), values)
+        _check_hooks(module, found.mixture)
+        if tried is not module and values:
+            _check_dtype(module, found)
     adopt(module, found.mixture)
     for path, attributes in found.attributes.items():
         for name, value in attributes.items():
             setattr(module.get_submodule(path), name, value)
     return found
+
+
+def _check_hooks(module: nn.Module, mixture: Mixture) -> None:
+    """Raises ValueError if a submodule has hooks that would not run."""
+    runs = [call.path for call in mixture.calls()]
+    for path, part in module.named_modules():
+        inside = any(f"{path}.".startswith(f"{run}.") for run in runs)
+        if path and not inside and (part._forward_hooks or part._forward_pre_hooks):
+            raise ValueError(f"its submodule {path!r} has forward hooks, which would not run")
+
+
+def _check_dtype(module: nn.Module, found: Found) -> None:
+    """Raises ValueError if a module in half precision returns another dtype than its tokens'."""
+    parameter = next(module.parameters())
+    width = found.mixture.experts.second.matrices(module).shape[1]
+    x = torch.zeros(*found.leading, width, device=parameter.device, dtype=parameter.dtype)
+    with undisturbed(module), torch.no_grad():
+        result = on_any_device(module)(x.movedim(-1, 1) if found.mixture.channels_first else x)
+    dtypes = {leaf.dtype for leaf in pytree.tree_leaves(result) if _is_result(leaf, x)}
+    if dtypes and x.dtype not in dtypes:
+        raise ValueError(f"it returns {dtypes.pop()} for tokens in {x.dtype}")
+
+
+def _is_result(leaf: Any, x: Tensor) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() == x.numel()
 
 
 def _proved(module: nn.Module, found: Found, values: bool) -> Found:
@@ -182,6 +220,9 @@ def _proved(module: nn.Module, found: Found, values: bool) -> Found:
     original = as_tokens(on_any_device(module), channels_first=turned)
     candidate = as_tokens(partial(found.mixture, module), channels_first=turned)
     thresholds = _thresholds(module)
+    plain = found.mixture.routing.plain()
+    # The operator tells sigmoids apart by their logits, which are all 1 for large tokens.
+    scales = _SCALES if plain is None or plain[1].scoring != "sigmoid" else _SCALES[:1]
     dimensions: set[int] = set()
     for weights in ({**found.weights}, {}):
         if not weights and not values:
@@ -192,7 +233,13 @@ def _proved(module: nn.Module, found: Found, values: bool) -> Found:
             x = torch.randn(*found.leading, width, generator=generator) * 2
             x = x.to(device, parameter.dtype)
             same = compare_shapes(
-                original, candidate, x, "a mixture of experts", others=True, longer=thresholds
+                original,
+                candidate,
+                x,
+                "a mixture of experts",
+                others=True,
+                longer=thresholds,
+                scales=scales,
             )
             dimensions = dimensions & {*same} if dimensions else {*same}
     return replace(found, mixture=replace(found.mixture, dimensions=tuple(sorted(dimensions))))
@@ -213,9 +260,15 @@ def _thresholds(module: nn.Module) -> list[int]:
 def _capacities(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Yields attributes that may make a module drop tokens."""
     for part in module.modules():
-        for name, value in vars(part).items():
-            if "capacity" in name and type(value) in (int, float) and 0 < value < _NO_CAPACITY:
+        configs = [vars(value) for value in vars(part).values() if _is_config(value)]
+        for name, value in (item for held in (vars(part), *configs) for item in held.items()):
+            counts = "capacity" in name or ("max" in name and "token" in name)
+            if counts and type(value) in (int, float) and 0 < value < _NO_CAPACITY:
                 yield name, value
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type))
 
 
 def _upwards(held: ListOfExperts | StacksOfExperts) -> Iterator[str]:

@@ -6,6 +6,7 @@ Legend: D model width.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,6 +36,8 @@ _HALF = (torch.float16, torch.bfloat16)
 _AUTOCAST = ("cpu", "cuda")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
+_LARGE = 4
+
 # A few numbers that stay the same when a module's small parameters are drawn anew.
 _SHARE_OF_VALUE = 0.3
 
@@ -62,6 +65,7 @@ class Observation:
         choices: The numbers of choices that top-k was asked for, in order.
         changed: Attributes that it set on itself, by submodule.
         rounds: Whether it casts numbers to half precision.
+        counted: Buffers that it changed.
     """
 
     result: Any = None
@@ -69,6 +73,7 @@ class Observation:
     choices: list[int] = field(default_factory=list)
     changed: dict[str, dict[str, Any]] = field(default_factory=dict)
     rounds: bool = False
+    counted: list[str] = field(default_factory=list)
 
 
 def observe(
@@ -121,6 +126,7 @@ def observe(
     hidden = {part for each in unseen for part in each.modules()}
     with contextlib.ExitStack() as stack:
         changed = stack.enter_context(undisturbed(module))
+        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
         stack.enter_context(torch.no_grad())
         rounding = stack.enter_context(in_full_precision())
         stack.enter_context(_CountsChoices(seen.choices))
@@ -130,6 +136,9 @@ def observe(
                 stack.callback(handle.remove)
         seen.result = run(x)
         seen.rounds = rounding.seen
+        seen.counted = [
+            name for name, b in module.named_buffers() if not torch.equal(b, before[name])
+        ]
     seen.changed = {path: values for path, values in changed.items() if values}
     return seen
 
@@ -185,6 +194,12 @@ def undisturbed(module: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
     changed: dict[str, dict[str, Any]] = {}
     parts = [(path, part, dict(vars(part))) for path, part in module.named_modules()]
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    containers = [
+        (value, copy.copy(value))
+        for _, _, held in parts
+        for name, value in held.items()
+        if type(value) in (list, dict, set) and not name.startswith("_")
+    ]
     devices = {p.device for p in module.parameters() if p.is_cuda}
     for _, part, _ in parts:
         part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -201,6 +216,9 @@ def undisturbed(module: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
                 }
                 after.clear()
                 after.update(before)
+            for value, earlier in containers:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(earlier)
 
 
 @contextlib.contextmanager
@@ -222,11 +240,13 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[N
             kind[name] = original
 
 
-def random_weights(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+def random_weights(
+    module: nn.Module, names: Collection[str], large: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Draws parameters and buffers anew, so that none is zero, nor one, by chance of its start.
 
-    Matrices keep the size of what goes through them; others, such as a temperature or a bias, stay
-    near what they are.
+    Matrices keep the size of what goes through them, or make it a few times as large, where a clamp
+    would show; others, such as a temperature or a bias, stay near what they are.
     """
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, Tensor] = {}
@@ -235,7 +255,7 @@ def random_weights(module: nn.Module, names: Collection[str]) -> dict[str, Tenso
             continue
         random = torch.randn(tensor.shape, generator=generator)
         if tensor.ndim >= 2 and min(tensor.shape) > 1:
-            values = random / math.sqrt(tensor.shape[-1])
+            values = random * (_LARGE if name in large else 1) / math.sqrt(tensor.shape[-1])
         else:
             known = torch.zeros(tensor.shape) if tensor.is_meta else tensor.detach().cpu().float()
             size = known.square().mean().sqrt().clamp_min(1.0) if known.numel() else 1.0

@@ -107,17 +107,18 @@ class Experts:
 
 
 class StackedWeights:
-    """The stacked weights of one module, kept from call to call.
+    """The stacked weights of one module, kept from call to call where that is safe.
 
-    Experts that are modules of their own have their weights apart. The first call stacks them and
-    makes the parameters views of the stack, as ``nn.LSTM`` does with its own; so they are held
-    once, and state dicts and optimizers do not notice. Where the layout has no such views (gate and
-    up stacked apart, rows in another order), the stack is a copy, renewed when a parameter changes.
+    Experts that are modules of their own have their weights apart. The first call without gradients
+    stacks them and makes the parameters views of the stack, as ``nn.LSTM`` does with its own: they
+    are held once, and whatever changes them, an optimizer or a state dict, changes the stack. Where
+    the layout has no such views (gate and up in stacks of their own, rows in another order), or the
+    parameters are views themselves, every call makes a copy; it is kept if none is trained.
     """
 
     def __init__(self) -> None:
-        self._key: Any = None
         self._weights: Weights | None = None
+        self._key: Any = None
 
     def __deepcopy__(self, memo: Any) -> StackedWeights:
         return StackedWeights()
@@ -126,40 +127,58 @@ class StackedWeights:
         return StackedWeights, ()
 
     def of(self, experts: Experts, module: nn.Module) -> Weights:
-        """Returns the weights of a module, stacked where they have not been since they changed."""
+        """Returns the weights of a module."""
         parameters: list[Tensor] = [attrgetter(name)(module) for name in experts.names()]
-        trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-        if trained or torch.compiler.is_compiling():
+        trained = any(p.requires_grad for p in parameters)
+        if torch.compiler.is_compiling() or (trained and torch.is_grad_enabled()):
             return experts.weights(module)
-        key = _key(parameters)
-        if self._weights is None or key != self._key:
-            with torch.no_grad():
-                self._weights = experts.weights(module)
-                _share(experts, module, self._weights)
-            self._key = _key(parameters)
-        return self._weights
+        if self._weights is not None and self._key == _key(parameters):
+            return self._weights
+        # Not those of inference mode: training could not use them afterwards.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            weights = experts.weights(module)
+            shared = _share(experts, module, weights)
+        if shared or not trained:
+            self._weights, self._key = weights, _key(parameters)
+        return weights
 
 
 def _key(parameters: list[Tensor]) -> Any:
-    return [(p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in parameters]
+    """Returns what is another when a parameter has other memory, or was changed in place."""
+    return [
+        (p.data_ptr(), p.device, p.dtype, 0 if p.is_inference() else p._version) for p in parameters
+    ]
 
 
-def _share(experts: Experts, module: nn.Module, weights: Weights) -> None:
-    """Makes experts' parameters views of the stacked weights where those hold them as they are."""
-    if experts.up_first:
-        return
+def _share(experts: Experts, module: nn.Module, weights: Weights) -> bool:
+    """Makes all experts' parameters views of the stacked weights, if those hold them as they are.
+
+    Returns:
+        Whether they are views now.
+    """
+    views: list[tuple[Tensor, Tensor]] = []
     both = ((experts.first, weights.w1), (experts.first_bias, weights.b1))
-    rest = ((experts.second, weights.w2), (experts.second_bias, weights.b2))
-    for stacks, stacked in (*both, *(((stack,), stacked) for stack, stacked in rest if stack)):
-        if stacked is None:
-            continue
+    second = (() if experts.second_bias is None else (experts.second_bias,), weights.b2)
+    for stacks, stacked in (*both, ((experts.second,), weights.w2), second):
         start = 0
         for stack in stacks:
-            rows = stacked.shape[1] // len(stacks)
+            rows = 0 if stacked is None else stacked.shape[1] // len(stacks)
             for place, name in enumerate(stack.names):
-                parameter = attrgetter(name)(module)
+                if stacked is None or len(stack.names) == 1:
+                    return False
                 view = stacked[place, start : start + rows]
-                view = view.mT if stack.transposed else view
-                if len(stack.names) > 1 and view.is_contiguous() and view.shape == parameter.shape:
-                    parameter.data = view
+                views.append((attrgetter(name)(module), view.mT if stack.transposed else view))
             start += rows
+    movable = all(_is_movable(p, view) for p, view in views)
+    if experts.up_first or not movable or len({id(p) for p, _ in views}) < len(views):
+        return False
+    for parameter, view in views:
+        parameter.data = view
+    return True
+
+
+def _is_movable(parameter: Tensor, view: Tensor) -> bool:
+    """Whether a parameter's memory is its own, and nobody else's to find it in."""
+    storage = parameter.untyped_storage()
+    own = storage.nbytes() == parameter.nbytes and not parameter.is_shared()
+    return own and view.is_contiguous() and view.shape == parameter.shape

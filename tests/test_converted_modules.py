@@ -1,0 +1,258 @@
+"""What becomes of converted modules afterwards: training, casts, state dicts, other arguments."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dynamo_moe
+from dynamo_moe.modules import ConvertedModule
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int, hidden: int, limit: float | None = None) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(width, hidden, bias=False)
+        self.w3 = nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width, bias=False)
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w1(x), self.w3(x)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.w2(F.silu(gate) * up)
+
+
+class Listed(nn.Module):
+    """Experts of their own, as most models have them."""
+
+    def __init__(self, limit: float | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.experts = nn.ModuleList(Expert(16, 24, limit) for _ in range(4))
+
+    def run(self, expert: int, x: Tensor) -> Tensor:
+        return self.experts[expert](x)
+
+    def forward(self, x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+        flat = x.reshape(-1, 16)
+        weights, ids = self.gate(flat).softmax(-1).topk(2)
+        weights = weights * scale
+        if mask is not None:
+            weights = weights * mask.reshape(-1, 1)
+        result = torch.zeros_like(flat)
+        for expert in range(4):
+            token, slot = torch.where(ids == expert)
+            y = self.run(expert, flat[token]) * weights[token, slot, None]
+            result = result.index_add(0, token, y.to(result.dtype))
+        return result.view(x.shape)
+
+
+class Stacked(Listed):
+    """Gate and up in stacks of their own: what the operator takes is a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.experts
+        self.w1 = nn.Parameter(torch.randn(4, 24, 16) / 4)
+        self.w3 = nn.Parameter(torch.randn(4, 24, 16) / 4)
+        self.w2 = nn.Parameter(torch.randn(4, 16, 24) / 5)
+
+    def run(self, expert: int, x: Tensor) -> Tensor:
+        return (F.silu(x @ self.w1[expert].T) * (x @ self.w3[expert].T)) @ self.w2[expert].T
+
+
+def pair(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """An original and a converted one of the same weights."""
+    original, converted = kind().eval(), kind().eval()
+    assert len(dynamo_moe.convert(converted).replaced) == 1
+    return original, converted
+
+
+def same(original: nn.Module, converted: nn.Module) -> None:
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x), original(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Listed, Stacked])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_training_after_an_evaluation(kind: type[nn.Module], mode: type) -> None:
+    original, converted = pair(kind)
+    with mode():
+        converted(torch.randn(3, 16))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (original, converted)]
+    x = torch.randn(8, 16)
+    for _ in range(2):
+        for module, optimizer in zip((original, converted), optimizers, strict=True):
+            module.train()
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+            module.eval()
+        same(original, converted)
+
+
+@pytest.mark.parametrize("kind", [Listed, Stacked])
+def test_weights_that_change_without_a_trace(kind: type[nn.Module]) -> None:
+    original, converted = pair(kind)
+    same(original, converted)
+    for module in (original, converted):
+        for parameter in module.parameters():
+            parameter.data.mul_(1.5)
+    same(original, converted)
+
+
+@pytest.mark.parametrize("kind", [Listed, Stacked])
+def test_frozen_weights_are_stacked_once(kind: type[nn.Module]) -> None:
+    original, converted = pair(kind)
+    for module in (original, converted):
+        module.requires_grad_(False)
+    same(original, converted)
+    kept = converted._stacked._weights
+    same(original, converted)
+    assert converted._stacked._weights is kept
+    other = kind().requires_grad_(False)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    for module in (original, converted):
+        module.load_state_dict(other.state_dict())
+    same(original, converted)
+    converted.double()
+    original.double()
+    x = torch.randn(3, 16, dtype=torch.float64)
+    torch.testing.assert_close(converted(x), original(x))
+
+
+def test_listed_experts_are_held_once() -> None:
+    _, converted = pair(Listed)
+    with torch.no_grad():
+        converted(torch.randn(3, 16))
+    kept = converted._stacked._weights
+    assert converted.experts[1].w1.weight.data_ptr() == kept.w1[1].data_ptr()
+    assert converted.experts[3].w2.weight.data_ptr() == kept.w2[3].data_ptr()
+
+
+def test_parameters_of_somebody_elses_memory_stay_there() -> None:
+    original, converted = pair(Listed)
+    flat = torch.cat([p.detach().flatten() for p in converted.parameters()])
+    start = 0
+    for parameter in converted.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
+    same(original, converted)
+    flat.mul_(1.5)
+    for parameter in original.parameters():
+        parameter.data.mul_(1.5)
+    same(original, converted)
+
+
+def test_other_arguments_are_the_modules_own_matter(tmp_path: Path) -> None:
+    original, converted = pair(Listed)
+    x, mask = torch.randn(2, 5, 16), torch.tensor([[1.0, 0, 1, 1, 0]] * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(converted(x, 1.0, mask=None), original(x))
+    for arguments in ({"mask": mask}, {"scale": 2.0}):
+        with pytest.warns(UserWarning, match="called with other arguments"):
+            result = converted(x, **arguments)
+        torch.testing.assert_close(result, original(x, **arguments))
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = converted
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.moe(x, scale=2.0)
+
+    with pytest.warns(UserWarning, match="1 converted module is called otherwise than compared"):
+        report = dynamo_moe.export(Parent(), x, tmp_path / "m.onnx")
+    assert report.operators == {}
+    assert any("'moe'" in note for note in report.notes)
+
+
+def test_a_clamp_that_ordinary_tokens_do_not_reach() -> None:
+    limited = nn.Sequential(Listed(limit=30.0))
+    report = dynamo_moe.convert(limited)
+    x = torch.randn(4, 16) * 60
+    torch.testing.assert_close(limited.eval()(x), Listed(limit=30.0)(x), rtol=1e-4, atol=1e-2)
+    assert [each.adapter for each in report.replaced] == ["mixture"]
+
+
+def test_more_than_numbers_is_compared() -> None:
+    class WithLength(Listed):
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            return super().forward(x), x.shape[0]
+
+    (left,) = dynamo_moe.convert(nn.Sequential(WithLength())).unrecognised
+    assert "returns something else" in left.reason
+
+
+def test_hooks_that_would_not_run() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(Expert(16, 24) for _ in range(4))
+
+        def forward(self, expert: int, x: Tensor) -> Tensor:
+            return self.inner[expert](x)
+
+    class Outer(Listed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = Holder()
+
+        def run(self, expert: int, x: Tensor) -> Tensor:
+            return self.experts(expert, x)
+
+    model = nn.Sequential(Outer())
+    assert len(dynamo_moe.convert(model).replaced) == 1
+    hooked = nn.Sequential(Outer())
+    hooked[0].experts.register_forward_hook(lambda module, inputs, output: 2 * output)
+    (left,) = dynamo_moe.convert(hooked).unrecognised
+    assert "'experts' has forward hooks" in left.reason
+
+
+def test_layers_of_plain_mlps_are_no_mixture() -> None:
+    class Mlps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(10)
+            )
+            self.head = nn.Linear(8, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.head(x)
+
+    report = dynamo_moe.convert(Mlps())
+    assert (report.replaced, report.unrecognised) == ((), ())
+
+
+def test_one_weight_in_the_file_for_all_experts(tmp_path: Path) -> None:
+    model = nn.Sequential(Listed()).eval()
+    dynamo_moe.convert(model)
+    assert isinstance(model[0], ConvertedModule)
+    x = torch.randn(3, 5, 16)
+    report = dynamo_moe.export(model, x, tmp_path / "m.onnx")
+    assert report.operators == {"DroplessMoE": 1}
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    weights = {t.name: list(t.dims) for t in graph.initializer if len(t.dims) > 1}
+    assert weights == {
+        "0.gate.weight": [4, 16],
+        "0.experts.0-3.w1+w3.weight": [4, 48, 16],
+        "0.experts.0-3.w2.weight": [4, 16, 24],
+    }
+    assert dynamo_moe.verify(tmp_path / "m.onnx", model).passed
