@@ -26,6 +26,7 @@ def test_counting_tells_a_right_file():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:2 MoE modules are not converted")
 def test_counting_tells_a_wrong_file(monkeypatch, tmp_path):
     export = dynamo_moe.export
 

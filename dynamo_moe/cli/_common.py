@@ -84,7 +84,9 @@ def _said(error: BaseException) -> tuple[str, bool]:
     line, *_ = str(error).strip().splitlines() or [""]
     if not (ours or (made_for_users and line)):
         line = f"{type(error).__name__}: {line}"
-    return "; ".join((line, *notes)), made_for_users and bool(line)
+    # Those of many lines are for --debug, such as what a compiler said.
+    short = [note for note in notes if "\n" not in note]
+    return "; ".join((line, *short)), made_for_users and bool(line)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from dynamo_moe.conversion._registry import Adapter, adapters
 from dynamo_moe.modules import ConvertedModule
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
 __all__ = [
     "ADAPTER_PAGE",
@@ -94,10 +94,12 @@ class ConversionReport:
         """Returns the report as plain lists and dictionaries, for JSON."""
         return asdict(self)
 
-    def __rich__(self) -> Table:
-        """Returns a table for the terminal."""
+    def __rich__(self) -> RenderableType:
+        """Returns a table for the terminal, and what to know of it."""
+        from rich.console import Group
         from rich.markup import escape
         from rich.table import Table
+        from rich.text import Text
 
         plural = "" if len(self.replaced) == 1 else "s"
         title = f"{len(self.replaced)} MoE module{plural} converted"
@@ -113,9 +115,7 @@ class ConversionReport:
             table.add_row(
                 left.module or "the model", left.original, f"[yellow]left: {escape(left.reason)}[/]"
             )
-        table.caption = self.advice
-        table.caption_justify = "left"
-        return table
+        return Group(table, Text(self.advice)) if self.advice else table
 
 
 def convert(

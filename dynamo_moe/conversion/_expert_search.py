@@ -28,8 +28,6 @@ _CLAMP_NUMBERS = {1.702, 7.0}
 _CLAMP_WORDS = ("limit", "clamp", "alpha")
 # Of a stack [E, 1, n].
 _BIAS = re.compile(r".*bias.*|b\d*")
-# Of an expert that is named for what it is, if not converted.
-_MOST_MATRICES = 4
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # RMS of what enters the activation, for each of an expert's tokens: clamps show with large ones.
 _SIZES = (0.3, 2.0, 2.0, 10.0, 40.0)
@@ -91,13 +89,16 @@ class _Form:
 def holders(model: nn.Module) -> Iterator[ListOfExperts | StacksOfExperts]:
     """Yields where a model holds what may be experts, by shapes alone."""
     within: set[nn.Module] = set()
+    named: set[nn.Module] = set()
     for path, module in model.named_modules():
         if module in within:
             continue
         if _may_be_experts(path, module):
             within.update(module.modules())
-            yield ListOfExperts(path, len(module))
-    yield from _stacks(model, within)
+            yield ListOfExperts(path, len(list(module.children())))
+            if "expert" in path.rpartition(".")[2].lower():
+                named.update(module.modules())
+    yield from _stacks(model, named)
 
 
 def _may_be_experts(path: str, module: nn.Module) -> bool:
@@ -112,7 +113,7 @@ def _may_be_experts(path: str, module: nn.Module) -> bool:
     if any(isinstance(part, (nn.ModuleList, nn.ModuleDict)) for part in children[0].modules()):
         return False  # Blocks of a model, which may have experts in them.
     dimensions = [len(_without_ones(p)) for p in children[0].parameters()]
-    return 2 <= dimensions.count(2) <= _MOST_MATRICES and set(dimensions) <= {1, 2}
+    return dimensions.count(2) in (2, 3) and set(dimensions) <= {1, 2}
 
 
 def _stacks(model: nn.Module, within: set[nn.Module]) -> Iterator[StacksOfExperts]:

@@ -55,6 +55,7 @@ __all__ = ["Found", "NotRoutedError", "find_mixture"]
 # Relative to the RMS of the result. Another routing or activation differs by 1e-2 and more.
 _TOLERANCE = 1e-4
 # Of a factor on the weights, solved for.
+_LARGE = 4
 _SCALE_TOLERANCE = 1e-4
 # Of the tokens that modules take, and whether as images with channels first.
 _LEADING = (((2, 5), False), ((10,), False), ((2, 1, 5), False), ((2, 1, 5), True))
@@ -126,13 +127,23 @@ def find_mixture(module: nn.Module, held: ListOfExperts | StacksOfExperts) -> Fo
                 f"its stacks of {held.experts} experts ({named}) are no two or "
                 "three matrices of an MLP"
             )
-    experts = {name for each in candidates for name in each.names()}
-    weights = random_weights(module, _drawn(module, candidates), large=experts)
+    weights = random_weights(module, _drawn(module, candidates))
+    _enlarge(weights, candidates[0])
     with torch.no_grad(), with_tensors(module, weights):
         search = _Search(module, held.experts, candidates, unseen)
         mixture, observation, leading = search.run()
     attributes, notes = _left_behind(observation, mixture)
     return Found(mixture, attributes, notes, weights, leading)
+
+
+def _enlarge(weights: dict[str, Tensor], experts: Experts) -> None:
+    """Makes every second expert's numbers larger: clamps show there, and all else elsewhere."""
+    for stack in experts.stacks():
+        for place, name in enumerate(stack.names):
+            if name in weights and len(stack.names) == 1:
+                weights[name].view(stack.experts, -1)[1::2] *= _LARGE
+            elif name in weights and place % 2:
+                weights[name] *= _LARGE
 
 
 def _drawn(module: nn.Module, candidates: list[Experts]) -> set[str]:

@@ -36,8 +36,6 @@ _HALF = (torch.float16, torch.bfloat16)
 _AUTOCAST = ("cpu", "cuda")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
-_LARGE = 4
-
 # A few numbers that stay the same when a module's small parameters are drawn anew.
 _SHARE_OF_VALUE = 0.3
 
@@ -240,13 +238,11 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[N
             kind[name] = original
 
 
-def random_weights(
-    module: nn.Module, names: Collection[str], large: Collection[str] = ()
-) -> dict[str, Tensor]:
+def random_weights(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
     """Draws parameters and buffers anew, so that none is zero, nor one, by chance of its start.
 
-    Matrices keep the size of what goes through them, or make it a few times as large, where a clamp
-    would show; others, such as a temperature or a bias, stay near what they are.
+    Matrices keep the size of what goes through them; others, such as a temperature or a bias, stay
+    near what they are.
     """
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, Tensor] = {}
@@ -255,7 +251,7 @@ def random_weights(
             continue
         random = torch.randn(tensor.shape, generator=generator)
         if tensor.ndim >= 2 and min(tensor.shape) > 1:
-            values = random * (_LARGE if name in large else 1) / math.sqrt(tensor.shape[-1])
+            values = random / math.sqrt(tensor.shape[-1])
         else:
             known = torch.zeros(tensor.shape) if tensor.is_meta else tensor.detach().cpu().float()
             size = known.square().mean().sqrt().clamp_min(1.0) if known.numel() else 1.0

@@ -325,7 +325,7 @@ CASES = [
         name="llama-moe",
         origin="pjlab-sys4nlp/llama-moe smoe/models/llama_moe/modeling_llama_moe_hf.py",
         make=lambda: Model(lambda: HiddenStatesOf(LinearGLUMoELayer(DIM, HIDDEN, EXPERTS, TOP_K))),
-        moe_paths=in_blocks("mlp"),
+        moe_paths=tuple(f"{path}.mlp" for path in in_blocks("mlp")),
         expert_slices=by_list,
         notes="nn.ParameterList per matrix; a gate of two layers; returns an object with lists",
     ),
