@@ -128,9 +128,13 @@ def convert(
 
     Modules are recognised by their structure: stacked weights or a list of experts, and what
     chooses among them. Each is converted only if that gives the same numbers as before, on random
-    tokens of several shapes and with random weights, in evaluation mode: what a module does in
-    training besides, such as an auxiliary loss, it does no longer. Parameters keep their names and
-    are shared, not copied.
+    tokens of several shapes and with random weights, in evaluation mode. It stays the module that it
+    is, with its parameters, attributes and methods; in training, and for calls that were not
+    compared, its own forward computes. A loss beside its result, which only training needs, is 0 in
+    evaluation; the report notes what a module does no longer.
+
+    Convert last: what is set, hooked or wrapped in a module afterwards, such as another number of
+    choices or a LoRA of its experts, has no part in what it computes in evaluation.
 
     Experts of transformers' models stay the modules they are, routers too: the experts
     implementation ``"dynamo_moe"`` is registered with transformers and selected.
@@ -140,7 +144,8 @@ def convert(
     Args:
         model: The model; its parameters stay where they are.
         experts_dtype: Cast the experts' weights, also of modules converted before, to this dtype;
-            the routers keep theirs.
+            the routers keep theirs. For inference: in training a module's own forward computes,
+            which may not take them.
         fallback: What computes those experts of transformers' models that ``torch.ops.moe`` cannot:
             another implementation registered there, such as ``"batched_mm"``, which can be
             exported. None: they stay as they are.
