@@ -29,7 +29,7 @@ from dynamo_moe.conversion._expert_search import (
     experts_of_list,
     experts_of_stacks,
 )
-from dynamo_moe.conversion._mixture import Mixture, Output, Shared, counts
+from dynamo_moe.conversion._mixture import Mixture, Shared
 from dynamo_moe.conversion._observing import (
     Observation,
     as_tokens,
@@ -38,6 +38,7 @@ from dynamo_moe.conversion._observing import (
     random_weights,
     with_tensors,
 )
+from dynamo_moe.conversion._outputs import left_behind, marks_of, outputs_of
 from dynamo_moe.conversion._routing import (
     Call,
     ChosenByGate,
@@ -132,7 +133,7 @@ def find_mixture(module: nn.Module, held: ListOfExperts | StacksOfExperts) -> Fo
     with torch.no_grad(), with_tensors(module, weights):
         search = _Search(module, held.experts, candidates, unseen)
         mixture, observation, leading = search.run()
-    attributes, notes = _left_behind(observation, mixture)
+    attributes, notes = left_behind(observation, mixture)
     return Found(mixture, attributes, notes, weights, leading)
 
 
@@ -255,9 +256,9 @@ class _Search:
                         experts=experts,
                         shared=shared,
                         outputs=pytree.tree_unflatten(
-                            self._outputs(leaves, place, routed, x), structure
+                            outputs_of(leaves, place, routed, x, self._experts), structure
                         ),
-                        marks=self._marks(leaves[place], routed, x),
+                        marks=marks_of(leaves[place], routed, x, self._experts),
                         bias=bias,
                     )
         return None
@@ -432,83 +433,6 @@ class _Search:
             found += [tuple(Shared(call, gate) for call in outer) for gate in gates]
             found += [(Shared(call),) for call in outer]
         return list(dict.fromkeys([*found, ()]))
-
-    # --- What it returns ---
-
-    def _outputs(
-        self, leaves: list[Any], result: int, routed: Routed, x: Tensor
-    ) -> tuple[Output, ...]:
-        return tuple(
-            Output("result", shaped=leaf.ndim == x.ndim)
-            if place == result
-            else self._output(leaf, routed, x)
-            for place, leaf in enumerate(leaves)
-        )
-
-    def _marks(self, result: Tensor, routed: Routed, x: Tensor) -> tuple[tuple[str, Output], ...]:
-        return tuple((name, self._output(value, routed, x)) for name, value in vars(result).items())
-
-    def _output(self, value: Any, routed: Routed, x: Tensor) -> Output:
-        """Returns how a value that the module returns comes about.
-
-        Raises:
-            ValueError: If nobody knows.
-        """
-        if not isinstance(value, Tensor):
-            return Output("constant", value)
-        if value.ndim == 0 and value.is_floating_point():
-            return Output("zero")
-        sources: list[tuple[Any, int | None, Any]] = [
-            ("leaf", place, leaf) for place, leaf in enumerate(routed.leaves)
-        ]
-        sources += [("ids", None, routed.ids), ("weights", None, routed.weights)]
-        counts_E = counts(routed.ids, self._experts)
-        if value.shape == counts_E.shape and torch.equal(value.long(), counts_E.long()):
-            return Output("counts", (self._experts, value.dtype))
-        for kind, place, source in sources:
-            if (
-                isinstance(source, Tensor)
-                and source.numel() == value.numel()
-                and (source.shape[-1:] == value.shape[-1:] or source.shape[-1] == 1)
-                and torch.allclose(
-                    source.reshape(value.shape).double(), value.double(), rtol=1e-5, atol=1e-7
-                )
-            ):
-                squeezed = source.shape[-1:] != value.shape[-1:]
-                leading = value.shape if squeezed else value.shape[:-1]
-                return Output(kind, place, leading == x.shape[:-1], squeezed)
-        raise ValueError(
-            f"it returns a tensor {list(value.shape)} that is neither its result nor its routing"
-        )
-
-
-def _left_behind(
-    seen: Observation, mixture: Mixture
-) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
-    """Returns the attributes that its forward set, and what is said of those and of its losses."""
-    notes = []
-    notes += [f"{name} is no longer updated" for name in seen.counted]
-    if seen.rounds:
-        notes.append("it computes in half precision in between; now, in the dtype of its weights")
-    outputs = (*pytree.tree_leaves(mixture.outputs), *(output for _, output in mixture.marks))
-    if any(output.kind == "zero" for output in outputs):
-        notes.append("the loss that it returns beside its result is 0")
-    runs = [call.path for call in mixture.calls()]
-    kept: dict[str, dict[str, Any]] = {}
-    for path, values in seen.changed.items():
-        if any(path == run or path.startswith(f"{run}.") for run in runs):
-            continue
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.ndim == 0:
-                value = torch.zeros_like(value)  # noqa: PLW2901
-                notes.append(f"{name} stays 0")
-            elif not (value is None or isinstance(value, (bool, int, float, str))):
-                value = None  # noqa: PLW2901
-                notes.append(f"{name} is no longer set: it is None")
-            elif value is not None:
-                notes.append(f"{name} stays {value!r}")
-            kept.setdefault(path, {})[name] = value
-    return kept, tuple(notes)
 
 
 def _on_input(experts: Experts) -> Experts:
