@@ -40,6 +40,12 @@ _NORMS = frozenset(
     }
 )
 _SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)  # What math.sqrt is of a size.
+_CASTS = {
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+}
 _IS_CAUSAL = "_detect_is_causal_mask"
 
 
@@ -137,34 +143,23 @@ def _exportable_casts() -> Iterator[None]:
 
     Such a cast would assign the parameters anew, which a trace does not allow.
     """
-    original = nn.Module._apply
+    originals = {name: getattr(nn.Module, name) for name in _CASTS}
 
-    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        held = (*module.parameters(recurse), *module.buffers(recurse))
-        kinds = {(tensor.dtype, tensor.device) for tensor in held}
-        cast: Callable[..., nn.Module] = original
-        return module if _keeps(function, kinds) else cast(module, function, recurse)
+    def casting(name: str) -> Callable[[nn.Module], nn.Module]:
+        def cast(module: nn.Module) -> nn.Module:
+            held = (*module.parameters(), *module.buffers())
+            dtypes = {tensor.dtype for tensor in held if tensor.is_floating_point()}
+            return module if dtypes <= {_CASTS[name]} else originals[name](module)
 
-    nn.Module._apply = apply  # type: ignore[method-assign]
+        return cast
+
+    for name in originals:
+        setattr(nn.Module, name, casting(name))
     try:
         yield
     finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
-
-
-def _keeps(
-    function: Callable[[Tensor], Tensor], kinds: Iterable[tuple[torch.dtype, torch.device]]
-) -> bool:
-    """Whether a function of tensors, such as a cast, leaves such tensors what they are."""
-    try:
-        probes = [torch.ones(1, dtype=dtype, device=device) for dtype, device in kinds]
-        results = [function(probe) for probe in probes]
-    except Exception:  # Such as for a device that is not there; the module's own cast will say it.
-        return False
-    return all(
-        (r.dtype, r.device) == (p.dtype, p.device) and torch.equal(r, p)
-        for r, p in zip(results, probes, strict=True)
-    )
+        for name, original in originals.items():
+            setattr(nn.Module, name, original)
 
 
 def _unsqueeze_complex(program: ExportedProgram) -> None:
