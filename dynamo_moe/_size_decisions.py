@@ -116,6 +116,15 @@ def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[De
             for symbol, values in program.range_constraints.items()
         ]
     mode: Any = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
+    if mode is not None and program.tensor_constants:
+        # What is computed of sizes and a tensor made in Python is computed once, unnoticed.
+        known = (
+            "backed_var_to_val" if hasattr(mode.shape_env, "backed_var_to_val") else "var_to_val"
+        )
+        sizes = getattr(mode.shape_env, known, {}).items()
+        symbols = set(program.range_constraints)
+        example = [Decision(sympy.Eq(s, size), "") for s, size in sizes if s in symbols]
+        noted = [*noted, *example]
     found: dict[Any, Decision] = {}
     for condition, place in noted:
         # Sizes that turned out to be equal since have one symbol.

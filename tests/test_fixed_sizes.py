@@ -19,6 +19,7 @@ import dynamo_moe
 from dynamo_moe import _dynamic_shapes, _fixed_sizes, _size_decisions
 from dynamo_moe._capture import capture
 from dynamo_moe._size_decisions import decisions_noted
+from public_moe import CASES
 
 TOKENS, EXPERTS, FACTOR = 6, 4, 1.25
 
@@ -332,3 +333,14 @@ def test_lazy_weights_have_shapes_alone() -> None:
         else:
             with pytest.raises(_fixed_sizes.FixedSizeError, match=reason):
                 capture(model, example, trials)
+
+
+@pytest.mark.filterwarnings("ignore:.* MoE modules are not converted")
+def test_a_size_that_went_into_a_tensor_made_in_the_forward(tmp_path: Path) -> None:
+    """DeepSpeed's capacity: PyTorch computes it once, and no condition on the size tells of it."""
+    case = next(case for case in CASES if case.name == "deepspeed-top1")
+    shapes = {"x": {0: "batch", 1: "length"}}
+    with pytest.raises(dynamo_moe.ExportError, match="should be symbolic is fixed by the model"):
+        dynamo_moe.export(
+            case.build(), case.args(2, 5, 0), tmp_path / "m.onnx", dynamic_shapes=shapes
+        )
