@@ -168,6 +168,11 @@ def experts_of_list(module: nn.Module, path: str) -> list[Experts]:
     children = dict(module.get_submodule(path).named_children())
     first = next(iter(children.values()))
     names = dict(first.named_parameters())
+    if any("parametrizations" in name for name in names):
+        raise ValueError(
+            "an expert's weights are parametrized: make them parameters first, with "
+            "torch.nn.utils.parametrize.remove_parametrizations"
+        )
     _check_alike(children, names)
     shapes = {name: _without_ones(p) for name, p in names.items()}
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
@@ -176,11 +181,6 @@ def experts_of_list(module: nn.Module, path: str) -> list[Experts]:
         raise ValueError(
             f"an expert's parameters ({', '.join(names)}) are not two or three matrices and their "
             f"biases{hint}"
-        )
-    if any("parametrizations" in name for name in names):
-        raise ValueError(
-            "an expert's weights are parametrized: make them parameters first, with "
-            "torch.nn.utils.parametrize.remove_parametrizations"
         )
     weights = random_weights(first, [*names, *dict(first.named_buffers())])
     vectors = {name: shape[0] for name, shape in shapes.items() if len(shape) == 1}
