@@ -1,0 +1,27 @@
+"""The exported files are, byte for byte, those that were recorded."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from exported_files import DIGESTS, FILES, VERSIONS, digests
+
+RECORDED = json.loads(DIGESTS.read_text())
+
+
+@pytest.mark.skipif(
+    RECORDED["versions"] != VERSIONS, reason="recorded with other releases of the packages"
+)
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_as_recorded(name: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of an example that is not converted.
+        assert digests(name, tmp_path) == RECORDED["files"][name]
+
+
+def test_every_file_is_recorded() -> None:
+    assert set(RECORDED["files"]) == set(FILES)
