@@ -134,6 +134,15 @@ class Option:
         names = ", ".join(f"``{name}``" for name in self.names)
         return f"One of {names}. {self.doc}" if names else self.doc
 
+    @property
+    def flag(self) -> str:
+        """What its flag in a bundle's record is called, where it has one."""
+        return (isinstance(self.slot, Flag) and self.slot.name) or self.name
+
+    def code(self, value: Any) -> int:
+        """Returns what stands for a name or a bool in a bundle's record."""
+        return self.names.index(value) if self.names else int(value)
+
     def check(self, value: Any) -> None:
         """Checks a value.
 
