@@ -45,7 +45,7 @@ test: $(INSTALLED) ## Run the tests and the docstrings' examples
 
 test-all: $(INSTALLED) ## Run them with every model of transformers, and write its table in the docs
 	$(PYTEST)
-	$(BIN)/python tests/architecture_table.py
+	$(BIN)/python tests/support/architecture_table.py
 
 test-fast: $(INSTALLED) ## Run those that take less than 10 seconds each
 	$(PYTEST) -m "not slow and not every"
@@ -75,7 +75,7 @@ docs: $(INSTALLED) ## Build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
 
 pictures: $(INSTALLED) ## Make the documentation's pictures of Netron anew; needs Chromium
-	$(BIN)/python tests/netron_pictures.py
+	$(BIN)/python tests/support/netron_pictures.py
 
 bench: $(INSTALLED) ## Run the benchmarks
 	@set -e; for name in $(BENCHMARKS); do echo "--- $$name"; $(BIN)/python -m benchmarks.$$name; done

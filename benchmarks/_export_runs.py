@@ -124,7 +124,7 @@ def _watched() -> Iterator[list[str]]:
         way.append(": ".join(["torch.onnx.export", *reasons]))
         return original(*args, **options)
 
-    log, listener = logging.getLogger("dynamo_moe._exporter"), Listener()
+    log, listener = logging.getLogger("dynamo_moe.tracing.translate"), Listener()
     level = log.level
     log.setLevel(logging.INFO)
     log.addHandler(listener)

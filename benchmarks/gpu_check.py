@@ -75,7 +75,7 @@ def steps(output: Path, budget: float) -> list[Step]:
     pytest = (python, "-m", "pytest", "-c", "tests/gpu.ini", "--rootdir", ".", "-q")
     sanitizer = shutil.which("compute-sanitizer")
     missing = "" if sanitizer else "no compute-sanitizer here"
-    small = (python, "tests/gpu_sanitized.py")
+    small = (python, "tests/support/gpu_sanitized.py")
     # The allocator's cache would hide accesses beyond a tensor's end.
     uncached = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
 
@@ -101,7 +101,7 @@ def steps(output: Path, budget: float) -> list[Step]:
             (
                 (
                     *(*pytest, "-n", workers, "--durations", "5"),
-                    *("tests/test_gpu.py", "tests/test_gpu_launcher.py"),
+                    *("tests/ops/test_gpu.py", "tests/trt/test_gpu_launcher.py"),
                 ),
             ),
             0.4 * budget,

@@ -31,17 +31,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._timing import Timing, record
-from dynamo_moe._bodies import (
+from dynamo_moe.moe_nodes.bodies import (
     BodyConfig,
-    _dropless,
-    _gathered,
     body,
     dense_body,
+    dropless,
+    gathered,
     unrolled_body,
 )
-from dynamo_moe._bodies._expert import activate
-from dynamo_moe._bodies._layer import Experts, function, routed
-from dynamo_moe._bodies._ops import Ops
+from dynamo_moe.moe_nodes.bodies.expert import activate
+from dynamo_moe.moe_nodes.bodies.layer import Experts, function, routed
+from dynamo_moe.moe_nodes.bodies.ops import Ops
 
 OPSET = 20
 TURNS = 3
@@ -134,8 +134,8 @@ def branch(experts: Experts, config: BodyConfig, opset: int) -> ir.Function:
 BODIES: Mapping[str, Callable[[BodyConfig, int], ir.Function]] = {
     "dense": dense_body,
     "body": body,
-    "gathered": partial(branch, _gathered.experts),
-    "visited": partial(branch, _dropless.one_by_one),
+    "gathered": partial(branch, gathered.experts),
+    "visited": partial(branch, dropless.one_by_one),
     "naive": naive_body,
 }
 

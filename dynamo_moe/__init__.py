@@ -18,19 +18,19 @@ if not hasattr(custom_ops, "dropless"):
     )
 
 if TYPE_CHECKING:
-    from dynamo_moe._translation import onnx_translation_table
-    from dynamo_moe.autograd_functions import FunctionOp, op_from_function
-    from dynamo_moe.checkpoints import open_checkpoint, open_tensors
     from dynamo_moe.conversion import ConversionReport, convert
-    from dynamo_moe.drawing import draw, draw_comparison
+    from dynamo_moe.conversion.infmoe import load_infmoe
+    from dynamo_moe.conversion.upcycling import UpcyclingReport, upcycle
+    from dynamo_moe.drawing.picture import draw, draw_comparison
     from dynamo_moe.exporting import ExportError, ExportReport, export
-    from dynamo_moe.infmoe import load_infmoe
-    from dynamo_moe.inspection import ModelSummary, inspect
+    from dynamo_moe.inspection.summary import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
-    from dynamo_moe.registration import register_op
+    from dynamo_moe.moe_nodes.translation import onnx_translation_table
+    from dynamo_moe.operators.functions import FunctionOp, op_from_function
+    from dynamo_moe.operators.registration import register_op
     from dynamo_moe.tolerances import Tolerance
-    from dynamo_moe.upcycling import UpcyclingReport, upcycle
-    from dynamo_moe.verification import VerificationError, VerificationReport, verify
+    from dynamo_moe.verification.comparison import VerificationError, VerificationReport, verify
+    from dynamo_moe.weights.checkpoints import open_checkpoint, open_tensors
 
 __all__ = [
     # Converting
@@ -71,19 +71,19 @@ __version__ = "0.1.0"
 _HOME = {
     "convert": "conversion",
     "ConversionReport": "conversion",
-    "upcycle": "upcycling",
-    "UpcyclingReport": "upcycling",
-    "open_checkpoint": "checkpoints",
-    "open_tensors": "checkpoints",
-    "load_infmoe": "infmoe",
+    "upcycle": "conversion.upcycling",
+    "UpcyclingReport": "conversion.upcycling",
+    "open_checkpoint": "weights.checkpoints",
+    "open_tensors": "weights.checkpoints",
+    "load_infmoe": "conversion.infmoe",
     "export": "exporting",
     "export_language_model": "language_models",
     "ExportError": "exporting",
     "ExportReport": "exporting",
-    "onnx_translation_table": "_translation",
-    "register_op": "registration",
-    "op_from_function": "autograd_functions",
-    "FunctionOp": "autograd_functions",
+    "onnx_translation_table": "moe_nodes.translation",
+    "register_op": "operators.registration",
+    "op_from_function": "operators.functions",
+    "FunctionOp": "operators.functions",
     "verify": "verification",
     "Tolerance": "tolerances",
     "VerificationError": "verification",

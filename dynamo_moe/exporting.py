@@ -20,27 +20,22 @@ import onnx_ir.passes.common as common_passes
 import torch
 from torch.utils import _pytree as pytree
 
-from dynamo_moe import (
-    _causes,
-    _dynamic_shapes,
-    _files,
-    _inputs,
-    _layers,
-    _lowering,
-    _passes,
-    _phases,
-    _unconverted,
-    _weights,
-)
-from dynamo_moe._autocast import autocast_inside
-from dynamo_moe._capture import capture
-from dynamo_moe._checking import InvalidGraphError, check
-from dynamo_moe._exporter import translate
-from dynamo_moe._fixed_sizes import FixedSizeError, SizeTrials
-from dynamo_moe._modes import check_model, evaluating
-from dynamo_moe._operators import NodeError
-from dynamo_moe._stacked_weights import fold_stacked_weights
-from dynamo_moe.profiling import profiled, save_profile
+from dynamo_moe.conversion import unconverted
+from dynamo_moe.evaluation import check_model, evaluating
+from dynamo_moe.files import inputs, metadata, model_files
+from dynamo_moe.graph import lowering, passes
+from dynamo_moe.graph.checking import InvalidGraphError, check
+from dynamo_moe.graph.stacked_weights import fold_stacked_weights
+from dynamo_moe.operators.registry import NodeError
+from dynamo_moe.progress.phases import Progress, Stopwatch, phase
+from dynamo_moe.progress.profiling import profiled, save_profile
+from dynamo_moe.tracing import causes
+from dynamo_moe.tracing.autocast import autocast_inside
+from dynamo_moe.tracing.capture import capture
+from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
+from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
+from dynamo_moe.tracing.translate import translate
+from dynamo_moe.weights import placeholders
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -140,15 +135,15 @@ def export(
     path: str | os.PathLike[str],
     *,
     kwargs: dict[str, Any] | None = None,
-    target: _lowering.Target = "plugin",
-    body: _lowering.Body = "loop",
-    dynamic_shapes: Mapping[str, Any] | str | None = _dynamic_shapes.BATCH,
+    target: lowering.Target = "plugin",
+    body: lowering.Body = "loop",
+    dynamic_shapes: Mapping[str, Any] | str | None = BATCH,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     opset: int = DEFAULT_OPSET,
     external_data: bool | None = None,
     link_weights: bool = False,
-    progress: bool | _phases.Progress = False,
+    progress: bool | Progress = False,
     profile: bool = False,
 ) -> ExportReport:
     """Exports a model, after :func:`convert`, to an ONNX file.
@@ -212,53 +207,53 @@ def export(
     started = time.perf_counter()
     check_model(model)
     path = Path(path)
-    if target not in _lowering.TARGETS:
-        raise ValueError(f"target must be one of {', '.join(_lowering.TARGETS)}; got {target!r}")
-    if body not in _lowering.BODIES:
-        raise ValueError(f"body must be one of {', '.join(_lowering.BODIES)}; got {body!r}")
+    if target not in lowering.TARGETS:
+        raise ValueError(f"target must be one of {', '.join(lowering.TARGETS)}; got {target!r}")
+    if body not in lowering.BODIES:
+        raise ValueError(f"body must be one of {', '.join(lowering.BODIES)}; got {body!r}")
     if body != "loop" and target != "plugin":
         raise ValueError(f"body {body!r} needs target 'plugin': with {target!r} nodes have no body")
     newest = onnx.defs.onnx_opset_version()
     if not MIN_OPSET <= opset <= newest:
         raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
-    _files.check_destination(path)
+    model_files.check_destination(path)
     if isinstance(args, torch.Tensor):
         args = (args,)
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple or one tensor, got {type(args).__name__}")
 
-    left = _unconverted.unconverted_modules(model)
+    left = unconverted.unconverted_modules(model)
     with _progress(progress, path) as shown, profiled(profile) as sampled:
-        watch = _phases.Stopwatch(shown)
+        watch = Stopwatch(shown)
         with (
             watch.running(),
             _older_objects_aside(),
             _naming(left, model),
             autocast_inside(model),
         ):
-            with _weights.placeholders(model) as lazies:
+            with placeholders.placeholders(model) as lazies:
                 _check_values(model)
-                example = _dynamic_shapes.resolve(model, args, kwargs or {}, dynamic_shapes)
+                example = resolve(model, args, kwargs or {}, dynamic_shapes)
                 trials = SizeTrials(example, has_values=not lazies)
                 given = (args, kwargs or {})
                 model_ir = _trace(model, given, example, trials, opset, runs=not lazies)
             _rename("input_names", model_ir.graph.inputs, input_names)
-            _weights.attach(model_ir, lazies)
+            placeholders.attach(model_ir, lazies)
             layers = _optimize(model_ir, target, body, link_weights)
             _rename("output_names", model_ir.graph.outputs, output_names)
-            _layers.store(model_ir, layers)
+            metadata.store(model_ir, layers)
             leaves = pytree.tree_leaves((args, kwargs or {}))
-            _inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+            inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
             if link_weights:
-                _weights.link(model_ir, path.parent)
+                placeholders.link(model_ir, path.parent)
             _check(model_ir)
-            files = _files.save_model(model_ir, path, external_data)
+            files = model_files.save_model(model_ir, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
     left = tuple(each for each in left if not _has_layer(each.module, layers))
-    said = [_unconverted.warning(left)] if left else []
-    own = [path for path in _unconverted.converted_modules(model) if not _has_layer(path, layers)]
+    said = [unconverted.warning(left)] if left else []
+    own = [path for path in unconverted.converted_modules(model) if not _has_layer(path, layers)]
     if own:
-        said.append(_unconverted.own_forward(own))
+        said.append(unconverted.own_forward(own))
     for each in said:
         warnings.warn(each, stacklevel=2)
     activations = {layer.attributes["activation"] for layer in layers}
@@ -270,13 +265,13 @@ def export(
         layers=tuple(layer.name for layer in layers),
         operators=dict(Counter(layer.op_type for layer in layers)),
         nodes=dict(Counter(_qualified(node) for node in model_ir.graph).most_common()),
-        parameters_bytes=_files.model_bytes(model_ir),
+        parameters_bytes=model_files.model_bytes(model_ir),
         file_bytes=sum(file.stat().st_size for file in files),
         seconds=time.perf_counter() - started,
         phases=watch.seconds,
         profile=save_profile(sampled, path, watch.seconds) if sampled else (),
         notes=(
-            *_lowering.notes(model_ir, activations, target),
+            *lowering.notes(model_ir, activations, target),
             *trials.notes,
             *said,
         ),
@@ -290,7 +285,7 @@ def _naming(left: Sequence[Unrecognised], model: torch.nn.Module) -> Iterator[No
         yield
     except ExportError as error:
         headline, *details = str(error).split("\n")
-        hint = _unconverted.hint(left, model)
+        hint = unconverted.hint(left, model)
         if hint:
             error.args = ("\n".join((f"{headline.rstrip('. ')}. {hint}", *details)),)
         raise
@@ -307,7 +302,7 @@ def _check_values(model: torch.nn.Module) -> None:
         )
 
 
-def _has_layer(module: str, layers: Sequence[_layers.Layer]) -> bool:
+def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
     """Whether a layer is of a module; those in branches of control flow may be of any."""
     prefix = f"{module}." if module else ""
     return any(not layer.name or f"{layer.name}.".startswith(prefix) for layer in layers)
@@ -331,11 +326,11 @@ def _older_objects_aside() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(wanted: bool | _phases.Progress, path: Path) -> Iterator[_phases.Progress | None]:
+def _progress(wanted: bool | Progress, path: Path) -> Iterator[Progress | None]:
     if wanted is True:
         from rich.console import Console
 
-        from dynamo_moe._progress import shown
+        from dynamo_moe.progress.display import shown
 
         with shown(path.name, Console(stderr=True)) as update:
             yield update
@@ -344,23 +339,23 @@ def _progress(wanted: bool | _phases.Progress, path: Path) -> Iterator[_phases.P
 
 
 def _optimize(
-    model: ir.Model, target: _lowering.Target, body: _lowering.Body, link: bool
-) -> list[_layers.Layer]:
+    model: ir.Model, target: lowering.Target, body: lowering.Body, link: bool
+) -> list[metadata.Layer]:
     """Brings the traced graph into the form of its target; returns its MoE layers."""
-    with _phases.phase("optimization"):
-        _passes.fold_weight_casts(model, link=link)
-        _passes.fold_weight_transposes(model, link=link)
+    with phase("optimization"):
+        passes.fold_weight_casts(model, link=link)
+        passes.fold_weight_transposes(model, link=link)
         fold_stacked_weights(model)
-        _passes.name_nodes_by_module(model)
-        layers = _layers.record(model)
+        passes.name_nodes_by_module(model)
+        layers = metadata.record(model)
         if target != "plugin":
-            _lowering.lower(model, target)
+            lowering.lower(model, target)
         kept = {name for layer in layers for name in layer.inputs[1:]}
         if link:
-            kept |= _weights.linkable(model)
-        _passes.optimize(model, keep=kept)
+            kept |= placeholders.linkable(model)
+        passes.optimize(model, keep=kept)
         if target == "plugin":
-            _lowering.lower(model, target, body)
+            lowering.lower(model, target, body)
         common_passes.ClearMetadataAndDocStringPass()(model)
     return layers
 
@@ -368,7 +363,7 @@ def _optimize(
 def _trace(
     model: torch.nn.Module,
     given: tuple[tuple[Any, ...], dict[str, Any]],
-    example: _dynamic_shapes.DynamicExample,
+    example: DynamicExample,
     trials: SizeTrials,
     opset: int,
     *,
@@ -391,9 +386,9 @@ def _trace(
         try:
             captured = capture(model, example, trials)
         except Exception as error:  # The model's own code runs.
-            own = _causes.own_failure(model, *given, error) if runs else None
+            own = causes.own_failure(model, *given, error) if runs else None
             if own is not None:
-                raise ExportError(_explain_own(own, _causes.described(model, *given))) from own
+                raise ExportError(_explain_own(own, causes.described(model, *given))) from own
             raise ExportError(_explain(error)) from error
         try:
             traced = translate(captured, opset, trials)
@@ -402,7 +397,7 @@ def _trace(
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
-    _dynamic_shapes.name_dimensions(traced, example.labels)
+    name_dimensions(traced, example.labels)
     return traced
 
 
@@ -433,7 +428,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 def _explain_own(error: Exception, given: str) -> str:
     """Returns what a model raises without any exporter."""
-    line = _causes.model_line(error)
+    line = causes.model_line(error)
     where = f", at {line}" if line else ""
     return f"the model itself fails on the example ({given}){where}: {str(error).strip()}"
 
@@ -445,9 +440,9 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, FixedSizeError):
         return f"a size that should be symbolic is fixed by the model: {error}. {_FIX_A_SIZE}"
     cause = str(error.__cause__ or error).strip()
-    line = _causes.model_line(error)
+    line = causes.model_line(error)
     where = f" at {line}" if line else ""
-    if _causes.casts_a_module(error):
+    if causes.casts_a_module(error):
         return (
             f"the model casts or moves a module in its forward{where}, which no trace can follow: "
             "cast it once, before the export, or its weights where they are used, as in "

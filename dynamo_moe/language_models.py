@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dynamo_moe import _weights
-from dynamo_moe._modes import check_model, evaluating
+from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.exporting import ExportReport, export
+from dynamo_moe.weights import placeholders
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -273,6 +273,6 @@ def _cache_shapes(model: PreTrainedModel) -> list[list[tuple[int, int, torch.dty
     """Per layer (heads, width, dtype) of keys and of values, found by a run without values."""
     ids = torch.zeros(2, 3, dtype=torch.int64)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _weights.placeholders(model), evaluating(model), torch.no_grad(), mode:
+    with placeholders.placeholders(model), evaluating(model), torch.no_grad(), mode:
         _, layers = model.forward(ids, torch.ones_like(ids), [])
     return [[(part.shape[1], part.shape[3], part.dtype) for part in layer] for layer in layers]

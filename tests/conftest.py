@@ -16,9 +16,11 @@ if not torch.cuda.is_available():
 KERNELS = Path(__file__).parents[1] / "build" / "kernel-cache"
 os.environ.setdefault("DYNAMO_MOE_CACHE_DIR", str(KERNELS))
 
-# Run by another Python, which has TensorRT's lean runtime.
-collect_ignore = ["lean_registry.py"]
-collect_ignore_glob = [] if find_spec("triton") else ["test_interpreter.py", "test_kernel_*.py"]
+# What tests import.
+collect_ignore = ["support"]
+collect_ignore_glob = (
+    [] if find_spec("triton") else ["kernels/test_interpreter.py", "kernels/test_kernel_*.py"]
+)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

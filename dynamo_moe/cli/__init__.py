@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 # Importing them registers their commands, in the help's order.
-from dynamo_moe.cli import _engines, _models, _products  # noqa: F401
-from dynamo_moe.cli._common import app
+from dynamo_moe.cli import engines, models, products  # noqa: F401
+from dynamo_moe.cli.common import app
 
 __all__ = ["app", "main"]
 

@@ -1,13 +1,10 @@
 """Replacing a model's MoE modules by modules on ``torch.ops.moe``.
 
-``_registry`` holds the adapters, one file each; ``_convert`` walks the model and reports.
+``registry`` holds the adapters, one file each; ``convert_model`` walks the model and reports.
 """
 
-from dynamo_moe.conversion import (  # noqa: F401  They register their adapters.
-    _llama4,
-    _switch,
-)
-from dynamo_moe.conversion._convert import (
+from dynamo_moe.conversion import llama4, switch  # noqa: F401  Importing registers them.
+from dynamo_moe.conversion.convert_model import (
     ADAPTER_PAGE,
     ConversionReport,
     Replacement,
@@ -15,7 +12,7 @@ from dynamo_moe.conversion._convert import (
     convert,
     convertible_modules,
 )
-from dynamo_moe.conversion._registry import Adapter, adapters, register_adapter
+from dynamo_moe.conversion.registry import Adapter, adapters, register_adapter
 from dynamo_moe.modules import ConvertedModule
 
 __all__ = [

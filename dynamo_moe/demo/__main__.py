@@ -29,8 +29,8 @@ def main(
     if missing:
         _fail(f"the demo needs {', '.join(missing)}: pip install 'dynamo-moe[demo]'")
     # Imported here: torch and onnx take seconds, which --help and the check above need not wait.
-    from dynamo_moe.demo._pipeline import DemoError, run
-    from dynamo_moe.demo._view import final_view
+    from dynamo_moe.demo.pipeline import DemoError, run
+    from dynamo_moe.demo.view import final_view
 
     console = Console()
     try:

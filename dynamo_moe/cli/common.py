@@ -1,0 +1,132 @@
+"""What the commands share: options, errors, steps, reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dynamo_moe.cli.model_loading import UsageError, users_code
+
+__all__ = [
+    "Debug",
+    "Json",
+    "Quiet",
+    "app",
+    "failures",
+    "message_of",
+    "need_file",
+    "need_place",
+    "print_json",
+    "step",
+]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Print errors, and nothing else but what --json asks for."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show an error's traceback, and what PyTorch logs.")
+]
+
+
+@contextmanager
+def failures(debug: bool) -> Iterator[None]:
+    """Turns exceptions into one line on stderr and an exit code."""
+    try:
+        yield
+    except Exception as error:
+        if debug:
+            raise
+        text = Text.assemble(("error: ", "bold red"), _one_line(error))
+        Console(stderr=True).print(text, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
+
+
+def message_of(error: BaseException) -> str:
+    """Returns what an exception says, in one line, with what was added to it on its way."""
+    return _said(error)[0]
+
+
+def _one_line(error: BaseException) -> str:
+    line, made_for_users = _said(error)
+    return line if made_for_users else f"{line} (--debug shows where)"
+
+
+def _said(error: BaseException) -> tuple[str, bool]:
+    """The message in one line, and whether it says all that a user needs."""
+    # The messages of these, and our own, are made for users. Others are understood by their type
+    # and their cause: torch wraps what a model's own forward raised.
+    made_for_users = isinstance(error, (AssertionError, ImportError, OSError, ValueError))
+    notes = getattr(error, "__notes__", [])
+    ours = type(error).__module__.startswith(("dynamo_moe.", "trt_plugin."))
+    while error.__cause__ and not (made_for_users or ours):
+        error = error.__cause__
+    line, *_ = str(error).strip().splitlines() or [""]
+    if not (ours or (made_for_users and line)):
+        line = f"{type(error).__name__}: {line}"
+    # Those of many lines are for --debug, such as what a compiler said.
+    short = [note for note in notes if "\n" not in note]
+    return "; ".join((line, *short)), made_for_users and bool(line)
+
+
+@contextmanager
+def step(
+    console: Console, doing: str, *, mute: bool = False, status: bool = True
+) -> Iterator[None]:
+    """Shows what is being done, and how long it took; the model's own code may print meanwhile."""
+    started = time.perf_counter()
+    shown = console.status(f"{doing} ...") if status else nullcontext()
+    with shown, users_code(quiet=console.quiet, mute=mute):
+        yield
+    seconds = time.perf_counter() - started
+    console.print(Text.assemble(f"{doing} ", (f"{seconds:.1f} s", "dim")), soft_wrap=True)
+
+
+def need_file(path: Path) -> None:
+    """Raises a :class:`UsageError` if there is no such file."""
+    if not path.exists():
+        raise UsageError(f"no such file: {path}")
+
+
+def need_place(path: Path) -> None:
+    """Raises a :class:`UsageError` if no file can be written there."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name a file to write")
+    if not path.parent.is_dir():
+        raise UsageError(f"no such folder: {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write into folder: {path.parent}")
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    """Prints a report as JSON, numbers that are not finite as null."""
+    typer.echo(json.dumps(_finite(report), indent=2, default=str))
+
+
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinity, which JSON has not, as strings."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

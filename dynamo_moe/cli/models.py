@@ -1,0 +1,411 @@
+"""``dynamo-moe export`` and ``verify``: what begins with a PyTorch model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from dynamo_moe.cli.checkpoints import Checkpoint
+from dynamo_moe.cli.common import (
+    Debug,
+    Json,
+    Quiet,
+    app,
+    failures,
+    need_file,
+    need_place,
+    print_json,
+    step,
+)
+from dynamo_moe.cli.model_loading import (
+    UsageError,
+    check_example,
+    load_model,
+    parse_dynamic,
+    parse_shapes,
+)
+from dynamo_moe.cli.outcome import Outcome, named_finally, unverified
+from dynamo_moe.progress.display import shown
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from dynamo_moe.exporting import ExportReport
+    from dynamo_moe.verification.comparison import VerificationReport
+
+__all__ = ["export", "verify"]
+
+
+class Target(StrEnum):
+    """What runs the file."""
+
+    plugin = "plugin"
+    dense = "dense"
+    onnxruntime = "onnxruntime"
+
+
+class Body(StrEnum):
+    """What computes a layer without the plugin."""
+
+    loop = "loop"
+    unrolled = "unrolled"
+
+
+class Task(StrEnum):
+    """What the file of a checkpoint does."""
+
+    with_past = "text-generation-with-past"
+    text_generation = "text-generation"
+    features = "feature-extraction"
+
+
+class ExpertsDtype(StrEnum):
+    """What weights are stored in."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="[cyan]package.module:factory[/] or [cyan]file.py:factory[/]. The factory returns the "
+        "model, or (model, args). Without [cyan]:factory[/] it is called model or build.",
+        show_default=False,
+    ),
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SIZES",
+        help="Shape of an example input, once for each input: [cyan]1,3,224,224[/] or "
+        "[cyan]2,128:int64[/]. Default: the args of the factory.",
+        show_default=False,
+    ),
+]
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "[cyan]dynamo-moe export my_models.swin:build swin.onnx --shape 1,3,224,224 --verify[/]\n\n"
+    "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --experts-dtype float16[/]\n\n"
+    "[cyan]dynamo-moe export mixtral.py m.onnx --shape 1,128:int64 --dynamic ids:1=sequence[/]\n\n"
+    "[cyan]dynamo-moe export --hf Qwen3-30B-A3B qwen3.onnx --experts-dtype float16[/]"
+)
+def export(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="[cyan]package.module:factory[/] or [cyan]file.py:factory[/]. The factory returns "
+            "the model, or (model, args). Without [cyan]:factory[/] it is called model or build. "
+            "With [cyan]--hf[/]: a checkpoint's folder.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
+    target: Annotated[
+        Target,
+        typer.Option(
+            metavar="TARGET",
+            help="[cyan]plugin[/]: one node per MoE layer, for the TensorRT plugin and ONNX "
+            "Runtime. [cyan]dense[/]: standard operators only, every expert on every token. "
+            "[cyan]onnxruntime[/]: com.microsoft::MoE.",
+        ),
+    ] = Target.plugin,
+    body: Annotated[
+        Body,
+        typer.Option(
+            metavar="BODY",
+            help="With target plugin, what ONNX Runtime runs. [cyan]loop[/]: over the experts, "
+            "whose weights stay in the file. [cyan]unrolled[/]: products for each expert, packed "
+            "at load; faster for few rows per expert, but loads for seconds and holds a copy.",
+        ),
+    ] = Body.loop,
+    shape: Shapes = None,
+    dynamic: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:DIM=LABEL",
+            help="Make a dimension of an input symbolic, besides the batch; may be repeated: "
+            "[cyan]ids:1=sequence[/]. Without a label it is static: [cyan]scale:0=[/]",
+            show_default=False,
+        ),
+    ] = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="Fix every dimension, the batch too.")
+    ] = False,
+    opset: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Version of the standard operators, at least 18.", show_default="20"
+        ),
+    ] = None,
+    experts_dtype: Annotated[
+        ExpertsDtype | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Cast the experts' weights: [cyan]float32[/], [cyan]float16[/] or "
+            "[cyan]bfloat16[/].",
+            show_default=False,
+        ),
+    ] = None,
+    hf: Annotated[
+        bool,
+        typer.Option(
+            "--hf",
+            help="MODEL is the folder of a checkpoint of transformers: config.json and "
+            "safetensors. Its weights are streamed, never held.",
+        ),
+    ] = False,
+    task: Annotated[
+        Task | None,
+        typer.Option(
+            metavar="TASK",
+            help="With --hf, what the file does: [cyan]text-generation-with-past[/], "
+            "[cyan]text-generation[/] or [cyan]feature-extraction[/].",
+            show_default="text-generation-with-past",
+        ),
+    ] = None,
+    dtype: Annotated[
+        ExpertsDtype | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="With --hf: cast all weights. Default: as in the checkpoint.",
+            show_default=False,
+        ),
+    ] = None,
+    fallback: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="transformers' implementation of experts that no MoE operator can compute, such "
+            "as [cyan]batched_mm[/].",
+            show_default=False,
+        ),
+    ] = None,
+    link_weights: Annotated[
+        bool,
+        typer.Option(
+            "--link-weights",
+            help="With --hf: weights that need no change stay in the checkpoint's files, which "
+            "OUT.onnx, beside them, refers to.",
+        ),
+    ] = False,
+    external_data: Annotated[
+        bool | None,
+        typer.Option(
+            "--external-data/--no-external-data",
+            help="Weights in a file beside OUT.onnx, or inside it. Default: beside it above 2 GB.",
+            show_default=False,
+        ),
+    ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Fail, and write nothing, if a module that looks like a mixture of experts is not "
+            "converted.",
+        ),
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Then run the file in ONNX Runtime and compare. Until it agrees with the model it "
+            "is called OUT.unverified.onnx.",
+        ),
+    ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Show the time of each phase, and write OUT.onnx.profile.svg, a flame graph, and "
+            "OUT.onnx.speedscope.json.",
+        ),
+    ] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Export a PyTorch model with MoE layers to ONNX."""
+    console = Console(file=sys.stderr, quiet=quiet)
+    with failures(debug):
+        if static and dynamic:
+            raise UsageError("--static and --dynamic contradict each other")
+        if hf and (shape or dynamic or static):
+            raise UsageError("--shape, --dynamic and --static do not go with --hf")
+        if not hf and (task or dtype or link_weights):
+            raise UsageError("--task, --dtype and --link-weights need --hf")
+        options: dict[str, Any] = {} if opset is None else {"opset": _known_opset(opset)}
+        options |= {"target": target.value, "body": body.value}
+        options |= {"external_data": external_data, "profile": profile}
+        if body is not Body.loop and target is not Target.plugin:
+            raise UsageError("--body needs --target plugin: other targets have none")
+        need_place(out)
+        if verify:
+            _need_onnxruntime()
+        conversion = {"experts_dtype": _torch_dtype(experts_dtype), "fallback": fallback}
+        place = unverified(out) if verify else out
+        outcome = Outcome()
+        with outcome.printed(as_json=as_json, quiet=quiet):
+            if hf:
+                checkpoint = Checkpoint(
+                    Path(model), (task or Task.with_past).value, _torch_dtype(dtype), conversion
+                )
+                opened = checkpoint.open(console)
+                _convert(console, opened, conversion, strict, outcome)
+                options["link_weights"] = link_weights
+                outcome.exported = checkpoint.export(console, opened, place, options)
+            else:
+                if static or dynamic:
+                    options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
+                module, args = _load(console, model, shape, needed=True)
+                check_example(module, args or (), options.get("dynamic_shapes"))
+                _convert(console, module, conversion, strict, outcome)
+                outcome.exported = _export(console, module, args, place, options, debug)
+            if verify:
+                with named_finally(outcome, out):
+                    outcome.verification = (
+                        checkpoint.verify(console, place)
+                        if hf
+                        else _verify(console, place, module, None)
+                    )
+                    _check(outcome.verification)
+
+
+@app.command(
+    epilog="Example: [cyan]dynamo-moe verify swin.onnx my_models.swin:build[/]\n\n"
+    "The factory must give the weights that were exported: it loads them, or draws them "
+    "(the random seed is the same)."
+)
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="An exported file.")],
+    model: Model,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZES",
+            help="Shape to try, once for each input: [cyan]4,3,224,224[/]. "
+            "Default: several batch sizes and lengths.",
+            show_default=False,
+        ),
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare an ONNX file, in ONNX Runtime, with the PyTorch model it came from."""
+    console = Console(file=sys.stderr, quiet=quiet)
+    with failures(debug):
+        need_file(file)
+        _need_onnxruntime()
+        module, args = _load(console, model, shape)
+        report = _verify(console, file, module, [args] if shape and args else None)
+        if as_json:
+            print_json(report.to_dict())
+        elif not quiet:
+            Console().print(report)
+        _check(report)
+
+
+def _torch_dtype(dtype: ExpertsDtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    import torch
+
+    return getattr(torch, dtype.value)  # type: ignore[no-any-return]
+
+
+def _load(
+    console: Console, model: str, shapes: Sequence[str] | None, *, needed: bool = False
+) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    given = parse_shapes(shapes) if shapes else None
+    with step(console, f"Loading {model}"):
+        module, args = load_model(model)
+    if needed and not (given or args is not None):
+        raise UsageError(f"{model} gives no example inputs: pass --shape, or return (model, args)")
+    return module.eval(), given or args
+
+
+def _convert(
+    console: Console,
+    module: nn.Module,
+    conversion: dict[str, Any],
+    strict: bool,
+    outcome: Outcome,
+) -> None:
+    import dynamo_moe
+    from dynamo_moe.conversion import ADAPTER_PAGE, unconverted
+
+    with step(console, "Converting"):
+        report = dynamo_moe.convert(module, **conversion)
+    outcome.conversion, outcome.unmerged = report, " ".join(unconverted.merging(module))
+    if strict and report.unrecognised:
+        number = len(report.unrecognised)
+        raise ValueError(
+            f"--strict: {number} of the model's MoE modules {'is' if number == 1 else 'are'} not "
+            f"converted: {unconverted.named(report.unrecognised)}; {ADAPTER_PAGE} "
+            "tells how to convert them"
+        )
+
+
+def _export(
+    console: Console,
+    module: nn.Module,
+    args: tuple[Any, ...] | None,
+    out: Path,
+    options: dict[str, Any],
+    debug: bool,
+) -> ExportReport:
+    import dynamo_moe
+
+    doing = f"Exporting for target {options['target']}"
+    with step(console, doing, mute=not debug, status=False), shown(out.name, console) as progress:
+        return dynamo_moe.export(module, args or (), out, progress=progress, **options)
+
+
+def _verify(
+    console: Console, file: Path, module: nn.Module, inputs: Sequence[tuple[Any, ...]] | None
+) -> VerificationReport:
+    import dynamo_moe
+
+    with step(console, "Verifying in ONNX Runtime"):
+        try:
+            return dynamo_moe.verify(file, module, inputs, isolated=True)
+        except dynamo_moe.VerificationError as error:
+            return error.report
+
+
+def _check(report: VerificationReport | None) -> None:
+    """Fails where a verification, already shown, did."""
+    import dynamo_moe
+
+    if report is not None and not report.passed:
+        raise dynamo_moe.VerificationError(report)
+
+
+def _known_opset(opset: int) -> int:
+    import onnx
+
+    from dynamo_moe.exporting import MIN_OPSET
+
+    newest = onnx.defs.onnx_opset_version()
+    if not MIN_OPSET <= opset <= newest:
+        raise UsageError(f"--opset must be from {MIN_OPSET} to {newest}, got {opset}")
+    return opset
+
+
+def _need_onnxruntime() -> None:
+    if find_spec("onnxruntime") is None:
+        raise ImportError("verifying needs ONNX Runtime: pip install 'dynamo-moe[onnxruntime]'")

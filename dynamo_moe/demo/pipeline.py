@@ -1,0 +1,329 @@
+"""The demo's steps: train, convert, export, verify, run on the test images, draw."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import dynamo_moe
+from dynamo_moe import ConversionReport, ExportReport, VerificationError, VerificationReport
+from dynamo_moe.demo.digits import Split, TrainingResult, load_digits_split, one_thread, train
+from dynamo_moe.demo.measure import (
+    Classifier,
+    ImageComparison,
+    compare,
+    in_onnxruntime,
+    in_torch,
+    time_all,
+)
+from dynamo_moe.models import swin_moe_digits
+
+__all__ = ["DemoError", "DemoResult", "FileResult", "MIN_ACCURACY", "PYTORCH", "Variant", "run"]
+
+MIN_ACCURACY = 0.95
+PYTORCH = "PyTorch"
+
+_BATCH_SIZES = (1, 7, 64, 360)
+"""Of the comparison on the 360 test images: 7 leaves a last batch of 3, and 64 one of 40."""
+
+_TIMED = {1: 100, 64: 20}
+"""Batch size -> rounds: a round is 1 ms to 2 ms per classifier at 1, 5 ms to 20 ms at 64."""
+
+
+class DemoError(RuntimeError):
+    """The demo cannot go on; the message is one line for its user."""
+
+
+class Variant(NamedTuple):
+    """One file to export: its name, the target, and the dtype of its experts."""
+
+    file: str
+    target: Literal["plugin", "dense", "onnxruntime"]
+    experts: torch.dtype
+
+
+_VARIANTS = (
+    Variant("plugin.onnx", "plugin", torch.float32),
+    Variant("plugin_fp16.onnx", "plugin", torch.float16),
+    Variant("dense.onnx", "dense", torch.float32),
+    Variant("onnxruntime.onnx", "onnxruntime", torch.float32),
+)
+
+
+class _Converted(NamedTuple):
+    """A converted model, what was converted, and the logits its files have to reproduce."""
+
+    model: nn.Module
+    report: ConversionReport
+    reference: Tensor
+
+
+@dataclass(frozen=True)
+class FileResult:
+    """One exported file.
+
+    Attributes:
+        variant: What was asked for.
+        exported: What was written.
+        verified: On random inputs, against the converted model; it may have failed.
+        compared: On the test images. float32 files: against the trained model as it was before
+            conversion; float16 experts: against the converted model with float16 experts.
+        compared_float32: The same against the trained float32 model; a number to know, not a check.
+        milliseconds: Batch size -> median time per image in ONNX Runtime.
+    """
+
+    variant: Variant
+    exported: ExportReport
+    verified: VerificationReport
+    compared: ImageComparison
+    compared_float32: ImageComparison
+    milliseconds: Mapping[int, float]
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the file's main graph."""
+        return sum(self.exported.nodes.values())
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong with the file, one line each."""
+        failures = []
+        if not self.verified.passed:
+            failures.append(str(VerificationError(self.verified)))
+        if self.compared.worst:
+            failures.append(
+                f"{self.exported.path}: {self.compared.worst} of {self.compared.images} "
+                f"predictions differ from PyTorch's, logits by up to "
+                f"{self.compared.max_logit_difference:.1e}"
+            )
+        if not math.isfinite(self.compared.max_logit_difference):
+            failures.append(f"{self.exported.path}: logits that are not numbers")
+        return failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result as plain values, for JSON."""
+        return {
+            "file": self.variant.file,
+            "target": self.variant.target,
+            "experts_dtype": _name(self.variant.experts),
+            "nodes": self.nodes,
+            "operators": dict(self.exported.nodes),
+            "bytes": self.exported.file_bytes,
+            "notes": list(self.exported.notes),
+            "verification": {**self.verified.to_dict(), "path": self.variant.file},
+            "test_images": self.compared.to_dict(),
+            "test_images_against_float32": self.compared_float32.to_dict(),
+            "milliseconds_per_image": dict(self.milliseconds),
+            "failures": self.failures,
+        }
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo came to.
+
+    Attributes:
+        folder: Where the files are.
+        epochs: Of the training.
+        seed: Of the split, the initial weights and the training.
+        training: How it went; its accuracy is PyTorch's.
+        conversion: What was converted.
+        files: The exported files.
+        pictures: Names of the pictures in the folder.
+        milliseconds: Batch size -> PyTorch's median time per image, of the converted model.
+        seconds: Wall time of all of it.
+    """
+
+    folder: Path
+    epochs: int
+    seed: int
+    training: TrainingResult
+    conversion: ConversionReport
+    files: tuple[FileResult, ...]
+    pictures: tuple[str, ...]
+    milliseconds: Mapping[int, float]
+    seconds: float
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong with the files, one line each; empty if nothing is."""
+        return [failure for file in self.files for failure in file.failures]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the result as plain values, for JSON."""
+        packages = ("torch", "onnx", "onnxscript", "onnxruntime")
+        return {
+            "passed": not self.failures,
+            "epochs": self.epochs,
+            "seed": self.seed,
+            "training": asdict(self.training),
+            "conversion": self.conversion.to_dict(),
+            "pytorch_milliseconds_per_image": dict(self.milliseconds),
+            "files": [file.to_dict() for file in self.files],
+            "pictures": list(self.pictures),
+            "seconds": self.seconds,
+            "python": platform.python_version(),
+            "versions": {package: version(package) for package in packages},
+        }
+
+
+def run(
+    folder: Path,
+    *,
+    epochs: int,
+    seed: int = 0,
+    min_accuracy: float = MIN_ACCURACY,
+    console: Console | None = None,
+) -> DemoResult:
+    """Runs the whole demo; the folder is made, and files of an earlier run are replaced.
+
+    Args:
+        folder: Where the ONNX files, the pictures and ``summary.json`` go.
+        epochs: Of the training; 40 give 99 %. After 3 to 12, the two best logits of every image
+            are 6e-4 apart or more, twice what a file changes them by (5 seeds).
+        seed: Of the split, the initial weights and the training.
+        min_accuracy: On the test images in PyTorch, 0 to 1; below it nothing is exported.
+        console: Where reports and progress go; None: nowhere.
+
+    Returns:
+        What came out, also where a file failed: see :attr:`DemoResult.failures`.
+
+    Raises:
+        DemoError: The folder cannot be made, or the accuracy is below ``min_accuracy``.
+    """
+    started = time.perf_counter()
+    out = console or Console(quiet=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoError(f"cannot make the folder {folder}: {error.strerror}") from error
+    split = load_digits_split(seed)
+    model, training = _train(split, epochs, seed, min_accuracy, out)
+
+    out.rule("Convert")
+    float32 = _convert(model, torch.float32, split.test_images)
+    float16 = _convert(model, torch.float16, split.test_images)
+    out.print(float32.report)
+    files, milliseconds = _export_and_check(folder, float32, float16, split, out)
+    out.rule("Inspect")
+    out.print(dynamo_moe.inspect(folder / "plugin.onnx"))
+    with out.status("Drawing"):
+        pictures = _draw(folder)
+
+    result = DemoResult(
+        folder=folder,
+        epochs=epochs,
+        seed=seed,
+        training=training,
+        conversion=float32.report,
+        files=tuple(files),
+        pictures=tuple(pictures),
+        milliseconds=milliseconds,
+        seconds=time.perf_counter() - started,
+    )
+    (folder / "summary.json").write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+    return result
+
+
+def _train(
+    split: Split, epochs: int, seed: int, min_accuracy: float, out: Console
+) -> tuple[nn.Module, TrainingResult]:
+    out.rule("Train")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = swin_moe_digits()
+    out.print(
+        f"Swin-MoE with {sum(p.numel() for p in model.parameters()):,} parameters on "
+        f"{len(split.train_images)} images of handwritten digits"
+    )
+    training = train(model, split, epochs=epochs, seed=seed, quiet=out.quiet)
+    reached = (
+        f"{training.test_accuracy:.1%} of {len(split.test_images)} test images are right "
+        f"after {epochs} epochs"
+    )
+    if training.test_accuracy < min_accuracy:
+        raise DemoError(f"{reached}, which is below {min_accuracy:.1%}: train for longer")
+    out.print(f"{reached} ({training.seconds:.0f} s)")
+    return model, training
+
+
+def _convert(trained: nn.Module, experts: torch.dtype, images: Tensor) -> _Converted:
+    model = copy.deepcopy(trained)
+    if experts == torch.float32:
+        # The model as it was trained is the stricter reference: it checks the conversion too.
+        return _Converted(model, dynamo_moe.convert(model), in_torch(trained)(images))
+    report = dynamo_moe.convert(model, experts_dtype=experts)
+    return _Converted(model, report, in_torch(model)(images))
+
+
+def _export_and_check(
+    folder: Path, float32: _Converted, float16: _Converted, split: Split, out: Console
+) -> tuple[list[FileResult], dict[int, float]]:
+    out.rule("Export, verify, run on the test images")
+    classifiers: dict[str, Classifier] = {PYTORCH: in_torch(float32.model)}
+    steps = []
+    for variant in _VARIANTS:
+        converted = float32 if variant.experts == torch.float32 else float16
+        path = folder / variant.file
+        with out.status(f"Exporting {path}"):
+            exported = dynamo_moe.export(
+                converted.model, split.test_images[:2], path, target=variant.target
+            )
+        out.print(exported)
+        with out.status(f"Verifying {path}"):
+            verified = _verify(path, converted.model)
+        out.print(verified)
+        with out.status(f"Running {path} on the test images"):
+            classify = classifiers[variant.file] = in_onnxruntime(path)
+            compared, compared_float32 = (
+                compare(classify, reference, split.test_images, split.test_labels, _BATCH_SIZES)
+                for reference in (converted.reference, float32.reference)
+            )
+        steps.append((variant, exported, verified, compared, compared_float32))
+    with out.status("Timing"), one_thread():
+        times = {
+            size: time_all(classifiers, split.test_images, size, rounds)
+            for size, rounds in _TIMED.items()
+        }
+
+    def milliseconds(name: str) -> dict[int, float]:
+        return {size: by_name[name] for size, by_name in times.items()}
+
+    return [FileResult(*step, milliseconds(step[0].file)) for step in steps], milliseconds(PYTORCH)
+
+
+def _verify(path: Path, model: nn.Module) -> VerificationReport:
+    try:
+        return dynamo_moe.verify(path, model)
+    except VerificationError as error:
+        return error.report
+
+
+def _draw(folder: Path) -> list[str]:
+    dense, plugin = folder / "dense.onnx", folder / "plugin.onnx"
+    drawn = []
+    for suffix in (".svg", ".png"):
+        drawn += [
+            dynamo_moe.draw(dense, folder / f"graph_dense{suffix}", title=dense.name),
+            dynamo_moe.draw(plugin, folder / f"graph_plugin{suffix}", title=plugin.name),
+            dynamo_moe.draw_comparison(
+                [(dense.name, dense), (plugin.name, plugin)], folder / f"comparison{suffix}"
+            ),
+        ]
+    return [path.name for path in drawn]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,212 @@
+"""Reading an ONNX model without its weights; writing one beside its place, then renaming it."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from dynamo_moe.files import protobuf
+from dynamo_moe.progress import phases
+
+__all__ = [
+    "EXTERNAL_DATA_LIMIT",
+    "all_nodes",
+    "check_destination",
+    "is_small",
+    "load_graph",
+    "model_bytes",
+    "rename_model",
+    "save_model",
+    "subgraphs",
+]
+
+# A protobuf message cannot pass 2 GiB; the graph itself needs room too.
+EXTERNAL_DATA_LIMIT = 2**31 - 2**26
+# Bytes up to which a weight stays inside the model's file.
+_SMALL = 256
+
+
+def check_destination(path: Path) -> None:
+    """Checks that a file can stand at ``path``.
+
+    Raises:
+        FileNotFoundError: If its folder does not exist.
+        IsADirectoryError: If it is a folder itself.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"no folder {path.parent} to write {path.name} into")
+
+
+def model_bytes(model: ir.Model) -> int:
+    """Returns the bytes of the model's initializers."""
+    return sum(map(_bytes_of, model.graph.initializers.values()))
+
+
+@phases.phase("serialization")
+def save_model(
+    model: ir.Model,
+    path: Path,
+    external_data: bool | None,
+) -> list[Path]:
+    """Writes the model, and its weights to ``<name>.data`` where asked for or needed.
+
+    A reader of ``path`` sees the old file or the new one, never half of either. With weights beside
+    it there are two renames, the weights first. Weights that are external tensors stay where they
+    are.
+
+    Args:
+        model: The model to write.
+        path: Where to; its folder must exist.
+        external_data: Weights in a file beside the model; None: only above 2 GB.
+
+    Returns:
+        The files written, the model first.
+
+    Raises:
+        ValueError: If ``external_data`` is False and the weights pass 2 GB.
+        OSError: If the disk has no room for the weights.
+    """
+    values = [value for value in model.graph.initializers.values() if _is_held(value)]
+    weights = sum(_bytes_of(value) for value in values)
+    if external_data is False and weights > EXTERNAL_DATA_LIMIT:
+        raise ValueError(
+            f"the weights have {weights} bytes; one ONNX file holds at most "
+            f"{EXTERNAL_DATA_LIMIT}: leave external_data unset or pass True"
+        )
+    if external_data is None:
+        external_data = weights > EXTERNAL_DATA_LIMIT
+    free = shutil.disk_usage(path.parent).free
+    if weights > free:
+        reason = f"{path.name} needs {weights} bytes for its weights, {path.parent} has {free} left"
+        raise OSError(errno.ENOSPC, reason)
+    data = f"{path.name}.data"
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        beside = Path(folder)
+        large = [value for value in values if not is_small(value)]
+        if external_data:
+            _move_out(large, beside, data, weights)
+            large = []
+        protobuf.write(model, beside / path.name, large)
+        written = [name for name in (data, path.name) if (beside / name).exists()]
+        for name in written:
+            (beside / name).replace(path.parent / name)
+    return [path.parent / name for name in reversed(written)]
+
+
+def rename_model(files: Sequence[Path], path: Path) -> list[Path]:
+    """Gives what :func:`save_model` wrote the name that it was meant for, in the same folder.
+
+    A reader of ``path`` sees the old file or the new one. Where the weights lie beside the model,
+    their new name is all that changes in it.
+
+    Args:
+        files: As :func:`save_model` returned them.
+        path: The model's new name.
+
+    Returns:
+        The files, the model first.
+    """
+    model, *beside = files
+    if not beside:
+        model.replace(path)
+        return [path]
+    [old] = beside
+    new = path.with_name(f"{path.name}.data")
+    proto = load_graph(model)
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if (entry.key, entry.value) == ("location", old.name):
+                entry.value = new.name
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(proto.SerializeToString())
+    old.replace(new)
+    part.replace(path)
+    model.unlink()
+    return [path, new]
+
+
+def _move_out(values: Sequence[ir.Value], folder: Path, name: str, total: int) -> None:
+    """Writes weights to a file; the values then refer to it."""
+    done = 0
+
+    def began(tensor: ir.TensorProtocol, _: ir.external_data.CallbackInfo) -> None:
+        nonlocal done
+        phases.report(done, total)
+        done += tensor.nbytes
+
+    tensors = [value.const_value for value in values if value.const_value is not None]
+    if not tensors:
+        return
+    moved = ir.external_data.convert_tensors_to_external(tensors, folder, name, callback=began)
+    for value, tensor in zip(values, moved, strict=True):
+        value.const_value = tensor
+    phases.report(total, total)
+
+
+def _is_held(value: ir.Value) -> bool:
+    return value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
+
+
+def is_small(value: ir.Value) -> bool:
+    """Whether a weight stays inside the graph; strings do, as they have no bytes."""
+    if value.dtype == ir.DataType.STRING:
+        return True
+    return _bytes_of(value) <= _SMALL and _is_held(value)
+
+
+def _bytes_of(value: ir.Value) -> int:
+    return 0 if value.const_value is None else value.const_value.nbytes
+
+
+def load_graph(path: str | PathLike[str]) -> onnx.ModelProto:
+    """Reads an ONNX file without its external data.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not an ONNX model.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no such file: {path}")
+    if not path.is_file():
+        raise ValueError(f"{path} is not an ONNX model: it is not a file")
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is not an ONNX model: it is empty")
+    model = onnx.ModelProto()
+    # Mapped rather than read: weights inside the file are then held once, not twice.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        try:
+            with memoryview(content) as view:
+                model.ParseFromString(view)
+        except DecodeError:
+            raise ValueError(f"{path} is not an ONNX model: it is not a protobuf message") from None
+    if not model.ir_version or not model.HasField("graph"):
+        raise ValueError(f"{path} is not an ONNX model: it has no IR version or no graph")
+    return model
+
+
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes, each followed by those in its branches and loop bodies."""
+    for node in nodes:
+        yield node
+        for graph in subgraphs(node):
+            yield from all_nodes(graph.node)
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """A node's branches and loop bodies."""
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            yield attribute.g
+        yield from attribute.graphs

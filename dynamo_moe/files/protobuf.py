@@ -1,0 +1,89 @@
+"""One ONNX file whose weights go from where they are into the file, without a copy in between.
+
+A protobuf message is its fields one after the other, each with its number and length. So the
+weights can follow what protobuf's own library has written of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from dynamo_moe.progress import phases
+
+__all__ = ["without", "write"]
+
+_GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
+_INITIALIZER = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
+_RAW_DATA = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
+
+
+def write(model: ir.Model, path: Path, weights: Sequence[ir.Value]) -> None:
+    """Writes a model.
+
+    Args:
+        model: The model.
+        path: The file.
+        weights: Those of the main graph's initializers to write so; the others must be small.
+    """
+    proto = without(model, weights)
+    graph = proto.graph.SerializeToString()
+    proto.ClearField("graph")
+    head = proto.SerializeToString()
+    tensors = [weight.const_value for weight in weights if weight.const_value is not None]
+    starts = [_start(weight.name, tensor) for weight, tensor in zip(weights, tensors, strict=True)]
+    size = len(graph) + sum(map(len, starts)) + sum(tensor.nbytes for tensor in tensors)
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
+    with path.open("wb") as file:
+        file.write(head + _key(_GRAPH) + _varint(size) + graph)
+        for tensor, start in zip(tensors, starts, strict=True):
+            phases.report(done, total)
+            file.write(start)
+            if hasattr(tensor, "tofile"):  # Not all kinds of onnx_ir's tensors have it.
+                tensor.tofile(file)
+            else:
+                file.write(tensor.tobytes())
+            done += tensor.nbytes
+    if tensors:
+        phases.report(done, total)
+
+
+def without(model: ir.Model, weights: Sequence[ir.Value]) -> onnx.ModelProto:
+    """Returns the model without some of the main graph's initializers."""
+    initializers = model.graph.initializers
+    values = list(initializers.values())
+    for weight in weights:
+        del initializers[weight.name or ""]
+    try:
+        return ir.to_proto(model)
+    finally:
+        initializers.clear()
+        for value in values:
+            initializers.add(value)
+
+
+def _start(name: str | None, tensor: ir.TensorProtocol) -> bytes:
+    """What precedes a weight's values."""
+    named: bytes = onnx.TensorProto(
+        name=name or "", dims=tensor.shape.numpy(), data_type=tensor.dtype.value
+    ).SerializeToString()
+    named += _key(_RAW_DATA) + _varint(tensor.nbytes)
+    return _key(_INITIALIZER) + _varint(len(named) + tensor.nbytes) + named
+
+
+def _key(field: int) -> bytes:
+    """The key of a field that has a length (https://protobuf.dev/programming-guides/encoding)."""
+    return _varint(field << 3 | 2)
+
+
+def _varint(number: int) -> bytes:
+    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    result = bytearray()
+    while number > 0x7F:
+        result.append(number & 0x7F | 0x80)
+        number >>= 7
+    result.append(number)
+    return bytes(result)

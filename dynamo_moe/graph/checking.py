@@ -1,0 +1,45 @@
+"""Whether a graph is valid ONNX, told without the values of its weights."""
+
+from __future__ import annotations
+
+import onnx
+import onnx.checker
+import onnx.shape_inference
+import onnx_ir as ir
+
+from dynamo_moe.files import model_files, protobuf
+from dynamo_moe.progress import phases
+
+__all__ = ["InvalidGraphError", "check"]
+
+
+class InvalidGraphError(Exception):
+    """onnx refuses the graph."""
+
+
+@phases.phase("check")
+def check(model: ir.Model) -> None:
+    """Checks a model as ``onnx.checker.check_model(full_check=True)`` does.
+
+    Inputs of the graph stand for its weights: no value is read, however many bytes they have, and
+    wherever they are.
+
+    Raises:
+        InvalidGraphError: With the node and the reason.
+    """
+    initializers = model.graph.initializers.values()
+    weights = [value for value in initializers if not model_files.is_small(value)]
+    proto = protobuf.without(model, weights)
+    for weight in weights:
+        tensor = weight.const_value
+        if tensor is not None:
+            proto.graph.input.append(
+                onnx.helper.make_tensor_value_info(
+                    weight.name or "", tensor.dtype.value, tensor.shape.numpy()
+                )
+            )
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        reason = " ".join(str(error).removeprefix("[ShapeInferenceError] ").split())
+        raise InvalidGraphError(reason) from error

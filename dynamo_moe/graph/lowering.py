@@ -1,0 +1,104 @@
+"""What becomes of an operator's node: a body beside it, or standard operators in its place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Literal, get_args
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+
+from dynamo_moe.moe_nodes import schemas
+from dynamo_moe.moe_nodes.bodies.of_node import unrolled_moe_body
+from dynamo_moe.moe_nodes.nodes import moe_nodes
+from dynamo_moe.operators.registry import find
+from dynamo_moe.operators.user_bodies import (
+    check_absent_attributes,
+    content,
+    omit_absent_inputs,
+    prepare_body,
+)
+
+__all__ = ["BODIES", "TARGETS", "Body", "Target", "lower", "notes"]
+
+Target = Literal["plugin", "dense", "onnxruntime"]
+Body = Literal["loop", "unrolled"]
+
+TARGETS: tuple[str, ...] = get_args(Target)
+BODIES: tuple[str, ...] = get_args(Body)
+
+
+def lower(model: ir.Model, target: str, body: str = "loop") -> None:
+    """Gives every node of a registered operator the body of its configuration, in place.
+
+    For ``plugin`` the body is a model-local function beside the node, that of MoE nodes of the
+    given kind; for the others it takes the node's place.
+    """
+    opset = model.opset_imports[""]
+    unrolled = set(moe_nodes(model)) if body == "unrolled" else set()
+    domains: dict[str, dict[tuple[str, bytes], str]] = {}
+    for node in list(model.graph.all_nodes()):
+        operator = find(node)
+        if operator is None or operator.body is None:
+            continue
+        if node in unrolled:
+            function = unrolled_moe_body(node, opset)
+        else:
+            function = operator.body(node, opset, target)
+        omit_absent_inputs(function, node, operator.name)
+        check_absent_attributes(function, node, operator.name)
+        # A function is found by domain and name. Overloads, ONNX's own way to have several, are
+        # lost in onnxslim (seen with 0.1.98); TensorRT's parser ignores the domain.
+        overload, function.overload = function.overload, ""
+        known = domains.setdefault(operator.name, {})
+        key = overload, content(function)
+        if key not in known:
+            known[key] = _domain(node.domain, overload, [other for other, _ in known])
+            prepare_body(function, node, operator.schema, opset)
+            function.domain, function.name = known[key], node.op_type
+            model.functions[function.identifier()] = function
+            for domain, version in (*function.opset_imports.items(), (known[key], 1)):
+                model.opset_imports.setdefault(domain, version)
+        node.domain = known[key]
+    if target != "plugin":
+        common_passes.InlinePass()(model)
+        common_passes.RemoveUnusedOpsetsPass()(model)
+
+
+def _domain(own: str, overload: str, known: list[str]) -> str:
+    """Returns the domain of an operator's next body; given the overloads of those before."""
+    if not known:
+        return own
+    if overload in known:
+        return f"{own}.{overload or 'body'}_{len(known) + 1}"
+    return f"{own}.{overload or 'complete'}"
+
+
+def notes(model: ir.Model, activations: Collection[str], target: str) -> list[str]:
+    """Returns what a user of the lowered graph should know; given its layers' activations."""
+    found = []
+    if target == "onnxruntime" and "gelu" in activations:
+        found.append(
+            "com.microsoft::MoE computes GELU in its tanh form: up to 5.5e-4 off the exact"
+        )
+    names = Counter(function.name for function in model.functions.values())
+    moe = sum(names[name] for name in schemas.SCHEMAS)
+    if any(names[name] > 1 for name in schemas.SCHEMAS):
+        found.append(
+            f"{moe} configurations of MoE layers: TensorRT's parser finds functions by name "
+            "alone, so it needs a plugin for them"
+        )
+    for name, count in names.items():
+        if count > 1 and name not in schemas.SCHEMAS:
+            found.append(
+                f"{count} configurations of {name}: TensorRT's parser finds functions by name "
+                "alone, so it needs a plugin for it"
+            )
+    known = {find(node) for node in model.graph.all_nodes()} - {None}
+    found += sorted(
+        f"{operator.name} has no body: only a runtime that knows the operator runs the file"
+        for operator in known
+        if operator is not None and operator.body is None
+    )
+    return found

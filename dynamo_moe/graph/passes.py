@@ -1,0 +1,275 @@
+"""Passes over the exported graph that keep a file small, readable and reproducible."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+import torch
+from onnx_ir import tensor_adapters
+from onnxscript import optimizer, rewriter
+from onnxscript.rewriter.rules.common import slice_split_rule
+
+from dynamo_moe.graph import rules
+from dynamo_moe.moe_nodes.nodes import module_of
+from dynamo_moe.operators.registry import find
+from dynamo_moe.weights import placeholders
+from dynamo_moe.weights.lazy_tensors import lazy_cast
+
+__all__ = [
+    "fold_weight_casts",
+    "fold_weight_transposes",
+    "name_nodes_by_module",
+    "optimize",
+    "shapes_are_complete",
+]
+
+
+class _ForOperator:
+    """A rewrite rule that looks at nodes of its operator only: the others take half of the time."""
+
+    def __init__(self, rule: Any) -> None:
+        self._rule = rule
+        pattern = rule._target_pattern
+        single = pattern.has_single_output_node and pattern.output_node.op_identifier()
+        # None: nodes of several operators fit.
+        self._op_type = pattern.output_node.op_type if single else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def try_rewrite(self, model: Any, graph: Any, node: ir.Node, **options: Any) -> Any:
+        if self._op_type not in (None, node.op_type):
+            return None
+        return self._rule.try_rewrite(model, graph, node, **options)
+
+
+# All but one: slice_split_rule compares each Slice with each other, which takes half of an export
+# of 24 transformer blocks, and matches none of the Slices that PyTorch's exporter makes: it wants
+# four inputs, and these have steps as a fifth.
+_RULES: Any = [
+    _ForOperator(rule)
+    for rule in (*rules.RULES, *rewriter._DEFAULT_REWRITE_RULES)
+    if rule is not slice_split_rule
+]
+
+# One round's result can be what another round simplifies.
+_ROUNDS = 4
+
+# Elements of the constants that nodes share.
+_SHARED_SIZE = 1024
+
+
+def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
+    """Simplifies the graph in place and infers what shapes are still missing.
+
+    These are the passes of ``onnxscript.optimizer.optimize``, with rules of our own, and without
+    merging weights of equal values, which loses names.
+
+    Args:
+        model: The model to simplify.
+        keep: Weights that nothing is folded with, so that they are stored as they are.
+    """
+
+    def should_fold(node: ir.Node) -> bool | None:
+        kept = any(value is not None and value.name in keep for value in node.inputs)
+        return False if kept else None  # None: the folding's own judgement.
+
+    weights = frozenset(model.graph.initializers)
+    common_passes.InlinePass()(model)
+    optimizer.fold_constants_ir(model, should_fold=should_fold)
+    _infer_shapes(model)
+    _forget_invented_names(model.graph)
+    rewriting = rewriter.RewritePass(_RULES)
+    for _ in range(_ROUNDS):
+        if not rewriting(model).modified:
+            break
+        optimizer.fold_constants_ir(model, should_fold=should_fold)
+        common_passes.RemoveUnusedNodesPass()(model)
+    _count_axes_from_the_front(model)
+    ir.passes.Sequential(
+        common_passes.RemoveUnusedNodesPass(),
+        common_passes.RemoveUnusedFunctionsPass(),
+        common_passes.RemoveUnusedOpsetsPass(),
+        common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common_passes.LiftSubgraphInitializersToMainGraphPass(),
+    )(model)
+    _share_constants(model.graph, weights)
+    _merge_equal_nodes(model)
+    ir.passes.Sequential(common_passes.OutputFixPass(), common_passes.NameFixPass())(model)
+    _infer_shapes(model)
+
+
+def _count_axes_from_the_front(model: ir.Model) -> None:
+    """Makes the axes of reductions non-negative.
+
+    Over a negative axis of a tensor without elements, such as the rows of an expert that no token
+    chose, ONNX Runtime reduces nothing (seen with 1.31: ReduceSum of [0, 5] over -1 is [0, 5]).
+    """
+    for node in model.graph.all_nodes():
+        given = node.inputs[0] if node.inputs else None
+        if node.domain or given is None or given.shape is None or not given.shape.rank():
+            continue
+        rank = given.shape.rank()
+        if node.op_type in {"ArgMax", "ArgMin"}:
+            axis = node.attributes.get_int("axis", 0)
+            node.attributes.add(ir.AttrInt64("axis", axis % rank))
+        elif node.op_type.startswith("Reduce") and len(node.inputs) > 1:
+            axes = _constants(node.inputs[1])
+            if axes and min(axes) < 0 and node.graph is not None:
+                constant = ir.node("Constant", [], {"value_ints": [axis % rank for axis in axes]})
+                node.graph.insert_before(node, constant)
+                node.replace_input_with(1, constant.outputs[0])
+
+
+def _constants(value: ir.Value | None) -> list[int]:
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return [] if tensor is None else [int(item) for item in tensor.numpy().flat]
+
+
+def _merge_equal_nodes(model: ir.Model) -> None:
+    """Merges nodes that compute the same, but no registered ones: they may draw random numbers."""
+    registered = [node for node in model.graph.all_nodes() if find(node) is not None]
+    overloads = [node.overload for node in registered]
+    for number, node in enumerate(registered):
+        node.overload = str(number)
+    common_passes.CommonSubexpressionEliminationPass()(model)
+    for node, overload in zip(registered, overloads, strict=True):
+        node.overload = overload
+
+
+def _share_constants(graph: ir.Graph, weights: Collection[str]) -> None:
+    """Replaces constants of equal values by one, so that what is computed from them is equal."""
+    first: dict[Any, ir.Value] = {}
+    for constant in list(graph.initializers.values()):
+        tensor = constant.const_value
+        if constant.name in weights or tensor is None or tensor.size > _SHARED_SIZE:
+            continue
+        if tensor.dtype.is_string():  # Has no bytes.
+            continue
+        same = first.setdefault((tensor.dtype, tuple(tensor.shape), tensor.tobytes()), constant)
+        if same is not constant and not constant.is_graph_output():
+            constant.replace_all_uses_with(same)
+            graph.initializers.pop(str(constant.name))
+
+
+def _forget_invented_names(graph: ir.Graph) -> None:
+    """Drops the names that onnx gives to dimensions: what follows may tell more of them."""
+    for node in graph:
+        for output in node.outputs:
+            if output.shape is not None and "unk__" in str(output.shape):
+                output.shape = ir.Shape(
+                    None if str(size).startswith("unk__") else size for size in output.shape
+                )
+
+
+def _infer_shapes(model: ir.Model) -> None:
+    # onnx_ir's pass (1.1) would take sequences for tensors, and make the file invalid.
+    sequences = any("Sequence" in node.op_type for node in model.graph.all_nodes())
+    if not sequences and not shapes_are_complete(model):
+        common_passes.ShapeInferencePass()(model)
+        if _type_foreign_results(model):
+            common_passes.ShapeInferencePass()(model)
+
+
+def _type_foreign_results(model: ir.Model) -> bool:
+    """Types the results of ``com.microsoft::MoE``, unknown to onnx; returns whether there are."""
+    nodes = [node for node in model.graph if node.domain == "com.microsoft"]
+    for node in nodes:
+        tokens, result = node.inputs[0], node.outputs[0]
+        if tokens is not None:
+            result.type, result.shape = tokens.type, tokens.shape
+    return bool(nodes)
+
+
+def fold_weight_transposes(model: ir.Model, *, link: bool = False) -> None:
+    """Replaces ``Transpose(weight)`` by the transposed weight under the weight's own name.
+
+    The stock constant folding would do so under an invented name, in memory. Here the transposed
+    tensor is a view that becomes contiguous when it is written. A weight that is also used as it
+    is keeps its Transpose, and so does, with ``link``, a matrix that lies in a file as it is.
+    """
+    for weight in list(model.graph.initializers.values()):
+        users = [node for node, _ in weight.uses()]
+        tensor = weight.const_value
+        if not users or not isinstance(tensor, ir.Tensor) or weight.is_graph_output():
+            continue
+        if not isinstance(tensor.raw, torch.Tensor):
+            continue
+        perms = {
+            tuple(user.attributes["perm"].as_ints())
+            if user.op_type == "Transpose"
+            and "perm" in user.attributes
+            and not user.outputs[0].is_graph_output()
+            else None
+            for user in users
+        }
+        if link and tensor.raw.ndim == 2 and getattr(tensor.raw, "origin", None):
+            continue
+        perm = perms.pop()
+        if perms or perm is None:
+            continue
+        view = tensor.raw.detach().permute(perm)
+        weight.const_value = placeholders.as_ir(view, weight.name)
+        weight.shape = ir.Shape(view.shape)
+        _replace_by(weight, users)
+
+
+def fold_weight_casts(model: ir.Model, *, link: bool = False) -> None:
+    """Replaces ``Cast(weight)`` by the weight in that dtype, cast as it is written.
+
+    Autocast leaves such nodes. A weight that is also used as it is keeps its Cast, and so does,
+    with ``link``, one that lies in a file as it is.
+    """
+    for weight in list(model.graph.initializers.values()):
+        users = [node for node, _ in weight.uses()]
+        tensor = weight.const_value
+        if not users or not isinstance(tensor, ir.Tensor) or weight.is_graph_output():
+            continue
+        if not isinstance(tensor.raw, torch.Tensor) or not tensor.dtype.is_floating_point():
+            continue
+        dtypes = {
+            user.attributes["to"].as_int()
+            if user.op_type == "Cast" and not user.outputs[0].is_graph_output()
+            else None
+            for user in users
+        }
+        if link and getattr(tensor.raw, "origin", None):
+            continue
+        dtype = dtypes.pop()
+        if dtypes or dtype is None:
+            continue
+        cast = lazy_cast(tensor.raw, tensor_adapters.to_torch_dtype(ir.DataType(dtype)))
+        weight.const_value = placeholders.as_ir(cast, weight.name)
+        weight.type = ir.TensorType(ir.DataType(dtype))
+        _replace_by(weight, users)
+
+
+def _replace_by(weight: ir.Value, users: Collection[ir.Node]) -> None:
+    for user in users:
+        user.outputs[0].replace_all_uses_with(weight)
+        if user.graph is not None:  # The branch of an If has a graph of its own.
+            user.graph.remove(user, safe=True)
+
+
+def name_nodes_by_module(model: ir.Model) -> None:
+    """Names each node after the PyTorch module that it comes from: ``blocks.0.mlp/Add``."""
+    seen: Counter[str] = Counter()
+    for node in model.graph:
+        name = "/".join(filter(None, [module_of(node), node.op_type]))
+        seen[name] += 1
+        node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"
+
+
+def shapes_are_complete(model: ir.Model) -> bool:
+    """Whether every value of the main graph has a type and a shape of sizes and names."""
+    values = (output for node in model.graph for output in node.outputs)
+    return all(
+        value.dtype is not None
+        and value.shape is not None
+        and not any(value.shape.is_unknown_dim(place) for place in range(value.shape.rank()))
+        for value in values
+    )

@@ -1,0 +1,149 @@
+"""Experts' weights that a model has apart: in the file, one weight for all of them.
+
+A layer whose experts are modules of their own stacks their weights on the way into its node. What
+is computed from weights alone is a weight too: its values come about as the file is written, a few
+rows at a time, and its name says of which weights it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from dynamo_moe.moe_nodes.nodes import moe_nodes
+from dynamo_moe.weights.lazy_tensors import LazyTensor
+from dynamo_moe.weights.placeholders import as_ir
+
+__all__ = ["fold_stacked_weights", "name_of_all"]
+
+
+def fold_stacked_weights(model: ir.Model) -> None:
+    """Makes one weight of what an MoE node's input is computed from, where that is weights alone.
+
+    A weight that is also used elsewhere is left to be stacked by the runtime: the file would hold
+    it twice.
+    """
+    for node in moe_nodes(model):
+        for place, value in enumerate(node.inputs):
+            if place == 0 or value is None or value.is_initializer():
+                continue
+            made_by: list[ir.Node] = []
+            leaves: list[ir.Value] = []
+            lazy = _expression(value, made_by, leaves)
+            if lazy is None or any(
+                user not in made_by for leaf in leaves for user, _ in leaf.uses()
+            ):
+                continue
+            name = name_of_all([str(leaf.name) for leaf in leaves])
+            weight = ir.Value(
+                name=name,
+                shape=ir.Shape(lazy.shape),
+                type=value.type,
+                const_value=as_ir(lazy, name),
+            )
+            value.replace_all_uses_with(weight)
+            for maker in made_by:
+                if maker.graph is not None and not any(o.uses() for o in maker.outputs):
+                    maker.graph.remove(maker, safe=True)
+            for leaf in leaves:
+                if not leaf.uses():
+                    model.graph.initializers.pop(str(leaf.name), None)
+            model.graph.register_initializer(weight)
+
+
+def name_of_all(names: Sequence[str]) -> str:
+    """Returns a name for what is made of several weights, from theirs.
+
+    Example:
+        >>> name_of_all([f"mlp.experts.{e}.{w}.weight" for e in range(8) for w in ("w1", "w3")])
+        'mlp.experts.0-7.w1+w3.weight'
+    """
+    parts = [name.split(".") for name in names]
+    if len({len(each) for each in parts}) > 1:
+        return "+".join(dict.fromkeys(names))
+    return ".".join(_range(list(dict.fromkeys(column))) for column in zip(*parts, strict=True))
+
+
+def _range(words: list[str]) -> str:
+    numbers = [int(word) for word in words if word.isdecimal()]
+    if len(words) == len(numbers) > 1 and all(b - a == 1 for a, b in pairwise(numbers)):
+        return f"{words[0]}-{words[-1]}"
+    return "+".join(words)
+
+
+def _expression(
+    value: ir.Value, made_by: list[ir.Node], leaves: list[ir.Value]
+) -> LazyTensor | None:
+    """Returns what a value is, computed from weights; None if it is not, or in no known way.
+
+    Args:
+        value: The value.
+        made_by: Its nodes are added, each after those that use it.
+        leaves: Its weights are added.
+    """
+    raw = getattr(value.const_value, "raw", None)
+    if value.is_initializer():
+        if not isinstance(raw, Tensor):
+            return None
+        leaves.append(value)
+        return raw if isinstance(raw, LazyTensor) else LazyTensor.held(raw)
+    node = value.producer()
+    if node is None or node.domain or node.op_type not in _MEANINGS:
+        return None
+    made_by.append(node)
+    operands = [
+        _expression(each, made_by, leaves)
+        for each in (node.inputs if node.op_type == "Concat" else node.inputs[:1])
+        if each is not None
+    ]
+    if any(operand is None for operand in operands):
+        return None
+    result = _MEANINGS[node.op_type](node, operands)
+    return result if isinstance(result, LazyTensor) else None
+
+
+def _concat(node: ir.Node, operands: list[Tensor]) -> Tensor:
+    axis = node.attributes["axis"].as_int()
+    makers = [value.producer() for value in node.inputs if value is not None]
+    # What stacks in PyTorch adds an axis to each first.
+    if axis == 0 and all(m is not None and m.op_type == "Unsqueeze" for m in makers):
+        return torch.stack([operand.squeeze(0) for operand in operands])
+    return torch.cat(operands, axis)
+
+
+def _unsqueeze(node: ir.Node, operands: list[Tensor]) -> Tensor:
+    (axis,) = _constant(node.inputs[1])
+    return operands[0].unsqueeze(axis)
+
+
+def _transpose(node: ir.Node, operands: list[Tensor]) -> Tensor:
+    return operands[0].permute(*node.attributes["perm"].as_ints())
+
+
+def _reshape(node: ir.Node, operands: list[Tensor]) -> Tensor | None:
+    sizes = _constant(node.inputs[1])
+    return operands[0].reshape(sizes) if sizes and 0 not in sizes else None
+
+
+def _constant(value: ir.Value | None) -> list[int]:
+    """Returns a constant's numbers; a shape is often joined of several."""
+    if value is None:
+        return []
+    node = value.producer()
+    if node is not None and node.op_type == "Concat":
+        return [number for each in node.inputs for number in _constant(each)]
+    tensor = ir.convenience.get_const_tensor(value)
+    return [] if tensor is None else tensor.numpy().reshape(-1).tolist()
+
+
+_MEANINGS = {
+    "Concat": _concat,
+    "Identity": lambda node, operands: operands[0],
+    "Reshape": _reshape,
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
+}

@@ -1,0 +1,19 @@
+"""``inspect``: what is in an ONNX file, as values and as tables."""
+
+from dynamo_moe.inspection.summary import (
+    FunctionSummary,
+    ModelSummary,
+    MoELayer,
+    ValueSummary,
+    WeightsSummary,
+    inspect,
+)
+
+__all__ = [
+    "FunctionSummary",
+    "ModelSummary",
+    "MoELayer",
+    "ValueSummary",
+    "WeightsSummary",
+    "inspect",
+]

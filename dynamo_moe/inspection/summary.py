@@ -1,0 +1,376 @@
+"""What is in an ONNX file: its interface, operators, MoE layers, weights and their precision.
+
+Sizes come from shapes and dtypes. Files of external data are never opened, so a model of many
+gigabytes takes the time and memory of its graph; weights stored inside the file itself (2 GB at
+most, protobuf's limit) are read with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import onnx
+import onnx_ir as ir
+
+from dynamo_moe.files.model_files import all_nodes, load_graph, subgraphs
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = [
+    "FunctionSummary",
+    "MoELayer",
+    "ModelSummary",
+    "ValueSummary",
+    "WeightsSummary",
+    "inspect",
+]
+
+AttributeValue: TypeAlias = "int | float | str | list[int] | list[float] | list[str]"
+
+# Domain and operator of an MoE layer -> names of its inputs after the tokens. A second
+# configuration in a file has a domain of its own, `moe.<configuration>`.
+_MOE_INPUTS = {
+    ("moe", "DroplessMoE"): ("router_weight", "w1", "w2", "router_bias", "b1", "b2"),
+    ("moe", "DroplessMoEExperts"): ("expert_ids", "expert_weights", "w1", "w2", "b1", "b2"),
+    ("com.microsoft", "MoE"): ("router_probs", "w1", "b1", "w2", "b2", "w3", "b3"),
+}
+
+
+@dataclass(frozen=True)
+class ValueSummary:
+    """An input or output of the graph.
+
+    Attributes:
+        name: The value's name.
+        dtype: Element type: ``float16``, ``int64``; empty for a value that is not a tensor.
+        shape: One entry a dimension: its size, its symbol, or None if it has neither. None for a
+            value of unknown rank.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...] | None
+
+
+@dataclass(frozen=True)
+class WeightsSummary:
+    """Initializers of one dtype.
+
+    Attributes:
+        tensors: How many there are.
+        elements: Their elements, in all.
+        bytes: Their size, in all; two elements of a 4-bit type share a byte.
+    """
+
+    tensors: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: WeightsSummary) -> WeightsSummary:
+        """Both together."""
+        return WeightsSummary(
+            self.tensors + other.tensors, self.elements + other.elements, self.bytes + other.bytes
+        )
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """A node that is a whole Mixture-of-Experts layer.
+
+    Attributes:
+        name: The layer's place in the model, by the dotted name of ``w1``; else ``node``.
+        node: The node's name, or its first output's if it has none.
+        domain: ``moe``, ``moe.<configuration>`` or ``com.microsoft``.
+        op_type: ``DroplessMoE``, ``DroplessMoEExperts`` or ``MoE``.
+        num_experts: Experts, or None where neither attribute nor weight tells.
+        top_k: Experts per token, or None if the node does not say.
+        in_features: Width of a token, or None.
+        hidden_features: Hidden width of an expert, or None.
+        activation: Name of the activation; empty if the node does not say.
+        precision: dtype of ``w1``, or None if ``w1`` is computed.
+        parameters: Elements of the layer's initializers.
+        bytes: Their size.
+        weights: Input (``w1``, ``router_weight``, …) -> name of its initializer. Inputs that are
+            computed are absent.
+        attributes: Every attribute that the node sets, under its name in the file.
+    """
+
+    name: str
+    node: str
+    domain: str
+    op_type: str
+    num_experts: int | None
+    top_k: int | None
+    in_features: int | None
+    hidden_features: int | None
+    activation: str
+    precision: str | None
+    parameters: int
+    bytes: int
+    weights: Mapping[str, str]
+    attributes: Mapping[str, AttributeValue]
+
+
+@dataclass(frozen=True)
+class FunctionSummary:
+    """A model-local function: what a node of this domain and name (and overload) computes.
+
+    Attributes:
+        domain: Of the nodes that call it.
+        name: Operator type of these nodes.
+        overload: Their overload; often empty.
+        nodes: Nodes of its body, those in branches and loops included.
+        operators: Operator -> how many of these nodes, most frequent first.
+    """
+
+    domain: str
+    name: str
+    overload: str
+    nodes: int
+    operators: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """What :func:`inspect` found; rich prints it as tables.
+
+    Attributes:
+        path: The file.
+        file_bytes: Its size.
+        external_bytes: Size of the weights that are stored in other files.
+        missing_files: Files of external data that are not there.
+        producer: Name and version of the tool that wrote the file; may be empty.
+        ir_version: Version of the ONNX format.
+        opsets: Domain -> version; the standard operators are ``ai.onnx``.
+        inputs: The graph's inputs, without initializers.
+        outputs: The graph's outputs.
+        nodes: Nodes of the graph, those in branches and loops included, functions' not.
+        operators: Operator -> how many of these nodes, most frequent first; those of other
+            domains are ``domain::Name``.
+        moe_layers: The nodes that are MoE layers, in the graph's order.
+        weights: dtype -> initializers of that dtype, largest first.
+        parameters: Elements of all initializers; ``weights`` tells integers apart.
+        weight_bytes: Their size.
+        functions: Model-local functions.
+    """
+
+    path: Path
+    file_bytes: int
+    external_bytes: int
+    missing_files: tuple[str, ...]
+    producer: str
+    ir_version: int
+    opsets: Mapping[str, int]
+    inputs: tuple[ValueSummary, ...]
+    outputs: tuple[ValueSummary, ...]
+    nodes: int
+    operators: Mapping[str, int]
+    moe_layers: tuple[MoELayer, ...]
+    weights: Mapping[str, WeightsSummary]
+    parameters: int
+    weight_bytes: int
+    functions: tuple[FunctionSummary, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as dicts, lists, strings and numbers, ready for ``json.dumps``."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
+
+    def table(self) -> RenderableType:
+        """The summary as tables for a terminal."""
+        from dynamo_moe.inspection.view import summary_view
+
+        return summary_view(self)
+
+    def __rich__(self) -> RenderableType:
+        """What rich prints."""
+        return self.table()
+
+
+def inspect(path: str | PathLike[str]) -> ModelSummary:
+    """Tells what is in an ONNX file, without opening its external data.
+
+    Args:
+        path: The ``.onnx`` file.
+
+    Returns:
+        The summary: ``rich.print`` shows it as tables, ``to_dict`` is for JSON.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not an ONNX model; the message says why.
+    """
+    path = Path(path)
+    model = load_graph(path)
+    initializers = {tensor.name: tensor for tensor in _initializers(model.graph)}
+    weights: dict[str, WeightsSummary] = {}
+    for tensor in initializers.values():
+        name = _dtype(tensor.data_type)
+        weights[name] = weights.get(name, WeightsSummary()) + _size(tensor)
+    weights = dict(sorted(weights.items(), key=lambda item: (-item[1].bytes, item[0])))
+    total = sum(weights.values(), WeightsSummary())
+    external = [t for t in initializers.values() if t.data_location == onnx.TensorProto.EXTERNAL]
+    files = {entry.value for t in external for entry in t.external_data if entry.key == "location"}
+    operators = _count_operators(model.graph.node)
+    return ModelSummary(
+        path=path,
+        file_bytes=path.stat().st_size,
+        external_bytes=sum(_size(tensor).bytes for tensor in external),
+        missing_files=tuple(sorted(file for file in files if not (path.parent / file).is_file())),
+        producer=f"{model.producer_name} {model.producer_version}".strip(),
+        ir_version=model.ir_version,
+        opsets={opset.domain or "ai.onnx": opset.version for opset in model.opset_import},
+        inputs=tuple(_value(v) for v in model.graph.input if v.name not in initializers),
+        outputs=tuple(_value(v) for v in model.graph.output),
+        nodes=sum(operators.values()),
+        operators=operators,
+        moe_layers=tuple(
+            moe_layer(node, initializers) for node in all_nodes(model.graph.node) if is_moe(node)
+        ),
+        weights=weights,
+        parameters=total.elements,
+        weight_bytes=total.bytes,
+        functions=tuple(_function(function) for function in model.functions),
+    )
+
+
+def is_moe(node: onnx.NodeProto) -> bool:
+    """Whether a node is a whole MoE layer."""
+    return _moe_key(node) in _MOE_INPUTS
+
+
+def _moe_key(node: onnx.NodeProto) -> tuple[str, str]:
+    own = node.domain.split(".")[0] == "moe"
+    return "moe" if own else node.domain, node.op_type
+
+
+def moe_layer(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]) -> MoELayer:
+    """Describes a node for which :func:`is_moe` holds."""
+    inputs = zip(_MOE_INPUTS[_moe_key(node)], node.input[1:], strict=False)
+    tensors = {role: initializers[name] for role, name in inputs if name in initializers}
+    weights = {role: tensor.name for role, tensor in tensors.items()}
+    pairs = ((attribute.name, _attribute(attribute)) for attribute in node.attribute)
+    attributes = {name: value for name, value in sorted(pairs) if value is not None}
+    w1, w2 = tensors.get("w1"), tensors.get("w2")
+    experts, _, width = w1.dims if w1 and len(w1.dims) == 3 else (None, None, None)
+    size = sum((_size(tensor) for tensor in tensors.values()), WeightsSummary())
+    node_name = node.name or node.output[0]
+
+    def number(name: str, default: int | None = None) -> int | None:
+        value = attributes.get(name, default)
+        return value if isinstance(value, int) else None
+
+    return MoELayer(
+        # Not what all names share: equal biases of two layers may be one initializer.
+        name=weights.get("w1", "").rpartition(".")[0] or node_name,
+        node=node_name,
+        domain=node.domain,
+        op_type=node.op_type,
+        num_experts=number("num_experts", experts),
+        top_k=number("top_k", number("k")),
+        in_features=number("in_features", width),
+        hidden_features=number("hidden_features", w2.dims[-1] if w2 and w2.dims else None),
+        activation=str(attributes.get("activation", attributes.get("activation_type", ""))),
+        precision=_dtype(w1.data_type) if w1 else None,
+        parameters=size.elements,
+        bytes=size.bytes,
+        weights=weights,
+        attributes=attributes,
+    )
+
+
+def _initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        for subgraph in subgraphs(node):
+            yield from _initializers(subgraph)
+
+
+def _count_operators(nodes: Iterable[onnx.NodeProto]) -> dict[str, int]:
+    names = (
+        f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+        for node in all_nodes(nodes)
+    )
+    return dict(sorted(Counter(names).items(), key=lambda item: (-item[1], item[0])))
+
+
+def _function(function: onnx.FunctionProto) -> FunctionSummary:
+    operators = _count_operators(function.node)
+    return FunctionSummary(
+        domain=function.domain,
+        name=function.name,
+        overload=function.overload,
+        nodes=sum(operators.values()),
+        operators=operators,
+    )
+
+
+def _value(value: onnx.ValueInfoProto) -> ValueSummary:
+    if not value.type.HasField("tensor_type"):
+        return ValueSummary(value.name, "", None)
+    tensor = value.type.tensor_type
+    shape = None
+    if tensor.HasField("shape"):
+        shape = tuple(
+            dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None
+            for dim in tensor.shape.dim
+        )
+    return ValueSummary(value.name, _dtype(tensor.elem_type), shape)
+
+
+def _attribute(attribute: onnx.AttributeProto) -> AttributeValue | None:
+    """The value of a number, a string or a list of them; None for tensors, types and graphs."""
+    kinds = onnx.AttributeProto
+    match attribute.type:
+        case kinds.INT:
+            return attribute.i
+        case kinds.FLOAT:
+            return round(attribute.f, 6)
+        case kinds.STRING:
+            return attribute.s.decode(errors="replace")
+        case kinds.INTS:
+            return list(attribute.ints)
+        case kinds.FLOATS:
+            return [round(value, 6) for value in attribute.floats]
+        case kinds.STRINGS:
+            return [value.decode(errors="replace") for value in attribute.strings]
+    return None
+
+
+def _dtype(data_type: int) -> str:
+    # A dtype newer than the installed onnx still gets a name.
+    known = onnx.TensorProto.DataType.values()
+    if data_type not in known:
+        return f"dtype {data_type}"
+    name: str = onnx.TensorProto.DataType.Name(data_type).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def _size(tensor: onnx.TensorProto) -> WeightsSummary:
+    elements = math.prod(tensor.dims)
+    if tensor.data_type == onnx.TensorProto.STRING:
+        return WeightsSummary(1, elements, sum(map(len, tensor.string_data)))
+    try:
+        bits = ir.DataType(tensor.data_type).bitwidth
+    except (ValueError, TypeError):
+        return WeightsSummary(1, elements, len(tensor.raw_data) or _external_length(tensor))
+    return WeightsSummary(1, elements, math.ceil(elements * bits / 8))
+
+
+def _external_length(tensor: onnx.TensorProto) -> int:
+    return next((int(e.value) for e in tensor.external_data if e.key == "length"), 0)
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

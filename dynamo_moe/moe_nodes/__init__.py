@@ -1,0 +1,1 @@
+"""MoE nodes: their schemas, what PyTorch operators become them, and their bodies."""

@@ -1,0 +1,77 @@
+"""The experts as two batched products: every expert on every token, no control flow.
+
+Legend: T tokens (or T*K slots), D model width, H hidden width, F = H, or 2H when gated,
+E experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from dynamo_moe.moe_nodes.bodies.config import BodyConfig
+from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hidden
+from dynamo_moe.moe_nodes.bodies.ops import Ops
+
+__all__ = ["experts"]
+
+
+def experts(
+    op: Ops,
+    config: BodyConfig,
+    parameters: Mapping[str, ir.Value],
+    x_TD: ir.Value,
+    ids_TK: ir.Value,
+    weights_TK: ir.Value,
+) -> ir.Value:
+    """Returns the sum over K of the experts' weighted results, ``[T, D]`` in the compute dtype."""
+    dtype, width_1 = config.compute_dtype, op.size("in_features")
+    x_TD = expert_inputs(op, config, x_TD, weights_TK, width_1)
+    if config.weight_on_input:
+        # Experts are not linear in their input: each slot is a token with one choice of weight 1.
+        slots = ids_TK
+        ids_TK = op.Reshape(ids_TK, [-1, 1], out="ids_N1")
+        weights_TK = op.Expand(op.constant("one", 1, dtype), op.Shape(ids_TK, out="N1"), out="ones")
+
+    def product(rows_ETI: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
+        w_EOI = op.cast(parameters[weight], config.w_dtype, dtype, out=f"{weight}_wide")
+        y_ETO = op.MatMul(rows_ETI, op.Transpose(w_EOI, perm=[0, 2, 1], out=f"{weight}_t"), out=out)
+        if bias not in parameters:
+            return y_ETO
+        b_EO = op.cast(parameters[bias], config.w_dtype, dtype, out=f"{bias}_wide")
+        return op.Add(y_ETO, op.Unsqueeze(b_EO, [1], out=f"{bias}_E1"), out=f"{out}_biased")
+
+    z_ETF = product(x_TD, "w1", "b1", out="z_ETF")
+    h_ETH = round_hidden(op, config, activate(op, config, z_ETF, rank=3))
+    y_ETD = product(h_ETH, "w2", "b2", out="y_ETD")
+    weights_ET1 = _weights_by_expert(op, dtype, ids_TK, weights_TK)
+    y_TD = op.ReduceSum(op.Mul(y_ETD, weights_ET1, out="weighted"), [0], keepdims=0, out="y_TD")
+    if not config.weight_on_input:
+        return y_TD
+    TKD = op.Concat(op.Shape(slots, out="TK"), width_1, axis=0, out="TKD")
+    y_TKD = op.Reshape(y_TD, TKD, allowzero=1, out="y_TKD")
+    return op.ReduceSum(y_TKD, [1], keepdims=0, out="y_summed_TD")
+
+
+def _weights_by_expert(
+    op: Ops, dtype: ir.DataType, ids_TK: ir.Value, weights_TK: ir.Value
+) -> ir.Value:
+    """Each token's weight for each expert ``[E, T, 1]``; a token's choices of one expert add up."""
+    tokens_1 = op.Shape(ids_TK, start=0, end=1, out="T")
+    # Column 0 takes the weights of no expert.
+    columns_1 = op.Add(op.size("num_experts"), 1, out="columns")
+    zeros = op.zeros(op.Concat(tokens_1, columns_1, axis=0, out="TE_1"), dtype, out="zeros")
+    scattered = op.ScatterElements(
+        zeros,
+        op.Add(ids_TK, 1, out="columns_TK"),
+        weights_TK,
+        axis=1,
+        reduction="add",
+        out="scattered",
+    )
+    weights_TE = op.Slice(scattered, [1], [np.iinfo(np.int64).max], [1], out="weights_TE")
+    return op.Unsqueeze(
+        op.Transpose(weights_TE, perm=[1, 0], out="weights_ET"), [2], out="weights_ET1"
+    )

@@ -1,0 +1,149 @@
+"""What both bodies do to the rows of an expert: dtypes, biases and the activation.
+
+Legend: D model width, H hidden width, F = H, or 2H when gated, K = top_k, N = T*K slots (slot n
+is choice n % K of token n // K).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from custom_ops.options import CLAMPED
+from dynamo_moe.moe_nodes.bodies.config import BodyConfig
+from dynamo_moe.moe_nodes.bodies.ops import Ops
+
+__all__ = ["activate", "expert_inputs", "rms_scale", "round_hidden"]
+
+# erf(z) = 2 z / sqrt(pi) * integral of exp(-(z t)^2) over t in 0..1. On |z| <= 6, beyond which
+# erf is 1 in float64, 24 Gauss-Legendre points are within 2e-15 of it.
+_ERF_BOUND = 6.0
+_ERF_POINTS = 24
+
+
+def expert_inputs(
+    op: Ops, config: BodyConfig, x_TD: ir.Value, weights_TK: ir.Value, width_1: ir.Value
+) -> ir.Value:
+    """What the first product reads: ``[T, D]``, or ``[N, D]`` if scaled by the weights.
+
+    Tokens are rounded to the experts' dtype, then normalised: at the width of the sums, scaling
+    the rows scales the product.
+    """
+    compute = config.compute_dtype
+    if not config.weight_on_input:
+        rounded_TD = op.cast(x_TD, config.x_dtype, config.w_dtype, out="x_rounded_TD")
+        x_in_TD = op.cast(rounded_TD, config.w_dtype, compute, out="x_in_TD")
+        if config.pre_norm == "none":
+            return x_in_TD
+        return op.Mul(x_in_TD, rms_scale(op, config, x_TD), out="x_normed_TD")
+    x_T1D = op.Unsqueeze(op.cast(x_TD, config.x_dtype, compute, out="x_in_TD"), [1], out="x_T1D")
+    x_TKD = op.Mul(x_T1D, op.Unsqueeze(weights_TK, [2], out="weights_TK1"), out="x_TKD")
+    x_TKD = _round(op, config, x_TKD, "x_rounded_TKD")
+    if config.pre_norm != "none":
+        scale_T11 = op.Unsqueeze(rms_scale(op, config, x_TD), [1], out="scale_T11")
+        x_TKD = op.Mul(x_TKD, scale_T11, out="x_normed_TKD")
+    return op.Reshape(x_TKD, op.Concat([-1], width_1, axis=0, out="ND"), out="x_ND")
+
+
+def rms_scale(op: Ops, config: BodyConfig, x_TD: ir.Value) -> ir.Value:
+    """The reciprocal of each token's root mean square, ``[T, 1]``."""
+    dtype = config.compute_dtype
+    x_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_norm_TD")
+    # Axis 1, not -1: ONNX Runtime's reductions ignore a negative axis of an empty tensor.
+    mean_T1 = op.ReduceMean(op.Mul(x_TD, x_TD, out="x2_TD"), [1], keepdims=1, out="mean_T1")
+    squares_T1 = op.Add(mean_T1, op.real("norm_eps", dtype), out="mean_eps_T1")
+    return op.Reciprocal(op.Sqrt(squares_T1, out="rms_T1"), out="scale_T1")
+
+
+def round_hidden(op: Ops, config: BodyConfig, h: ir.Value) -> ir.Value:
+    """Hidden rows rounded to ``w2``'s dtype, as that of the second product's left operand."""
+    return _round(op, config, h, "h_rounded")
+
+
+def activate(op: Ops, config: BodyConfig, z: ir.Value, *, rank: int = 2) -> ir.Value:
+    """Hidden rows ``[..., H]`` of the pre-activations ``[..., F]``, which have that many axes."""
+    if not config.gated:
+        return _pointwise(op, config, z)
+    gate, up = _split(op, config, z, rank)
+    if config.activation in CLAMPED:
+        return _clamped(op, config, gate, up)
+    return op.Mul(_pointwise(op, config, gate), up, out="h")
+
+
+def _round(op: Ops, config: BodyConfig, value: ir.Value, out: str) -> ir.Value:
+    rounded = op.cast(value, config.compute_dtype, config.w_dtype, out=out)
+    return op.cast(rounded, config.w_dtype, config.compute_dtype, out=f"{out}_wide")
+
+
+def _split(op: Ops, config: BodyConfig, z: ir.Value, rank: int) -> tuple[ir.Value, ir.Value]:
+    if not config.interleaved:
+        return op.Split(z, axis=-1, num_outputs=2, out=("gate", "up"))
+    # ONNX Runtime takes twice as long for Slice with steps of 2. Zeros are the sizes of z.
+    pairs = op.Concat([0] * (rank - 1), op.size("hidden_features"), [2], axis=0, out="pairs")
+    z_H2 = op.Reshape(z, pairs, out="z_H2")
+    gate_H1, up_H1 = op.Split(z_H2, axis=-1, num_outputs=2, out=("gate_H1", "up_H1"))
+    return op.Squeeze(gate_H1, [-1], out="gate"), op.Squeeze(up_H1, [-1], out="up")
+
+
+def _clamped(op: Ops, config: BodyConfig, gate: ir.Value, up: ir.Value) -> ir.Value:
+    dtype = config.compute_dtype
+    limit = op.real("activation_limit", dtype)
+    gate = op.Min(gate, limit, out="gate_clamped")
+    up = op.Max(op.Min(up, limit, out="up_min"), op.Neg(limit, out="low"), out="up_clamped")
+    if config.activation == "clamped_silu":
+        return op.Mul(op.Mul(gate, op.Sigmoid(gate, out="slope"), out="gate_slope"), up, out="h")
+    alpha = op.real("activation_alpha", dtype)
+    slope = op.Sigmoid(op.Mul(alpha, gate, out="alpha_gate"), out="slope")
+    up_1 = op.Add(up, op.constant("one", 1, dtype), out="up_1")
+    return op.Mul(op.Mul(gate, slope, out="gate_slope"), up_1, out="h")
+
+
+def _pointwise(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
+    match config.activation:
+        case "silu":
+            return op.Mul(z, op.Sigmoid(z, out="slope"), out="h")
+        case "relu":
+            return op.Relu(z, out="h")
+        case "relu2":
+            relu = op.Relu(z, out="relu")
+            return op.Mul(relu, relu, out="h")
+        case _:
+            return _gelu(op, config, z)
+
+
+def _gelu(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
+    tanh = config.activation == "gelu_tanh"
+    dtype = config.compute_dtype
+    # ONNX Runtime has no float64 kernel for Gelu.
+    if op.opset >= 20 and dtype == ir.DataType.FLOAT:
+        return op.Gelu(z, approximate="tanh" if tanh else "none", out="h")
+    half, one = op.constant("half", 0.5, dtype), op.constant("one", 1, dtype)
+    cdf2 = op.Add(_tanh_term(op, dtype, z) if tanh else _erf_term(op, dtype, z), one, out="cdf2")
+    # In this order ONNX Runtime recognises the erf form and runs it as one node.
+    return op.Mul(op.Mul(z, half, out="z_half"), cdf2, out="h")
+
+
+def _tanh_term(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:
+    scale = op.constant("sqrt_2_over_pi", math.sqrt(2 / math.pi), dtype)
+    cube = op.Mul(op.Mul(z, z, out="z2"), z, out="z3")
+    bend = op.Mul(cube, op.constant("bend", 0.044715, dtype), out="z3_bend")
+    return op.Tanh(op.Mul(op.Add(z, bend, out="z_bent"), scale, out="z_scaled"), out="tanh")
+
+
+def _erf_term(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:
+    z = op.Div(z, op.constant("sqrt_2", math.sqrt(2), dtype), out="z_over_sqrt2")
+    if dtype == ir.DataType.FLOAT:
+        return op.Erf(z, out="erf")
+    # ONNX Runtime has no float64 kernel for Erf.
+    points, weights = np.polynomial.legendre.leggauss(_ERF_POINTS)
+    bound = op.constant("erf_bound", _ERF_BOUND, dtype)
+    z = op.Max(op.Min(z, bound, out="z_min"), op.Neg(bound, out="low"), out="z_clamped")
+    squares = op.Unsqueeze(op.Mul(z, z, out="z2"), [-1], out="z2_1")
+    minus_t2 = op.constant("minus_t2", -(((points + 1) / 2) ** 2), dtype)
+    gauss = op.Exp(op.Mul(squares, minus_t2, out="minus_z2t2"), out="gauss")
+    # A column, because ONNX Runtime's product with a vector fails on zero rows.
+    column = op.constant("quadrature", weights[:, None] / math.sqrt(math.pi), dtype)
+    integral = op.Squeeze(op.MatMul(gauss, column, out="integral_1"), [-1], out="integral")
+    return op.Mul(z, integral, out="erf")

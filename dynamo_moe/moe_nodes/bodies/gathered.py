@@ -1,0 +1,69 @@
+"""Few slots: one batched product with a copy of the weights that each slot needs.
+
+Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, K = top_k, O outputs of a
+product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from dynamo_moe.moe_nodes.bodies.config import BodyConfig
+from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hidden
+from dynamo_moe.moe_nodes.bodies.ops import Ops
+from dynamo_moe.moe_nodes.bodies.slots import weighted_sum
+
+__all__ = ["MOST_WEIGHTS", "WEIGHTS_PER_VISIT", "experts", "is_cheaper"]
+
+# So many weights are copied in the time that a Scan takes to pass an idle expert, as long as the
+# copies stay in the caches (float32, ONNX Runtime 1.31; benchmarks/onnx_body.py --branches).
+WEIGHTS_PER_VISIT = 1 << 15
+MOST_WEIGHTS = 1 << 23
+
+
+def is_cheaper(op: Ops, config: BodyConfig, ids_TK: ir.Value) -> ir.Value:
+    """Whether copying the slots' weights takes less time than visiting all experts, ``[1]``."""
+    DH_1 = op.Mul(op.size("in_features"), op.size("hidden_features"), out="DH")
+    expert_1 = op.Mul(DH_1, 3 if config.gated else 2, out="expert_size")
+    copied_1 = op.Mul(op.Size(ids_TK, out="slots"), expert_1, out="copied")
+    visits_1 = op.Mul(op.size("num_experts"), WEIGHTS_PER_VISIT, out="worth_visits")
+    return op.LessOrEqual(copied_1, op.Min(visits_1, MOST_WEIGHTS, out="most"), out="few_slots")
+
+
+def experts(
+    op: Ops,
+    config: BodyConfig,
+    parameters: Mapping[str, ir.Value],
+    x_TD: ir.Value,
+    ids_TK: ir.Value,
+    weights_TK: ir.Value,
+) -> ir.Value:
+    """The sum over K of the experts' weighted results, ``[T, 1, D]`` in the compute dtype."""
+    dtype, width_1 = config.compute_dtype, op.size("in_features")
+    inputs = expert_inputs(op, config, x_TD, weights_TK, width_1)
+    if config.weight_on_input:
+        TK = op.Shape(ids_TK, out="TK")
+        TKD1 = op.Concat(TK, width_1, [1], axis=0, out="TKD1")
+        columns = op.Reshape(inputs, TKD1, allowzero=1, out="x_TKD1")
+    else:
+        columns = op.Unsqueeze(inputs, [1, 3], out="x_T1D1")
+
+    def chosen(name: str) -> ir.Value:
+        # The slots of no expert, -1, get the last one's.
+        own = op.Gather(parameters[name], ids_TK, axis=0, out=f"{name}_TK")
+        own = op.entered(own, config.w_dtype, out=f"{name}_TK_entered")
+        return op.cast(own, config.w_dtype, dtype, out=f"{name}_TK_wide")
+
+    def linear(columns: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
+        y_TKO1 = op.MatMul(chosen(weight), columns, out=f"{out}1")
+        y_TKO = op.Squeeze(y_TKO1, [-1], out=out)
+        return op.Add(y_TKO, chosen(bias), out=f"{out}_biased") if bias in parameters else y_TKO
+
+    z_TKF = linear(columns, "w1", "b1", "z_TKF")
+    h_TKH = round_hidden(op, config, activate(op, config, z_TKF, rank=3))
+    y_TKD = linear(op.Unsqueeze(h_TKH, [-1], out="h_TKH1"), "w2", "b2", "y_TKD")
+    idle_TK1 = op.Unsqueeze(op.Less(ids_TK, 0, out="idle_TK"), [2], out="idle_TK1")
+    y_TKD = op.Where(idle_TK1, op.constant("nothing", 0, dtype), y_TKD, out="y_used_TKD")
+    return weighted_sum(op, config, y_TKD, weights_TK)

@@ -1,0 +1,103 @@
+"""The function that holds a layer: tokens in, result out.
+
+Legend: T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import onnx_ir as ir
+
+from dynamo_moe.moe_nodes.bodies import dense, dropless, onnxruntime, unrolled
+from dynamo_moe.moe_nodes.bodies.config import MIN_OPSET, BodyConfig
+from dynamo_moe.moe_nodes.bodies.ops import Ops
+from dynamo_moe.moe_nodes.bodies.router import route
+
+__all__ = ["body", "dense_body", "function", "onnxruntime_body", "routed", "unrolled_body"]
+
+Inputs = Mapping[str, ir.Value]
+Layer = Callable[[Ops, BodyConfig, Inputs, ir.Value], ir.Value]
+Experts = Callable[[Ops, BodyConfig, Inputs, ir.Value, ir.Value, ir.Value], ir.Value]
+
+
+def body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
+    """The operator as a loop over its active experts; few slots get copies of their weights.
+
+    Args:
+        config: What the node computes.
+        opset: Version of the standard operators, which must be the model's; at least 18.
+        domain: The node's domain. A function is found by domain and name, so a file with several
+            configurations needs several domains.
+
+    Returns:
+        A function of ``config.inputs`` and ``config.attributes``.
+
+    Raises:
+        ValueError: If the opset is too old.
+    """
+    return function(config, opset, domain, routed(dropless.experts), beside=True)
+
+
+def unrolled_body(
+    config: BodyConfig, opset: int, *, num_experts: int, domain: str = "moe"
+) -> ir.Function:
+    """The operator as two products for each of ``num_experts`` experts; see :func:`body`."""
+    layer = routed(functools.partial(unrolled.experts, num_experts=num_experts))
+    return function(config, opset, domain, layer, beside=True)
+
+
+def dense_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
+    """The operator as every expert on every token; see :func:`body`."""
+    return function(config, opset, domain, routed(dense.experts))
+
+
+def onnxruntime_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
+    """The operator as ONNX Runtime's ``com.microsoft::MoE``; see :func:`body`."""
+    result = function(config, opset, domain, onnxruntime.layer)
+    result.opset_imports[onnxruntime.DOMAIN] = 1
+    return result
+
+
+def function(
+    config: BodyConfig, opset: int, domain: str, layer: Layer, *, beside: bool = False
+) -> ir.Function:
+    """The operator with a given way to compute ``[T, D]`` from ``[T, D]``; see :func:`body`."""
+    if opset < MIN_OPSET:
+        raise ValueError(f"the body needs opset {MIN_OPSET} or later, got {opset}")
+    op = Ops(opset, beside=beside)
+    inputs = {name: op.value(name) for name in config.inputs}
+    x = inputs["x"]
+    x_TD = op.entered(_rows(op, x), config.x_dtype, out="x_entered_TD")
+    y_TD = layer(op, config, inputs, x_TD)
+    if config.residual:
+        x_wide_TD = op.cast(x_TD, config.x_dtype, config.compute_dtype, out="residual_TD")
+        y_TD = op.Add(x_wide_TD, y_TD, out="y_residual_TD")
+    y_TD = op.cast(y_TD, config.compute_dtype, config.x_dtype, out="y_rounded_TD")
+    y_TD = op.leaving(y_TD, x, config.x_dtype, out="y_leaving_TD")
+    y = op.Reshape(y_TD, op.Shape(x, out="x_shape"), allowzero=1, out="y")
+    graph = ir.Graph(
+        list(inputs.values()), [y], nodes=op.nodes, opset_imports={"": opset}, name=config.overload
+    )
+    # The type only has to be defined: without a value just the name is stored.
+    attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in config.attributes]
+    return ir.Function(domain, config.op_type, graph=graph, attributes=attributes)
+
+
+def _rows(op: Ops, x: ir.Value) -> ir.Value:
+    """The tokens as rows ``[T, D]``."""
+    if op.beside:
+        # Where x was dequantised, ONNX Runtime 1.31 moves that behind a Reshape, and dies of it as
+        # the rows enter a branch. It leaves Flatten.
+        return op.Flatten(x, axis=-1, out="x_TD")
+    return op.Reshape(x, op.Concat([-1], op.size("in_features"), axis=0, out="TD"), out="x_TD")
+
+
+def routed(experts: Experts) -> Layer:
+    """A layer whose router comes before its experts."""
+
+    def layer(op: Ops, config: BodyConfig, inputs: Inputs, x_TD: ir.Value) -> ir.Value:
+        return experts(op, config, inputs, x_TD, *route(op, config, inputs, x_TD))
+
+    return layer

@@ -1,0 +1,143 @@
+"""The layer as ONNX Runtime's own operator, ``com.microsoft::MoE``.
+
+That operator takes router logits and does softmax and top-k itself, which serves a softmax router
+as it is. For any other decision, logits that are the logarithm of the wanted weights, and a floor
+for every other expert, give it that decision; its weights then sum to one, so the result is scaled
+by the wanted sum. This needs positive weights and different experts in a token's choices.
+
+Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from dynamo_moe.moe_nodes.bodies.config import BodyConfig
+from dynamo_moe.moe_nodes.bodies.expert import rms_scale
+from dynamo_moe.moe_nodes.bodies.ops import Ops
+from dynamo_moe.moe_nodes.bodies.router import logits, route
+
+__all__ = ["DOMAIN", "layer"]
+
+DOMAIN = "com.microsoft"
+
+_PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu", "relu": "relu"}
+# exp(floor) is 0 in float32, and finite, so that a token without experts does not become NaN.
+_FLOOR = -1e30
+
+
+def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value) -> ir.Value:
+    """Returns the layer's result ``[T, D]`` in the compute dtype.
+
+    Raises:
+        ValueError: If ``com.microsoft::MoE`` has no form of this configuration.
+    """
+    _check(config)
+    dtype = config.compute_dtype
+    x_wide_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_wide_TD")
+    if config.pre_norm != "none":
+        x_wide_TD = op.Mul(x_wide_TD, rms_scale(op, config, x_TD), out="x_normed_TD")
+    if config.router and config.scoring != "sigmoid":
+        normalize = config.renormalizes or config.scoring == "topk_softmax"
+        logits_TE = logits(op, config, inputs, x_TD)
+        y_TD = _moe(op, config, inputs, x_wide_TD, logits_TE, normalize=normalize)
+        factor = op.real("routed_scaling", dtype)
+    else:
+        ids_TK, weights_TK = route(op, config, inputs, x_TD)
+        logits_TE = _logits_of(op, dtype, ids_TK, weights_TK)
+        y_TD = _moe(op, config, inputs, x_wide_TD, logits_TE, normalize=False)
+        factor = op.ReduceSum(weights_TK, [1], keepdims=1, out="total_weight_T1")
+    y_TD = op.Mul(y_TD, factor, out="scaled_TD")
+    # Where MoE is the last user of its input, ONNX Runtime 1.31 lets it write its result over that
+    # input while still reading it: wrong numbers. So x is used once more, after it.
+    return op.Where(op.constant("never", False, ir.DataType.BOOL), x_wide_TD, y_TD, out="y_TD")
+
+
+def _moe(
+    op: Ops,
+    config: BodyConfig,
+    inputs: Mapping[str, ir.Value],
+    x_TD: ir.Value,
+    logits_TE: ir.Value,
+    *,
+    normalize: bool,
+) -> ir.Value:
+    dtype = config.compute_dtype
+
+    def parameter(name: str) -> ir.Value | None:
+        if name not in inputs:
+            return None
+        wide = op.cast(inputs[name], config.w_dtype, dtype, out=f"{name}_wide")
+        swap = config.gated and not config.interleaved and name in ("w1", "b1")
+        return _interleave(op, wide, name) if swap else wide
+
+    attributes: dict[str, int | float | str] = {
+        "activation_type": "swiglu" if config.gated else _PLAIN[config.activation],
+        "normalize_routing_weights": int(normalize),
+    }
+    references = [ir.RefAttr("k", "top_k", ir.AttributeType.INT)]
+    if config.gated:
+        attributes["swiglu_fusion"] = 1  # Interleaved rows: the only form that runs on the CPU.
+        if config.activation == "clamped_swiglu":
+            attributes["activation_beta"] = 1.0
+            references += [
+                ir.RefAttr("activation_alpha", "activation_alpha", ir.AttributeType.FLOAT),
+                ir.RefAttr("swiglu_limit", "activation_limit", ir.AttributeType.FLOAT),
+            ]
+        else:
+            attributes |= {"activation_alpha": 1.0, "activation_beta": 0.0}
+    node = ir.Node(
+        DOMAIN,
+        "MoE",
+        [x_TD, logits_TE, *(parameter(name) for name in ("w1", "b1", "w2", "b2"))],
+        [*ir.convenience.convert_attributes(attributes), *references],
+        outputs=[op.value("moe_TD")],
+        name="MoE",
+    )
+    op.nodes.append(node)
+    return node.outputs[0]
+
+
+def _check(config: BodyConfig) -> None:
+    supported = config.activation in (("silu", "clamped_swiglu") if config.gated else tuple(_PLAIN))
+    if not supported:
+        gated = "a gated" if config.gated else "an"
+        raise ValueError(
+            f"com.microsoft::MoE has no form of {gated} expert with activation "
+            f"{config.activation!r}: use target 'plugin' or 'dense'"
+        )
+    if config.weight_on_input:
+        raise ValueError(
+            "com.microsoft::MoE cannot weight the experts' inputs: use target 'plugin' or 'dense'"
+        )
+    if config.compute_dtype == ir.DataType.DOUBLE:
+        raise ValueError("com.microsoft::MoE has no double form: use target 'plugin' or 'dense'")
+
+
+def _logits_of(op: Ops, dtype: ir.DataType, ids_TK: ir.Value, weights_TK: ir.Value) -> ir.Value:
+    """Logits ``[T, E]`` whose softmax is the weights divided by their sum."""
+    tokens_1 = op.Shape(ids_TK, start=0, end=1, out="T")
+    # Column 0 takes the choices of no expert.
+    columns_1 = op.Add(op.size("num_experts"), 1, out="columns")
+    floor = op.constant("floor", _FLOOR, dtype)
+    floors = op.Expand(floor, op.Concat(tokens_1, columns_1, axis=0, out="TE_1"), out="floors")
+    scattered = op.ScatterElements(
+        floors,
+        op.Add(ids_TK, 1, out="columns_TK"),
+        op.Log(weights_TK, out="log_weights_TK"),
+        axis=1,
+        out="scattered",
+    )
+    return op.Slice(scattered, [1], [np.iinfo(np.int64).max], [1], out="expert_logits_TE")
+
+
+def _interleave(op: Ops, value: ir.Value, name: str) -> ir.Value:
+    """Gate rows then up rows ``[E, 2H, ...]`` to ``::2`` and ``1::2``."""
+    gate, up = op.Split(value, axis=1, num_outputs=2, out=(f"{name}_gate", f"{name}_up"))
+    gate_EH1 = op.Unsqueeze(gate, [2], out=f"{name}_gate_EH1")
+    up_EH1 = op.Unsqueeze(up, [2], out=f"{name}_up_EH1")
+    pairs_EH2 = op.Concat(gate_EH1, up_EH1, axis=2, out=f"{name}_pairs_EH2")
+    return op.Reshape(pairs_EH2, op.Shape(value, out=f"{name}_shape"), out=f"{name}_interleaved")

@@ -1,0 +1,1 @@
+"""The operators that become one node: the registry, and how users add to it."""

@@ -1,0 +1,1 @@
+"""What a running export shows and measures of itself."""

@@ -1,0 +1,62 @@
+"""An export's phases on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from dynamo_moe.progress import phases
+
+__all__ = ["shown"]
+
+DELAY_S = 2.0
+"""An export that ends before shows nothing."""
+
+_DOING = {
+    "capture": "Tracing",
+    "decomposition": "Decomposing",
+    "translation": "Translating",
+    "optimization": "Optimizing",
+    "check": "Checking",
+    "serialization": "Writing",
+}
+
+
+@contextlib.contextmanager
+def shown(name: str, console: Console, delay: float = DELAY_S) -> Iterator[phases.Progress]:
+    """Shows the phase that an export is in; yields what the export calls.
+
+    Nothing is shown where the console is a file, or quiet.
+    """
+    if not console.is_interactive:
+        yield lambda phase, done, total: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24))
+    amount = TextColumn("{task.fields[amount]}")
+    bar = Progress(*columns, amount, TimeElapsedColumn(), console=console, transient=True)
+    task = bar.add_task(f"Exporting {name}", total=None, amount="")
+    timer = threading.Timer(delay, bar.start)
+    timer.daemon = True
+
+    def update(phase: str, done: int, total: int) -> None:
+        place = phases.PHASES.index(phase) + 1
+        bar.update(
+            task,
+            description=f"{place}/{len(phases.PHASES)} {_DOING[phase]} {name}",
+            completed=done,
+            total=total or None,
+            amount=f"{done / 1e6:.0f}/{total / 1e6:.0f} MB" if total else "",
+        )
+
+    timer.start()
+    try:
+        yield update
+    finally:
+        timer.cancel()
+        timer.join()
+        if bar.live.is_started:
+            bar.stop()

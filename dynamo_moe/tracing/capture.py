@@ -1,0 +1,234 @@
+"""From a PyTorch module to an ``ExportedProgram`` that PyTorch's ONNX exporter can translate."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.fx.experimental import _config
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.modules import transformer
+
+from dynamo_moe.progress.phases import phase
+from dynamo_moe.tracing.autocast import with_casts
+from dynamo_moe.tracing.dynamic_shapes import DynamicExample
+from dynamo_moe.tracing.fixed_sizes import SizeTrials, of_model, of_program
+from dynamo_moe.tracing.router_fusion import fuse_routers
+from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
+from dynamo_moe.tracing.state_space import exportable_scans
+from dynamo_moe.tracing.tracing_costs import cheap_tracing
+
+try:
+    from torch.export import _patches
+except ImportError:  # Before torch 2.13.
+    _patches = None  # type: ignore[assignment]
+
+__all__ = ["capture"]
+
+_aten = torch.ops.aten
+_NORMS = frozenset(
+    {
+        _aten.batch_norm.default,
+        _aten.group_norm.default,
+        _aten.instance_norm.default,
+        _aten.layer_norm.default,
+    }
+)
+_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)  # What math.sqrt is of a size.
+_CASTS = {
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+}
+_IS_CAUSAL = "_detect_is_causal_mask"
+
+
+@phase("capture")
+def capture(model: torch.nn.Module, example: DynamicExample, trials: SizeTrials) -> ExportedProgram:
+    """Traces the model: without Python's control flow first, as that is faster; then with it.
+
+    Plain routers are part of their layers' nodes in what is returned. Code that takes a size for a
+    number keeps it symbolic in the second way only: ``int(math.ceil(1.25 * tokens))``.
+
+    Raises:
+        Exception: Whatever the model's code or the tracer raises, from the first attempt.
+    """
+    try:
+        program = _checked_trace(model, example, trials, strict=False)
+    except Exception as failure:  # The model's own code runs.
+        try:
+            program = _checked_trace(model, example, trials, strict=True)
+        except Exception:
+            raise failure from None
+    _unsqueeze_complex(program)
+    _exportable_sizes(program)
+    _widen_norms(program)
+    fuse_routers(program)
+    return program
+
+
+def _checked_trace(
+    model: torch.nn.Module, example: DynamicExample, trials: SizeTrials, *, strict: bool
+) -> ExportedProgram:
+    with decisions_noted() as noted:
+        try:
+            program = _trace(model, example, strict=strict)
+        except Exception as error:  # The model's own code runs.
+            for decision in noted:
+                if decision.place and decision.fixes_a_size():
+                    error.add_note(decision.place)
+            raise
+    decisions = decisions_of(program, noted)
+    trials.check(program, decisions, of_model(model, example), of_program(program))
+    return with_casts(program, strict=strict)
+
+
+def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> ExportedProgram:
+    # What torch.onnx.export does around torch.export: a size of 0 or 1 is no case of its own, and
+    # LSTMs and GRUs become loops.
+    with ExitStack() as stack:
+        stack.enter_context(exportable_scans())
+        stack.enter_context(cheap_tracing())
+        stack.enter_context(_exportable_transformers())
+        stack.enter_context(_exportable_casts())
+        patch: Any = _config.patch  # type: ignore[attr-defined]
+        stack.enter_context(patch(backed_size_oblivious=True))
+        for network in ("lstm", "gru"):
+            register = getattr(_patches, f"register_{network}_while_loop_decomposition", None)
+            if register is not None and example.shapes:
+                stack.enter_context(register())
+        return torch.export.export(
+            model,
+            example.args,
+            kwargs=example.kwargs,
+            dynamic_shapes=example.shapes,
+            strict=strict,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+
+
+@contextmanager
+def _exportable_transformers() -> Iterator[None]:
+    """Lets the transformers of ``torch.nn`` compute layer by layer, with the mask that they get.
+
+    In evaluation mode they can call fused operators, which ONNX has no translation for. And they
+    compare a mask's values with those of a causal one, only to choose a faster kernel.
+    """
+    fused = torch.backends.mha.get_fastpath_enabled()
+    original = getattr(transformer, _IS_CAUSAL, None)
+
+    def is_causal_as_told(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+        return is_causal is True
+
+    torch.backends.mha.set_fastpath_enabled(False)
+    if original is not None:
+        setattr(transformer, _IS_CAUSAL, is_causal_as_told)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        if original is not None:
+            setattr(transformer, _IS_CAUSAL, original)
+
+
+@contextmanager
+def _exportable_casts() -> Iterator[None]:
+    """Lets a forward cast a module to the dtype that it has, as ``self.router.float()`` does.
+
+    Such a cast would assign the parameters anew, which a trace does not allow.
+    """
+    originals = {name: getattr(nn.Module, name) for name in _CASTS}
+
+    def casting(name: str) -> Callable[[nn.Module], nn.Module]:
+        def cast(module: nn.Module) -> nn.Module:
+            held = (*module.parameters(), *module.buffers())
+            dtypes = {tensor.dtype for tensor in held if tensor.is_floating_point()}
+            return module if dtypes <= {_CASTS[name]} else originals[name](module)
+
+        return cast
+
+    for name in originals:
+        setattr(nn.Module, name, casting(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(nn.Module, name, original)
+
+
+def _unsqueeze_complex(program: ExportedProgram) -> None:
+    """Replaces ``unsqueeze`` of complex tensors by ``stack`` of one.
+
+    The rotary embeddings of DeepSeek-V2 and Llama 4 need it: onnxscript 0.7 translates complex
+    ``stack``, but not ``unsqueeze``.
+    """
+    for node in program.graph.nodes:
+        if node.target is _aten.unsqueeze.default and node.meta["val"].is_complex():
+            tensor, dimension = node.args
+            node.target, node.args = _aten.stack.default, ([tensor], dimension)
+
+
+def _exportable_sizes(program: ExportedProgram) -> None:
+    """Writes arithmetic of sizes in operators that onnxscript 0.7 translates right.
+
+    ``a // b`` becomes ONNX's Div, which rounds towards zero: ``-(-tokens // 4)`` would be off.
+    """
+    for node in _nodes(program):
+        if node.target is _SQUARE_ROOT:
+            node.target, node.args = operator.pow, (node.args[0], 0.5)
+        elif node.target is operator.floordiv and not _is_natural(node.args[0]):
+            arguments: Any = node.args
+            dividend, divisor = arguments
+            with node.graph.inserting_before(node):
+                rest = node.graph.call_function(operator.mod, (dividend, divisor))
+                whole = node.graph.call_function(operator.sub, (dividend, rest))
+            for new, function in ((rest, operator.mod), (whole, operator.sub)):
+                values: Any = fx.map_arg(new.args, lambda argument: argument.meta["val"])
+                new.meta = {**node.meta, "val": function(*values)}
+            node.args = (whole, divisor)
+
+
+def _is_natural(size: Any) -> bool:
+    value = size.meta["val"] if isinstance(size, fx.Node) else size
+    return isinstance(value, torch.Tensor) or bool(statically_known_true(value >= 0))
+
+
+def _nodes(program: ExportedProgram) -> list[fx.Node]:
+    """Returns the nodes of all the program's graphs."""
+    graphs = (each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule))
+    return [node for each in graphs for node in each.graph.nodes]
+
+
+def _widen_norms(program: ExportedProgram) -> None:
+    """Casts the inputs of norms whose parameters have another dtype, as PyTorch does inside.
+
+    ONNX wants one dtype. On a CPU, autocast brings norms into this state.
+    """
+    for node in _nodes(program):
+        if node.target not in _NORMS:
+            continue
+        x: Any = node.args[0]
+        dtypes = _dtypes(node.args[1:]) - {x.meta["val"].dtype}
+        if len(dtypes) != 1:
+            continue
+        with node.graph.inserting_before(node):
+            wide = node.graph.call_function(_aten.to.dtype, (x, *dtypes))
+            norm = node.graph.call_function(node.target, (wide, *node.args[1:]), node.kwargs)
+        wide.meta = {**node.meta, "val": x.meta["val"].to(*dtypes)}
+        norm.meta = {**node.meta, "val": node.meta["val"].to(*dtypes)}
+        # The node itself keeps its name, which may be that of a result.
+        node.target, node.args, node.kwargs = _aten.to.dtype, (norm, node.meta["val"].dtype), {}
+
+
+def _dtypes(arguments: Iterable[Any]) -> set[torch.dtype]:
+    return {
+        each.meta["val"].dtype
+        for each in arguments
+        if isinstance(each, fx.Node) and isinstance(each.meta["val"], Tensor)
+    }

@@ -1,0 +1,89 @@
+"""Why a trace failed: which line of the model, and whether its example runs at all."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["casts_a_module", "described", "model_line", "own_failure"]
+
+_TORCH = Path(torch.__file__).parent
+_CONVERSION = Path(__file__).parents[1] / "conversion"
+# Their exceptions say what a trace cannot do; others may come from the model or its example.
+_TRACERS = ("torch._dynamo.", "torch._export.", "torch.export.", "torch.fx.")
+
+
+def model_line(error: BaseException) -> str | None:
+    """Returns the line of the model that an error comes from, like ``net.py:12 (`y.item()`)``.
+
+    That is the last line in a method of a module that is neither PyTorch's own nor a converted
+    module's; None: there is none.
+    """
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        of_others = not any(_is_in(frame, folder) for folder in (_TORCH, _CONVERSION))
+        if isinstance(frame.f_locals.get("self"), nn.Module) and of_others:
+            found = Path(frame.f_code.co_filename), line
+    if found is None:
+        return None
+    path, line = found
+    code = linecache.getline(str(path), line).strip()
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line} (`{code}`)" if code else f"{path}:{line}"
+
+
+def casts_a_module(error: BaseException) -> bool:
+    """Whether an error comes from ``module.to()``, ``.float()`` or the like within a forward."""
+    return any(
+        frame.f_code.co_name == "_apply" and _is_in(frame, _TORCH)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def own_failure(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], failure: BaseException
+) -> Exception | None:
+    """Returns what the model raises in PyTorch too, where an operator failed in a trace.
+
+    Args:
+        model: Run once, unless it is known from the failure that no operator refused the example.
+        args: Positional example arguments.
+        kwargs: Keyword example arguments.
+        failure: Of the trace.
+    """
+    *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
+    by_an_operator = _is_in(frame, _TORCH) and not casts_a_module(failure)
+    if not by_an_operator or type(failure).__module__.startswith(_TRACERS):
+        return None
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:  # The model's own code runs.
+        return error
+    return None
+
+
+def described(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Returns the tensors of an example by argument, like ``x [2, 5, 16] float32``."""
+    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    tensors = (
+        f"{name} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+        for name, value in arguments.items()
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor)
+    )
+    return ", ".join(tensors) or "no tensor"
+
+
+def _is_in(frame: FrameType, folder: Path) -> bool:
+    return Path(frame.f_code.co_filename).is_relative_to(folder)

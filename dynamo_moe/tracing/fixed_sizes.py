@@ -1,0 +1,401 @@
+"""Whether a traced program computes what the model does at sizes that it was not traced at.
+
+Every decision by a symbolic size (:mod:`dynamo_moe.tracing.size_decisions`) is tried the other way:
+the model and the program run at sizes for which it comes out differently. Most are harmless: the
+model refuses such sizes, or gives what the program gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from dynamo_moe.tolerances import tolerance_for
+from dynamo_moe.tracing.dynamic_shapes import DynamicExample
+from dynamo_moe.tracing.size_decisions import Decision
+
+__all__ = ["FixedSizeError", "SizeTrials", "of_model", "of_program"]
+
+# Sizes that are tried, beside those next to the example's and to numbers in a condition.
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 64, 65, 100, 129)
+# Sizes for which a decision comes out differently, of which a model may refuse some.
+_TRIALS = 3
+_LARGEST = 4096
+# What an operator sees of sizes alone.
+_ASSERTIONS = frozenset(
+    {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_tensor_metadata.default}
+)
+
+Sizes = Mapping[sympy.Symbol, int]
+
+
+class FixedSizeError(Exception):
+    """The program is wrong at other sizes than the example's."""
+
+
+class _Outcome(Enum):
+    RIGHT = auto()
+    WRONG = auto()
+    OTHER_RANK = auto()
+    """A result has another number of dimensions."""
+    REFUSED = auto()
+    """The reference does not take such sizes."""
+    UNKNOWN = auto()
+
+
+Run = Callable[[Sequence[Any]], Sequence[Any]]
+"""From an example's leaves to those of the results."""
+
+
+class SizeTrials:
+    """Trials of a model's trace, and of what becomes of it, at other sizes than the example's.
+
+    Attributes:
+        notes: Decisions that could not be tried, for the user of the file.
+    """
+
+    def __init__(self, example: DynamicExample, *, has_values: bool = True) -> None:
+        """Makes trials.
+
+        Args:
+            example: What the model is traced with.
+            has_values: Whether the model's weights have values; if not, only the shapes and dtypes
+                of results are compared.
+        """
+        self.notes: list[str] = []
+        self._example = example
+        self._has_values = has_values
+
+    def check(
+        self,
+        program: ExportedProgram,
+        decisions: Sequence[Decision],
+        reference: Run,
+        candidate: Run,
+    ) -> None:
+        """Compares two computations at sizes where decisions come out differently.
+
+        Args:
+            program: Whose inputs have the decisions' symbols as sizes.
+            decisions: What was decided by sizes when ``candidate`` was made.
+            reference: What is right, or raises an error where it does not take such sizes.
+            candidate: What is compared with it.
+
+        Raises:
+            FixedSizeError: With the line of the model that decides.
+        """
+        decisions = [decision for decision in decisions if decision.condition.free_symbols]
+        if not decisions or self._example.shapes is None:
+            return
+        conditions = [decision.condition for decision in decisions]
+        runs = self._running(reference), self._running(candidate)
+        trials = _Trials(program, self._example, conditions, *runs)
+        for decision in decisions:
+            what = decision.place or trials.described(decision.condition)
+            for sizes in trials.against(decision.condition):
+                outcome = trials.outcome(sizes)
+                if outcome is _Outcome.WRONG:
+                    raise FixedSizeError(
+                        f"{what} was decided for the example, and is wrong where "
+                        f"{trials.named(sizes)}"
+                    )
+                if outcome is _Outcome.OTHER_RANK:
+                    self._note(
+                        f"{what}: a result of the model has another rank where "
+                        f"{trials.named(sizes)}, which a file cannot have"
+                    )
+                if outcome is _Outcome.UNKNOWN and decision.place:
+                    self._note(
+                        f"{what} was decided for the example's sizes, and could not be compared "
+                        "at others"
+                    )
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _running(self, run: Run) -> Run:
+        """Returns what runs without gradients, and with the random numbers of every other run."""
+
+        def running(leaves: Sequence[Any]) -> Sequence[Any]:
+            without_values = FakeTensorMode(allow_non_fake_inputs=True)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(torch.random.fork_rng(devices=()))
+                if not self._has_values:
+                    stack.enter_context(without_values)
+                return run(leaves)
+
+        return running
+
+
+def of_model(model: nn.Module, example: DynamicExample) -> Run:
+    """Returns what runs a model, and leaves its buffers as they are."""
+    _, spec = pytree.tree_flatten((example.args, example.kwargs))
+
+    def run(leaves: Sequence[Any]) -> Sequence[Any]:
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        result = torch.func.functional_call(model, buffers, args, kwargs)
+        leaves_of_result: list[Any] = pytree.tree_leaves(result)
+        return leaves_of_result
+
+    return run
+
+
+def of_program(program: ExportedProgram, module: fx.GraphModule | None = None) -> Run:
+    """Returns what runs a traced program, or another module of its signature, without asserting."""
+    signature = program.graph_signature
+    values = {**program.state_dict, **program.constants}
+
+    def run(leaves: Sequence[Any]) -> Sequence[Any]:
+        remaining = iter(leaves)
+        given = [
+            next(remaining) if spec.kind is InputKind.USER_INPUT else _own(values[str(spec.target)])
+            for spec in signature.input_specs
+        ]
+        results = _Run(module or program.graph_module).run(*given)
+        return [
+            result
+            for spec, result in zip(signature.output_specs, results, strict=True)
+            if spec.kind is OutputKind.USER_OUTPUT
+        ]
+
+    return run
+
+
+def _own(value: Any) -> Any:
+    """Returns what may be changed in place."""
+    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
+
+
+class _Run(fx.Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return None if target in _ASSERTIONS else super().call_function(target, args, kwargs)
+
+
+class _Trials:
+    """Two computations, and the sizes to run both at."""
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        example: DynamicExample,
+        conditions: Sequence[Any],
+        reference: Run,
+        candidate: Run,
+    ) -> None:
+        self._reference, self._candidate = reference, candidate
+        self._leaves = pytree.tree_leaves((example.args, example.kwargs))
+        shapes = _input_shapes(program)
+        self._same, self._example = _sizes(shapes, self._leaves, example.labels)
+        self._shapes = [
+            (name, shape and [size.xreplace(self._same) for size in shape])
+            for name, shape in shapes
+        ]
+        conditions = list(dict.fromkeys(c.xreplace(self._same) for c in conditions))
+        conditions = [
+            c for c in conditions if c.free_symbols and c.free_symbols <= {*self._example}
+        ]
+        self._relations = [c for c in conditions if _is_relation(c)]
+        self._others = [c for c in conditions if not _is_relation(c)]
+        self._outcomes: dict[tuple[int, ...], _Outcome] = {}
+
+    def against(self, condition: Any) -> list[Sizes]:
+        """Returns sizes for which a condition does not hold, near the example's and far."""
+        condition = condition.xreplace(self._same)
+        if condition not in self._others:
+            return []
+        found = list(self._violations(condition))
+        # Rather those that change this decision alone.
+        found.sort(key=lambda sizes: sum(_holds(c, sizes) is False for c in self._others))
+        broken = [sum(_holds(c, sizes) is False for c in self._others) for sizes in found]
+        found = [sizes for sizes, count in zip(found, broken, strict=True) if count == broken[0]]
+        step = max(1, (len(found) - 1) // (_TRIALS - 1))
+        return [*found[:1], *found[step::step][: _TRIALS - 1]]
+
+    def _violations(self, condition: Any) -> Iterator[Sizes]:
+        symbols = sorted(condition.free_symbols, key=str)
+        near = {number + more for number in _numbers(condition) for more in (-1, 0, 1)}
+        together = [symbols] if len(symbols) > 1 else []
+        for group in [*([symbol] for symbol in symbols), *together]:
+            own = self._example[group[0]]
+            for size in sorted(
+                {*_SIZES, *near, own - 1, own + 1}, key=lambda size: abs(size - own)
+            ):
+                sizes = {**self._example, **dict.fromkeys(group, size)}
+                if 0 < size <= _LARGEST and _holds(condition, sizes) is False:
+                    related = self._related(sizes, set(group))
+                    if related is not None and _holds(condition, related) is False:
+                        yield related
+
+    def _related(self, sizes: Sizes, fixed: set[Any]) -> Sizes | None:
+        """Changes other sizes until those that must fit each other do."""
+        for _ in self._relations:
+            broken = [c for c in self._relations if _holds(c, sizes) is False]
+            if not broken:
+                return sizes
+            changed = (
+                {**sizes, symbol: size}
+                for symbol in sorted(broken[0].free_symbols - fixed, key=str)
+                for size in sorted(_SIZES, key=lambda size: abs(size - sizes[symbol]))
+            )
+            fitting = (each for each in changed if _holds(broken[0], each))
+            sizes = min(
+                fitting,
+                key=lambda each: sum(_holds(c, each) is False for c in self._relations),
+                default={},
+            )
+            if not sizes:
+                return None
+        return None if any(_holds(c, sizes) is False for c in self._relations) else sizes
+
+    def named(self, sizes: Sizes) -> str:
+        """Says which sizes differ from the example's."""
+        return " and ".join(
+            f"{name}.shape[{dimension}] is {_at(size, sizes)}"
+            for (name, shape), leaf in zip(self._shapes, self._leaves, strict=True)
+            for dimension, size in enumerate(shape or ())
+            if _at(size, sizes) != leaf.shape[dimension]
+        )
+
+    def described(self, condition: Any) -> str:
+        """Says a condition in terms of the inputs."""
+        names = {
+            size: sympy.Symbol(f"{name}.shape[{dimension}]")
+            for name, shape in reversed(self._shapes)
+            for dimension, size in enumerate(shape or ())
+        }
+        return str(condition.xreplace(self._same).xreplace(names))
+
+    def outcome(self, sizes: Sizes) -> _Outcome:
+        """Runs both at the sizes, each once; unknown if they differ for the example as well."""
+        for each in (self._example, sizes):
+            key = tuple(each.values())
+            if key not in self._outcomes:
+                self._outcomes[key] = self._run(each)
+        if self._outcomes[tuple(self._example.values())] is not _Outcome.RIGHT:
+            return _Outcome.UNKNOWN
+        return self._outcomes[tuple(sizes.values())]
+
+    def _run(self, sizes: Sizes) -> _Outcome:
+        leaves = [
+            leaf if shape is None else _resized(leaf, [_at(size, sizes) for size in shape])
+            for (_, shape), leaf in zip(self._shapes, self._leaves, strict=True)
+        ]
+        try:
+            expected = self._reference(leaves)
+        except Exception:  # The model's own code runs.
+            return _Outcome.REFUSED
+        try:
+            results = self._candidate(leaves)
+        except Exception:  # Not what has just run.
+            return _Outcome.WRONG
+        if len(results) == len(expected) and all(map(_equal, results, expected)):
+            return _Outcome.RIGHT
+        if [*map(_rank, results)] != [*map(_rank, expected)]:
+            return _Outcome.OTHER_RANK
+        return _Outcome.WRONG
+
+
+def _input_shapes(program: ExportedProgram) -> list[tuple[str, list[Any] | None]]:
+    """Returns the inputs' names and shapes, as expressions; None for what is no tensor."""
+    inputs = {
+        spec.arg.name
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.USER_INPUT
+    }
+    found: list[tuple[str, list[Any] | None]] = []
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in inputs:
+            value = node.meta.get("val")
+            shape = (
+                [_expression(size) for size in value.shape] if isinstance(value, Tensor) else None
+            )
+            found.append((node.name, shape))
+    return found
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+def _sizes(
+    shapes: Sequence[tuple[str, Any]], leaves: Sequence[Any], labels: Sequence[Mapping[int, Any]]
+) -> tuple[dict[Any, Any], Sizes]:
+    """Returns which symbols stand for a size of one name, and the example's sizes by symbol."""
+    same: dict[Any, Any] = {}
+    found: dict[Any, int] = {}
+    first: dict[Any, Any] = {}
+    tensors = iter(labels)
+    for (_, shape), leaf in zip(shapes, leaves, strict=True):
+        names = next(tensors) if isinstance(leaf, Tensor) else {}
+        for dimension, size in enumerate(shape or ()):
+            if size.is_Symbol:
+                name = names.get(dimension, size), leaf.shape[dimension]
+                same[size] = first.setdefault(name, size)
+                found[same[size]] = leaf.shape[dimension]
+    return same, found
+
+
+def _is_relation(condition: Any) -> bool:
+    """Whether a condition only says how sizes must fit each other."""
+    if len(condition.free_symbols) < 2:
+        return False
+    if not isinstance(condition, sympy.core.relational.Relational):
+        return True
+    return not any(side.is_number and side != 0 for side in condition.args)
+
+
+def _numbers(condition: Any) -> list[int]:
+    return [int(number) for number in condition.atoms(sympy.Integer)]
+
+
+def _at(size: Any, sizes: Sizes) -> int:
+    return int(size.subs(sizes))
+
+
+def _holds(condition: Any, sizes: Sizes) -> bool | None:
+    """Whether a condition holds; None if that cannot be told."""
+    try:
+        value = condition.subs(sizes)
+    except (ArithmeticError, ValueError):  # Such as a remainder by 0.
+        return None
+    return None if value not in (sympy.true, sympy.false) else bool(value)
+
+
+def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Repeats or cuts a tensor, so that its values stay those of the example."""
+    for dimension, size in enumerate(shape):
+        old = tensor.shape[dimension]
+        if size != old:
+            places = torch.arange(size, device=tensor.device) % old
+            tensor = tensor.index_select(dimension, places)
+    return tensor
+
+
+def _rank(result: Any) -> int | None:
+    return result.ndim if isinstance(result, Tensor) else None
+
+
+def _equal(result: Any, right: Any) -> bool:
+    if not isinstance(right, Tensor) or not isinstance(result, Tensor):
+        return bool(result == right)
+    if result.shape != right.shape or result.dtype != right.dtype:
+        return False
+    if isinstance(right, FakeTensor) or isinstance(result, FakeTensor):
+        return True
+    if not right.is_floating_point():
+        return torch.equal(result, right)
+    bound = tolerance_for({right.dtype}).max * float(right.double().square().mean().sqrt())
+    return torch.allclose(result.double(), right.double(), rtol=0, atol=bound, equal_nan=True)

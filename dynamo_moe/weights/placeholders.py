@@ -1,0 +1,176 @@
+"""Weights of an ONNX graph that are written from files, never held.
+
+While a model with lazy parameters is traced, placeholders stand for them: tensors of the same
+shape, strides and device, on reserved addresses that take no memory. So both kinds of model give
+the same graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.tensor_adapters
+import torch
+from torch import Tensor, nn
+
+from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
+
+__all__ = ["Lazies", "as_ir", "attach", "link", "linkable", "placeholders"]
+
+Lazies = dict[int, LazyTensor]
+"""Lazy tensors by the address of their placeholder."""
+
+# Bytes of a view that are copied at a time.
+_CHUNK = 2**24
+# Python names it from 3.13 on; the value is that of Linux.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class LazyWeight(ir.tensor_adapters.TorchTensor):
+    """A lazy tensor as a weight of an ONNX graph."""
+
+    raw: LazyTensor
+
+    def numpy(self) -> np.ndarray:
+        return ir.tensor_adapters.TorchTensor(self.raw.read()).numpy()
+
+    def tobytes(self) -> bytes:
+        return b"".join(bytes(_bytes(chunk)) for chunk in self.raw.chunks())
+
+    def tofile(self, file: BinaryIO) -> None:
+        # The next chunk is read while one is written.
+        chunks = self.raw.chunks()
+        with _one_thread(), ThreadPoolExecutor(1) as reader:
+            pending = reader.submit(next, chunks, None)
+            while (chunk := pending.result()) is not None:
+                pending = reader.submit(next, chunks, None)
+                file.write(_bytes(chunk))
+
+
+class _StridedWeight(ir.tensor_adapters.TorchTensor):
+    """A view, such as a transposed matrix, as a weight of an ONNX graph."""
+
+    def tofile(self, file: BinaryIO) -> None:
+        # Never the whole of it at once: a transposed head of a language model has a gigabyte.
+        rows = max(1, _CHUNK * len(self.raw) // max(1, self.nbytes))
+        for part in self.raw.split(rows):
+            ir.tensor_adapters.TorchTensor(part).tofile(file)
+
+
+def as_ir(tensor: Tensor, name: str | None) -> ir.tensor_adapters.TorchTensor:
+    """Returns the tensor as a weight of an ONNX graph."""
+    kind = ir.tensor_adapters.TorchTensor
+    if isinstance(tensor, LazyTensor):
+        kind = LazyWeight
+    elif not tensor.is_contiguous():
+        kind = _StridedWeight
+    return kind(tensor, name=name)
+
+
+@contextlib.contextmanager
+def placeholders(model: nn.Module) -> Iterator[Lazies]:
+    """Replaces a model's lazy parameters and buffers until the context ends."""
+    lazies: Lazies = {}
+    made: dict[int, Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, LazyTensor]] = []
+    for module in model.modules():
+        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in both:
+            for name, tensor in tensors.items():
+                if not isinstance(tensor, LazyTensor):
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = _placeholder(tensor)
+                    lazies[made[id(tensor)].data_ptr()] = tensor
+                replaced.append((tensors, name, tensor))
+                tensors[name] = made[id(tensor)]
+    try:
+        yield lazies
+    finally:
+        for tensors, name, tensor in replaced:
+            tensors[name] = tensor
+
+
+def attach(model: ir.Model, lazies: Lazies) -> None:
+    """Gives the graph's initializers their lazy tensors in place of the placeholders."""
+    for value in model.graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        if isinstance(raw, Tensor):
+            value.const_value = as_ir(lazies.get(raw.data_ptr(), raw), value.name)
+
+
+def linkable(model: ir.Model) -> set[str]:
+    """Returns the names of the initializers whose values lie in a file as they are."""
+    initializers = model.graph.initializers
+    return {name for name, value in initializers.items() if _origin(value) is not None}
+
+
+def link(model: ir.Model, folder: Path) -> None:
+    """Lets initializers whose values lie in a file as they are refer to that file.
+
+    Raises:
+        ValueError: If such a file is not in ``folder`` or below it: ONNX files name their data
+            relative to their own folder, and runtimes look nowhere else.
+    """
+    folder = folder.resolve()
+    for value in model.graph.initializers.values():
+        weight, origin = value.const_value, _origin(value)
+        if weight is None or origin is None:
+            continue
+        path = origin.path.resolve()
+        if not path.is_relative_to(folder):
+            raise ValueError(
+                f"weights can be linked from files in {folder} or below it only, not from {path}: "
+                "write the ONNX file beside the checkpoint"
+            )
+        value.const_value = ir.ExternalTensor(
+            path.relative_to(folder).as_posix(),
+            origin.offset,
+            origin.nbytes,
+            weight.dtype,
+            shape=ir.Shape(weight.shape.numpy()),
+            name=weight.name or "",
+            base_dir=folder,
+        )
+
+
+def _origin(value: ir.Value) -> Stored | None:
+    weight = value.const_value
+    origin = weight.raw.origin if isinstance(weight, LazyWeight) else None
+    return origin if origin is not None and origin.nbytes else None
+
+
+def _placeholder(lazy: LazyTensor) -> Tensor:
+    size = lazy.numel() * lazy.dtype.itemsize
+    if hasattr(mmap, "MAP_ANONYMOUS"):
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        buffer = mmap.mmap(-1, max(size, 1), flags=flags)
+    else:
+        buffer = mmap.mmap(-1, max(size, 1))
+    tensor = torch.frombuffer(buffer, dtype=lazy.dtype, count=lazy.numel()).view(lazy.shape)
+    if isinstance(lazy, nn.Parameter):
+        return nn.Parameter(tensor, lazy.requires_grad)
+    return tensor
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Lets PyTorch start no threads: theirs wait for work in a loop, on the core that writes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)

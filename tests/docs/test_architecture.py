@@ -1,0 +1,134 @@
+"""Which package imports which, and what importing costs."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Slow to import, or packages of an extra.
+LOADED_AT_FIRST_USE = {
+    "fast_sugiyama",
+    "matplotlib",
+    "networkx",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "onnxscript",
+    "scipy",
+    "sklearn",
+    "transformers",
+    "typer",
+}
+
+
+def _python(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def test_operators_import_only_torch_and_triton() -> None:
+    graph = grimp.build_graph("custom_ops", include_external_packages=True, cache_dir=None)
+    imported = {
+        name
+        for name in graph.modules
+        if graph.is_module_squashed(name) and graph.find_modules_that_directly_import(name)
+    }
+    assert imported - sys.stdlib_module_names <= {"torch", "triton"}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A project of the same contracts, whose packages import nothing."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for package in ("custom_ops", "dynamo_moe", "trt_plugin"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "dynamo_moe" / "cli.py").write_text("import trt_plugin\n")
+    return tmp_path
+
+
+def _lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
+    # -S leaves out the hook of an editable install, which would find the real packages first.
+    run = "from importlinter.cli import lint_imports_command as run; run(['--no-cache'])"
+    path = os.pathsep.join([str(tree), sysconfig.get_path("purelib")])
+    return subprocess.run(
+        [sys.executable, "-S", "-c", run],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+    )
+
+
+def test_contracts_allow_the_command_line_to_import_the_plugin(tree: Path) -> None:
+    result = _lint_imports(tree)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("custom_ops", "dynamo_moe"),
+        ("custom_ops", "onnx"),
+        ("custom_ops", "onnx_ir"),
+        ("custom_ops", "onnxruntime"),
+        ("custom_ops", "onnxscript"),
+        ("custom_ops", "tensorrt"),
+        ("custom_ops", "trt_plugin"),
+        ("dynamo_moe", "tensorrt"),
+        ("dynamo_moe", "trt_plugin"),
+        ("trt_plugin", "dynamo_moe"),
+        ("trt_plugin", "onnx"),
+        ("trt_plugin", "onnx_ir"),
+        ("trt_plugin", "onnxruntime"),
+        ("trt_plugin", "onnxscript"),
+    ],
+)
+def test_contracts_forbid(tree: Path, module: str, imported: str) -> None:
+    (tree / module / "bad.py").write_text(f"def late() -> None:\n    import {imported}.part\n")
+    result = _lint_imports(tree)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"{module}.bad -> {imported}" in result.stdout
+
+
+def _loaded_by_importing(name: str) -> set[str]:
+    return set(_python(f"import sys, {name}; print(*sys.modules)").split())
+
+
+@pytest.mark.parametrize("package", ["custom_ops", "dynamo_moe"])
+def test_import_leaves_slow_and_optional_packages_alone(package: str) -> None:
+    # Some builds of PyTorch import networkx by themselves.
+    added = _loaded_by_importing(package) - _loaded_by_importing("torch")
+    assert added.isdisjoint(LOADED_AT_FIRST_USE)
+
+
+def test_import_takes_little_longer_than_torch() -> None:
+    # Processor time in turns, and the least of each: other work on the machine only adds to it.
+    timer = "import time, {}; print(time.process_time())"
+    pairs = [
+        (float(_python(timer.format("torch"))), float(_python(timer.format("dynamo_moe"))))
+        for _ in range(3)
+    ]
+    torch_alone, with_ours = (min(times) for times in zip(*pairs, strict=True))
+    assert with_ours < 1.5 * torch_alone, pairs
+
+
+def test_another_custom_ops_is_named() -> None:
+    # Put in place by hand, since an editable install finds ours before any path.
+    code = (
+        "import sys, types; other = sys.modules['custom_ops'] = types.ModuleType('custom_ops'); "
+        "other.__file__ = 'elsewhere/custom_ops/__init__.py'; import dynamo_moe"
+    )
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        _python(code)
+    message = raised.value.stderr.splitlines()[-1]
+    assert message.startswith("ImportError: dynamo_moe needs its own package custom_ops, but")
+    assert "elsewhere/custom_ops" in message

@@ -1,0 +1,298 @@
+"""Models that cannot be exported: what the one line says, and that it names the likely cause.
+
+Legend: D model width, H hidden width, E experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import dynamo_moe
+from dynamo_moe.conversion import ADAPTER_PAGE, ConvertedModule, unconverted
+from small_models import OpLayer, mlp_model, op_model
+
+PAGE = "docs/how-to/add_an_adapter.md"
+X = torch.randn(2, 5, 16)
+
+
+class OnTheHost(nn.Module):
+    """A gate and a list of experts, visited by a loop that reads the ids: no trace can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for expert in ids.unique().tolist():
+            y[ids == expert] = self.experts[expert](x[ids == expert])
+        return y * weights[..., None]
+
+
+class Casting(nn.Module):
+    """Casts a part of itself in its forward."""
+
+    def __init__(self, cast: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        self.cast = cast
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cast(self.linear)
+        return self.linear(x)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.embedding(ids) * mask[..., None]
+
+
+class LowRank(nn.Module):
+    """What LoRA adds to a stack of experts ``[E, H, D]``."""
+
+    def __init__(self, weight_EHD: Tensor) -> None:
+        super().__init__()
+        experts, hidden, width = weight_EHD.shape
+        self.down = nn.Parameter(torch.randn(experts, 2, width))
+        self.up = nn.Parameter(torch.randn(experts, hidden, 2))
+
+    def forward(self, weight_EHD: Tensor) -> Tensor:
+        return weight_EHD + self.up @ self.down
+
+
+class LowRankLinear(nn.Module):
+    """A linear layer as peft wraps it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+        self.merged = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def failure(model: nn.Module, tmp_path: Path, *args: Tensor) -> str:
+    """The error's first line, which is what the command line shows."""
+    with pytest.raises(dynamo_moe.ExportError) as caught:
+        dynamo_moe.export(model.eval(), args or X, tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
+    return str(caught.value).splitlines()[0]
+
+
+def test_unconverted_modules_are_named(tmp_path: Path) -> None:
+    model = nn.Sequential(*(OnTheHost() for _ in range(5)))
+    message = failure(model, tmp_path)
+    assert "decides by the values of a tensor at " in message
+    assert "(`for expert in ids.unique().tolist():`)" in message
+    names = "'0' (OnTheHost), '1' (OnTheHost), '2' (OnTheHost) and 2 more"
+    assert f"5 MoE modules are not converted, which is often why: {names}; " in message
+    assert message.endswith(f"dynamo_moe.convert(model) converts them or says why not ({PAGE}).")
+
+
+def test_unconverted_modules_are_named_where_translation_fails(tmp_path: Path) -> None:
+    class Eigenvalues(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside = OnTheHost()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.eigvals(x @ x.mT).real
+
+    message = failure(Eigenvalues(), tmp_path)
+    assert message.startswith("operator aten.linalg_eig has no translation")
+    assert "1 MoE module is not converted" in message
+
+
+def test_converted_modules_are_not_named(tmp_path: Path) -> None:
+    model = nn.Sequential(Casting(nn.Module.half), mlp_model())
+    assert "2 MoE modules are not converted" in failure(model, tmp_path)
+    dynamo_moe.convert(model)
+    assert "MoE" not in failure(model, tmp_path)
+
+
+def test_a_module_on_the_operators_is_no_unconverted_one(tmp_path: Path) -> None:
+    layer = OpLayer()
+    layer.top_k = 2  # With stacked weights, that looks like experts.
+    model = op_model(layer)
+    [left] = unconverted.unconverted_modules(model)
+    assert left.module == "0.mlp"
+    report = dynamo_moe.export(model, X, tmp_path / "m.onnx")
+    assert report.layers == ("0.mlp",)
+    assert not report.notes
+
+
+def test_what_a_converted_module_holds_is_converted() -> None:
+    class Replacement(ConvertedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.original = OnTheHost()
+
+        def experts_parameters(self) -> dict[str, nn.Parameter]:
+            return {}
+
+    model = nn.Sequential(Replacement(), OnTheHost())
+    assert [left.module for left in unconverted.unconverted_modules(model)] == ["1"]
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [nn.Module.half, nn.Module.double, lambda module: module.to(torch.bfloat16), nn.Module.cuda],
+)
+def test_a_cast_of_a_module_in_forward(tmp_path: Path, cast: Callable[[nn.Module], object]) -> None:
+    if cast is nn.Module.cuda and torch.cuda.is_available():
+        pytest.skip("moves it")
+    model = Casting(cast)
+    message = failure(model, tmp_path)
+    assert message.startswith("the model casts or moves a module in its forward at ")
+    assert re.search(r"test_failures\.py:\d+ \(`self\.cast\(self\.linear\)`\)", message)
+    assert "F.linear(x, self.proj.weight.float())" in message
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((torch.zeros(2, 5), torch.zeros(2, 5)), "to have one of the following scalar types"),
+        ((torch.zeros(2, 5).long(), torch.zeros(2, 6)), r"size of tensor a \(5\) must match"),
+    ],
+)
+def test_an_example_that_the_model_does_not_take(
+    tmp_path: Path, args: tuple[Tensor, Tensor], message: str
+) -> None:
+    ids, mask = (f"{list(arg.shape)} {str(arg.dtype)[6:]}" for arg in args)
+    line = r"\S*test_failures\.py:\d+ \(`return self\.embedding\(ids\) \* mask.*`\)"
+    said = failure(TwoInputs(), tmp_path, *args)
+    example = re.escape(f"the model itself fails on the example (ids {ids}, mask {mask}), at ")
+    assert re.match(f"{example}{line}: .*{message}", said), said
+
+
+@pytest.mark.parametrize("dynamic_shapes", ["batch", None])
+def test_too_few_arguments(tmp_path: Path, dynamic_shapes: str | None) -> None:
+    message = (
+        r"does not fit TwoInputs.forward\(ids.*, mask.*\): missing a required argument: 'mask'"
+    )
+    with pytest.raises(TypeError, match=message):
+        dynamo_moe.export(
+            TwoInputs(), torch.zeros(2, 5).long(), tmp_path / "m.onnx",
+            dynamic_shapes=dynamic_shapes,
+        )  # fmt: skip
+
+
+def raises(x: Tensor) -> Tensor:
+    raise ValueError("not today")
+
+
+@pytest.mark.parametrize("fails", [raises, lambda x: x if x.sum() > 0 else -x])
+def test_a_model_that_does_not_fail_by_its_example_is_not_run(
+    tmp_path: Path, fails: Callable[[Tensor], Tensor]
+) -> None:
+    runs = []
+
+    class Counting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(type(x))
+            return fails(x)
+
+    assert re.search(
+        r" at \S*test_failures\.py:\d+ \(`return fails\(x\)`\)", failure(Counting(), tmp_path)
+    )
+    assert Tensor not in runs
+
+
+def test_a_model_without_values(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = mlp_model()
+    model[0].norm = nn.LayerNorm(16)
+    message = r"'0\.mlp\.\w+' is on the meta device, without values \(12 of 14 weights\): load them"
+    for x in (X, X.to("meta")):
+        with pytest.raises(ValueError, match=message):
+            dynamo_moe.export(model, x, tmp_path / "m.onnx")
+
+
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("linear") / "m.onnx"
+    dynamo_moe.export(nn.Linear(16, 16), X, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda model: torch.export.export(model, (X,)),
+        lambda model: torch.export.export(model, (X,)).module(),
+        lambda model: torch.jit.trace(model, X),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_is_no_model(
+    tmp_path: Path, linear: Path, trace: Callable[[nn.Module], object]
+) -> None:
+    traced = trace(nn.Linear(16, 16))
+    message = f"model must be the torch.nn.Module itself, not the {type(traced).__name__} that"
+    with pytest.raises(TypeError, match=message):
+        dynamo_moe.export(traced, X, tmp_path / "m.onnx")
+    with pytest.raises(TypeError, match=message):
+        dynamo_moe.export_language_model(traced, tmp_path / "m.onnx")
+    with pytest.raises(TypeError, match=message):
+        dynamo_moe.verify(linear, traced)
+
+
+def test_a_function_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got function"):
+        dynamo_moe.export(lambda x: x, X, tmp_path / "m.onnx")
+
+
+def test_weights_that_are_not_merged_are_named(tmp_path: Path) -> None:
+    model = nn.Sequential(Casting(nn.Module.half), mlp_model(layers=1), OnTheHost())
+    mlp, experts = model[1][0].mlp, model[2].experts
+    parametrize.register_parametrization(mlp, "w1", LowRank(mlp.w1))
+    experts[2] = LowRankLinear(experts[2])
+    message = failure(model, tmp_path)
+    named = "Weights that each forward computes anew, as LoRA does: '1.0.mlp.w1', '2.experts.2'; "
+    assert f"{named}merge them first, in peft by model.merge_and_unload()" in message
+    # peft marks its layers so; a parametrization that was removed is gone.
+    experts[2].merged = True
+    parametrize.remove_parametrizations(mlp, "w1")
+    assert "merge" not in failure(model, tmp_path)
+
+
+def test_advice_after_a_conversion() -> None:
+    model = mlp_model()
+    report = dynamo_moe.convert(model)
+    assert report.advice is None
+    plain = nn.Sequential(nn.Linear(4, 4))
+    said = dynamo_moe.convert(plain).advice
+    assert said is not None
+    assert said.startswith("Nothing to convert: no module looks like a router with experts")
+    assert said.endswith(f"{PAGE}.")
+    left = nn.Sequential(OnTheHost())
+    said = dynamo_moe.convert(left).advice
+    assert said == f"Left modules become many nodes, or fail: {PAGE} tells how to convert them."
+
+
+def test_advice_about_experts_that_are_not_merged() -> None:
+    model = mlp_model(layers=1)
+    parametrize.register_parametrization(model[0].mlp, "w1", LowRank(model[0].mlp.w1))
+    (said,) = unconverted.merging(model)
+    assert "as LoRA does: '0.mlp.w1'; merge them first" in said
+
+
+def test_the_page_is_there() -> None:
+    assert (Path(__file__).parents[2] / ADAPTER_PAGE).is_file()

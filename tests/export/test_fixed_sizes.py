@@ -1,0 +1,346 @@
+"""Sizes that should be symbolic: right at every size, or an error that names the line."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import dynamo_moe
+from dynamo_moe.tracing import dynamic_shapes, fixed_sizes, size_decisions
+from dynamo_moe.tracing.capture import capture
+from dynamo_moe.tracing.size_decisions import decisions_noted
+from public_moe import CASES
+
+TOKENS, EXPERTS, FACTOR = 6, 4, 1.25
+
+
+class Model(nn.Module):
+    def __init__(self, function: Callable[[Model, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("positions", torch.randn(64, 16))
+        self.register_buffer("causal", torch.ones(64, 64).tril())
+        self.mask = torch.ones(TOKENS, 1)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+# --- Symbolic in the file ---
+
+
+def capacity(m: Model, x: Tensor) -> Tensor:
+    return x[: int(math.ceil(x.shape[0] * FACTOR / EXPERTS))]  # noqa: RUF046  As people write it.
+
+
+def capacity_with_a_minimum(m: Model, x: Tensor) -> Tensor:
+    rows = max(int(math.ceil(x.shape[0] * FACTOR / EXPERTS)), 8)  # noqa: RUF046
+    return F.pad(x, (0, 0, 0, rows))
+
+
+def capacity_of_slots(m: Model, x: Tensor) -> Tensor:
+    rows = int(x.shape[0] * 2 / EXPERTS * FACTOR)
+    return x.new_zeros(EXPERTS, rows, 16) + x[:1]
+
+
+def capacity_in_integers(m: Model, x: Tensor) -> Tensor:
+    return x[: -(-x.shape[0] * 5 // 16)] + m.linear(x)[: (x.shape[0] + 3) // 4 * 0 + 1]
+
+
+def sliced_buffers(m: Model, x: Tensor) -> Tensor:
+    return m.causal[: x.shape[0], : len(x)] @ (x + m.positions[: int(x.shape[0])])
+
+
+def integers(m: Model, x: Tensor) -> Tensor:
+    return x.view(int(x.shape[0]), 4, 4) + torch.arange(int(x.shape[0]))[:, None, None]
+
+
+def floats(m: Model, x: Tensor) -> Tensor:
+    return x * float(x.shape[0]) ** -0.5 / math.sqrt(x.shape[0]) / len(x)
+
+
+def item(m: Model, x: Tensor) -> Tensor:
+    return x * torch.tensor(x.shape[0]).item()
+
+
+def asserted(m: Model, x: Tensor) -> Tensor:
+    assert x.shape[0] > 1
+    if x.shape[0] >= 60:
+        raise ValueError("too many tokens")
+    return x * 2
+
+
+def harmless(m: Model, x: Tensor) -> Tensor:
+    if x.shape[0] == 1:  # As fast a way to the same.
+        return m.linear(x[0])[None]
+    return m.linear(x)
+
+
+def padded(m: Model, x: Tensor) -> Tensor:
+    missing = -x.shape[0] % 4
+    if missing > 0:
+        x = F.pad(x, (0, 0, 0, missing))
+    return x.view(-1, 4, 16).mean(1)
+
+
+def in_windows(m: Model, x: Tensor) -> Tensor:
+    return x.view(-1, 2, 16).softmax(1).view(-1, 16)
+
+
+RIGHT = [
+    capacity,
+    capacity_with_a_minimum,
+    capacity_of_slots,
+    capacity_in_integers,
+    sliced_buffers,
+    integers,
+    floats,
+    item,
+    asserted,
+    harmless,
+    padded,
+    in_windows,
+]
+
+
+@pytest.mark.parametrize("function", RIGHT)
+def test_symbolic_sizes_stay_so(tmp_path: Path, function) -> None:
+    model, path = Model(function).eval(), tmp_path / "m.onnx"
+    report = dynamo_moe.export(model, torch.randn(TOKENS, 16), path)
+    assert not report.notes
+    session = onnxruntime.InferenceSession(str(path))
+    compared = 0
+    for tokens in (1, 2, 3, 5, 6, 7, 8, 9, 16, 33, 58, 70):
+        x = torch.randn(tokens, 16)
+        try:
+            expected = model(x)
+        except (AssertionError, RuntimeError, ValueError):
+            continue  # The model does not take so many.
+        (actual,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(
+            torch.from_numpy(actual), expected.detach(), rtol=1e-4, atol=1e-4
+        )
+        compared += 1
+    assert compared >= 5
+
+
+# --- Refused ---
+
+
+def branch(m: Model, x: Tensor) -> Tensor:
+    if x.shape[0] > 8:
+        return x * 2
+    return x * 3
+
+
+def branch_on_a_multiple(m: Model, x: Tensor) -> Tensor:
+    return x if x.shape[0] % 4 == 0 else -x
+
+
+def special_size(m: Model, x: Tensor) -> Tensor:
+    return x[:, :4] if x.shape[0] == 5 else x
+
+
+def loop(m: Model, x: Tensor) -> Tensor:
+    total = torch.zeros(16)
+    for row in range(x.shape[0]):
+        total = total + x[row]
+    return total
+
+
+def list_of_rows(m: Model, x: Tensor) -> Tensor:
+    return torch.stack([m.linear(row) for row in x])
+
+
+def mask_of_the_example(m: Model, x: Tensor) -> Tensor:
+    if m.mask.shape[0] != x.shape[0]:
+        return x * torch.zeros(x.shape[0], 1)
+    return x * m.mask
+
+
+def numbers_in_python(m: Model, x: Tensor) -> Tensor:
+    return x + torch.tensor([[float(row)] for row in range(len(x))])
+
+
+def decomposition(m: Model, x: Tensor) -> Tensor:
+    return F.adaptive_avg_pool1d(x.T[None], 4)
+
+
+REFUSED = [
+    (branch, "if x.shape[0] > 8:", "x.shape[0] is 9"),
+    (branch_on_a_multiple, "if x.shape[0] % 4 == 0 else", "x.shape[0] is 4"),
+    (special_size, "if x.shape[0] == 5 else", "x.shape[0] is 5"),
+    (loop, "for row in range(x.shape[0]):", "static shape of 6"),
+    (list_of_rows, "for row in x", "static shape of 6"),
+    (mask_of_the_example, "if m.mask.shape[0] != x.shape[0]:", "static shape of 6"),
+    (numbers_in_python, "for row in range(len(x))", "static shape of 6"),
+    (decomposition, "Mod(x.shape[0], 4)", "x.shape[0] is 4"),
+]
+
+
+@pytest.mark.parametrize(("function", "line", "sizes"), REFUSED)
+def test_fixed_sizes_are_refused(tmp_path: Path, function, line: str, sizes: str) -> None:
+    model, x = Model(function).eval(), torch.randn(TOKENS, 16)
+    with pytest.raises(dynamo_moe.ExportError, match="symbolic is fixed by the model") as raised:
+        dynamo_moe.export(model, x, tmp_path / "m.onnx")
+    message = str(raised.value)
+    assert line in message
+    assert sizes in message
+    if function is not decomposition:
+        code = function.__code__
+        place = int(message.split(f"{__file__}:")[1].split(":", maxsplit=1)[0])
+        assert code.co_firstlineno < place <= max(line or 0 for *_, line in code.co_lines())
+    assert not list(tmp_path.iterdir())
+    dynamo_moe.export(model, x, tmp_path / "m.onnx", dynamic_shapes={"x": {0: None}})
+
+
+def test_a_decision_by_the_product_of_two_sizes(tmp_path: Path) -> None:
+    def by_tokens(m: Model, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 16)
+        return tokens * 2 if len(tokens) > 64 else tokens
+
+    with pytest.raises(dynamo_moe.ExportError, match=r"if len\(tokens\) > 64"):
+        dynamo_moe.export(
+            Model(by_tokens).eval(),
+            torch.randn(2, 5, 16),
+            tmp_path / "m.onnx",
+            dynamic_shapes={"x": {1: "sequence"}},
+        )
+
+
+def test_sizes_that_must_fit_each_other_are_changed_together(tmp_path: Path) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, past: Tensor, mask: Tensor) -> Tensor:
+            whole = torch.cat([past, x], 1)
+            if x.shape[1] > 1:  # One token sees all.
+                whole = whole * mask[..., None]
+            return whole if x.shape[1] > 1 else whole * mask[..., None]
+
+    args = (torch.randn(2, 3, 4), torch.randn(2, 5, 4), torch.randn(2, 8))
+    shapes = {"x": {1: "new"}, "past": {1: "past"}, "mask": {1: "total"}}
+    dynamo_moe.export(Masked(), args, tmp_path / "m.onnx", dynamic_shapes=shapes)
+
+
+def test_what_cannot_be_compared_is_a_note(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def noisy(m: Model, x: Tensor) -> Tensor:
+        calls.append(0)
+        noise = len(calls)
+        return x + noise if x.shape[0] < 9 else x - noise
+
+    report = dynamo_moe.export(Model(noisy).eval(), torch.randn(TOKENS, 16), tmp_path / "m.onnx")
+    (note,) = report.notes
+    assert "if x.shape[0] < 9" in note
+    assert __file__ in note
+
+
+def test_a_rank_that_depends_on_a_size_is_a_note(tmp_path: Path) -> None:
+    def squeezed(m: Model, x: Tensor) -> Tensor:
+        return x if x.shape[0] > 1 else x[0]
+
+    report = dynamo_moe.export(Model(squeezed).eval(), torch.randn(TOKENS, 16), tmp_path / "m.onnx")
+    (note,) = report.notes
+    assert "if x.shape[0] > 1" in note
+    assert "another rank where x.shape[0] is 1" in note
+
+
+def test_random_numbers_are_the_same_in_every_trial(tmp_path: Path) -> None:
+    def noisy(m: Model, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x) if x.shape[0] < 9 else x - torch.rand_like(x)
+
+    model, x = Model(noisy).eval(), torch.ones(TOKENS, 16)
+    state = torch.get_rng_state()
+    with pytest.raises(dynamo_moe.ExportError, match=r"if x\.shape\[0\] < 9"):
+        dynamo_moe.export(model, x, tmp_path / "m.onnx")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_trials_leave_buffers_as_they_are(tmp_path: Path) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * 2 if x.shape[0] > 1 else x + x
+
+    model = Counts()
+    dynamo_moe.export(model, torch.randn(TOKENS, 16), tmp_path / "m.onnx")
+    assert model.calls == 0
+
+
+def test_without_private_names_ranges_tell(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(size_decisions, "is_known", lambda: False)
+    with pytest.raises(dynamo_moe.ExportError, match=r"x.shape\[0\] <= 8.*x.shape\[0\] is 9"):
+        dynamo_moe.export(Model(branch).eval(), torch.randn(TOKENS, 16), tmp_path / "m.onnx")
+
+
+def test_decisions_are_noted_in_their_thread_alone() -> None:
+    original = ShapeEnv._log_guard
+    elsewhere: list[Any] = []
+
+    def trace() -> None:
+        model = Model(branch).eval()
+        dynamic = {"x": {0: torch.export.Dim.DYNAMIC}}
+        torch.export.export(model, (torch.randn(TOKENS, 16),), dynamic_shapes=dynamic)
+
+    def other() -> None:
+        with decisions_noted() as noted:
+            elsewhere.append(noted)
+
+    with decisions_noted() as noted:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert ShapeEnv._log_guard is not original
+        trace()
+    assert any("if x.shape[0] > 8" in decision.place for decision in noted)
+    assert elsewhere == [[]]
+    assert ShapeEnv._log_guard is original
+
+
+def test_models_without_decisions_are_not_run(tmp_path: Path, monkeypatch) -> None:
+    def unwanted(*args: Any) -> None:
+        raise AssertionError("run")
+
+    monkeypatch.setattr(fixed_sizes._Trials, "_run", unwanted)
+    model = Model(lambda m, x: m.linear(x)).eval()
+    dynamo_moe.export(model, torch.randn(TOKENS, 16), tmp_path / "m.onnx")
+
+
+def test_lazy_weights_have_shapes_alone() -> None:
+    """Where weights have no values, results are compared by shape and dtype."""
+    example = dynamic_shapes.resolve(Model(branch), (torch.randn(TOKENS, 16),), {}, "batch")
+    trials = fixed_sizes.SizeTrials(example, has_values=False)
+    for function, reason in ((branch, None), (special_size, r"x.shape\[0\] == 5")):
+        model = Model(function).eval()
+        if reason is None:
+            capture(model, example, trials)
+        else:
+            with pytest.raises(fixed_sizes.FixedSizeError, match=reason):
+                capture(model, example, trials)
+
+
+@pytest.mark.filterwarnings("ignore:.* MoE modules are not converted")
+def test_a_size_that_went_into_a_tensor_made_in_the_forward(tmp_path: Path) -> None:
+    """DeepSpeed's capacity: PyTorch computes it once, and no condition on the size tells of it."""
+    case = next(case for case in CASES if case.name == "deepspeed-top1")
+    shapes = {"x": {0: "batch", 1: "length"}}
+    with pytest.raises(dynamo_moe.ExportError, match="should be symbolic is fixed by the model"):
+        dynamo_moe.export(
+            case.build(), case.args(2, 5, 0), tmp_path / "m.onnx", dynamic_shapes=shapes
+        )

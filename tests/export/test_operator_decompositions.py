@@ -1,0 +1,153 @@
+"""Decompositions of our own: with symbolic sizes, and where the program is traced again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_decomposition import Call, check_numbers, retraces  # noqa: F401  A fixture.
+from torch import Tensor
+
+import dynamo_moe
+
+Function = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
+
+
+def circular(x: Tensor) -> Tensor:
+    return F.pad(x, (2, 1, 0, 3), mode="circular")
+
+
+def cropped(x: Tensor) -> tuple[Tensor, Tensor]:
+    return F.pad(x, (-1, 2, 0, 0), mode="replicate"), F.pad(x, (2, -1, -2, 1), mode="reflect")
+
+
+def adaptive(x: Tensor) -> tuple[Tensor, ...]:
+    values, indices = F.adaptive_max_pool2d(x, (3, 2), return_indices=True)
+    volume = F.adaptive_avg_pool3d(x.unsqueeze(0), (2, 3, 2))
+    return values, indices, volume, F.adaptive_max_pool1d(x[0], 3)
+
+
+def divided(x: Tensor) -> tuple[Tensor, Tensor]:
+    whole = F.avg_pool2d(x, 3, 2, 1, divisor_override=5)
+    return whole, F.avg_pool2d(x, (2, 3), ceil_mode=True, divisor_override=2)
+
+
+def antialiased(x: Tensor) -> Tensor:
+    return F.interpolate(x, (5, 4), mode="bilinear", antialias=True, align_corners=True)
+
+
+def attention(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.permute(0, 2, 3, 1)
+    rows = x[0, 0]
+    causal = F.scaled_dot_product_attention(x[0], x[0], x[0], is_causal=True)
+    masked = F.scaled_dot_product_attention(rows, rows, rows, rows[:, :1] > 0)
+    return causal, masked, F.scaled_dot_product_attention(x[None], x[None], x[None])
+
+
+def batch_statistics(x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+def searched(x: Tensor) -> tuple[Tensor, ...]:
+    sorted_rows = x[0].sort(-1).values
+    bounds = sorted_rows[0, 0]
+    return (
+        torch.searchsorted(sorted_rows, x[1]),
+        torch.searchsorted(bounds, x, right=True),
+        torch.bucketize(x, bounds, out_int32=True),
+        torch.searchsorted(bounds, 0.5),
+    )
+
+
+def bags(x: Tensor) -> tuple[Tensor, ...]:
+    table = torch.arange(12.0).reshape(4, 3).cos()
+    ids = (x[0, 0].abs() * 3).long() % 4
+    offsets = torch.tensor([0, 0, 2, 5, 5])
+    return (
+        F.embedding_bag(ids, table, mode="mean"),
+        F.embedding_bag(ids, table, mode="max", padding_idx=1),
+        F.embedding_bag(ids[:, 0], table, offsets[:3], mode="sum"),
+        F.embedding_bag(ids.flatten(), table, offsets, mode="max", include_last_offset=True),
+        F.embedding_bag(ids, table, mode="sum", per_sample_weights=x[0, 0], padding_idx=-1),
+    )
+
+
+def selected(x: Tensor) -> tuple[Tensor, ...]:
+    return x.masked_select(x > 0), x.masked_select(x[0] > 0), x.amax()
+
+
+def flattened(x: Tensor) -> Tensor:
+    return x.flatten() * 2
+
+
+def products(x: Tensor) -> Tensor:
+    return x.cumprod(-1) + x.cumprod(1)
+
+
+def distances(x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.cdist(x[0], x[1], p) for p in (0.0, 1.0, 2.0, 3.0, float("inf")))
+
+
+def of_mixed_dtypes(x: Tensor) -> tuple[Tensor, ...]:
+    counts = (x > 0).sum(0)
+    return torch.divide(x, counts + 1), torch.subtract(x, counts), torch.greater(x, counts)
+
+
+FUNCTIONS = [
+    circular,
+    cropped,
+    adaptive,
+    divided,
+    antialiased,
+    attention,
+    batch_statistics,
+    searched,
+    bags,
+    selected,
+    flattened,
+    products,
+    distances,
+    of_mixed_dtypes,
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_symbolic_sizes(tmp_path: Path, retraces, function: Function) -> None:  # noqa: F811
+    torch.manual_seed(0)
+    model, path = Call(function), tmp_path / "m.onnx"
+    shapes = {"x": {2: "height", 3: "width"}}
+    dynamo_moe.export(model, torch.randn(2, 3, 8, 9), path, dynamic_shapes=shapes)
+    assert not retraces
+    for sizes in ((2, 3, 8, 9), (3, 3, 7, 6), (4, 3, 12, 13)):
+        check_numbers(path, model, torch.randn(sizes))
+
+
+@pytest.mark.parametrize("function", [circular, divided, attention, selected, of_mixed_dtypes])
+def test_behind_control_flow(tmp_path: Path, retraces, function: Function) -> None:  # noqa: F811
+    def branching(x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return function(torch.cond(x.sum() > 0, torch.cos, torch.sin, (x,)))
+
+    torch.manual_seed(0)
+    model, path = Call(branching), tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(2, 3, 8, 9), path, dynamic_shapes=None)
+    assert len(retraces) == 1
+    for x in (torch.rand(2, 3, 8, 9), -torch.rand(2, 3, 8, 9)):
+        check_numbers(path, model, x)
+
+
+def smaller(x: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=0.6, mode="bicubic", antialias=True)
+
+
+def test_antialiasing_by_a_factor(tmp_path: Path) -> None:
+    """PyTorch 2.13 itself computes something else for a result of width 1: no symbolic width."""
+    model = Call(smaller)
+    dynamo_moe.export(model, torch.randn(2, 3, 8, 9), tmp_path / "m.onnx")
+    check_numbers(tmp_path / "m.onnx", model, torch.randn(4, 3, 8, 9))
+    with pytest.raises(dynamo_moe.ExportError, match=r"wrong where x.shape\[3\] is 3"):
+        dynamo_moe.export(
+            model, torch.randn(2, 3, 8, 9), tmp_path / "n.onnx", dynamic_shapes={"x": {3: "width"}}
+        )

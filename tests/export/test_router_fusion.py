@@ -1,0 +1,439 @@
+"""Routers that an export takes into the node of their layer, and those that it must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.export import Dim
+
+import custom_ops
+import dynamo_moe
+from dynamo_moe.tracing.router_fusion import fuse_routers
+from moe_architectures import ARCHITECTURES, example_inputs
+
+EXPERTS, WIDTH, HIDDEN, TOP_K = 6, 16, 24, 2
+
+Routing = tuple[Tensor, Tensor]
+
+
+class Layer(nn.Module):
+    """Experts behind a router: a function of the layer and of tokens ``[..., D]``."""
+
+    def __init__(self, router: Callable[[Any, Tensor], Routing]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = router
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(EXPERTS))
+        self.zeros = nn.Parameter(torch.zeros(EXPERTS))
+        self.other = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH))
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
+
+    def experts(self, x: Tensor, routing: Routing) -> Tensor:
+        return custom_ops.experts(x, *routing, self.w1, None, self.w2, None, activation="relu")
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x.reshape(-1, WIDTH), self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing = self.router(self, x)
+        return self.experts(x.reshape(-1, WIDTH), routing).view(x.shape)
+
+
+def softmax(layer: Layer, x: Tensor) -> Routing:
+    weights, ids = layer.logits(x).softmax(-1).topk(TOP_K)
+    return ids, weights
+
+
+def renormalized(layer: Layer, x: Tensor) -> Routing:
+    ids, weights = softmax(layer, x)
+    weights /= weights.sum(-1, keepdim=True)
+    return ids, weights
+
+
+def topk_softmax(layer: Layer, x: Tensor) -> Routing:
+    values, ids = F.linear(x.reshape(-1, WIDTH), layer.weight, layer.bias).topk(TOP_K)
+    return ids, values.softmax(-1)
+
+
+def sigmoid(layer: Layer, x: Tensor) -> Routing:
+    weights, ids = layer.logits(x).sigmoid().topk(TOP_K)
+    return ids, weights
+
+
+def deepseek(layer: Layer, x: Tensor, bias: Tensor | None = None) -> Routing:
+    scores = (x.reshape(-1, WIDTH).float() @ layer.weight.float().t()).sigmoid()
+    ids = (scores if bias is None else scores + bias).topk(TOP_K, sorted=False)[1]
+    weights = scores.gather(1, ids)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * 2.5
+
+
+def exported(model: nn.Module, shape: tuple[int, ...] = (3, 5, WIDTH), **options: Any) -> Any:
+    """The traced program after fusing."""
+    x = torch.randn(shape, dtype=options.pop("dtype", torch.float32))
+    dynamic = (dict.fromkeys(range(x.ndim - 1), Dim.AUTO),)
+    program = torch.export.export(model.eval(), (x,), dynamic_shapes=dynamic)
+    fuse_routers(program)
+    return program
+
+
+def operators(program: Any) -> set[str]:
+    return {str(n.target) for n in program.graph.nodes if str(n.target).startswith("moe.")}
+
+
+FUSED, LEFT = {"moe.dropless.default"}, {"moe.experts.default"}
+
+
+@pytest.mark.parametrize(
+    ("router", "scoring", "renormalize", "scaling"),
+    [
+        (softmax, "softmax", 0, 1.0),
+        (renormalized, "softmax", 1, 1.0),
+        (topk_softmax, "topk_softmax", 1, 1.0),
+        (sigmoid, "sigmoid", 0, 1.0),
+        (deepseek, "sigmoid", 1, 2.5),
+        (lambda *given: (softmax(*given)[0], softmax(*given)[1] / 4), "softmax", 0, 0.25),
+    ],
+)
+def test_one_node_with_the_router(
+    router: Any, scoring: str, renormalize: int, scaling: float, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.LayerNorm(WIDTH), Layer(router))
+    report = dynamo_moe.export(
+        model, torch.randn(2, 5, WIDTH), tmp_path / "m.onnx", dynamic_shapes={"input": {1: "s"}}
+    )
+    assert report.operators == {"DroplessMoE": 1}
+    graph = onnx.load(report.path).graph
+    (node,) = (node for node in graph.node if node.op_type == "DroplessMoE")
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    assert attributes["scoring"] == scoring.encode()
+    assert (attributes["renormalize"], attributes["routed_scaling"]) == (renormalize, scaling)
+    assert node.input[1] == "1.weight"
+    assert ("1.bias" in node.input) == (router is topk_softmax)
+    # Nothing of the model's own router is left: its products, its top-k.
+    assert not {node.op_type for node in graph.node} & {"TopK", "MatMul", "Gemm", "Softmax"}
+    verified = dynamo_moe.verify(report.path, model, [(torch.randn(3, 7, WIDTH),)])
+    assert verified.cases[0].routing_agreement == 1
+
+
+@pytest.mark.parametrize("shape", [(4, WIDTH), (1, WIDTH), (2, 3, 4, WIDTH), (0, WIDTH)])
+def test_shapes_of_the_example(shape: tuple[int, ...]) -> None:
+    program = torch.export.export(Layer(softmax), (torch.randn(shape),))
+    fuse_routers(program)
+    assert operators(program) == (LEFT if 0 in shape else FUSED)
+
+
+def capacity(layer: Layer, x: Tensor) -> Routing:
+    """Beyond 1000 tokens an expert has no place: not to be seen on a few."""
+    ids, weights = softmax(layer, x)
+    place = F.one_hot(ids, EXPERTS).sum(1).cumsum(0).gather(1, ids)
+    return ids, torch.where(place <= 1000, weights, 0.0)
+
+
+def written(layer: Layer, x: Tensor) -> Routing:
+    scores = layer.logits(x).softmax(-1)
+    scores[:, 0].mul_(1e-6)
+    weights, ids = scores.topk(TOP_K)
+    return ids, weights
+
+
+def parameter_scale(layer: Layer, x: Tensor) -> Routing:
+    ids, weights = softmax(layer, x)
+    return ids, weights * layer.scale
+
+
+def changed(by: Callable[[Tensor], Tensor]) -> Callable[[Layer, Tensor], Routing]:
+    """A softmax router whose logits are changed."""
+
+    def router(layer: Layer, x: Tensor) -> Routing:
+        weights, ids = by(layer.logits(x)).softmax(-1).topk(TOP_K)
+        return ids, weights
+
+    return router
+
+
+def ids_changed(by: Callable[[Tensor], Tensor]) -> Callable[[Layer, Tensor], Routing]:
+    """A softmax router whose choice is changed."""
+
+    def router(layer: Layer, x: Tensor) -> Routing:
+        ids, weights = softmax(layer, x)
+        return by(ids), weights
+
+    return router
+
+
+def weights_changed(by: Callable[[Layer, Tensor, Tensor], Tensor]) -> Any:
+    """A softmax router whose weights are changed."""
+
+    def router(layer: Layer, x: Tensor) -> Routing:
+        ids, weights = softmax(layer, x)
+        return ids, by(layer, x, weights)
+
+    return router
+
+
+def softmax_of(logits: Tensor) -> Routing:
+    weights, ids = logits.softmax(-1).topk(TOP_K)
+    return ids, weights
+
+
+def chosen_twice(layer: Layer, x: Tensor) -> Routing:
+    weights, ids = layer.logits(x).softmax(-1).topk(2 * TOP_K)
+    weights, places = weights.sigmoid().topk(TOP_K)
+    return ids.gather(1, places), weights
+
+
+OTHERS: dict[str, Callable[[Layer, Tensor], Routing]] = {
+    "bias that selects": lambda layer, x: deepseek(layer, x, layer.zeros),
+    "other tokens": lambda layer, x: softmax(layer, F.layer_norm(x, (WIDTH,))),
+    "rounded tokens": lambda layer, x: softmax(layer, x.half().float()),
+    "scaled tokens": lambda layer, x: softmax(layer, 1.001 * x),
+    "another product": lambda layer, x: softmax(layer, x + (x @ layer.other.t()).sum()),
+    "soft cap": changed(lambda logits: 30 * (logits / 30).tanh()),
+    "clamped": changed(lambda logits: logits.clamp(-1e3, 1e3)),
+    "half logits": changed(lambda logits: logits.half().float()),
+    "softmax over the tokens": changed(lambda logits: logits.softmax(0)),
+    "swapped ids": ids_changed(lambda ids: ids.flip(1)),
+    "the next expert": ids_changed(lambda ids: (ids + 1) % EXPERTS),
+    "twice the same": ids_changed(lambda ids: ids[:, :1].expand(-1, TOP_K)),
+    "beyond the experts": ids_changed(lambda ids: ids + 1),
+    "scale that is a parameter": parameter_scale,
+    "temperature": changed(lambda logits: logits * 1.001),
+    "bias of the scores": weights_changed(lambda layer, x, w: w + layer.zeros.sum()),
+    "squared": weights_changed(lambda layer, x, w: w * w),
+    "a factor of each token": weights_changed(
+        lambda layer, x, w: w * x.flatten(0, 1).sum(1)[:, None]
+    ),
+    "sum of the tokens": weights_changed(lambda layer, x, w: w / w.sum(0)),
+    "grows with the tokens": weights_changed(lambda layer, x, w: w * (1 + x.shape[0] // 1000)),
+    "reads an id": ids_changed(lambda ids: ids * (1 + ids.max().item() // 1000)),
+    "a choice among the chosen": chosen_twice,
+    "capacity": capacity,
+    "scores written through a view": written,
+}
+
+
+@pytest.mark.parametrize("router", OTHERS.values(), ids=OTHERS)
+def test_other_routers_are_left_alone(router: Any) -> None:
+    model, x = Layer(router), torch.randn(3, 5, WIDTH)
+    program = exported(model)
+    assert operators(program) == LEFT
+    if router is not OTHERS["beyond the experts"]:
+        torch.testing.assert_close(program.module()(x), model(x))
+
+
+def test_a_small_epsilon_shows_where_sigmoids_are_small() -> None:
+    def router(layer: Layer, x: Tensor) -> Routing:
+        ids, weights = sigmoid(layer, x)
+        return ids, weights / (weights.sum(-1, keepdim=True) + 1e-9)
+
+    assert operators(exported(Layer(router))) == LEFT
+
+
+def test_a_router_in_a_region_of_its_own() -> None:
+    @torch.no_grad()
+    def router(layer: Layer, x: Tensor) -> Routing:
+        return softmax(layer, x)
+
+    assert operators(exported(Layer(router))) == LEFT
+
+
+def test_tokens_changed_after_routing() -> None:
+    class Changed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1
+            routing = softmax(self, x)
+            x.view(-1).mul_(2)
+            return self.experts(x.reshape(-1, WIDTH), routing)
+
+    assert operators(exported(Changed(softmax))) == LEFT
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_bias_of_another_dtype(name: str) -> None:
+    def router(layer: Layer, x: Tensor) -> Routing:
+        return softmax_of(F.linear(x.reshape(-1, WIDTH), layer.weight.float()) + layer.bias)
+
+    layer = Layer(router)
+    assert operators(exported(layer)) == FUSED
+    setattr(layer, name, nn.Parameter(getattr(layer, name).bfloat16()))
+    assert operators(exported(layer)) == LEFT
+
+
+@torch.library.custom_op("tests::poke", mutates_args={"out"})
+def poke(source: Tensor, out: Tensor) -> None:
+    """Writes another argument than its first."""
+    out.add_(source.sum())
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: poke(x[:1].clone(), x), lambda x: F.dropout(x, training=False).mul_(2)]
+)
+def test_tokens_changed_in_ways_that_schemas_hide(write: Callable[[Tensor], object]) -> None:
+    class Changed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1
+            routing = softmax(self, x)
+            write(x)
+            return self.experts(x.reshape(-1, WIDTH), routing)
+
+    assert operators(exported(Changed(softmax))) == LEFT
+
+
+def test_tokens_changed_afterwards() -> None:
+    class Changed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + 1
+            x += super().forward(x)
+            return x
+
+    assert operators(exported(Changed(softmax))) == FUSED
+
+
+def test_routing_from_outside() -> None:
+    class Outside(Layer):
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.experts(x, (ids, softmax(self, x)[1]))
+
+    inputs = torch.randn(5, WIDTH), torch.zeros(5, TOP_K, dtype=torch.int64)
+    program = torch.export.export(Outside(softmax), inputs)
+    fuse_routers(program)
+    assert operators(program) == LEFT
+
+
+def test_logits_that_the_model_returns_too(tmp_path: Path) -> None:
+    class WithLogits(Layer):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.logits(x)
+            weights, ids = logits.softmax(-1).topk(TOP_K)
+            return self.experts(x, (ids, weights)), logits
+
+    model = WithLogits(softmax)
+    report = dynamo_moe.export(model, torch.randn(4, WIDTH), tmp_path / "m.onnx")
+    assert report.operators == {"DroplessMoE": 1}
+    dynamo_moe.verify(report.path, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    assert operators(exported(Layer(softmax).to(dtype), dtype=dtype)) == LEFT
+    # Its logits are those of float32.
+    assert operators(exported(Layer(deepseek).to(dtype), dtype=dtype)) == FUSED
+
+
+def test_float64() -> None:
+    assert operators(exported(Layer(softmax).double(), dtype=torch.float64)) == FUSED
+
+
+def test_float64_with_scores_in_float32() -> None:
+    def router(layer: Layer, x: Tensor) -> Routing:
+        return softmax_of(layer.logits(x).float())
+
+    assert operators(exported(Layer(router).double(), dtype=torch.float64)) == LEFT
+
+
+def test_the_softmax_comes_where_the_router_has_it() -> None:
+    def scaled(layer: Layer, x: Tensor) -> Routing:
+        values, ids = layer.logits(x).topk(TOP_K)
+        return ids, values.softmax(-1) * 2.5
+
+    for router, scoring in ((scaled, "topk_softmax"), (renormalized, "softmax")):
+        nodes = exported(Layer(router)).graph.nodes
+        assert [n.kwargs["scoring"] for n in nodes if "scoring" in n.kwargs] == [scoring]
+
+
+def test_the_default_device_has_no_part() -> None:
+    program = torch.export.export(Layer(softmax).eval(), (torch.randn(5, WIDTH),))
+    with torch.device("meta"):
+        fuse_routers(program)
+    assert operators(program) == FUSED
+
+
+def test_an_example_too_large_for_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo_moe.tracing.router_fusion._MOST_NUMBERS", 4 * WIDTH)
+    for tokens, expected in ((4, FUSED), (5, LEFT)):
+        program = torch.export.export(Layer(softmax).eval(), (torch.randn(tokens, WIDTH),))
+        fuse_routers(program)
+        assert operators(program) == expected
+
+
+def test_many_tokens_of_a_static_example() -> None:
+    program = torch.export.export(Layer(renormalized).eval(), (torch.randn(3, 100, WIDTH),))
+    fuse_routers(program)
+    assert operators(program) == FUSED
+
+
+def test_layers_that_share_a_router(tmp_path: Path) -> None:
+    model = nn.Sequential(Layer(softmax), Layer(softmax))
+    model[1].weight = model[0].weight
+    report = dynamo_moe.export(model, torch.randn(4, WIDTH), tmp_path / "m.onnx")
+    assert report.operators == {"DroplessMoE": 2}
+    onnx.checker.check_model(report.path, full_check=True)
+    dynamo_moe.verify(report.path, model)
+
+
+def test_values_have_no_part() -> None:
+    layer = Layer(topk_softmax)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    assert operators(exported(layer)) == FUSED
+
+
+def test_layers_that_differ_in_one_number() -> None:
+    model = nn.Sequential(*(Layer(router) for router in (softmax, renormalized, capacity, softmax)))
+    nodes = [n for n in exported(model).graph.nodes if str(n.target).startswith("moe.")]
+    assert [n.kwargs.get("renormalize") for n in nodes] == [False, True, None, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "operator"),
+    [
+        ("olmoe", {"norm_topk_prob": True}, "DroplessMoE"),
+        ("deepseek_v2", {"topk_method": "greedy", "routed_scaling_factor": 1.5}, "DroplessMoE"),
+        ("deepseek_v3", {}, "DroplessMoEExperts"),
+        ("granitemoe", {}, "DroplessMoE"),
+        ("qwen2_moe", {}, "DroplessMoE"),
+    ],
+)
+def test_models_of_transformers(
+    name: str, options: dict[str, Any], operator: str, tmp_path: Path
+) -> None:
+    model = ARCHITECTURES[name].build(**options)
+    for parameter_name, buffer in model.named_buffers():
+        if parameter_name.endswith("correction_bias"):
+            buffer.zero_()
+    dynamo_moe.convert(model)
+    path = tmp_path / "m.onnx"
+    report = dynamo_moe.export_language_model(model, path, task="text-generation")
+    assert set(report.operators) == {operator}
+    with dynamo_moe.language_models.performing(model, "text-generation"):
+        dynamo_moe.verify(path, model, [example_inputs(ARCHITECTURES[name], 3, 9)])
+
+
+def test_models_in_half_precision_keep_their_routers(tmp_path: Path) -> None:
+    model = ARCHITECTURES["mixtral"].build().bfloat16()
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export_language_model(model, tmp_path / "m.onnx")
+    assert set(report.operators) == {"DroplessMoEExperts"}
+
+
+@pytest.mark.parametrize("target", ["dense", "onnxruntime"])
+def test_other_targets(target: Any, tmp_path: Path) -> None:
+    model = ARCHITECTURES["gpt_oss"].build()
+    dynamo_moe.convert(model)
+    path = tmp_path / "m.onnx"
+    options = {"task": "text-generation", "target": target}
+    report = dynamo_moe.export_language_model(model, path, **options)
+    assert report.operators == {"DroplessMoE": 2}
+    with dynamo_moe.language_models.performing(model, "text-generation"):
+        dynamo_moe.verify(path, model, [example_inputs(ARCHITECTURES["gpt_oss"], 3, 9)])

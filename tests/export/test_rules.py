@@ -1,0 +1,378 @@
+"""The rewrite rules, one by one: graphs that they simplify, and graphs that they leave alone.
+
+A graph is ONNX's text. N and M are sizes that only a run knows, K is one that follows from them.
+What a rule leaves alone is its first graph with one thing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnxscript import rewriter
+
+from dynamo_moe.graph.rules import RULES
+
+SIZES = ({"N": 3, "M": 5}, {"N": 1, "M": 1}, {"N": 0, "M": 2})
+DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(double)": np.float64,
+    "tensor(float16)": np.float16,
+    "tensor(bool)": np.bool_,
+    "tensor(int64)": np.int64,
+}
+
+Changes = Mapping[str, str]
+
+
+class Rule(NamedTuple):
+    """What a rule is tested on.
+
+    Attributes:
+        graph: A graph that it simplifies.
+        left: The operators that are left, but for the shapes that they read.
+        also: Changes of the graph after which it still simplifies it to these.
+        not_if: Changes after which it does not, and what they break.
+        ulps: How far results may be from those of the graph.
+    """
+
+    graph: str
+    left: list[str]
+    also: Mapping[str, Changes]
+    not_if: Mapping[str, Changes]
+    ulps: int = 0
+
+
+def same_shape(op_type: str) -> Rule:
+    return Rule(
+        f"g (float[N, M] x) => (float[N, M] y) {{ shape = Shape(x)  y = {op_type}(x, shape) }}",
+        ["Identity"],
+        {
+            "sizes": {"[N, M]": "[2, 3]"},
+            "no dimensions": {"[N, M]": ""},
+        },
+        {
+            "another name": {"[N, M] y": "[N, K] y"},
+            "another order": {"[N, M] y": "[M, N] y"},
+            "another size": {"[N, M] x": "[N, 1] x", "[N, M] y": "[N, 4] y"},
+            "another rank": {"[N, M] y": "[1, N, M] y"},
+            "a dimension without a name": {"[N, M]": "[N, ?]"},
+            "x of unknown rank": {"[N, M] x": "[] x"},
+            "y of unknown rank": {"[N, M] y": "[] y"},
+            "unknown ranks": {"[N, M]": "[]"},
+        },
+    )
+
+
+def reshaped_again(op_type: str, x: str, first: str) -> Rule:
+    return Rule(
+        f"""g (float{x} x) => (float[K, 4] y)
+        <int64[{first.count(",") + 1}] first = {first}, int64[2] shape = {{-1, 4}}>
+        {{
+            dimensions = Shape(x)
+            a = {op_type}(x, first)
+            y = Reshape(a, shape)
+        }}""",
+        ["Reshape"],
+        {
+            "zeros are zeros": {"Reshape(a, shape)": "Reshape<allowzero = 1>(a, shape)"},
+            "zeros are zeros, and there is one": {
+                "[N, ": "[0, ",
+                "[K, 4] y": "[2, 0] y",
+                "{-1, 4}": "{2, 0}",
+                "Reshape(a, shape)": "Reshape<allowzero = 1>(a, shape)",
+            },
+            "zeros are zeros, and the shape is computed": {
+                "[K, 4] y": f"{x} y",
+                "Reshape(a, shape)": "Reshape<allowzero = 1>(a, dimensions)",
+            },
+        },
+        {
+            "a copied dimension": {"{-1, 4}": "{0, -1}", "[K, 4] y": "[N, K] y"},
+            "a computed shape, which may copy": {
+                "[K, 4] y": f"{x} y",
+                "Reshape(a, shape)": "Reshape(a, dimensions)",
+            },
+        },
+    )
+
+
+def over_root(product: str, swapped: str) -> Rule:
+    return Rule(
+        f"""g (float[N, M] x, float[N, 1] v) => (float[N, M] y)
+        {{ root = Sqrt(v)  r = Reciprocal(root)  y = {product} }}""",
+        ["Sqrt", "Div"],
+        {"half precision": {"float": "float16"}},
+        {
+            "the other order": {product: swapped},
+            "a reciprocal that is also used elsewhere": {"y = ": "half = Mul(x, r)  y = ",
+                                                         product: product.replace("x", "half")},
+            "no root": {"Sqrt(v)": "Exp(v)"},
+            "a sum": {product: product.replace("Mul", "Add")},
+        },
+        ulps=2,
+    )  # fmt: skip
+
+
+TESTED = {
+    "ReshapeToSameShape": same_shape("Reshape"),
+    "ExpandToSameShape": same_shape("Expand"),
+    "_CopiedDimensions": Rule(
+        """g (float[N, M, 12] x) => (float[N, M, 3, 4] y) <int64[2] tail = {3, 4}>
+        {
+            head = Shape<start = 0, end = 2>(x)
+            shape = Concat<axis = 0>(head, tail)
+            y = Reshape(x, shape)
+        }""",
+        ["Constant", "Reshape"],
+        {"joined": {"[N, M, 12] x": "[N, M, 3, 4] x", "[N, M, 3, 4] y": "[N, M, 12, 1] y",
+                    "{3, 4}": "{12, 1}"}},
+        {
+            "a constant shape": {
+                "shape = Concat": "computed = Concat",
+                "<int64[2] tail": "<int64[4] shape = {0, 0, 3, 4}, int64[2] tail",
+            },
+            "one name alone": {"[N, M,": "[N, 5,"},
+            "a name in another place": {"[N, M, 3, 4] y": "[M, N, 3, 4] y"},
+            "a name past the rank of x": {
+                "[N, M, 12] x": "[N, M] x",
+                "[N, M, 3, 4] y": "[N, M, K] y",
+            },
+            "a dimension without a name": {"[N, M,": "[N, ?,"},
+            "no elements": {", 12] x": ", 0] x", "3, 4": "0, 4"},
+            "x of unknown rank": {"[N, M, 12] x": "[] x"},
+            "y of unknown rank": {"[N, M, 3, 4] y": "[] y"},
+        },
+    ),
+    "_SwappedMatrices": Rule(
+        """g (float[N, 2, M, 4] x) => (float[N, 2, 4, M] y)
+        <float[K, M, 4] a, int64[1] any = {-1}, int64[4] order = {0, 1, 3, 2}>
+        {
+            dimensions = Shape(x)
+            matrix = Shape<start = -2>(x)
+            flat = Concat<axis = 0>(any, matrix)
+            a = Reshape(x, flat)
+            b = Transpose<perm = [0, 2, 1]>(a)
+            full = Gather(dimensions, order)
+            y = Reshape(b, full)
+        }""",
+        ["Transpose"],
+        {"a simple stack": {"[N, 2, M, 4] x": "[N, M, 4] x",
+                            "[N, 2, 4, M] y": "[N, 4, M] y",
+                            "int64[4] order = {0, 1, 3, 2}": "int64[3] order = {0, 2, 1}"}},
+        {
+            "another permutation": {"[0, 2, 1]": "[1, 0, 2]"},
+            "one matrix": {"[N, 2, M, 4] x": "[M, 4] x", "[N, 2, 4, M] y": "[4, M] y",
+                           "int64[4] order = {0, 1, 3, 2}": "int64[2] order = {1, 0}"},
+            "other matrices": {"[K, M, 4] a": "[K, 4, M] a"},
+            "matrices of unknown sizes": {"[K, M, 4] a": "[K, ?, 4] a"},
+            "another result": {"[N, 2, 4, M] y": "[N, 2, M, 4] y"},
+            "another stack": {"[N, 2, 4, M] y": "[2, N, 4, M] y"},
+            "x of unknown rank": {"[N, 2, M, 4] x": "[] x"},
+            "flat matrices of unknown rank": {"[K, M, 4] a": "[] a"},
+            "y of unknown rank": {"[N, 2, 4, M] y": "[] y"},
+        },
+    ),
+    "_NoPadding": Rule(
+        """g (float[N, M] x) => (float[N, M] y)
+        <int64[4] pads = {0, 0, 0, 0}, float value = {1}, int64[2] axes = {0, 1}>
+        { y = Pad(x, pads) }""",
+        ["Identity"],
+        {
+            "a value": {"Pad(x, pads)": "Pad(x, pads, value)"},
+            "a value and axes": {"Pad(x, pads)": "Pad(x, pads, value, axes)"},
+            "another mode": {"Pad(x, pads)": 'Pad<mode = "edge">(x, pads)'},
+        },
+        {
+            "padding": {"{0, 0, 0, 0}": "{0, 0, 0, 1}"},
+            "cropping": {"{0, 0, 0, 0}": "{0, -1, 0, 0}"},
+            "computed": {"{ y = Pad": "{ twice = Add(pads, pads)  y = Pad",
+                         "(x, pads)": "(x, twice)"},
+        },
+    ),
+    "ReshapeOfReshape": reshaped_again("Reshape", "[N, 12]", "{0, 3, 4}"),
+    "ReshapeOfSqueeze": reshaped_again("Squeeze", "[N, 1, 12]", "{1}"),
+    "ReshapeOfUnsqueeze": reshaped_again("Unsqueeze", "[N, 12]", "{1}"),
+    "_UnsqueezedAgain": Rule(
+        """g (float[N, M] x, int64[2] computed) => (float[1, 1, N, 1, 1, M] y)
+        <int64[2] first = {2, 0}, int64[2] second = {1, 3}>
+        { a = Unsqueeze(x, first)  y = Unsqueeze(a, second) }""",
+        ["Constant", "Unsqueeze"],
+        {
+            "the first of no axes": {"int64[2] first = {2, 0}": "int64[0] first = {}",
+                                     "[1, 1, N, 1, 1, M]": "[N, 1, M, 1]"},
+        },
+        {
+            "the first from the end": {"{2, 0}": "{-2, 0}"},
+            "the second from the end": {"{1, 3}": "{1, -3}"},
+            "the first computed": {"(x, first)": "(x, computed)"},
+            "the second computed": {"(a, second)": "(a, computed)"},
+            "no axes": {"int64[2] first = {2, 0}": "int64[0] first = {}",
+                        "int64[2] second = {1, 3}": "int64[0] second = {}",
+                        "[1, 1, N, 1, 1, M] y": "[N, M] y"},
+            "y of unknown rank": {"[1, 1, N, 1, 1, M] y": "[] y"},
+        },
+    ),
+    "_SlicedAgain": Rule(
+        """g (float[N, 8, 6] x, int64[1] computed) => (float[N, K, 3] y)
+        <int64[1] s1 = {1}, int64[1] e1 = {99}, int64[1] a1 = {1}, int64[1] t1 = {2},
+        int64[1] s2 = {-1}, int64[1] e2 = {-9}, int64[1] a2 = {2}, int64[1] t2 = {-2}>
+        { a = Slice(x, s1, e1, a1, t1)  y = Slice(a, s2, e2, a2, t2) }""",
+        ["Constant", "Constant", "Constant", "Constant", "Slice"],
+        {},
+        {
+            **{f"{name} computed": {f" {name},": " computed,"} for name in ("s1", "e1", "a1",
+                                                                         "s2", "e2", "a2")},
+            "t1 computed": {"t1)": "computed)"},
+            "t2 computed": {"t2)": "computed)"},
+            "the same axis": {"a2 = {2}": "a2 = {1}"},
+            "the first axis from the end": {"a1 = {1}": "a1 = {-2}"},
+            "the second axis from the end": {"a2 = {2}": "a2 = {-1}"},
+            "axes of no elements": {"int64[1] a1 = {1}": "int64[0] a1 = {}",
+                                    "int64[1] a2 = {2}": "int64[0] a2 = {}"},
+            "no steps": {", t1)": ")", ", t2)": ")"},
+            "no axes": {", a1, t1)": ")", ", a2, t2)": ")"},
+        },
+    ),
+    "_AndTrue": Rule(
+        "g (bool[N, M] x) => (bool[N, M] y) <bool[1] true = {1}> { y = And(true, x) }",
+        ["Identity"],
+        {
+            "on the right": {"And(true, x)": "And(x, true)"},
+            "a scalar": {"bool[1] true": "bool true"},
+        },
+        {
+            "false": {"{1}": "{0}"},
+            "more than one element": {"[N, M]": "[N, 2]",
+                                      "bool[1] true = {1}": "bool[2] true = {1, 1}"},
+            "computed": {"{ y = And(true, x)": "{ other = Not(true)  y = And(other, x)"},
+            "a result of more dimensions": {"[N, M] x": "[M] x", "[N, M] y": "[1, M] y",
+                                            "bool[1] true": "bool[1, 1] true"},
+            "x of unknown rank": {"[N, M] x": "[] x"},
+            "y of unknown rank": {"[N, M] y": "[] y"},
+            "unknown ranks": {"[N, M]": "[]"},
+            "a dimension without a name": {"[N, M]": "[N, ?]"},
+        },
+    ),
+    "_SameType": Rule(
+        "g (float[N] x, float[M] like) => (float[N] y) { y = CastLike(x, like) }",
+        ["Identity"],
+        {"half precision": {"float": "float16"}},
+        {
+            "another type": {"float[M] like": "float16[M] like", "float[N] y": "float16[N] y"},
+            "unknown types": {"y = CastLike(x, like)":
+                              "a = Neg(x)  b = Neg(like)  y = CastLike(a, b)"},
+            "x of unknown type": {"y = CastLike(x, like)": "a = Neg(x)  y = CastLike(a, like)"},
+        },
+    ),
+    "OverRoot": over_root("Mul(x, r)", "Mul(r, x)"),
+    "OverRootFirst": over_root("Mul(r, x)", "Mul(x, r)"),
+    "_NeverNaN": Rule(
+        """g (float[N, 5] x, float[5, 5] k, bool[N, 5] seen, bool[5] other) => (float[N, 5] y)
+        <float zero = {0}, float least = {-3.4028235e38}, float[N, 5] weights>
+        {
+            scores = MatMul(x, k)
+            mask = Where(seen, zero, least)
+            masked = Add(scores, mask)
+            weights = Softmax<axis = -1>(masked)
+            undefined = IsNaN(weights)
+            y = Where(undefined, zero, weights)
+        }""",
+        ["MatMul", "Where", "Add", "Softmax", "Identity"],
+        {
+            "the mask first": {"Add(scores, mask)": "Add(mask, scores)"},
+            "double": {"float[": "double[", "float ": "double "},
+            "masked where seen": {"Where(seen, zero, least)": "Where(seen, least, zero)"},
+        },
+        {
+            "minus infinity": {"{-3.4028235e38}": "{-inf}"},
+            "half precision": {"float[": "float16[", "float ": "float16 ",
+                               "-3.4028235e38": "-65504"},
+            "unknown type": {", float[N, 5] weights>": ">"},
+            "a computed mask": {"mask = Where(seen, zero, least)":
+                                "lower = Add(least, zero)  mask = Where(seen, zero, lower)"},
+            "no choice": {"mask = Where(seen, zero, least)": "mask = Add(zero, least)"},
+            "another mask in the scores": {
+                "scores = MatMul(x, k)":
+                "p = MatMul(x, k)  also = Where(other, zero, least)  scores = Add(p, also)",
+            },
+            "scores as they come": {"Add(scores, mask)": "Add(x, mask)"},
+            "no sum": {"Add(scores, mask)": "Mul(scores, mask)"},
+            "no softmax": {"Softmax<axis = -1>(masked)": "Exp(masked)"},
+            "of another value": {"Where(undefined, zero, weights)":
+                                 "Where(undefined, zero, scores)"},
+            "zeros of more dimensions": {
+                "zero, weights)": "zeros, weights)", "[N, 5] y": "[2, N, 5] y",
+                "<float zero": "<float[2, 1, 1] zeros = {0, 0}, float zero",
+            },
+            "something else than zero": {"zero, weights)": "x, weights)"},
+        },
+    ),
+}  # fmt: skip
+
+
+SIMPLIFIED = [
+    pytest.param(name, changes, id=f"{name}-{what}")
+    for name, rule in TESTED.items()
+    for what, changes in {"as it is": {}, **rule.also}.items()
+]
+LEFT_ALONE = [
+    pytest.param(name, changes, id=f"{name}-{what}")
+    for name, rule in TESTED.items()
+    for what, changes in rule.not_if.items()
+]
+
+
+def test_every_rule_is_tested() -> None:
+    assert sorted(rule.name for rule in RULES) == sorted(TESTED)
+
+
+@pytest.mark.parametrize(("name", "changes"), SIMPLIFIED)
+def test_simplifies(name: str, changes: Changes) -> None:
+    before, after = model(name, changes), model(name, changes)
+    rewriter.rewrite(after, [rule_named(name)])
+    left = [node.op_type for node in after.graph if node.op_type != "Shape"]
+    assert left == TESTED[name].left
+    for sizes in SIZES:
+        found, wanted = run(after, sizes), run(before, sizes)
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        if TESTED[name].ulps:
+            np.testing.assert_array_max_ulp(found, wanted, TESTED[name].ulps)
+        else:
+            np.testing.assert_array_equal(found, wanted, strict=True)
+
+
+@pytest.mark.parametrize(("name", "changes"), LEFT_ALONE)
+def test_leaves_alone(name: str, changes: Changes) -> None:
+    assert rule_named(name).apply_to_model(model(name, changes)) == 0
+
+
+def rule_named(name: str) -> rewriter.RewriteRule:
+    return next(rule for rule in RULES if rule.name == name)
+
+
+def model(name: str, changes: Changes) -> ir.Model:
+    text = TESTED[name].graph
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    return ir.from_onnx_text(f'<ir_version: 10, opset_import: ["" : 20]> {text}')
+
+
+def run(tested: ir.Model, sizes: Mapping[str, int]) -> np.ndarray:
+    """Runs the model as it stands; its inputs count up, or alternate."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(ir.to_proto(tested).SerializeToString(), options)
+    feeds = {}
+    for value in session.get_inputs():
+        shape = [size if isinstance(size, int) else sizes[size] for size in value.shape]
+        numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        dtype = DTYPES[value.type]
+        feeds[value.name] = (numbers % 2 if dtype is np.bool_ else numbers).astype(dtype)
+    (result,) = session.run(None, feeds)
+    return result

@@ -1,0 +1,299 @@
+"""Models of transformers: converted, exported and run in ONNX Runtime, with the original's numbers.
+
+`make test` runs a few architectures, `make test-all` every one that stacks its experts. Each run
+leaves a row in build/tests/architectures, of which tests/support/architecture_table.py makes the
+page.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import dynamo_moe
+from custom_ops.options import ExpertOptions
+from moe_architectures import ARCHITECTURES, example_inputs
+
+ROWS = Path(__file__).parents[2] / "build" / "tests" / "architectures"
+FEW = ("deepseek_v2", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe")
+# What torch.ops.moe cannot compute, and transformers' implementation that takes its place.
+FALLBACK = {"inkling2": "batched_mm", "muse_spark": "batched_mm"}
+# What PyTorch's exporter cannot take, outside the MoE layers.
+UNEXPORTABLE = {
+    "minimax_m3_vl": "the exporter's ScatterElements of the sparse attention has ranks 4 and 5",
+    "qwen4_exp": "its attention's indexer loops over what nonzero() found",
+}
+SHAPES = ((1, 4), (3, 9), (2, 7))
+# Whose routers are such as torch.ops.moe.dropless has.
+PLAIN_ROUTERS = {
+    *("aria", "cohere2_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa"),
+    *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "jamba", "llama4", "mellum"),
+    *("minimax", "mixtral", "olmoe", "openai_privacy_filter", "qwen2_moe", "qwen3_5_moe"),
+    *("qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_talker", "qwen3_vl_moe"),
+}
+
+
+class Answer(nn.Module):
+    """A model's logits, or its hidden states where it has no head."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        given = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "decoder_input_ids": decoder_input_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        outputs = self.model(**{name: value for name, value in given.items() if value is not None})
+        return outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+
+
+def names() -> list[Any]:
+    return [
+        pytest.param(name, marks=() if name in FEW else pytest.mark.every) for name in ARCHITECTURES
+    ]
+
+
+def largest_error(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).abs().max() / expected.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", names())
+def test_architecture(name: str, tmp_path: Path) -> None:
+    architecture = ARCHITECTURES[name]
+    model = Answer(architecture.build())
+    inputs = [example_inputs(architecture, *shape, seed=sum(shape)) for shape in SHAPES]
+    with torch.no_grad():
+        expected = [model(**case) for case in inputs]
+
+    fallback = FALLBACK.get(name)
+    converted = dynamo_moe.convert(model, fallback=fallback)
+    if fallback is None:
+        assert converted.replaced
+        assert not converted.unrecognised
+        assert all(replacement.compared for replacement in converted.replaced)
+    else:
+        assert not converted.replaced
+        assert all(fallback in left.reason for left in converted.unrecognised)
+    with torch.no_grad():
+        errors = [largest_error(model(**case), y) for case, y in zip(inputs, expected, strict=True)]
+    assert max(errors) < 1e-4
+
+    row = {
+        "model": name,
+        "class": architecture.model,
+        "operator": fallback or "experts",
+        "pytorch": max(errors),
+        "nodes": None,
+        "onnxruntime": None,
+        "note": UNEXPORTABLE.get(name, ""),
+    }
+    example = example_inputs(architecture, 2, 5)
+    dynamic = {key: {1: f"{key}_length"} for key in example}
+    if name in UNEXPORTABLE:
+        with pytest.raises(Exception):  # noqa: B017, PT011  PyTorch's, or ONNX Runtime's.
+            export_and_verify(model, example, dynamic, inputs, tmp_path)
+    else:
+        exported, verified = export_and_verify(model, example, dynamic, inputs, tmp_path)
+        row["nodes"] = sum(exported.nodes.values())
+        row["onnxruntime"] = max(case.max_error for case in verified.cases)
+        plain = name in PLAIN_ROUTERS
+        expected = {"DroplessMoE" if plain else "DroplessMoEExperts"} if fallback is None else set()
+        assert set(exported.operators) == expected
+        assert {node for node in exported.nodes if node.startswith("moe")} == {
+            f"moe::{operator}" for operator in expected
+        }
+        if plain:
+            row["operator"] = "dropless"
+    ROWS.mkdir(parents=True, exist_ok=True)
+    (ROWS / f"{name}.json").write_text(json.dumps(row))
+
+
+def export_and_verify(model, example, dynamic, inputs, folder):
+    exported = dynamo_moe.export(
+        model, (), folder / "model.onnx", kwargs=example, dynamic_shapes=dynamic
+    )
+    return exported, dynamo_moe.verify(exported.path, model, inputs)
+
+
+def mixtral(**overrides: Any) -> nn.Module:
+    return ARCHITECTURES["mixtral"].build(**overrides)
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, "has_gate")]
+
+
+def test_the_modules_stay_and_the_conversion_can_be_undone() -> None:
+    model = mixtral()
+    before = {name: (type(m), id(m)) for name, m in model.named_modules()}
+    parameters = {name: id(p) for name, p in model.named_parameters()}
+    dynamo_moe.convert(model)
+    assert {name: (type(m), id(m)) for name, m in model.named_modules()} == before
+    assert {name: id(p) for name, p in model.named_parameters()} == parameters
+    assert model.config._experts_implementation == "dynamo_moe"
+    assert "dynamo_moe" not in json.dumps(model.config.to_dict(), default=str)
+    model.set_experts_implementation("eager")
+    assert not dynamo_moe.conversion.convertible_modules(nn.Sequential())
+    assert len(dynamo_moe.conversion.convertible_modules(model)) == 2
+    assert len(dynamo_moe.convert(model).replaced) == 2
+
+
+def test_gradients_reach_the_experts() -> None:
+    model = mixtral()
+    dynamo_moe.convert(model)
+    model(**example_inputs(ARCHITECTURES["mixtral"], 2, 7)).logits.sum().backward()
+    for experts in experts_of(model):
+        assert experts.gate_up_proj.grad.abs().sum() > 0
+        assert experts.down_proj.grad.abs().sum() > 0
+
+
+def test_experts_in_half_precision() -> None:
+    model = mixtral()
+    router = model.model.layers[0].mlp.gate.weight
+    dynamo_moe.convert(model, experts_dtype=torch.float16)
+    for experts in experts_of(model):
+        assert experts.gate_up_proj.dtype == experts.down_proj.dtype == torch.float16
+    assert router.dtype == torch.float32
+    assert model(**example_inputs(ARCHITECTURES["mixtral"], 2, 7)).logits.isfinite().all()
+
+
+class Gated(nn.Module):
+    """The interface of transformers' experts, around any gating."""
+
+    has_gate, has_bias, has_post_expert_norm = True, False, False
+    is_transposed, is_concatenated = False, True
+
+    def __init__(self, gate: Any, **attributes: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 32, 8))
+        self.down_proj = nn.Parameter(torch.randn(3, 8, 16))
+        self.config = transformers.PretrainedConfig()
+        self._apply_gate = gate
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def silu_gate(rows: Tensor) -> Tensor:
+    gate, up = rows.chunk(2, -1)
+    return nn.functional.silu(gate) * up
+
+
+def deepseek_gate(rows: Tensor) -> Tensor:
+    gate, up = rows.chunk(2, -1)
+    return nn.functional.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
+
+
+def gpt_oss_gate(rows: Tensor) -> Tensor:
+    gate, up = rows[..., ::2].clamp(max=7.0), rows[..., 1::2].clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (Gated(silu_gate), ExpertOptions("silu", gated=True)),
+        (
+            Gated(lambda rows: silu_gate(rows.flip(-1)).flip(-1) * 0 + silu_gate(rows)),
+            ExpertOptions("silu", gated=True),
+        ),
+        (
+            Gated(deepseek_gate, swiglu_limit=10.0),
+            ExpertOptions("clamped_silu", gated=True, alpha=1.0, limit=10.0),
+        ),
+        (
+            Gated(gpt_oss_gate, is_concatenated=False, alpha=1.702, limit=7.0),
+            ExpertOptions("clamped_swiglu", gated=True, interleaved=True),
+        ),
+    ],
+)
+def test_a_gate_is_known_by_its_numbers(module: nn.Module, options: ExpertOptions) -> None:
+    from dynamo_moe.conversion import transformers_experts
+
+    assert transformers_experts._identify(module) == options
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Gated(lambda rows: silu_gate(rows) * 1.001), "gating is none that torch.ops.moe computes"),
+        (Gated(deepseek_gate), "gating is none"),
+        (Gated(deepseek_gate, swiglu_limit=9.0), "gating is none"),
+        (Gated(gpt_oss_gate, alpha=1.702, limit=7.0), "gating is none"),
+        (Gated(lambda rows: rows @ torch.eye(3)), "gating fails on a row of numbers"),
+        (Gated(silu_gate, has_post_expert_norm=True), "normalises each expert's result"),
+        (Gated(silu_gate, _is_expert_parallel=True), "expert parallelism"),
+    ],
+)
+def test_what_cannot_be_computed_exactly_is_refused(module: nn.Module, reason: str) -> None:
+    model = nn.Sequential(module)
+    (left,) = dynamo_moe.convert(model).unrecognised
+    assert reason in left.reason
+    assert module.config._experts_implementation != "dynamo_moe"
+
+
+def test_a_refused_module_computes_as_before_beside_a_converted_one() -> None:
+    model = mixtral()
+    case = example_inputs(ARCHITECTURES["mixtral"], 2, 7)
+    experts_of(model)[1].has_post_expert_norm = True
+    with torch.no_grad():
+        expected = model(**case).logits
+        report = dynamo_moe.convert(model)
+        assert [r.module for r in report.replaced] == ["model.layers.0.mlp.experts"]
+        assert [u.module for u in report.unrecognised] == ["model.layers.1.mlp.experts"]
+        torch.testing.assert_close(model(**case).logits, expected)
+
+
+def test_experts_that_compute_more_than_their_flags_say_are_refused() -> None:
+    model = mixtral()
+    kind = type(experts_of(model)[0])
+
+    def doubled(self, *inputs):
+        return 2 * original(self, *inputs)
+
+    original = kind.forward.__wrapped__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind.forward, "__wrapped__", doubled)
+        report = dynamo_moe.convert(model)
+    assert not report.replaced
+    assert all("computes something else" in left.reason for left in report.unrecognised)
+
+
+def test_an_unknown_fallback_is_named() -> None:
+    model = ARCHITECTURES["muse_spark"].build()
+    with pytest.raises(ValueError, match=r"fallback must be one of .*batched_mm.*; got 'dense'"):
+        dynamo_moe.convert(model, fallback="dense")
+
+
+def test_switch_keeps_its_capacity_unless_told_otherwise() -> None:
+    architecture = ARCHITECTURES["switch_transformers"]
+    case = example_inputs(architecture, 2, 12)
+    results = {}
+    for capacity in (1, 2**31):
+        model = architecture.build()
+        for module in model.modules():
+            if hasattr(module, "expert_capacity"):
+                module.expert_capacity = capacity
+        with torch.no_grad():
+            expected = model(**case).logits
+            assert not dynamo_moe.convert(model).unrecognised
+            results[capacity] = model(**case).logits
+        torch.testing.assert_close(results[capacity], expected, rtol=1e-4, atol=1e-5)
+        limits = [module.capacity for module in model.modules() if hasattr(module, "capacity")]
+        assert set(limits) == {1 if capacity == 1 else None}
+    assert (results[1] - results[2**31]).abs().max() > 1e-3

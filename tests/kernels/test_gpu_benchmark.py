@@ -1,0 +1,532 @@
+"""The parts of the GPU benchmark that need no GPU: floors, goals, routing, reports, and a trial."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+pytest.importorskip("triton")
+
+from benchmarks import _gpu_compile, _gpu_report, _gpu_timing, gpu_check
+from benchmarks._gpu_breakdown import LaunchTime, break_down, only
+from benchmarks._gpu_cells import DENSE, FUSED, GROUPED, OURS, Bench, Cell, Result
+from benchmarks._gpu_compile import jobs_of, kernel_key
+from benchmarks._gpu_floor import Rates, expected_active, floor
+from benchmarks._gpu_fused_moe import CONFIGS, Config, candidates, fused_moe, fused_router
+from benchmarks._gpu_goals import GOALS, geometric_mean, judge
+from benchmarks._gpu_peers import dense, grouped, torch_router
+from benchmarks._gpu_plot import plot
+from benchmarks._gpu_routing import ROUTINGS, draw
+from benchmarks._gpu_shapes import LLM_TOKENS, SHAPES, SWIN_BATCHES, chosen, parameters
+from benchmarks._gpu_timing import HostTimer, Times, samples_for
+from benchmarks.gpu_moe import cells_of, runs_of
+from custom_ops import reference
+from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.plan import plan
+from moe_cases import assert_matches
+
+ROOT = Path(__file__).parents[2]
+# Of one H200.
+RATES = Rates(bandwidth=4.3e12, flops=790e12)
+# Fused and split floors in us, calculated once by hand from the layers' sizes.
+FLOORS = {
+    "mixtral": "164/164 649/649 656/656 913/917 3654/3685 14615/14739",
+    "qwen3": "17.7/17.7 181/181 281/281 283/299 394/437 1577/1722",
+    "deepseek": "165/165 2090/2090 5155/5155 5252/5322 5272/5571 14690/15181",
+    "gpt-oss": "46/46 327/327 371/371 373/373 1033/1065 4132/4260",
+    "swin1": "1.2/1.5 9.4/20 38/99 75/206 151/413",
+    "swin2": "1.2/1.3 9.4/10.5 38/42 75/101 150/207",
+    "swin3": "4.5/4.5 9.4/9.9 38/40 75/79 150/168",
+    "swin4": "17.6/17.6 17.8/17.8 38/39 75/77 150/154",
+}
+PEERS = {"grouped": grouped, "dense": dense}
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_floors(name):
+    shape = SHAPES[name]
+    for count, cell in zip(shape.counts, FLOORS[name].split(), strict=True):
+        tokens = count * shape.per_image
+        active = expected_active(shape.experts, shape.top_k, tokens)
+        found = floor(shape, tokens, active, RATES)
+        for text, value in zip(cell.split("/"), (found.fused, found.split), strict=True):
+            unit = 0.1 if "." in text else 1
+            assert abs(value - float(text)) <= 0.6 * unit, f"{count}: {value}, not {text}"
+
+
+def test_a_floor_without_router_has_no_router():
+    shape = SHAPES["qwen3"]
+    assert floor(shape, 16, 82, RATES, router=False).router == 0
+    assert floor(shape, 16, 82, RATES, router=False).split < floor(shape, 16, 82, RATES).split
+
+
+@given(tokens=st.integers(1, 2**16), name=st.sampled_from(sorted(SHAPES)))
+def test_no_floor_is_above_that_of_the_stages(tokens, name):
+    shape = SHAPES[name]
+    found = floor(shape, tokens, expected_active(shape.experts, shape.top_k, tokens), RATES)
+    assert 0 < found.fused <= found.split * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "goal", "limit"),
+    [
+        ("qwen3", 1, "one token: floor + 8 us", 25.7),
+        ("deepseek", 1024, "memory-bound, T >= 16: 92 % of the floor", 5785),
+        ("mixtral", 4096, "Mixtral and gpt-oss, T >= 4096: 80 % of the floor", 4606),
+        ("gpt-oss", 16384, "Mixtral and gpt-oss, T >= 4096: 80 % of the floor", 5325),
+        ("qwen3", 16384, "Qwen3, T = 16384: 70 % of the floor", 2460),
+        ("swin1", 1, "Swin, batch 1: 15 us", 15),
+        ("swin2", 64, "Swin, batch 64: 60 % of the floor", 168),
+        ("swin2", 8, None, None),
+        ("mixtral", 1024, None, None),
+    ],
+)
+def test_goals(name, count, goal, limit):
+    shape = SHAPES[name]
+    tokens = count * shape.per_image
+    found = floor(shape, tokens, expected_active(shape.experts, shape.top_k, tokens), RATES)
+    assert any(each.title == goal for each in GOALS) == (goal is not None)
+    if goal is None:
+        assert judge(shape, count, found, 1.0) is None
+        return
+    met, missed = (judge(shape, count, found, limit * f) for f in (0.995, 1.005))
+    assert met.goal == missed.goal == goal
+    assert met.met
+    assert not missed.met
+
+
+def test_a_goal_below_the_floor_says_so():
+    shape = SHAPES["swin4"]
+    found = floor(shape, 49, expected_active(8, 2, 49), RATES)
+    assert not judge(shape, 1, found, 20.0).possible
+
+
+def test_geometric_mean():
+    assert geometric_mean([1, 4]) == pytest.approx(2)
+    assert math.isnan(geometric_mean([]))
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_routing(kind):
+    ids, weights = draw(kind, 4000, 16, 4)
+    assert ids.shape == weights.shape == (4000, 4)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(4000))
+    counts = ids.flatten().bincount(minlength=16).sort(descending=True).values.tolist()
+    if kind == "one":
+        assert counts == [16000, *[0] * 15]
+        return
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    assert max(counts) < (4000 if kind == "zipf" else 1200)
+    assert (counts[0] > 4 * counts[-1]) == (kind == "zipf")
+    assert torch.equal(ids, draw(kind, 4000, 16, 4)[0])
+
+
+def test_an_unknown_routing_is_refused():
+    with pytest.raises(ValueError, match=r"uniform, zipf, one; got 'even'"):
+        draw("even", 1, 2, 1)
+
+
+def test_names_of_shapes():
+    assert [shape.name for shape in chosen("swin,qwen3")] == [
+        *("swin1", "swin2", "swin3", "swin4", "qwen3")
+    ]
+    assert "tiny" not in [shape.name for shape in chosen("")]
+    with pytest.raises(ValueError, match=r"shapes must be among mixtral.*got 'llama'"):
+        chosen("qwen3,llama")
+
+
+def test_every_shape_is_a_layer_with_kernels():
+    for shape in SHAPES.values():
+        for router in (True, False):
+            layer = shape.layer(torch.bfloat16, router=router)
+            assert plan(layer, architecture("sm_90")).at(max(shape.counts))
+
+
+def small(name: str):
+    shape = SHAPES[name]
+    router = replace(shape.router, top_k=2)
+    return replace(shape, width=32, hidden=24, experts=6, top_k=2, router=router)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "swin1"])
+def test_peers_compute_the_layer(name, kind):
+    shape = small(name)
+    given_ = parameters(shape, torch.float32, "cpu")
+    x = torch.randn(37, 32, generator=torch.Generator().manual_seed(0))
+    routing = draw(kind, 37, 6, 2)
+    experts = (given_["w1"], given_["b1"], given_["w2"], given_["b2"])
+    expected = reference.experts(x, *routing, *experts, shape.options)
+    for peer in PEERS.values():
+        assert_matches(peer(shape, given_, x, routing), expected, {torch.float32})
+    fused = fused_moe(shape, given_, x, routing, Config(16, 32, 16, 2, 4, 2))
+    assert_matches(fused, expected, {torch.float32})
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek", "gpt-oss"])
+def test_peers_route_like_the_layer(name):
+    shape = small(name)
+    given_ = parameters(shape, torch.float32, "cpu")
+    x = torch.randn(37, 32, generator=torch.Generator().manual_seed(0))
+    ids, weights = reference.router(x, given_["router_weight"], given_["router_bias"], shape.router)
+    for router in (torch_router, fused_router):
+        found = router(shape, given_, x)
+        assert torch.equal(found[0].long(), ids)
+        torch.testing.assert_close(found[1].double(), weights, rtol=1e-5, atol=1e-6)
+
+
+def test_every_number_of_tokens_has_configurations_of_the_peer():
+    for shape in SHAPES.values():
+        for count in shape.counts:
+            found = candidates(shape, count * shape.per_image)
+            assert found
+            assert set(found) <= set(CONFIGS)
+
+
+def test_cells_in_order_of_importance():
+    cells = list(cells_of(chosen(""), set(), ROUTINGS))
+    uniform = len(LLM_TOKENS) * 4 + len(SWIN_BATCHES) * 4
+    assert [cell.routing for cell in cells[:uniform]] == ["uniform"] * uniform
+    assert {cell.count for cell in cells[uniform:]} == {16, 64, 1024, 4096}
+    runs = runs_of(cells)
+    assert [cell for run in runs for cell in run] == cells
+    assert all(len({cell.shape.name for cell in run}) == 1 for run in runs)
+    asked = list(cells_of(chosen("qwen3"), {16384}, ["zipf"]))
+    assert [str(cell) for cell in asked] == ["qwen3:16384:zipf"]
+
+
+def test_samples():
+    assert samples_for(100) >= 50
+    assert samples_for(9_000) >= 50
+    assert 10 <= samples_for(14_000) < 50
+    assert samples_for(100, quick=True) < 50
+
+
+# --- Results without a GPU ---
+
+
+def result(name: str, count: int, **cold: float) -> Result:
+    shape = SHAPES[name]
+    cell = Cell(shape, count)
+    active = expected_active(shape.experts, shape.top_k, cell.tokens)
+    times = {version: Times(us, us, 60) for version, us in cold.items()}
+    return Result(cell, round(active), floor(shape, cell.tokens, active, RATES), times, dict(times))
+
+
+RESULTS = [
+    result("qwen3", 1, ours=20, grouped_mm=60, fused_moe=40, dense=900),
+    result("qwen3", 4096, ours=600, grouped_mm=900, fused_moe=600),
+    result("swin4", 1, ours=19, grouped_mm=80, fused_moe=50, dense=30),
+]
+
+
+def shown(table) -> str:
+    console = Console(width=160, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_tables():
+    text = shown(_gpu_report.shape_table(RESULTS[:2]))
+    assert "3.00x" in text
+    assert "met (<= 25.7)" in text
+    assert "missed" not in text
+    goals = shown(_gpu_report.goals_table(RESULTS))
+    assert "0 of 1 (1 below the floor)" in goals
+    assert "met: 2.67x over 3 cells" in goals
+    wrong = replace(RESULTS[0], wrong={GROUPED: "3 of 4 rows differ from ours"})
+    assert "WRONG: grouped_mm 3 of 4 rows" in shown(_gpu_report.shape_table([wrong]))
+
+
+def test_a_cell_in_which_ours_failed():
+    failed = result("qwen3", 16, grouped_mm=200)
+    assert failed.share is None
+    assert failed.verdict is None
+    assert "failed" in shown(_gpu_report.shape_table([failed]))
+    assert _gpu_report.peer_means([failed])[GROUPED]["cells"] == 0
+
+
+def test_json_and_picture(tmp_path):
+    found = _gpu_report.environment("cpu") | {"dtype": "bfloat16"}
+    launches = {"qwen3:1": [LaunchTime("expert_up_kernel", 12, 9.0, 5.0, 8.0)]}
+    written = _gpu_report.to_json(found, "a method", RATES, RESULTS, launches, ["mixtral:1"])
+    again = json.loads(json.dumps(written))
+    assert again["cells"][0]["cold us"]["ours"]["median"] == 20
+    assert again["geometric means"][GROUPED]["mean"] == pytest.approx(
+        (3 * 1.5 * 80 / 19) ** (1 / 3)
+    )
+    assert again["versions"]["torch"]
+    assert "89 %" in shown(_gpu_report.breakdown_table("qwen3:1", launches["qwen3:1"]))
+    pytest.importorskip("matplotlib")
+    plot(again, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_version_is_found(monkeypatch):
+    shape = small("qwen3")
+    bench = Bench(shape, parameters(shape, torch.float32, "cpu"), HostTimer(), RATES, (GROUPED,))
+    good = bench.measure(Cell(shape, 50))
+    assert not good.wrong
+    assert set(good.cold) == set(good.warm) == {OURS, GROUPED}
+    monkeypatch.setattr("benchmarks._gpu_cells.grouped", lambda *a: 1.1 * grouped(*a))
+    assert bench.measure(Cell(shape, 50)).wrong == {GROUPED: "50 of 50 rows differ from ours"}
+
+
+def test_a_version_that_fails_is_left_out(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such product\nand more")
+
+    shape = small("swin1")
+    monkeypatch.setattr("benchmarks._gpu_cells.grouped", broken)
+    bench = Bench(shape, parameters(shape, torch.float32, "cpu"), HostTimer(), RATES, (GROUPED,))
+    found = bench.measure(Cell(shape, 2))
+    assert found.left_out == {GROUPED: "RuntimeError: no such product"}
+    assert set(found.cold) == {OURS}
+
+
+def test_dense_is_left_out_where_it_explodes():
+    shape = SHAPES["deepseek"]
+    bench = Bench(shape, {}, HostTimer(), RATES, (DENSE,))
+    assert bench._without_dense(Cell(shape, 16), 2) == ""
+    assert "ms" in bench._without_dense(Cell(shape, 16384), 2)
+    fast = Bench(shape, {}, HostTimer(), Rates(1e12, 1e18), (DENSE,))
+    assert "GB" in fast._without_dense(Cell(shape, 16384), 2)
+
+
+def test_a_breakdown_times_every_launch():
+    shape = small("qwen3")
+    given_ = parameters(shape, torch.float32, "cpu")
+    x = torch.randn(9, 32)
+    planned = plan(shape.layer(torch.float32), architecture("sm_80"))
+    tensors = {name: t for name, t in given_.items() if t is not None}
+    tensors |= {"x": x, "y": torch.empty_like(x)}
+    found = break_down(planned, tensors, HostTimer(), floor(shape, 9, 6, RATES))
+    assert [each.kernel for each in found] == [spec.name for spec in planned.at(9).launches]
+    assert all(each.cold > 0 for each in found)
+    assert only(planned, 9, 0).at(1).launches == planned.at(9).launches[:1]
+
+
+# --- Timing, on a device that is made up ---
+
+
+class FakeCuda:
+    """What the timer uses of torch.cuda; a call moves the clock, and graphs replay nothing."""
+
+    def __init__(self, *, inside: bool) -> None:
+        self.clock = 0.0
+        self.captures = 0
+        cuda = self
+
+        class Event:
+            def __init__(self, *, enable_timing: bool, external: bool = False) -> None:
+                if external and not inside:
+                    raise TypeError("no argument external")
+                self.at = math.nan
+
+            def record(self) -> None:
+                self.at = cuda.clock
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.at - self.at
+
+        class CUDAGraph:
+            def capture_begin(self, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local"
+                cuda.captures += 1
+
+            def capture_end(self) -> None:
+                pass
+
+            def replay(self) -> None:
+                cuda.clock += 1.0
+
+        self.Event, self.CUDAGraph, self.Stream = Event, CUDAGraph, object
+
+    def stream(self, _: object):
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        pass
+
+
+def fake_torch(cuda: FakeCuda) -> SimpleNamespace:
+    def add(*_: object, **__: object) -> None:
+        cuda.clock += 1.0
+
+    return SimpleNamespace(
+        cuda=cuda, randn=lambda *_, **__: None, zeros=lambda *_, **__: None, sum=add
+    )
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("cold", [True, False])
+def test_calls_take_turns(monkeypatch, cold, inside):
+    cuda = FakeCuda(inside=inside)
+    monkeypatch.setattr(_gpu_timing, "torch", fake_torch(cuda))
+    timer = _gpu_timing.GraphTimer()
+    assert timer.method.startswith("events inside" if inside else "events around")
+
+    def call(milliseconds: float) -> None:
+        cuda.clock += milliseconds
+
+    def broken() -> None:
+        raise ValueError("not today\nnor tomorrow")
+
+    calls = {"a": lambda: call(1), "b": lambda: call(3), "c": broken}
+    found = timer(calls, cold=cold)
+    assert found.failed == {"c": "ValueError: not today"}
+    expected = (1000, 3000) if inside else (1000, 1000)
+    assert (found.times["a"].median, found.times["b"].median) == expected
+    assert all(times.samples == 60 for times in found.times.values())
+    assert timer({"c": broken}).times == {}
+    assert timer({"a": calls["a"]}, samples=5).times["a"].samples == 5
+
+
+def test_a_capture_that_fails_is_ended(monkeypatch):
+    cuda = FakeCuda(inside=True)
+    monkeypatch.setattr(_gpu_timing, "torch", fake_torch(cuda))
+    timer = _gpu_timing.GraphTimer()
+    before = cuda.captures
+
+    def synchronises() -> None:
+        if cuda.captures > before:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert "not permitted" in timer({"a": synchronises}).failed["a"]
+
+
+# --- Compiling ahead ---
+
+
+def test_launches_that_share_a_kernel_are_compiled_once():
+    layer = SHAPES["qwen3"].layer(torch.bfloat16)
+    on = architecture("sm_90")
+    jobs = list(jobs_of(layer, on, [1, 2, 16, 1024, 16384]))
+    planned = plan(layer, on)
+    spans = {planned.ranges.index(planned.at(t)) for t in (1, 2, 16, 1024, 16384)}
+    assert len(jobs) == sum(len(planned.ranges[span].launches) for span in spans)
+    assert len(dict(jobs)) <= len(jobs)
+    specs = [planned.ranges[job.span].launches[job.launch] for _, job in jobs]
+    assert [kernel_key(spec) for spec in specs] == [key for key, _ in jobs]
+
+
+def test_a_kernel_is_compiled_for_the_arguments_of_its_launch(monkeypatch):
+    layer = SHAPES["gpt-oss"].layer(torch.bfloat16)
+    monkeypatch.setattr(
+        _gpu_compile, "_aligned", lambda dtype: torch.empty(64, dtype=torch.uint8).view(dtype)
+    )
+    planned = plan(layer, architecture("sm_90"))
+    for span in planned.ranges:
+        for spec in span.launches:
+            seen: dict[str, object] = {}
+            function = SimpleNamespace(
+                arg_names=spec.function.arg_names,
+                fn=spec.function.fn,
+                warmup=lambda seen=seen, **given: seen.update(given),
+            )
+            _gpu_compile._warm(replace(spec, function=function), {**layer.sizes, "T": 33})
+            assert tuple(seen)[1 : 1 + len(spec.arguments)] == tuple(spec.arguments)
+            assert seen["num_warps"] == spec.num_warps
+            assert seen["launch_pdl"] == spec.dependent_launch
+
+
+@dataclass(frozen=True)
+class FakeJob:
+    problem: str = ""
+
+    def run(self) -> None:
+        if self.problem:
+            raise RuntimeError(self.problem)
+
+
+def test_jobs_that_fail_are_told_apart():
+    reports = []
+    jobs = [FakeJob(), FakeJob("no registers left"), FakeJob()]
+    wrong = _gpu_compile.compile_jobs(jobs, report=lambda *each: reports.append(each))
+    assert wrong == {1: "RuntimeError: no registers left"}
+    assert reports[-1] == (3, 3)
+    assert _gpu_compile.compile_jobs([]) == {}
+
+
+# --- The commands ---
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("name", ["gpu_moe", "tune_kernels", "gpu_check"])
+def test_help(name):
+    found = run(f"benchmarks.{name}", "--help")
+    assert found.returncode == 0, found.stderr
+    assert "--budget" in found.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["gpu_moe", "tune_kernels"])
+def test_without_a_gpu(name):
+    found = run(f"benchmarks.{name}")
+    assert found.returncode == 2
+    assert "needs a CUDA device; --dry-run" in found.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be interpreted elsewhere")
+@pytest.mark.skipif(
+    version("triton").startswith("3.6."),
+    reason="Triton 3.6's interpreter fails unrepaired, as in a process of its own",
+)
+def test_a_trial_run(tmp_path):
+    file, picture = tmp_path / "result.json", tmp_path / "result.png"
+    found = run(
+        *("benchmarks.gpu_moe", "--dry-run", "--tokens", "5", "--routing", "uniform,one"),
+        *("--breakdown", "tiny:5", "--json", str(file), "--plot", str(picture)),
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    written = json.loads(file.read_text())
+    assert [cell["routing"] for cell in written["cells"]] == ["uniform", "one"]
+    for cell in written["cells"]:
+        assert set(cell["cold us"]) == {OURS, GROUPED, FUSED, DENSE}
+        assert not cell["wrong"]
+    assert written["breakdowns"]["tiny:5"][0]["kernel"] == "route_kernel"
+    assert picture.is_file()
+
+
+def test_a_failing_step_does_not_hide_the_next(tmp_path):
+    python = sys.executable
+    failing = gpu_check.Step("a", ((python, "-c", "import sys; print('no'); sys.exit(3)"),), 30)
+    slow = gpu_check.Step("b", ((python, "-c", "import time; time.sleep(60)"),), 30)
+    good = gpu_check.Step("c", ((python, "-c", "import benchmarks; print('yes')"),), 30)
+    absent = gpu_check.Step("d", (("no-such-program",),), 30)
+    skipped = gpu_check.Step("e", (), 30, missing="no such tool here")
+    results = [
+        gpu_check.run(step, seconds, tmp_path / step.name).result
+        for step, seconds in ((failing, 30), (slow, 1), (good, 30), (absent, 30), (skipped, 30))
+    ]
+    assert results[0] == "FAILED: exit code 3"
+    assert results[1] == "FAILED: not done after 1 s"
+    assert results[2] == "ok"
+    assert results[3].startswith("FAILED: no-such-program")
+    assert results[4] == "skipped: no such tool here"
+    assert (tmp_path / "a").read_text() == "no\n"
+
+
+def test_steps_take_less_than_the_budget(tmp_path):
+    planned = gpu_check.steps(tmp_path, 560)
+    assert sum(step.seconds for step in planned[:-1]) < 560
+    assert [step.name for step in planned][-1] == "measure"

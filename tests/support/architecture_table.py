@@ -1,0 +1,57 @@
+"""Writes docs/reference/transformers_models.md from what the last `make test-all` saw."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "build" / "tests" / "architectures"
+PAGE = ROOT / "docs" / "reference" / "transformers_models.md"
+BEGIN, END = "<!-- table: make test-all writes it -->", "<!-- end of table -->"
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from moe_architectures import ARCHITECTURES
+
+    rows = [json.loads((ROWS / f"{name}.json").read_text()) for name in sorted(ARCHITECTURES)]
+    packages = ("transformers", "torch", "onnxscript", "onnxruntime")
+    lines = [
+        BEGIN,
+        "",
+        ", ".join(f"{name} {version(name)}" for name in packages) + ":",
+        "",
+        "| model | class | operator | PyTorch | nodes | ONNX Runtime |",
+        "|---|---|---|---|---|---|",
+        *map(line, rows),
+        "",
+        *(f"- `{row['model']}`: {row['note']}." for row in rows if row["note"]),
+        "",
+        END,
+    ]
+    text = PAGE.read_text()
+    before, after = text[: text.index(BEGIN)], text[text.index(END) + len(END) :]
+    PAGE.write_text(before + "\n".join(lines) + after)
+
+
+def line(row: dict[str, object]) -> str:
+    ours = row["operator"] in ("dropless", "experts")
+    operator = f"`moe.{row['operator']}`" if ours else f"fallback `{row['operator']}`"
+    exported = row["onnxruntime"]
+    result = "not exported" if exported is None else f"{exported:.1e}"
+    cells = (
+        f"`{row['model']}`",
+        f"`{row['class']}`",
+        operator,
+        f"{row['pytorch']:.1e}",
+        "" if row["nodes"] is None else str(row["nodes"]),
+        result,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The stand-in driver of tests/native/standin.cc, built and loaded into this process."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import struct
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = [
+    "LAUNCH_FAILED",
+    "OUT_OF_MEMORY",
+    "Launch",
+    "Standin",
+    "TensorMap",
+    "build",
+    "fake_cubin",
+    "standin",
+]
+
+ROOT = Path(__file__).parents[2]
+OUT_OF_MEMORY = 2
+LAUNCH_FAILED = 719
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("function", ctypes.c_char_p),
+        ("parameters", ctypes.POINTER(ctypes.c_void_p)),
+        ("stream", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_memory", ctypes.c_uint32),
+        ("image", ctypes.c_int32),
+        ("dependent", ctypes.c_int32),
+    )
+
+
+class _TensorMap(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("mark", ctypes.c_uint64),
+        ("sizes", ctypes.c_uint64 * 5),
+        ("strides", ctypes.c_uint64 * 4),
+        ("box", ctypes.c_uint32 * 5),
+        ("rank", ctypes.c_uint16),
+        ("type", ctypes.c_uint8),
+        ("swizzle", ctypes.c_uint8),
+    )
+
+
+_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Launch))
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What a tensor map was encoded from, innermost dimension first; strides without it.
+
+    Attributes:
+        marked: Whether it still has the bit that drivers up to CUDA 13.1 must not set in the maps
+            of small tensors.
+    """
+
+    base: int
+    dtype: int
+    swizzle: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    marked: bool
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch as the driver is told of it; parameters can be read while it runs."""
+
+    image: bytes
+    function: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_memory: int
+    pdl: bool
+    stream: int
+    context: int
+    parameters: ctypes.Array
+
+    def pointer(self, index: int) -> int:
+        return ctypes.c_uint64.from_address(self.parameters[index]).value
+
+    def i32(self, index: int) -> int:
+        return ctypes.c_int32.from_address(self.parameters[index]).value
+
+    def i64(self, index: int) -> int:
+        return ctypes.c_int64.from_address(self.parameters[index]).value
+
+    def tensor_map(self, index: int) -> TensorMap:
+        address = self.parameters[index]
+        assert address % 64 == 0
+        encoded = _TensorMap.from_address(address)
+        rank = encoded.rank
+        return TensorMap(
+            encoded.address,
+            encoded.type,
+            encoded.swizzle,
+            tuple(encoded.sizes[:rank]),
+            tuple(encoded.strides[: rank - 1]),
+            tuple(encoded.box[:rank]),
+            encoded.mark != 0,
+        )
+
+
+class Standin:
+    """The driver. Devices, contexts and images are given to it before the launcher asks."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.standin_create_context.restype = ctypes.c_void_p
+        library.standin_create_stream.restype = ctypes.c_void_p
+        for name in ("destroy_context", "reset_context", "set_context", "create_stream"):
+            getattr(library, f"standin_{name}").argtypes = (ctypes.c_void_p,)
+        self._images: list[bytes] = []
+        self._contexts: list[int] = []
+        self.errors: list[BaseException] = []
+
+    def reset(self) -> None:
+        """Forgets everything but what is still loaded."""
+        self.set_context(None)
+        for context in self._contexts:
+            self._library.standin_destroy_context(context)
+        self._library.standin_reset()
+        self._images, self._contexts, self.errors = [], [], []
+
+    def add_device(self, architecture: int, shared_memory: int = 232448) -> int:
+        return self._library.standin_add_device(architecture, shared_memory)
+
+    def add_image(self, image: bytes) -> None:
+        if image not in self._images:
+            self._images.append(image)
+            self._library.standin_add_image(image, ctypes.c_size_t(len(image)))
+
+    def create_context(self, device: int = 0) -> int:
+        context = self._library.standin_create_context(device)
+        self._contexts.append(context)
+        return context
+
+    def destroy_context(self, context: int) -> None:
+        self._contexts.remove(context)
+        self._library.standin_destroy_context(context)
+
+    def reset_context(self, context: int) -> None:
+        """Makes it another context at the same address."""
+        self._library.standin_reset_context(context)
+
+    def set_context(self, context: int | None) -> None:
+        """Sets the calling thread's context."""
+        self._library.standin_set_context(context)
+
+    @property
+    def current_context(self) -> int | None:
+        """The calling thread's."""
+        context = ctypes.c_void_p()
+        self._library.cuCtxGetCurrent(ctypes.byref(context))
+        return context.value
+
+    def create_stream(self, context: int) -> int:
+        return self._library.standin_create_stream(context)
+
+    def set_capturing(self, capturing: bool) -> None:
+        """Says whether another thread is at a capture that loading and unloading would break."""
+        self._library.standin_set_capturing(capturing)
+
+    @property
+    def capture_mode(self) -> int:
+        """The calling thread's ``CUstreamCaptureMode``; 0, global, at first."""
+        return self._library.standin_capture_mode()
+
+    def set_version(self, version: int) -> None:
+        """Sets CUDA's version of the driver: 12080 for 12.8."""
+        self._library.standin_set_version(version)
+
+    def fail(self, function: str, result: int, calls_before: int = 0) -> None:
+        """Makes one later call of a function fail."""
+        self._library.standin_fail(function.encode(), calls_before, result)
+
+    def calls(self, function: str) -> int:
+        return self._library.standin_calls(function.encode())
+
+    @property
+    def live_modules(self) -> int:
+        return self._library.standin_live_modules()
+
+    def on_launch(self, handler: Callable[[Launch], None]) -> None:
+        """Has launches handled; what the handler raises makes the launch fail, and is kept."""
+
+        def call(pointer: ctypes._Pointer) -> int:
+            raw = pointer.contents
+            launch = Launch(
+                self._images[raw.image],
+                raw.function.decode(),
+                tuple(raw.grid),
+                tuple(raw.block),
+                raw.shared_memory,
+                bool(raw.dependent),
+                raw.stream or 0,
+                raw.context,
+                raw.parameters,
+            )
+            try:
+                handler(launch)
+            except BaseException as error:
+                self.errors.append(error)
+                return LAUNCH_FAILED
+            return 0
+
+        # Kept, since ctypes does not.
+        self._callback = _CALLBACK(call)
+        self._library.standin_on_launch(self._callback)
+
+
+def fake_cubin(content: bytes) -> bytes:
+    """An ELF file that readers of bundles take for a cubin: one section, and its content."""
+    ident, names = b"\x7fELF\x02\x01".ljust(16, b"\0"), 0
+    header = (ident, 2, 190, 1, 0, 0, 64, 0, 64, 0, 0, 64, 1, names)
+    section = (0, 1, 0, 0, 128, len(content), 0, 0, 0, 0)
+    return struct.pack("<16s2HI3QI6H", *header) + struct.pack("<2I4Q2I2Q", *section) + content
+
+
+def build(name: str, sources: list[Path], *flags: str) -> Path:
+    """Compiles C++ sources with g++ into build/tests, unless that is done already."""
+    headers = sorted((ROOT / "trt_plugin" / "csrc").glob("*.h"))
+    digest = hashlib.sha256(repr(flags).encode())
+    for file in [*sources, *headers]:
+        digest.update(file.read_bytes())
+    folder = ROOT / "build" / "tests" / digest.hexdigest()[:16]
+    result = folder / name
+    if not result.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f"{name}.{os.getpid()}"
+        warnings = ("-Wall", "-Wextra", "-Werror")
+        command = ["g++", "-std=c++17", *warnings, *map(str, sources), *flags, "-o", str(beside)]
+        subprocess.run(command, check=True)
+        beside.replace(result)
+    return result
+
+
+@cache
+def standin() -> Standin:
+    """The driver of this process: from now on the launcher finds it as libcuda.so.1."""
+    path = build(
+        "libcuda.so.1",
+        [ROOT / "tests" / "native" / "standin.cc"],
+        *("-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-soname,libcuda.so.1"),
+    )
+    return Standin(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))

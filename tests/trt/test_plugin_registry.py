@@ -1,0 +1,183 @@
+"""The library in the registries of real TensorRTs, of both major versions."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import types
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import trt_plugin.plugin
+from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.plan import plan
+from interpreted_gpu import uncompiled_program
+from kernel_runs import layer_of
+from moe_cases import make_case
+from plugin_host import attributes_of
+from standin import ROOT
+from trt_plugin.bundle import Bundle
+from trt_plugin.launcher import library_path
+
+# TensorRT's runtime without the builder, from PyPI. It needs no GPU to be imported.
+LEAN = {"10.16": "cu12", "11.4": "cu13"}
+PIP_SECONDS = 540
+REGISTERED = ["DroplessMoE", "DroplessMoEExperts"]
+
+
+def environment(version: str) -> Path:
+    """The Python of an environment with that TensorRT, which is made once."""
+    folder = ROOT / "build" / "tensorrt" / version
+    folder.mkdir(parents=True, exist_ok=True)
+    python = folder / "venv" / "bin" / "python"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            cuda = LEAN[version]
+            packages = [
+                f"tensorrt-lean-{cuda}-{part}=={version}.*" for part in ("libs", "bindings")
+            ]
+            commands = (
+                [sys.executable, "-m", "venv", "--clear", str(folder / "venv")],
+                [str(python), "-m", "pip", "install", "--quiet", "numpy", *packages],
+            )
+            for command in commands:
+                try:
+                    subprocess.run(
+                        command, check=True, capture_output=True, text=True, timeout=PIP_SECONDS
+                    )
+                except subprocess.CalledProcessError as error:
+                    reason = error.stderr.strip().splitlines()[-1:]
+                    pytest.skip(f"TensorRT {version} cannot be installed: {reason}")
+                except subprocess.TimeoutExpired:
+                    pytest.skip(f"TensorRT {version} takes too long to be installed")
+            (folder / "complete").touch()
+    return python
+
+
+@cache
+def run(version: str) -> tuple[dict, list[str]]:
+    """What tests/support/lean_registry.py reports, and what the library wrote to stderr."""
+    python = environment(version)
+    case = make_case("dropless", (5,), width=16, hidden=24)
+    program = uncompiled_program(plan(layer_of(case), architecture("sm_80")))
+    folder = python.parent.parent.parent
+    bundle = folder / f"model.{os.getpid()}.moek"
+    bundle.write_bytes(Bundle((program,)).data)
+    stored = folder / f"program.{os.getpid()}"
+    stored.write_bytes(program.data)
+    arguments = [library_path(), bundle, stored, json.dumps(attributes_of(case))]
+    done = subprocess.run(
+        [python, ROOT / "tests" / "support" / "lean_registry.py", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    bundle.unlink()
+    stored.unlink()
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr.splitlines()
+
+
+real = pytest.mark.parametrize("version", LEAN)
+
+
+@pytest.mark.slow
+@real
+def test_the_registry_has_the_creators(version):
+    report, _ = run(version)
+    assert report["version"].startswith(version)
+    assert report["creators"] == [[name, "1", "", "IPluginCreatorV3One"] for name in REGISTERED]
+    dropless, experts = report["fields"]
+    assert dropless == [*experts, "scoring", "renormalize", "routed_scaling"]
+    assert {"top_k", "num_experts", "activation", "kernels"} < set(experts)
+
+
+@pytest.mark.slow
+@real
+def test_plugins_are_created_in_both_phases(version):
+    # TensorRT's Python does not clone plugins of C++: its clone() returns None for any.
+    report, _ = run(version)
+    # Python takes any build interface for version 2, whatever that says of itself.
+    types = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuildV2", "IPluginV3OneRuntime")
+    assert report["plugins"] == 2 * [["DroplessMoE", "1", "", 1, *types]]
+
+
+@pytest.mark.slow
+@real
+def test_bad_fields_are_refused_with_a_reason(version):
+    report, log = run(version)
+    assert report["refused"] == [True] * 4
+    errors = [line for line in log if line.startswith("[dynamo-moe] DroplessMoE layers.3.mlp: ")]
+    reasons = [line.split(": ", 1)[1] for line in errors]
+    assert reasons[:3] == [
+        "attribute num_experts is missing",
+        "attribute top_k must be in 1..32, got 0",
+        "attribute top_k must be one INT32, got 1 of CHAR (6)",
+    ]
+    assert reasons[3].startswith("program")
+
+
+@pytest.mark.slow
+@real
+def test_loading_twice(version):
+    report, _ = run(version)
+    assert report["loaded twice"] == (
+        "TensorRT's registry has DroplessMoE and DroplessMoEExperts already: load the library "
+        "once, by trt_plugin.load() or by an engine that holds it"
+    )
+
+
+# --- What load() says where there is no such TensorRT ---
+
+
+class Registry:
+    """A registry that loads nothing."""
+
+    def get_creator(self, name: str, version: str, namespace: str) -> None:
+        return None
+
+    def load_library(self, path: str) -> None:
+        return None
+
+
+def pretend(monkeypatch, version: str) -> None:
+    module = types.ModuleType("tensorrt")
+    module.__version__ = version
+    module.get_plugin_registry = Registry
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    monkeypatch.setattr(trt_plugin.plugin, "library_path", lambda: Path("/lib/libdynamo_moe.so"))
+
+
+@pytest.mark.parametrize("version", ["8.6.1", "10.8.0.43", "12.0.0", "unknown"])
+def test_other_versions_of_tensorrt(monkeypatch, version):
+    pretend(monkeypatch, version)
+    with pytest.raises(trt_plugin.plugin.PluginLoadError) as caught:
+        trt_plugin.plugin.load()
+    assert str(caught.value) == (
+        f"the plugin works with TensorRT 10.9 to 11.x, tensorrt is {version}"
+    )
+
+
+def test_a_library_that_registers_nothing(monkeypatch):
+    pretend(monkeypatch, "10.9.0.34")
+    with pytest.raises(
+        trt_plugin.plugin.PluginLoadError, match=r"did not register DroplessMoE and"
+    ):
+        trt_plugin.plugin.load()
+
+
+def test_without_tensorrt(monkeypatch):
+    for name in ("tensorrt", "tensorrt_lean_bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        trt_plugin.plugin.PluginLoadError,
+        match=r"neither tensorrt nor tensorrt_lean_bindings is installed: install TensorRT, or",
+    ):
+        trt_plugin.plugin.load()
