@@ -385,9 +385,10 @@ class Size:
     slot: Word
 
 
+#: In the order of the nodes' attributes.
 SIZES = (
-    Size("experts", "E", "num_experts", "Experts E.", Word(8)),
     Size("top_k", "K", "top_k", "Experts per token K.", Word(9)),
+    Size("experts", "E", "num_experts", "Experts E.", Word(8)),
     Size("width", "D", "in_features", "Model width D.", Word(10)),
     Size("hidden", "H", "hidden_features", "Hidden width H.", Word(11)),
 )

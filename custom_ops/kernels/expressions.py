@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 #: The number of tokens, and a layer's sizes. A symbol's place is its code in a bundle.
-SYMBOLS = ("T", *(size.symbol for size in SIZES))
+SYMBOLS = ("T", *(s.symbol for s in sorted(SIZES, key=lambda size: size.slot.index)))
 
 
 @dataclass(frozen=True)
