@@ -18,6 +18,7 @@ __all__ = [
     # Names
     "ACTIVATIONS",
     "CLAMPED",
+    "POINTWISE",
     "PRE_NORMS",
     "SCORINGS",
     "Activation",
@@ -52,6 +53,8 @@ SCORINGS: tuple[str, ...] = get_args(Scoring)
 PRE_NORMS: tuple[str, ...] = get_args(PreNorm)
 #: The gatings that clamp gate and up.
 CLAMPED = ("clamped_swiglu", "clamped_silu")
+#: The functions of one number, with or without gating.
+POINTWISE = tuple(name for name in ACTIVATIONS if name not in CLAMPED)
 
 Value = str | bool | float
 _V = TypeVar("_V", bound=Value)

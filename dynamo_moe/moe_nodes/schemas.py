@@ -7,24 +7,34 @@ and onnxscript know them.
 from __future__ import annotations
 
 import onnx.helper
+import onnx_ir as ir
 from onnx.defs import OpSchema
+from onnx_ir.tensor_adapters import from_torch_dtype
 
+from custom_ops.dtypes import FLOATS, IDS
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
 from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS, INPUTS, OPTIONAL_INPUTS
 from dynamo_moe.operators import shape_inference
 from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
 
-__all__ = ["SCHEMAS", "VERSION", "attribute"]
+__all__ = ["FLOAT_TYPES", "ID_TYPES", "SCHEMAS", "VERSION", "attribute"]
 
 VERSION = 1
 
-_FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
+FLOAT_TYPES = tuple(map(from_torch_dtype, FLOATS))
+ID_TYPES = tuple(map(from_torch_dtype, IDS))
+
+
+def _type_strings(types: tuple[ir.DataType, ...]) -> list[str]:
+    return [f"tensor({each.name.lower()})" for each in types]
+
+
 _TYPE_CONSTRAINTS = [
-    ("T", _FLOATS, "Tokens and result."),
-    ("W", _FLOATS, "Experts' parameters."),
-    ("R", _FLOATS, "Router's parameters, or the experts' weights."),
+    ("T", _type_strings(FLOAT_TYPES), "Tokens and result."),
+    ("W", _type_strings(FLOAT_TYPES), "Experts' parameters."),
+    ("R", _type_strings(FLOAT_TYPES), "Router's parameters, or the experts' weights."),
 ]
-_IDS = ("I", ["tensor(int32)", "tensor(int64)"], "Expert indices.")
+_IDS = ("I", _type_strings(ID_TYPES), "Expert indices.")
 
 _TENSORS = {
     "x": ("T", "Tokens [..., D]."),

@@ -15,15 +15,12 @@ from custom_ops.options import (
     RouterOptions,
 )
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
-from dynamo_moe.moe_nodes.schemas import SCHEMAS
+from dynamo_moe.moe_nodes.schemas import FLOAT_TYPES, ID_TYPES, SCHEMAS
 
 __all__ = ["MIN_OPSET", "BodyConfig"]
 
 # Split's num_outputs. The operator Gelu, used where it exists, came with 20.
 MIN_OPSET = 18
-
-_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
-_INTS = (ir.DataType.INT64, ir.DataType.INT32)
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,8 @@ class BodyConfig(ExpertOptions, RouterOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("x_dtype", "w_dtype", "router_dtype"):
-            _check_choice(name, getattr(self, name), _FLOATS)
-        _check_choice("ids_dtype", self.ids_dtype, _INTS)
+            _check_choice(name, getattr(self, name), FLOAT_TYPES)
+        _check_choice("ids_dtype", self.ids_dtype, ID_TYPES)
         if self.has_b2 and not self.has_b1:
             raise ValueError("b2 needs b1 before it: pass zeros for b1 and set has_b1")
         if self.router and self.has_b1 and not self.has_router_bias:
