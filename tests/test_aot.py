@@ -46,10 +46,10 @@ class Counter:
     """Progress that counts."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
 
     def __call__(self, done: int, total: int) -> None:
-        self.told.append((done, total))
+        self.calls.append((done, total))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def bundle(first: tuple[Bundle, Counter]) -> Bundle:
 def test_equal_kernels_are_compiled_once(first: tuple[Bundle, Counter]) -> None:
     bundle, counter = first
     # Three for sm_80, which the third plan shares; two for sm_90.
-    assert counter.told == [(done, 5) for done in range(6)]
+    assert counter.calls == [(done, 5) for done in range(6)]
     assert [len(program.kernels) for program in bundle.programs] == [3, 2, 1]
     assert [launch.kernel for launch in bundle.programs[0].ranges[1].launches] == [0, 1, 2]
     assert bundle.programs[2].kernels[0] == bundle.programs[0].kernels[1]
@@ -130,11 +130,11 @@ def test_a_tensor_map_comes_with_shape_and_strides(bundle: Bundle) -> None:
     launch = bundle.programs[1].ranges[0].launches[0]
     kinds = [argument.kind for argument in launch.arguments]
     assert kinds == ["tensor_map", *["i32"] * 3, *["i64"] * 3, "tensor", "null", "null"]
-    told: Any = launch.arguments[0].value
-    assert (told.tensor, told.dtype, told.sizes) == ("w1", 6, (64, 128, 4))
-    assert told.strides == (2, 128, 16384)
+    encoded: Any = launch.arguments[0].value
+    assert (encoded.tensor, encoded.dtype, encoded.sizes) == ("w1", 6, (64, 128, 4))
+    assert encoded.strides == (2, 128, 16384)
     # 32 float16 are 64 bytes, the widest swizzle that they fill.
-    assert (told.box, told.swizzle) == ((32, 32, 1), 2)
+    assert (encoded.box, encoded.swizzle) == ((32, 32, 1), 2)
     values = [str(argument.value) for argument in launch.arguments[1:7]]
     assert values == ["4", "128", "64", "8192", "64", "1"]
 
@@ -253,7 +253,7 @@ def test_the_second_run_compiles_nothing(
     started = time.perf_counter()
     again = compile_plans(PLANS, progress=counter, cache=cache)
     assert time.perf_counter() - started < 1
-    assert counter.told == [(5, 5)]
+    assert counter.calls == [(5, 5)]
     assert again.data == bundle.data
 
 
@@ -267,11 +267,11 @@ def test_damaged_entries_are_compiled_again(cache: Path, bundle: Bundle, tmp_pat
         )
     plans, counter = [PLANS[0]], Counter()
     again = compile_plans(plans, progress=counter, cache=copy)
-    assert counter.told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert counter.calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert again.programs == bundle.programs[:1]
     counter = Counter()
     compile_plans(plans, progress=counter, cache=copy)
-    assert counter.told == [(3, 3)]
+    assert counter.calls == [(3, 3)]
 
 
 def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_the_first_failure_ends_the_others(tmp_path: Path, monkeypatch: pytest.M
         compile_tasks([task, replace(task, module="sleeps")], 2, lambda _, __: None)
 
 
-def test_an_error_of_ptxas_is_told_by_its_own_line() -> None:
+def test_an_error_of_ptxas_is_named_by_its_own_line() -> None:
     said = "PTXASError: failed\n`ptxas` stderr:\nptxas fatal   : too much\nRepro command: ptxas -v"
     error = CompileError("a kernel does not compile", said)
     assert str(error) == "a kernel does not compile: ptxas fatal   : too much"

@@ -42,7 +42,7 @@ Status ReadHeader(const char* kind, const unsigned char (&magic)[format::kMagicS
 }
 
 // A failure's message, after the name of what was read.
-Status Within(const std::string& name, Status status) {
+Status Within(const std::string& name, const Status& status) {
   return status.ok() ? status : Status(status.code(), Text(name, ": ", status.message()));
 }
 

@@ -52,7 +52,7 @@ class Program {
 
   Sizes SizesFor(std::int64_t tokens) const;
 
-  // The range of a number of tokens, at least 1; null where there is none.
+  // The range of a number of tokens, at least 1; null if there is none.
   const format::Range* RangeOf(std::int64_t tokens) const;
 
   Status Evaluate(std::uint32_t expression, const Sizes& sizes, std::int64_t* value) const;

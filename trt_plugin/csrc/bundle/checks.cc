@@ -6,7 +6,7 @@
 namespace dynamo_moe {
 namespace {
 
-// 64 bits, least significant byte first.
+// 64 bits, little-endian.
 constexpr unsigned char kElfMagic[] = {0x7F, 'E', 'L', 'F', 2, 1};
 constexpr std::uint16_t kCuda = 190;
 // SHT_NOBITS: the section has no content in the file.
@@ -56,7 +56,7 @@ Status CheckTable(const char* what, std::uint64_t offset, std::uint64_t count, s
   return CheckWithin(Text("bytes of the cubin's ", what).c_str(), offset, count * expected, size);
 }
 
-// Bytes of a CUtensorMapDataType's element; 0 where no kernel has such tensors.
+// Bytes per element of a CUtensorMapDataType; 0 if no kernel has such tensors.
 std::uint64_t ElementSize(std::uint32_t type) {
   switch (type) {
     case format::kMapFloat16:
@@ -69,7 +69,7 @@ std::uint64_t ElementSize(std::uint32_t type) {
   }
 }
 
-// Bytes that a CUtensorMapSwizzle other than 0 permutes: 32, 64 or 128.
+// The bytes that a CUtensorMapSwizzle other than 0 permutes: 32, 64 or 128.
 std::uint64_t SwizzleSpan(std::uint32_t swizzle) { return std::uint64_t{16} << swizzle; }
 
 Status CheckAxis(const format::TensorMap& record, std::uint32_t axis) {

@@ -9,7 +9,7 @@
 namespace dynamo_moe {
 namespace {
 
-// Appends JSON to a text. Commas are put between the items of an object or array.
+// Appends JSON to a text, with commas between the items of objects and arrays.
 class Json {
  public:
   explicit Json(std::string* text) : text_(*text) {}
@@ -45,7 +45,7 @@ class Json {
     return *this;
   }
 
-  // Text has no control characters: the bundle's is checked.
+  // The text must have no control characters; a bundle's has been checked.
   void String(std::string_view text) {
     text_ += '"';
     for (const char each : text) {
@@ -93,8 +93,8 @@ class Json {
   bool first_ = true;
 };
 
-// Writes a program's tables. Records that others share are written once and referred to by index,
-// so that the text grows with the program.
+// Writes a program's tables. Shared records are written once and referred to by index, so that the
+// text's size is proportional to the program's.
 class ProgramWriter {
  public:
   ProgramWriter(const Program& program, std::size_t offset, Json* json)

@@ -13,7 +13,7 @@ constexpr const char* kLibrary = "libcuda.so.1";
 template <typename Function>
 bool Resolve(void* library, const char* name, Function* function) {
   void* const symbol = dlsym(library, name);
-  // A function's address in a data pointer: POSIX defines dlsym by it.
+  // POSIX requires that a data pointer can hold a function's address.
   *function = reinterpret_cast<Function>(symbol);
   return symbol != nullptr;
 }

@@ -1,7 +1,8 @@
-// The CUDA driver, loaded at run time: building needs no CUDA toolkit, loading this library no GPU.
+// The CUDA driver, loaded at run time: this library builds without a CUDA toolkit and loads without
+// a GPU.
 //
 // The types repeat the driver's binary interface (cuda.h of CUDA 12 and 13). This header includes
-// the standard library alone.
+// only the standard library.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +36,7 @@ inline constexpr int kPreferShared = 1;
 inline constexpr int kRelaxed = 2;
 // CUlaunchAttributeID
 inline constexpr int kProgrammaticStreamSerialization = 6;
-// Drivers up to this version, 13.1, mark maps of small tensors wrongly: see Launcher::Encode.
+// Drivers up to this version, 13.1, mark maps of small tensors wrongly: see EncodeTensorMap.
 inline constexpr int kLastVersionMarkingSmallMaps = 13010;
 // CUtensorMapL2promotion: what Triton asks for.
 inline constexpr int kL2Promotion128B = 2;
@@ -85,11 +86,11 @@ struct Driver {
   Result (*module_get_function)(Function* function, Module module, const char* name);
   Result (*function_set_attribute)(Function function, int attribute, int value);
   Result (*launch)(const LaunchConfig* config, Function function, void** parameters, void** extra);
-  // Null where the driver lacks them, and then left out.
+  // Null if the driver lacks them; they are then not called.
   Result (*exchange_capture_mode)(int* mode);
   Result (*function_set_cache_config)(Function function, int config);
-  // A context's number, which no later one has. Null, as the next, where the driver is older than
-  // CUDA 12.
+  // A context's number, which no later context gets. This function and the next are null if the
+  // driver is older than CUDA 12.
   Result (*context_get_id)(Context context, unsigned long long* id);
   Result (*tensor_map_encode_tiled)(TensorMap* map, int type, std::uint32_t rank, void* address,
                                     const std::uint64_t* sizes, const std::uint64_t* strides,
@@ -97,8 +98,8 @@ struct Driver {
                                     int interleave, int swizzle, int l2_promotion, int fill);
 };
 
-// The driver, loaded and initialised by the first call that succeeds; null, with a status, where
-// there is none.
+// The driver, loaded and initialised by the first call that succeeds; null, with a status, if there
+// is none.
 const Driver* Load(Status* status);
 
 // Makes a context current for as long as it lives.
@@ -109,7 +110,7 @@ class ScopedContext {
   ScopedContext& operator=(const ScopedContext&) = delete;
   ~ScopedContext();
 
-  // Once at most.
+  // May be called once.
   Result Push(Context context);
 
  private:
@@ -117,8 +118,8 @@ class ScopedContext {
   bool pushed_ = false;
 };
 
-// Lets this thread call, for as long as it lives, what a stream capture forbids: loading a module
-// would else invalidate the capture that another thread is at.
+// Permits this thread, for as long as it lives, calls that a stream capture forbids: loading a
+// module would otherwise invalidate another thread's capture.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver);

@@ -129,7 +129,7 @@ class Launcher::Call {
     return {};
   }
 
-  // Stores an argument's value and, in the list of parameters, where it is.
+  // Stores an argument's value, and its address in the list of parameters.
   Status Resolve(const format::Argument& argument, const format::Kernel& kernel,
                  std::size_t position) {
     const Program& program = launcher_.program();
@@ -292,7 +292,7 @@ Status Launcher::Encode(const cuda::Driver& driver, std::size_t index, const voi
   const std::scoped_lock lock(encoding_);
   EncodedMap& encoded = maps_[index];
   if (encoded.address != address) {
-    // In case of a failure.
+    // Encoding may fail.
     encoded.address = nullptr;
     DYNAMO_MOE_RETURN_IF_ERROR(
         EncodeTensorMap(driver, program().tensor_maps()[index], address, &encoded.map));

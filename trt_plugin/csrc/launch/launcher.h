@@ -11,7 +11,7 @@
 
 namespace dynamo_moe {
 
-// A program as one layer uses it: what it shares with equal programs, and its own weights.
+// A program as one layer uses it: the part shared with equal programs, and maps of its own weights.
 class Launcher {
  public:
   static Status Open(const void* data, std::size_t size, std::unique_ptr<Launcher>* launcher);
@@ -32,7 +32,7 @@ class Launcher {
 
   explicit Launcher(std::shared_ptr<SharedProgram> shared);
 
-  // The map of a tensor at an address, which is encoded again when the address has changed.
+  // The map of a tensor at an address; encodes it again if the address has changed.
   Status Encode(const cuda::Driver& driver, std::size_t index, const void* address,
                 cuda::TensorMap* map);
 

@@ -9,7 +9,7 @@
 namespace dynamo_moe {
 namespace {
 
-// What a kernel may use without asking for more.
+// A kernel may use this much without an attribute.
 constexpr std::uint32_t kDefaultSharedMemory = 48 * 1024;
 constexpr std::uint32_t kFirstSpecificArchitecture = 90;
 constexpr std::uint32_t kTegraArchitecture = 87;
@@ -46,7 +46,7 @@ Status CurrentDevice(const cuda::Driver& driver, cuda::Device* device) {
   return result == cuda::kSuccess ? Status() : cuda::Failure(driver, result, "cuCtxGetDevice");
 }
 
-// The current context's device; where there is none, the only one.
+// The current context's device, or the only device if there is no context.
 Status CurrentOrOnlyDevice(const cuda::Driver& driver, cuda::Device* device) {
   cuda::Context context = nullptr;
   DYNAMO_MOE_RETURN_IF_ERROR(FindContext(driver, &context));
@@ -92,7 +92,7 @@ LoadedKernels::~LoadedKernels() {
   if (modules_.empty()) {
     return;
   }
-  // Where the context is gone, its modules are too, and its address may be another context's.
+  // If the context is gone, so are its modules, and another context may have its address.
   unsigned long long id = context_id_;
   if (driver_.context_get_id != nullptr &&
       (driver_.context_get_id(context_, &id) != cuda::kSuccess || id != context_id_)) {
@@ -153,7 +153,7 @@ Status LoadedKernels::LoadKernel(const Program& program, const format::Kernel& k
     if (result != cuda::kSuccess) {
       return cuda::Failure(driver_, result, Text("kernel ", name, ": cuFuncSetAttribute"));
     }
-    // A hint, as Triton gives it: without it, an SM may have shared memory for fewer blocks.
+    // The same hint as Triton's: without it, an SM may have shared memory for fewer blocks.
     if (driver_.function_set_cache_config != nullptr) {
       driver_.function_set_cache_config(function, cuda::kPreferShared);
     }
@@ -181,7 +181,7 @@ Status SharedProgram::Open(const void* data, std::size_t size,
       return {};
     }
   }
-  // Those that nobody uses any more keep their memory until they are forgotten.
+  // Unused programs keep their memory until their entries are erased.
   for (auto each = in_use.begin(); each != in_use.end();) {
     each = each->second.expired() ? in_use.erase(each) : std::next(each);
   }
@@ -210,7 +210,7 @@ Status SharedProgram::Kernels(const cuda::Driver& driver,
   DYNAMO_MOE_RETURN_IF_ERROR(loaded->Load(program_));
   *kernels = loaded;
   const std::scoped_lock change(finding_);
-  // One that was at this address is gone.
+  // An earlier context at this address is gone.
   const auto gone = std::find_if(loaded_.begin(), loaded_.end(),
                                  [&](const auto& each) { return each->IsAt(context); });
   if (gone != loaded_.end()) {

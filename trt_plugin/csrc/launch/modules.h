@@ -14,18 +14,18 @@
 namespace dynamo_moe {
 
 // Whether a program for one architecture runs on a device of another. Code for sm_90 and later uses
-// what that architecture alone has; code for sm_8x runs on later sm_8x, but sm_87 (Orin, a Tegra)
-// runs its own code alone, and no other runs that.
+// features of that one architecture. Code for sm_8x runs on later sm_8x, except that sm_87 (Orin, a
+// Tegra) runs only its own code, which runs nowhere else.
 bool RunsOn(std::uint32_t program, std::uint32_t device);
 
-// The calling thread's current context; null where it has none.
+// The calling thread's current context; null if it has none.
 Status FindContext(const cuda::Driver& driver, cuda::Context* context);
 
-// The architecture of the current context's device, or of the only one where no context is current:
+// The architecture of the current context's device, or of the only device if no context is current:
 // 90 for sm_90.
 Status CurrentArchitecture(const cuda::Driver& driver, std::uint32_t* architecture);
 
-// The kernels in one context, in the program's order. Unloads them.
+// The kernels in one context, in the program's order. The destructor unloads them.
 class LoadedKernels {
  public:
   LoadedKernels(const cuda::Driver& driver, cuda::Context context, unsigned long long context_id)
@@ -34,7 +34,7 @@ class LoadedKernels {
   LoadedKernels& operator=(const LoadedKernels&) = delete;
   ~LoadedKernels();
 
-  // Loads into the context, which is the current one.
+  // Loads into the context, which must be the current one.
   Status Load(const Program& program);
 
   bool IsFor(cuda::Context context, unsigned long long context_id) const {
@@ -61,7 +61,7 @@ class SharedProgram {
 
   const Program& program() const { return program_; }
 
-  // The kernels in the current context, which are loaded there if they are not yet.
+  // The kernels in the current context; loads them if necessary.
   Status Kernels(const cuda::Driver& driver, std::shared_ptr<const LoadedKernels>* kernels);
 
  private:
@@ -69,7 +69,7 @@ class SharedProgram {
                                             unsigned long long context_id) const;
 
   Program program_;
-  // Held while kernels are loaded, which looking others up does not wait for.
+  // Held while kernels are loaded. Looking up loaded kernels does not wait for it.
   std::mutex loading_;
   mutable std::shared_mutex finding_;
   // At most one for each context's address.

@@ -1,5 +1,5 @@
-// Compares our declaration of TensorRT's interface with the SDK's headers, where there are any. It
-// names each difference, and fails if there is one.
+// Compares our declaration of TensorRT's interface with the SDK's headers, if they are installed.
+// It names each difference, and fails if there is one.
 //
 // A virtual function's place in its table is what a pointer to the member holds under the Itanium
 // C++ ABI, which every compiler on Linux follows.

@@ -48,7 +48,7 @@ std::string ShapeText(const Dims& dims) {
   return text + "]";
 }
 
-// A weight's shape; the tokens' tensors have any number of dimensions before their last.
+// A weight's shape. Tensors of tokens may have any number of dimensions before their last.
 struct Shape {
   std::int64_t sizes[3];
   std::int32_t rank;
@@ -135,7 +135,7 @@ const PluginTensorDesc* Plain(const Description& description) {
   }
 }
 
-// Gathers the descriptions up to the position `last`; those behind it stay null.
+// Gathers the descriptions up to the position `last`; later ones stay null.
 template <typename Description>
 Status Gather(format::Operator op, const Description* in, std::int32_t inputs,
               const Description* out, std::int32_t last, Call* call) {

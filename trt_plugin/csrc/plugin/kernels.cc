@@ -18,11 +18,11 @@ namespace {
 constexpr const char* kPathVariable = "DYNAMO_MOE_KERNELS";
 constexpr const char* kFileName = "dynamo_moe.moek";
 
-// A file that has not changed.
+// Stays the same as long as a file is not changed.
 using FileIdentity = std::tuple<dev_t, ino_t, off_t, time_t, long>;
 
 std::mutex opening;
-// Never destroyed: plugins may outlive what the end of the process destroys.
+// Never destroyed: plugins may outlive static objects.
 std::map<FileIdentity, std::weak_ptr<Bundle>>& OpenBundles() {
   static auto* const bundles = new std::map<FileIdentity, std::weak_ptr<Bundle>>();
   return *bundles;
@@ -53,7 +53,7 @@ Status CannotRead(const std::string& path) {
                          kPathVariable);
 }
 
-// A bundle and a program have theirs at the same place.
+// The checksum is at the same place in bundles and programs.
 std::uint32_t ChecksumIn(std::string_view bytes) {
   std::uint32_t checksum;
   std::memcpy(&checksum, bytes.data() + format::kChecksumOffset, sizeof(checksum));
@@ -106,7 +106,7 @@ Status Bundle::Read(std::size_t size) {
     return CannotRead(path_);
   }
   bytes_.resize(size);
-  // A file that has become shorter is a damaged bundle.
+  // If the file has become shorter, the bundle counts as damaged.
   bytes_.resize(std::fread(bytes_.data(), 1, size, file.get()));
   if (std::ferror(file.get()) != 0) {
     return CannotRead(path_);

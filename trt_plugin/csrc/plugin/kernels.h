@@ -1,5 +1,5 @@
-// The kernels that a plugin runs: looked up in a bundle when an engine is built, and stored in the
-// engine.
+// The kernels that a plugin runs. They are looked up in a bundle when an engine is built, and
+// stored in the engine.
 #pragma once
 
 #include <cstddef>
@@ -41,16 +41,16 @@ class Kernels {
 // A bundle in memory; plugins that use the same file share one.
 class Bundle {
  public:
-  // Opens the bundle at a path; where that is empty, at the one that the environment variable
-  // DYNAMO_MOE_KERNELS names; else dynamo_moe.moek beside this library.
+  // Opens the bundle at a path. If that is empty, opens the one that the environment variable
+  // DYNAMO_MOE_KERNELS names, or else dynamo_moe.moek beside this library.
   static Status Open(const std::string& path, std::shared_ptr<Bundle>* bundle);
 
   const std::string& path() const { return path_; }
-  // Of the whole file.
+  // The whole file's checksum.
   std::uint32_t checksum() const;
   const std::vector<dynamo_moe_layer>& layers() const { return layers_; }
 
-  // The bytes of the layer's program that runs on an architecture, which lie in the bundle.
+  // The bytes of the layer's program for an architecture. They lie in the bundle.
   Status Find(const dynamo_moe_layer& layer, std::uint32_t architecture, std::string_view* program);
 
  private:
@@ -60,7 +60,7 @@ class Bundle {
   std::string bytes_;
   std::vector<dynamo_moe_layer> layers_;
   std::mutex finding_;
-  // Looking a program up checks the whole bundle. By layer and architecture.
+  // By layer and architecture: each look-up in the library checks the whole bundle.
   std::map<std::pair<std::string, std::uint32_t>, std::string_view> found_;
 };
 

@@ -14,11 +14,11 @@ namespace {
 namespace v10 = tensorrt::v10;
 namespace v11 = tensorrt::v11;
 
-// TensorRT asks for at most so much, with the terminator.
+// The longest message that TensorRT permits, with the terminator.
 constexpr std::size_t kMaxMessage = 1024;
 
-// The TensorRT that has loaded us. Loggers are laid out by its version, which none of their
-// functions tells in version 10: the library that holds the finder's code does.
+// The TensorRT that has loaded us. The layout of loggers depends on its version. In version 10 none
+// of their functions gives it, but the library that holds the finder's code does.
 struct Host {
   void* finder = nullptr;
   int major = 0;

@@ -12,14 +12,15 @@ namespace dynamo_moe::plugin {
 // Keeps what setLoggerFinder() was given; null is permitted.
 void SetLoggerFinder(void* finder) noexcept;
 
-// Logs "subject: message": to the logger of the engine or builder that is calling; where there is
-// none, to the one that TensorRT was last given; where there is none either, to stderr.
+// Logs "subject: message" to the logger of the engine or builder that is calling, or else to the
+// one that TensorRT was last given, or else to stderr.
 void Log(tensorrt::Severity severity, const char* subject, const char* message) noexcept;
 
 // A failed call of the launcher, with its message.
 Status FromLauncher(dynamo_moe_status code);
 
-// Runs what returns a Status; logs what went wrong. Returns 0 or the status, as TensorRT wants it.
+// Calls a function that returns a Status, and logs a failure. Returns 0 or the status's code, as
+// TensorRT expects.
 template <typename Function>
 int Guard(const char* subject, const Function& function) noexcept {
   try {

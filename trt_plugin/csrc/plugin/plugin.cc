@@ -22,7 +22,7 @@ using nvinfer1::PluginFieldType;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
-// The one field that an engine stores: a program of a bundle. The layer is in it.
+// The one field that an engine stores: a program of a bundle, which includes the layer.
 constexpr const char* kProgramField = "program";
 
 // The dtypes of a layer's inputs in words.
@@ -183,8 +183,8 @@ bool Plugin::HasKernels(const Call& call, std::int32_t position) const {
   });
 }
 
-// A strongly typed network asks for its dtypes alone, and fails if they are refused. Others may ask
-// for any: what they learn of it is a warning, once.
+// A strongly typed network asks only for its own dtypes, and fails if they are refused. For other
+// networks, which may ask for any dtypes, one warning says what is supported.
 void Plugin::WarnOfRefusal(const Call& call, std::int32_t position) const {
   if (layer_->bundle == nullptr || layer_->has_warned.exchange(true)) {
     return;
@@ -217,7 +217,7 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
       DYNAMO_MOE_RETURN_IF_ERROR(CompleteLayer(call, &layer));
       DYNAMO_MOE_RETURN_IF_ERROR(Choose(layer));
     }
-    // getWorkspaceSize() cannot fail: that the profile has too many tokens is said here.
+    // getWorkspaceSize() cannot fail, so a profile with too many tokens is refused here.
     std::size_t size = 0;
     return FromLauncher(
         dynamo_moe_program_workspace(kernels_->program(), Tokens(in[0].max), &size));
@@ -230,7 +230,7 @@ Status Plugin::Choose(const dynamo_moe_layer& layer) {
   std::string_view program;
   Status status = layer_->bundle->Find(layer, architecture, &program);
   if (status.code() == DYNAMO_MOE_NOT_FOUND && layer.experts_dtype == format::kFloat32) {
-    // Whoever compiled the bundle chose between exact and fast products.
+    // A bundle with TF32 products only was compiled that way on purpose.
     dynamo_moe_layer fast = layer;
     fast.flags |= format::kTf32;
     if (layer_->bundle->Find(fast, architecture, &program).ok()) {
@@ -276,7 +276,7 @@ std::int32_t Plugin::onShapeChange(const PluginTensorDesc* in, std::int32_t inpu
     DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->op, in, inputs, out, outputs, &call));
     DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
     DYNAMO_MOE_RETURN_IF_ERROR(CheckCall(kernels_->layer(), call));
-    // Does nothing where the kernels are loaded already. Now, since enqueue() may be captured.
+    // Does nothing if the kernels are already loaded. enqueue() is too late: it may be captured.
     return FromLauncher(dynamo_moe_program_prepare(kernels_->program()));
   });
 }
@@ -291,7 +291,7 @@ std::int32_t Plugin::enqueue(const PluginTensorDesc* input_descriptions,
     const void* tensors[format::kTensors] = {};
     const Span<format::Tensor> order = InputsOf(layer_->op);
     for (std::size_t i = 0; i < order.size(); ++i) {
-      // An absent input lies beyond the node's, or has no memory.
+      // An absent input lies beyond the node's inputs, or has no memory.
       if (DtypeIn(kernels_->layer(), order[i]) != format::kNone) {
         tensors[order[i]] = inputs[i];
       }
@@ -309,7 +309,7 @@ std::int32_t Plugin::enqueue(const PluginTensorDesc* input_descriptions,
     const auto address = reinterpret_cast<std::uintptr_t>(workspace);
     // Null stays null.
     void* const aligned = static_cast<char*>(workspace) + (-address % format::kWorkspaceAlignment);
-    // TensorRT does not tell the workspace's size; it is what getWorkspaceSize() asked for.
+    // TensorRT does not pass the workspace's size; it is what getWorkspaceSize() asked for.
     constexpr std::size_t kEnough = std::numeric_limits<std::size_t>::max();
     return FromLauncher(dynamo_moe_program_enqueue(
         kernels_->program(), Tokens(input_descriptions[0].dims), &call, aligned, kEnough, stream));

@@ -16,7 +16,7 @@ namespace dynamo_moe::plugin {
 inline constexpr const char* kVersion = "1";
 inline constexpr const char* kNamespace = "";
 
-// A clone copies all capabilities, so that one object has them.
+// One object has all capabilities, since a clone copies all of them.
 // NOLINTNEXTLINE(misc-multiple-inheritance)
 class Plugin final : public nvinfer1::IPluginV3,
                      public nvinfer1::IPluginV3OneCore,
@@ -78,11 +78,11 @@ class Plugin final : public nvinfer1::IPluginV3,
   // What a plugin's clones share.
   struct Layer {
     format::Operator op;
-    // Begins messages: the operator's and the layer's name.
+    // The operator's and the layer's name, with which messages begin.
     std::string subject;
-    // Attributes alone: without dtypes and biases.
+    // Only the attributes: no dtypes and biases.
     dynamo_moe_layer attributes;
-    // Null for a layer of an engine, which brings its kernels along.
+    // Null for a layer of an engine, which holds its kernels.
     std::shared_ptr<Bundle> bundle;
     std::string description;
     std::string timing_id;

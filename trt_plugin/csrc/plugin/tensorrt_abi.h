@@ -1,9 +1,9 @@
-// What a version 3 plugin implements and calls of TensorRT's C++ interface, as TensorRT 10.0 to 11
-// have it. No package holds TensorRT's headers, so this is our own declaration of their binary
+// The part of TensorRT's C++ interface that a version 3 plugin implements and calls, as in TensorRT
+// 10.0 to 11. No package holds TensorRT's headers, so this is our own declaration of their binary
 // interface: names, the order of virtual functions, signatures, values. With
 // DYNAMO_MOE_TENSORRT_SDK the SDK's headers take its place; abi_check.cc compares the two.
 //
-// Without the SDK this header includes the standard library alone.
+// Without the SDK, this header includes only the standard library.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +39,7 @@ enum class DataType : std::int32_t {
   kINT64 = 8,
 };
 
-// Of the layouts in memory, the one that we use.
+// The one memory layout that we use.
 enum class TensorFormat : std::int32_t { kLINEAR = 0 };
 
 enum class APILanguage : std::int32_t { kCPP = 0, kPYTHON = 1 };
@@ -86,7 +86,7 @@ struct DynamicPluginTensorDesc {
   Dims opt;
 };
 
-// We hand on expressions of sizes, and make none.
+// We pass expressions of sizes on, but make none.
 class IDimensionExpr;
 class IExprBuilder;
 
