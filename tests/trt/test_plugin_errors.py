@@ -26,7 +26,7 @@ from plugin_host import (
 )
 from standin import LAUNCH_FAILED, OUT_OF_MEMORY, standin
 from standin_gpu import StandinGpu
-from trt_plugin.launcher import library_path
+from trt_plugin.native import library_path
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
