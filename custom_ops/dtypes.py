@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["FLOATS", "IDS", "KERNEL_FLOATS", "SHORT_NAMES", "dtype_name"]
+__all__ = ["CODES", "FLOATS", "IDS", "KERNEL_FLOATS", "SHORT_NAMES", "dtype_name"]
 
 #: Of tokens, routers and experts in the kernels.
 KERNEL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -14,6 +14,9 @@ KERNEL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FLOATS = (*KERNEL_FLOATS, torch.float64)
 #: Of expert ids.
 IDS = (torch.int32, torch.int64)
+
+#: A dtype's place is its code in a bundle; None: there is no such tensor.
+CODES: tuple[torch.dtype | None, ...] = (None, *KERNEL_FLOATS, *IDS, torch.uint8)
 
 #: Triton's names of what a kernel's pointers point to.
 SHORT_NAMES: Mapping[torch.dtype, str] = {
@@ -27,5 +30,5 @@ SHORT_NAMES: Mapping[torch.dtype, str] = {
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
-    """Returns a dtype's name without ``torch.``; None has the name ``None``."""
-    return str(dtype).removeprefix("torch.")
+    """Returns a dtype's name without ``torch.``; that of None is ``none``."""
+    return "none" if dtype is None else str(dtype).removeprefix("torch.")

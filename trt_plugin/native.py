@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STATUSES", "LauncherError", "call", "close", "free_json", "library_path"]
+__all__ = ["STATUSES", "LauncherError", "call", "call_for_json", "close", "library_path"]
 
 #: Names of the library's statuses, by their numbers.
 STATUSES = (
@@ -23,6 +24,7 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "bundle_describe": (ctypes.c_char_p, _SIZE, _POINTER),
     "bundle_find": (ctypes.c_char_p, _SIZE, _POINTER, ctypes.c_uint32, _POINTER, _POINTER),
+    "layer_describe": (ctypes.c_char_p, _POINTER),
     "expression_evaluate": (ctypes.c_char_p, _SIZE, _POINTER, _POINTER),
     "program_open": (ctypes.c_char_p, _SIZE, _POINTER),
     "program_workspace": (_POINTER, ctypes.c_int64, _POINTER),
@@ -79,9 +81,19 @@ def close(program: ctypes.c_void_p) -> None:
     _library().dynamo_moe_program_close(program)
 
 
-def free_json(text: ctypes.c_char_p) -> None:
-    """Frees a text of ``bundle_describe``."""
-    _library().dynamo_moe_json_free(text)
+def call_for_json(name: str, *arguments: Any) -> Any:
+    """Calls ``dynamo_moe_<name>``, whose last result is a JSON text, and returns its value.
+
+    Raises:
+        LauncherError: If its status is not ok.
+        FileNotFoundError: If the library is missing.
+    """
+    text = ctypes.c_char_p()
+    call(name, *arguments, ctypes.byref(text))
+    try:
+        return json.loads(text.value or b"")
+    finally:
+        _library().dynamo_moe_json_free(text)
 
 
 @cache

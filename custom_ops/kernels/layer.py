@@ -9,10 +9,12 @@ import torch
 from custom_ops.dtypes import IDS, KERNEL_FLOATS, dtype_name
 from custom_ops.options import SIZES, ExpertOptions, RouterOptions
 
-__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "Layer"]
+__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "SIZE_MULTIPLE", "Layer"]
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
+#: Of the model width and the hidden width.
+SIZE_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,10 @@ class Layer:
             ("D, the model width,", self.width),
             ("H, the hidden width,", self.hidden),
         ):
-            if value < 8 or value % 8:
-                raise ValueError(f"the kernels need {name} to be a multiple of 8, got {value}")
+            if value < SIZE_MULTIPLE or value % SIZE_MULTIPLE:
+                raise ValueError(
+                    f"the kernels need {name} to be a multiple of {SIZE_MULTIPLE}, got {value}"
+                )
         self._check_dtype("tokens_dtype", KERNEL_FLOATS)
         self._check_dtype("experts_dtype", KERNEL_FLOATS)
         if self.router is None:

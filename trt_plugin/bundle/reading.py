@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +17,7 @@ from trt_plugin.bundle.parts import (
 )
 from trt_plugin.bundle.programs import Bundle, Program
 from trt_plugin.bundle.records import FILE_MAGIC, LayerRecord
-from trt_plugin.native import LauncherError, call, free_json
+from trt_plugin.native import LauncherError, call_for_json
 
 __all__ = ["BundleError", "is_bundle", "read"]
 
@@ -51,23 +49,13 @@ def read(source: str | PathLike[str] | bytes) -> Bundle:
     """
     data = source if isinstance(source, bytes) else Path(source).read_bytes()
     try:
-        programs = _described(data)
+        programs: list[dict[str, Any]] = call_for_json("bundle_describe", data, len(data))
     except LauncherError as error:
         if error.status != "invalid bundle":
             raise
         where = "" if isinstance(source, bytes) else f"{source}: "
         raise BundleError(f"{where}{error.message}") from None
     return Bundle(tuple(_program(each, data) for each in programs))
-
-
-def _described(data: bytes) -> list[dict[str, Any]]:
-    text = ctypes.c_char_p()
-    call("bundle_describe", data, len(data), ctypes.byref(text))
-    try:
-        programs: list[dict[str, Any]] = json.loads(text.value or b"")
-    finally:
-        free_json(text)
-    return programs
 
 
 def _program(described: dict[str, Any], data: bytes) -> Program:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from struct import Struct
 from typing import NamedTuple
 
+from trt_plugin.native import call_for_json
+
 __all__ = [
     # Headers
     "DIRECTORY_ENTRY",
@@ -30,15 +32,12 @@ __all__ = [
     "TABLES",
     "TENSOR_MAP",
     # Codes
-    "ACTIVATIONS",
     "ARGUMENT_KINDS",
     "DEPENDENT_LAUNCH",
-    "DTYPES",
-    "LAYER_FLAGS",
+    "FLAGS_WITHOUT_OPTION",
+    "FLAGS_WORD",
     "MAP_DTYPES",
     "OPERATIONS",
-    "OPERATORS",
-    "SCORINGS",
     "SYMBOLS",
     "TENSORS",
     # The layer
@@ -96,12 +95,7 @@ TABLES = {
 }
 PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_ENTRY.size
 
-# A code is the index of its name.
-OPERATORS = ("dropless", "experts")
-DTYPES = ("none", "float32", "float16", "bfloat16", "int32", "int64", "uint8")
-ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu")
-CLAMPED = ("clamped_swiglu", "clamped_silu")
-SCORINGS = ("softmax", "topk_softmax", "sigmoid")
+# A code is the index of its name. The library has the layer's names.
 TENSORS = (
     *("x", "router_weight", "router_bias", "expert_ids", "expert_weights"),
     *("w1", "b1", "w2", "b2", "y"),
@@ -109,18 +103,9 @@ TENSORS = (
 ARGUMENT_KINDS = ("null", "tensor", "workspace", "i32", "i64", "tensor_map")
 SYMBOLS = ("T", "E", "K", "D", "H")
 OPERATIONS = ("const", "symbol", "add", "sub", "mul", "floordiv", "cdiv", "min", "max")
-#: Bits of a layer's flags.
-LAYER_FLAGS = {
-    "b1": 1,
-    "b2": 2,
-    "gated": 4,
-    "interleaved": 8,
-    "weight_on_input": 16,
-    "renormalize": 32,
-    "tf32": 64,
-    "rms_norm": 128,
-    "residual": 256,
-}
+#: The layer's word of flags, and the bits of those that are no options.
+FLAGS_WORD = 5
+FLAGS_WITHOUT_OPTION = {"b1": 1, "b2": 2, "tf32": 64}
 #: Bit of a kernel's flags.
 DEPENDENT_LAUNCH = 1
 #: ``CUtensorMapDataType``: name and bytes of an element.
@@ -131,15 +116,14 @@ class LayerRecord(NamedTuple):
     """A layer as a bundle stores it; equal records are the same layer.
 
     Attributes:
-        operator: Index into ``dropless``, ``experts``.
+        operator: 0 ``dropless``, 1 ``experts``.
         tokens_dtype: The dtype of x and y.
         experts_dtype: The dtype of w1, b1, w2 and b2.
         routing_dtype: The dtype of router_weight, or of expert_ids.
         weights_dtype: The dtype of router_bias (0: none), or of expert_weights.
-        flags: b1 1, b2 2, gated 4, interleaved 8, weight_on_input 16, renormalize 32, tf32 64,
-            rms_norm 128, residual 256.
-        activation: Index into gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu, clamped_silu.
-        scoring: Index into softmax, topk_softmax, sigmoid.
+        flags: Bits, see :data:`FLAGS_WITHOUT_OPTION` and the table of options.
+        activation: A code.
+        scoring: A code; 0 without a router.
         experts: E.
         top_k: K.
         width: D.
@@ -167,10 +151,6 @@ class LayerRecord(NamedTuple):
     limit: float
     norm_eps: float = 0.0
 
-    def has(self, flag: str) -> bool:
-        """Whether a flag of :data:`LAYER_FLAGS` is set."""
-        return bool(self.flags & LAYER_FLAGS[flag])
-
     @property
     def sizes(self) -> dict[str, int]:
         """The values of the symbols E, K, D and H."""
@@ -182,30 +162,7 @@ class LayerRecord(NamedTuple):
 
     def to_dict(self) -> dict[str, int | float | bool | str]:
         """The layer in words, without the options that do not apply to it."""
-        router = self.operator == 0
-        words: dict[str, int | float | bool | str] = {
-            "operator": OPERATORS[self.operator],
-            "experts": self.experts,
-            "top_k": self.top_k,
-            "width": self.width,
-            "hidden": self.hidden,
-            "tokens_dtype": DTYPES[self.tokens_dtype],
-            "experts_dtype": DTYPES[self.experts_dtype],
-            "routing_dtype": DTYPES[self.routing_dtype],
-            "weights_dtype": DTYPES[self.weights_dtype],
-            "activation": ACTIVATIONS[self.activation],
-        }
-        router_flags = ("renormalize",)
-        words.update(
-            {name: self.has(name) for name in LAYER_FLAGS if router or name not in router_flags}
+        words: dict[str, int | float | bool | str] = call_for_json(
+            "layer_describe", self.to_bytes()
         )
-        if router:
-            words["scoring"] = SCORINGS[self.scoring]
-            words["routed_scaling"] = self.routed_scaling
-        if ACTIVATIONS[self.activation] == "clamped_swiglu":
-            words["alpha"] = self.alpha
-        if ACTIVATIONS[self.activation] in CLAMPED:
-            words["limit"] = self.limit
-        if self.has("rms_norm"):
-            words["norm_eps"] = self.norm_eps
         return words

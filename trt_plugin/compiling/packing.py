@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from struct import Struct
 
-import torch
-
+from custom_ops.dtypes import CODES
 from custom_ops.kernels import expressions, spec
 from custom_ops.kernels.layer import Layer
-from custom_ops.options import CLAMPED
+from custom_ops.options import SIZES, Flag
 from trt_plugin.bundle import (
     PARAMETER_BYTES,
     SYMBOLS,
@@ -23,15 +22,7 @@ from trt_plugin.bundle import (
     Range,
     TensorMap,
 )
-from trt_plugin.bundle.records import (
-    ACTIVATIONS,
-    DTYPES,
-    LAYER_FLAGS,
-    MAP_DTYPES,
-    OPERATIONS,
-    OPERATORS,
-    SCORINGS,
-)
+from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, MAP_DTYPES, OPERATIONS
 from trt_plugin.compiling.tasks import Compiled, CompileError, MapLayout, Task, task_for
 
 __all__ = ["layer_record", "program_for", "stored_expression"]
@@ -72,43 +63,23 @@ def program_for(plan: spec.ForwardPlan, compiled: Mapping[str, Compiled]) -> Pro
 
 
 def layer_record(layer: Layer) -> LayerRecord:
-    """Returns a layer as a bundle stores it."""
+    """Returns a layer as a bundle stores it; what has no effect is 0."""
     layer = layer.canonical()
-    options, router = layer.options, layer.router
-    renormalize = router is not None and router.scoring != "topk_softmax" and router.renormalize
-    flags = {
-        "b1": layer.b1,
-        "b2": layer.b2,
-        "gated": options.gated,
-        "interleaved": options.interleaved,
-        "weight_on_input": options.weight_on_input,
-        "renormalize": renormalize,
-        "tf32": layer.tf32,
-        "rms_norm": options.pre_norm == "rms",
-        "residual": options.residual,
-    }
-    return LayerRecord(
-        operator=OPERATORS.index("experts" if router is None else "dropless"),
-        tokens_dtype=_dtype(layer.tokens_dtype),
-        experts_dtype=_dtype(layer.experts_dtype),
-        routing_dtype=_dtype(layer.routing_dtype),
-        weights_dtype=_dtype(layer.weights_dtype),
-        flags=sum(bit for name, bit in LAYER_FLAGS.items() if flags[name]),
-        activation=ACTIVATIONS.index(options.activation),
-        scoring=0 if router is None else SCORINGS.index(router.scoring),
-        experts=layer.experts,
-        top_k=layer.top_k,
-        width=layer.width,
-        hidden=layer.hidden,
-        routed_scaling=0.0 if router is None else _float32(router.routed_scaling),
-        alpha=_float32(options.alpha) if options.activation == "clamped_swiglu" else 0.0,
-        limit=_float32(options.limit) if options.activation in CLAMPED else 0.0,
-        norm_eps=_float32(options.norm_eps) if options.pre_norm == "rms" else 0.0,
-    )
-
-
-def _dtype(dtype: torch.dtype | None) -> int:
-    return 0 if dtype is None else DTYPES.index(str(dtype).removeprefix("torch."))
+    flags = sum(bit for name, bit in FLAGS_WITHOUT_OPTION.items() if getattr(layer, name))
+    words: dict[int, int | float] = {size.slot.index: getattr(layer, size.name) for size in SIZES}
+    for options in filter(None, (layer.router, layer.options)):
+        for row in options.rows:
+            value = getattr(options, row.name)
+            if not row.has_effect(options):
+                continue
+            if isinstance(row.slot, Flag):
+                flags |= row.slot.bit if row.code(value) else 0
+            else:
+                words[row.slot.index] = _float32(value) if row.type is float else row.code(value)
+    dtypes = (layer.tokens_dtype, layer.experts_dtype, layer.routing_dtype, layer.weights_dtype)
+    head = (int(layer.router is None), *map(CODES.index, dtypes), flags)
+    rest = range(len(head), len(LayerRecord._fields))
+    return LayerRecord(*head, *(words.get(index, 0) for index in rest))
 
 
 def _float32(value: float) -> float:

@@ -11,6 +11,7 @@
 #include "bundle/bundle.h"
 #include "bundle/description.h"
 #include "bundle/expression.h"
+#include "bundle/layer.h"
 #include "launch/launcher.h"
 
 struct dynamo_moe_program {
@@ -45,6 +46,13 @@ dynamo_moe_status Guard(const Function& function) noexcept {
 
 Status NotNull(const void* pointer, const char* name) {
   return pointer != nullptr ? Status() : InvalidArgument(name, " must not be null");
+}
+
+// A copy for the caller, who frees it with dynamo_moe_json_free().
+char* Copy(const std::string& text) {
+  char* const copy = new char[text.size() + 1];
+  std::copy_n(text.c_str(), text.size() + 1, copy);
+  return copy;
 }
 
 bool SameLayer(const dynamo_moe_layer& a, const dynamo_moe_layer& b) {
@@ -158,8 +166,17 @@ dynamo_moe_status dynamo_moe_bundle_describe(const void* bundle, size_t size, ch
     DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bundle, size, &opened));
     std::string text;
     DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::DescribeBundle(opened, &text));
-    *json = new char[text.size() + 1];
-    std::copy_n(text.c_str(), text.size() + 1, *json);
+    *json = dynamo_moe::Copy(text);
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_layer_describe(const dynamo_moe_layer* layer, char** json) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(layer, "layer"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(json, "json"));
+    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::CheckLayer(*layer));
+    *json = dynamo_moe::Copy(dynamo_moe::DescribeLayer(*layer));
     return {};
   });
 }

@@ -100,6 +100,10 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_describe(const void* bundle, 
 /* Null is permitted. */
 DYNAMO_MOE_API void dynamo_moe_json_free(char* json);
 
+/* A layer's sizes, dtypes and options in words, as JSON. Checks the layer. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_layer_describe(const dynamo_moe_layer* layer,
+                                                           char** json);
+
 /* The value of an expression, whose instructions have 16 bytes each as in a bundle, for the values
  * of T, E, K, D and H. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_expression_evaluate(const void* instructions,

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "bundle/expression.h"
+#include "bundle/layer.h"
 
 namespace dynamo_moe {
 namespace {
@@ -231,6 +232,41 @@ class ProgramWriter {
 };
 
 }  // namespace
+
+std::string DescribeLayer(const dynamo_moe_layer& layer) {
+  std::string text;
+  Json json(&text);
+  json.Object([&] {
+    const bool router = layer.op == format::kDropless;
+    json.Key("operator").String(router ? "dropless" : "experts");
+    for (const format::Size& size : format::kSizes) {
+      json.Key(size.name).Number(SizeOf(layer, size));
+    }
+    json.Key("tokens_dtype").String(format::kDataTypeNames[layer.tokens_dtype]);
+    json.Key("experts_dtype").String(format::kDataTypeNames[layer.experts_dtype]);
+    json.Key("routing_dtype").String(format::kDataTypeNames[layer.routing_dtype]);
+    json.Key("weights_dtype").String(format::kDataTypeNames[layer.weights_dtype]);
+    const auto flag = [&json](const char* name, bool set) {
+      json.Key(name).Literal(set ? "true" : "false");
+    };
+    flag("b1", (layer.flags & format::kHasB1) != 0);
+    flag("b2", (layer.flags & format::kHasB2) != 0);
+    flag("tf32", (layer.flags & format::kHasTf32) != 0);
+    for (const format::Option& option : format::kOptions) {
+      if (option.router && !router) {
+        continue;
+      }
+      if (option.bit != 0) {
+        flag(option.name, CodeOf(layer, option) != 0);
+      } else if (option.type == format::Option::kName) {
+        json.Key(option.name).String(option.names[CodeOf(layer, option)]);
+      } else if (HasEffect(layer, option)) {
+        json.Key(option.name).Float(NumberOf(layer, option));
+      }
+    }
+  });
+  return text;
+}
 
 Status DescribeBundle(const Bundle& bundle, std::string* text) {
   Json json(text);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bundle/checks.h"
+#include "bundle/layer.h"
 
 namespace dynamo_moe {
 namespace {

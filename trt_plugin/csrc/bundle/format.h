@@ -200,7 +200,6 @@ enum Symbol : std::uint32_t {
   kHidden,
   kSymbols,
 };
-inline constexpr const char* kSymbolNames[kSymbols] = {"T", "E", "K", "D", "H"};
 
 struct Instruction {
   std::uint32_t opcode;
@@ -222,8 +221,5 @@ enum Tensor : std::uint32_t {
   kY,
   kTensors,
 };
-inline constexpr const char* kTensorNames[kTensors] = {
-    "x", "router_weight", "router_bias", "expert_ids", "expert_weights", "w1", "b1", "w2", "b2",
-    "y"};
 
 }  // namespace dynamo_moe::format

@@ -2,6 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <iterator>
+
+#include "bundle/format.h"
 
 namespace dynamo_moe {
 namespace {
@@ -9,6 +14,22 @@ namespace {
 template <typename... Parts>
 Status Wrong(const Parts&... parts) {
   return {DYNAMO_MOE_INVALID_BUNDLE, Text("the layer's ", parts...)};
+}
+
+static_assert(sizeof(dynamo_moe_layer) == 16 * sizeof(std::uint32_t));
+static_assert(offsetof(dynamo_moe_layer, flags) == format::kFlagsWord * sizeof(std::uint32_t));
+static_assert(std::size(format::kTensorNames) == format::kTensors);
+static_assert(std::size(format::kSymbolNames) == format::kSymbols);
+
+std::uint32_t WordOf(const dynamo_moe_layer& layer, std::uint32_t index) {
+  std::uint32_t word = 0;
+  std::memcpy(&word, reinterpret_cast<const char*>(&layer) + index * sizeof(word), sizeof(word));
+  return word;
+}
+
+void SetWord(std::uint32_t index, const void* word, dynamo_moe_layer* layer) {
+  constexpr std::size_t size = sizeof(std::uint32_t);
+  std::memcpy(reinterpret_cast<char*>(layer) + index * size, word, size);
 }
 
 bool IsFloat(std::uint32_t type) {
@@ -54,32 +75,23 @@ Status CheckSizes(const dynamo_moe_layer& layer, bool router) {
   return {};
 }
 
-Status CheckOptions(const dynamo_moe_layer& layer, bool router) {
+Status CheckOptions(const dynamo_moe_layer& layer) {
   const bool clamped = format::IsClamped(layer.activation);
   if ((clamped || Has(layer, format::kInterleaved)) && !Has(layer, format::kGated)) {
     return Wrong(clamped ? "clamped activation" : "flag interleaved", " needs flag gated");
   }
-  const bool renormalizes = router && layer.scoring != format::kTopkSoftmax;
-  const bool float32 = layer.experts_dtype == format::kFloat32;
-  const struct {
-    const char* name;
-    bool applies;
-    double value;
-  } options[] = {
-      {"scoring", router, static_cast<double>(layer.scoring)},
-      {"routed_scaling", router, layer.routed_scaling},
-      {"flag renormalize", renormalizes, static_cast<double>(layer.flags & format::kRenormalize)},
-      {"flag tf32", float32, static_cast<double>(layer.flags & format::kTf32)},
-      {"alpha", layer.activation == format::kClampedSwiglu, layer.alpha},
-      {"limit", clamped, layer.limit},
-      {"norm_eps", Has(layer, format::kRmsNorm), layer.norm_eps},
-  };
-  for (const auto& option : options) {
-    if (!std::isfinite(option.value)) {
-      return Wrong(option.name, " must be finite, got ", option.value);
+  if (Has(layer, format::kHasTf32) && layer.experts_dtype != format::kFloat32) {
+    return Wrong("flag tf32 does not apply and must be 0, got ", layer.flags & format::kHasTf32);
+  }
+  for (const format::Option& option : format::kOptions) {
+    const bool number = option.type == format::Option::kFloat;
+    const double value = number ? NumberOf(layer, option) : CodeOf(layer, option);
+    if (!std::isfinite(value)) {
+      return Wrong(option.name, " must be finite, got ", value);
     }
-    if (!option.applies && option.value != 0) {
-      return Wrong(option.name, " does not apply and must be 0, got ", option.value);
+    if (value != 0 && !HasEffect(layer, option)) {
+      return Wrong(option.bit != 0 ? "flag " : "", option.name,
+                   " does not apply and must be 0, got ", value);
     }
   }
   return {};
@@ -87,26 +99,58 @@ Status CheckOptions(const dynamo_moe_layer& layer, bool router) {
 
 }  // namespace
 
+std::uint32_t SizeOf(const dynamo_moe_layer& layer, const format::Size& size) {
+  return WordOf(layer, size.word);
+}
+
+std::uint32_t CodeOf(const dynamo_moe_layer& layer, const format::Option& option) {
+  const std::uint32_t word = WordOf(layer, option.word);
+  return option.bit == 0 ? word : (word & option.bit) != 0 ? 1 : 0;
+}
+
+float NumberOf(const dynamo_moe_layer& layer, const format::Option& option) {
+  float number = 0;
+  const std::uint32_t word = WordOf(layer, option.word);
+  std::memcpy(&number, &word, sizeof(number));
+  return number;
+}
+
+void SetCode(const format::Option& option, std::uint32_t code, dynamo_moe_layer* layer) {
+  if (option.bit != 0) {
+    const std::uint32_t others = WordOf(*layer, option.word) & ~option.bit;
+    code = others | (code != 0 ? option.bit : 0);
+  }
+  SetWord(option.word, &code, layer);
+}
+
+void SetNumber(const format::Option& option, float number, dynamo_moe_layer* layer) {
+  SetWord(option.word, &number, layer);
+}
+
+bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option) {
+  if (option.router && layer.op != format::kDropless) {
+    return false;
+  }
+  return option.only_with < 0 ||
+         ((option.codes >> CodeOf(layer, format::kOptions[option.only_with])) & 1) != 0;
+}
+
 Status CheckLayer(const dynamo_moe_layer& layer) {
-  const struct {
-    const char* name;
-    std::uint32_t value;
-    std::uint32_t limit;
-  } codes[] = {
-      {"operator", layer.op, format::kOperators},
-      {"flags", layer.flags, format::kLayerFlags + 1},
-      {"activation", layer.activation, format::kActivations},
-      {"scoring", layer.scoring, format::kScorings},
-  };
-  for (const auto& code : codes) {
-    if (code.value >= code.limit) {
-      return Wrong(code.name, " must be below ", code.limit, ", got ", code.value);
+  if (layer.op >= format::kOperators) {
+    return Wrong("operator must be below ", format::kOperators, ", got ", layer.op);
+  }
+  if (layer.flags > format::kLayerFlags) {
+    return Wrong("flags must be below ", format::kLayerFlags + 1, ", got ", layer.flags);
+  }
+  for (const format::Option& option : format::kOptions) {
+    if (option.type == format::Option::kName && CodeOf(layer, option) >= option.count) {
+      return Wrong(option.name, " must be below ", option.count, ", got ", CodeOf(layer, option));
     }
   }
   const bool router = layer.op == format::kDropless;
   DYNAMO_MOE_RETURN_IF_ERROR(CheckDtypes(layer, router));
   DYNAMO_MOE_RETURN_IF_ERROR(CheckSizes(layer, router));
-  return CheckOptions(layer, router);
+  return CheckOptions(layer);
 }
 
 }  // namespace dynamo_moe

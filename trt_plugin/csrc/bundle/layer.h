@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "dynamo_moe.h"
 #include "status.h"
@@ -11,49 +12,53 @@ namespace dynamo_moe::format {
 enum Operator : std::uint32_t { kDropless, kExpertsOnly, kOperators };
 
 enum DataType : std::uint32_t { kNone, kFloat32, kFloat16, kBfloat16, kI32, kI64, kUint8 };
-inline constexpr const char* kDataTypeNames[] = {"none",  "float32", "float16", "bfloat16",
-                                                 "int32", "int64",   "uint8"};
-
-enum LayerFlag : std::uint32_t {
-  kHasB1 = 1,
-  kHasB2 = 2,
-  kGated = 4,
-  kInterleaved = 8,
-  kWeightOnInput = 16,
-  kRenormalize = 32,
-  kTf32 = 64,
-  kRmsNorm = 128,
-  kResidual = 256,
-  kLayerFlags = 511,
+// A size of a layer: its name in a record, the attribute of a node, its word in the record.
+struct Size {
+  const char* name;
+  const char* attribute;
+  std::uint32_t word;
 };
 
-enum Activation : std::uint32_t {
-  kGelu,
-  kGeluTanh,
-  kSilu,
-  kRelu,
-  kRelu2,
-  kClampedSwiglu,
-  kClampedSilu,
-  kActivations,
+// An option of a layer.
+struct Option {
+  enum Type : std::uint32_t { kBool, kName, kFloat };
+
+  const char* name;       // In a record.
+  const char* attribute;  // Of a node, and so the plugin's field.
+  bool router;            // DroplessMoEExperts does not have it.
+  Type type;
+  std::uint32_t word;  // Its place in a record,
+  std::uint32_t bit;   // and there; 0: the whole word.
+  const char* const* names;
+  std::uint32_t count;  // Of names; a name's place is its code.
+  float initial;        // Its default: a number, or a code.
+  const char* rule;     // What a number must be; null: finite.
+  float least;
+  std::int32_t only_with;  // It has an effect with certain codes of this option; -1: always.
+  std::uint32_t codes;     // These codes as bits.
 };
-inline constexpr const char* kActivationNames[kActivations] = {
-    "gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu"};
+
+#include "bundle/layer_table.inc"
+
 constexpr bool IsClamped(std::uint32_t activation) {
-  return activation == kClampedSwiglu || activation == kClampedSilu;
+  return ((kClampedActivations >> activation) & 1) != 0;
 }
-
-enum Scoring : std::uint32_t { kSoftmax, kTopkSoftmax, kSigmoid, kScorings };
-inline constexpr const char* kScoringNames[kScorings] = {"softmax", "topk_softmax", "sigmoid"};
-
-inline constexpr std::uint32_t kMaxExperts = 1024;
-inline constexpr std::uint32_t kMaxTopK = 32;
-// Rows of 16-bit elements then begin at multiples of 16 bytes.
-inline constexpr std::uint32_t kSizeMultiple = 8;
 
 }  // namespace dynamo_moe::format
 
 namespace dynamo_moe {
+
+std::uint32_t SizeOf(const dynamo_moe_layer& layer, const format::Size& size);
+
+// An option's value in a record: 0 or 1, or the code of its name.
+std::uint32_t CodeOf(const dynamo_moe_layer& layer, const format::Option& option);
+// The same of a number.
+float NumberOf(const dynamo_moe_layer& layer, const format::Option& option);
+void SetCode(const format::Option& option, std::uint32_t code, dynamo_moe_layer* layer);
+void SetNumber(const format::Option& option, float number, dynamo_moe_layer* layer);
+
+// Whether an option has an effect beside the layer's others. Those that have none are 0.
+bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option);
 
 // Checks that kernels exist for such a layer, and that fields which do not apply to it are 0:
 // records are compared as bytes.

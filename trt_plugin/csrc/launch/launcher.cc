@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bundle/checks.h"
+#include "bundle/layer.h"
 #include "launch/tensor_map.h"
 
 namespace dynamo_moe {

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "bundle/layer.h"
+
 namespace dynamo_moe {
 namespace {
 

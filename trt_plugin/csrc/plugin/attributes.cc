@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <iterator>
 #include <limits>
-#include <utility>
 
 namespace dynamo_moe::plugin {
 namespace {
@@ -14,33 +14,44 @@ using nvinfer1::PluginFieldCollection;
 using nvinfer1::PluginFieldType;
 
 constexpr std::int64_t kMaxSize = std::numeric_limits<std::int32_t>::max();
-constexpr float kDefaultAlpha = 1.702F;
-constexpr float kDefaultLimit = 7.0F;
-constexpr float kDefaultNormEps = 1e-6F;
 
-constexpr const char* kNormNames[] = {"none", "rms"};
+struct Spec {
+  const char* name = nullptr;
+  PluginFieldType type = PluginFieldType::kINT32;
+};
+
+constexpr PluginFieldType TypeOf(const format::Option& option) {
+  return option.type == format::Option::kName    ? PluginFieldType::kCHAR
+         : option.type == format::Option::kFloat ? PluginFieldType::kFLOAT32
+                                                 : PluginFieldType::kINT32;
+}
 
 // The router's attributes come last: DroplessMoEExperts does not have them.
-constexpr std::array kSpecs = {
-    std::pair{"top_k", PluginFieldType::kINT32},
-    std::pair{"num_experts", PluginFieldType::kINT32},
-    std::pair{"in_features", PluginFieldType::kINT32},
-    std::pair{"hidden_features", PluginFieldType::kINT32},
-    std::pair{"activation", PluginFieldType::kCHAR},
-    std::pair{"gated", PluginFieldType::kINT32},
-    std::pair{"interleaved", PluginFieldType::kINT32},
-    std::pair{"weight_on_input", PluginFieldType::kINT32},
-    std::pair{"activation_alpha", PluginFieldType::kFLOAT32},
-    std::pair{"activation_limit", PluginFieldType::kFLOAT32},
-    std::pair{"pre_norm", PluginFieldType::kCHAR},
-    std::pair{"norm_eps", PluginFieldType::kFLOAT32},
-    std::pair{"residual", PluginFieldType::kINT32},
-    std::pair{"kernels", PluginFieldType::kCHAR},
-    std::pair{"scoring", PluginFieldType::kCHAR},
-    std::pair{"renormalize", PluginFieldType::kINT32},
-    std::pair{"routed_scaling", PluginFieldType::kFLOAT32},
-};
-constexpr std::size_t kRouterSpecs = 3;
+constexpr auto kSpecs = [] {
+  std::array<Spec, std::size(format::kSizes) + std::size(format::kOptions) + 1> specs{};
+  std::size_t count = 0;
+  for (const format::Size& size : format::kSizes) {
+    specs[count++] = {size.attribute, PluginFieldType::kINT32};
+  }
+  for (const bool router : {false, true}) {
+    for (const format::Option& option : format::kOptions) {
+      if (option.router == router) {
+        specs[count++] = {option.attribute, TypeOf(option)};
+      }
+    }
+    if (!router) {
+      specs[count++] = {"kernels", PluginFieldType::kCHAR};
+    }
+  }
+  return specs;
+}();
+constexpr std::size_t kRouterSpecs = [] {
+  std::size_t count = 0;
+  for (const format::Option& option : format::kOptions) {
+    count += option.router ? 1 : 0;
+  }
+  return count;
+}();
 
 std::size_t SpecCount(format::Operator op) {
   return op == format::kDropless ? kSpecs.size() : kSpecs.size() - kRouterSpecs;
@@ -97,44 +108,23 @@ class Fields {
     return {};
   }
 
-  // Sets the bit where the attribute is 1, or by default.
-  Status Flag(const char* name, bool by_default, std::uint32_t bit, std::uint32_t* flags) const {
-    std::uint32_t value = by_default ? 1 : 0;
-    if (Find(name) != nullptr) {
-      DYNAMO_MOE_RETURN_IF_ERROR(Integer(name, 0, 1, &value));
+  // Sets an option to the attribute, or to its default.
+  Status Read(const format::Option& option, dynamo_moe_layer* layer) const {
+    const PluginField* const field = Find(option.attribute);
+    if (option.type == format::Option::kFloat) {
+      const float number =
+          field == nullptr ? option.initial : *static_cast<const float*>(field->data);
+      SetNumber(option, number, layer);
+      return CheckNumber(option, number);
     }
-    *flags |= value != 0 ? bit : 0;
+    auto code = static_cast<std::uint32_t>(option.initial);
+    if (field != nullptr) {
+      DYNAMO_MOE_RETURN_IF_ERROR(option.type == format::Option::kName
+                                     ? Choice(option, TextOf(*field), &code)
+                                     : Integer(option.attribute, 0, 1, &code));
+    }
+    SetCode(option, code, layer);
     return {};
-  }
-
-  Status Number(const char* name, float* value) const {
-    const PluginField* const field = Find(name);
-    if (field == nullptr) {
-      return {};
-    }
-    *value = *static_cast<const float*>(field->data);
-    return std::isfinite(*value)
-               ? Status()
-               : InvalidArgument("attribute ", name, " must be finite, got ", *value);
-  }
-
-  template <std::size_t count>
-  Status Choice(const char* name, const char* const (&choices)[count], std::uint32_t* value) const {
-    const PluginField* const field = Find(name);
-    if (field == nullptr) {
-      return {};
-    }
-    const std::string given = TextOf(*field);
-    std::string known;
-    for (std::size_t i = 0; i < count; ++i) {
-      if (given == choices[i]) {
-        *value = static_cast<std::uint32_t>(i);
-        return {};
-      }
-      known += Text(i == 0 ? "" : ", ", choices[i]);
-    }
-    return InvalidArgument("attribute ", name, " must be one of ", known, "; got '",
-                           Printable(given), "'");
   }
 
   std::string TextAt(const char* name) const {
@@ -150,16 +140,41 @@ class Fields {
     const std::string name = Printable(field.name);
     std::string known;
     for (std::size_t i = 0; i < SpecCount(op_); ++i) {
-      if (std::string_view(kSpecs[i].first) == field.name) {
+      if (std::string_view(kSpecs[i].name) == field.name) {
         if (found_[i] != nullptr) {
           return InvalidArgument("attribute ", name, " is given twice");
         }
         found_[i] = &field;
-        return CheckType(field, kSpecs[i].second);
+        return CheckType(field, kSpecs[i].type);
       }
-      known += Text(i == 0 ? "" : ", ", kSpecs[i].first);
+      known += Text(i == 0 ? "" : ", ", kSpecs[i].name);
     }
     return InvalidArgument("unknown attribute ", name, "; known are ", known);
+  }
+
+  static Status CheckNumber(const format::Option& option, float number) {
+    if (!std::isfinite(number)) {
+      return InvalidArgument("attribute ", option.attribute, " must be finite, got ", number);
+    }
+    if (option.rule != nullptr && !(number >= option.least)) {
+      return InvalidArgument("attribute ", option.attribute, " must be ", option.rule, ", got ",
+                             number);
+    }
+    return {};
+  }
+
+  static Status Choice(const format::Option& option, const std::string& given,
+                       std::uint32_t* code) {
+    std::string known;
+    for (std::uint32_t i = 0; i < option.count; ++i) {
+      if (given == option.names[i]) {
+        *code = i;
+        return {};
+      }
+      known += Text(i == 0 ? "" : ", ", option.names[i]);
+    }
+    return InvalidArgument("attribute ", option.attribute, " must be one of ", known, "; got '",
+                           Printable(given), "'");
   }
 
   static Status CheckType(const PluginField& field, PluginFieldType type) {
@@ -177,7 +192,7 @@ class Fields {
 
   const PluginField* Find(std::string_view name) const {
     for (std::size_t i = 0; i < kSpecs.size(); ++i) {
-      if (kSpecs[i].first == name) {
+      if (kSpecs[i].name == name) {
         return found_[i];
       }
     }
@@ -197,34 +212,11 @@ class Fields {
   std::array<const PluginField*, kSpecs.size()> found_ = {};
 };
 
-Status ReadRouter(const Fields& fields, dynamo_moe_layer* layer) {
-  if (layer->top_k > layer->experts) {
-    return InvalidArgument("attribute top_k must be at most num_experts, ", layer->experts,
-                           ", got ", layer->top_k);
-  }
-  DYNAMO_MOE_RETURN_IF_ERROR(fields.Choice("scoring", format::kScoringNames, &layer->scoring));
-  DYNAMO_MOE_RETURN_IF_ERROR(fields.Flag("renormalize", true, format::kRenormalize, &layer->flags));
-  if (layer->scoring == format::kTopkSoftmax) {
-    layer->flags &= ~static_cast<std::uint32_t>(format::kRenormalize);
-  }
-  layer->routed_scaling = 1;
-  return fields.Number("routed_scaling", &layer->routed_scaling);
-}
-
-Status ReadActivation(const Fields& fields, dynamo_moe_layer* layer) {
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      fields.Choice("activation", format::kActivationNames, &layer->activation));
-  DYNAMO_MOE_RETURN_IF_ERROR(fields.Flag("gated", false, format::kGated, &layer->flags));
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      fields.Flag("interleaved", false, format::kInterleaved, &layer->flags));
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      fields.Flag("weight_on_input", false, format::kWeightOnInput, &layer->flags));
-  float alpha = kDefaultAlpha;
-  float limit = kDefaultLimit;
-  DYNAMO_MOE_RETURN_IF_ERROR(fields.Number("activation_alpha", &alpha));
-  DYNAMO_MOE_RETURN_IF_ERROR(fields.Number("activation_limit", &limit));
-  if (!(limit > 0)) {
-    return InvalidArgument("attribute activation_limit must be positive, got ", limit);
+Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
+  for (const format::Option& option : format::kOptions) {
+    if (!option.router || layer->op == format::kDropless) {
+      DYNAMO_MOE_RETURN_IF_ERROR(fields.Read(option, layer));
+    }
   }
   const bool clamped = format::IsClamped(layer->activation);
   const bool gated = (layer->flags & format::kGated) != 0;
@@ -233,29 +225,12 @@ Status ReadActivation(const Fields& fields, dynamo_moe_layer* layer) {
                                      " needs attribute gated")
                    : InvalidArgument("attribute interleaved needs attribute gated");
   }
-  if (layer->activation == format::kClampedSwiglu) {
-    layer->alpha = alpha;
-  }
-  if (clamped) {
-    layer->limit = limit;
+  for (const format::Option& option : format::kOptions) {
+    if (!HasEffect(*layer, option)) {
+      SetCode(option, 0, layer);
+    }
   }
   return {};
-}
-
-Status ReadNorm(const Fields& fields, dynamo_moe_layer* layer) {
-  std::uint32_t norm = 0;
-  float eps = kDefaultNormEps;
-  DYNAMO_MOE_RETURN_IF_ERROR(fields.Choice("pre_norm", kNormNames, &norm));
-  DYNAMO_MOE_RETURN_IF_ERROR(fields.Number("norm_eps", &eps));
-  // A smaller number may become 0 in a kernel, and make the scale of a row of zeros infinite.
-  if (!(eps >= std::numeric_limits<float>::min())) {
-    return InvalidArgument("attribute norm_eps must be positive and a normal number, got ", eps);
-  }
-  if (norm != 0) {
-    layer->flags |= format::kRmsNorm;
-    layer->norm_eps = eps;
-  }
-  return fields.Flag("residual", false, format::kResidual, &layer->flags);
 }
 
 }  // namespace
@@ -265,39 +240,31 @@ const char* NameOf(format::Operator op) {
 }
 
 std::string Describe(const dynamo_moe_layer& layer) {
-  std::string text = Text("num_experts=", layer.experts, " top_k=", layer.top_k,
-                          " in_features=", layer.width, " hidden_features=", layer.hidden,
-                          " activation=", format::kActivationNames[layer.activation]);
-  const auto flag = [&](const char* name, std::uint32_t bit) {
-    text += Text(" ", name, "=", (layer.flags & bit) != 0 ? 1 : 0);
-  };
-  flag("gated", format::kGated);
-  flag("interleaved", format::kInterleaved);
-  flag("weight_on_input", format::kWeightOnInput);
-  flag("residual", format::kResidual);
-  if ((layer.flags & format::kRmsNorm) != 0) {
-    text += Text(" pre_norm=rms norm_eps=", layer.norm_eps);
+  std::string text;
+  for (const format::Size& size : format::kSizes) {
+    text += Text(size.attribute, "=", SizeOf(layer, size), " ");
   }
-  if (layer.activation == format::kClampedSwiglu) {
-    text += Text(" activation_alpha=", layer.alpha);
+  for (const format::Option& option : format::kOptions) {
+    if (!HasEffect(layer, option)) {
+      continue;
+    }
+    text += Text(option.attribute, "=");
+    if (option.type == format::Option::kFloat) {
+      text += Text(NumberOf(layer, option), " ");
+    } else {
+      const std::uint32_t code = CodeOf(layer, option);
+      text += option.names == nullptr ? Text(code, " ") : Text(option.names[code], " ");
+    }
   }
-  if (format::IsClamped(layer.activation)) {
-    text += Text(" activation_limit=", layer.limit);
-  }
-  if (layer.op == format::kDropless) {
-    flag("renormalize", format::kRenormalize);
-    text += Text(" scoring=", format::kScoringNames[layer.scoring],
-                 " routed_scaling=", layer.routed_scaling);
-  }
+  text.pop_back();
   return text;
 }
 
 const PluginFieldCollection& AttributeFields(format::Operator op) {
   static const std::array fields = [] {
     std::array<PluginField, kSpecs.size()> all;
-    std::transform(kSpecs.begin(), kSpecs.end(), all.begin(), [](const auto& spec) {
-      return PluginField{spec.first, nullptr, spec.second, 1};
-    });
+    std::transform(kSpecs.begin(), kSpecs.end(), all.begin(),
+                   [](const auto& spec) { return PluginField{spec.name, nullptr, spec.type, 1}; });
     return all;
   }();
   static const PluginFieldCollection dropless = {static_cast<std::int32_t>(kSpecs.size()),
@@ -317,11 +284,11 @@ Status ReadAttributes(format::Operator op, const PluginFieldCollection& fields,
   DYNAMO_MOE_RETURN_IF_ERROR(read.Integer("top_k", 1, format::kMaxTopK, &layer.top_k));
   DYNAMO_MOE_RETURN_IF_ERROR(read.Size("in_features", &layer.width));
   DYNAMO_MOE_RETURN_IF_ERROR(read.Size("hidden_features", &layer.hidden));
-  DYNAMO_MOE_RETURN_IF_ERROR(ReadActivation(read, &layer));
-  DYNAMO_MOE_RETURN_IF_ERROR(ReadNorm(read, &layer));
-  if (op == format::kDropless) {
-    DYNAMO_MOE_RETURN_IF_ERROR(ReadRouter(read, &layer));
+  if (op == format::kDropless && layer.top_k > layer.experts) {
+    return InvalidArgument("attribute top_k must be at most num_experts, ", layer.experts, ", got ",
+                           layer.top_k);
   }
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadOptions(read, &layer));
   *attributes = {layer, read.TextAt("kernels")};
   return {};
 }

@@ -323,7 +323,7 @@ Status CompleteLayer(const Call& call, dynamo_moe_layer* layer) {
 
 dynamo_moe_layer AttributesOf(dynamo_moe_layer layer) {
   layer.tokens_dtype = layer.experts_dtype = layer.routing_dtype = layer.weights_dtype = 0;
-  layer.flags &= ~static_cast<std::uint32_t>(format::kHasB1 | format::kHasB2 | format::kTf32);
+  layer.flags &= ~static_cast<std::uint32_t>(format::kHasB1 | format::kHasB2 | format::kHasTf32);
   return layer;
 }
 

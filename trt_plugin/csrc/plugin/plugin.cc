@@ -232,7 +232,7 @@ Status Plugin::Choose(const dynamo_moe_layer& layer) {
   if (status.code() == DYNAMO_MOE_NOT_FOUND && layer.experts_dtype == format::kFloat32) {
     // A bundle with TF32 products only was compiled that way on purpose.
     dynamo_moe_layer fast = layer;
-    fast.flags |= format::kTf32;
+    fast.flags |= format::kHasTf32;
     if (layer_->bundle->Find(fast, architecture, &program).ok()) {
       status = {};
     }
