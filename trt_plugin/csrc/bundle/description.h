@@ -4,11 +4,9 @@
 #include <string>
 
 #include "bundle/bundle.h"
-#include "status.h"
 
 namespace dynamo_moe {
 
-// Parses every program.
-Status DescribeBundle(const Bundle& bundle, std::string* json);
+std::string DescribeBundle(const Bundle& bundle);
 
 }  // namespace dynamo_moe
