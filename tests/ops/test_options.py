@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_type_hints
 
+import onnx.helper
 import pytest
 import torch
 from torch import Tensor
 
 import custom_ops
 from custom_ops._library import schema_of, with_options
+from custom_ops.kernels.layer import Layer
 from custom_ops.options import (
     EXPERT_OPTIONS,
     ROUTER_OPTIONS,
@@ -25,6 +27,12 @@ from custom_ops.options import (
     _option,
     options_of,
 )
+from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS
+from dynamo_moe.moe_nodes.schemas import SCHEMAS, attribute
+from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
+from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD, LayerRecord
+from trt_plugin.compiling.layer_table import FILE, layer_table
+from trt_plugin.compiling.packing import layer_record
 
 DROPLESS_OPTIONS = (*ROUTER_OPTIONS, *EXPERT_OPTIONS)
 OPERATORS = {
@@ -109,3 +117,51 @@ def test_an_added_option_is_checked_and_has_a_canonical_value() -> None:
     assert MoreOptions(halving="x").canonical() == MoreOptions()
     kept = MoreOptions(halving="x", residual=True)
     assert kept.canonical() == kept
+
+
+def test_nodes_have_the_table_s_options_as_attributes() -> None:
+    for op_type, options in ((DROPLESS, DROPLESS_OPTIONS), (EXPERTS, EXPERT_OPTIONS)):
+        declared = SCHEMAS[op_type].attributes
+        for option in options:
+            default = onnx.helper.get_attribute_value(declared[option.attribute].default_value)
+            default = default.decode() if isinstance(default, bytes) else default
+            wanted = pytest.approx(option.default) if option.type is float else option.default
+            assert default == wanted
+        known = {row.attribute for row in (*options, *SIZES)} | {*PLUGIN_ATTRIBUTES}
+        assert set(declared) == known
+
+
+def test_an_added_option_is_an_attribute() -> None:
+    *_, negated, halving = map(attribute, MORE_OPTIONS)
+    assert (negated.name, negated.type.name) == ("sign", "INT")
+    assert onnx.helper.get_attribute_value(negated.default_value) == 0
+    assert halving.type.name == "STRING"
+    assert "One of `none`, `x`, `y`." in halving.description
+
+
+def test_the_record_s_words_are_where_the_table_says() -> None:
+    for row in (*DROPLESS_OPTIONS, *SIZES):
+        if isinstance(row.slot, Word):
+            assert LayerRecord._fields[row.slot.index] == row.name
+    assert LayerRecord._fields[FLAGS_WORD] == "flags"
+    bits = [row.slot.bit for row in DROPLESS_OPTIONS if isinstance(row.slot, Flag)]
+    assert not set(bits) & set(FLAGS_WITHOUT_OPTION.values())
+
+
+def test_an_added_option_is_in_a_layer_s_record() -> None:
+    layer = Layer(4, 16, 16, 2, torch.float16, torch.float16, MoreOptions(negated=True))
+    plain = replace(layer, options=MoreOptions())
+    assert layer_record(layer).flags == layer_record(plain).flags + (1 << 20)
+
+
+def test_the_native_library_s_table_is_up_to_date() -> None:
+    assert FILE.read_text() == layer_table(), "run `make tables` and build the library"
+
+
+def test_an_added_option_is_in_the_native_library_s_table() -> None:
+    text = layer_table(MORE_OPTIONS)
+    assert "  kNegated = 1048576," in text
+    assert '    {"negated", "sign", false, Option::kBool, 5, 1048576, ' in text
+    names = 'inline constexpr const char* kHalvingNames[] = {"none", "x", "y"};'
+    assert names in text
+    assert "kHalvingNames, 3, 0.0F, nullptr, 0.0F, 8, 2}," in text
