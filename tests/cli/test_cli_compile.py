@@ -372,9 +372,7 @@ def test_a_compiler_error_is_one_line(file: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_damaged_bundle_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.moek").write_bytes(b"MOEK")
     message = error("inspect", "bad.moek", code=1)
-    assert message == (
-        "error: bad.moek: the bundle is cut off: its header has 32 bytes, there are 4"
-    )
+    assert message == ("error: bad.moek: bundle: truncated: the header has 32 bytes, got 4")
 
 
 def test_a_bundle_has_no_picture(tmp_path: Path) -> None:
