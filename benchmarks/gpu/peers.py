@@ -6,28 +6,20 @@ N = T*K slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks._gpu_routing import Routing
-from benchmarks._gpu_shapes import Shape
+from benchmarks.gpu.layers import Parameters, Routing, Shape
 from custom_ops import ExpertOptions
 
 __all__ = ["dense", "dense_bytes", "grouped", "torch_router"]
 
-Parameters = Mapping[str, Tensor | None]
-
 
 def torch_router(shape: Shape, parameters: Parameters, x_TD: Tensor) -> Routing:
     """The router as models write it: a linear layer, scores in float32, top-k."""
-    router_weight = parameters["router_weight"]
-    if router_weight is None:
-        raise ValueError("the layer has no router")
     options = shape.router
-    logits_TE = F.linear(x_TD, router_weight, parameters["router_bias"]).float()
+    logits_TE = F.linear(x_TD, parameters["router_weight"], parameters.get("router_bias")).float()
     if options.scoring == "topk_softmax":
         top_TK, ids_TK = logits_TE.topk(options.top_k, dim=-1)
         return ids_TK, top_TK.softmax(-1)
@@ -54,25 +46,21 @@ def grouped(shape: Shape, parameters: Parameters, x_TD: Tensor, routing: Routing
 
     Sort, gather, product, activation, product, weights, inverse order, sum over the choices.
     """
-    w1_EFD, w2_EDH = parameters["w1"], parameters["w2"]
-    b1_EF, b2_ED = parameters["b1"], parameters["b2"]
-    if w1_EFD is None or w2_EDH is None:
-        raise ValueError("the layer has no experts")
     ids_TK, weights_TK = routing
-    experts, top_k = w1_EFD.shape[0], ids_TK.shape[1]
+    experts, top_k = shape.experts, ids_TK.shape[1]
     ids_N, order_N = torch.sort(ids_TK.reshape(-1))
     x_ND = x_TD[order_N // top_k]
-    # histc of integers is CUDA's alone, and of floats the CPU's.
+    # CUDA's histc takes integers, the CPU's only floats.
     counted_N = ids_N.int() if ids_N.is_cuda else ids_N.float()
     counts_E = torch.histc(counted_N, bins=experts, min=0, max=experts - 1)
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    z_NF = F.grouped_mm(x_ND, w1_EFD.mT, offs=ends_E)
-    if b1_EF is not None:
-        z_NF += b1_EF[ids_N]
+    z_NF = F.grouped_mm(x_ND, parameters["w1"].mT, offs=ends_E)
+    if shape.biases:
+        z_NF += parameters["b1"][ids_N]
     h_NH = activate(z_NF, shape.options).contiguous()
-    y_ND = F.grouped_mm(h_NH, w2_EDH.mT, offs=ends_E)
-    if b2_ED is not None:
-        y_ND += b2_ED[ids_N]
+    y_ND = F.grouped_mm(h_NH, parameters["w2"].mT, offs=ends_E)
+    if shape.biases:
+        y_ND += parameters["b2"][ids_N]
     weighted_ND = y_ND * weights_TK.reshape(-1)[order_N, None]
     inverse_N = torch.empty_like(order_N)
     inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
@@ -81,18 +69,14 @@ def grouped(shape: Shape, parameters: Parameters, x_TD: Tensor, routing: Routing
 
 def dense(shape: Shape, parameters: Parameters, x_TD: Tensor, routing: Routing) -> Tensor:
     """Every expert on every token, in two batched products."""
-    w1_EFD, w2_EDH = parameters["w1"], parameters["w2"]
-    b1_EF, b2_ED = parameters["b1"], parameters["b2"]
-    if w1_EFD is None or w2_EDH is None:
-        raise ValueError("the layer has no experts")
     ids_TK, weights_TK = routing
-    z_ETF = x_TD @ w1_EFD.mT
-    if b1_EF is not None:
-        z_ETF += b1_EF[:, None]
-    y_ETD = activate(z_ETF, shape.options) @ w2_EDH.mT
-    if b2_ED is not None:
-        y_ETD += b2_ED[:, None]
-    share_TE = weights_TK.new_zeros(len(x_TD), len(w1_EFD)).scatter_add(-1, ids_TK, weights_TK)
+    z_ETF = x_TD @ parameters["w1"].mT
+    if shape.biases:
+        z_ETF += parameters["b1"][:, None]
+    y_ETD = activate(z_ETF, shape.options) @ parameters["w2"].mT
+    if shape.biases:
+        y_ETD += parameters["b2"][:, None]
+    share_TE = weights_TK.new_zeros(len(x_TD), shape.experts).scatter_add(-1, ids_TK, weights_TK)
     return torch.einsum("etd,te->td", y_ETD, share_TE.to(y_ETD.dtype))
 
 

@@ -1,4 +1,4 @@
-"""From times to ranges of tokens: the tuner's choice, without a GPU in it."""
+"""How the tuner turns times into ranges of tokens."""
 
 from __future__ import annotations
 
@@ -20,21 +20,16 @@ TOLERANCE = 0.02
 
 
 def boundary(below: int, above: int) -> int:
-    """Returns the last number of tokens of the lower range: the geometric middle.
-
-    Example:
-        >>> boundary(16, 64), boundary(1, 2)
-        (32, 1)
-    """
+    """Returns the last number of tokens of the lower range: the geometric middle."""
     return max(below, min(above - 1, math.isqrt(below * above)))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A launch that configurations differ in.
+    """A launch by which configurations differ.
 
     Attributes:
-        path: As in :class:`RangeConfig`.
+        path: The path of its :class:`RangeConfig`.
         product: ``up`` for the first product or for both in one kernel, ``down`` for the second.
         config: Its block.
     """
@@ -56,9 +51,9 @@ def parts_of(config: RangeConfig) -> tuple[Part, ...]:
 
 
 def promising(times: Mapping[Part, float], count: int) -> list[RangeConfig]:
-    """Returns what the parts promise most, up to ``count`` for each path and height of tiles.
+    """Returns the configurations whose parts are fastest, up to ``count`` of each group.
 
-    Between groups times of parts tell nothing: the rest of their plans differs.
+    Times of parts cannot be compared across groups: the rest of their plans differs.
     """
     found: list[RangeConfig] = []
     for group in dict.fromkeys(part.group for part in times):
@@ -86,7 +81,7 @@ def promising(times: Mapping[Part, float], count: int) -> list[RangeConfig]:
 def neighbours(
     times: Mapping[int, Mapping[RangeConfig, float]], count: int
 ) -> dict[int, set[RangeConfig]]:
-    """Returns what to time besides: the fastest few of the next lower and higher token counts."""
+    """Returns what else to time: the fastest few of the next lower and higher token counts."""
     tokens = sorted(times)
     best = {each: sorted(times[each], key=lambda c: (times[each][c], repr(c))) for each in tokens}
     found: dict[int, set[RangeConfig]] = {}
@@ -105,9 +100,9 @@ def choose_ranges(
     that serve a range so, the one that is fastest on average.
 
     Args:
-        times: Microseconds, by number of tokens and configuration, whose ``last_tokens`` is not
-            looked at. A configuration may be missing for some numbers of tokens.
-        tolerance: Of a range's configuration, relative to the fastest.
+        times: Microseconds, by number of tokens and configuration, whose ``last_tokens`` is
+            ignored. A configuration may be missing for some numbers of tokens.
+        tolerance: How much longer than the fastest a range's configuration may take.
 
     Raises:
         ValueError: If there is no time for a number of tokens.

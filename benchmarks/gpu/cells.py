@@ -5,26 +5,40 @@ Legend: T tokens, D model width, E experts, K choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks._gpu_floor import Floor, Rates, floor
-from benchmarks._gpu_fused_moe import Config, candidates, fused_moe, fused_router
-from benchmarks._gpu_goals import Verdict, judge
-from benchmarks._gpu_peers import dense, dense_bytes, grouped, torch_router
-from benchmarks._gpu_routing import Routing, draw
-from benchmarks._gpu_shapes import Shape
-from benchmarks._gpu_timing import Timer, Times
+from benchmarks.gpu.fused_moe import Config, candidates, fused_moe, fused_router
+from benchmarks.gpu.goals import Floor, Rates, Verdict, expected_active, floor, judge
+from benchmarks.gpu.layers import Parameters, Routing, Shape, random_routing, random_tokens
+from benchmarks.gpu.peers import dense, dense_bytes, grouped, torch_router
+from benchmarks.gpu.timing import Timer, Times, reason
+from custom_ops.kernels.launch import launch
+from custom_ops.kernels.spec import ForwardPlan
 from custom_ops.routing import route
 
-__all__ = ["DENSE", "FUSED", "GROUPED", "OURS", "Bench", "Cell", "Result"]
+__all__ = [
+    "DENSE",
+    "FUSED",
+    "GROUPED",
+    "OURS",
+    "PEERS",
+    "Bench",
+    "Cell",
+    "LaunchTime",
+    "Result",
+    "launches_alone",
+    "time_launches",
+]
 
 OURS, GROUPED, FUSED, DENSE = "ours", "grouped_mm", "fused_moe", "dense"
+PEERS = (GROUPED, FUSED, DENSE)
 
 Call = Callable[[], Tensor]
 
@@ -44,7 +58,7 @@ class Cell:
     Attributes:
         shape: The layer.
         count: Tokens, or images.
-        routing: One of :data:`benchmarks._gpu_routing.ROUTINGS`. With ``uniform`` a version
+        routing: One of :data:`benchmarks.gpu.layers.ROUTINGS`. With ``uniform`` a version
             contains its router; with others all get the same expert ids and weights.
     """
 
@@ -62,6 +76,10 @@ class Cell:
         """Whether the router is a part of it."""
         return self.routing == "uniform"
 
+    def floor(self, active: float, rates: Rates, itemsize: int) -> Floor:
+        """The shortest times where so many experts get a token."""
+        return floor(self.shape, self.tokens, active, rates, itemsize=itemsize, router=self.routes)
+
     def __str__(self) -> str:
         return f"{self.shape.name}:{self.count}:{self.routing}"
 
@@ -75,9 +93,9 @@ class Result:
         active: Experts that got a token.
         floor: The shortest times.
         cold: Microseconds with a cold L2 cache, by version.
-        warm: With a warm one.
+        warm: Microseconds with a warm one.
         left_out: Why a version is missing.
-        wrong: In what versions differ from ours.
+        wrong: How a version's results differ from ours.
         config: The blocks of ``fused_moe``, the fastest of some.
     """
 
@@ -110,7 +128,6 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON's types."""
-        floors = asdict(self.floor) | {"split": self.floor.split}
         return {
             "shape": self.cell.shape.name,
             "count": self.cell.count,
@@ -118,21 +135,22 @@ class Result:
             "routing": self.cell.routing,
             "router included": self.cell.routes,
             "active experts": self.active,
-            "floor us": floors,
+            "floor us": asdict(self.floor) | {"split": self.floor.split},
             "cold us": {name: asdict(times) for name, times in self.cold.items()},
             "warm us": {name: asdict(times) for name, times in self.warm.items()},
             "share of split floor": self.share,
-            "goal": None if self.verdict is None else asdict(self.verdict),
+            "goal": self.verdict and asdict(self.verdict),
             "left out": self.left_out,
             "wrong": self.wrong,
-            "fused_moe blocks": None if self.config is None else asdict(self.config),
+            "fused_moe blocks": self.config and asdict(self.config),
         }
 
 
+@dataclass
 class Bench:
-    """Measures the cells of one layer, whose parameters it holds.
+    """Measures the cells of one layer.
 
-    Args:
+    Attributes:
         shape: The layer.
         parameters: Its parameters, all of one dtype.
         timer: What to time with.
@@ -141,36 +159,20 @@ class Bench:
         configs: The blocks that ``fused_moe`` may take; None: those worth trying.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        parameters: Mapping[str, Tensor | None],
-        timer: Timer,
-        rates: Rates,
-        versions: tuple[str, ...] = (GROUPED, FUSED, DENSE),
-        configs: tuple[Config, ...] | None = None,
-    ) -> None:
-        self.shape = shape
-        self.parameters = parameters
-        self.timer = timer
-        self.rates = rates
-        self.versions = versions
-        self.configs = configs
-        self._best: dict[int, Config] = {}
+    shape: Shape
+    parameters: Parameters
+    timer: Timer
+    rates: Rates
+    versions: tuple[str, ...] = PEERS
+    configs: tuple[Config, ...] | None = None
+    _fastest: dict[int, Config] = field(default_factory=dict)
 
     def measure(self, cell: Cell) -> Result:
         """Runs one cell."""
-        x_TD = self.tokens(cell)
+        x_TD = random_tokens(self.parameters, cell.tokens)
         routing = self._routing(cell, x_TD)
-        weight = self.parameters["w1"]
-        itemsize = x_TD.element_size() if weight is None else weight.element_size()
-        result = Result(
-            cell,
-            active := int(routing[0].unique().numel()),
-            floor(
-                self.shape, cell.tokens, active, self.rates, itemsize=itemsize, router=cell.routes
-            ),
-        )
+        active = int(routing[0].unique().numel())
+        result = Result(cell, active, cell.floor(active, self.rates, x_TD.element_size()))
         calls = self._calls(cell, x_TD, routing, result)
         self._compare(calls, result)
         for found, cold in ((result.cold, True), (result.warm, False)):
@@ -179,19 +181,16 @@ class Bench:
             result.left_out |= measured.failed
         return result
 
-    def tokens(self, cell: Cell) -> Tensor:
-        """The tokens ``[T, D]``."""
-        like = self.parameters["w1"]
-        if like is None:
-            raise ValueError("the layer has no experts")
-        generator = torch.Generator(like.device).manual_seed(2)
-        size = (cell.tokens, self.shape.width)
-        return torch.randn(size, generator=generator, dtype=like.dtype, device=like.device)
+    def _routing(self, cell: Cell, x_TD: Tensor) -> Routing:
+        if not cell.routes:
+            sizes = (cell.tokens, self.shape.experts, self.shape.top_k)
+            return random_routing(cell.routing, *sizes, x_TD.device)
+        bias = self.parameters.get("router_bias")
+        return route(x_TD, self.parameters["router_weight"], bias, self.shape.router)
 
-    def ours(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
-        """Our operator, ``dropless`` or ``experts``."""
-        p, options = self.parameters, self.shape.options
-        experts = (p["w1"], p["b1"], p["w2"], p["b2"])
+    def _ours(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
+        p, options, router = self.parameters, self.shape.options, self.shape.router
+        experts = (p["w1"], p.get("b1"), p["w2"], p.get("b2"))
         form = {
             "activation": options.activation,
             "gated": options.gated,
@@ -201,22 +200,12 @@ class Bench:
         if routing is not None:
             result = torch.ops.moe.experts(x_TD, *routing, *experts, **form)
         else:
-            router = self.shape.router
             result = torch.ops.moe.dropless(
-                x_TD, p["router_weight"], *experts, router.top_k, p["router_bias"],
+                x_TD, p["router_weight"], *experts, router.top_k, p.get("router_bias"),
                 scoring=router.scoring, renormalize=router.renormalize,
                 routed_scaling=router.routed_scaling, **form,
             )  # fmt: skip
         return result
-
-    def _routing(self, cell: Cell, x_TD: Tensor) -> Routing:
-        if not cell.routes:
-            sizes = (cell.tokens, self.shape.experts, self.shape.top_k)
-            return draw(cell.routing, *sizes, str(x_TD.device))
-        router_weight = self.parameters["router_weight"]
-        if router_weight is None:
-            raise ValueError("the layer has no router")
-        return route(x_TD, router_weight, self.parameters["router_bias"], self.shape.router)
 
     def _calls(self, cell: Cell, x_TD: Tensor, routing: Routing, result: Result) -> dict[str, Call]:
         given = None if cell.routes else routing
@@ -230,7 +219,7 @@ class Bench:
 
             return call
 
-        calls: dict[str, Call] = {OURS: partial(self.ours, x_TD, given)}
+        calls: dict[str, Call] = {OURS: partial(self._ours, x_TD, given)}
         if GROUPED in self.versions:
             calls[GROUPED] = with_router(torch_router, grouped)
         if FUSED in self.versions:
@@ -238,31 +227,31 @@ class Bench:
                 config: with_router(fused_router, fused_moe, config)
                 for config in self.configs or candidates(self.shape, cell.tokens)
             }
-            result.config = self._fastest(cell, tried)
+            result.config = self._choose(cell, tried)
             if result.config is None:
                 result.left_out[FUSED] = "no configuration runs"
             else:
                 calls[FUSED] = tried[result.config]
         if DENSE in self.versions:
-            reason = self._without_dense(cell, x_TD.element_size())
-            if reason:
-                result.left_out[DENSE] = reason
+            if excuse := self._without_dense(cell, x_TD.element_size()):
+                result.left_out[DENSE] = excuse
             else:
                 calls[DENSE] = with_router(torch_router, dense)
         return calls
 
-    def _fastest(self, cell: Cell, tried: Mapping[Config, Call]) -> Config | None:
+    def _choose(self, cell: Cell, tried: Mapping[Config, Call]) -> Config | None:
         """The fastest configuration, chosen once for each number of tokens."""
-        if cell.count not in self._best:
+        if cell.count not in self._fastest:
             names = {str(config): config for config in tried}
             calls = {name: tried[config] for name, config in names.items()}
             times = self.timer(calls, samples=_CHOOSING_SAMPLES).times
             if not times:
                 return None
-            self._best[cell.count] = names[min(times, key=lambda name: times[name].median)]
-        return self._best[cell.count]
+            self._fastest[cell.count] = names[min(times, key=lambda name: times[name].median)]
+        return self._fastest[cell.count]
 
     def _without_dense(self, cell: Cell, itemsize: int) -> str:
+        """Why every expert on every token is left out, or nothing."""
         operations = 2 * cell.tokens * self.shape.experts * self.shape.width
         operations *= self.shape.rows + self.shape.hidden
         microseconds = 1e6 * operations / self.rates.flops
@@ -286,9 +275,90 @@ class Bench:
             try:
                 actual = calls[name]().float()
             except Exception as error:
-                result.left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                result.left_out[name] = reason(error)
                 del calls[name]
                 continue
             other = int(((actual - expected).norm(dim=-1) > _ROW_ERROR * norm).sum())
             if other > _OTHER_ROWS * len(expected):
                 result.wrong[name] = f"{other} of {len(expected)} rows differ from ours"
+
+
+# --- The launches of a layer ---
+
+# The stages of the floor that a kernel computes; norm and sort compute none.
+_STAGES: Mapping[str, tuple[str, ...]] = {
+    "route_kernel": ("router",),
+    "router_logits_kernel": ("router",),
+    "few_up_kernel": ("up",),
+    "expert_up_kernel": ("up",),
+    "few_down_kernel": ("down", "combine"),
+    "expert_down_kernel": ("down",),
+    "expert_mlp_kernel": ("up", "down"),
+    "combine_kernel": ("combine",),
+}
+
+
+@dataclass(frozen=True)
+class LaunchTime:
+    """One launch by itself.
+
+    Attributes:
+        kernel: Its name.
+        programs: The programs of its grid.
+        cold: Microseconds with a cold L2 cache.
+        warm: Microseconds with a warm one.
+        floor: The floor of the stages that it computes, 0 if it computes none.
+    """
+
+    kernel: str
+    programs: int
+    cold: float
+    warm: float
+    floor: float
+
+
+def launches_alone(
+    plan: ForwardPlan, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yields each launch's kernel, and a call that makes this launch alone.
+
+    All share a workspace: a call needs those before it to have run once.
+
+    Args:
+        plan: The layer's plan.
+        tensors: The call's, with y.
+    """
+    span = plan.at(len(tensors["x"]))
+    size = plan.workspace_size(len(tensors["x"]))
+    workspace = torch.empty(size, dtype=torch.uint8, device=tensors["x"].device)
+    for spec in span.launches:
+        alone = replace(plan, ranges=(replace(span, first=1, launches=(spec,)),))
+        yield spec.name, partial(launch, alone, tensors, workspace)
+
+
+def time_launches(
+    cell: Cell, plan: ForwardPlan, parameters: Parameters, timer: Timer, rates: Rates
+) -> list[LaunchTime]:
+    """Times every launch by itself, on what the launches before it have left.
+
+    The sum is not the layer's time: alone, a launch neither finds its inputs in the cache where the
+    one before left them, nor starts while that one ends.
+    """
+    x = random_tokens(parameters, cell.tokens)
+    tensors = {**parameters, "x": x, "y": torch.empty_like(x)}
+    sizes = {**plan.layer.sizes, "T": cell.tokens}
+    active = expected_active(cell.shape.experts, cell.shape.top_k, cell.tokens)
+    shortest = cell.floor(active, rates, x.element_size())
+    alone = list(launches_alone(plan, tensors))
+    for _, call in alone:
+        call()
+    return [
+        LaunchTime(
+            name,
+            math.prod(axis.evaluate(sizes) for axis in spec.grid),
+            timer({name: call}).times[name].median,
+            timer({name: call}, cold=False).times[name].median,
+            sum(getattr(shortest, stage) for stage in _STAGES.get(name, ())),
+        )
+        for (name, call), spec in zip(alone, plan.at(cell.tokens).launches, strict=True)
+    ]

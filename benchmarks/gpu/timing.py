@@ -3,7 +3,8 @@
 A graph holds one call between two timing events that are nodes of the graph, so that a time has no
 part of the host, nor of the graph's own launch. For a cold cache a read of a large buffer goes
 ahead of the first event: its lines are clean, so their eviction costs the call no writing. For a
-warm cache another call goes ahead.
+warm cache another call goes ahead. ``triton.testing.do_bench`` leaves the host's part in, and
+``do_bench_cudagraph`` keeps the cache warm.
 
 Without a GPU, :class:`HostTimer` runs the same calls under the host's clock, so that the harness
 can be tried. Its times mean nothing.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,9 +21,21 @@ from typing import Protocol
 
 import torch
 
-from benchmarks._gpu_floor import Rates
+from benchmarks.common.timing import milliseconds, turns
+from benchmarks.gpu.goals import Rates
 
-__all__ = ["GraphTimer", "HostTimer", "Timer", "Times", "measure_rates", "samples_for"]
+__all__ = [
+    "Call",
+    "GraphTimer",
+    "HostTimer",
+    "Results",
+    "Timer",
+    "Times",
+    "measure_rates",
+    "reason",
+    "release",
+    "samples_for",
+]
 
 Call = Callable[[], object]
 
@@ -37,9 +49,9 @@ class Times:
     """Microseconds of one call.
 
     Attributes:
-        median: Of the samples.
+        median: The median of the samples.
         best: The shortest.
-        samples: How many.
+        samples: How many there are.
     """
 
     median: float
@@ -48,52 +60,47 @@ class Times:
 
     @classmethod
     def of(cls, samples: list[float]) -> Times:
-        """Summarises microseconds."""
+        """Summarises samples."""
         return cls(statistics.median(samples), min(samples), len(samples))
 
 
 @dataclass
 class Results:
-    """What came of some calls.
-
-    Attributes:
-        times: Of those that ran, by name.
-        failed: Why the others did not.
-    """
+    """Some calls' times, by name, or why they failed."""
 
     times: dict[str, Times] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
 
 class Timer(Protocol):
-    """Times calls in turns."""
+    """Times calls."""
 
     method: str
 
     def __call__(
         self, calls: Mapping[str, Call], *, cold: bool = True, samples: int | None = None
     ) -> Results:
-        """Times calls in turns, each round starting with another; ``samples`` None: as needed."""
+        """Times calls in turns, each as often as :func:`samples_for` says where not told."""
 
 
-def samples_for(microseconds: float, *, quick: bool = False) -> int:
+def samples_for(microseconds: float) -> int:
     """Returns how often to time a call that takes so long."""
-    if quick:
-        return 20 if microseconds < 2_000 else 7
-    if microseconds < 10_000:
-        return 60
-    return 15
+    return 60 if microseconds < 10_000 else 15
+
+
+def reason(error: BaseException) -> str:
+    """Returns an error in one line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 class GraphTimer:
     """Times on the current CUDA device.
 
     Attributes:
-        method: How.
+        method: Where the timing events are.
     """
 
-    def __init__(self, *, quick: bool = False) -> None:
-        self._quick = quick
+    def __init__(self) -> None:
         self._flushed = torch.randn(_FLUSHED_BYTES // 4, device="cuda")
         self._sum = torch.zeros((), device="cuda")
         self._inside = True
@@ -111,28 +118,20 @@ class GraphTimer:
                 graphs[name] = self._capture(call, cold)
                 graphs[name].run()
             except Exception as error:
-                results.failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                results.failed[name] = reason(error)
                 graphs.pop(name, None)
                 torch.cuda.synchronize()
-        names = list(graphs)
-        if not names:
-            return results
-        once = {name: min(graphs[name].run() for _ in range(2)) for name in names}
-        wanted = {name: samples or samples_for(once[name], quick=self._quick) for name in names}
-        microseconds: dict[str, list[float]] = {name: [] for name in names}
-        for turn in range(max(wanted.values())):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                if turn < wanted[name]:
-                    microseconds[name].append(graphs[name].run())
+        once = {name: min(graph.run(), graph.run()) for name, graph in graphs.items()}
+        wanted = {name: samples or samples_for(us) for name, us in once.items()}
+        microseconds: dict[str, list[float]] = {name: [] for name in graphs}
+        for turn, name in turns(graphs, max(wanted.values(), default=0)):
+            if turn < wanted[name]:
+                microseconds[name].append(graphs[name].run())
         results.times = {name: Times.of(each) for name, each in microseconds.items()}
         return results
 
-    def _before(self, call: Call, cold: bool) -> None:
-        if cold:
-            torch.sum(self._flushed, dim=0, out=self._sum)
-        else:
-            call()
+    def _flush(self) -> object:
+        return torch.sum(self._flushed, dim=0, out=self._sum)
 
     def _capture(self, call: Call, cold: bool) -> _Timed:
         for _ in range(2):
@@ -142,9 +141,12 @@ class GraphTimer:
         if not self._inside:
             with _captured(graph):
                 kept = call()
-            return _Timed(graph, start, end, kept, before=lambda: self._before(graph.replay, cold))
+            return _Timed(graph, start, end, kept, before=self._flush if cold else graph.replay)
         with _captured(graph):
-            self._before(call, cold)
+            if cold:
+                self._flush()
+            else:
+                call()
             start.record()
             kept = call()
             end.record()
@@ -157,17 +159,13 @@ class GraphTimer:
 
     def _events_in_graphs_work(self) -> bool:
         """Whether a known call takes as long by events inside the graph as by those around it."""
-
-        def known() -> object:
-            return torch.sum(self._flushed, dim=0, out=self._sum)
-
         try:
-            inside = statistics.median(self._capture(known, cold=True).run() for _ in range(9))
+            inside = statistics.median(self._capture(self._flush, True).run() for _ in range(9))
         except (RuntimeError, TypeError):
             torch.cuda.synchronize()
             return False
         self._inside = False
-        around = statistics.median(self._capture(known, cold=True).run() for _ in range(9))
+        around = statistics.median(self._capture(self._flush, True).run() for _ in range(9))
         return 0.5 * around < inside < 1.2 * around
 
 
@@ -175,8 +173,8 @@ class GraphTimer:
 def _captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Captures what is enqueued.
 
-    Without what ``torch.cuda.graph`` does besides: it collects garbage and empties the allocator's
-    cache each time, which takes longer than most of what is timed here.
+    ``torch.cuda.graph`` also collects garbage and empties the allocator's cache each time, which
+    takes longer than most of what is timed here.
     """
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -210,8 +208,7 @@ class _Timed:
         else:
             self.graph.replay()
         torch.cuda.synchronize()
-        milliseconds: float = self.start.elapsed_time(self.end)
-        return 1e3 * milliseconds
+        return 1e3 * self.start.elapsed_time(self.end)
 
 
 class HostTimer:
@@ -223,25 +220,22 @@ class HostTimer:
         self, calls: Mapping[str, Call], *, cold: bool = True, samples: int | None = None
     ) -> Results:
         """See :class:`Timer`."""
+        del cold, samples
         results = Results()
         for name, call in calls.items():
-            start = time.perf_counter()
             try:
-                call()
+                results.times[name] = Times.of([1e3 * milliseconds(call)])
             except Exception as error:
-                results.failed[name] = f"{type(error).__name__}: {error}"
-                continue
-            results.times[name] = Times.of([1e6 * (time.perf_counter() - start)])
+                results.failed[name] = reason(error)
         return results
 
 
-def measure_rates(timer: Timer, device: str = "cuda") -> Rates:
+def measure_rates(timer: Timer, device: str) -> Rates:
     """Measures copy bandwidth, read and written, and the rate of an 8192^3 bf16 product."""
     copied, size = (_COPIED_BYTES, _MATRIX) if device == "cuda" else (2**20, 64)
-    samples = 20 if device == "cuda" else 2
 
     def microseconds(call: Call) -> float:
-        return timer({"": call}, cold=False, samples=samples).times[""].median
+        return timer({"": call}, cold=False, samples=20).times[""].median
 
     source = torch.randn(copied // 4, device=device)
     target = torch.empty_like(source)

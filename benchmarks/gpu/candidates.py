@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from benchmarks.gpu.goals import expected_active
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig
 from custom_ops.kernels.layer import Layer
@@ -31,16 +32,8 @@ _FEW_TOKENS = 64
 
 
 def blocks_m(layer: Layer, tokens: int) -> tuple[int, ...]:
-    """Returns the heights of tiles worth trying: near the mean number of rows of an expert.
-
-    Example:
-        >>> from custom_ops.kernels.layer import Layer
-        >>> import torch
-        >>> layer = Layer(128, 2048, 768, 8, torch.bfloat16, torch.bfloat16)
-        >>> blocks_m(layer, 16), blocks_m(layer, 1024), blocks_m(layer, 16384)
-        ((16,), (32, 64, 128), (64, 128, 256))
-    """
-    active = layer.experts * (1 - (1 - min(1.0, layer.top_k / layer.experts)) ** tokens)
+    """Returns the heights of tiles worth trying: near the mean number of rows of an expert."""
+    active = expected_active(layer.experts, layer.top_k, tokens)
     rows = tokens * layer.top_k / active
     found = [block for block in _BLOCKS_M if rows / 4 < block <= max(16, 2 * rows)]
     return tuple(found) or _BLOCKS_M[-1:]
@@ -68,8 +61,8 @@ def gemm_candidates(
         layer: The layer.
         architecture: Where it runs.
         block_m: Rows of a tile.
-        columns: Of the result.
-        depth: Of the product.
+        columns: Columns of the result.
+        depth: The inner dimension of the product.
         gates: 2 where a tile holds the gate's and the up half's columns, else 1.
     """
     found = sorted(

@@ -1,9 +1,9 @@
 """A Triton MoE layer of the usual structure, to compare with.
 
-Written for this comparison alone, after the structure that inference servers have in common: slots
-are sorted by expert, each expert's padded to whole blocks of rows; one grouped product, called
-twice, gathers rows through the sorted slots and scatters its results to them; a kernel of its own
-activates in between; another sums a token's choices. The router's product is cuBLAS's.
+It was written for this comparison alone, after the structure that inference servers share: slots
+are sorted by expert, and each expert's are padded to whole blocks of rows; one grouped product,
+called twice, gathers rows through the sorted slots and scatters its results to them; a separate
+kernel activates in between; another sums a token's choices. cuBLAS computes the router's logits.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K choices,
 N = T*K slots, P = N and every expert's padding.
@@ -14,7 +14,7 @@ N = T*K slots, P = N and every expert's padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks._gpu_routing import Routing
-from benchmarks._gpu_shapes import Shape
+from benchmarks.gpu.layers import Parameters, Routing, Shape
 
-__all__ = ["CONFIGS", "Config", "candidates", "fused_moe", "fused_router", "warm_up"]
+__all__ = ["CONFIGS", "Config", "candidates", "compile_for", "fused_moe", "fused_router"]
+
+Start = Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Config:
     num_stages: int
 
 
-# In the range of what servers' tables for this class of GPU hold.
+# Such blocks are in servers' tables for this class of GPU.
 CONFIGS = (
     Config(16, 64, 128, 1, 4, 4),
     Config(16, 128, 128, 1, 4, 3),
@@ -53,18 +54,16 @@ CONFIGS = (
     Config(128, 128, 64, 16, 8, 4),
     Config(128, 256, 64, 8, 8, 4),
 )
-_SUM_COLUMNS = 1024
-_ACTIVATE_COLUMNS = 1024
+_COLUMNS = 1024
 _SLOTS = 256
 
 
 def candidates(shape: Shape, tokens: int) -> tuple[Config, ...]:
     """Returns the configurations that are worth trying: rows of a block near an expert's."""
     rows = tokens * shape.top_k / shape.experts
-    near = [
+    return tuple(
         c for c in CONFIGS if c.block_m <= max(16, 2 * rows) and 8 * c.block_m >= min(rows, 512)
-    ]
-    return tuple(near)
+    )
 
 
 @triton.jit
@@ -239,184 +238,147 @@ def fused_sum_kernel(rows_ptr, y_ptr, D: tl.constexpr, K: tl.constexpr, BLOCK: t
     tl.store(y_ptr + token * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
-def fused_router(shape: Shape, parameters: Mapping[str, Tensor | None], x_TD: Tensor) -> Routing:
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: object) -> None:
+    """Runs a kernel."""
+    kernel[grid](**arguments)
+
+
+def fused_router(
+    shape: Shape, parameters: Parameters, x_TD: Tensor, start: Start = launch
+) -> Routing:
     """The router: a product, then one kernel."""
-    router_weight = parameters["router_weight"]
-    if router_weight is None:
-        raise ValueError("the layer has no router")
-    logits_TE = torch.nn.functional.linear(x_TD, router_weight, parameters["router_bias"])
+    bias = parameters.get("router_bias")
+    logits_TE = torch.nn.functional.linear(x_TD, parameters["router_weight"], bias)
     ids_TK = x_TD.new_empty(len(x_TD), shape.top_k, dtype=torch.int32)
     weights_TK = x_TD.new_empty(len(x_TD), shape.top_k, dtype=torch.float32)
-    _start(_choose(shape, logits_TE, ids_TK, weights_TK))
+    start(
+        fused_choose_kernel,
+        (len(x_TD),),
+        logits_ptr=logits_TE,
+        ids_ptr=ids_TK,
+        weights_ptr=weights_TK,
+        E=shape.experts,
+        K=shape.top_k,
+        SCORING=shape.router.scoring,
+        SCALING=shape.router.routed_scaling,
+        BLOCK_E=triton.next_power_of_2(shape.experts),
+        BLOCK_K=triton.next_power_of_2(shape.top_k),
+        num_warps=1,
+    )
     return ids_TK, weights_TK
 
 
 def fused_moe(
     shape: Shape,
-    parameters: Mapping[str, Tensor | None],
+    parameters: Parameters,
     x_TD: Tensor,
     routing: Routing,
     config: Config,
+    start: Start = launch,
 ) -> Tensor:
     """The experts."""
+    ids, weights = routing
+    E, D, H, F, K = shape.experts, shape.width, shape.hidden, shape.rows, shape.top_k
+    slots, block_m = ids.numel(), config.block_m
+    blocks_m = triton.cdiv(min(slots * block_m, slots + E * (block_m - 1)), block_m)
+    ints: Any = {"dtype": torch.int32, "device": x_TD.device}
+    next_E, padded = torch.empty(E, **ints), torch.empty(1, **ints)
+    block_expert = torch.empty(blocks_m, **ints)
+    # The number of slots marks a place that no slot takes.
+    sorted_P = torch.full((blocks_m * block_m,), slots, **ints)
+    z, h, rows = x_TD.new_empty(slots, F), x_TD.new_empty(slots, H), x_TD.new_empty(slots, D)
     y_TD = torch.empty_like(x_TD)
-    for launch in _launches(shape, parameters, x_TD, routing, config, y_TD):
-        _start(launch)
+
+    def product(a: Tensor, weight: str, bias: str, c: Tensor, a_slots: int) -> None:
+        start(
+            fused_product_kernel,
+            (blocks_m * triton.cdiv(c.shape[1], config.block_n),),
+            a_ptr=a,
+            b_ptr=parameters[weight],
+            bias_ptr=parameters.get(bias),
+            c_ptr=c,
+            weights_ptr=weights if c is rows else None,
+            sorted_ptr=sorted_P,
+            block_expert_ptr=block_expert,
+            padded_ptr=padded,
+            blocks_m=blocks_m,
+            columns=c.shape[1],
+            depth=a.shape[1],
+            slots=slots,
+            A_SLOTS=a_slots,
+            BLOCK_M=block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            GROUP_M=config.group_m,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+
+    start(
+        fused_align_kernel,
+        (1,),
+        ids_ptr=ids,
+        next_ptr=next_E,
+        block_expert_ptr=block_expert,
+        padded_ptr=padded,
+        slots=slots,
+        E=E,
+        BLOCK_M=block_m,
+        BLOCK_E=max(32, triton.next_power_of_2(E)),
+        BLOCK_N=4096,
+        num_warps=16,
+    )
+    start(
+        fused_place_kernel,
+        (triton.cdiv(slots, _SLOTS),),
+        ids_ptr=ids,
+        next_ptr=next_E,
+        sorted_ptr=sorted_P,
+        slots=slots,
+        BLOCK_N=_SLOTS,
+    )
+    product(x_TD, "w1", "b1", z, K)
+    block = min(_COLUMNS, triton.next_power_of_2(H))
+    start(
+        fused_activate_kernel,
+        (slots, triton.cdiv(H, block)),
+        z_ptr=z,
+        h_ptr=h,
+        H=H,
+        ACTIVATION=shape.options.activation,
+        ALPHA=shape.options.alpha,
+        LIMIT=shape.options.limit,
+        BLOCK=block,
+    )
+    product(h, "w2", "b2", rows, 1)
+    block = min(_COLUMNS, triton.next_power_of_2(D))
+    sizes = {"D": D, "K": K, "BLOCK": block}
+    start(fused_sum_kernel, (len(x_TD), triton.cdiv(D, block)), rows_ptr=rows, y_ptr=y_TD, **sizes)
     return y_TD
 
 
-def warm_up(shape: Shape, dtype: torch.dtype, config: Config) -> None:
-    """Compiles all kernels for a layer and a configuration, launching nothing."""
+def compile_for(
+    shape: Shape, dtype: torch.dtype, config: Config, start: Start, device: str = "cuda"
+) -> None:
+    """Compiles all kernels for a layer and a configuration.
 
-    def empty(*size: int, of: torch.dtype = dtype) -> Tensor:
+    Args:
+        shape: The layer.
+        dtype: Its dtype.
+        config: The blocks.
+        start: Compiles a kernel; takes what :func:`launch` takes.
+        device: Where the kernels would run.
+    """
+
+    def empty(*size: int) -> Tensor:
         # Kernels are compiled for a pointer's dtype and alignment; sizes are passed beside it.
-        return torch.empty(16, dtype=of, device="cuda").as_strided(size, [0] * len(size))
+        return torch.empty(16, dtype=dtype, device=device).as_strided(size, [0] * len(size))
 
     E, D, H, F = shape.experts, shape.width, shape.hidden, shape.rows
-    tokens = 16
-    x_TD = empty(tokens, D)
-    parameters = {
-        "w1": empty(E, F, D),
-        "b1": empty(E, F) if shape.biases else None,
-        "w2": empty(E, D, H),
-        "b2": empty(E, D) if shape.biases else None,
-    }
-    ids = empty(tokens, shape.top_k, of=torch.int32)
-    weights = empty(tokens, shape.top_k, of=torch.float32)
-    _warm(_choose(shape, empty(tokens, E), ids, weights))
-    for ids_dtype in (torch.int32, torch.int64):
-        routing = (empty(tokens, shape.top_k, of=ids_dtype), weights)
-        for launch in _launches(shape, parameters, x_TD, routing, config, x_TD):
-            _warm(launch)
-
-
-_Launch = tuple[Any, tuple[int, ...], dict[str, Any]]
-
-
-def _start(launch: _Launch) -> None:
-    kernel, grid, arguments = launch
-    kernel[grid](**arguments)
-
-
-def _warm(launch: _Launch) -> None:
-    kernel, grid, arguments = launch
-    kernel.warmup(grid=grid, **arguments)
-
-
-def _power_of_2(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
-def _choose(shape: Shape, logits: Tensor, ids: Tensor, weights: Tensor) -> _Launch:
-    return (
-        fused_choose_kernel,
-        (len(logits),),
-        {
-            "logits_ptr": logits,
-            "ids_ptr": ids,
-            "weights_ptr": weights,
-            "E": shape.experts,
-            "K": shape.top_k,
-            "SCORING": shape.router.scoring,
-            "SCALING": shape.router.routed_scaling,
-            "BLOCK_E": _power_of_2(shape.experts),
-            "BLOCK_K": _power_of_2(shape.top_k),
-            "num_warps": 1,
-        },
-    )
-
-
-def _launches(
-    shape: Shape,
-    parameters: Mapping[str, Tensor | None],
-    x: Tensor,
-    routing: Routing,
-    config: Config,
-    y: Tensor,
-) -> list[_Launch]:
-    """The launches of a call; the buffers in between are allocated here."""
-    ids, weights = routing
-    E, D, H, F, K = shape.experts, shape.width, shape.hidden, shape.rows, shape.top_k
-    slots = ids.numel()
-    block_m = config.block_m
-    most = min(slots * block_m, slots + E * (block_m - 1))
-    blocks_m = triton.cdiv(most, block_m)
-    ints: Any = {"dtype": torch.int32, "device": x.device}
-    next_E, padded = torch.empty(E, **ints), torch.empty(1, **ints)
-    block_expert = torch.empty(blocks_m, **ints)
-    # A place that no slot takes holds N, which is none.
-    sorted_P = torch.full((blocks_m * block_m,), slots, **ints)
-    z, h, rows = x.new_empty(slots, F), x.new_empty(slots, H), x.new_empty(slots, D)
-
-    def product(
-        a: Tensor, b: str, bias: str, c: Tensor, columns: int, depth: int, a_slots: int
-    ) -> _Launch:
-        return (
-            fused_product_kernel,
-            (blocks_m * triton.cdiv(columns, config.block_n),),
-            {
-                "a_ptr": a,
-                "b_ptr": parameters[b],
-                "bias_ptr": parameters[bias],
-                "c_ptr": c,
-                "weights_ptr": weights if c is rows else None,
-                "sorted_ptr": sorted_P,
-                "block_expert_ptr": block_expert,
-                "padded_ptr": padded,
-                "blocks_m": blocks_m,
-                "columns": columns,
-                "depth": depth,
-                "slots": slots,
-                "A_SLOTS": a_slots,
-                "BLOCK_M": block_m,
-                "BLOCK_N": config.block_n,
-                "BLOCK_K": config.block_k,
-                "GROUP_M": config.group_m,
-                "num_warps": config.num_warps,
-                "num_stages": config.num_stages,
-            },
-        )
-
-    align = {
-        "ids_ptr": ids,
-        "next_ptr": next_E,
-        "block_expert_ptr": block_expert,
-        "padded_ptr": padded,
-        "slots": slots,
-        "E": E,
-        "BLOCK_M": block_m,
-        "BLOCK_E": max(32, _power_of_2(E)),
-        "BLOCK_N": 4096,
-        "num_warps": 16,
-    }
-    place = {
-        "ids_ptr": ids,
-        "next_ptr": next_E,
-        "sorted_ptr": sorted_P,
-        "slots": slots,
-        "BLOCK_N": _SLOTS,
-    }
-    activate = {
-        "z_ptr": z,
-        "h_ptr": h,
-        "H": H,
-        "ACTIVATION": shape.options.activation,
-        "ALPHA": shape.options.alpha,
-        "LIMIT": shape.options.limit,
-        "BLOCK": min(_ACTIVATE_COLUMNS, _power_of_2(H)),
-    }
-    total = {
-        "rows_ptr": rows,
-        "y_ptr": y,
-        "D": D,
-        "K": K,
-        "BLOCK": min(_SUM_COLUMNS, _power_of_2(D)),
-    }
-    return [
-        (fused_align_kernel, (1,), align),
-        (fused_place_kernel, (triton.cdiv(slots, _SLOTS),), place),
-        product(x, "w1", "b1", z, F, D, K),
-        (fused_activate_kernel, (slots, triton.cdiv(H, activate["BLOCK"])), activate),
-        product(h, "w2", "b2", rows, D, H, 1),
-        (fused_sum_kernel, (len(x), triton.cdiv(D, total["BLOCK"])), total),
-    ]
+    parameters = {"router_weight": empty(E, D), "w1": empty(E, F, D), "w2": empty(E, D, H)}
+    if shape.biases:
+        parameters |= {"router_bias": empty(E), "b1": empty(E, F), "b2": empty(E, D)}
+    x_TD = empty(16, D)
+    ids, weights = fused_router(shape, parameters, x_TD, start)
+    for routing in ((ids, weights), (ids.long(), weights)):
+        fused_moe(shape, parameters, x_TD, routing, config, start)

@@ -1,4 +1,4 @@
-"""The layers and token counts that are measured on a GPU.
+"""The layers that are measured on a GPU, their parameters, and where their tokens go.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
 """
@@ -6,7 +6,7 @@ Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E expe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,10 +14,28 @@ from torch import Tensor
 from custom_ops import ExpertOptions, RouterOptions
 from custom_ops.kernels.layer import Layer
 
-__all__ = ["LLM_TOKENS", "SHAPES", "SWIN_BATCHES", "Shape", "chosen", "parameters"]
+__all__ = [
+    "LLM_TOKENS",
+    "ROUTINGS",
+    "SHAPES",
+    "SWIN_BATCHES",
+    "Parameters",
+    "Routing",
+    "Shape",
+    "matching",
+    "random_parameters",
+    "random_routing",
+    "random_tokens",
+]
+
+#: A layer's tensors by name; one without biases has no ``router_bias``, ``b1`` and ``b2``.
+Parameters = Mapping[str, Tensor]
+#: Expert ids and weights, ``[T, K]`` each.
+Routing = tuple[Tensor, Tensor]
 
 LLM_TOKENS = (1, 16, 128, 1024, 4096, 16384)
 SWIN_BATCHES = (1, 8, 32, 64, 128)
+ROUTINGS = ("uniform", "zipf", "one")
 
 
 @dataclass(frozen=True)
@@ -25,8 +43,8 @@ class Shape:
     """One layer, and how many tokens it is measured with.
 
     Attributes:
-        name: By which the command line knows it.
-        title: What it is.
+        name: Its name on the command line.
+        title: The model that has it.
         width: D.
         hidden: H.
         experts: E.
@@ -78,10 +96,6 @@ class Shape:
             b2=self.biases,
         )
 
-    def to_json(self) -> dict[str, object]:
-        """Its sizes and options."""
-        return asdict(self)
-
 
 _SILU = ExpertOptions("silu", gated=True)
 
@@ -94,7 +108,7 @@ def _swin(stage: int, width: int, per_image: int) -> Shape:
     )  # fmt: skip
 
 
-# Sizes and options of the models' published configurations; Swin's of Swin-T with 224x224 images.
+# Sizes and options are from the models' published configurations; Swin is Swin-T at 224x224.
 SHAPES: Mapping[str, Shape] = {
     shape.name: shape
     for shape in (
@@ -119,7 +133,7 @@ SHAPES: Mapping[str, Shape] = {
 }  # fmt: skip
 
 
-def chosen(names: str) -> tuple[Shape, ...]:
+def matching(names: str) -> tuple[Shape, ...]:
     """Returns the shapes of a list such as ``qwen3,swin``; ``""`` is all but ``tiny``.
 
     Raises:
@@ -127,15 +141,15 @@ def chosen(names: str) -> tuple[Shape, ...]:
     """
     found: dict[str, Shape] = {}
     for name in names.split(",") if names else [n for n in SHAPES if n != "tiny"]:
-        matching = {known: shape for known, shape in SHAPES.items() if known.startswith(name)}
-        if not name or not matching:
+        same = {known: shape for known, shape in SHAPES.items() if known.startswith(name)}
+        if not name or not same:
             raise ValueError(f"shapes must be among {', '.join(SHAPES)}; got {name!r}")
-        found |= matching
+        found |= same
     return tuple(found.values())
 
 
-def parameters(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Tensor | None]:
-    """Random parameters, scaled so that logits, hidden rows and results are near 1."""
+def random_parameters(shape: Shape, dtype: torch.dtype, device: str) -> Parameters:
+    """Returns parameters scaled so that logits, hidden rows and results are near 1."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int, fan_in: int = 1) -> Tensor:
@@ -143,11 +157,52 @@ def parameters(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Tenso
         return values.mul_(fan_in**-0.5)
 
     E, D, H, F = shape.experts, shape.width, shape.hidden, shape.rows
-    return {
+    found = {
         "router_weight": normal(E, D, fan_in=D),
-        "router_bias": normal(E).mul_(0.1) if shape.biases else None,
         "w1": normal(E, F, D, fan_in=D),
-        "b1": normal(E, F) if shape.biases else None,
         "w2": normal(E, D, H, fan_in=H),
-        "b2": normal(E, D) if shape.biases else None,
     }
+    if shape.biases:
+        biases = {"router_bias": normal(E).mul_(0.1), "b1": normal(E, F), "b2": normal(E, D)}
+        found |= biases
+    return found
+
+
+def random_tokens(parameters: Parameters, tokens: int) -> Tensor:
+    """Returns tokens ``[T, D]`` for a layer, of its dtype and on its device."""
+    like = parameters["w1"]
+    generator = torch.Generator(like.device).manual_seed(2)
+    size = (tokens, like.shape[2])
+    return torch.randn(size, generator=generator, dtype=like.dtype, device=like.device)
+
+
+def random_routing(
+    kind: str, tokens: int, experts: int, top_k: int, device: torch.device | str = "cpu"
+) -> Routing:
+    """Returns expert ids ``[T, K]`` int64 and weights ``[T, K]`` float32 that sum to 1.
+
+    Args:
+        kind: ``uniform``: K different experts, all as likely; ``zipf``: K different experts, drawn
+            one after another with probabilities in proportion to 1, 1/2, 1/3, ..., where the
+            order of the experts is random; ``one``: every slot of every token is expert 0's.
+        tokens: T.
+        experts: E.
+        top_k: K.
+        device: Where the result is.
+
+    Raises:
+        ValueError: If the kind is unknown.
+    """
+    if kind not in ROUTINGS:
+        raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}; got {kind!r}")
+    generator = torch.Generator().manual_seed(1)
+    rank = torch.arange(1, experts + 1, dtype=torch.float32)
+    log_share = -rank.log() if kind == "zipf" else torch.zeros(experts)
+    log_share = log_share[torch.randperm(experts, generator=generator)]
+    # The K largest of log p + Gumbel noise are a draw without replacement.
+    noise = -torch.empty(tokens, experts).exponential_(generator=generator).log()
+    ids = (log_share + noise).topk(top_k, dim=-1).indices
+    if kind == "one":
+        ids = torch.zeros_like(ids)
+    weights = torch.randn(tokens, top_k, generator=generator).softmax(-1)
+    return ids.to(device), weights.to(device)

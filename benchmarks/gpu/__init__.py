@@ -1,0 +1,15 @@
+"""Whether the kernels are right and fast on a GPU, and their tuner.
+
+Without a GPU, Triton interprets the kernels; it reads the variable when it is imported.
+"""
+
+import os
+
+import torch
+
+__all__ = ["HAS_GPU"]
+
+HAS_GPU = torch.cuda.is_available()
+
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
