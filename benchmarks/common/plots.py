@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["panels", "ratio_bars"]
-
 _TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
 
 

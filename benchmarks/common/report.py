@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-__all__ = ["conditions", "digits", "parser", "table", "write_json"]
+from typing import Any, Protocol, TypeVar
 
 
 def parser(doc: str | None, *outputs: str) -> argparse.ArgumentParser:
@@ -50,6 +48,37 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+class Named(Protocol):
+    """A benchmark's case."""
+
+    @property
+    def name(self) -> str:
+        """What ``--case`` selects it by."""
+
+
+CaseT = TypeVar("CaseT", bound=Named)
+
+
+def matching_cases(
+    command: argparse.ArgumentParser, cases: Iterable[CaseT], text: str
+) -> list[CaseT]:
+    """Returns the cases whose name contains a text; ends the command where there are none."""
+    cases = list(cases)
+    found = [case for case in cases if text.lower() in case.name.lower()]
+    if not found:
+        names = ", ".join(case.name for case in cases)
+        command.error(f"no case contains {text!r}; there are {names}")
+    return found
+
+
+def read_cases(path: Path | None) -> list[dict[str, Any]]:
+    """Returns the cases of an earlier run's results, where there are any."""
+    if path is None or not path.exists():
+        return []
+    cases: list[dict[str, Any]] = json.loads(path.read_text())["cases"]
+    return cases
 
 
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:

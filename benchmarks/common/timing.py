@@ -13,16 +13,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = [
-    "Timing",
-    "fresh_processes",
-    "milliseconds",
-    "reset_peak",
-    "resident_bytes",
-    "time_in_turns",
-    "turns",
-]
-
 T = TypeVar("T")
 
 

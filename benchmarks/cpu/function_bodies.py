@@ -1,52 +1,43 @@
-"""The function body of ``DroplessMoE`` in ONNX Runtime on the CPU, against its alternatives.
+"""How fast is the function body of ``DroplessMoE`` in ONNX Runtime, against its alternatives?
 
-    python -m benchmarks.onnx_body --json result.json
+    python -m benchmarks.cpu.function_bodies --json result.json
 
 ``dense`` runs every expert on every token in two batched products. ``body`` is what ships with a
-node, ``unrolled`` what does with ``body="unrolled"``. ``naive`` (``--naive``) is the loop one
-writes first: over all experts, selecting with NonZero and accumulating with ScatterND.
-``--branches`` times the two ways of ``body`` alone, where there are few tokens: ``gathered`` copies
-the weights that each slot needs, ``visited`` goes through the experts.
+node, ``unrolled`` what does with ``body="unrolled"``. ``naive`` is the loop one writes first: over
+all experts, selecting with NonZero and accumulating with ScatterND. Where there are few tokens, the
+two ways of ``body`` are also timed alone: ``gathered`` copies the weights that each slot needs,
+``visited`` goes through the experts.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import cycle, islice
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
-import typer
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks._timing import Timing, record
-from dynamo_moe._bodies import (
-    BodyConfig,
-    _dropless,
-    _gathered,
-    body,
-    dense_body,
-    unrolled_body,
+from benchmarks.common.onnx_files import Array, open_session, time_runs
+from benchmarks.common.report import (
+    conditions,
+    digits,
+    matching_cases,
+    parser,
+    table,
+    write_json,
 )
+from benchmarks.common.timing import Timing, fresh_processes, turns
+from dynamo_moe._bodies import BodyConfig, _dropless, _gathered, body, dense_body, unrolled_body
 from dynamo_moe._bodies._expert import activate
 from dynamo_moe._bodies._layer import Experts, function, routed
 from dynamo_moe._bodies._ops import Ops
 
-OPSET = 20
 TURNS = 3
 WARMUP = 3
-# Different tokens choose different experts; the times of one alone would be those of a warm cache.
+# Different tokens choose different experts; one input alone would find its experts in the cache.
 INPUTS = 8
 FEW = 16
 
@@ -70,6 +61,12 @@ class Case:
             return BodyConfig(activation="silu", gated=True)
         return BodyConfig(has_router_bias=True, has_b1=True, has_b2=True)
 
+    @property
+    def bodies(self) -> list[str]:
+        """What is timed."""
+        few = ["gathered", "visited"] if self.tokens <= FEW else []
+        return ["dense", "body", "unrolled", "naive", *few]
+
 
 CASES = (
     Case("Swin stage 1", 3136, 96, 384, 8, 2),
@@ -82,12 +79,43 @@ CASES = (
 )
 
 
-def naive_body(config: BodyConfig, opset: int) -> ir.Function:
-    """A loop over all experts that accumulates into a loop-carried result."""
-    return function(config, opset, "moe", routed(_naive_experts))
+def torch_layer(case: Case) -> Any:
+    """Returns a module with random parameters, scaled so that activations stay near 1.
+
+    PyTorch is imported here: the processes that time sessions start faster without it.
+    """
+    import torch
+    from torch import Tensor, nn
+
+    from custom_ops import dropless
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            E, D, H = case.experts, case.width, case.hidden
+            F = 2 * H if case.gated else H
+            sizes = {"router_weight": (E, D), "w1": (E, F, D), "w2": (E, D, H)}
+            if not case.gated:
+                sizes |= {"router_bias": (E,), "b1": (E, F), "b2": (E, D)}
+            generator = torch.Generator().manual_seed(0)
+            for name, size in sizes.items():
+                values = torch.randn(size, generator=generator).div_(size[-1] ** 0.5)
+                self.register_parameter(name, nn.Parameter(values))
+
+        def forward(self, x: Tensor) -> Tensor:
+            p = dict(self.named_parameters())
+            experts = p["w1"], p.get("b1"), p["w2"], p.get("b2")
+            form: dict[str, Any] = {
+                "activation": "silu" if case.gated else "gelu",
+                "gated": case.gated,
+                "router_bias": p.get("router_bias"),
+            }
+            return dropless(x, p["router_weight"], *experts, case.top_k, **form)
+
+    return Layer()
 
 
-def _naive_experts(
+def naive_experts(
     outer: Ops,
     config: BodyConfig,
     parameters: Mapping[str, ir.Value],
@@ -95,6 +123,7 @@ def _naive_experts(
     ids_TK: ir.Value,
     weights_TK: ir.Value,
 ) -> ir.Value:
+    """A loop over all experts that accumulates into a loop-carried result."""
     op = outer.inner()
     i = op.value("i", ir.TensorType(ir.DataType.INT64), shape=[])
     condition = op.value("condition", ir.TensorType(ir.DataType.BOOL), shape=[])
@@ -122,167 +151,102 @@ def _naive_experts(
     return outer.Loop(experts, true, zeros_TD, body=graph, out="y_TD")
 
 
+def written_with(experts: Experts, config: BodyConfig, opset: int) -> ir.Function:
+    """A body with a given way to run the experts."""
+    return function(config, opset, "moe", routed(experts))
+
+
 def branch(experts: Experts, config: BodyConfig, opset: int) -> ir.Function:
     """``body`` with one of its branches for every number of slots."""
 
     def alone(op: Ops, config: BodyConfig, *values: Any) -> ir.Value:
         return op.Squeeze(experts(op, config, *values), [1], out="y_TD")
 
-    return function(config, opset, "moe", routed(alone))
+    return written_with(alone, config, opset)
 
 
-BODIES: Mapping[str, Callable[[BodyConfig, int], ir.Function]] = {
-    "dense": dense_body,
-    "body": body,
-    "gathered": partial(branch, _gathered.experts),
-    "visited": partial(branch, _dropless.one_by_one),
-    "naive": naive_body,
-}
-
-
-def build(name: str, case: Case) -> ir.Function:
-    """A body by its name."""
-    if name == "unrolled":
-        return unrolled_body(case.config, OPSET, num_experts=case.experts)
-    return BODIES[name](case.config, OPSET)
-
-
-def parameters(case: Case) -> dict[str, np.ndarray]:
-    """Random parameters, scaled so that activations stay near 1."""
-    rng = np.random.default_rng(0)
-    E, D, H = case.experts, case.width, case.hidden
-    F = 2 * H if case.gated else H
-    shapes = {
-        "router_weight": (E, D),
-        "w1": (E, F, D),
-        "w2": (E, D, H),
-        "router_bias": (E,),
-        "b1": (E, F),
-        "b2": (E, D),
+def build(name: str, case: Case, opset: int) -> ir.Function:
+    """Returns a body by its name."""
+    bodies: Mapping[str, Callable[[BodyConfig, int], ir.Function]] = {
+        "dense": dense_body,
+        "body": body,
+        "unrolled": partial(unrolled_body, num_experts=case.experts),
+        "naive": partial(written_with, naive_experts),
+        "gathered": partial(branch, _gathered.experts),
+        "visited": partial(branch, _dropless.one_by_one),
     }
-    return {
-        name: rng.standard_normal(shapes[name], np.float32) / np.float32(shapes[name][-1] ** 0.5)
-        for name in case.config.inputs
-        if name != "x"
-    }
+    return bodies[name](case.config, opset)
 
 
-def session(case: Case, body: ir.Function, threads: int) -> ort.InferenceSession:
-    """One layer in ONNX Runtime."""
-    x = ir.val("x", ir.DataType.FLOAT, ["T", case.width])
-    y = ir.val("y", ir.DataType.FLOAT, ["T", case.width])
-    weights = {
-        name: ir.val(name, const_value=ir.tensor(array, name=name))
-        for name, array in parameters(case).items()
-    }
-    config = case.config
-    attributes: dict[str, int | float | str] = {
-        "top_k": case.top_k,
-        "num_experts": case.experts,
-        "in_features": case.width,
-        "hidden_features": case.hidden,
-        "activation": config.activation,
-        "gated": int(case.gated),
-        "interleaved": 0,
-        "weight_on_input": 0,
-        "activation_alpha": 1.702,
-        "activation_limit": 7.0,
-        "pre_norm": "none",
-        "norm_eps": 1e-6,
-        "residual": 0,
-        "scoring": config.scoring,
-        "renormalize": int(config.renormalize),
-        "routed_scaling": 1.0,
-        "plugin_version": "1",
-        "plugin_namespace": "",
-    }
-    node = ir.node(
-        body.name, [x, *weights.values()], attributes, domain=body.domain, outputs=[y], name="moe"
-    )
-    graph = ir.Graph(
-        [x],
-        [y],
-        nodes=[node],
-        initializers=list(weights.values()),
-        opset_imports={"": OPSET, body.domain: 1},
-        name="layer",
-    )
-    model = ir.Model(graph, ir_version=10, functions=[body])
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+def export(case: Case, folder: Path) -> dict[str, Path]:
+    """Writes a file of the layer with each body."""
+    import torch
+
+    import dynamo_moe
+
+    example = torch.zeros(2, case.width)
+    dynamo_moe.export(torch_layer(case), example, folder / "exported.onnx")
+    paths = {name: folder / f"{name}.onnx" for name in case.bodies}
+    for name, path in paths.items():
+        model = ir.load(folder / "exported.onnx")
+        replaced = build(name, case, model.opset_imports[""])
+        (exported,) = model.functions
+        if replaced.identifier() != exported:
+            raise ValueError(f"{name} is {replaced.identifier()}, the file's body {exported}")
+        model.functions[exported] = replaced
+        ir.save(model, path)
+    return paths
 
 
-def turn(case: Case, name: str, threads: int, runs: int) -> tuple[list[float], np.ndarray]:
-    """Milliseconds of the runs of one body in this process, and its result."""
-    s = session(case, build(name, case), threads)
+def turn(case: Case, path: Path, threads: int, runs: int) -> tuple[list[float], Array]:
+    """Returns milliseconds of the runs of one file in this process, and its first result."""
+    session = open_session(path, threads)
     rng = np.random.default_rng(1)
-    xs = [rng.standard_normal((case.tokens, case.width), np.float32) for _ in range(INPUTS)]
-    (result,) = s.run(None, {"x": xs[0]})
-    for x in xs[:WARMUP]:
-        s.run(None, {"x": x})
-    times = []
-    for x in islice(cycle(xs), runs):
-        start = time.perf_counter()
-        s.run(None, {"x": x})
-        times.append((time.perf_counter() - start) * 1e3)
-    return times, result
+    size = case.tokens, case.width
+    feeds = [{"x": rng.standard_normal(size, np.float32)} for _ in range(INPUTS)]
+    (result,) = session.run(None, feeds[0])
+    time_runs(session, None, feeds, WARMUP)
+    return time_runs(session, None, feeds, runs), result
 
 
-def measure(case: Case, names: Sequence[str], threads: int, runs: int) -> dict[str, Timing]:
+def measure(case: Case, threads: int, runs: int) -> dict[str, Timing]:
     """Times the bodies of one case in turns and compares their results.
 
     Each turn is a process of its own, as each session is for a user: the waiting threads of other
     sessions in the process take the cores (Swin stage 1 then took 7 or 12 ms by chance).
     """
-    times: dict[str, list[float]] = {name: [] for name in names}
-    results = {}
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
-        for _ in range(TURNS):
-            for name in names:
-                new, results[name] = processes.submit(turn, case, name, threads, runs).result()
-                times[name] += new
+    results: dict[str, Array] = {}
+    with tempfile.TemporaryDirectory() as folder, fresh_processes() as processes:
+        paths = export(case, Path(folder))
+        times: dict[str, list[float]] = {name: [] for name in paths}
+        for _, name in turns(paths, TURNS):
+            job = processes.submit(turn, case, paths[name], threads, runs)
+            new, results[name] = job.result()
+            times[name] += new
     for result in results.values():
         np.testing.assert_allclose(result, results["dense"], atol=1e-4)
-    return {name: Timing(statistics.median(ms), min(ms)) for name, ms in times.items()}
+    return {name: Timing.of(samples) for name, samples in times.items()}
 
 
-def main(
-    threads: Annotated[int, typer.Option(help="Threads of each session.")] = 2,
-    runs: Annotated[int, typer.Option(help="Timed runs of each body in each turn.")] = 15,
-    naive: Annotated[bool, typer.Option("--naive", help="Also time the naive loop.")] = False,
-    branches: Annotated[
-        bool, typer.Option("--branches", help="Also time each way of the body for few tokens.")
-    ] = False,
-    case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
-) -> None:
-    """Times the function body against the dense graph in ONNX Runtime."""
-    table = Table("case", "body", "median ms", "best ms", "dense / this", title="one MoE layer")
-    results = []
-    for chosen in CASES:
-        if case not in chosen.name:
-            continue
-        names = ["dense", "body", "unrolled"] + ["naive"] * naive
-        if branches and chosen.tokens <= FEW:
-            names += ["gathered", "visited"]
-        timings = measure(chosen, names, threads, runs)
-        dense = timings["dense"].median
+def main() -> None:
+    """Times the bodies in ONNX Runtime."""
+    known = parser(__doc__, "json")
+    known.add_argument("--threads", type=int, default=2, help="threads of each session")
+    known.add_argument("--runs", type=int, default=15, help="timed runs of each body in each turn")
+    known.add_argument("--case", default="", help="only layers whose name contains this")
+    given = known.parse_args()
+    results, rows = [], []
+    for case in matching_cases(known, CASES, given.case):
+        timings = measure(case, given.threads, given.runs)
+        results.append(asdict(case) | {name: asdict(t) for name, t in timings.items()})
         for name, timing in timings.items():
-            table.add_row(
-                chosen.name if name == "dense" else "",
-                name,
-                f"{timing.median:.2f}",
-                f"{timing.best:.2f}",
-                f"{dense / timing.median:.1f}x",
-            )
-        results.append(asdict(chosen) | {name: asdict(t) for name, t in timings.items()})
-    Console().print(table)
-    if json_file is not None:
-        environment = record(["onnxruntime", "onnx", "onnx-ir", "numpy"])
-        text = json.dumps(environment | {"threads": threads, "cases": results}, indent=2)
-        json_file.write_text(text + "\n")
+            ratio = f"{timings['dense'].median / timing.median:.1f}x"
+            rows.append([case.name, name, digits(timing.median), digits(timing.best), ratio])
+    columns = ["case", "body", "median ms", "best ms", "dense / this"]
+    print(table("one MoE layer", columns, rows))
+    described = conditions(["onnxruntime", "onnx", "onnx-ir", "numpy"])
+    write_json(given.json, described | {"threads": given.threads, "cases": results})
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,6 +1,6 @@
-"""Our ONNX files of language models in ONNX Runtime on the CPU, against those of transformers.
+"""How fast are our ONNX files of language models on a CPU, against those of transformers?
 
-    python -m benchmarks.transformers_onnx --json result.json --plot result.png
+    python -m benchmarks.cpu.language_models --json result.json --plot result.png
 
 Each model has two layers, random float32 weights and a file per variant that takes any batch and
 length. ``plugin`` and ``com.microsoft::MoE`` are ours; ``grouped_mm`` and ``batched_mm`` are
@@ -21,27 +21,37 @@ import contextlib
 import json
 import logging
 import os
-import re
-import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import onnx_ir as ir
-import onnxruntime as ort
-import typer
-from onnx_ir.passes.common import InlinePass
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks._timing import Timing, record
+from benchmarks.common.onnx_files import (
+    Array,
+    count_nodes,
+    file_bytes,
+    open_session,
+    relative_error,
+    time_runs,
+)
+from benchmarks.common.plots import panels, ratio_bars
+from benchmarks.common.report import (
+    conditions,
+    digits,
+    matching_cases,
+    parser,
+    read_cases,
+    table,
+    write_json,
+)
+from benchmarks.common.timing import Timing, fresh_processes, milliseconds, resident_bytes, turns
+from benchmarks.export.exporters import by_transformers
+from benchmarks.export.models import causal_lm
 
 OURS = "plugin"
 LAYERS = 2
@@ -49,7 +59,7 @@ VOCABULARY = 1000
 MAX_ERROR = 1e-3
 # No further run of a phase is begun in a turn after so long.
 PHASE_MS = 1500
-# Turns in which other processes used more of the cores do not count, unless all are such.
+# Turns in which other processes used more of the cores than this count only if all turns did.
 QUIET = 0.1
 # After a turn that took so much memory the machine rests: while a virtual machine gives it back to
 # its host, the next turn takes up to 1.4 times as long.
@@ -69,7 +79,7 @@ class Case:
     def shrunk(self) -> Case:
         """The same with narrow layers, for a smoke run."""
         narrow = {key: 64 for key in self.options if key.endswith("intermediate_size")}
-        return replace(self, width=64, options=self.options | narrow)
+        return replace(self, width=64, options={**self.options, **narrow})
 
 
 CASES = (
@@ -128,7 +138,7 @@ class Phase:
     runs: int
     """Most timed runs of each turn, after one of each prompt, and another, that are not timed."""
 
-    def prompts(self) -> list[np.ndarray]:
+    def prompts(self) -> list[Array]:
         """Random tokens, so that runs of one token use other experts each."""
         rng = np.random.default_rng(self.length)
         return [rng.integers(VOCABULARY, size=(1, self.length)) for _ in range(self.count)]
@@ -138,27 +148,22 @@ PHASES = {"prefill": Phase(256, 1, 8), "decode": Phase(1, 16, 64)}
 
 
 def build(case: Case, experts: str) -> Any:
-    """The model with random weights, the same every time."""
-    import torch
-    import transformers
-
-    config = getattr(transformers, f"{case.architecture}Config")(
+    """Returns the model with random weights, the same every time."""
+    model = causal_lm(
+        case.architecture,
         vocab_size=VOCABULARY,
         hidden_size=case.width,
         num_hidden_layers=LAYERS,
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=case.width // 8,
-        use_cache=False,
         **case.options,
     )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{case.architecture}ForCausalLM")(config).eval()
     model.set_experts_implementation(experts)
     return model
 
 
-def expected(case: Case) -> dict[str, list[np.ndarray]]:
+def expected(case: Case) -> dict[str, list[Array]]:
     """PyTorch's logits of every prompt."""
     import torch
 
@@ -172,44 +177,25 @@ def expected(case: Case) -> dict[str, list[np.ndarray]]:
 
 def export(case: Case, variant: Variant, folder: Path) -> dict[str, Any]:
     """Writes ``model.onnx`` and returns how long that took, with the model in memory."""
+    import torch
+
+    import dynamo_moe
+
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.onnx"
     model = build(case, variant.experts)
     started = time.perf_counter()
     if variant.target:
-        _export_ours(model, variant, folder)
+        dynamo_moe.convert(model)
+        options: Any = {"target": variant.target, "body": variant.body, "external_data": True}
+        dynamo_moe.export_language_model(model, path, task="text-generation", **options)
     else:
-        _export_theirs(model, variant, folder)
+        ids = torch.ones(2, 3, dtype=torch.int64)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        dynamic = {name: {0: "batch", 1: "length"} for name in inputs}
+        by_transformers(model, inputs, dynamic, path, ort_fusions=variant.fusions)
     seconds = time.perf_counter() - started
-    written = ir.load(folder / "model.onnx")
-    main_graph = sum(1 for _ in written.graph.all_nodes())
-    InlinePass()(written)
-    return {
-        "export s": seconds,
-        "file bytes": sum(file.stat().st_size for file in folder.glob("model.onnx*")),
-        "nodes": main_graph,
-        "nodes, functions inlined": sum(1 for _ in written.graph.all_nodes()),
-    }
-
-
-def _export_ours(model: Any, variant: Variant, folder: Path) -> None:
-    import dynamo_moe
-    from dynamo_moe.language_models import export_language_model
-
-    dynamo_moe.convert(model)
-    options = {"target": variant.target, "body": variant.body, "external_data": True}
-    export_language_model(model, folder / "model.onnx", task="text-generation", **options)
-
-
-def _export_theirs(model: Any, variant: Variant, folder: Path) -> None:
-    import torch
-    from torch.export import Dim
-    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
-
-    ids = torch.ones(2, 3, dtype=torch.int64)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    dynamic = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in inputs}
-    config = OnnxConfig(dynamic_shapes=dynamic, ort_fusions=variant.fusions)
-    OnnxExporter().export(model, inputs, config=config).save_pretrained(folder)
+    return {"export s": seconds, "file bytes": file_bytes(path), **count_nodes(path)}
 
 
 @contextlib.contextmanager
@@ -234,33 +220,26 @@ class Turn:
     others: float
     """Share of the machine's cores that was used by other processes."""
     ms: dict[str, list[float]]
-    logits: dict[str, list[np.ndarray]]
+    logits: dict[str, list[Array]]
 
 
 def turn(path: Path, threads: int) -> Turn:
     """Loads a file in this process and runs every phase."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
     began, used, own = time.perf_counter(), _used_seconds(), time.process_time()
-    start = time.perf_counter()
-    session = ort.InferenceSession(path, options)
-    load_ms = (time.perf_counter() - start) * 1e3
-    times, logits = {}, {}
+    sessions: list[Any] = []
+    load_ms = milliseconds(lambda: sessions.append(open_session(path, threads)))
+    (session,) = sessions
+    times: dict[str, list[float]] = {}
+    logits: dict[str, list[Array]] = {}
     for name, phase in PHASES.items():
         feeds = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in phase.prompts()]
         logits[name] = [session.run(["logits"], feed)[0] for feed in feeds]
         # The second run of a shape still allocates: now one block for all that the first one used.
         session.run(["logits"], feeds[0])
-        times[name] = []
-        for run in range(phase.runs):
-            start = time.perf_counter()
-            session.run(["logits"], feeds[run % len(feeds)])
-            times[name].append((time.perf_counter() - start) * 1e3)
-            if sum(times[name]) > PHASE_MS:
-                break
+        times[name] = time_runs(session, ["logits"], feeds, phase.runs, PHASE_MS)
     others = _used_seconds() - used - (time.process_time() - own)
     others /= (time.perf_counter() - began) * (os.cpu_count() or 1)
-    return Turn(load_ms, _peak_bytes(), others, times, logits)
+    return Turn(load_ms, resident_bytes(peak=True), others, times, logits)
 
 
 def _used_seconds() -> float:
@@ -271,27 +250,14 @@ def _used_seconds() -> float:
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def _peak_bytes() -> int:
-    """The largest resident set of this process so far (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    peak = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
-    return int(peak[1]) * 1024 if peak else 0
-
-
-def relative_error(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
-    """The largest difference, over the largest value of that prompt."""
-    pairs = zip(found, wanted, strict=True)
-    return max(float(np.abs(f - w).max() / np.abs(w).max()) for f, w in pairs)
-
-
-def export_all(case: Case, folder: Path, console: Console) -> dict[str, dict[str, Any]]:
+def export_all(case: Case, folder: Path) -> dict[str, dict[str, Any]]:
     """Each variant's file, or why there is none. Files that are there already are used."""
     found: dict[str, dict[str, Any]] = {}
     for place, (name, variant) in enumerate(VARIANTS.items()):
         target = folder / case.architecture / str(place)
         known = target / "report.json"
         if not known.exists():
-            console.print(f"{case.name}: exporting {name}")
+            print(f"{case.name}: exporting {name}", flush=True)
             try:
                 with quiet():
                     report = export(case, variant, target)
@@ -303,202 +269,138 @@ def export_all(case: Case, folder: Path, console: Console) -> dict[str, dict[str
     return found
 
 
-def measure(
-    case: Case, folder: Path, threads: int, turns: int, console: Console
-) -> dict[str, dict[str, Any]]:
+def measure(case: Case, folder: Path, threads: int, rounds: int) -> dict[str, dict[str, Any]]:
     """Exports, compares and times the variants of one model."""
-    found = export_all(case, folder, console)
+    found = export_all(case, folder)
     with quiet():
         wanted = expected(case)
     paths = {name: result.pop("path") for name, result in found.items() if "path" in result}
     taken: dict[str, list[Turn]] = {name: [] for name in paths}
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
-        for number in range(turns):
-            names = list(paths)
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                console.print(f"{case.name}: turn {number + 1} of {turns}, {name}")
-                one = processes.submit(turn, paths[name], threads).result()
-                errors = {
-                    phase: relative_error(one.logits[phase], wanted[phase]) for phase in PHASES
-                }
-                found[name]["max relative error"] = errors
-                if max(errors.values()) > MAX_ERROR:
-                    found[name]["error"] = f"wrong: logits off by {max(errors.values()):.1e}"
-                    del paths[name]
-                taken[name].append(one)
-                if one.peak_bytes > MUCH_MEMORY:
-                    time.sleep(REST_S)
-    for name in paths:
-        found[name] |= summary(taken[name])
+    with fresh_processes() as processes:
+        for number, name in turns(paths, rounds):
+            if "error" in found[name]:
+                continue
+            print(f"{case.name}: turn {number + 1} of {rounds}, {name}", flush=True)
+            one = processes.submit(turn, paths[name], threads).result()
+            taken[name].append(one)
+            errors = {
+                phase: max(map(relative_error, one.logits[phase], wanted[phase]))
+                for phase in PHASES
+            }
+            found[name]["max relative error"] = errors
+            if max(errors.values()) > MAX_ERROR:
+                found[name]["error"] = f"wrong: logits off by {max(errors.values()):.1e}"
+            if one.peak_bytes > MUCH_MEMORY:
+                time.sleep(REST_S)
+    for name, result in found.items():
+        if "error" not in result:
+            result.update(summary(taken[name]))
     return found
 
 
-def summary(turns: list[Turn]) -> dict[str, Any]:
+def summary(turns: Sequence[Turn]) -> dict[str, Any]:
     """Times of the quiet turns of a file together, or of the quietest."""
-    shares = [round(one.others, 2) for one in turns]
-    turns = [one for one in turns if one.others < QUIET] or [min(turns, key=lambda t: t.others)]
+    quiet_turns = [one for one in turns if one.others < QUIET]
+    used = quiet_turns or [min(turns, key=lambda one: one.others)]
     result: dict[str, Any] = {
-        "turns": len(turns),
-        "other processes' share of the cores, of all turns": shares,
-        "load ms": _timing([one.load_ms for one in turns]),
-        "peak bytes": max(one.peak_bytes for one in turns),
+        "turns": len(used),
+        "other processes' share of the cores, of all turns": [round(t.others, 2) for t in turns],
+        "load ms": asdict(Timing.of([one.load_ms for one in used])),
+        "peak bytes": max(one.peak_bytes for one in used),
     }
     for phase in PHASES:
-        result[f"{phase} ms"] = _timing([ms for one in turns for ms in one.ms[phase]])
+        samples = [ms for one in used for ms in one.ms[phase]]
+        result[f"{phase} ms"] = asdict(Timing.of(samples))
     return result
 
 
-def _timing(ms: list[float]) -> dict[str, float]:
-    return asdict(Timing(statistics.median(ms), min(ms)))
-
-
-def tables(cases: list[dict[str, Any]]) -> Table:
-    """All of it, a row a file."""
-    columns = [f"{phase}, ms (best)" for phase in PHASES]
-    table = Table(
-        "model",
-        "variant",
-        *columns,
-        "turns",
-        "load, ms",
-        "file, MB",
-        "peak, MB",
-        "nodes",
-        "export, s",
-    )
+def show(cases: Sequence[Mapping[str, Any]]) -> None:
+    """Prints all results, a row a file."""
+    rows = []
     for case in cases:
-        for place, (name, result) in enumerate(case["variants"].items()):
-            head = (case["name"] if place == 0 else "", name)
+        ours = case["variants"][OURS]
+        for name, result in case["variants"].items():
             if "error" in result:
-                table.add_row(*head, result["error"])
+                print(f"{case['name']}, {name}: {result['error']}")
                 continue
-            ours = case["variants"][OURS]
             times = []
             for phase in PHASES:
                 mine, base = result[f"{phase} ms"], ours.get(f"{phase} ms", {}).get("median")
                 ratio = f" {mine['median'] / base:.2f}x" if base else ""
-                times.append(f"{mine['median']:.2f} ({mine['best']:.2f}){ratio}")
-            table.add_row(
-                *head,
+                times.append(f"{digits(mine['median'])} ({digits(mine['best'])}){ratio}")
+            rows.append([
+                case["name"],
+                name,
                 *times,
-                str(result["turns"]),
-                f"{result['load ms']['median']:.0f}",
+                result["turns"],
+                digits(result["load ms"]["median"]),
                 f"{result['file bytes'] / 1e6:.0f}",
                 f"{result['peak bytes'] / 1e6:.0f}",
-                str(result["nodes, functions inlined"]),
+                result["nodes, functions inlined"],
                 f"{result['export s']:.1f}",
-            )
-    return table
+            ])  # fmt: skip
+    phases = [f"{phase}, ms (best)" for phase in PHASES]
+    rest = ["turns", "load, ms", "file, MB", "peak, MB", "nodes", "export, s"]
+    print(table("language models", ["model", "variant", *phases, *rest], rows))
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Draws the times over ours, one panel a phase, from what ``--json`` writes."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import NullFormatter
-
-    cases = [case for case in result["cases"] if "error" not in case["variants"][OURS]]
-    others = {name: variant for name, variant in VARIANTS.items() if name != OURS}
-    figure, panels = plt.subplots(1, len(PHASES), figsize=(13, 4.6), layout="constrained")
-    for panel, (phase, inputs) in zip(panels, PHASES.items(), strict=True):
-        key, labels = f"{phase} ms", []
-        for place, case in enumerate(cases):
-            ours = case["variants"][OURS][key]["median"]
-            labels.append(f"{case['name'].replace(' (', chr(10) + '(')}\nours: {ours:.3g} ms")
-            for offset, (name, variant) in enumerate(others.items()):
-                if key not in case["variants"][name]:
-                    continue
-                ratio = case["variants"][name][key]["median"] / ours
-                at = place + (offset - (len(others) - 1) / 2) * 0.16
-                label = name if place == 0 else None
-                # From ours at 1: a bar that goes up is slower than ours.
-                panel.bar(at, ratio - 1, 0.15, bottom=1, color=variant.color, label=label)
-                side = "bottom" if ratio >= 1 else "top"
-                panel.annotate(
-                    f"{ratio:.2g}",
-                    (at, ratio),
-                    (0, 2 if ratio >= 1 else -2),
-                    textcoords="offset points",
-                    ha="center",
-                    va=side,
-                    fontsize=7.5,
-                )
-        panel.axhline(1, color=VARIANTS[OURS].color, linewidth=2, label=f"ours, {OURS}")
-        panel.set(
-            yscale="log",
-            xticks=range(len(cases)),
-            ylabel="time / ours (up: slower than ours)",
-            title=f"{phase}, {inputs.length} token{'s' * (inputs.length > 1)}",
-        )
-        panel.set_xticks(range(len(cases)), labels, fontsize=9)
-        ticks = [tick for tick in _TICKS if _within(tick, panel)]
-        panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        panel.yaxis.set_minor_formatter(NullFormatter())
-        panel.margins(y=0.12)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     versions = result["versions"]
-    figure.suptitle(
+    title = (
         f"{LAYERS}-layer models, float32, batch 1, ONNX Runtime {versions['onnxruntime']}, "
         f"transformers {versions['transformers']}; {result['cpu']}, {result['threads']} threads, "
-        f"{result['date'][:10]}",
-        fontsize=10,
+        f"{result['date'][:10]}"
     )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    colors = {name: variant.color for name, variant in VARIANTS.items()}
+    with panels(path, len(PHASES), 2, (7.5, 5), title) as drawn:
+        for panel, (phase, inputs) in zip(drawn, PHASES.items(), strict=True):
+            groups = []
+            for case in result["cases"]:
+                times = {
+                    name: variant[f"{phase} ms"]["median"]
+                    for name, variant in case["variants"].items()
+                    if "error" not in variant
+                }
+                if ours := times.pop(OURS, None):
+                    ratios = {name: ms / ours for name, ms in times.items()}
+                    groups.append((f"{case['name']}\nours: {ours:.3g} ms", ratios))
+            ratio_bars(panel, groups, colors)
+            panel.set_title(f"{phase}, {inputs.length} tokens: time / ours (right: slower)")
 
 
-_TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 20, 30)
-
-
-def _within(tick: float, panel: Any) -> bool:
-    low, high = panel.get_ylim()
-    return bool(low * 0.8 <= tick <= high * 1.25)
-
-
-def main(
-    threads: Annotated[int, typer.Option(help="Threads of each session.")] = os.cpu_count() or 1,
-    turns: Annotated[int, typer.Option(help="Processes of each file.")] = 5,
-    case: Annotated[str, typer.Option(help="Only models whose name contains this.")] = "",
-    folder: Annotated[
-        Path | None, typer.Option(help="Keep the ONNX files here, and use those that are here.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Narrow models, one turn.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw results here.")] = None,
-) -> None:
+def main() -> None:
     """Times our ONNX files of language models against those of transformers' exporter."""
-    console = Console(width=130, highlight=False)
-    versions = ["torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscript"]
-    result = record(versions) | {"threads": threads, "turns": 1 if quick else turns}
+    known = parser(__doc__, "json", "plot")
+    known.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of a session")
+    known.add_argument("--turns", type=int, default=5, help="processes of each file")
+    known.add_argument("--case", default="", help="only models whose name contains this")
+    known.add_argument("--folder", type=Path, help="keep the files here, and use those found here")
+    known.add_argument("--quick", action="store_true", help="narrow models, one turn")
+    given = known.parse_args()
+    chosen = matching_cases(known, CASES, given.case)
+    result = conditions(["torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscript"])
+    result |= {"threads": given.threads, "turns": 1 if given.quick else given.turns}
     result |= {"layers": LAYERS, "vocabulary": VOCABULARY, "dtype": "float32", "batch": 1}
     result["phases"] = {name: asdict(phase) for name, phase in PHASES.items()}
     # With --case, the file's other models stay.
-    known = json.loads(json_file.read_text()) if case and json_file and json_file.exists() else {}
-    cases = {one["name"]: one for one in known.get("cases", [])}
-    with contextlib.ExitStack() as stack:
-        if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        console.print("importing the exporters")
-        with tempfile.TemporaryDirectory() as nowhere, quiet():
+    cases = {one["name"]: one for one in read_cases(given.json if given.case else None)}
+    with tempfile.TemporaryDirectory() as temporary:
+        print("importing the exporters", flush=True)
+        with quiet():
             for name in (OURS, "grouped_mm + fusions"):  # The first export of a process is slower.
-                export(CASES[0].shrunk(), VARIANTS[name], Path(nowhere))
-        for chosen in CASES:
-            if case.lower() not in chosen.name.lower():
-                continue
-            size = chosen.shrunk() if quick else chosen
-            variants = measure(size, folder, threads, result["turns"], console)
+                export(CASES[0].shrunk(), VARIANTS[name], Path(temporary) / "first")
+        for case in chosen:
+            size = case.shrunk() if given.quick else case
+            folder = given.folder or Path(temporary)
+            variants = measure(size, folder, given.threads, result["turns"])
             cases[size.name] = asdict(size) | {"variants": variants}
     result["cases"] = [cases[one.name] for one in CASES if one.name in cases]
-    console.print(tables(result["cases"]))
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
-    if plot_file is not None:
-        plot(result, plot_file)
+    show(result["cases"])
+    write_json(given.json, result)
+    if given.plot:
+        plot(result, given.plot)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,4 +1,4 @@
-"""What the export benchmark exports, and by whom."""
+"""What the benchmark of exports exports, and by which exporters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Row:
     batch: int = 2
     length: int = 16
     dynamic: bool = True
-    """Batch and length are symbolic."""
+    """Whether batch and length are symbolic."""
     cache: bool = False
-    """The keys and values of earlier tokens are inputs and outputs."""
+    """Whether the keys and values of earlier tokens are inputs and outputs."""
     quick: bool = False
-    """Belongs to a quick run."""
+    """Whether a quick run has it."""
 
     def shrunk(self) -> Row:
         """The same with few blocks, for a quick run."""

@@ -1,6 +1,6 @@
-"""Exporting a checkpoint that is larger than what the export may hold.
+"""How much memory and time does a checkpoint take that is larger than what an export may hold?
 
-    python -m benchmarks.export_checkpoint --gigabytes 8
+    python -m benchmarks.export.checkpoint --gigabytes 8
 
 Makes a checkpoint of the shape of Qwen3-MoE (bfloat16, 128 experts), exports it, and copies it,
 in turn, from a cold page cache; measures memory in the process that exports, and removes all of it.
@@ -9,7 +9,6 @@ in turn, from a cold page cache; measures memory in the process that exports, an
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import statistics
@@ -18,13 +17,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-import typer
-from rich.console import Console
 
-from benchmarks._timing import record
+from benchmarks.common.report import conditions, parser, write_json
+from benchmarks.export.models import qwen3_config, safetensors_header, tensor_shapes
 
 PACKAGES = ("torch", "transformers", "onnx-ir", "onnxscript", "safetensors")
 EXPERTS = 128
@@ -65,21 +62,16 @@ print(json.dumps({
 
 def make_checkpoint(folder: Path, gigabytes: float) -> int:
     """Writes a checkpoint of about that size; returns the bytes of its weights."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     layer_bytes = EXPERTS * 3 * WIDTH * HIDDEN * 2
-    config = Qwen3MoeConfig(
+    config = qwen3_config(
         hidden_size=WIDTH, moe_intermediate_size=HIDDEN, intermediate_size=HIDDEN,
         num_hidden_layers=max(1, round(gigabytes * 1e9 / layer_bytes)),
         num_attention_heads=16, num_key_value_heads=4, head_dim=64, vocab_size=32000,
-        num_experts=EXPERTS, num_experts_per_tok=8, dtype="bfloat16",
-        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=EXPERTS, num_experts_per_tok=8,
     )  # fmt: skip
     config.save_pretrained(folder)
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config)
     shapes: dict[str, list[int]] = {}
-    for name, parameter in model.named_parameters():
+    for name, shape in tensor_shapes(config).items():
         path, _, kind = name.rpartition(".")
         if kind == "gate_up_proj":
             for expert in range(EXPERTS):
@@ -89,18 +81,13 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
             for expert in range(EXPERTS):
                 shapes[f"{path}.{expert}.{kind}.weight"] = [WIDTH, HIDDEN]
         else:
-            shapes[name] = list(parameter.shape)
-    header: dict[str, Any] = {}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
+            shapes[name] = shape
+    header, end = safetensors_header(shapes)
     values = (torch.randn(BLOCK // 2) * 0.02).to(torch.bfloat16).view(torch.uint8).numpy()
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for begin in range(0, end, BLOCK):
-            file.write(values[: end - begin])
+            file.write(values[: end - begin].data)
     return end
 
 
@@ -112,59 +99,62 @@ def forget(path: Path) -> None:
     time.sleep(SETTLE_S)
 
 
-def main(
-    gigabytes: Annotated[float, typer.Option(help="Weights of the checkpoint.")] = 8,
-    turns: Annotated[int, typer.Option(help="Exports, and copies between them.")] = 2,
-    folder: Annotated[Path | None, typer.Option(help="A disk to work on.")] = None,
-    output: Annotated[Path | None, typer.Option("--json", help="Where results go.")] = None,
-) -> None:
-    """Measure the export of a large checkpoint."""
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        needed, free = 2.2 * gigabytes * 1e9, shutil.disk_usage(place).free
+def export(checkpoint: Path, folder: Path) -> dict[str, float]:
+    """Exports in a new process, and returns what it measured."""
+    command = [sys.executable, "-c", EXPORT, str(checkpoint), str(folder / "model.onnx")]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
+    for file in folder.glob("model.onnx*"):
+        file.unlink()
+    found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Measures the export of a large checkpoint."""
+    known = parser(__doc__, "json")
+    known.add_argument("--gigabytes", type=float, default=8, help="weights of the checkpoint")
+    known.add_argument("--turns", type=int, default=2, help="exports, and copies between them")
+    known.add_argument("--folder", type=Path, help="a disk to work on")
+    given = known.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as name:
+        folder, checkpoint = Path(name), Path(name) / "checkpoint"
+        needed, free = 2.2 * given.gigabytes * 1e9, shutil.disk_usage(folder).free
         if free < needed:
-            console.print(f"skipped: {needed / 1e9:.0f} GB are needed, {free / 1e9:.0f} are free")
+            print(f"skipped: {needed / 1e9:.0f} GB are needed, {free / 1e9:.0f} are free")
             return
-        checkpoint, copy = Path(place) / "checkpoint", Path(place) / "copy"
         checkpoint.mkdir()
-        console.print(f"Writing a checkpoint of {gigabytes:g} GB ...")
-        size = make_checkpoint(checkpoint, gigabytes)
+        print(f"Writing a checkpoint of {given.gigabytes:g} GB ...", flush=True)
+        size = make_checkpoint(checkpoint, given.gigabytes)
         stored = checkpoint / "model.safetensors"
         exports, copies = [], []
-        for turn in range(turns):
-            console.print(f"Turn {turn + 1} of {turns}: copying ...")
+        for turn in range(given.turns):
+            print(f"Turn {turn + 1} of {given.turns}: copying ...", flush=True)
             forget(stored)
             started = time.perf_counter()
-            shutil.copyfile(stored, copy)
+            shutil.copyfile(stored, folder / "copy")
             copies.append(size / (time.perf_counter() - started))
-            copy.unlink()
-            console.print(f"Turn {turn + 1} of {turns}: exporting ...")
+            (folder / "copy").unlink()
+            print(f"Turn {turn + 1} of {given.turns}: exporting ...", flush=True)
             forget(stored)
-            command = [sys.executable, "-c", EXPORT, checkpoint, Path(place) / "model.onnx"]
-            result = subprocess.run(  # noqa: S603  Our own program.
-                command, stdout=subprocess.PIPE, text=True, check=True
-            )
-            exports.append(json.loads(result.stdout.splitlines()[-1]))
-            for file in Path(place).glob("model.onnx*"):
-                file.unlink()
-    rates = [run["written_bytes"] / run["writing_seconds"] for run in exports]
+            exports.append(export(checkpoint, folder))
+    rate = statistics.median(run["written_bytes"] / run["writing_seconds"] for run in exports)
+    copy_rate = statistics.median(copies)
     above = max(run["peak_bytes"] - run["baseline_bytes"] for run in exports)
-    summary = {
+    print(
+        f"{size / 1e9:.2f} GB: writes {rate / 1e6:.0f} MB/s, copy {copy_rate / 1e6:.0f} MB/s; "
+        f"{above / 1e6:.0f} MB above the baseline"
+    )
+    found = {
         "checkpoint_bytes": size,
-        "copy_bytes_per_second": statistics.median(copies),
-        "export_bytes_per_second": statistics.median(rates),
-        "export_over_copy": statistics.median(rates) / statistics.median(copies),
+        "copy_bytes_per_second": copy_rate,
+        "export_bytes_per_second": rate,
+        "export_over_copy": rate / copy_rate,
         "peak_above_baseline_bytes": above,
         "runs": exports,
         "copies": copies,
     }
-    console.print(
-        f"{size / 1e9:.2f} GB: writes {statistics.median(rates) / 1e6:.0f} MB/s, copy "
-        f"{statistics.median(copies) / 1e6:.0f} MB/s; {above / 1e6:.0f} MB above the baseline"
-    )
-    if output is not None:
-        output.write_text(json.dumps({**record(PACKAGES), **summary}, indent=2) + "\n")
+    write_json(given.json, conditions(PACKAGES) | found)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

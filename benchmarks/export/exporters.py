@@ -4,42 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from benchmarks._export_cases import DYNAMO, ONE_NODE, OURS, TORCHSCRIPT, TRANSFORMERS
+from benchmarks.export.cases import DYNAMO, ONE_NODE, OURS, TORCHSCRIPT, TRANSFORMERS
 
+#: Names of the symbolic dimensions by input; None where all dimensions are static.
 Dynamic = Mapping[str, Mapping[int, str]] | None
-"""Names of the symbolic dimensions by input; None: all are static."""
+Inputs = dict[str, Any]
 
 
-class Exportable(Protocol):
-    """What the exporters are given.
-
-    Attributes:
-        model: The model.
-        module: The same, from named inputs to one tensor.
-    """
-
-    model: Any
-    module: Any
-
-
-def _export_ours(subject: Exportable, inputs: dict[str, Any], dynamic: Dynamic, path: Path) -> None:
+def _by_ours(model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path) -> None:
     import dynamo_moe
 
-    dynamo_moe.convert(subject.model)
-    dynamo_moe.export(
-        subject.module, (), path, kwargs=inputs, dynamic_shapes=dynamic, external_data=True
-    )
+    dynamo_moe.convert(model)
+    dynamo_moe.export(module, (), path, kwargs=inputs, dynamic_shapes=dynamic, external_data=True)
 
 
-def _export_dynamo(
-    subject: Exportable, inputs: dict[str, Any], dynamic: Dynamic, path: Path, **options: Any
+def _by_dynamo(
+    model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path, **options: Any
 ) -> None:
     import torch
 
+    del model
     torch.onnx.export(
-        subject.module,
+        module,
         (),
         path,
         kwargs=inputs,
@@ -50,46 +38,45 @@ def _export_dynamo(
     )
 
 
-def _export_one_node(
-    subject: Exportable, inputs: dict[str, Any], dynamic: Dynamic, path: Path
-) -> None:
+def _by_one_node(model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path) -> None:
     import dynamo_moe
 
     table = dynamo_moe.onnx_translation_table()
-    _export_dynamo(subject, inputs, dynamic, path, custom_translation_table=table)
+    _by_dynamo(model, module, inputs, dynamic, path, custom_translation_table=table)
 
 
-def _export_torchscript(
-    subject: Exportable, inputs: dict[str, Any], dynamic: Dynamic, path: Path
-) -> None:
+def _by_torchscript(model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path) -> None:
     import torch
 
+    del model
     torch.onnx.export(
-        subject.module,
+        module,
         tuple(inputs.values()),
         path,
         dynamo=False,
         input_names=list(inputs),
         output_names=["logits"],
-        dynamic_axes=dynamic and {**dynamic, "logits": dict(next(reversed(dynamic.values())))},
+        dynamic_axes=dynamic and {**dynamic, "logits": list(dynamic.values())[-1]},
     )
 
 
-def _export_transformers(
-    subject: Exportable, inputs: dict[str, Any], dynamic: Dynamic, path: Path
+def by_transformers(
+    model: Any, inputs: Inputs, dynamic: Dynamic, path: Path, **options: Any
 ) -> None:
-    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+    """Exports by transformers' ``OnnxExporter``, with options of its ``OnnxConfig``."""
+    from transformers.exporters import exporter_onnx
 
-    config = OnnxConfig(dynamic_shapes=_symbolic(dynamic))
-    OnnxExporter().export(subject.model, inputs, config=config).save_pretrained(path.parent)
+    theirs: Any = exporter_onnx  # The module has no annotations.
+    config = theirs.OnnxConfig(dynamic_shapes=_symbolic(dynamic), **options)
+    theirs.OnnxExporter().export(model, inputs, config=config).save_pretrained(path.parent)
 
 
-EXPORTERS: Mapping[str, Callable[[Exportable, dict[str, Any], Dynamic, Path], None]] = {
-    OURS: _export_ours,
-    DYNAMO: _export_dynamo,
-    ONE_NODE: _export_one_node,
-    TORCHSCRIPT: _export_torchscript,
-    TRANSFORMERS: _export_transformers,
+EXPORTERS: Mapping[str, Callable[[Any, Any, Inputs, Dynamic, Path], None]] = {
+    OURS: _by_ours,
+    DYNAMO: _by_dynamo,
+    ONE_NODE: _by_one_node,
+    TORCHSCRIPT: _by_torchscript,
+    TRANSFORMERS: lambda model, _, *rest: by_transformers(model, *rest),
 }
 
 

@@ -1,4 +1,7 @@
-"""The models of the export benchmark."""
+"""The models whose export is measured.
+
+PyTorch and transformers are imported late: the process that starts the others needs neither.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,60 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
+from benchmarks.common.onnx_files import open_session, relative_error
+from benchmarks.export.cases import DYNAMO, ONE_NODE, TORCHSCRIPT, TRANSFORMERS, Row
+from benchmarks.export.exporters import EXPORTERS
 
-from benchmarks._export_cases import DYNAMO, ONE_NODE, TORCHSCRIPT, TRANSFORMERS, Row
-from benchmarks._export_peers import EXPORTERS
+__all__ = [
+    "SUBJECTS",
+    "Subject",
+    "causal_lm",
+    "qwen3_config",
+    "safetensors_header",
+    "tensor_shapes",
+]
 
 VOCABULARY = 1000
+
+
+def causal_lm(architecture: str, **sizes: Any) -> Any:
+    """Returns a language model of transformers with random weights, the same every time."""
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{architecture}Config")(use_cache=False, **sizes)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+
+
+def qwen3_config(**sizes: Any) -> Any:
+    """Returns the configuration of a Qwen3-MoE model in bfloat16."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(**sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"])
+
+
+def tensor_shapes(config: Any) -> dict[str, list[int]]:
+    """Returns the shapes of a Qwen3-MoE model's parameters, without making any."""
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config)
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def safetensors_header(shapes: Mapping[str, Sequence[int]]) -> tuple[bytes, int]:
+    """Returns the start of a safetensors file of bfloat16 tensors, and the bytes that follow."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text, end
 
 
 class Subject:
@@ -28,14 +76,11 @@ class Subject:
         dynamic: Names of the symbolic dimensions by input.
     """
 
-    model: Any
-    module: Any
-    dynamic: Mapping[str, Mapping[int, str]]
+    model: Any = None
+    module: Any = None
+    dynamic: ClassVar[Mapping[str, Mapping[int, str]]] = {}
 
     def __init__(self, row: Row, tiny: bool) -> None:
-        import torch
-
-        torch.manual_seed(0)
         self.row = row
         self.build(tiny)
 
@@ -47,10 +92,11 @@ class Subject:
         """Random inputs by name."""
         raise NotImplementedError
 
-    def prepare(self, exporter: str) -> None:
-        """What an exporter needs and what is not timed."""
+    def prepare(self, exporter: str, folder: Path) -> None:
+        """Does what an exporter needs and what is not timed."""
         import dynamo_moe
 
+        del folder
         if exporter == ONE_NODE:
             dynamo_moe.convert(self.model)
 
@@ -58,16 +104,13 @@ class Subject:
         """Writes ``model.onnx``."""
         inputs = self.inputs(self.row.batch, self.row.length)
         dynamic = self.dynamic if self.row.dynamic else None
-        EXPORTERS[exporter](self, inputs, dynamic, folder / "model.onnx")
+        EXPORTERS[exporter](self.model, self.module, inputs, dynamic, folder / "model.onnx")
 
     def check(self, path: Path) -> dict[str, Any]:
         """Compares the file with PyTorch."""
-        import onnxruntime
         import torch
 
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        session = onnxruntime.InferenceSession(path, options)
+        session = open_session(path)
         names = [value.name for value in session.get_outputs()]
         output = "logits" if "logits" in names else names[0]
         wanted = {value.name for value in session.get_inputs()}
@@ -85,21 +128,22 @@ class Subject:
 class T5(Subject):
     """T5-small with random weights."""
 
-    dynamic = MappingProxyType(
-        {
-            "input_ids": {0: "batch", 1: "length"},
-            "attention_mask": {0: "batch", 1: "length"},
-            "decoder_input_ids": {0: "batch", 1: "decoder_length"},
-        }
-    )
+    dynamic: ClassVar = {
+        "input_ids": {0: "batch", 1: "length"},
+        "attention_mask": {0: "batch", 1: "length"},
+        "decoder_input_ids": {0: "batch", 1: "decoder_length"},
+    }
 
     def build(self, tiny: bool) -> None:
+        import torch
         from torch import nn
         from transformers import T5Config, T5ForConditionalGeneration
 
-        width = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4} if tiny else {}
+        torch.manual_seed(0)
+        width: Any = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4} if tiny else {}
         config = T5Config(**width, num_layers=self.row.blocks, use_cache=False)
-        self.model = T5ForConditionalGeneration(config).eval()
+        model: Any = T5ForConditionalGeneration(config)
+        self.model = model.eval()
 
         class Logits(nn.Module):
             def __init__(self, model: nn.Module) -> None:
@@ -117,28 +161,28 @@ class T5(Subject):
         self.module = Logits(self.model).eval()
 
     def inputs(self, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
-        # The lengths differ where they may: a file that takes only equal ones is found out.
+        # Different lengths, where they may differ, find a file that takes only equal ones.
         target = length if seed == 0 or not self.row.dynamic else length + 2
-        ids, others = _tokens(batch, length, seed), _tokens(batch, target, seed + 100)
-        return {"input_ids": ids, "attention_mask": _mask(ids), "decoder_input_ids": others}
+        decoder = _prompt(batch, target, seed + 100)
+        return {**_prompt(batch, length, seed), "decoder_input_ids": decoder["input_ids"]}
 
 
 class Llama(Subject):
-    """Narrow blocks: what is exported is their number of nodes."""
+    """Narrow blocks: their number of nodes is what takes time."""
 
-    dynamic = MappingProxyType(
-        {"input_ids": {0: "batch", 1: "length"}, "attention_mask": {0: "batch", 1: "length"}}
-    )
+    dynamic: ClassVar = {
+        name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask")
+    }
     architecture = "Llama"
     intermediate = 688
-    options: Mapping[str, int] = MappingProxyType({})
+    options: ClassVar[Mapping[str, int]] = {}
 
     def build(self, tiny: bool) -> None:
-        import transformers
         from torch import nn
 
         width = 32 if tiny else 256
-        config = getattr(transformers, f"{self.architecture}Config")(
+        self.model = causal_lm(
+            self.architecture,
             vocab_size=VOCABULARY,
             hidden_size=width,
             intermediate_size=64 if tiny else self.intermediate,
@@ -146,10 +190,8 @@ class Llama(Subject):
             num_attention_heads=8,
             num_key_value_heads=4,
             head_dim=width // 8,
-            use_cache=False,
             **self.options,
         )
-        self.model = getattr(transformers, f"{self.architecture}ForCausalLM")(config).eval()
 
         class Logits(nn.Module):
             def __init__(self, model: nn.Module) -> None:
@@ -164,8 +206,7 @@ class Llama(Subject):
         self.module = Logits(self.model).eval()
 
     def inputs(self, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
-        ids = _tokens(batch, length, seed)
-        return {"input_ids": ids, "attention_mask": _mask(ids)}
+        return _prompt(batch, length, seed)
 
 
 class Mixtral(Llama):
@@ -173,10 +214,10 @@ class Mixtral(Llama):
 
     architecture = "Mixtral"
     intermediate = 512
-    options = MappingProxyType({"num_local_experts": 8, "num_experts_per_tok": 2})
+    options: ClassVar = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
-    def prepare(self, exporter: str) -> None:
-        super().prepare(exporter)
+    def prepare(self, exporter: str, folder: Path) -> None:
+        super().prepare(exporter, folder)
         if exporter in {DYNAMO, TORCHSCRIPT, TRANSFORMERS}:
             self.model.set_experts_implementation("batched_mm")
 
@@ -184,12 +225,15 @@ class Mixtral(Llama):
 class Swin(Subject):
     """Swin-T with MoE layers in its last two stages."""
 
-    dynamic = MappingProxyType({"images": {0: "batch"}})
+    dynamic: ClassVar = {"images": {0: "batch"}}
 
     def build(self, tiny: bool) -> None:
+        import torch
+
         from dynamo_moe.models import SwinMoE, SwinMoEConfig
 
-        narrow = {"embed_dim": 12, "depths": (2, 2, 2, 2), "mlp_ratio": 1, "num_experts": 4}
+        torch.manual_seed(0)
+        narrow: Any = {"embed_dim": 12, "depths": (2, 2, 2, 2), "mlp_ratio": 1, "num_experts": 4}
         config = SwinMoEConfig(**narrow) if tiny else SwinMoEConfig()
         self.model = self.module = SwinMoE(config).eval()
 
@@ -203,32 +247,35 @@ class Swin(Subject):
 
 
 class Checkpoint(Subject):
-    """A checkpoint of the shape of Qwen3-30B-A3B whose file is one hole."""
-
-    model = module = None
-    dynamic = MappingProxyType({})
+    """A checkpoint of the shape of Qwen3-30B-A3B whose file is one hole, without weights."""
 
     def build(self, tiny: bool) -> None:
-        from transformers import Qwen3MoeConfig
-
         width = 64 if tiny else 2048
-        self.config = Qwen3MoeConfig(
+        self.config = qwen3_config(
             hidden_size=width, moe_intermediate_size=width * 3 // 8, intermediate_size=width * 3,
             num_hidden_layers=self.row.blocks, num_attention_heads=32, num_key_value_heads=4,
             head_dim=4 if tiny else 128, num_experts=8 if tiny else 128, num_experts_per_tok=8,
             vocab_size=VOCABULARY if tiny else 151936, tie_word_embeddings=False,
-            norm_topk_prob=True, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"],
+            norm_topk_prob=True,
         )  # fmt: skip
         self.bytes = 0
         self.seconds: dict[str, float] = {}
 
-    def inputs(self, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
-        raise NotImplementedError("the model cannot be run")
+    def prepare(self, exporter: str, folder: Path) -> None:
+        """Writes the checkpoint; its weights take no room on file systems that have holes."""
+        self.config.save_pretrained(folder)
+        header, self.bytes = safetensors_header(tensor_shapes(self.config))
+        path = folder / "model.safetensors"
+        path.write_bytes(header)
+        os.truncate(path, len(header) + self.bytes)
+        allocated = path.stat().st_blocks * 512
+        if allocated > len(header) + 2**20:
+            raise OSError(f"{folder}: the file system has no holes, {allocated} bytes are taken")
 
     def export(self, exporter: str, folder: Path) -> None:
         import dynamo_moe
 
-        task = "text-generation-with-past" if self.row.cache else "text-generation"
+        task: Any = "text-generation-with-past" if self.row.cache else "text-generation"
         started = time.perf_counter()
         model = dynamo_moe.open_checkpoint(folder)
         opened = time.perf_counter()
@@ -243,37 +290,19 @@ class Checkpoint(Subject):
             "exporting": time.perf_counter() - converted,
         }
 
-    def write(self, folder: Path) -> None:
-        """Writes the checkpoint; its weights take no room on file systems that have holes."""
-        import torch
-        from transformers import Qwen3MoeForCausalLM
-
-        self.config.save_pretrained(folder)
-        with torch.device("meta"):
-            parameters = dict(Qwen3MoeForCausalLM(self.config).named_parameters())
-        header, end = safetensors_header({name: tuple(p.shape) for name, p in parameters.items()})
-        path = folder / "model.safetensors"
-        path.write_bytes(header)
-        os.truncate(path, len(header) + end)
-        self.bytes = end
-        allocated = path.stat().st_blocks * 512
-        if allocated > len(header) + 2**20:
-            raise OSError(f"{folder}: the file system has no holes, {allocated} bytes are taken")
-
     def check(self, path: Path) -> dict[str, Any]:
         import onnx
+        import onnx_ir as ir
 
         onnx.checker.check_model(path)
-        model = onnx.load(path, load_external_data=False)
         linked = written = 0
-        for tensor in model.graph.initializer:
-            places = {entry.key: entry.value for entry in tensor.external_data}
-            if places.get("location") == "model.safetensors":
-                linked += int(places["length"])
-            else:
-                written += math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(
-                    tensor.data_type
-                ).itemsize  # fmt: skip
+        for tensor in ir.load(path).graph.initializers.values():
+            if isinstance(tensor.const_value, ir.ExternalTensor) and (
+                tensor.const_value.location == "model.safetensors"
+            ):
+                linked += tensor.const_value.nbytes
+            elif tensor.const_value is not None:
+                written += tensor.const_value.nbytes
         return {
             "not run": "no weights",
             "weights bytes": self.bytes,
@@ -281,17 +310,6 @@ class Checkpoint(Subject):
             "other weights bytes": written,
             "seconds of the parts": self.seconds,
         }
-
-
-def safetensors_header(shapes: Mapping[str, Sequence[int]]) -> tuple[bytes, int]:
-    """Returns the start of a safetensors file of bfloat16 tensors, and the bytes that follow."""
-    entries: dict[str, Any] = {}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + 2 * math.prod(shape)
-        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries).encode()
-    return len(text).to_bytes(8, "little") + text, end
 
 
 SUBJECTS: Mapping[str, type[Subject]] = {
@@ -303,21 +321,9 @@ SUBJECTS: Mapping[str, type[Subject]] = {
 }
 
 
-def _tokens(batch: int, length: int, seed: int) -> Any:
+def _prompt(batch: int, length: int, seed: int) -> dict[str, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
-
-
-def _mask(ids: Any) -> Any:
-    import torch
-
-    return torch.ones_like(ids)
-
-
-def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The largest difference, over the largest value."""
-    if found.shape != wanted.shape:
-        raise ValueError(f"the result is {found.shape}, not {wanted.shape}")
-    return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+    ids = torch.randint(1, VOCABULARY, (batch, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -1,18 +1,16 @@
-"""Tables and pictures of the export benchmark."""
+"""Tables and pictures of the benchmark of exports."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
-from benchmarks._export_cases import DYNAMO, ONE_NODE, OURS, TORCHSCRIPT, TRANSFORMERS
-from benchmarks._export_runs import OWN_STEPS
+from benchmarks.common.plots import panels, ratio_bars
+from benchmarks.common.report import table
+from benchmarks.export.cases import DYNAMO, ONE_NODE, OURS, TORCHSCRIPT, TRANSFORMERS
+from benchmarks.export.runs import OWN_STEPS
 
 COLORS = {
     OURS: "#0b6e4f",
@@ -22,15 +20,14 @@ COLORS = {
     TRANSFORMERS: "#9c36b5",
 }
 MAX_ERROR = 1e-3
-# What an export of the case "checkpoint" is to stay below.
+# The limits for an export of the case "checkpoint".
 GOAL_SECONDS, GOAL_BYTES = 60, 2e9
-
 
 _PER_TURN = ("seconds", "cpu seconds", "peak bytes", "first export s")
 
 
 def together(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians of an exporter's turns, with each turn's value, and what its first turn found."""
+    """Returns medians of an exporter's turns, each turn's value, and what its first turn found."""
     for one in turns:
         if "error" in one:
             return {"error": one["error"]}
@@ -43,7 +40,7 @@ def together(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the cases come to: ratios, spreads, growth."""
+    """Returns ratios to ours, and how much times of ours spread."""
     result: dict[str, Any] = {"time / ours": {}, "memory / ours": {}}
     for case in cases:
         for row in case["rows"]:
@@ -99,37 +96,36 @@ def spread(values: Sequence[float]) -> float:
     return 100 * (max(values) - min(values)) / middle if middle else 0.0
 
 
-def tables(cases: Sequence[Mapping[str, Any]]) -> Table:
-    """All of it, a row an exporter."""
-    numbers = ("time, s", "x ours", "CPU, s", "memory, MB", "x ours", "nodes", "error")
-    table = Table("case", "exporter")
-    for title in numbers:
-        table.add_column(title, justify="right")
-    table.add_column("remarks", overflow="fold")
+def show(cases: Sequence[Mapping[str, Any]]) -> None:
+    """Prints all results, a row an exporter."""
+    rows = []
     for case in cases:
         for row in case["rows"]:
+            label = f"{case['name']}, {row['label']}"
             times, memory = ratios(row, "seconds"), ratios(row, "peak bytes")
-            for place, (name, one) in enumerate(row["exporters"].items()):
-                head = (f"{case['name']}, {row['label']}" if place == 0 else "", name)
+            for name, one in row["exporters"].items():
                 if "error" in one:
-                    table.add_row(*head, *[""] * len(numbers), escape(f"failed: {one['error']}"))
+                    print(f"{label}, {name} failed: {one['error']}")
                     continue
-                table.add_row(
-                    *head,
+                error = one.get("max relative error")
+                rows.append([
+                    label,
+                    name,
                     f"{_median(one, 'seconds'):.1f}",
-                    f"{times[name]:.2f}" if name in times else "",
+                    f"{times[name]:.2f}" if name in times else None,
                     f"{_median(one, 'cpu seconds'):.1f}",
                     f"{_median(one, 'peak bytes') / 1e6:.0f}",
-                    f"{memory[name]:.2f}" if name in memory else "",
-                    str(one.get("nodes", "")),
-                    f"{one['max relative error']:.0e}" if "max relative error" in one else "",
-                    escape(remarks(one)),
-                )
-    return table
+                    f"{memory[name]:.2f}" if name in memory else None,
+                    one.get("nodes"),
+                    None if error is None else f"{error:.0e}",
+                    remarks(one),
+                ])  # fmt: skip
+    numbers = ["time, s", "x ours", "CPU, s", "memory, MB", "x ours", "nodes", "error"]
+    print(table("exports", ["case", "exporter", *numbers, "remarks"], rows))
 
 
 def remarks(found: Mapping[str, Any]) -> str:
-    """What a reader of an exporter's times should know."""
+    """Returns what a reader of an exporter's times should know."""
     parts = []
     if "check failed" in found:
         parts.append(f"the file fails: {found['check failed']}")
@@ -145,35 +141,26 @@ def remarks(found: Mapping[str, Any]) -> str:
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """Draws what ``--json`` writes: ratios of time and memory, growth, and example sizes."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     cases = {case["name"]: case for case in result["cases"]}
+    compared = [
+        {**row, "label": f"{case['name']}, {row['label']}"}
+        for case in result["cases"]
+        for row in _rows(case)
+        if ratios(row, "seconds") and ratios(row, "peak bytes")
+    ]
     drawn = [
-        (draw, chosen)
-        for draw, chosen in (
-            (_draw_times, [row for case in result["cases"] for row in _compared(case)]),
-            (_draw_memory, [row for case in result["cases"] for row in _compared(case)]),
+        (draw, rows)
+        for draw, rows in (
+            (_draw_times, compared),
+            (_draw_memory, compared),
             (_draw_growth, _rows(cases.get("Llama"))),
             (_draw_sizes, _rows(cases.get("example size"))),
         )
-        if chosen
+        if rows
     ]
-    columns = min(2, len(drawn)) or 1
-    lines = math.ceil(len(drawn) / columns) or 1
-    figure, panels = plt.subplots(
-        lines, columns, figsize=(7.5 * columns, 4.8 * lines), layout="constrained", squeeze=False
-    )
-    for panel in panels.flat[len(drawn) :]:
-        panel.set_visible(False)
-    for panel, (draw, chosen) in zip(panels.flat, drawn, strict=False):
-        draw(panel, chosen)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(_title(result["cases"]), fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with panels(path, len(drawn), 2, (7.5, 4.8), _title(result["cases"])) as axes:
+        for panel, (draw, rows) in zip(axes, drawn, strict=True):
+            draw(panel, rows)
 
 
 def _title(cases: Sequence[Mapping[str, Any]]) -> str:
@@ -195,62 +182,26 @@ def _rows(case: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     return [row for row in rows if "error" not in row["exporters"][OURS]]
 
 
-def _compared(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows that have peers, labelled with their case."""
+def _groups(
+    rows: Sequence[Mapping[str, Any]], key: str, ours: str, unit: float = 1
+) -> list[tuple[str, dict[str, float]]]:
     return [
-        {**row, "label": f"{case['name']}, {row['label']}"}
-        for row in _rows(case)
-        if ratios(row, "seconds") and ratios(row, "peak bytes")
+        (
+            f"{row['label']}\nours: {ours.format(_median(row['exporters'][OURS], key) * unit)}",
+            ratios(row, key),
+        )
+        for row in rows
     ]
 
 
 def _draw_times(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    _bars(panel, rows, "seconds", "{:.3g} s", "export time / ours (right: slower than ours)")
+    ratio_bars(panel, _groups(rows, "seconds", "{:.3g} s"), COLORS)
+    panel.set_title("export time / ours (right: slower than ours)")
 
 
 def _draw_memory(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    _bars(panel, rows, "peak bytes", "{:.0f} MB", "peak memory over the start / ours", 1e-6)
-
-
-def _bars(
-    panel: Any, rows: Sequence[Mapping[str, Any]], key: str, ours: str, title: str, unit: float = 1
-) -> None:
-    labels, place, seen = {}, 0.0, set()
-    for row in rows:
-        found = ratios(row, key)
-        middle = place + (len(found) - 1) / 2
-        labels[middle] = f"{row['label']}\nours: " + ours.format(
-            _median(row["exporters"][OURS], key) * unit
-        )
-        for name, ratio in found.items():
-            label = None if name in seen else name
-            seen.add(name)
-            # From ours at 1: a bar to the right is more than ours.
-            panel.barh(place, ratio - 1, 0.85, left=1, color=COLORS[name], label=label)
-            panel.annotate(
-                f"{ratio:.2g}",
-                (ratio, place),
-                (3 if ratio >= 1 else -3, 0),
-                textcoords="offset points",
-                ha="left" if ratio >= 1 else "right",
-                va="center",
-                fontsize=7.5,
-            )
-            place += 1
-        place += 0.8
-    panel.axvline(1, color=COLORS[OURS], linewidth=2, label="ours")
-    panel.set(xscale="log", title=title)
-    panel.margins(x=0.12)
-    low, high = panel.get_xlim()
-    ticks = [tick for tick in _TICKS if low <= tick <= high]
-    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    panel.minorticks_off()
-    panel.set_yticks(list(labels), list(labels.values()), fontsize=7.5)
-    panel.invert_yaxis()
-    panel.legend(fontsize=7.5)
-
-
-_TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+    ratio_bars(panel, _groups(rows, "peak bytes", "{:.0f} MB", 1e-6), COLORS)
+    panel.set_title("peak memory over the start / ours")
 
 
 def _draw_growth(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -19,21 +19,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks._export_cases import OURS, Row
-from benchmarks._export_models import SUBJECTS, Checkpoint, Subject
+from benchmarks.common.onnx_files import count_nodes, file_bytes
+from benchmarks.common.timing import fresh_processes, reset_peak, resident_bytes
+from benchmarks.export.cases import OURS, Row
+from benchmarks.export.models import SUBJECTS, Subject
 
 OWN_STEPS = "own steps"
-
 
 Runner = Callable[..., dict[str, Any]]
 
 
 @contextlib.contextmanager
 def runner(quick: bool) -> Iterator[Runner]:
-    """Yields :func:`run` in a process for each call; a quick run has one process for all."""
+    """Yields :func:`run` in a new process for each call; a quick run has one process for all."""
 
     def alone(*arguments: Any) -> dict[str, Any]:
-        with ProcessPoolExecutor(1, get_context("spawn")) as processes:
+        with fresh_processes() as processes:
             try:
                 return processes.submit(run, *arguments).result()
             except BrokenProcessPool:
@@ -49,15 +50,15 @@ def runner(quick: bool) -> Iterator[Runner]:
 def run(
     model: str, row: Row, exporter: str, quick: bool, check: bool, folder: Path | None
 ) -> dict[str, Any]:
-    """Exports in this process.
+    """Exports in this process, and returns what that took or why it failed.
 
     Args:
-        model: Of a case.
-        row: What to export.
-        exporter: And by which.
-        quick: A tiny model, and nothing before it.
-        check: Compare the file with PyTorch.
-        folder: Where to write.
+        model: The name of one of :data:`benchmarks.export.models.SUBJECTS`.
+        row: Its sizes.
+        exporter: The name of one of :data:`benchmarks.export.exporters.EXPORTERS`.
+        quick: Whether to export a tiny model, and nothing before it.
+        check: Whether to compare the file with PyTorch.
+        folder: Where to write, else the system's folder for temporary files.
     """
     _silence()
     found: dict[str, Any] = {}
@@ -73,9 +74,9 @@ def run(
             path = _export(subject, exporter, place / "timed", found)
         except Exception as error:  # Any layer may be refused, for whatever reason.
             return {"error": reason(error)}
-        found["file bytes"] = sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+        found["file bytes"] = file_bytes(path)
         if check:
-            found |= _nodes(path)
+            found |= count_nodes(path)
             try:
                 found |= subject.check(path)
             except Exception as error:
@@ -88,18 +89,16 @@ def _export(subject: Subject, exporter: str, folder: Path, found: dict[str, Any]
     import torch
 
     folder.mkdir()
-    if isinstance(subject, Checkpoint):
-        subject.write(folder)
-    subject.prepare(exporter)
+    subject.prepare(exporter, folder)
     gc.collect()
-    _reset_peak()
-    before = _status("VmRSS")
+    reset_peak()
+    before = resident_bytes()
     with _watched() as way, torch.no_grad():
         started, used = time.perf_counter(), time.process_time()
         subject.export(exporter, folder)
         found["seconds"] = time.perf_counter() - started
         found["cpu seconds"] = time.process_time() - used
-    found["peak bytes"] = _status("VmHWM") - before
+    found["peak bytes"] = resident_bytes(peak=True) - before
     if exporter == OURS:
         found["way"] = way[-1] if way else OWN_STEPS
     return folder / "model.onnx"
@@ -124,7 +123,7 @@ def _watched() -> Iterator[list[str]]:
         way.append(": ".join(["torch.onnx.export", *reasons]))
         return original(*args, **options)
 
-    log, listener = logging.getLogger("dynamo_moe._exporter"), Listener()
+    log, listener = logging.getLogger("dynamo_moe"), Listener()
     level = log.level
     log.setLevel(logging.INFO)
     log.addHandler(listener)
@@ -136,25 +135,12 @@ def _watched() -> Iterator[list[str]]:
         log.setLevel(level)
 
 
-def _nodes(path: Path) -> dict[str, int]:
-    import onnx_ir as ir
-    from onnx_ir.passes.common import InlinePass
-
-    model = ir.load(path)
-    main_graph = len(model.graph)
-    InlinePass()(model)
-    return {
-        "nodes": main_graph,
-        "nodes, functions inlined": sum(1 for _ in model.graph.all_nodes()),
-    }
-
-
 def reason(error: BaseException) -> str:
-    """An error in one line; of a chain the first, which the exporters wrap at length."""
+    """Returns an error in one line: the first of its chain, without colours and folders."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
-    text = re.sub(r"/\S+/", "", text)  # Of a path the name alone.
+    text = re.sub(r"/\S+/", "", text)
     return f"{type(error).__name__}: {text}"[:300]
 
 
@@ -164,16 +150,3 @@ def _silence() -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
-
-
-def _reset_peak() -> None:
-    """Lets ``VmHWM`` start again from here (Linux)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status(field: str) -> int:
-    """Bytes of a field of this process's status (Linux)."""
-    text = Path("/proc/self/status").read_text()
-    found = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0

@@ -1,12 +1,12 @@
-"""How long ``dynamo_moe.export`` takes and what it needs, against other ways to an ONNX file.
+"""How long does an export take, and how much memory, against other exporters?
 
-    python -m benchmarks.export_time --json result.json --plot result.png
+    python -m benchmarks.export.speed --json result.json --plot result.png
 
 The peers: ``dynamo`` is ``torch.onnx.export(dynamo=True)`` with its defaults; ``dynamo, one node a
 layer`` is the same after :func:`dynamo_moe.convert`, with our translation table, so that only the
 exporter differs; ``TorchScript`` is ``torch.onnx.export(dynamo=False)``; ``transformers`` is its
 ``OnnxExporter``. Mixtral's own experts can be exported by none of them, so ``batched_mm`` stands
-for them. Who fails is listed with the reason.
+for them. Exporters that fail are listed with the reason.
 
 Each export has a process of its own, in which a tiny export comes first: it imports what is
 imported late and fills caches. Then the model is built, and the export is timed until its file is
@@ -21,46 +21,42 @@ PyTorch. Those of ``dynamo, one node a layer`` cannot run: only our export adds 
 The case ``checkpoint`` has the shape of Qwen3-30B-A3B: 48 layers of 128 experts. Its safetensors
 file has all 61 GB, but is one hole: no block of it is on disk. Its experts are stored as the model
 holds them, so that the ONNX file can refer to every weight where it is. Nothing can be computed
-with such weights; the ONNX file is checked by onnx, and for whether it refers to every byte.
+with such weights; onnx checks the ONNX file, and the result says how many bytes it refers to.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
-
-from benchmarks._export_cases import CASES, Case
-from benchmarks._export_report import plot, summary, tables, together
-from benchmarks._export_runs import Runner, runner
-from benchmarks._timing import record
+from benchmarks.common.report import conditions, matching_cases, parser, read_cases, write_json
+from benchmarks.common.timing import turns
+from benchmarks.export.cases import CASES, Case
+from benchmarks.export.report import plot, show, summary, together
+from benchmarks.export.runs import Runner, runner
 
 PACKAGES = ("torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscript")
 
 
 def measure(
-    case: Case, turns: int, *, quick: bool, folder: Path | None, runs: Runner, console: Console
+    case: Case, rounds: int, runs: Runner, *, quick: bool = False, folder: Path | None = None
 ) -> list[dict[str, Any]]:
     """Runs the exports of a case in turn."""
     jobs = [(row, exporter) for row in case.rows for exporter in row.exporters]
     taken: dict[tuple[str, str], list[dict[str, Any]]] = {
         (row.label, exporter): [] for row, exporter in jobs
     }
-    for turn in range(turns):
-        first = turn % len(jobs)
-        for row, exporter in jobs[first:] + jobs[:first]:
-            done = taken[row.label, exporter]
-            if any("error" in one for one in done):
-                continue
-            console.print(f"{case.name}, {row.label}: turn {turn + 1} of {turns}, {exporter}")
-            one = runs(case.model, row, exporter, quick, not done, folder)
-            if "error" in one:
-                console.print(f"  {one['error']}", markup=False)
-            done.append(one)
+    for number, (row, exporter) in turns(jobs, rounds):
+        done = taken[row.label, exporter]
+        if any("error" in one for one in done):
+            continue
+        print(f"{case.name}, {row.label}: turn {number + 1} of {rounds}, {exporter}", flush=True)
+        one = runs(case.model, row, exporter, quick, not done, folder)
+        if "error" in one:
+            print(f"  {one['error']}")
+        done.append(one)
     return [
         {
             "label": row.label,
@@ -82,43 +78,40 @@ def merged(known: Sequence[Any], new: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [by_name[case.name] for case in CASES if case.name in by_name]
 
 
-def main(
-    turns: Annotated[int, typer.Option(min=1, help="Processes of each export.")] = 1,
-    case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
-    folder: Annotated[Path | None, typer.Option(help="Write the files in it.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny models, one cold turn.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw results here.")] = None,
-) -> None:
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    known = parser(__doc__, "json", "plot")
+    known.add_argument("--turns", type=int, default=1, help="processes of each export")
+    known.add_argument("--case", default="", help="only cases whose name contains this")
+    known.add_argument("--folder", type=Path, help="where to write the files")
+    known.add_argument("--quick", action="store_true", help="tiny models, one turn, no warm-up")
+    given = known.parse_args()
+    given.chosen = matching_cases(known, CASES, given.case)
+    return given
+
+
+def main() -> None:
     """Times exports to ONNX, ours and others."""
-    console = Console(width=160, highlight=False)
-    chosen = [one for one in CASES if case.lower() in one.name.lower()]
-    if not chosen:
-        names = ", ".join(one.name for one in CASES)
-        raise typer.BadParameter(f"no case contains {case!r}; there are {names}")
-    turns = 1 if quick else turns
+    given = arguments()
+    rounds = 1 if given.quick else given.turns
     # With --case, the file's other cases stay.
-    known: list[Any] = []
-    if case and json_file is not None and json_file.exists():
-        known = json.loads(json_file.read_text())["cases"]
+    known = read_cases(given.json if given.case else None)
     new: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
-    with runner(quick) as runs:
-        for one in chosen:
-            conditions = record(PACKAGES) | {"turns": turns, "quick": quick}
-            size = one.shrunk() if quick else one
-            rows = measure(size, turns, quick=quick, folder=folder, runs=runs, console=console)
-            new.append({"name": one.name, "run": conditions, "rows": rows})
-            result = {"cases": merged(known, new)}
-            result["summary"] = summary(result["cases"])
-            # After each case: a long run that is broken off is not lost.
-            if json_file is not None:
-                json_file.write_text(json.dumps(result, indent=2) + "\n")
-    console.print(tables(result["cases"]))
-    console.print_json(data=result["summary"])
-    if plot_file is not None:
-        plot(result, plot_file)
+    with runner(given.quick) as runs:
+        for case in given.chosen:
+            run = conditions(PACKAGES) | {"turns": rounds, "quick": given.quick}
+            size = case.shrunk() if given.quick else case
+            rows = measure(size, rounds, runs, quick=given.quick, folder=given.folder)
+            new.append({"name": case.name, "run": run, "rows": rows})
+            cases = merged(known, new)
+            result = {"cases": cases, "summary": summary(cases)}
+            # Written after each case: a long run that is interrupted is not lost.
+            write_json(given.json, result)
+    show(result["cases"])
+    if given.plot:
+        plot(result, given.plot)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -7,8 +7,6 @@ import os
 
 import torch
 
-__all__ = ["HAS_GPU"]
-
 HAS_GPU = torch.cuda.is_available()
 
 if not HAS_GPU:

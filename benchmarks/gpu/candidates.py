@@ -13,15 +13,6 @@ from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig
 from custom_ops.kernels.layer import Layer
 
-__all__ = [
-    "blocks_m",
-    "few_candidates",
-    "fits",
-    "gemm_candidates",
-    "mlp_candidates",
-    "shared_bytes",
-]
-
 _BLOCKS_M = (16, 32, 64, 128, 256)
 # Beyond so many float32 accumulators a thread, registers spill.
 _ACCUMULATORS = 160

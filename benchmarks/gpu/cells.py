@@ -23,20 +23,6 @@ from custom_ops.kernels.launch import launch
 from custom_ops.kernels.spec import ForwardPlan
 from custom_ops.routing import route
 
-__all__ = [
-    "DENSE",
-    "FUSED",
-    "GROUPED",
-    "OURS",
-    "PEERS",
-    "Bench",
-    "Cell",
-    "LaunchTime",
-    "Result",
-    "launches_alone",
-    "time_launches",
-]
-
 OURS, GROUPED, FUSED, DENSE = "ours", "grouped_mm", "fused_moe", "dense"
 PEERS = (GROUPED, FUSED, DENSE)
 

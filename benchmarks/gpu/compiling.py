@@ -33,8 +33,6 @@ from custom_ops.kernels.spec import (
     TokenRange,
 )
 
-__all__ = ["Job", "PlanJob", "compile_jobs", "compile_only", "kernel_key", "peer_job", "plan_jobs"]
-
 Job = Callable[[], None]
 
 

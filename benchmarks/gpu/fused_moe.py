@@ -9,9 +9,6 @@ Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E expe
 N = T*K slots, P = N and every expert's padding.
 """
 
-# A kernel's parameters are pointers and constants of Triton's own.
-# ruff: noqa: ANN001, ANN202
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,8 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.gpu.layers import Parameters, Routing, Shape
-
-__all__ = ["CONFIGS", "Config", "candidates", "compile_for", "fused_moe", "fused_router"]
 
 Start = Callable[..., object]
 

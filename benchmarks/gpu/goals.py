@@ -18,19 +18,6 @@ from typing import Literal
 from benchmarks.common.report import digits
 from benchmarks.gpu.layers import Shape
 
-__all__ = [
-    "GOALS",
-    "PEER_GOALS",
-    "Floor",
-    "Goal",
-    "Rates",
-    "Verdict",
-    "expected_active",
-    "floor",
-    "geometric_mean",
-    "judge",
-]
-
 # A smaller intermediate stays in the L2 cache, so it is not charged.
 _CACHED_BYTES = 30e6
 

@@ -14,20 +14,6 @@ from torch import Tensor
 from custom_ops import ExpertOptions, RouterOptions
 from custom_ops.kernels.layer import Layer
 
-__all__ = [
-    "LLM_TOKENS",
-    "ROUTINGS",
-    "SHAPES",
-    "SWIN_BATCHES",
-    "Parameters",
-    "Routing",
-    "Shape",
-    "matching",
-    "random_parameters",
-    "random_routing",
-    "random_tokens",
-]
-
 #: A layer's tensors by name; one without biases has no ``router_bias``, ``b1`` and ``b2``.
 Parameters = Mapping[str, Tensor]
 #: Expert ids and weights, ``[T, K]`` each.

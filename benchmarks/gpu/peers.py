@@ -13,8 +13,6 @@ from torch import Tensor
 from benchmarks.gpu.layers import Parameters, Routing, Shape
 from custom_ops import ExpertOptions
 
-__all__ = ["dense", "dense_bytes", "grouped", "torch_router"]
-
 
 def torch_router(shape: Shape, parameters: Parameters, x_TD: Tensor) -> Routing:
     """The router as models write it: a linear layer, scores in float32, top-k."""

@@ -10,8 +10,6 @@ from typing import Any
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
 from custom_ops.kernels.spec import MAX_TOKENS
 
-__all__ = ["Part", "boundary", "choose_ranges", "neighbours", "parts_of", "promising"]
-
 PartConfig = FewConfig | GemmConfig | MlpConfig
 
 # Within so much of the fastest, a configuration that serves more token counts is preferred: each

@@ -24,19 +24,6 @@ import torch
 from benchmarks.common.timing import milliseconds, turns
 from benchmarks.gpu.goals import Rates
 
-__all__ = [
-    "Call",
-    "GraphTimer",
-    "HostTimer",
-    "Results",
-    "Timer",
-    "Times",
-    "measure_rates",
-    "reason",
-    "release",
-    "samples_for",
-]
-
 Call = Callable[[], object]
 
 _FLUSHED_BYTES = 256 * 2**20
@@ -208,7 +195,8 @@ class _Timed:
         else:
             self.graph.replay()
         torch.cuda.synchronize()
-        return 1e3 * self.start.elapsed_time(self.end)
+        ms: float = self.start.elapsed_time(self.end)
+        return 1e3 * ms
 
 
 class HostTimer:
