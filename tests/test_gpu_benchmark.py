@@ -43,7 +43,7 @@ from benchmarks.gpu.layers import (
     SHAPES,
     SWIN_BATCHES,
     matching,
-    random_parameters,
+    parameters_of,
     random_routing,
 )
 from benchmarks.gpu.peers import dense, grouped, torch_router
@@ -181,7 +181,7 @@ def small(name: str):
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "swin1"])
 def test_peers_compute_the_layer(name, kind):
     shape = small(name)
-    given_ = random_parameters(shape, torch.float32, "cpu")
+    given_ = parameters_of(shape, torch.float32, "cpu")
     x = torch.randn(37, 32, generator=torch.Generator().manual_seed(0))
     routing = random_routing(kind, 37, 6, 2)
     experts = (given_["w1"], given_.get("b1"), given_["w2"], given_.get("b2"))
@@ -195,7 +195,7 @@ def test_peers_compute_the_layer(name, kind):
 @pytest.mark.parametrize("name", ["qwen3", "deepseek", "gpt-oss"])
 def test_peers_route_like_the_layer(name):
     shape = small(name)
-    given_ = random_parameters(shape, torch.float32, "cpu")
+    given_ = parameters_of(shape, torch.float32, "cpu")
     x = torch.randn(37, 32, generator=torch.Generator().manual_seed(0))
     ids, weights = reference.router(
         x, given_["router_weight"], given_.get("router_bias"), shape.router
@@ -285,9 +285,7 @@ def test_json_and_picture(tmp_path):
 
 def test_a_wrong_version_is_found(monkeypatch):
     shape = small("qwen3")
-    bench = Bench(
-        shape, random_parameters(shape, torch.float32, "cpu"), HostTimer(), RATES, (GROUPED,)
-    )
+    bench = Bench(shape, parameters_of(shape, torch.float32, "cpu"), HostTimer(), RATES, (GROUPED,))
     good = bench.measure(Cell(shape, 50))
     assert not good.wrong
     assert set(good.cold) == set(good.warm) == {OURS, GROUPED}
@@ -301,9 +299,7 @@ def test_a_version_that_fails_is_left_out(monkeypatch):
 
     shape = small("swin1")
     monkeypatch.setattr("benchmarks.gpu.cells.grouped", broken)
-    bench = Bench(
-        shape, random_parameters(shape, torch.float32, "cpu"), HostTimer(), RATES, (GROUPED,)
-    )
+    bench = Bench(shape, parameters_of(shape, torch.float32, "cpu"), HostTimer(), RATES, (GROUPED,))
     found = bench.measure(Cell(shape, 2))
     assert found.left_out == {GROUPED: "RuntimeError: no such product"}
     assert set(found.cold) == {OURS}
@@ -320,7 +316,7 @@ def test_dense_is_left_out_where_it_explodes():
 
 def test_every_launch_is_timed():
     shape = small("qwen3")
-    parameters = random_parameters(shape, torch.float32, "cpu")
+    parameters = parameters_of(shape, torch.float32, "cpu")
     planned = plan(shape.layer(torch.float32), architecture("sm_80"))
     found = time_launches(Cell(shape, 9), planned, parameters, HostTimer(), RATES)
     assert [each.kernel for each in found] == [spec.name for spec in planned.at(9).launches]
@@ -330,7 +326,7 @@ def test_every_launch_is_timed():
 
 def test_launches_one_by_one_are_the_layer():
     shape = small("qwen3")
-    parameters = random_parameters(shape, torch.float32, "cpu")
+    parameters = parameters_of(shape, torch.float32, "cpu")
     x = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
     planned = plan(shape.layer(torch.float32), architecture("sm_80"))
     together, apart = torch.empty_like(x), torch.empty_like(x)
@@ -473,7 +469,7 @@ def test_the_peer_is_compiled_for_what_it_launches(monkeypatch, name):
 
     compiled, launched = [], []
     fused_moe.compile_for(shape, torch.float32, config, noting(compiled), device="cpu")
-    parameters = random_parameters(shape, torch.float32, "cpu")
+    parameters = parameters_of(shape, torch.float32, "cpu")
     x, start = torch.randn(37, 32), noting(launched)
     ids, weights = fused_router(shape, parameters, x, start)
     for routing in ((ids, weights), (ids.long(), weights)):
@@ -556,7 +552,7 @@ def test_a_failing_step_does_not_hide_the_next(tmp_path):
     absent = check.Step("d", (("no-such-program",),), 30)
     skipped = check.Step("e", (), 30, missing="no such tool here")
     results = [
-        check.run(step, seconds, tmp_path / step.name).result
+        check.run(step, seconds, tmp_path / step.name)
         for step, seconds in ((failing, 30), (slow, 1), (good, 30), (absent, 30), (skipped, 30))
     ]
     assert results[0] == "FAILED: exit code 3"

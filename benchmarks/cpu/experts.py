@@ -13,7 +13,7 @@ resident set just before it, result included, parameters and inputs not (Linux).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
+from benchmarks.common.layers import LayerCase
 from benchmarks.common.report import conditions, digits, parser, table, write_json
 from benchmarks.common.timing import (
     Timing,
@@ -39,17 +40,8 @@ GATHERED_LIMIT = 8e9
 Calls = dict[str, Callable[[], Tensor]]
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(LayerCase):
     """Experts and a number of tokens."""
-
-    name: str
-    tokens: int
-    width: int
-    hidden: int
-    experts: int
-    top_k: int
-    gated: bool = False
 
     @property
     def hidden_bytes(self) -> int:
@@ -62,7 +54,6 @@ class Case:
         return self.hidden_bytes * self.width * (3 if self.gated else 2)
 
 
-# Exact GELU and biases as in Swin-MoE, gated SiLU without biases as in Qwen3-30B-A3B.
 SWIN = Case("Swin stage 1", 3136, 96, 384, 8, 2)
 QWEN = Case("Qwen3-30B-A3B", 1, 2048, 768, 128, 8, gated=True)
 CASES = (SWIN, QWEN, replace(QWEN, tokens=16), replace(QWEN, tokens=256))
@@ -76,12 +67,10 @@ MEMORY_CASES = (
 def calls(case: Case) -> Calls:
     """Returns the implementations on one set of random weights, whose results are near 1."""
     torch.manual_seed(0)
-    T, D, H, E = case.tokens, case.width, case.hidden, case.experts
-    rows = 2 * H if case.gated else H
-    w1, w2 = torch.randn(E, rows, D).div_(D**0.5), torch.randn(E, D, H).div_(H**0.5)
-    b1, b2 = (None, None) if case.gated else (torch.randn(E, rows), torch.randn(E, D))
-    x = torch.randn(T, D)
-    weights, ids = torch.randn(T, E).softmax(-1).topk(case.top_k)
+    p = case.parameters()
+    w1, w2, b1, b2 = p["w1"], p["w2"], p.get("b1"), p.get("b2")
+    x = torch.randn(case.tokens, case.width)
+    weights, ids = torch.randn(case.tokens, case.experts).softmax(-1).topk(case.top_k)
     weights = weights / weights.sum(-1, keepdim=True)
 
     def apply_gate(gate_up: Tensor) -> Tensor:
@@ -90,7 +79,7 @@ def calls(case: Case) -> Calls:
 
     # The attributes that transformers' functions read of an experts module.
     module: Any = SimpleNamespace(
-        num_experts=E,
+        num_experts=case.experts,
         has_gate=case.gated,
         has_bias=b1 is not None,
         is_transposed=False,
@@ -104,7 +93,7 @@ def calls(case: Case) -> Calls:
         act_fn=F.gelu,
         _apply_gate=apply_gate,
     )
-    form: dict[str, Any] = {"activation": "silu" if case.gated else "gelu", "gated": case.gated}
+    form: dict[str, Any] = {"activation": case.activation, "gated": case.gated}
     found: Calls = {
         OURS: lambda: experts(x, ids, weights, w1, b1, w2, b2, **form),
         GROUPED: lambda: grouped_mm_experts_forward(module, x, ids, weights),

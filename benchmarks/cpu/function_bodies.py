@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+
+from benchmarks.common.layers import LayerCase
 from benchmarks.common.onnx_files import Array, open_session, time_runs
 from benchmarks.common.report import (
     conditions,
@@ -42,23 +44,14 @@ INPUTS = 8
 FEW = 16
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(LayerCase):
     """A layer and a number of tokens."""
-
-    name: str
-    tokens: int
-    width: int
-    hidden: int
-    experts: int
-    top_k: int
-    gated: bool = False
 
     @property
     def config(self) -> BodyConfig:
-        """Biases and exact GELU as in Swin, or gated SiLU without biases as in Qwen."""
+        """What the bodies compute."""
         if self.gated:
-            return BodyConfig(activation="silu", gated=True)
+            return BodyConfig(activation=self.activation, gated=True)
         return BodyConfig(has_router_bias=True, has_b1=True, has_b2=True)
 
     @property
@@ -80,11 +73,10 @@ CASES = (
 
 
 def torch_layer(case: Case) -> Any:
-    """Returns a module with random parameters, scaled so that activations stay near 1.
+    """Returns a module with random parameters.
 
     PyTorch is imported here: the processes that time sessions start faster without it.
     """
-    import torch
     from torch import Tensor, nn
 
     from custom_ops import dropless
@@ -92,21 +84,14 @@ def torch_layer(case: Case) -> Any:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            E, D, H = case.experts, case.width, case.hidden
-            F = 2 * H if case.gated else H
-            sizes = {"router_weight": (E, D), "w1": (E, F, D), "w2": (E, D, H)}
-            if not case.gated:
-                sizes |= {"router_bias": (E,), "b1": (E, F), "b2": (E, D)}
-            generator = torch.Generator().manual_seed(0)
-            for name, size in sizes.items():
-                values = torch.randn(size, generator=generator).div_(size[-1] ** 0.5)
+            for name, values in case.parameters().items():
                 self.register_parameter(name, nn.Parameter(values))
 
         def forward(self, x: Tensor) -> Tensor:
             p = dict(self.named_parameters())
             experts = p["w1"], p.get("b1"), p["w2"], p.get("b2")
             form: dict[str, Any] = {
-                "activation": "silu" if case.gated else "gelu",
+                "activation": case.activation,
                 "gated": case.gated,
                 "router_bias": p.get("router_bias"),
             }

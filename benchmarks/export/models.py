@@ -1,6 +1,7 @@
 """The models whose export is measured.
 
-PyTorch and transformers are imported late: the process that starts the others needs neither.
+PyTorch and transformers are imported late: processes that time sessions import this module and
+would count them among their memory.
 """
 
 from __future__ import annotations
@@ -9,22 +10,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from benchmarks.common.onnx_files import open_session, relative_error
 from benchmarks.export.cases import DYNAMO, ONE_NODE, TORCHSCRIPT, TRANSFORMERS, Row
 from benchmarks.export.exporters import EXPORTERS
-
-__all__ = [
-    "SUBJECTS",
-    "Subject",
-    "causal_lm",
-    "qwen3_config",
-    "safetensors_header",
-    "tensor_shapes",
-]
 
 VOCABULARY = 1000
 
@@ -67,30 +61,23 @@ def safetensors_header(shapes: Mapping[str, Sequence[int]]) -> tuple[bytes, int]
     return len(text).to_bytes(8, "little") + text, end
 
 
+@dataclass
 class Subject:
     """A model in memory, with an example.
 
     Attributes:
+        row: The sizes of the model and of its example.
         model: The model; :func:`dynamo_moe.convert` and the peers' settings are for it.
         module: What is exported: from named inputs to one tensor.
+        inputs: Random inputs by name, for a batch, a length and a seed.
         dynamic: Names of the symbolic dimensions by input.
     """
 
-    model: Any = None
-    module: Any = None
-    dynamic: ClassVar[Mapping[str, Mapping[int, str]]] = {}
-
-    def __init__(self, row: Row, tiny: bool) -> None:
-        self.row = row
-        self.build(tiny)
-
-    def build(self, tiny: bool) -> None:
-        """Sets the attributes."""
-        raise NotImplementedError
-
-    def inputs(self, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
-        """Random inputs by name."""
-        raise NotImplementedError
+    row: Row
+    model: Any
+    module: Any
+    inputs: Callable[[int, int, int], dict[str, Any]]
+    dynamic: Mapping[str, Mapping[int, str]]
 
     def prepare(self, exporter: str, folder: Path) -> None:
         """Does what an exporter needs and what is not timed."""
@@ -99,10 +86,14 @@ class Subject:
         del folder
         if exporter == ONE_NODE:
             dynamo_moe.convert(self.model)
+        elif exporter in {DYNAMO, TORCHSCRIPT, TRANSFORMERS} and hasattr(
+            self.model.config, "num_local_experts"
+        ):
+            self.model.set_experts_implementation("batched_mm")
 
     def export(self, exporter: str, folder: Path) -> None:
         """Writes ``model.onnx``."""
-        inputs = self.inputs(self.row.batch, self.row.length)
+        inputs = self.inputs(self.row.batch, self.row.length, 0)
         dynamic = self.dynamic if self.row.dynamic else None
         EXPORTERS[exporter](self.model, self.module, inputs, dynamic, folder / "model.onnx")
 
@@ -125,146 +116,125 @@ class Subject:
         return {"max relative error": max(errors)}
 
 
-class T5(Subject):
+def _prompt(batch: int, length: int, seed: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (batch, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+_DYNAMIC_PROMPT = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask")}
+
+
+def _t5(row: Row, tiny: bool) -> Subject:
     """T5-small with random weights."""
+    import torch
+    from torch import nn
+    from transformers import T5Config, T5ForConditionalGeneration
 
-    dynamic: ClassVar = {
-        "input_ids": {0: "batch", 1: "length"},
-        "attention_mask": {0: "batch", 1: "length"},
-        "decoder_input_ids": {0: "batch", 1: "decoder_length"},
-    }
+    torch.manual_seed(0)
+    width: Any = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4} if tiny else {}
+    model: Any = T5ForConditionalGeneration(
+        T5Config(**width, num_layers=row.blocks, use_cache=False)
+    )
 
-    def build(self, tiny: bool) -> None:
-        import torch
-        from torch import nn
-        from transformers import T5Config, T5ForConditionalGeneration
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
 
-        torch.manual_seed(0)
-        width: Any = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4} if tiny else {}
-        config = T5Config(**width, num_layers=self.row.blocks, use_cache=False)
-        model: Any = T5ForConditionalGeneration(config)
-        self.model = model.eval()
+        def forward(self, input_ids: Any, attention_mask: Any, decoder_input_ids: Any) -> Any:
+            return self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                decoder_input_ids=decoder_input_ids,
+                use_cache=False,
+            ).logits
 
-        class Logits(nn.Module):
-            def __init__(self, model: nn.Module) -> None:
-                super().__init__()
-                self.model = model
-
-            def forward(self, input_ids: Any, attention_mask: Any, decoder_input_ids: Any) -> Any:
-                return self.model(
-                    input_ids=input_ids,
-                    attention_mask=attention_mask,
-                    decoder_input_ids=decoder_input_ids,
-                    use_cache=False,
-                ).logits
-
-        self.module = Logits(self.model).eval()
-
-    def inputs(self, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
+    def inputs(batch: int, length: int, seed: int) -> dict[str, Any]:
         # Different lengths, where they may differ, find a file that takes only equal ones.
-        target = length if seed == 0 or not self.row.dynamic else length + 2
-        decoder = _prompt(batch, target, seed + 100)
-        return {**_prompt(batch, length, seed), "decoder_input_ids": decoder["input_ids"]}
+        target = length if seed == 0 or not row.dynamic else length + 2
+        decoder = _prompt(batch, target, seed + 100)["input_ids"]
+        return {**_prompt(batch, length, seed), "decoder_input_ids": decoder}
+
+    dynamic = _DYNAMIC_PROMPT | {"decoder_input_ids": {0: "batch", 1: "decoder_length"}}
+    return Subject(row, model.eval(), Logits().eval(), inputs, dynamic)
 
 
-class Llama(Subject):
-    """Narrow blocks: their number of nodes is what takes time."""
+def _decoder(
+    row: Row, tiny: bool, *, architecture: str, intermediate: int, **options: int
+) -> Subject:
+    """A language model of narrow blocks: their number of nodes is what takes time."""
+    from torch import nn
 
-    dynamic: ClassVar = {
-        name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask")
-    }
-    architecture = "Llama"
-    intermediate = 688
-    options: ClassVar[Mapping[str, int]] = {}
+    width = 32 if tiny else 256
+    model = causal_lm(
+        architecture,
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=64 if tiny else intermediate,
+        num_hidden_layers=row.blocks,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=width // 8,
+        **options,
+    )
 
-    def build(self, tiny: bool) -> None:
-        from torch import nn
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
 
-        width = 32 if tiny else 256
-        self.model = causal_lm(
-            self.architecture,
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=64 if tiny else self.intermediate,
-            num_hidden_layers=self.row.blocks,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=width // 8,
-            **self.options,
-        )
+        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+            return self.model(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            ).logits
 
-        class Logits(nn.Module):
-            def __init__(self, model: nn.Module) -> None:
-                super().__init__()
-                self.model = model
-
-            def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-                return self.model(
-                    input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-                ).logits
-
-        self.module = Logits(self.model).eval()
-
-    def inputs(self, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
-        return _prompt(batch, length, seed)
+    return Subject(row, model, Logits().eval(), _prompt, _DYNAMIC_PROMPT)
 
 
-class Mixtral(Llama):
-    """The same blocks with 8 experts each, of which 2 are chosen."""
-
-    architecture = "Mixtral"
-    intermediate = 512
-    options: ClassVar = {"num_local_experts": 8, "num_experts_per_tok": 2}
-
-    def prepare(self, exporter: str, folder: Path) -> None:
-        super().prepare(exporter, folder)
-        if exporter in {DYNAMO, TORCHSCRIPT, TRANSFORMERS}:
-            self.model.set_experts_implementation("batched_mm")
-
-
-class Swin(Subject):
+def _swin(row: Row, tiny: bool) -> Subject:
     """Swin-T with MoE layers in its last two stages."""
+    import torch
 
-    dynamic: ClassVar = {"images": {0: "batch"}}
+    from dynamo_moe.models import SwinMoE, SwinMoEConfig
 
-    def build(self, tiny: bool) -> None:
-        import torch
+    torch.manual_seed(0)
+    narrow: Any = {"embed_dim": 12, "depths": (2, 2, 2, 2), "mlp_ratio": 1, "num_experts": 4}
+    model = SwinMoE(SwinMoEConfig(**narrow) if tiny else SwinMoEConfig()).eval()
 
-        from dynamo_moe.models import SwinMoE, SwinMoEConfig
-
-        torch.manual_seed(0)
-        narrow: Any = {"embed_dim": 12, "depths": (2, 2, 2, 2), "mlp_ratio": 1, "num_experts": 4}
-        config = SwinMoEConfig(**narrow) if tiny else SwinMoEConfig()
-        self.model = self.module = SwinMoE(config).eval()
-
-    def inputs(self, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
-        import torch
-
+    def inputs(batch: int, length: int, seed: int) -> dict[str, Any]:
         del length
         generator = torch.Generator().manual_seed(seed)
-        size = self.model.config.image_size
+        size = model.config.image_size
         return {"images": torch.randn(batch, 3, size, size, generator=generator)}
 
+    return Subject(row, model, model, inputs, {"images": {0: "batch"}})
 
-class Checkpoint(Subject):
+
+@dataclass
+class Checkpoint:
     """A checkpoint of the shape of Qwen3-30B-A3B whose file is one hole, without weights."""
 
-    def build(self, tiny: bool) -> None:
-        width = 64 if tiny else 2048
-        self.config = qwen3_config(
-            hidden_size=width, moe_intermediate_size=width * 3 // 8, intermediate_size=width * 3,
-            num_hidden_layers=self.row.blocks, num_attention_heads=32, num_key_value_heads=4,
-            head_dim=4 if tiny else 128, num_experts=8 if tiny else 128, num_experts_per_tok=8,
-            vocab_size=VOCABULARY if tiny else 151936, tie_word_embeddings=False,
-            norm_topk_prob=True,
-        )  # fmt: skip
-        self.bytes = 0
-        self.seconds: dict[str, float] = {}
+    row: Row
+    tiny: bool
+    bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def prepare(self, exporter: str, folder: Path) -> None:
         """Writes the checkpoint; its weights take no room on file systems that have holes."""
-        self.config.save_pretrained(folder)
-        header, self.bytes = safetensors_header(tensor_shapes(self.config))
+        del exporter
+        width = 64 if self.tiny else 2048
+        config = qwen3_config(
+            hidden_size=width, moe_intermediate_size=width * 3 // 8, intermediate_size=width * 3,
+            num_hidden_layers=self.row.blocks, num_attention_heads=32, num_key_value_heads=4,
+            head_dim=width // 16, num_experts=8 if self.tiny else 128, num_experts_per_tok=8,
+            vocab_size=VOCABULARY if self.tiny else 151936, tie_word_embeddings=False,
+            norm_topk_prob=True,
+        )  # fmt: skip
+        config.save_pretrained(folder)
+        header, self.bytes = safetensors_header(tensor_shapes(config))
         path = folder / "model.safetensors"
         path.write_bytes(header)
         os.truncate(path, len(header) + self.bytes)
@@ -273,8 +243,10 @@ class Checkpoint(Subject):
             raise OSError(f"{folder}: the file system has no holes, {allocated} bytes are taken")
 
     def export(self, exporter: str, folder: Path) -> None:
+        """Writes ``model.onnx``."""
         import dynamo_moe
 
+        del exporter
         task: Any = "text-generation-with-past" if self.row.cache else "text-generation"
         started = time.perf_counter()
         model = dynamo_moe.open_checkpoint(folder)
@@ -291,18 +263,18 @@ class Checkpoint(Subject):
         }
 
     def check(self, path: Path) -> dict[str, Any]:
+        """Checks the file, and finds which of its weights are the checkpoint's."""
         import onnx
         import onnx_ir as ir
 
         onnx.checker.check_model(path)
         linked = written = 0
-        for tensor in ir.load(path).graph.initializers.values():
-            if isinstance(tensor.const_value, ir.ExternalTensor) and (
-                tensor.const_value.location == "model.safetensors"
-            ):
-                linked += tensor.const_value.nbytes
-            elif tensor.const_value is not None:
-                written += tensor.const_value.nbytes
+        for value in ir.load(path).graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor) and tensor.location == "model.safetensors":
+                linked += tensor.nbytes
+            elif tensor is not None:
+                written += tensor.nbytes
         return {
             "not run": "no weights",
             "weights bytes": self.bytes,
@@ -312,18 +284,13 @@ class Checkpoint(Subject):
         }
 
 
-SUBJECTS: Mapping[str, type[Subject]] = {
-    "t5": T5,
-    "llama": Llama,
-    "mixtral": Mixtral,
-    "swin": Swin,
+SUBJECTS: Mapping[str, Callable[[Row, bool], Subject | Checkpoint]] = {
+    "t5": _t5,
+    "llama": partial(_decoder, architecture="Llama", intermediate=688),
+    "mixtral": partial(
+        _decoder, architecture="Mixtral", intermediate=512, num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "swin": _swin,
     "qwen3": Checkpoint,
-}
-
-
-def _prompt(batch: int, length: int, seed: int) -> dict[str, Any]:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, VOCABULARY, (batch, length), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+}  # fmt: skip

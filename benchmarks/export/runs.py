@@ -22,7 +22,7 @@ from unittest import mock
 from benchmarks.common.onnx_files import count_nodes, file_bytes
 from benchmarks.common.timing import fresh_processes, reset_peak, resident_bytes
 from benchmarks.export.cases import OURS, Row
-from benchmarks.export.models import SUBJECTS, Subject
+from benchmarks.export.models import SUBJECTS, Checkpoint, Subject
 
 OWN_STEPS = "own steps"
 
@@ -67,9 +67,9 @@ def run(
         if not quick:
             small, started = replace(row, blocks=1, batch=2, length=4), time.perf_counter()
             with contextlib.suppress(Exception):  # What fails for a tiny model does so again.
-                _export(SUBJECTS[model](small, tiny=True), exporter, place / "first", {})
+                _export(SUBJECTS[model](small, True), exporter, place / "first", {})
             found["first export s"] = time.perf_counter() - started
-        subject = SUBJECTS[model](row, tiny=quick)
+        subject = SUBJECTS[model](row, quick)
         try:
             path = _export(subject, exporter, place / "timed", found)
         except Exception as error:  # Any layer may be refused, for whatever reason.
@@ -84,7 +84,9 @@ def run(
     return found
 
 
-def _export(subject: Subject, exporter: str, folder: Path, found: dict[str, Any]) -> Path:
+def _export(
+    subject: Subject | Checkpoint, exporter: str, folder: Path, found: dict[str, Any]
+) -> Path:
     """Exports, and adds time and memory to ``found``."""
     import torch
 

@@ -46,11 +46,11 @@ trt_plugin.compile(layers, [device.name], sys.argv[1], progress=False)
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
+    """Commands that run one after another, as long as they succeed.
 
     Attributes:
         name: Its name for ``--only``.
-        commands: Run one after another, as long as they succeed.
+        commands: The commands.
         seconds: The time limit; what a step leaves is for the later ones.
         environment: Variables added to the process's.
         missing: Why it is skipped; empty where it is not.
@@ -61,23 +61,6 @@ class Step:
     seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
     missing: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a step ended."""
-
-    name: str
-    result: str
-    seconds: float
-
-    @property
-    def failed(self) -> bool:
-        """Whether it did not end well."""
-        return not self.result.startswith(("ok", "skipped"))
-
-    def __str__(self) -> str:
-        return f"{self.name:<10} {self.seconds:6.0f} s  {self.result}"
 
 
 def steps(output: Path, budget: float) -> list[Step]:
@@ -126,8 +109,8 @@ def steps(output: Path, budget: float) -> list[Step]:
     ]
 
 
-def run(step: Step, seconds: float, log: Path) -> Outcome:
-    """Runs a step, showing its output and keeping it in a file."""
+def run(step: Step, seconds: float, log: Path) -> str:
+    """Runs a step, showing its output and keeping it in a file; returns how it ended."""
     started = time.monotonic()
     result = f"skipped: {step.missing}" if step.missing else "ok"
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -154,7 +137,7 @@ def run(step: Step, seconds: float, log: Path) -> Outcome:
                 result = f"FAILED: exit code {code}" if code else "ok"
             if result != "ok":
                 break
-    return Outcome(step.name, result, time.monotonic() - started)
+    return result
 
 
 def main() -> None:
@@ -175,19 +158,21 @@ def main() -> None:
     wanted = given.only.split(",") if given.only else names
     if unknown := set(wanted) - set(names):
         known.error(f"steps are {', '.join(names)}; got {', '.join(sorted(unknown))}")
-    outcomes = []
+    results = []
     for step in planned:
         if step.name not in wanted:
             continue
-        left = deadline - time.monotonic()
+        started = time.monotonic()
+        left = deadline - started
         if step.name == "measure":
             budget = str(max(20.0, left - MEASURE_RESERVE))
             step = replace(step, commands=((*step.commands[0], budget),))  # noqa: PLW2901
         print(f"=== {step.name}", flush=True)
-        outcomes.append(run(step, min(step.seconds, left), BUILD / f"{step.name}.log"))
-        print(f"=== {outcomes[-1]}", flush=True)
-    print("\n=== summary", *outcomes, sep="\n")
-    if any(outcome.failed for outcome in outcomes):
+        result = run(step, min(step.seconds, left), BUILD / f"{step.name}.log")
+        results.append(f"{step.name:<10} {time.monotonic() - started:6.0f} s  {result}")
+        print(f"=== {results[-1]}", flush=True)
+    print("\n=== summary", *results, sep="\n")
+    if any("FAILED" in result for result in results):
         sys.exit(1)
 
 

@@ -13,7 +13,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from benchmarks.common.report import digits
 from benchmarks.gpu.layers import Shape
@@ -24,12 +23,7 @@ _CACHED_BYTES = 30e6
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device does at best.
-
-    Attributes:
-        bandwidth: Bytes per second, read and written.
-        flops: Operations per second of a large matrix product.
-    """
+    """What the device does at best: bytes read and written, and operations, per second."""
 
     bandwidth: float
     flops: float
@@ -115,26 +109,17 @@ def floor(
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound on one cell's time.
+    """A bound on the time of those cells to which it applies.
 
     Attributes:
         title: The goal in words.
         applies: Whether a shape, count (tokens, or images) and floor have this goal.
-        kind: ``share``: of the split floor, at least; ``above``: microseconds above the split
-            floor, at most; ``below``: microseconds, at most.
-        value: The bound.
+        limit: The most microseconds that meet it, for a floor.
     """
 
     title: str
     applies: Callable[[Shape, int, Floor], bool]
-    kind: Literal["share", "above", "below"]
-    value: float
-
-    def limit(self, floor: Floor) -> float:
-        """Returns the most microseconds that meet it."""
-        if self.kind == "share":
-            return floor.split / self.value
-        return floor.split + self.value if self.kind == "above" else self.value
+    limit: Callable[[Floor], float]
 
 
 @dataclass(frozen=True)
@@ -160,28 +145,31 @@ class Verdict:
 
 # The first that applies to a cell counts.
 GOALS = (
-    Goal("one token: floor + 8 us", lambda s, n, _: not s.is_vision and n == 1, "above", 8.0),
+    Goal(
+        "one token: floor + 8 us",
+        lambda s, n, _: not s.is_vision and n == 1,
+        lambda floor: floor.split + 8,
+    ),
     Goal(
         "memory-bound, T >= 16: 92 % of the floor",
         lambda s, n, f: not s.is_vision and n >= 16 and f.memory_bound,
-        "share",
-        0.92,
+        lambda floor: floor.split / 0.92,
     ),
     Goal(
         "Mixtral and gpt-oss, T >= 4096: 80 % of the floor",
         lambda s, n, _: s.name in ("mixtral", "gpt-oss") and n >= 4096,
-        "share",
-        0.80,
+        lambda floor: floor.split / 0.8,
     ),
     Goal(
         "Qwen3, T = 16384: 70 % of the floor",
         lambda s, n, _: s.name == "qwen3" and n == 16384,
-        "share",
-        0.70,
+        lambda floor: floor.split / 0.7,
     ),
-    Goal("Swin, batch 1: 15 us", lambda s, n, _: s.is_vision and n == 1, "below", 15.0),
+    Goal("Swin, batch 1: 15 us", lambda s, n, _: s.is_vision and n == 1, lambda _: 15.0),
     Goal(
-        "Swin, batch 64: 60 % of the floor", lambda s, n, _: s.is_vision and n == 64, "share", 0.6
+        "Swin, batch 64: 60 % of the floor",
+        lambda s, n, _: s.is_vision and n == 64,
+        lambda floor: floor.split / 0.6,
     ),
 )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.common.layers import random_parameters
 from custom_ops import ExpertOptions, RouterOptions
 from custom_ops.kernels.layer import Layer
 
@@ -134,24 +135,10 @@ def matching(names: str) -> tuple[Shape, ...]:
     return tuple(found.values())
 
 
-def random_parameters(shape: Shape, dtype: torch.dtype, device: str) -> Parameters:
-    """Returns parameters scaled so that logits, hidden rows and results are near 1."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*size: int, fan_in: int = 1) -> Tensor:
-        values = torch.randn(size, generator=generator, dtype=dtype, device=device)
-        return values.mul_(fan_in**-0.5)
-
-    E, D, H, F = shape.experts, shape.width, shape.hidden, shape.rows
-    found = {
-        "router_weight": normal(E, D, fan_in=D),
-        "w1": normal(E, F, D, fan_in=D),
-        "w2": normal(E, D, H, fan_in=H),
-    }
-    if shape.biases:
-        biases = {"router_bias": normal(E).mul_(0.1), "b1": normal(E, F), "b2": normal(E, D)}
-        found |= biases
-    return found
+def parameters_of(shape: Shape, dtype: torch.dtype, device: str) -> Parameters:
+    """Returns random parameters of a layer."""
+    sizes = shape.experts, shape.width, shape.hidden, shape.rows
+    return random_parameters(*sizes, biases=shape.biases, dtype=dtype, device=device)
 
 
 def random_tokens(parameters: Parameters, tokens: int) -> Tensor:

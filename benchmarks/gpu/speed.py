@@ -21,7 +21,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from itertools import groupby
@@ -49,7 +49,7 @@ from benchmarks.gpu.cells import (
 from benchmarks.gpu.compiling import Job, compile_jobs, peer_job, plan_jobs
 from benchmarks.gpu.fused_moe import Config, candidates
 from benchmarks.gpu.goals import PEER_GOALS, Rates, geometric_mean
-from benchmarks.gpu.layers import ROUTINGS, SHAPES, Shape, matching, random_parameters
+from benchmarks.gpu.layers import ROUTINGS, SHAPES, Shape, matching, parameters_of
 from benchmarks.gpu.timing import GraphTimer, HostTimer, Timer, measure_rates, release
 from custom_ops.kernels.architectures import Architecture, architecture, nearest_architecture
 from custom_ops.kernels.plan import plan
@@ -114,7 +114,9 @@ def _driver() -> str | None:
     return found.stdout.partition("\n")[0].strip() or None
 
 
-def cells_of(shapes: Sequence[Shape], counts: set[int], routings: Sequence[str]) -> Iterator[Cell]:
+def cells_of(
+    shapes: Sequence[Shape], counts: Collection[int], routings: Sequence[str]
+) -> Iterator[Cell]:
     """Yields what to measure, the most important first: uniform routing, then the others."""
     for routing in routings:
         for shape in shapes:
@@ -188,7 +190,7 @@ def measure_cells(
                 continue
             try:
                 if bench is None:
-                    parameters = random_parameters(shape, dtype, device.name)
+                    parameters = parameters_of(shape, dtype, device.name)
                     bench = Bench(shape, parameters, device.timer, results.rates, configs=configs)
                     del parameters
                 measured.append(bench.measure(cell))
@@ -317,34 +319,44 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             drawn[0].legend(fontsize="small")
 
 
-def arguments() -> argparse.Namespace:
-    """Reads the command line."""
-    known = parser(__doc__, "json", "plot")
+def gpu_parser(doc: str | None, budget: float, *outputs: str) -> argparse.ArgumentParser:
+    """Returns a parser with the options that measuring and tuning share."""
+    known = parser(doc, *outputs)
     known.add_argument(
         "--shapes", default="", help=f"beginnings of names, of {', '.join(SHAPES)}; default: all"
     )
-    known.add_argument(
-        "--tokens", default="", help="numbers of tokens, or of images, such as 1,16; default: all"
-    )
-    known.add_argument("--routing", default=",".join(ROUTINGS), help="kinds of routing")
+    known.add_argument("--tokens", default="", help="numbers of tokens, or of images, as in 1,16")
     known.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of all tensors")
-    known.add_argument(
-        "--budget", type=float, default=240, help="seconds, after which no cell is begun"
-    )
-    known.add_argument(
-        "--breakdown", action="append", default=[], help="layer and count, such as qwen3:1024"
-    )
-    known.add_argument("--dry-run", action="store_true", help="try the harness without a GPU")
+    known.add_argument("--budget", type=float, default=budget, help="seconds to take")
+    known.add_argument("--dry-run", action="store_true", help="try it without a GPU")
+    return known
+
+
+def parsed(known: argparse.ArgumentParser) -> argparse.Namespace:
+    """Reads the command line: shapes, numbers of tokens and dtypes as objects."""
     given = known.parse_args()
     try:
         given.shapes = matching("tiny" if given.dry_run and not given.shapes else given.shapes)
-        given.tokens = {int(count) for count in given.tokens.split(",") if count}
-        given.breakdown = {
-            each: Cell(SHAPES[each.partition(":")[0]], int(each.partition(":")[2]))
-            for each in given.breakdown
-        }
-    except (ValueError, KeyError) as error:
+        given.tokens = sorted({int(count) for count in given.tokens.split(",") if count})
+    except ValueError as error:
         known.error(str(error))
+    given.dtype = torch.float32 if given.dry_run else DTYPES[given.dtype]
+    return given
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    known = gpu_parser(__doc__, 240, "json", "plot")
+    known.add_argument("--routing", default=",".join(ROUTINGS), help="kinds of routing")
+    known.add_argument(
+        "--breakdown", action="append", default=[], help="layer and count, such as qwen3:1024"
+    )
+    given = parsed(known)
+    try:
+        cells = (each.partition(":") for each in given.breakdown)
+        given.breakdown = [Cell(SHAPES[name], int(count)) for name, _, count in cells]
+    except (ValueError, KeyError) as error:
+        known.error(f"--breakdown takes a layer and a count: {error}")
     return given
 
 
@@ -353,7 +365,7 @@ def main() -> None:
     """Measures both operators on a GPU."""
     started, given = time.monotonic(), arguments()
     device = Device.chosen(given.dry_run)
-    dtype = torch.float32 if given.dry_run else DTYPES[given.dtype]
+    dtype = given.dtype
     described = device.conditions() | {
         "dtype": str(dtype).removeprefix("torch."),
         "method": device.timer.method,
@@ -367,9 +379,10 @@ def main() -> None:
     if not given.dry_run:
         compile_ahead(cells, device, dtype)
     measure_cells(cells, device, dtype, started + given.budget - RESERVE, results)
-    for name, cell in given.breakdown.items():
+    for cell in given.breakdown:
+        name = f"{cell.shape.name}:{cell.count}"
         planned = plan(cell.shape.layer(dtype), device.architecture)
-        parameters = random_parameters(cell.shape, dtype, device.name)
+        parameters = parameters_of(cell.shape, dtype, device.name)
         launches = time_launches(cell, planned, parameters, device.timer, results.rates)
         results.launches[name] = launches
         print(launches_table(name, launches))

@@ -13,7 +13,6 @@ the same sizes and dtypes take it from there. ``--dry-run`` runs the tuner witho
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common.report import digits, parser, table
+from benchmarks.common.report import digits, table
 from benchmarks.gpu.candidates import blocks_m, few_candidates, gemm_candidates, mlp_candidates
 from benchmarks.gpu.cells import launches_alone
 from benchmarks.gpu.compiling import Job, compile_jobs, plan_jobs
 from benchmarks.gpu.goals import geometric_mean
-from benchmarks.gpu.layers import SHAPES, Shape, matching, random_parameters, random_tokens
+from benchmarks.gpu.layers import Shape, parameters_of, random_tokens
 from benchmarks.gpu.selection import Part, choose_ranges, neighbours, parts_of, promising
-from benchmarks.gpu.speed import DTYPES, Device
+from benchmarks.gpu.speed import Device, gpu_parser, parsed
 from benchmarks.gpu.timing import Timer, release
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.configs import (
@@ -227,7 +226,7 @@ def tensors_of(
     shape: Shape, dtype: torch.dtype, device: str
 ) -> Callable[[int], Mapping[str, Tensor]]:
     """Returns what makes a call's tensors, on parameters made once."""
-    parameters = random_parameters(shape, dtype, device)
+    parameters = parameters_of(shape, dtype, device)
 
     def tensors(tokens: int) -> Mapping[str, Tensor]:
         x = random_tokens(parameters, tokens)
@@ -288,42 +287,22 @@ def _short(config: RangeConfig) -> str:
     return " ".join([config.path, *(",".join(map(str, astuple(part))) for part in parts)])
 
 
-def arguments() -> argparse.Namespace:
-    """Reads the command line."""
-    known = parser(__doc__)
-    known.add_argument(
-        "--shapes", default="", help=f"beginnings of names, of {', '.join(SHAPES)}; default: all"
-    )
-    known.add_argument(
-        "--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens to look at"
-    )
-    known.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of all tensors")
-    known.add_argument("--budget", type=float, default=180, help="seconds for each layer")
+@torch.inference_mode()
+def main() -> None:
+    """Tunes the kernels for this machine's GPU."""
+    known = gpu_parser(__doc__, 180)
     known.add_argument(
         "--limit", type=int, default=24, help="candidates of each product and tile height"
     )
     known.add_argument("--output", type=Path, help="file to write, else the package's")
-    known.add_argument("--dry-run", action="store_true", help="try it without a GPU")
-    given = known.parse_args()
+    given = parsed(known)
     if given.dry_run and given.output is None:
         known.error("--dry-run needs --output: its times mean nothing")
-    try:
-        given.shapes = matching("tiny" if given.dry_run and not given.shapes else given.shapes)
-        given.tokens = sorted({int(count) for count in given.tokens.split(",")})
-    except ValueError as error:
-        known.error(str(error))
-    return given
-
-
-@torch.inference_mode()
-def main() -> None:
-    """Tunes the kernels for this machine's GPU."""
-    given = arguments()
     device = Device.chosen(given.dry_run)
-    dtype = torch.float32 if given.dry_run else DTYPES[given.dtype]
     path = given.output or TUNED / f"{device.architecture.name}.json"
     for shape in given.shapes:
-        tune_shape(shape, dtype, device, given.tokens, given.limit, given.budget, path)
+        tokens = given.tokens or TOKENS
+        tune_shape(shape, given.dtype, device, tokens, given.limit, given.budget, path)
         release()
 
 
