@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -508,13 +509,6 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["speed", "tune_kernels", "check"])
-def test_help(name):
-    found = run(f"benchmarks.gpu.{name}", "--help")
-    assert found.returncode == 0, found.stderr
-    assert "--budget" in found.stdout
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ["speed", "tune_kernels"])
 def test_without_a_gpu(name):
@@ -542,6 +536,26 @@ def test_a_trial_run(tmp_path):
         assert not cell["wrong"]
     assert written["breakdowns"]["tiny:5"][0]["kernel"] == "route_kernel"
     assert picture.is_file()
+
+
+def test_the_check_needs_nothing_but_torch_triton_numpy_and_pytest():
+    absent = (
+        "hypothesis matplotlib onnx onnx_ir onnxruntime onnxscript rich transformers typer xdist"
+    )
+    needed = "benchmarks.gpu.check benchmarks.gpu.speed trt_plugin.aot test_gpu test_gpu_launcher"
+    code = (
+        f"import importlib, sys; sys.modules |= dict.fromkeys({absent.split()})\n"
+        f"for name in {needed.split()}: importlib.import_module(name)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
 
 
 def test_a_failing_step_does_not_hide_the_next(tmp_path):

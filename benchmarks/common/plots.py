@@ -50,7 +50,7 @@ def panels(
 def ratio_bars(
     panel: Any, groups: Sequence[tuple[str, Mapping[str, float]]], colors: Mapping[str, str]
 ) -> None:
-    """Draws ratios to ours as horizontal bars from 1: those to the right are more than ours.
+    """Draws ratios to ours as horizontal bars that begin at 1; to the right is more than ours.
 
     Args:
         panel: Matplotlib's axes.

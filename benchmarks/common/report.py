@@ -55,7 +55,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """What ``--case`` selects it by."""
+        """The text that ``--case`` searches."""
 
 
 CaseT = TypeVar("CaseT", bound=Named)

@@ -148,7 +148,7 @@ def time_cases(runs: int) -> list[dict[str, Any]]:
 
 
 def time_one_token(runs: int) -> dict[str, Any]:
-    """Times what idle experts cost: one token with 8 experts, and with 128 of which it has 8."""
+    """Times what idle experts cost: one token with 8 experts in all, and with 8 of 128."""
     few, many = (case.name for case in ONE_TOKEN)
     found = {
         (case.name, name): call for case in ONE_TOKEN for name, call in checked(calls(case)).items()

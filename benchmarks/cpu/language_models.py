@@ -12,13 +12,13 @@ Each turn of a file is a process of its own that loads it and runs all phases: t
 of other sessions would take the cores, and what ``batched_mm`` copies would not fit beside them.
 The files take turns, each round starting with another; every turn's logits are compared with
 PyTorch's. Turns in which other processes were busy do not count: on two cores, half a core of
-theirs triples some times. All have the weights in a second file and the same session options.
+theirs triples some of the times. All files have their weights in a second file and the same session
+options.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import tempfile
@@ -57,11 +57,11 @@ OURS = "plugin"
 LAYERS = 2
 VOCABULARY = 1000
 MAX_ERROR = 1e-3
-# No further run of a phase is begun in a turn after so long.
+# A turn begins no further run of a phase after so long.
 PHASE_MS = 1500
 # Turns in which other processes used more of the cores than this count only if all turns did.
 QUIET = 0.1
-# After a turn that took so much memory the machine rests: while a virtual machine gives it back to
+# The machine rests after a turn that took so much memory: while a virtual machine gives it back to
 # its host, the next turn takes up to 1.4 times as long.
 MUCH_MEMORY = 2e9
 REST_S = 5
@@ -134,9 +134,9 @@ class Phase:
 
     length: int
     count: int
-    """Of different prompts."""
+    """How many different prompts there are."""
     runs: int
-    """Most timed runs of each turn, after one of each prompt, and another, that are not timed."""
+    """Timed runs of a turn at most, after an untimed run of each prompt and one more."""
 
     def prompts(self) -> list[Array]:
         """Random tokens, so that runs of one token use other experts each."""
@@ -234,7 +234,7 @@ def turn(path: Path, threads: int) -> Turn:
     for name, phase in PHASES.items():
         feeds = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in phase.prompts()]
         logits[name] = [session.run(["logits"], feed)[0] for feed in feeds]
-        # The second run of a shape still allocates: now one block for all that the first one used.
+        # The second run of a shape still allocates, one block for all that the first one used.
         session.run(["logits"], feeds[0])
         times[name] = time_runs(session, ["logits"], feeds, phase.runs, PHASE_MS)
     others = _used_seconds() - used - (time.process_time() - own)
@@ -251,21 +251,16 @@ def _used_seconds() -> float:
 
 
 def export_all(case: Case, folder: Path) -> dict[str, dict[str, Any]]:
-    """Each variant's file, or why there is none. Files that are there already are used."""
+    """Writes each variant's file, or finds why there is none."""
     found: dict[str, dict[str, Any]] = {}
     for place, (name, variant) in enumerate(VARIANTS.items()):
-        target = folder / case.architecture / str(place)
-        known = target / "report.json"
-        if not known.exists():
-            print(f"{case.name}: exporting {name}", flush=True)
-            try:
-                with quiet():
-                    report = export(case, variant, target)
-            except Exception as error:  # Any layer may be refused, for whatever reason.
-                found[name] = {"error": f"{type(error).__name__}: {error}"}
-                continue
-            known.write_text(json.dumps(report))
-        found[name] = json.loads(known.read_text()) | {"path": target / "model.onnx"}
+        print(f"{case.name}: exporting {name}", flush=True)
+        target = folder / str(place)
+        try:
+            with quiet():
+                found[name] = export(case, variant, target) | {"path": target / "model.onnx"}
+        except Exception as error:  # Any layer may be refused, for whatever reason.
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
     return found
 
 
@@ -375,7 +370,6 @@ def main() -> None:
     known.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of a session")
     known.add_argument("--turns", type=int, default=5, help="processes of each file")
     known.add_argument("--case", default="", help="only models whose name contains this")
-    known.add_argument("--folder", type=Path, help="keep the files here, and use those found here")
     known.add_argument("--quick", action="store_true", help="narrow models, one turn")
     given = known.parse_args()
     chosen = matching_cases(known, CASES, given.case)
@@ -385,16 +379,15 @@ def main() -> None:
     result["phases"] = {name: asdict(phase) for name, phase in PHASES.items()}
     # With --case, the file's other models stay.
     cases = {one["name"]: one for one in read_cases(given.json if given.case else None)}
-    with tempfile.TemporaryDirectory() as temporary:
-        print("importing the exporters", flush=True)
-        with quiet():
-            for name in (OURS, "grouped_mm + fusions"):  # The first export of a process is slower.
-                export(CASES[0].shrunk(), VARIANTS[name], Path(temporary) / "first")
-        for case in chosen:
-            size = case.shrunk() if given.quick else case
-            folder = given.folder or Path(temporary)
-            variants = measure(size, folder, given.threads, result["turns"])
-            cases[size.name] = asdict(size) | {"variants": variants}
+    print("importing the exporters", flush=True)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        for name in (OURS, "grouped_mm + fusions"):  # The first export of a process is slower.
+            export(CASES[0].shrunk(), VARIANTS[name], Path(folder))
+    for case in chosen:
+        size = case.shrunk() if given.quick else case
+        with tempfile.TemporaryDirectory() as folder:
+            variants = measure(size, Path(folder), given.threads, result["turns"])
+        cases[size.name] = asdict(size) | {"variants": variants}
     result["cases"] = [cases[one.name] for one in CASES if one.name in cases]
     show(result["cases"])
     write_json(given.json, result)

@@ -1,4 +1,4 @@
-"""How much memory and time does a checkpoint take that is larger than what an export may hold?
+"""How much time and memory does it take to export a checkpoint that does not fit in memory?
 
     python -m benchmarks.export.checkpoint --gigabytes 8
 
@@ -27,8 +27,8 @@ PACKAGES = ("torch", "transformers", "onnx-ir", "onnxscript", "safetensors")
 EXPERTS = 128
 WIDTH, HIDDEN = 1024, 768
 BLOCK = 2**24
-# A virtual machine may return freed memory to its host within seconds, and pays for what it gets
-# back: an export, which traces first, would otherwise meet other memory than a copy does.
+# A virtual machine may return freed memory to its host within seconds, and getting it back takes
+# time. An export traces first and would find less of it than a copy, which begins at once.
 SETTLE_S = 20
 
 EXPORT = """

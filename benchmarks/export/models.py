@@ -153,7 +153,7 @@ def _t5(row: Row, tiny: bool) -> Subject:
             ).logits
 
     def inputs(batch: int, length: int, seed: int) -> dict[str, Any]:
-        # Different lengths, where they may differ, find a file that takes only equal ones.
+        # With different lengths, a file that takes only equal ones is found.
         target = length if seed == 0 or not row.dynamic else length + 2
         decoder = _prompt(batch, target, seed + 100)["input_ids"]
         return {**_prompt(batch, length, seed), "decoder_input_ids": decoder}

@@ -1,4 +1,4 @@
-"""Whether the kernels are right and fast on a GPU, and their tuner.
+"""Checks, measures and tunes the kernels on a GPU.
 
 Without a GPU, Triton interprets the kernels; it reads the variable when it is imported.
 """

@@ -31,7 +31,7 @@ Call = Callable[[], Tensor]
 # Every expert on every token is left out where it would take longer, or need more memory.
 _DENSE_MICROSECONDS = 20_000
 _DENSE_BYTES = 8e9
-# A row that differs by more got other experts: the versions' routers round differently.
+# A row that differs by more went to other experts: the versions' routers round differently.
 _ROW_ERROR = 0.05
 _OTHER_ROWS = 0.01
 _CHOOSING_SAMPLES = 7

@@ -1,10 +1,11 @@
-"""Is everything right and fast on this machine's GPU? Builds, tests and measures.
+"""Are the kernels right and fast on this machine's GPU?
 
     make gpu-check
 
-It runs from a checkout and needs PyTorch, Triton, pytest, CMake and a C++ compiler; it takes
-pytest-xdist and matplotlib where they are installed. A step that fails does not keep the later ones
-from running; the exit code says so at the end. Each step's output is also in a file of its own.
+Builds, tests and measures. It runs from a checkout and needs PyTorch, Triton, pytest, CMake and a
+C++ compiler; it takes pytest-xdist and matplotlib where they are installed. A step that fails does
+not keep the later ones from running; the exit code says so at the end. Each step's output is also
+in a file of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DEVICE = """
 import torch, triton
 print(torch.__version__, torch.cuda.get_device_name(), triton.__version__)
 """
-# What a deployment would do.
+# Compiles as a deployment would.
 BUNDLE = """
 import sys, torch, trt_plugin
 from benchmarks.gpu.layers import SHAPES
@@ -51,7 +52,7 @@ class Step:
     Attributes:
         name: Its name for ``--only``.
         commands: The commands.
-        seconds: The time limit; what a step leaves is for the later ones.
+        seconds: The time limit; time that a step leaves goes to the later ones.
         environment: Variables added to the process's.
         missing: Why it is skipped; empty where it is not.
     """
@@ -89,7 +90,7 @@ def steps(output: Path, budget: float) -> list[Step]:
     for cell in ("qwen3:16", "qwen3:1024", "mixtral:4096", "swin1:64"):
         measure += ["--breakdown", cell]
     return [
-        # Without a device the tests would be skipped, and all seem well.
+        # Without a device the tests would be skipped, and everything would seem well.
         Step("device", ((python, "-c", DEVICE),), 40),
         Step(
             "library",
@@ -102,7 +103,7 @@ def steps(output: Path, budget: float) -> list[Step]:
         ),
         Step("bundle", ((python, "-c", BUNDLE, str(BUILD / "check.moek")),), 60),
         Step("tests", ((*pytest, *parallel, *tests),), 0.4 * budget),
-        # The first run compiles, which the tools would slow down.
+        # The first run compiles: under the tools, compiling would be slow.
         Step("memcheck", (small, sanitized("memcheck")), 80, uncached, missing),
         Step("racecheck", (sanitized("racecheck"),), 60, uncached, missing),
         Step("measure", ((*measure, "--budget"),), float("inf")),

@@ -12,8 +12,8 @@ from custom_ops.kernels.spec import MAX_TOKENS
 
 PartConfig = FewConfig | GemmConfig | MlpConfig
 
-# Within so much of the fastest, a configuration that serves more token counts is preferred: each
-# range has kernels of its own to compile, to ship and to load.
+# A configuration may be this much slower than the fastest if it serves more token counts: each
+# range has kernels of its own to compile, ship and load.
 TOLERANCE = 0.02
 
 

@@ -170,7 +170,7 @@ def _captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            # The capture is void, and ending it says so once more.
+            # The capture has failed, and ending it raises another error.
             with suppress(RuntimeError):
                 graph.capture_end()
             raise
