@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call."""
+    """How long one call takes; in milliseconds where nothing else is said."""
 
     median: float
     best: float

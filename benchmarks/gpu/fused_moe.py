@@ -247,19 +247,13 @@ def fused_router(
     ids_TK = x_TD.new_empty(len(x_TD), shape.top_k, dtype=torch.int32)
     weights_TK = x_TD.new_empty(len(x_TD), shape.top_k, dtype=torch.float32)
     start(
-        fused_choose_kernel,
-        (len(x_TD),),
-        logits_ptr=logits_TE,
-        ids_ptr=ids_TK,
-        weights_ptr=weights_TK,
-        E=shape.experts,
-        K=shape.top_k,
-        SCORING=shape.router.scoring,
-        SCALING=shape.router.routed_scaling,
-        BLOCK_E=triton.next_power_of_2(shape.experts),
-        BLOCK_K=triton.next_power_of_2(shape.top_k),
+        fused_choose_kernel, (len(x_TD),),
+        logits_ptr=logits_TE, ids_ptr=ids_TK, weights_ptr=weights_TK,
+        E=shape.experts, K=shape.top_k,
+        SCORING=shape.router.scoring, SCALING=shape.router.routed_scaling,
+        BLOCK_E=triton.next_power_of_2(shape.experts), BLOCK_K=triton.next_power_of_2(shape.top_k),
         num_warps=1,
-    )
+    )  # fmt: skip
     return ids_TK, weights_TK
 
 
@@ -286,69 +280,39 @@ def fused_moe(
 
     def product(a: Tensor, weight: str, bias: str, c: Tensor, a_slots: int) -> None:
         start(
-            fused_product_kernel,
-            (blocks_m * triton.cdiv(c.shape[1], config.block_n),),
-            a_ptr=a,
-            b_ptr=parameters[weight],
-            bias_ptr=parameters.get(bias),
-            c_ptr=c,
-            weights_ptr=weights if c is rows else None,
-            sorted_ptr=sorted_P,
-            block_expert_ptr=block_expert,
-            padded_ptr=padded,
-            blocks_m=blocks_m,
-            columns=c.shape[1],
-            depth=a.shape[1],
-            slots=slots,
-            A_SLOTS=a_slots,
-            BLOCK_M=block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-        )
+            fused_product_kernel, (blocks_m * triton.cdiv(c.shape[1], config.block_n),),
+            a_ptr=a, b_ptr=parameters[weight], bias_ptr=parameters.get(bias), c_ptr=c,
+            weights_ptr=weights if c is rows else None, sorted_ptr=sorted_P,
+            block_expert_ptr=block_expert, padded_ptr=padded, blocks_m=blocks_m,
+            columns=c.shape[1], depth=a.shape[1], slots=slots, A_SLOTS=a_slots,
+            BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            GROUP_M=config.group_m, num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
 
     start(
-        fused_align_kernel,
-        (1,),
-        ids_ptr=ids,
-        next_ptr=next_E,
-        block_expert_ptr=block_expert,
-        padded_ptr=padded,
-        slots=slots,
-        E=E,
-        BLOCK_M=block_m,
-        BLOCK_E=max(32, triton.next_power_of_2(E)),
-        BLOCK_N=4096,
-        num_warps=16,
-    )
+        fused_align_kernel, (1,),
+        ids_ptr=ids, next_ptr=next_E, block_expert_ptr=block_expert, padded_ptr=padded,
+        slots=slots, E=E, BLOCK_M=block_m, BLOCK_E=max(32, triton.next_power_of_2(E)),
+        BLOCK_N=4096, num_warps=16,
+    )  # fmt: skip
     start(
-        fused_place_kernel,
-        (triton.cdiv(slots, _SLOTS),),
-        ids_ptr=ids,
-        next_ptr=next_E,
-        sorted_ptr=sorted_P,
-        slots=slots,
-        BLOCK_N=_SLOTS,
-    )
+        fused_place_kernel, (triton.cdiv(slots, _SLOTS),),
+        ids_ptr=ids, next_ptr=next_E, sorted_ptr=sorted_P, slots=slots, BLOCK_N=_SLOTS,
+    )  # fmt: skip
     product(x_TD, "w1", "b1", z, K)
     block = min(_COLUMNS, triton.next_power_of_2(H))
+    options = shape.options
     start(
-        fused_activate_kernel,
-        (slots, triton.cdiv(H, block)),
-        z_ptr=z,
-        h_ptr=h,
-        H=H,
-        ACTIVATION=shape.options.activation,
-        ALPHA=shape.options.alpha,
-        LIMIT=shape.options.limit,
-        BLOCK=block,
-    )
+        fused_activate_kernel, (slots, triton.cdiv(H, block)),
+        z_ptr=z, h_ptr=h, H=H, ACTIVATION=options.activation, ALPHA=options.alpha,
+        LIMIT=options.limit, BLOCK=block,
+    )  # fmt: skip
     product(h, "w2", "b2", rows, 1)
     block = min(_COLUMNS, triton.next_power_of_2(D))
-    sizes = {"D": D, "K": K, "BLOCK": block}
-    start(fused_sum_kernel, (len(x_TD), triton.cdiv(D, block)), rows_ptr=rows, y_ptr=y_TD, **sizes)
+    start(
+        fused_sum_kernel, (len(x_TD), triton.cdiv(D, block)),
+        rows_ptr=rows, y_ptr=y_TD, D=D, K=K, BLOCK=block,
+    )  # fmt: skip
     return y_TD
 
 

@@ -352,6 +352,9 @@ def arguments() -> argparse.Namespace:
         "--breakdown", action="append", default=[], help="layer and count, such as qwen3:1024"
     )
     given = parsed(known)
+    given.routing = given.routing.split(",")
+    if unknown := set(given.routing) - set(ROUTINGS):
+        known.error(f"--routing takes {', '.join(ROUTINGS)}; got {', '.join(sorted(unknown))}")
     try:
         cells = (each.partition(":") for each in given.breakdown)
         given.breakdown = [Cell(SHAPES[name], int(count)) for name, _, count in cells]
@@ -375,7 +378,7 @@ def main() -> None:
         f"{described['hardware']}: copy {results.rates.bandwidth / 1e12:.2f} TB/s, 8192^3 bf16 "
         f"product {results.rates.flops / 1e12:.0f} TFLOP/s; times by {device.timer.method}"
     )
-    cells = list(cells_of(given.shapes, given.tokens, given.routing.split(",")))
+    cells = list(cells_of(given.shapes, given.tokens, given.routing))
     if not given.dry_run:
         compile_ahead(cells, device, dtype)
     measure_cells(cells, device, dtype, started + given.budget - RESERVE, results)

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from benchmarks.common.timing import milliseconds, turns
+from benchmarks.common.timing import Timing, milliseconds, turns
 from benchmarks.gpu.goals import Rates
 
 Call = Callable[[], object]
@@ -32,21 +32,13 @@ _MATRIX = 8192
 
 
 @dataclass(frozen=True)
-class Times:
-    """Microseconds of one call.
+class Times(Timing):
+    """Microseconds of one call, and how many samples they are of."""
 
-    Attributes:
-        median: The median of the samples.
-        best: The shortest.
-        samples: How many there are.
-    """
-
-    median: float
-    best: float
     samples: int
 
     @classmethod
-    def of(cls, samples: list[float]) -> Times:
+    def of(cls, samples: Sequence[float]) -> Times:
         """Summarises samples."""
         return cls(statistics.median(samples), min(samples), len(samples))
 
