@@ -18,7 +18,7 @@ from dynamo_moe.moe_nodes.bodies.slots import weighted_sum
 __all__ = ["MOST_WEIGHTS", "WEIGHTS_PER_VISIT", "experts", "is_cheaper"]
 
 # So many weights are copied in the time that a Scan takes to pass an idle expert, as long as the
-# copies stay in the caches (float32, ONNX Runtime 1.31; benchmarks/onnx_body.py --branches).
+# copies stay in the caches (float32, ONNX Runtime 1.31; benchmarks/cpu/function_bodies.py).
 WEIGHTS_PER_VISIT = 1 << 15
 MOST_WEIGHTS = 1 << 23
 
