@@ -26,8 +26,8 @@ FEW = ("deepseek_v2", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe")
 FALLBACK = {"inkling2": "batched_mm", "muse_spark": "batched_mm"}
 # What PyTorch's exporter cannot take, outside the MoE layers.
 UNEXPORTABLE = {
-    "minimax_m3_vl": "the exporter's ScatterElements of the sparse attention has ranks 4 and 5",
-    "qwen4_exp": "its attention's indexer loops over what nonzero() found",
+    "minimax_m3_vl": "the exporter writes ScatterElements with ranks 4 and 5 for the sparse attention",
+    "qwen4_exp": "the indexer of its attention loops over the results of nonzero()",
 }
 SHAPES = ((1, 4), (3, 9), (2, 7))
 # Whose routers are such as torch.ops.moe.dropless has.
