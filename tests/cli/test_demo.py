@@ -194,7 +194,7 @@ def test_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     printed = CliRunner().invoke(app, ["--output", str(tmp_path / "taken")])
     assert printed.exit_code == 1
-    assert "cannot make the folder" in printed.stderr
+    assert "cannot create the folder" in printed.stderr
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

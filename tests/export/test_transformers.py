@@ -26,7 +26,7 @@ FEW = ("deepseek_v2", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe")
 FALLBACK = {"inkling2": "batched_mm", "muse_spark": "batched_mm"}
 # What PyTorch's exporter cannot take, outside the MoE layers.
 UNEXPORTABLE = {
-    "minimax_m3_vl": "the exporter writes ScatterElements with ranks 4 and 5 for the sparse attention",
+    "minimax_m3_vl": "the exporter writes ScatterElements of ranks 4 and 5 for sparse attention",
     "qwen4_exp": "the indexer of its attention loops over the results of nonzero()",
 }
 SHAPES = ((1, 4), (3, 9), (2, 7))

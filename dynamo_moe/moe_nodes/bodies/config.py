@@ -12,7 +12,7 @@ from dynamo_moe.moe_nodes import schemas
 
 __all__ = ["MIN_OPSET", "BodyConfig"]
 
-# Split's num_outputs. The operator Gelu, used where it exists, came with 20.
+# Split has num_outputs since 18. Gelu, which is used if the opset has it, came with 20.
 MIN_OPSET = 18
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
@@ -24,7 +24,8 @@ class BodyConfig:
     """The configuration of a layer that one body serves, whatever the layer's sizes.
 
     Attributes:
-        router: ``DroplessMoE``; False is ``DroplessMoEExperts``, whose ids and weights are inputs.
+        router: True for ``DroplessMoE``, False for ``DroplessMoEExperts``, whose ids and weights
+            are inputs.
         scoring: ``softmax``, ``topk_softmax`` or ``sigmoid``; ignored without a router.
         renormalize: Divide a token's weights by their sum; ignored without a router.
         activation: ``gelu`` (exact), ``gelu_tanh``, ``silu``, ``relu``, ``relu2`` or
@@ -32,17 +33,17 @@ class BodyConfig:
         gated: ``h = act(gate) * up``.
         interleaved: Gate rows are ``::2`` of ``w1``, up rows ``1::2``.
         weight_on_input: The weights scale the experts' inputs instead of their results.
-        pre_norm: ``none``, or ``rms``: rows of the first product over their token's root mean
-            square.
+        pre_norm: ``none``, or ``rms`` to divide the rows of the first product by their token's
+            root mean square.
         residual: The result is the token plus the sum of its experts' results.
         has_router_bias: The node has ``router_bias``.
-        has_b1: The node has ``b1``, and with a router also ``router_bias``: only trailing inputs
-            may be omitted.
-        has_b2: The node has ``b2``, and so ``b1``.
-        x_dtype: Of the tokens and the result.
-        w_dtype: Of ``w1``, ``b1``, ``w2`` and ``b2``.
-        router_dtype: Of ``router_weight`` and ``router_bias``, or of ``expert_weights``.
-        ids_dtype: Of ``expert_ids``: INT64 or INT32.
+        has_b1: The node has ``b1``, and with a router also ``router_bias``, because only trailing
+            inputs may be omitted.
+        has_b2: The node has ``b2``, and therefore ``b1``.
+        x_dtype: Dtype of the tokens and the result.
+        w_dtype: Dtype of ``w1``, ``b1``, ``w2`` and ``b2``.
+        router_dtype: Dtype of ``router_weight`` and ``router_bias``, or of ``expert_weights``.
+        ids_dtype: Dtype of ``expert_ids``: INT64 or INT32.
 
     Raises:
         ValueError: If an option is unknown, or options contradict one another.
@@ -106,7 +107,7 @@ class BodyConfig:
 
     @property
     def overload(self) -> str:
-        """A name of this configuration: equal names, equal bodies.
+        """A name for this configuration; configurations with equal names have equal bodies.
 
         >>> BodyConfig(gated=True, activation="silu", w_dtype=ir.DataType.BFLOAT16).overload
         'softmax_renormalize_silu_gated_f32_bf16_f32'
@@ -132,17 +133,17 @@ class BodyConfig:
 
     @property
     def renormalizes(self) -> bool:
-        """Whether the weights are divided by their sum; those of topk_softmax sum to one."""
+        """Whether the weights are divided by their sum; with topk_softmax they already sum to 1."""
         return self.renormalize and self.scoring != "topk_softmax"
 
     @property
     def routing_dtype(self) -> ir.DataType:
-        """What the router computes in: DOUBLE for DOUBLE tokens, else FLOAT."""
+        """The dtype the router computes in: DOUBLE for DOUBLE tokens, else FLOAT."""
         return ir.DataType.DOUBLE if self.x_dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
     @property
     def compute_dtype(self) -> ir.DataType:
-        """What the experts compute in: DOUBLE if tokens or experts are DOUBLE, else FLOAT."""
+        """The dtype the experts compute in: DOUBLE if tokens or experts are DOUBLE, else FLOAT."""
         double = ir.DataType.DOUBLE in (self.x_dtype, self.w_dtype)
         return ir.DataType.DOUBLE if double else ir.DataType.FLOAT
 
