@@ -102,7 +102,7 @@ def plan_of(case: Case, ranges: tuple[RangeConfig, ...] = ()) -> ForwardPlan:
 
 
 def launch_poisoned(chosen: ForwardPlan, case: Case) -> Tensor:
-    """Runs a plan on a poisoned workspace and y; checks that nothing is written beyond their ends."""
+    """Runs a plan on poisoned memory; checks that nothing is written beyond workspace and y."""
     tensors = {name: value for name, value in case.arguments.items() if isinstance(value, Tensor)}
     x = tensors["x"]
     size = chosen.workspace_size(len(x))

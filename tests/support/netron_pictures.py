@@ -49,7 +49,9 @@ def main() -> None:
             page.screenshot(path=IMAGES / "netron_block.png", clip=bounding_box(block))
             netron_page.properties(page, layer)
             sidebar = page.locator("#sidebar-title, #sidebar-content .sidebar-item").all()
-            page.screenshot(path=IMAGES / "netron_attributes.png", clip=bounding_box(block + sidebar))
+            page.screenshot(
+                path=IMAGES / "netron_attributes.png", clip=bounding_box(block + sidebar)
+            )
 
 
 def export(folder: Path) -> Path:

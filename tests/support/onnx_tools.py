@@ -148,7 +148,7 @@ def outcome(tool: Tool, bound: float, source: Path, result: Path) -> str:
     tool(source, result)
     expected, actual = run(source), run(result)
     error, scale = (np.linalg.norm(rows, axis=-1) for rows in (actual - expected, expected))
-    # Compares most tokens only: rounding can change the routing of a few.
+    # The median over the tokens: rounding can change the routing of a few.
     typical = float(np.median(error / scale))
     if not typical <= bound:
         return f"wrong: {typical:.0%} off"
@@ -162,16 +162,16 @@ def forked(tool: Tool, bound: float, source: Path, result: Path) -> str:
     if not child:
         os.close(reader)
         try:
-            said = outcome(tool, bound, source, result)
+            text = outcome(tool, bound, source, result)
         except Exception as error:
-            said = f"fails: {' '.join(str(error).split())[-200:] or type(error).__name__}"
-        os.write(writer, said.encode())
+            text = f"fails: {' '.join(str(error).split())[-200:] or type(error).__name__}"
+        os.write(writer, text.encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        said = pipe.read()
+        text = pipe.read()
     _, status = os.waitpid(child, 0)
-    return said if not status else f"fails: {signal.Signals(os.WTERMSIG(status)).name}"
+    return text if not status else f"fails: {signal.Signals(os.WTERMSIG(status)).name}"
 
 
 def main(files: list[str]) -> None:

@@ -33,7 +33,7 @@ _from_torchlib = ONNXRegistry.from_torchlib
 
 DTYPES = {"float32": torch.float32, "int64": torch.int64}
 SAMPLES = 3
-"""The indices of the samples of each operator and dtype, from the first to the last."""
+"""Number of samples for each operator and dtype, spread over all that PyTorch has."""
 
 
 class Operator(nn.Module):

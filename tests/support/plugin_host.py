@@ -397,7 +397,7 @@ def _collected(address: int) -> Iterator[_Field]:
 
 
 def build_library(*flags: str) -> Path:
-    """Builds the native library from its sources, with other options than the installed one."""
+    """Builds the native library from its sources, with the given compiler flags."""
     library = ("-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ldl", "-pthread")
     return build("libdynamo_moe.so", SOURCES, *library, *flags)
 
