@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 KERNELS = Path(__file__).parents[1] / "build" / "kernel-cache"
 os.environ.setdefault("DYNAMO_MOE_CACHE_DIR", str(KERNELS))
 
-# The folders from which tests import.
+# Helpers that tests import; they contain no tests.
 collect_ignore = ["support"]
 collect_ignore_glob = (
     [] if find_spec("triton") else ["kernels/test_interpreter.py", "kernels/test_kernel_*.py"]

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from custom_ops import RouterOptions, reference
 from custom_ops.kernels.architectures import Architecture, nearest_architecture
-from custom_ops.kernels.configs import RangeConfig
+from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.plan import plan, plan_with
-from custom_ops.kernels.spec import ForwardPlan
+from custom_ops.kernels.spec import MAX_TOKENS, ForwardPlan
 from kernel_runs import layer_of
 from moe_cases import Case, assert_matches, make_case
 
 __all__ = [
     "DEVICE",
+    "PATHS",
     "POISON",
     "allow_tf32",
     "architecture",
@@ -37,6 +38,29 @@ POISON = 0xFF
 
 _GUARD = 4096
 _TIE = 1e-4
+
+
+def _one_range(
+    path: str,
+    up: FewConfig | GemmConfig | MlpConfig,
+    down: FewConfig | GemmConfig | None = None,
+) -> tuple[RangeConfig, ...]:
+    return (RangeConfig(MAX_TOKENS, path, up, down),)
+
+
+#: Configurations for each path.
+PATHS = {
+    "few": _one_range("few", FewConfig(8, 128, 4), FewConfig(4, 64, 4)),
+    "gemm": _one_range(
+        "gemm", GemmConfig(32, 64, 64, 4, 3), GemmConfig(32, 64, 64, 4, 3, group_m=3)
+    ),
+    "tensor-maps": _one_range(
+        "gemm",
+        GemmConfig(64, 64, 64, 4, 3, tensor_maps=True),
+        GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True),
+    ),
+    "mlp": _one_range("mlp", MlpConfig(32, 64, 4, 2)),
+}
 
 
 def architecture() -> Architecture:
