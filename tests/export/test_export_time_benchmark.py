@@ -1,4 +1,4 @@
-"""The parts of the export benchmark that export nothing: medians, ratios, tables, plots, files."""
+"""The parts of the export benchmark that do not export: medians, ratios, tables, plots, files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FACTOR = {OURS: 1, DYNAMO: 4, ONE_NODE: 3, TORCHSCRIPT: 0.5, TRANSFORMERS: 5}
 
 
 def _run(model, row, exporter, quick, check, folder):
-    """A made-up export: of ours 2 s for 6 blocks; TorchScript refuses static shapes."""
+    """A made-up export: ours takes 2 s for 6 blocks; TorchScript refuses static shapes."""
     if exporter == TORCHSCRIPT and not row.dynamic:
         return {"error": "ValueError: a [reason]"}
     seconds = row.blocks / 3 * FACTOR[exporter] * (1.1 if row.length == 1024 else 1)

@@ -1,4 +1,4 @@
-"""The parts of the GPU benchmark that need no GPU: floors, goals, routing, reports, and a trial."""
+"""The parts of the GPU benchmark that need no GPU: floors, goals, routing, reports, a trial run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from custom_ops.kernels.plan import plan
 from moe_cases import assert_matches
 
 ROOT = Path(__file__).parents[2]
-# Of one H200.
+# Rates of one H200.
 RATES = Rates(bandwidth=4.3e12, flops=790e12)
 # Fused and split floors in us, calculated once by hand from the layers' sizes.
 FLOORS = {
@@ -337,11 +337,11 @@ def test_launches_one_by_one_are_the_layer():
     assert torch.equal(apart, together)
 
 
-# --- Timing, on a device that is made up ---
+# --- Timing, on a fake device ---
 
 
 class FakeCuda:
-    """What the timer uses of torch.cuda; a call moves the clock, and graphs replay nothing."""
+    """The parts of torch.cuda that the timer uses; calls advance a clock, graphs replay nothing."""
 
     def __init__(self, *, inside: bool) -> None:
         self.clock = 0.0
@@ -426,7 +426,7 @@ def test_a_capture_that_fails_is_ended(monkeypatch):
     assert "not permitted" in timer({"a": synchronises}).failed["a"]
 
 
-# --- Compiling ahead ---
+# --- Compiling in advance ---
 
 
 def test_launches_that_share_a_kernel_are_compiled_once():
@@ -517,7 +517,7 @@ def test_without_a_gpu(name):
     assert "needs a CUDA device; --dry-run" in found.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be interpreted elsewhere")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run it instead")
 @pytest.mark.skipif(
     version("triton").startswith("3.6."),
     reason="Triton 3.6's interpreter fails unrepaired, as in a process of its own",

@@ -1,4 +1,4 @@
-"""The tuner's choices, with times that are made up."""
+"""The tuner's choices, with made-up times."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def part_time(config: object, tokens: int) -> float:
 
 
 class FakeTimer:
-    """Times by the names that the tuner gives its calls, and by what a launch is made of."""
+    """Returns times by the names of the tuner's calls and by what a launch consists of."""
 
     method = "made up"
 
