@@ -9,8 +9,7 @@ EXTRAS := demo,dev,kernels,transformers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# Those for a CPU.
-BENCHMARKS := $(filter-out gpu_% tune_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
+BENCHMARKS := cpu.experts cpu.function_bodies cpu.language_models export.speed export.checkpoint
 # Where gpu-check writes results.
 OUT ?= docs/benchmarks
 CSRC := $(wildcard trt_plugin/csrc/*.cc trt_plugin/csrc/*/*.cc)
@@ -83,12 +82,12 @@ docs: $(INSTALLED) ## Build the documentation into docs/_build/html
 pictures: $(INSTALLED) ## Make the documentation's pictures of Netron anew; needs Chromium
 	$(BIN)/python tests/support/netron_pictures.py
 
-bench: $(INSTALLED) ## Run the benchmarks
+bench: $(INSTALLED) ## Run the benchmarks that need no GPU
 	@set -e; for name in $(BENCHMARKS); do echo "--- $$name"; $(BIN)/python -m benchmarks.$$name; done
 
-# Without .venv: the GPU's machine brings PyTorch, Triton and the rest.
+# Without .venv: the GPU's machine has PyTorch, Triton and pytest.
 gpu-check: ## Build, test and measure on this machine's GPU, in 10 minutes
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_check --output "$(OUT)"
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu.check --output "$(OUT)"
 
 clean: ## Remove what the other targets made, .venv excepted
 	rm -rf build dist docs/_build .grimp_cache .hypothesis .import_linter_cache .mypy_cache \

@@ -1,4 +1,4 @@
-"""Decomposition operator by operator, and PyTorch's own of the whole program behind it."""
+"""Decomposition operator by operator; as fallback, PyTorch's own of the whole program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Call(nn.Module):
 
 
 class Counts(nn.Module):
-    """A module that changes its buffer."""
+    """A module that changes its own buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def operators(module: fx.GraphModule) -> list[torch._ops.OpOverload]:
 
 @pytest.fixture
 def retraces(monkeypatch: pytest.MonkeyPatch) -> list[ExportedProgram]:
-    """The programs that went through ``torch.onnx.export``."""
+    """Collects the programs that went through ``torch.onnx.export``."""
     programs: list[ExportedProgram] = []
     original = translate._translate_by_torch
 
@@ -446,7 +446,7 @@ def test_regions_are_inlined(tmp_path: Path, retraces, function) -> None:
 
 
 def pooled(x: Tensor) -> Tensor:
-    # Transposed: channels last, of which PyTorch makes a change in place.
+    # Transposed to channels last, which PyTorch decomposes into an in-place change.
     return F.adaptive_avg_pool1d(x.view(-1, 3, 2).mT, 1)
 
 
@@ -533,11 +533,11 @@ def test_the_program_is_left_as_it_was(function) -> None:
     program.graph_module.graph.lint()
 
 
-# --- The seam ---
+# --- The interface to PyTorch ---
 
 
 class Named(nn.Module):
-    """Arguments that have names of Python's own, and of its keywords' kind."""
+    """Arguments whose names are Python's own, or similar to its keywords."""
 
     def forward(self, input: Tensor, type: Tensor, all: Tensor) -> Tensor:
         return F.relu(input * type, inplace=True) + all

@@ -1,4 +1,4 @@
-"""Traced as PyTorch traces, but for what it repeats: the same graph, and nothing left behind."""
+"""Cheaper tracing gives the same graph as PyTorch's own, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from dynamo_moe.tracing.tracing_costs import cheap_tracing
 
 known = pytest.mark.skipif(
     not known_torch.is_known() or not hasattr(ShapeEnv(), "_replacements_version_counter"),
-    reason="needs a version of PyTorch that is known, and counts what it finds out",
+    reason="needs a known version of PyTorch that counts what it finds out",
 )
 without_traces = pytest.mark.skipif(
     not hasattr(getattr(torch.fx, "config", None), "do_not_emit_stack_traces"),
-    reason="needs a version of PyTorch that can leave out stack traces",
+    reason="needs a version of PyTorch that can omit stack traces",
 )
 
 
 class Sizes(nn.Module):
-    """A module whose graph computes with sizes, and learns of them on its way."""
+    """A module whose graph computes with sizes and learns about them on the way."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         rows, columns = x.shape
         both = torch.cat([x, x.new_zeros(rows, max(columns, 7) - 6)], dim=1)
         part = both[: (rows + 1) // 2].reshape(-1)
-        # From here on, y has as many rows as x.
+        # From here on, y is known to have as many rows as x.
         return part.sum() + (x[:, :1] + y).relu() * (rows * columns) + torch.arange(rows)[:, None]
 
 
@@ -58,7 +58,7 @@ def traced(model: nn.Module, example: tuple[Tensor, ...]) -> ExportedProgram:
 
 
 def text(program: ExportedProgram) -> list[tuple[Any, ...]]:
-    """The nodes with the shapes of their values, and what is known of the symbols."""
+    """The nodes with the shapes of their values, and the known facts about the symbols."""
     nodes = [
         (
             node.op,
