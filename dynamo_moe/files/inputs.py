@@ -10,9 +10,9 @@ import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dynamo_moe.files.index_ranges import index_limits
+from dynamo_moe.private import FakeTensor
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 
 __all__ = ["KEY", "random_inputs", "store"]

@@ -18,8 +18,8 @@ import onnx
 import torch
 from onnx import external_data_helper
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from dynamo_moe import pytree
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.files.model_files import all_nodes, load_graph
