@@ -61,27 +61,21 @@ def schema_of(operator: OpOverload) -> Any:
 
 # --- Tensors without values, and modes ---
 
-if TYPE_CHECKING:
+try:  # What the tracer and shape inference compute with.
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-else:
-    try:  # What the tracer and shape inference compute with.
-        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    except ImportError:
-        FakeTensorMode = None
+except ImportError:
+    FakeTensorMode = None  # type: ignore[assignment, misc]
 
-        class FakeTensor(Tensor):
-            """Stands for the class that this PyTorch has elsewhere: no tensor is one."""
+    class FakeTensor(Tensor):  # type: ignore[no-redef]
+        """Stands for the class that this PyTorch has elsewhere: no tensor is one."""
 
 
-if TYPE_CHECKING:
+try:  # Sees the operators that run, after autograd and autocast.
     from torch.utils._python_dispatch import TorchDispatchMode
-else:
-    try:  # Sees the operators that run, after autograd and autocast.
-        from torch.utils._python_dispatch import TorchDispatchMode
-    except ImportError:
+except ImportError:
 
-        class TorchDispatchMode(contextlib.nullcontext):
-            """Stands for the class that this PyTorch has elsewhere: it sees no operator."""
+    class TorchDispatchMode(contextlib.nullcontext):  # type: ignore[no-redef, type-arg]
+        """Stands for the class that this PyTorch has elsewhere: it sees no operator."""
 
 
 def without_values() -> contextlib.AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ has moved, lists, tuples, named tuples and dictionaries are taken apart here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
 
@@ -73,7 +73,7 @@ OWN: Mapping[str, Callable[..., Any]] = {
 }
 """The functions for containers of Python alone."""
 
-if TYPE_CHECKING:
+try:
     from torch.utils._pytree import (
         tree_flatten,
         tree_leaves,
@@ -81,14 +81,5 @@ if TYPE_CHECKING:
         tree_map_only,
         tree_unflatten,
     )
-else:
-    try:
-        from torch.utils._pytree import (
-            tree_flatten,
-            tree_leaves,
-            tree_map,
-            tree_map_only,
-            tree_unflatten,
-        )
-    except ImportError:
-        globals().update(OWN)
+except ImportError:
+    globals().update(OWN)

@@ -79,15 +79,19 @@ try:
 except ImportError as error:
     _absent = str(error)
 
-    def detect_fake_mode(inputs: Any = None) -> None:
+    def detect_fake_mode(inputs: Any = None) -> None:  # type: ignore[misc]
         """Finds no mode of fake tensors."""
 
 
-# LSTMs and GRUs as loops; PyTorch 2.11 has no such module.
-try:
-    from torch.export import _patches
+try:  # LSTMs and GRUs as loops.
+    from torch.export._patches import (
+        register_gru_while_loop_decomposition,
+        register_lstm_while_loop_decomposition,
+    )
+
+    _RNN_LOOPS = (register_lstm_while_loop_decomposition, register_gru_while_loop_decomposition)
 except ImportError:
-    _patches = None  # type: ignore[assignment]
+    _RNN_LOOPS = ()  # type: ignore[assignment]
 
 try:  # A recurrence as one operator.
     from torch._higher_order_ops.scan import scan
@@ -285,10 +289,8 @@ def _sizes_of_one() -> Iterator[None]:
 def _rnn_loops() -> Iterator[None]:
     """Makes LSTMs and GRUs loops, whose number of steps may be symbolic."""
     with contextlib.ExitStack() as changes:
-        for network in ("lstm", "gru"):
-            register = getattr(_patches, f"register_{network}_while_loop_decomposition", None)
-            if register is not None:
-                changes.enter_context(register())
+        for register in _RNN_LOOPS:
+            changes.enter_context(register())
         yield
 
 
