@@ -42,7 +42,15 @@ from torch import Tensor, nn  # noqa: E402
 
 import dynamo_moe  # noqa: E402
 import dynamo_moe.conversion.private  # noqa: E402
+import dynamo_moe.graph.private  # noqa: E402
+import dynamo_moe.operators.private  # noqa: E402
+import dynamo_moe.private  # noqa: E402
+import dynamo_moe.tracing.private  # noqa: E402
 from dynamo_moe import conversion  # noqa: E402
+
+# No other module imports private names; a test holds that.
+builtins.__import__ = _import
+
 from moe_architectures import ARCHITECTURES, example_inputs  # noqa: E402
 from small_models import OwnRouter, op_model  # noqa: E402
 
