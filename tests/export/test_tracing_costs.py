@@ -18,10 +18,6 @@ known = pytest.mark.skipif(
     private.missing() is not None or not hasattr(ShapeEnv(), "_replacements_version_counter"),
     reason="needs a known version of PyTorch that counts what it finds out",
 )
-without_traces = pytest.mark.skipif(
-    not hasattr(getattr(torch.fx, "config", None), "do_not_emit_stack_traces"),
-    reason="needs a version of PyTorch that can omit stack traces",
-)
 
 
 class Sizes(nn.Module):
