@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynamo_moe.conversion import activation
-from dynamo_moe.conversion.comparing import random_tokens
+from dynamo_moe.conversion.activation import identify_activation
+from dynamo_moe.conversion.observation import random_tokens
 from dynamo_moe.conversion.registry import register_adapter
 from dynamo_moe.modules import ConvertedModule, InputScaledMoE
 
@@ -44,7 +44,7 @@ class Llama4Adapter:
 
     def convert(self, module: Any) -> ConvertedModule:
         """Returns the layer on ``torch.ops.moe.experts``, holding the same modules."""
-        options = activation.plain(module.experts.act_fn)
+        options = identify_activation(module.experts.act_fn)
         return InputScaledMoE(
             module.router, module.experts, module.shared_expert, module.top_k, options.activation
         )
@@ -52,7 +52,7 @@ class Llama4Adapter:
     def example_tokens(self, module: Any) -> Tensor:
         """Returns 8 tokens ``[8, D]``."""
         weight = module.router.weight
-        return random_tokens(8, weight.shape[1], weight)
+        return random_tokens(8, weight.shape[1], like=weight)
 
 
 register_adapter(Llama4Adapter())

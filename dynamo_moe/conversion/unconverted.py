@@ -7,12 +7,9 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dynamo_moe.conversion import (
-    ADAPTER_PAGE,
-    ConvertedModule,
-    Unrecognised,
-    convertible_modules,
-)
+from dynamo_moe.conversion.convert_model import convertible_modules
+from dynamo_moe.conversion.reports import ADAPTER_PAGE, Unrecognised
+from dynamo_moe.modules import ConvertedModule
 
 __all__ = [
     "converted_modules",

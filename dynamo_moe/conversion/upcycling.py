@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.conversion import Unrecognised
-from dynamo_moe.conversion.activation import plain
-from dynamo_moe.conversion.comparing import check_comparable, compare, has_values, random_tokens
+from dynamo_moe.conversion.activation import identify_activation
+from dynamo_moe.conversion.comparison import compare
+from dynamo_moe.conversion.observation import check_no_hooks, has_values, random_tokens
+from dynamo_moe.conversion.reports import Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.modules import DroplessMoE
 
@@ -246,8 +247,8 @@ def _moe_layer(
     first, second = _get(module, mlp.first), _get(module, mlp.second)
     for part in (mlp.place, *mlp.emptied):
         if isinstance(_get(module, part), nn.Module):
-            check_comparable(_get(module, part))
-    options = plain(_get(module, mlp.activation))
+            check_no_hooks(_get(module, part))
+    options = identify_activation(_get(module, mlp.activation))
 
     def copies(weight: Tensor) -> nn.Parameter:
         repeated = weight.detach().repeat(num_experts, *[1] * weight.ndim)
@@ -293,7 +294,7 @@ def _check(module: nn.Module, mlp: _Mlp, layer: DroplessMoE) -> None:
         module, layer = copy.deepcopy(module).float(), copy.deepcopy(layer).float()
     candidate = _twin(module)
     _put(candidate, mlp, layer)
-    x_BLD = random_tokens(10, layer.w1.shape[1], layer.w1).view(2, 5, -1)
+    x_BLD = random_tokens(2, 5, layer.w1.shape[1], like=layer.w1)
     with evaluating(module, candidate):
         compare(
             lambda x: _tensors(mlp.run(module, x)),

@@ -117,9 +117,9 @@ def test_frozen_weights_are_stacked_once(kind: type[nn.Module]) -> None:
     for module in (original, converted):
         module.requires_grad_(False)
     same(original, converted)
-    kept = converted._stacked._weights
+    kept = converted._dynamo_moe_weights._weights
     same(original, converted)
-    assert converted._stacked._weights is kept
+    assert converted._dynamo_moe_weights._weights is kept
     other = kind().requires_grad_(False)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -137,7 +137,7 @@ def test_listed_experts_are_held_once() -> None:
     _, converted = pair(Listed)
     with torch.no_grad():
         converted(torch.randn(3, 16))
-    kept = converted._stacked._weights
+    kept = converted._dynamo_moe_weights._weights
     assert converted.experts[1].w1.weight.data_ptr() == kept.w1[1].data_ptr()
     assert converted.experts[3].w2.weight.data_ptr() == kept.w2[3].data_ptr()
 

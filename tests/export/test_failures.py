@@ -284,7 +284,10 @@ def test_advice_after_a_conversion() -> None:
     assert said.endswith(f"{PAGE}.")
     left = nn.Sequential(OnTheHost())
     said = dynamo_moe.convert(left).advice
-    assert said == f"Left modules become many nodes, or fail: {PAGE} tells how to convert them."
+    assert said == (
+        "Modules that are left become many nodes, or fail to export: "
+        f"{PAGE} tells how to convert them."
+    )
 
 
 def test_advice_about_experts_that_are_not_merged() -> None:
