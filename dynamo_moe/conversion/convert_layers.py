@@ -6,7 +6,6 @@ is proved against the layer, with its own weights and with random ones, and inst
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Set
 from dataclasses import replace
 from functools import partial
@@ -34,6 +33,7 @@ from dynamo_moe.conversion.observation import (
     FullPrecision,
     has_hooks,
     has_values,
+    in_float32,
     on_any_device,
     on_tokens,
     preserving_state,
@@ -125,10 +125,7 @@ def _convert_layer(
         ValueError: If it cannot be converted; with the reason.
     """
     values = has_values(module)
-    tried = module
-    if any(p.dtype.itemsize < 4 for p in module.parameters()):
-        # Near-ties of the router fall differently in half precision, whatever is computed.
-        tried = copy.deepcopy(module).float()
+    tried = in_float32(module)
     with evaluating(tried), evaluating(module):
         identified = None
         if known is not None:

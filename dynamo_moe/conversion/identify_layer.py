@@ -455,16 +455,10 @@ class _Search:
         return list(dict.fromkeys([*found, ()]))
 
     def _output_biases(self, x: Tensor) -> list[str | None]:
-        """Returns the parameters ``[D]`` that may be added behind the experts, or None."""
-        in_experts = {id(p) for each in self._hidden for p in each.parameters()}
-        names = [
-            name
-            for name, p in self._module.named_parameters()
-            if p.shape == x.shape[-1:]
-            and id(p) not in in_experts
-            and name not in self._expert_parameters
-        ]
-        return [None, *names]
+        """Returns the parameters ``[D]`` that may be added behind the experts, and None."""
+        named = self._module.named_parameters()
+        names = [name for name, p in named if p.shape == x.shape[-1:]]
+        return [None, *(name for name in names if name not in self._expert_parameters)]
 
 
 def _return_value(value: Any, routed: Routed, x: Tensor, num_experts: int) -> ReturnValue:

@@ -28,6 +28,7 @@ __all__ = [
     "check_no_hooks",
     "has_hooks",
     "has_values",
+    "in_float32",
     "observe_forward",
     "on_any_device",
     "on_tokens",
@@ -263,6 +264,16 @@ def using_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[
     finally:
         for kind, name, original in replaced:
             kind[name] = original
+
+
+def in_float32(module: nn.Module) -> nn.Module:
+    """Returns a module, or a copy in float32 where it has weights in half precision.
+
+    In half precision, near-ties of the router fall differently, whatever is computed.
+    """
+    if all(parameter.dtype.itemsize >= 4 for parameter in module.parameters()):
+        return module
+    return copy.deepcopy(module).float()
 
 
 def has_values(module: nn.Module) -> bool:

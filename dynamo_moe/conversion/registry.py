@@ -5,7 +5,6 @@ They are registered here, and convert a model's modules here.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Set
 from typing import Protocol
@@ -17,6 +16,7 @@ from dynamo_moe.conversion.comparison import compare_shapes
 from dynamo_moe.conversion.observation import (
     check_no_hooks,
     has_values,
+    in_float32,
     on_any_device,
     preserving_state,
 )
@@ -135,11 +135,8 @@ def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, 
     _check_arguments(module, replacement)
     if not has_values(module):
         return replacement, False
-    original, candidate = module, replacement
-    if any(parameter.dtype.itemsize < 4 for parameter in module.parameters()):
-        # Near-ties of the router fall differently in half precision, whatever is computed.
-        original = copy.deepcopy(module).float()
-        candidate = adapter.convert(original)
+    original = in_float32(module)
+    candidate = replacement if original is module else adapter.convert(original)
     with evaluating(original, candidate), preserving_state(original):
         example = adapter.example_tokens(original)
         compare_shapes(on_any_device(original), candidate, example, adapter.name)

@@ -10,7 +10,6 @@ Legend: T tokens, D model width, E experts, K choices.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +22,12 @@ import custom_ops
 from custom_ops.options import ExpertOptions
 from dynamo_moe.conversion.activation import identify_activation, identify_gating
 from dynamo_moe.conversion.comparison import compare
-from dynamo_moe.conversion.observation import check_no_hooks, has_values, random_tokens
+from dynamo_moe.conversion.observation import (
+    check_no_hooks,
+    has_values,
+    in_float32,
+    random_tokens,
+)
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
 
 __all__ = [
@@ -127,8 +131,7 @@ def _identify(module: Experts) -> tuple[ExpertOptions, bool]:
     options = identify_options(module)
     if not has_values(module):
         return options, False
-    if any(parameter.dtype.itemsize < 4 for parameter in module.parameters()):
-        module = copy.deepcopy(module).float()
+    module = in_float32(module)
     compare(_own_forward(module), partial(_compute, module, options), _example(module), _NAME)
     return options, True
 

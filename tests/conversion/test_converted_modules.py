@@ -198,6 +198,43 @@ def test_more_than_numbers_is_compared() -> None:
     assert "returns something else" in left.reason
 
 
+def test_layers_of_one_class_keep_their_own_attributes() -> None:
+    class Remembers(Listed):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen, self.loss = self.number, x.new_ones(())
+            return super().forward(x)
+
+    model = nn.Sequential(Remembers(11), Remembers(12))
+    report = dynamo_moe.convert(model)
+    assert [layer.seen for layer in model] == [11, 12]
+    assert "seen stays 12" in report.replaced[1].notes
+    model[0].loss += 1  # In place, as where losses are summed up in training.
+    assert [float(layer.loss) for layer in model] == [1, 0]
+
+
+def test_trials_leave_nothing_behind() -> None:
+    class Caches(Listed):
+        def __init__(self) -> None:
+            super().__init__()
+            self._shapes = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self._shapes.append(x.shape)
+            if not hasattr(self, "experts_range"):
+                self.register_buffer("experts_range", torch.arange(4))
+            return super().forward(x)
+
+    model = nn.Sequential(Caches())
+    names = list(model.state_dict())
+    assert len(dynamo_moe.convert(model).replaced) == 1
+    assert model[0]._shapes == []
+    assert list(model.state_dict()) == names
+
+
 def test_hooks_that_would_not_run() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
