@@ -1,6 +1,7 @@
 """How many of the structures become a right file: as they are, and after ``convert``.
 
-``PYTHONPATH=tests python -m public_moe.counting [--convert] [--seconds 60] [NAME ...]`` prints it.
+``PYTHONPATH=tests/support python -m public_moe.counting [--convert] [--seconds 60] [NAME ...]``
+prints it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ __all__ = ["Row", "count_exports", "measure", "table"]
 RIGHT, RANDOM = "right", "random"
 REFUSED, WRONG, FAILS, DIED, LATE = "not exported", "wrong", "fails at run time", "died", "late"
 
-_TESTS = Path(__file__).parents[1]
+_SUPPORT = Path(__file__).parents[1]
+_ROOT = _SUPPORT.parents[1]
 
 # Batch, length and seed: shapes beside the example's, several draws of each.
 _SIZES = [(2, 5, 0), (3, 7, 1), (1, 9, 2), (1, 1, 3), (4, 16, 4), (5, 3, 5), (8, 32, 6)]
@@ -88,8 +90,8 @@ def count_exports(
         try:
             done = subprocess.run(
                 command,
-                cwd=_TESTS.parent,
-                env=os.environ | {"PYTHONPATH": str(_TESTS)},
+                cwd=_ROOT,
+                env=os.environ | {"PYTHONPATH": str(_SUPPORT)},
                 capture_output=True,
                 text=True,
                 timeout=seconds,
