@@ -23,7 +23,7 @@ class Llama4Adapter:
     name = "llama4"
 
     def recognise(self, module: nn.Module) -> str | None:
-        """Returns None for ``router``, ``experts`` with stacked weights, and ``shared_expert``."""
+        """Returns None for a ``router``, ``experts`` of stacked weights and a ``shared_expert``."""
         parts = {name: getattr(module, name, None) for name in ("router", "experts")}
         router, experts = parts["router"], parts["experts"]
         if not isinstance(getattr(module, "shared_expert", None), nn.Module):

@@ -1,4 +1,4 @@
-"""Adapter for the MoE layer of Switch Transformers: experts apart, top-1, a capacity.
+"""Adapter for the MoE layer of Switch Transformers: top-1 routing with a capacity.
 
 Legend: D model width, H hidden width, E experts.
 """
@@ -23,8 +23,8 @@ _NO_CAPACITY = 2**31
 class SwitchAdapter:
     """Softmax in float32, top-1, experts ``wo(act(wi(x)))`` without biases.
 
-    A token beyond an expert's capacity gets zeros, as in the original. A capacity of 2**31 or more
-    before converting leaves no trace in the graph: no token is dropped.
+    A token beyond an expert's capacity gets zeros, as in the original. With a capacity of 2**31 or
+    more no token is dropped, and the graph does not count them.
     """
 
     name = "switch"
