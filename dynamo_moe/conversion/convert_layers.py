@@ -55,15 +55,7 @@ _MOST_TOKENS, _NO_CAPACITY = 8192, 2**31
 def convert_layers(
     model: nn.Module, handled: Set[nn.Module]
 ) -> tuple[list[Replacement], list[Unrecognised]]:
-    """Converts the MoE layers of a model in place, whatever their classes.
-
-    Args:
-        model: The model.
-        handled: Modules that were converted otherwise.
-
-    Returns:
-        The layers that were converted, and those that were left, each with the reason.
-    """
+    """Converts the MoE layers of a model in place, except in modules that are handled."""
     replaced: list[Replacement] = []
     unrecognised: list[Unrecognised] = []
     known: dict[Any, IdentifiedLayer] = {}
@@ -81,11 +73,7 @@ def _convert_candidate(
 ) -> Replacement | Unrecognised | None:
     """Converts the innermost module around the experts that can be converted, in place.
 
-    Args:
-        model: The model.
-        candidate: What may be a layer.
-        known: The layers identified so far, by class and shapes; they are tried first, and added
-            to.
+    Layers identified before, by class and shapes, are tried first.
 
     Returns:
         What was done; None if it is no MoE layer, as far as can be seen.
@@ -116,14 +104,13 @@ def _convert_candidate(
 def _convert_layer(
     module: nn.Module, experts: ExpertList | ExpertStacks, known: IdentifiedLayer | None
 ) -> tuple[IdentifiedLayer, tuple[str, ...]]:
-    """Converts a layer in place.
-
-    Returns:
-        What it computes, and what it no longer does.
+    """Converts a layer in place; returns what it computes, and notes on what it no longer does.
 
     Raises:
         ValueError: If it cannot be converted; with the reason.
     """
+    if "forward" in vars(module):
+        raise ValueError("its forward has been replaced in the instance")
     values = has_values(module)
     tried = in_float32(module)
     with evaluating(tried), evaluating(module):

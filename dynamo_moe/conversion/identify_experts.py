@@ -221,14 +221,7 @@ def _candidates(
     numbers: Sequence[float],
     stack: Callable[[str], ParameterStack],
 ) -> Iterator[ExpertsSpec]:
-    """Yields what experts of such parameters may compute.
-
-    Args:
-        matrices: One expert's matrices, by name, with their shapes.
-        vectors: One expert's vectors, by name, with their sizes.
-        numbers: The numbers that a clamped gating may have.
-        stack: Returns the stack of a name.
-    """
+    """Yields what experts may compute, by the shapes of one expert's matrices and vectors."""
     for layout in _layouts(matrices):
         biases = _biases(layout, vectors)
         if biases is None:

@@ -113,14 +113,12 @@ def identify_layer(module: nn.Module, experts: ExpertList | ExpertStacks) -> Ide
         NotRoutedError: If it does not route, as far as can be seen.
         ValueError: If it is no MoE layer that the operators compute; with the reason.
     """
-    if "forward" in vars(module):
-        raise ValueError("its forward has been replaced in the instance")
     candidates = identify_experts(module, experts)
-    hidden = module.get_submodule(experts.path) if isinstance(experts, ExpertList) else None
+    hidden = [module.get_submodule(experts.path)] if isinstance(experts, ExpertList) else []
     weights = random_weights(module, _names_to_draw(module, candidates))
     _enlarge_every_second_expert(weights, candidates[0])
     with torch.no_grad(), using_tensors(module, weights):
-        spec, leading = _Search(module, candidates, hidden).run()
+        spec, leading = _search(module, candidates, hidden)
     return IdentifiedLayer(spec, weights, leading)
 
 
@@ -186,87 +184,120 @@ def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpe
 # --- The search ---
 
 
-class _Search:
-    """Tries what a layer may compute against the layer.
+def _search(
+    module: nn.Module, candidates: list[ExpertsSpec], hidden: list[nn.Module]
+) -> tuple[LayerSpec, tuple[int, ...]]:
+    """Returns the first that gives the layer's numbers, and the tokens' leading dimensions.
 
-    Args:
-        module: The layer.
-        candidates: What its experts may compute.
-        hidden: The list of its experts, whose parts are neither gates nor shared experts.
+    What is hidden, a list of experts, holds neither gates nor shared experts.
+
+    Raises:
+        NotRoutedError: If the layer does not route, as far as can be seen.
+        ValueError: If none does.
     """
+    refusals: list[NotRoutedError] = []
+    failures: list[NotRoutedError] = []
+    routes = False
+    for width in dict.fromkeys(each.width(module) for each in candidates):
+        try:
+            x, channels_first, seen = _observe(module, width, hidden)
+        except NotRoutedError as failure:
+            failures.append(failure)
+            continue
+        try:
+            spec = _Trial(module, candidates, hidden, x, seen).spec()
+        except NotRoutedError as refusal:
+            refusals.append(refusal)
+            continue
+        if spec is not None:
+            return replace(spec, channels_first=channels_first), tuple(x.shape[:-1])
+        routes = True
+    if not routes and (reasons := [*refusals, *failures]):
+        raise reasons[0]
+    count = candidates[0].num_experts
+    raise ValueError(f"no known way to choose among its {count} experts gives its numbers")
 
-    def __init__(
-        self, module: nn.Module, candidates: list[ExpertsSpec], hidden: nn.Module | None
-    ) -> None:
-        self._module = module
-        self._candidates = candidates
-        self._num_experts = candidates[0].num_experts
-        self._hidden = [] if hidden is None else [hidden]
-        self._expert_parameters = {name for each in candidates for name in each.parameter_names()}
-        in_experts = set() if hidden is None else {*hidden.modules()}
-        self._other_parts = [part for part in module.modules() if part not in in_experts]
 
-    def run(self) -> tuple[LayerSpec, tuple[int, ...]]:
-        """Returns the first that gives the layer's numbers, and the tokens' leading dimensions.
+def _observe(
+    module: nn.Module, width: int, hidden: list[nn.Module]
+) -> tuple[Tensor, bool, ObservedForward]:
+    """Returns tokens that a layer takes, whether as images, and what it does with them.
 
-        Raises:
-            ValueError: If none does.
-        """
-        failure: Exception | None = None
-        refusals: list[NotRoutedError] = []
-        routes = False
-        like = _floating(self._module)
-        for width in dict.fromkeys(each.width(self._module) for each in self._candidates):
-            for leading, channels_first in _LEADING:
-                x = random_tokens(*leading, width, like=like)
-                run = on_tokens(on_any_device(self._module), channels_first=channels_first)
-                try:
-                    seen = observe_forward(self._module, run, x, self._hidden)
-                except Exception as error:  # The module is the user's: anything can come out.
-                    failure = failure or error
-                    continue
-                with torch.random.fork_rng(()):
-                    torch.default_generator.manual_seed(torch.initial_seed() + 1)
-                    again = observe_forward(self._module, run, x, self._hidden)
-                if not _same(seen.result, again.result):
-                    raise ValueError("it gives other numbers each time, in evaluation mode too")
-                try:
-                    spec = self._spec(seen, x)
-                except NotRoutedError as reason:
-                    refusals.append(reason)
-                    break
-                if spec is not None:
-                    return replace(spec, channels_first=channels_first), leading
-                routes = True
-                break
-        if refusals and not routes:
-            raise refusals[0]
-        if failure is not None and not routes:
-            first_line = str(failure).strip().split("\n")[0]
-            raise NotRoutedError(f"it fails on random tokens: {first_line}") from failure
-        raise ValueError(
-            f"no known way to choose among its {self._num_experts} experts gives its numbers"
-        )
+    Raises:
+        NotRoutedError: If it takes none.
+        ValueError: If it gives other numbers each time.
+    """
+    first_failure: Exception | None = None
+    for leading, channels_first in _LEADING:
+        x = random_tokens(*leading, width, like=_floating(module))
+        run = on_tokens(on_any_device(module), channels_first=channels_first)
+        try:
+            seen = observe_forward(module, run, x, hidden)
+        except Exception as failure:  # The module is the user's: anything can come out of it.
+            first_failure = first_failure or failure
+            continue
+        with torch.random.fork_rng(()):
+            torch.default_generator.manual_seed(torch.initial_seed() + 1)
+            again = observe_forward(module, run, x, hidden)
+        if not _same(seen.result, again.result):
+            raise ValueError("it gives other numbers each time, in evaluation mode too")
+        return x, channels_first, seen
+    first_line = str(first_failure).strip().split("\n")[0]
+    raise NotRoutedError(f"it fails on random tokens: {first_line}") from first_failure
 
-    def _spec(self, seen: ObservedForward, x: Tensor) -> LayerSpec | None:
-        """Returns what gives the numbers that were seen, or None."""
-        leaves, structure = pytree.tree_flatten(seen.result)
-        results = [place for place, leaf in enumerate(leaves) if _is_like_tokens(leaf, x)]
+
+@dataclass(frozen=True)
+class _Trial:
+    """What a layer did with tokens ``[..., D]``, and the candidates to try against that."""
+
+    module: nn.Module
+    candidates: list[ExpertsSpec]
+    hidden: list[nn.Module]
+    x: Tensor
+    seen: ObservedForward
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.candidates[0].num_experts
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.x.shape[:-1].numel()
+
+    @functools.cached_property
+    def expert_parameters(self) -> set[str]:
+        """The names of the experts' parameters."""
+        return {name for each in self.candidates for name in each.parameter_names()}
+
+    @functools.cached_property
+    def numbers(self) -> list[float]:
+        """The positive numbers among the attributes of all modules that are not experts."""
+        inner = {part for each in self.hidden for part in each.modules()}
+        parts = [part for part in self.module.modules() if part not in inner]
+        values = [value for part in parts for value in vars(part).values()]
+        return [value for value in values if type(value) in (int, float) and value > 0]
+
+    def spec(self) -> LayerSpec | None:
+        """Returns the first combination that gives the layer's numbers, or None."""
+        leaves, structure = pytree.tree_flatten(self.seen.result)
+        results = [place for place, leaf in enumerate(leaves) if _is_like_tokens(leaf, self.x)]
         if not results:
-            raise NotRoutedError(f"it returns no tensor of its tokens' shape {list(x.shape)}")
-        routings = self._routings(seen, x)
+            raise NotRoutedError(f"it returns no tensor of its tokens' shape {list(self.x.shape)}")
+        routings = self._routings()
         if not routings:
             raise NotRoutedError(
-                f"it calls no gate with {self._num_experts} scores, and has no weight of one"
+                f"it calls no gate with {self.num_experts} scores, and has no weight of one"
             )
-        added = list(itertools.product(self._shared(seen, x), self._output_biases(x), results))
-        for experts, y_RTD in self._results(routings, x):
+        added = list(itertools.product(self._shared(), self._output_biases(), results))
+        for experts, y_RTD in self._results(routings):
             for shared, bias, place in added:
-                expected = leaves[place].reshape(x.shape)
+                expected = leaves[place].reshape(self.x.shape)
                 for each in shared:
-                    expected = expected - each(self._module, x).view_as(x)
+                    expected = expected - each(self.module, self.x).view_as(self.x)
                 if bias is not None:
-                    expected = expected - attrgetter(bias)(self._module)
+                    expected = expected - attrgetter(bias)(self.module)
                 if not expected.any():  # Any experts that give zeros would do.
                     continue
                 number, scale, error = self._best(
@@ -277,17 +308,17 @@ class _Search:
                 if error <= _TOLERANCE:
                     routing, routed = routings[number]
                     returned = [
-                        ReturnValue("result", keeps_shape=leaf.ndim == x.ndim)
+                        ReturnValue("result", keeps_shape=leaf.ndim == self.x.ndim)
                         if position == place
-                        else _return_value(leaf, routed, x, self._num_experts)
+                        else _return_value(leaf, routed, self.x, self.num_experts)
                         for position, leaf in enumerate(leaves)
                     ]
                     attributes = {
-                        name: _return_value(value, routed, x, self._num_experts)
+                        name: _return_value(value, routed, self.x, self.num_experts)
                         for name, value in vars(leaves[place]).items()
                     }
                     return LayerSpec(
-                        arguments=_arguments(self._module),
+                        arguments=_arguments(self.module),
                         routing=replace(routing, scale=scale),
                         experts=experts,
                         shared=shared,
@@ -299,26 +330,26 @@ class _Search:
 
     # --- Routing ---
 
-    def _routings(self, seen: ObservedForward, x: Tensor) -> list[tuple[Routing, Routed]]:
+    def _routings(self) -> list[tuple[Routing, Routed]]:
         """Returns the routings to try, with what they give; those that give the same, once."""
         found: list[tuple[Routing, Routed]] = []
         known: list[Tensor] = []
-        for routing in (*self._gate_routings(seen), *self._top_k_routings(seen, x)):
+        for routing in (*self._gate_routings(), *self._top_k_routings()):
             try:
-                routed = routing(self._module, x)
-                dense_TE = _dense_weights(routed, self._num_experts)
+                routed = routing(self.module, self.x)
+                dense_TE = _dense_weights(routed, self.num_experts)
             except Exception:  # noqa: S112  A routing that does not fit the gate.
                 continue
-            if len(routed.ids) == x.numel() // x.shape[-1] and not any(
+            if len(routed.ids) == self.num_tokens and not any(
                 torch.allclose(dense_TE, other, rtol=1e-6, atol=1e-9) for other in known
             ):
                 known.append(dense_TE)
                 found.append((routing, routed))
         return found
 
-    def _gate_routings(self, seen: ObservedForward) -> Iterator[Routing]:
+    def _gate_routings(self) -> Iterator[Routing]:
         """Yields routings by gates that return the experts and their weights."""
-        for observed in seen.calls:
+        for observed in self.seen.calls:
             outputs = [(i, o) for i, o in enumerate(observed.outputs) if isinstance(o, Tensor)]
             for (ids, chosen), (weights, output) in itertools.product(outputs, repeat=2):
                 is_ids = chosen.dtype in (torch.int32, torch.int64)
@@ -326,52 +357,51 @@ class _Search:
                     for weighting in get_args(Weighting):
                         yield GateRouting(observed.call, ids, weights, weighting)
 
-    def _top_k_routings(self, seen: ObservedForward, x: Tensor) -> Iterator[Routing]:
+    def _top_k_routings(self) -> Iterator[Routing]:
         """Yields routings by the largest of E scores."""
-        values = {v for part in self._other_parts for v in vars(part).values() if type(v) is int}
-        top_ks = [k for k in seen.top_ks if 1 <= k <= self._num_experts]
-        top_ks += sorted(value for value in values if 1 <= value < self._num_experts)
-        top_ks.append(self._num_experts)
+        integers = {number for number in self.numbers if type(number) is int}
+        top_ks = [*self.seen.top_ks, *sorted(integers), self.num_experts]
+        top_ks = [k for k in dict.fromkeys(top_ks) if 1 <= k <= self.num_experts]
         biases = [None, *self._selection_biases()]
         sources: list[tuple[SubmoduleCall | LinearRouter, int]] = [
-            *self._score_calls(seen, x),
-            *self._linear_routers(x),
+            *self._score_calls(),
+            *self._linear_routers(),
         ]
         for source, output in sources:
-            for top_k, bias in itertools.product(dict.fromkeys(top_ks), biases):
+            for top_k, bias in itertools.product(top_ks, biases):
                 for scoring, weighting in _SCORINGS:
                     yield TopKRouting(source, output, top_k, scoring, bias, weighting)
 
     def _selection_biases(self) -> list[str]:
-        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        named = (*self.module.named_parameters(), *self.module.named_buffers())
         return [
             name
             for name, tensor in named
             if tensor.is_floating_point()
-            and tensor.numel() == self._num_experts
-            and tensor.shape[-1:] == (self._num_experts,)
-            and name not in self._expert_parameters
+            and tensor.numel() == self.num_experts
+            and tensor.shape[-1:] == (self.num_experts,)
+            and name not in self.expert_parameters
         ]
 
-    def _score_calls(self, seen: ObservedForward, x: Tensor) -> Iterator[tuple[SubmoduleCall, int]]:
+    def _score_calls(self) -> Iterator[tuple[SubmoduleCall, int]]:
         """Yields the calls that return E numbers for each token, and which output these are."""
-        for observed in seen.calls:
+        for observed in self.seen.calls:
             for place, output in enumerate(observed.outputs):
                 if (
                     isinstance(output, Tensor)
                     and output.is_floating_point()
                     and output.ndim >= 2
-                    and output.shape[-1] == self._num_experts
-                    and output.numel() * x.shape[-1] == x.numel() * self._num_experts
+                    and output.shape[-1] == self.num_experts
+                    and output.numel() == self.num_tokens * self.num_experts
                 ):
                     yield observed.call, place
 
-    def _linear_routers(self, x: Tensor) -> Iterator[tuple[LinearRouter, int]]:
+    def _linear_routers(self) -> Iterator[tuple[LinearRouter, int]]:
         """Yields products with parameters that give E numbers for each token."""
-        count, width = self._num_experts, x.shape[-1]
-        named = dict(self._module.named_parameters())
+        count, width = self.num_experts, self.x.shape[-1]
+        named = dict(self.module.named_parameters())
         for name, parameter in named.items():
-            if parameter.ndim != 2 or name in self._expert_parameters:
+            if parameter.ndim != 2 or name in self.expert_parameters:
                 continue
             bias = name.removesuffix("weight") + "bias" if name.endswith("weight") else None
             if bias not in named or named[bias].shape != (count,):
@@ -383,19 +413,20 @@ class _Search:
     # --- Experts behind each routing ---
 
     def _results(
-        self, routings: list[tuple[Routing, Routed]], x: Tensor
+        self, routings: list[tuple[Routing, Routed]]
     ) -> Iterator[tuple[ExpertsSpec, Tensor]]:
         """Yields what the experts may compute, with the result for each routing ``[R, T, D]``."""
-        x_TD = x.reshape(-1, x.shape[-1])
-        candidates = [each for each in self._candidates if each.width(self._module) == x.shape[-1]]
+        width = self.x.shape[-1]
+        x_TD = self.x.reshape(-1, width)
+        candidates = [each for each in self.candidates if each.width(self.module) == width]
         dense_RTE = torch.stack(
-            [_dense_weights(routed, self._num_experts) for _, routed in routings]
+            [_dense_weights(routed, self.num_experts) for _, routed in routings]
         )
         for experts in candidates:
             yield experts, torch.einsum("rte,ted->rtd", dense_RTE, self._each_expert(experts, x_TD))
         for each in candidates:
             experts = replace(each, options=replace(each.options, weight_on_input=True))
-            weights, options = experts.weights(self._module), asdict(experts.options)
+            weights, options = experts.weights(self.module), asdict(experts.options)
             results = [
                 custom_ops.experts(x_TD, routed.ids, routed.weights, *weights, **options)
                 for _, routed in routings
@@ -404,11 +435,11 @@ class _Search:
 
     def _each_expert(self, experts: ExpertsSpec, x_TD: Tensor) -> Tensor:
         """Returns what each expert gives for each token, ``[T, E, D]``, in float64."""
-        tokens, count = len(x_TD), self._num_experts
+        tokens, count = len(x_TD), self.num_experts
         ids = torch.arange(count, device=x_TD.device).repeat(tokens)[:, None]
         rows = x_TD.repeat_interleave(count, dim=0)
         ones = torch.ones_like(ids, dtype=x_TD.dtype)
-        weights = experts.weights(self._module)
+        weights = experts.weights(self.module)
         y = custom_ops.experts(rows, ids, ones, *weights, **asdict(experts.options))
         return y.view(tokens, count, -1).double()
 
@@ -420,33 +451,26 @@ class _Search:
         factors_R = (y_RTD * expected_TD).sum((1, 2)) / y_RTD.square().sum((1, 2)).clamp_min(1e-30)
         best = 0, 1.0, float("inf")
         for number, factor in enumerate(factors_R.tolist()):
-            scale = 1.0
-            if scaled:
-                known = min(self._known_factors, key=lambda each: abs(each - factor))
-                scale = known if abs(known - factor) <= _SCALE_TOLERANCE * abs(factor) else 1.0
+            nearest = float(min((1.0, *self.numbers), key=lambda known: abs(known - factor)))
+            is_known = abs(nearest - factor) <= _SCALE_TOLERANCE * abs(factor)
+            scale = nearest if scaled and is_known else 1.0
             error = relative_error(y_RTD[number] * scale, expected_TD)
             if error < best[2]:
                 best = number, scale, error
         return best
 
-    @functools.cached_property
-    def _known_factors(self) -> list[float]:
-        """The factors that weights may have: 1, and the numbers among attributes."""
-        values = (value for part in self._other_parts for value in vars(part).values())
-        return [1.0, *(float(v) for v in values if type(v) in (int, float) and v > 0)]
-
     # --- What every token gets besides ---
 
-    def _shared(self, seen: ObservedForward, x: Tensor) -> list[tuple[SharedExpert, ...]]:
+    def _shared(self) -> list[tuple[SharedExpert, ...]]:
         """Returns the sets of shared experts to try."""
         single = [
             (observed.call, observed.outputs[0])
-            for observed in seen.calls
+            for observed in self.seen.calls
             if len(observed.outputs) == 1 and isinstance(observed.outputs[0], Tensor)
         ]
-        mlps = [call for call, output in single if _is_like_tokens(output, x)]
+        mlps = [call for call, output in single if _is_like_tokens(output, self.x)]
         outer = [c for c in mlps if not any(c.path.startswith(f"{o.path}.") for o in mlps)]
-        gates = [call for call, output in single if output.numel() * x.shape[-1] == x.numel()]
+        gates = [call for call, output in single if output.numel() == self.num_tokens]
         found: list[tuple[SharedExpert, ...]] = []
         if outer:
             found.append(tuple(SharedExpert(call) for call in outer))
@@ -454,11 +478,11 @@ class _Search:
             found += [(SharedExpert(call),) for call in outer]
         return list(dict.fromkeys([*found, ()]))
 
-    def _output_biases(self, x: Tensor) -> list[str | None]:
+    def _output_biases(self) -> list[str | None]:
         """Returns the parameters ``[D]`` that may be added behind the experts, and None."""
-        named = self._module.named_parameters()
-        names = [name for name, p in named if p.shape == x.shape[-1:]]
-        return [None, *(name for name in names if name not in self._expert_parameters)]
+        named = self.module.named_parameters()
+        names = [name for name, p in named if p.shape == self.x.shape[-1:]]
+        return [None, *(name for name in names if name not in self.expert_parameters)]
 
 
 def _return_value(value: Any, routed: Routed, x: Tensor, num_experts: int) -> ReturnValue:

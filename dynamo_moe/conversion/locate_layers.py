@@ -8,7 +8,9 @@ Legend: D model width, E experts.
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
@@ -84,24 +86,25 @@ def locate_layers(model: nn.Module, handled: Set[nn.Module]) -> list[LayerCandid
         model: The model.
         handled: Modules that are out of the question: converted already, or otherwise.
     """
-    found: list[LayerCandidate] = []
     located = list(_locate_experts(model))
+    places = Counter(experts.path for experts in located)
+
+    def is_free(path: str) -> bool:
+        module = model.get_submodule(path)
+        is_converted = any(isinstance(part, ConvertedModule) for part in module.modules())
+        alone = sum(_is_within(place, path) for place in places) == 1
+        return alone and not is_converted and module not in handled
+
+    found: list[LayerCandidate] = []
     for experts in located:
         known = any(each.experts.path == experts.path for each in found)
         if known or model.get_submodule(experts.path) in handled:
             continue
-        paths = []
-        for path in _paths_upwards(experts):
-            module = model.get_submodule(path)
-            several = sum(_is_within(other, path) for other in {each.path for each in located}) > 1
-            is_converted = any(isinstance(part, ConvertedModule) for part in module.modules())
-            if several or is_converted or module in handled:
-                break
-            paths.append(path)
+        paths = list(itertools.takewhile(is_free, _paths_upwards(experts)))
         routing = (path for path in paths if _may_route(model, path, experts))
         if (chosen := next(routing, None)) is not None:
             found.append(LayerCandidate(chosen, tuple(paths), experts))
-        elif paths and sum(each.path == experts.path for each in located) == 1:
+        elif paths and places[experts.path] == 1:
             candidate = LayerCandidate(paths[0], tuple(paths), experts)
             around = model.get_submodule(paths[0].rpartition(".")[0])
             # Beside experts that are handled, these are ones that every token visits.

@@ -89,13 +89,9 @@ def observe_forward(
     x: Tensor,
     unwatched: Collection[nn.Module],
 ) -> ObservedForward:
-    """Runs a module on tokens ``[..., D]``, and leaves it as it was.
+    """Runs a module's forward on tokens ``[..., D]``, and leaves the module as it was.
 
-    Args:
-        module: The module.
-        run: Its forward.
-        x: The tokens.
-        unwatched: Submodules whose calls are not of interest, with all that is in them.
+    Calls of submodules in those that are unwatched are not recorded.
 
     Raises:
         Exception: Whatever the module raises.
@@ -361,13 +357,9 @@ def on_any_device(module: nn.Module) -> Callable[..., Any]:
         try:
             return module(*args, **kwargs)
         except Exception:
-            if any(p.is_cuda for p in module.parameters()):
-                raise
-            try:
-                with _ClaimCuda():
+            if not any(p.is_cuda for p in module.parameters()):
+                with contextlib.suppress(Exception), _ClaimCuda():
                     return module(*args, **kwargs)
-            except Exception:  # noqa: S110  The first one is the module's own.
-                pass
             raise
 
     return run

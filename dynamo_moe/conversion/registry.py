@@ -88,14 +88,7 @@ def matching_adapters(module: nn.Module) -> list[Adapter]:
 def convert_by_adapters(
     model: nn.Module, handled: Set[nn.Module]
 ) -> tuple[list[Replacement], list[Unrecognised]]:
-    """Replaces the modules that an adapter recognises, in place.
-
-    Args:
-        model: The model.
-        handled: Modules that were converted otherwise.
-
-    Returns:
-        The modules that were replaced, and those that no adapter could convert, with the reasons.
+    """Replaces the modules that an adapter recognises, in place, except handled ones.
 
     Raises:
         ValueError: If an adapter would replace the model itself.

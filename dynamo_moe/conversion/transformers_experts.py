@@ -54,15 +54,7 @@ _OPTIONS, _FALLBACK = "_dynamo_moe_options", "_dynamo_moe_fallback"
 def convert_experts(
     model: nn.Module, fallback: str | None
 ) -> tuple[list[Replacement], list[Unrecognised]]:
-    """Selects the implementation here for a model's experts modules, where it is exact.
-
-    Args:
-        model: The model.
-        fallback: Another registered implementation, which computes the others; None: they compute
-            as before.
-
-    Returns:
-        The modules that were converted, and those that were not, each with the reason.
+    """Selects the implementation here for a model's experts, where it is exact, else the fallback.
 
     Raises:
         ValueError: If transformers knows no implementation ``fallback``.
@@ -182,10 +174,7 @@ def _example(module: Experts) -> tuple[Tensor, Tensor, Tensor]:
 def _select(module: Experts, options: ExpertOptions | None, fallback: str | None) -> None:
     """Makes a module, and all that share its config, compute through the implementation here.
 
-    Args:
-        module: An experts module.
-        options: What it computes; None: ``fallback`` computes it.
-        fallback: Another registered implementation; None: the module's own forward.
+    Without options ``fallback`` computes it, and without that its own forward.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

@@ -216,6 +216,15 @@ def test_layers_of_one_class_keep_their_own_attributes() -> None:
     assert [float(layer.loss) for layer in model] == [1, 0]
 
 
+def test_a_forward_replaced_in_the_instance_is_not_converted() -> None:
+    model = nn.Sequential(Listed(), Listed())
+    model[1].forward = model[1].forward
+    report = dynamo_moe.convert(model)
+    assert [each.module for each in report.replaced] == ["0"]
+    assert [each.module for each in report.unrecognised] == ["1"]
+    assert "replaced in the instance" in report.unrecognised[0].reason
+
+
 def test_trials_leave_nothing_behind() -> None:
     class Caches(Listed):
         def __init__(self) -> None:
