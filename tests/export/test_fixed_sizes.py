@@ -313,6 +313,19 @@ def test_models_without_decisions_are_not_run(tmp_path: Path, monkeypatch) -> No
     dynamo_moe.export(model, torch.randn(TOKENS, 16), tmp_path / "m.onnx")
 
 
+def test_trials_of_a_large_example_are_small(tmp_path: Path) -> None:
+    seen = []
+
+    def forward(m: Model, x: Tensor) -> Tensor:
+        if isinstance(x.shape[0], int) and type(x) is Tensor:
+            seen.append(x.shape[0])
+        return m.linear(x) if x.shape[0] != 7 else m.linear(x) + 0
+
+    dynamo_moe.export(Model(forward).eval(), torch.randn(4096, 16), tmp_path / "model.onnx")
+    assert 7 in seen
+    assert max(seen) <= 16
+
+
 def test_lazy_weights_have_shapes_alone() -> None:
     """If weights have no values, results are compared only by shape and dtype."""
     example = dynamic_shapes.resolve(Model(branch), (torch.randn(TOKENS, 16),), {}, "batch")
