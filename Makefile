@@ -20,7 +20,7 @@ SECONDS ?= 600
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-avx2 test-fast fuzz lint format docs pictures bench gpu-check clean test-all
+.PHONY: help install demo test test-avx2 test-fast tables fuzz lint format docs pictures bench gpu-check clean test-all
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ test-fast: $(INSTALLED) ## Run those that take less than 10 seconds each
 
 test-avx2: $(INSTALLED) build/avx2.so ## Run the tests as on a CPU without AVX-512 and VNNI
 	LD_PRELOAD=$(abspath build/avx2.so) $(PYTEST) -m "not every"
+
+tables: $(INSTALLED) ## Write the C++ table of a layer's options anew
+	$(BIN)/python -m trt_plugin.compiling.layer_table
 
 fuzz: $(INSTALLED) ## Fuzz the reader of bundles, for SECONDS=600 by default
 	TRITON_INTERPRET=1 PYTHONPATH=. $(BIN)/python tests/bundle_fuzzer.py $(SECONDS)
