@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Where test-torch has another PyTorch.
+TORCH_BIN = $(VENV)-torch-$(TORCH)/bin
 # Workers that run tests.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -20,10 +22,11 @@ SECONDS ?= 600
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-avx2 test-fast tables fuzz lint format docs pictures bench gpu-check clean test-all
+.PHONY: help install demo test test-avx2 test-fast test-torch tables fuzz lint format docs pictures bench \
+	gpu-check clean test-all
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Create .venv with dynamo-moe, editable, and everything that the other targets need
 
@@ -59,7 +62,17 @@ tables: $(INSTALLED) ## Write the C++ table of a layer's options anew
 	$(BIN)/python -m trt_plugin.compiling.layer_table
 
 fuzz: $(INSTALLED) ## Fuzz the reader of bundles, for SECONDS=600 by default
-	TRITON_INTERPRET=1 PYTHONPATH=. $(BIN)/python tests/bundle_fuzzer.py $(SECONDS)
+	TRITON_INTERPRET=1 PYTHONPATH=. $(BIN)/python tests/support/bundle_fuzzer.py $(SECONDS)
+
+# Beside .venv, from which it takes everything else. pip's settings say where PyTorch comes from.
+test-torch: $(INSTALLED) ## Run the export tests with another PyTorch: make test-torch TORCH=2.12
+	@test -n "$(TORCH)" || { echo "name a version, as in make test-torch TORCH=2.12"; exit 1; }
+	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
+	@$(TORCH_BIN)/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH).*"
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> "$$($(TORCH_BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/all_else.pth"
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(TORCH_BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+		-m "not slow and not every" tests/export tests/conversion
 
 build/avx2.so: tests/native/avx2.cc
 	@mkdir -p build

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe.operators import registry
+from dynamo_moe.tracing import translate
 
 LIBRARY = torch.library.Library("registered", "FRAGMENT")
 DOMAIN = "registered"
@@ -171,7 +172,7 @@ def test_torch_onnx_export_makes_the_node_too() -> None:
 
 
 def test_exporter_of_pytorch_gives_the_same_node(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("dynamo_moe.tracing.known_torch.KNOWN_VERSIONS", ())
+    monkeypatch.setattr("dynamo_moe.tracing.private.KNOWN_VERSIONS", ((2, 0), (2, 1)))
     model, proto = exported(tmp_path / "m.onnx", call_scaled)
     assert attributes(only(proto, "Scaled"))["steps"] == [4, 5]
     other_shapes(tmp_path / "m.onnx", model)
@@ -397,7 +398,7 @@ dynamo_moe.register_op(OPS.composite, domain=DOMAIN, op_type="Composite")
 @pytest.mark.parametrize("steps", [True, False], ids=["own steps", "torch.onnx"])
 def test_a_composite_stays_one_node(tmp_path: Path, monkeypatch, steps: bool) -> None:
     if not steps:
-        monkeypatch.setattr("dynamo_moe.tracing.known_torch.KNOWN_VERSIONS", ())
+        monkeypatch.setattr("dynamo_moe.tracing.private.KNOWN_VERSIONS", ((2, 0), (2, 1)))
     _, proto = exported(tmp_path / "m.onnx", OPS.composite)
     assert only(proto, "Composite")
     assert "Sqrt" not in {node.op_type for node in proto.graph.node}
@@ -888,11 +889,10 @@ def test_operators_registered_after_an_export_are_known(tmp_path: Path) -> None:
 
 
 def test_translations_of_former_sets_of_operators_are_let_go() -> None:
-    steps = pytest.importorskip("dynamo_moe.tracing.exporter_steps")
     own = registry.operators()
-    before, _ = steps._registered(18, own)
-    after, _ = steps._registered(18, own[:-1])
-    assert steps._registered.cache_info().currsize == 1
+    before, _ = translate._registered(18, own)
+    after, _ = translate._registered(18, own[:-1])
+    assert translate._registered.cache_info().currsize == 1
     dropped = own[-1].torch_op
     assert before.is_registered(dropped)
     assert not after.is_registered(dropped)
