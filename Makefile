@@ -22,7 +22,7 @@ SECONDS ?= 600
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-avx2 test-fast test-torch fuzz lint format docs pictures bench \
+.PHONY: help install demo test test-avx2 test-fast test-torch tables fuzz lint format docs pictures bench \
 	gpu-check clean test-all
 
 help: ## Show the targets
@@ -58,8 +58,12 @@ test-fast: $(INSTALLED) ## Run those that take less than 10 seconds each
 test-avx2: $(INSTALLED) build/avx2.so ## Run the tests as on a CPU without AVX-512 and VNNI
 	LD_PRELOAD=$(abspath build/avx2.so) $(PYTEST) -m "not every"
 
+tables: $(INSTALLED) ## Write the C++ table of a layer's options anew
+	$(BIN)/python -m trt_plugin.compiling.layer_table
+
 fuzz: $(INSTALLED) ## Fuzz the reader of bundles, for SECONDS=600 by default
-	TRITON_INTERPRET=1 PYTHONPATH=. $(BIN)/python tests/bundle_fuzzer.py $(SECONDS)
+	TRITON_INTERPRET=1 PYTHONPATH=. $(BIN)/python tests/support/bundle_fuzzer.py $(SECONDS)
+
 # Beside .venv, from which it takes everything else. pip's settings say where PyTorch comes from.
 test-torch: $(INSTALLED) ## Run the export tests with another PyTorch: make test-torch TORCH=2.12
 	@test -n "$(TORCH)" || { echo "name a version, as in make test-torch TORCH=2.12"; exit 1; }

@@ -286,6 +286,10 @@ def to_model(layers: list[Layer], build: Build, opset: int = 20, rank: int = 2) 
     return ir.Model(graph, ir_version=10, functions=functions)
 
 
+def _plain(value: str | bool | float) -> int | float | str:
+    return int(value) if isinstance(value, bool) else value
+
+
 def attributes(layer: Layer) -> dict[str, int | float | str]:
     config = layer.config
     values: dict[str, int | float | str] = {
@@ -293,17 +297,10 @@ def attributes(layer: Layer) -> dict[str, int | float | str]:
         "num_experts": layer.experts,
         "in_features": layer.width,
         "hidden_features": layer.hidden,
-        "activation": config.activation,
-        "gated": int(config.gated),
-        "interleaved": int(config.interleaved),
-        "weight_on_input": int(config.weight_on_input),
+        **{row.attribute: _plain(getattr(config, row.name)) for row in config.rows},
         "activation_alpha": layer.alpha,
         "activation_limit": layer.limit,
-        "pre_norm": config.pre_norm,
         "norm_eps": layer.norm_eps,
-        "residual": int(config.residual),
-        "scoring": config.scoring,
-        "renormalize": int(config.renormalize),
         "routed_scaling": layer.scaling,
         "plugin_version": "1",
         "plugin_namespace": "",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS
 from moe_cases import Case
 from standin import ROOT, SOURCES, build
 from trt_plugin.native import library_path
@@ -417,21 +418,8 @@ def host(version: int) -> Host:
 
 def attributes_of(case: Case) -> dict[str, Any]:
     """All attributes of the case's node."""
-    options = {
-        "activation": "gelu",
-        "gated": False,
-        "interleaved": False,
-        "weight_on_input": False,
-        "alpha": 1.702,
-        "limit": 7.0,
-        "pre_norm": "none",
-        "norm_eps": 1e-6,
-        "residual": False,
-    }
-    if case.op == "dropless":
-        options |= {"scoring": "softmax", "renormalize": True, "routed_scaling": 1.0}
-    options |= case.options
-    names = {"alpha": "activation_alpha", "limit": "activation_limit"}
+    rows = (*EXPERT_OPTIONS, *(ROUTER_OPTIONS if case.op == "dropless" else ()))
+    options = {row.attribute: case.options.get(row.name, row.default) for row in rows}
     w1, w2 = case.arguments["w1"], case.arguments["w2"]
     top_k = case.arguments.get("top_k")
     return {
@@ -439,10 +427,7 @@ def attributes_of(case: Case) -> dict[str, Any]:
         "num_experts": w1.shape[0],
         "in_features": w1.shape[2],
         "hidden_features": w2.shape[2],
-    } | {
-        names.get(name, name): int(value) if isinstance(value, bool) else value
-        for name, value in options.items()
-    }
+    } | {name: int(value) if isinstance(value, bool) else value for name, value in options.items()}
 
 
 def filled(case: Case) -> Case:

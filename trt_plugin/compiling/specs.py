@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from custom_ops.kernels.layer import Layer
-from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, ExpertOptions, RouterOptions
 
 __all__ = ["parse_spec"]
 
@@ -83,18 +83,9 @@ def _operator(text: str) -> str:
 
 _SIZES = ("experts", "top_k", "width", "hidden")
 _Reader = Callable[[str], Any]
-_ROUTER: dict[str, _Reader] = {"scoring": str, "renormalize": _flag, "routed_scaling": _number}
-_EXPERTS: dict[str, _Reader] = {
-    "activation": str,
-    "gated": _flag,
-    "interleaved": _flag,
-    "weight_on_input": _flag,
-    "alpha": _number,
-    "limit": _number,
-    "pre_norm": str,
-    "norm_eps": _number,
-    "residual": _flag,
-}
+_READERS: dict[type, _Reader] = {str: str, bool: _flag, float: _number}
+_ROUTER = {option.name: _READERS[option.type] for option in ROUTER_OPTIONS}
+_EXPERTS = {option.name: _READERS[option.type] for option in EXPERT_OPTIONS}
 _KEYS: dict[str, _Reader] = {
     "op": _operator,
     **dict.fromkeys(_SIZES, _integer),
