@@ -240,25 +240,15 @@ def _candidates(
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which matrix is which, and how they are stored.
-
-    Attributes:
-        first: The one or two matrices of the first product.
-        second: The matrix of the second product.
-        first_transposed: Whether those of the first are stored (in, out).
-        second_transposed: Whether that of the second is.
-        hidden: H.
-        width: D.
-        gated: Whether F is 2H.
-    """
+    """Which matrices belong to the first product and which to the second, and how they lie."""
 
     first: tuple[str, ...]
     second: str
-    first_transposed: bool
+    first_transposed: bool  # Stored (in, out).
     second_transposed: bool
     hidden: int
     width: int
-    gated: bool
+    gated: bool  # F is 2H.
 
 
 def _layouts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[_Layout]:

@@ -104,11 +104,7 @@ class IdentifiedLayer:
 
 
 def identify_layer(module: nn.Module, experts: ExpertList | ExpertStacks) -> IdentifiedLayer:
-    """Returns what a layer in evaluation mode computes.
-
-    Args:
-        module: A module in at least float32.
-        experts: Its experts, by their path in it.
+    """Returns what a layer in evaluation mode, in at least float32, computes.
 
     Raises:
         NotRoutedError: If it does not route, as far as can be seen.

@@ -201,18 +201,14 @@ class TopKRouting:
         logits_TE = logits.reshape(-1, logits.shape[-1])
         if logits_TE.dtype != torch.float64:
             logits_TE = logits_TE.float()
-        scores_TE = logits_TE
-        if self.scoring == "softmax":
-            scores_TE = logits_TE.softmax(dim=-1)
-        elif self.scoring == "sigmoid":
-            scores_TE = logits_TE.sigmoid()
+        scores_TE = _normalized(logits_TE, self.scoring)
         if self.selection_bias is None:
             weights_TK, ids_TK = scores_TE.topk(self.top_k, dim=-1)
         else:
             bias_E: Tensor = attrgetter(self.selection_bias)(module)
             ids_TK = (scores_TE + bias_E.reshape(-1)).topk(self.top_k, dim=-1).indices
             weights_TK = scores_TE.gather(-1, ids_TK)
-        return Routed(ids_TK, _weighted(weights_TK, self.weighting, self.scale), outputs)
+        return Routed(ids_TK, _normalized(weights_TK, self.weighting, self.scale), outputs)
 
     def builtin(self) -> tuple[LinearRouter, RouterOptions] | None:
         """Returns the same as a router of ``torch.ops.moe.dropless``, if it has that one."""
@@ -251,7 +247,7 @@ class GateRouting:
         outputs = self.source.outputs(module, x)
         ids, weights = outputs[self.ids], outputs[self.weights]
         choices = ids.shape[-1]
-        weights_TK = _weighted(weights.reshape(-1, choices), self.weighting, self.scale)
+        weights_TK = _normalized(weights.reshape(-1, choices), self.weighting, self.scale)
         return Routed(ids.reshape(-1, choices), weights_TK, outputs)
 
     def builtin(self) -> None:
@@ -261,14 +257,15 @@ class GateRouting:
 Routing = TopKRouting | GateRouting
 
 
-def _weighted(weights_TK: Tensor, weighting: Weighting, scale: float) -> Tensor:
-    if weighting == "sum":
-        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-    elif weighting == "softmax":
-        weights_TK = weights_TK.softmax(dim=-1)
-    elif weighting == "sigmoid":
-        weights_TK = weights_TK.sigmoid()
-    return weights_TK if scale == 1.0 else weights_TK * scale
+def _normalized(values: Tensor, kind: Weighting, scale: float = 1.0) -> Tensor:
+    """Returns a token's scores or weights, normalised over the last dimension, times a factor."""
+    if kind == "sum":
+        values = values / values.sum(dim=-1, keepdim=True)
+    elif kind == "softmax":
+        values = values.softmax(dim=-1)
+    elif kind == "sigmoid":
+        values = values.sigmoid()
+    return values if scale == 1.0 else values * scale
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -212,25 +213,12 @@ def _fallback(module: Experts) -> Callable[..., Tensor]:
 def _compute(
     module: Experts, options: ExpertOptions, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    def weight(name: str) -> Tensor:
-        parameter: Tensor = getattr(module, name)
-        return parameter.mT if module.is_transposed else parameter
-
-    first = _first_weight(module)
-    return custom_ops.experts(
-        x_TD,
-        ids_TK,
-        weights_TK,
-        weight(first),
-        getattr(module, f"{first}_bias") if module.has_bias else None,
-        weight("down_proj"),
-        module.down_proj_bias if module.has_bias else None,
-        activation=options.activation,
-        gated=options.gated,
-        interleaved=options.interleaved,
-        alpha=options.alpha,
-        limit=options.limit,
-    )
+    w1, w2 = (getattr(module, name) for name in (_first_weight(module), "down_proj"))
+    if module.is_transposed:
+        w1, w2 = w1.mT, w2.mT
+    b1 = getattr(module, f"{_first_weight(module)}_bias") if module.has_bias else None
+    b2 = module.down_proj_bias if module.has_bias else None
+    return custom_ops.experts(x_TD, ids_TK, weights_TK, w1, b1, w2, b2, **asdict(options))
 
 
 def _own_forward(module: Experts) -> Callable[..., Tensor]:
