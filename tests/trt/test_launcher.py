@@ -17,7 +17,6 @@ import test_bundle
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kernel_experts import bounded, cases
 from torch import Tensor
 
 import trt_plugin
@@ -26,6 +25,7 @@ from custom_ops.kernels.plan import plan
 from interpreted_gpu import InterpretedGpu, uncompiled_program
 from kernel_runs import call_tensors, layer_of, run_kernels
 from moe_cases import Case, assert_matches, make_case
+from random_layers import bounded, cases
 from standin import LAUNCH_FAILED, OUT_OF_MEMORY, ROOT, build, standin
 from trt_plugin._programs import layer_record
 from trt_plugin.aot import limit_tokens
