@@ -110,6 +110,7 @@ def test_import_leaves_slow_and_optional_packages_alone(package: str) -> None:
     assert added.isdisjoint(LOADED_AT_FIRST_USE)
 
 
+@pytest.mark.slow
 def test_import_takes_little_longer_than_torch() -> None:
     # Processor time in turns, and the least of each: other work on the machine only adds to it.
     timer = "import time, {}; print(time.process_time())"

@@ -169,6 +169,7 @@ def test_plans_of_architectures(op, device, tokens):
     check(case, device=device)
 
 
+@pytest.mark.slow
 @bounded
 @given(case=cases(), device=st.sampled_from(["sm_80", "sm_90"]))
 def test_any_layer(case, device):

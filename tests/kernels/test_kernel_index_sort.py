@@ -79,6 +79,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @bounded
 @given(problems())
 def test_two_kernels(problem):

@@ -56,6 +56,7 @@ def assert_verified(model: Any, path: Path, task: Any = "text-generation") -> No
         dynamo_moe.verify(path, model, [example_case(model, *sizes) for sizes in ((1, 4), (3, 9))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_streamed_and_in_memory_files_are_the_same(name: str, tmp_path: Path) -> None:
     folder = save(name, tmp_path / "checkpoint")
@@ -76,6 +77,7 @@ def test_the_unrolled_body_of_a_streamed_checkpoint(qwen: Path, tmp_path: Path) 
     assert_verified(ARCHITECTURES["qwen3_moe"].build(), tmp_path / "model.onnx")
 
 
+@pytest.mark.slow
 def test_shards_and_a_cast(tmp_path: Path) -> None:
     folder = save("mixtral", tmp_path / "checkpoint", max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
@@ -92,6 +94,7 @@ def test_shards_and_a_cast(tmp_path: Path) -> None:
     assert filecmp.cmp(tmp_path / data, tmp_path / "whole" / data, shallow=False)
 
 
+@pytest.mark.slow
 def test_experts_in_half_precision(qwen: Path, tmp_path: Path) -> None:
     model = dynamo_moe.open_checkpoint(qwen)
     dynamo_moe.convert(model, experts_dtype=torch.float16)

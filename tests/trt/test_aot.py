@@ -233,6 +233,7 @@ COMBINATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device"),
     [

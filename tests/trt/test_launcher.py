@@ -108,6 +108,7 @@ def test_the_same_bits_as_the_python_launcher(driver, op, tokens, device):
     assert_matches(result, case.oracle(), case.dtypes)
 
 
+@pytest.mark.slow
 @bounded
 @given(case=cases())
 def test_any_layer(case):
