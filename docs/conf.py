@@ -20,6 +20,7 @@ extensions = [
     "sphinx_copybutton",
     "command_line",
     "onnx_operator",
+    "option_table",
 ]
 exclude_patterns = ["_build"]
 nitpicky = True

@@ -13,7 +13,8 @@ from onnx.helper import get_attribute_value
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from dynamo_moe.moe_nodes import schemas, translation  # noqa: F401  Registers the operators.
+from dynamo_moe.moe_nodes import translation  # noqa: F401  Registers the operators.
+from dynamo_moe.moe_nodes.nodes import DOMAIN
 
 __all__ = ["OnnxOperator", "setup"]
 
@@ -27,7 +28,7 @@ class OnnxOperator(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Returns the description as parsed MyST."""
-        schema = onnx.defs.get_schema(self.arguments[0], domain=schemas.DOMAIN)
+        schema = onnx.defs.get_schema(self.arguments[0], domain=DOMAIN)
         return self.parse_text_to_nodes("\n\n".join(_sections(schema)))
 
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from custom_ops.activations import activate
-from custom_ops.options import CLAMPED, ExpertOptions
+from custom_ops.options import CLAMPED, POINTWISE, ExpertOptions
 
 __all__ = ["plain", "gating"]
 
-_PLAIN = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # Every regime of an activation: around zero, at the clamps, far beyond them.
 _PROBE = (0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 8.0, 12.0, 40.0, 3e2, 1e4)
 _TOLERANCE = 1e-5
@@ -26,7 +25,7 @@ def plain(function: Callable[[Tensor], Any]) -> ExpertOptions:
     Raises:
         ValueError: If ``torch.ops.moe`` has no such activation.
     """
-    candidates = (ExpertOptions(activation) for activation in _PLAIN)
+    candidates = (ExpertOptions(activation) for activation in POINTWISE)
     return _first(function, _values(), candidates, "activation")
 
 
@@ -50,7 +49,7 @@ def gating(
     """
 
     def candidates() -> Iterator[ExpertOptions]:
-        for activation in _PLAIN:
+        for activation in POINTWISE:
             yield ExpertOptions(activation, gated=True, interleaved=interleaved)
         for activation, limit, alpha in product(CLAMPED, limits, alphas):
             yield ExpertOptions(

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from custom_ops.activations import activate
-from custom_ops.options import CLAMPED, ExpertOptions
+from custom_ops.options import CLAMPED, POINTWISE, ExpertOptions
 from dynamo_moe.conversion.observing import random_weights, undisturbed, with_tensors
 from dynamo_moe.conversion.stacks import Experts, Stack
 
 __all__ = ["ListOfExperts", "StacksOfExperts", "experts_of_list", "experts_of_stacks", "holders"]
 
-_PLAIN = ("silu", "gelu", "relu", "gelu_tanh", "relu2")
 # gpt-oss's, which its reference has in the code; and what others call theirs.
-_CLAMP_NUMBERS = {1.702, 7.0}
+_CLAMP_NUMBERS = {ExpertOptions.alpha, ExpertOptions.limit}
 _CLAMP_WORDS = ("limit", "clamp", "alpha")
 # Of a stack [E, 1, n].
 _BIAS = re.compile(r".*bias.*|b\d*")
@@ -344,7 +343,7 @@ def _options(*modules: nn.Module) -> _Options:
         for name, value in named
         if type(value) in (int, float) and value > 0 and any(word in name for word in _CLAMP_WORDS)
     }
-    return _Options(_PLAIN, tuple(sorted(numbers | _CLAMP_NUMBERS)))
+    return _Options(POINTWISE, tuple(sorted(numbers | _CLAMP_NUMBERS)))
 
 
 def _forms(shapes: Sequence[Any]) -> Iterator[_Form]:

@@ -9,7 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from dynamo_moe.files.model_files import all_nodes
-from dynamo_moe.moe_nodes import schemas
+from dynamo_moe.moe_nodes.nodes import EXPERTS
 
 __all__ = ["index_limits"]
 
@@ -102,7 +102,7 @@ def _limited(
         depth = _greatest(initializers[node.input[1]], 1)
         if depth is not None:
             yield node.input[0], depth
-    elif node.op_type == schemas.EXPERTS and "num_experts" in attributes:
+    elif node.op_type == EXPERTS and "num_experts" in attributes:
         yield node.input[1], attributes["num_experts"].i
 
 

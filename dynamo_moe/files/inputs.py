@@ -9,9 +9,11 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import to_torch_dtype
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from custom_ops.dtypes import FLOATS
 from dynamo_moe.files.index_ranges import index_limits
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 
@@ -24,19 +26,7 @@ KEY = "dynamo_moe.integers"
 _CASES = ((1, 4), (3, 7), (2, 1))
 # Where nothing is known.
 _SOME = (0, 9)
-_FLOATS: dict[int, torch.dtype] = {
-    onnx.TensorProto.FLOAT: torch.float32,
-    onnx.TensorProto.FLOAT16: torch.float16,
-    onnx.TensorProto.BFLOAT16: torch.bfloat16,
-    onnx.TensorProto.DOUBLE: torch.float64,
-}
-_INTS: dict[int, torch.dtype] = {
-    onnx.TensorProto.INT64: torch.int64,
-    onnx.TensorProto.INT32: torch.int32,
-    onnx.TensorProto.INT16: torch.int16,
-    onnx.TensorProto.INT8: torch.int8,
-    onnx.TensorProto.UINT8: torch.uint8,
-}
+_INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def store(model: ir.Model, example: Sequence[Tensor]) -> None:
@@ -49,7 +39,7 @@ def store(model: ir.Model, example: Sequence[Tensor]) -> None:
     ranges = {
         str(value.name): [int(tensor.min()), int(tensor.max())]
         for value, tensor in zip(model.graph.inputs, example, strict=False)
-        if tensor.dtype in _INTS.values() and tensor.numel() and _has_values(tensor)
+        if tensor.dtype in _INTS and tensor.numel() and _has_values(tensor)
     }
     if ranges:
         model.metadata_props[KEY] = json.dumps(ranges)
@@ -103,16 +93,18 @@ def _random(
 ) -> Tensor:
     tensor_type = graph_input.type.tensor_type
     shape = [_size(graph_input.name, dim, sizes) for dim in tensor_type.shape.dim]
-    if tensor_type.elem_type in _FLOATS:
-        return torch.randn(shape, generator=generator).to(_FLOATS[tensor_type.elem_type])
-    if tensor_type.elem_type in _INTS:
-        dtype = _INTS[tensor_type.elem_type]
+    element = ir.DataType(tensor_type.elem_type)
+    dtype = None if element == ir.DataType.STRING else to_torch_dtype(element)
+    if dtype in FLOATS:
+        return torch.randn(shape, generator=generator).to(dtype)
+    if dtype in _INTS:
         least, greatest = ranges.get(graph_input.name, _SOME)
         return torch.randint(least, greatest + 1, shape, generator=generator, dtype=dtype)
-    if tensor_type.elem_type == onnx.TensorProto.BOOL:
+    if dtype == torch.bool:
         return torch.ones(shape, dtype=torch.bool)
-    name = onnx.TensorProto.DataType.Name(tensor_type.elem_type)
-    raise ValueError(f"input {graph_input.name!r} is {name}: pass inputs of your own to verify")
+    raise ValueError(
+        f"input {graph_input.name!r} is {element.name}: pass inputs of your own to verify"
+    )
 
 
 def _size(name: str, dimension: Any, sizes: dict[str, int]) -> int:

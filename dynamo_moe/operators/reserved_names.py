@@ -7,10 +7,10 @@ import re
 import onnx.defs
 from torch._ops import OpOverload
 
-__all__ = ["OWN_DOMAIN", "check_name"]
+__all__ = ["OWN_DOMAIN", "check_name", "is_own_domain"]
 
 OWN_DOMAIN = "moe"
-"""Of the project's own operators, in PyTorch and in ONNX."""
+"""The domain of the project's own operators, in PyTorch and in ONNX."""
 
 _DOMAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 _OP_TYPE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -41,6 +41,11 @@ _TENSORRT_PLUGINS = frozenset(
 )
 
 
+def is_own_domain(domain: str) -> bool:
+    """Whether a domain is the project's own: ``moe``, or ``moe.`` and a configuration's name."""
+    return domain.split(".", maxsplit=1)[0] == OWN_DOMAIN
+
+
 def check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
     """Checks that a node's name is free.
 
@@ -56,8 +61,7 @@ def check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
     for reserved in _RESERVED_DOMAINS:
         if domain == reserved or domain.startswith(f"{reserved}."):
             raise ValueError(f"domain {domain!r} is not yours to extend: choose a name of your own")
-    own = domain.split(".", maxsplit=1)[0] == OWN_DOMAIN
-    if own and torch_op.namespace != OWN_DOMAIN:
+    if is_own_domain(domain) and torch_op.namespace != OWN_DOMAIN:
         raise ValueError(f"domain {domain!r} is dynamo_moe's own: choose another name")
     if onnx.defs.has(op_type):
         raise ValueError(

@@ -13,7 +13,7 @@ import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import RouterOptions
 from custom_ops.routing import route
 from dynamo_moe.files import metadata
-from dynamo_moe.moe_nodes import schemas
+from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
 
 __all__ = ["RoutingRecorder", "agreement", "layers_of", "routing_graph"]
 
@@ -42,9 +42,10 @@ def routing_graph(proto: onnx.ModelProto) -> onnx.ModelProto | None:
 
 def _routing_inputs(layer: metadata.Layer) -> list[str]:
     """The values of the graph that decide the layer's routing."""
-    if layer.op_type == schemas.EXPERTS:
-        return [layer.inputs[1]]
-    return [name for name in (*layer.inputs[:2], *layer.inputs[4:5]) if name]
+    inputs = dict(zip(INPUTS[layer.op_type], layer.inputs, strict=False))
+    if layer.op_type == EXPERTS:
+        return [inputs["expert_ids"]]
+    return [inputs[name] for name in ("x", "router_weight", "router_bias") if inputs.get(name)]
 
 
 def _watch(graph: onnx.GraphProto, layer: metadata.Layer, name: str) -> None:
@@ -60,7 +61,7 @@ def _watch(graph: onnx.GraphProto, layer: metadata.Layer, name: str) -> None:
 
     inputs = _routing_inputs(layer)
     ids = inputs[0]
-    if layer.op_type == schemas.DROPLESS:
+    if layer.op_type == DROPLESS:
         tokens, weight, *bias = (add("Cast", value, to=onnx.TensorProto.FLOAT) for value in inputs)
         logits = add("MatMul", tokens, add("Transpose", weight, perm=[1, 0]))
         for value in bias:

@@ -322,7 +322,7 @@ def test_products_may_be_of_tf32() -> None:
     for given, expected in (((), False), (("--tf32",), True)):
         assert run("compile", *arguments, *given).exit_code == 0
         (program,) = trt_plugin.read("t.moek").programs
-        assert program.layer.has("tf32") is expected
+        assert program.layer.to_dict()["tf32"] is expected
 
 
 @pytest.mark.parametrize(

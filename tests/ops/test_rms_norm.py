@@ -237,8 +237,8 @@ def test_kernel_compiles_ahead_of_time(name: str) -> None:
     pytest.importorskip("triton")
     from custom_ops.kernels.architectures import architecture
     from custom_ops.kernels.rms_norm import rms_norm_spec
-    from trt_plugin._tasks import task_for
-    from trt_plugin._workers import compile_tasks
+    from trt_plugin.compiling.tasks import task_for
+    from trt_plugin.compiling.workers import compile_tasks
 
     tasks = [
         task_for(rms_norm_spec(width, dtype, dtype, 1e-6, **FORMS[-1]), architecture(name))

@@ -25,11 +25,10 @@ from custom_ops.kernels.spec import (
     WorkspacePointer,
 )
 from standin import fake_cubin
-from trt_plugin._compiled import Compiled, MapLayout
-from trt_plugin._programs import program_for
-from trt_plugin._tasks import task_for
 from trt_plugin.bundle import PARAMETER_BYTES, Program
-from trt_plugin.cubin import CubinInfo, Parameter
+from trt_plugin.compiling.cubin import CubinInfo, Parameter
+from trt_plugin.compiling.packing import program_for
+from trt_plugin.compiling.tasks import Compiled, MapLayout, task_for
 
 __all__ = ["InterpretedGpu", "uncompiled_program"]
 

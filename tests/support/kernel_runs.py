@@ -11,17 +11,16 @@ from custom_ops.kernels.configs import RangeConfig
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan, plan_with
+from custom_ops.options import ROUTER_OPTIONS
 from moe_cases import Case
 
 __all__ = ["call_tensors", "layer_of", "run_kernels"]
-
-_ROUTER_OPTIONS = ("scoring", "renormalize", "routed_scaling")
 
 
 def layer_of(case: Case, *, tf32: bool = False) -> Layer:
     """The case as a layer."""
     a, options = case.arguments, dict(case.options)
-    router = {name: options.pop(name) for name in _ROUTER_OPTIONS if name in options}
+    router = {row.name: options.pop(row.name) for row in ROUTER_OPTIONS if row.name in options}
     dropless = case.op == "dropless"
     routing = ("router_weight", "router_bias") if dropless else ("expert_ids", "expert_weights")
     routing_dtype, weights_dtype = (None if a[n] is None else a[n].dtype for n in routing)

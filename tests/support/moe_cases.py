@@ -6,7 +6,7 @@ Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E expe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions, reference
-from custom_ops.options import CLAMPED
+from custom_ops.dtypes import FLOATS
+from custom_ops.options import CLAMPED, POINTWISE, ROUTER_OPTIONS, SCORINGS
 from dynamo_moe.tolerances import tolerance_for
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
 
 OPS = ("dropless", "experts")
 
-_FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MIXED = (
     (torch.float32, torch.float16),
     (torch.float32, torch.bfloat16),
@@ -41,7 +41,7 @@ _MIXED = (
 # Of tokens and of experts.
 DTYPES = [
     pytest.param(x, w, id=f"{x}-{w}".replace("torch.", ""))
-    for x, w in [*((dtype, dtype) for dtype in _FLOAT_TYPES), *_MIXED]
+    for x, w in [*((dtype, dtype) for dtype in FLOATS), *_MIXED]
 ]
 
 _GATINGS: dict[str, dict[str, Any]] = {
@@ -49,11 +49,10 @@ _GATINGS: dict[str, dict[str, Any]] = {
     "gated": {"gated": True},
     "interleaved": {"gated": True, "interleaved": True},
 }
-_POINTWISE = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
 # What an expert computes; a limit of 1 makes the clamps bite.
 EXPERT_FORMS = [
     pytest.param({"activation": activation} | gating, id=f"{activation}-{name}")
-    for activation in _POINTWISE
+    for activation in POINTWISE
     for name, gating in _GATINGS.items()
 ] + [
     pytest.param(
@@ -79,12 +78,10 @@ ROUTER_FORMS = [
         {"scoring": scoring, "renormalize": renormalize, "routed_scaling": scaling},
         id=f"{scoring}-{'renormalized' if renormalize else 'raw'}-{scaling}",
     )
-    for scoring in ("softmax", "topk_softmax", "sigmoid")
+    for scoring in SCORINGS
     for renormalize in (True, False)
     for scaling in (1.0, 2.5)
 ]
-
-_ROUTER_FIELDS = fields(RouterOptions)
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,9 @@ class Case:
         The operators route in float32 at least, so random logits choose the oracle's experts.
         """
         a, options = self.arguments, dict(self.options)
-        router_options = {f.name: options.pop(f.name) for f in _ROUTER_FIELDS if f.name in options}
+        router_options = {
+            row.name: options.pop(row.name) for row in ROUTER_OPTIONS if row.name in options
+        }
         if self.op == "dropless":
             router_options = RouterOptions(a["top_k"], **router_options)
             routing = reference.router(a["x"], a["router_weight"], a["router_bias"], router_options)

@@ -48,7 +48,7 @@ def main() -> None:
         if contents(wheel) != contents(direct):
             fail("the wheel of the sdist is not that of the checkout", wheel, direct)
         try_wheel(wheel, Path(folder) / "elsewhere")
-        print(f"ok: {wheel.name}, built from {sdist.name}, works outside the checkout")
+        sys.stdout.write(f"ok: {wheel.name}, of {sdist.name}, works outside the checkout\n")
 
 
 def build(folder: Path, *options: str) -> tuple[Path, Path]:
@@ -60,9 +60,8 @@ def build(folder: Path, *options: str) -> tuple[Path, Path]:
 
 def sources() -> set[str]:
     """Returns the packages' files that the repository holds, the native library's sources aside."""
-    listed = subprocess.run(
-        ["git", "ls-files", *PACKAGES], check=True, capture_output=True, text=True, cwd=ROOT
-    ).stdout
+    command = ["git", "ls-files", *PACKAGES]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     return {name for name in listed.splitlines() if not name.startswith("trt_plugin/csrc/")}
 
 

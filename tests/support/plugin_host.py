@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_cases import Case
-from standin import ROOT, build
-from trt_plugin.launcher import library_path
+from standin import ROOT, SOURCES, build
+from trt_plugin.native import library_path
 
 __all__ = [
     "BUILD",
@@ -39,10 +39,6 @@ __all__ = [
 VERSIONS = (101601, 110400)
 BUILD, RUNTIME = 0, 1
 NAMES = {"dropless": "DroplessMoE", "experts": "DroplessMoEExperts"}
-#: The library's.
-SOURCES = sorted(
-    path for path in (ROOT / "trt_plugin" / "csrc").glob("*.cc") if path.name != "abi_check.cc"
-)
 
 _HOST = ROOT / "tests" / "native" / "host" / "host.cc"
 _DTYPES = {
@@ -174,7 +170,7 @@ class Host:
             f"host_{version}.so",
             [_HOST],
             *(f"-DHOST_VERSION={version}", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"),
-            *("-I", str(ROOT / "trt_plugin" / "csrc"), "-ldl"),
+            "-ldl",
         )
         self.call = ctypes.CDLL(str(path))
         pointers = ("create", "clone", "attach", "field_names", "serialize")

@@ -13,8 +13,11 @@ from functools import cache
 from pathlib import Path
 
 __all__ = [
+    "CSRC",
     "LAUNCH_FAILED",
     "OUT_OF_MEMORY",
+    "ROOT",
+    "SOURCES",
     "Launch",
     "Standin",
     "TensorMap",
@@ -24,6 +27,9 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "trt_plugin" / "csrc"
+#: The native library's; abi_check.cc is a program, which compares with headers that are not here.
+SOURCES = sorted(path for path in CSRC.rglob("*.cc") if path.name != "abi_check.cc")
 OUT_OF_MEMORY = 2
 LAUNCH_FAILED = 719
 
@@ -231,10 +237,10 @@ def fake_cubin(content: bytes) -> bytes:
     return struct.pack("<16s2HI3QI6H", *header) + struct.pack("<2I4Q2I2Q", *section) + content
 
 
-def build(name: str, sources: list[Path], *flags: str) -> Path:
-    """Compiles C++ sources with g++ into build/tests, unless that is done already."""
-    headers = sorted((ROOT / "trt_plugin" / "csrc").glob("*.h"))
-    digest = hashlib.sha256(repr(flags).encode())
+def build(name: str, sources: list[Path], *flags: str, compiler: str = "g++") -> Path:
+    """Compiles C++ sources into build/tests, unless that is done already."""
+    headers = sorted([*CSRC.rglob("*.h"), *(ROOT / "tests" / "native").glob("*.h")])
+    digest = hashlib.sha256(repr((compiler, flags)).encode())
     for file in [*sources, *headers]:
         digest.update(file.read_bytes())
     folder = ROOT / "build" / "tests" / digest.hexdigest()[:16]
@@ -243,7 +249,8 @@ def build(name: str, sources: list[Path], *flags: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         beside = folder / f"{name}.{os.getpid()}"
         warnings = ("-Wall", "-Wextra", "-Werror")
-        command = ["g++", "-std=c++17", *warnings, *map(str, sources), *flags, "-o", str(beside)]
+        options = ("-std=c++17", *warnings, f"-I{CSRC}")
+        command = [compiler, *options, *map(str, sources), *flags, "-o", str(beside)]
         subprocess.run(command, check=True)
         beside.replace(result)
     return result
