@@ -61,7 +61,7 @@ test-avx2: $(INSTALLED) build/avx2.so ## Run the tests as on a CPU without AVX-5
 	LD_PRELOAD=$(abspath build/avx2.so) $(PYTEST) -m "not every"
 
 fuzz: $(INSTALLED) ## Fuzz the reader of bundles, for SECONDS=600 by default
-	TRITON_INTERPRET=1 PYTHONPATH=. $(BIN)/python tests/bundle_fuzzer.py $(SECONDS)
+	TRITON_INTERPRET=1 PYTHONPATH=. $(BIN)/python tests/support/bundle_fuzzer.py $(SECONDS)
 
 build/avx2.so: tests/native/avx2.cc
 	@mkdir -p build

@@ -10,9 +10,8 @@ import torch
 
 import gpu_cases
 from custom_ops import ExpertOptions, reference
-from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
-from custom_ops.kernels.spec import MAX_TOKENS
-from gpu_cases import allow_tf32, check, gpu_case, launch_poisoned, plan_of
+from custom_ops.kernels.configs import RangeConfig
+from gpu_cases import PATHS, allow_tf32, check, gpu_case, launch_poisoned, plan_of
 from moe_cases import EXPERT_FORMS, NORM_FORMS, OPS, ROUTER_FORMS, Case, assert_matches
 
 pytestmark = pytest.mark.gpu
@@ -33,22 +32,6 @@ DTYPES = [
 ]
 # One for each path and size of tile.
 FEW, SMALL, LARGE = 2, 40, 1500
-
-
-def whole(path: str, up, down=None) -> tuple[RangeConfig, ...]:
-    return (RangeConfig(MAX_TOKENS, path, up, down),)
-
-
-PATHS = {
-    "few": whole("few", FewConfig(8, 128, 4), FewConfig(4, 64, 4)),
-    "gemm": whole("gemm", GemmConfig(32, 64, 64, 4, 3), GemmConfig(32, 64, 64, 4, 3, group_m=3)),
-    "tensor-maps": whole(
-        "gemm",
-        GemmConfig(64, 64, 64, 4, 3, tensor_maps=True),
-        GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True),
-    ),
-    "mlp": whole("mlp", MlpConfig(32, 64, 4, 2)),
-}
 
 
 def ranges(path: str) -> tuple[RangeConfig, ...]:

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from custom_ops import RouterOptions, reference
 from custom_ops.kernels.architectures import Architecture, nearest_architecture
-from custom_ops.kernels.configs import RangeConfig
+from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.plan import plan, plan_with
-from custom_ops.kernels.spec import ForwardPlan
+from custom_ops.kernels.spec import MAX_TOKENS, ForwardPlan
 from kernel_runs import layer_of
 from moe_cases import Case, assert_matches, make_case
 
 __all__ = [
     "DEVICE",
+    "PATHS",
     "POISON",
     "allow_tf32",
     "architecture",
@@ -37,6 +38,28 @@ POISON = 0xFF
 
 _GUARD = 4096
 _TIE = 1e-4
+
+#: Each path of the forward pass, with blocks that a small layer does not fill.
+PATHS: dict[str, tuple[RangeConfig, ...]] = {
+    "few": (RangeConfig(MAX_TOKENS, "few", FewConfig(8, 128, 4), FewConfig(4, 64, 4)),),
+    "gemm": (
+        RangeConfig(
+            MAX_TOKENS,
+            "gemm",
+            GemmConfig(32, 64, 64, 4, 3),
+            GemmConfig(32, 64, 64, 4, 3, group_m=3),
+        ),
+    ),
+    "tensor-maps": (
+        RangeConfig(
+            MAX_TOKENS,
+            "gemm",
+            GemmConfig(64, 64, 64, 4, 3, tensor_maps=True),
+            GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True),
+        ),
+    ),
+    "mlp": (RangeConfig(MAX_TOKENS, "mlp", MlpConfig(32, 64, 4, 2), None),),
+}
 
 
 def architecture() -> Architecture:

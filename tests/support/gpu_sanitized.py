@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 
 import torch
-from test_gpu import PATHS
 
-from gpu_cases import architecture, gpu_case, launch_poisoned, plan_of
+from gpu_cases import PATHS, architecture, gpu_case, launch_poisoned, plan_of
 from moe_cases import OPS
 
 TOKENS = (1, 3, 40, 300)
