@@ -18,7 +18,7 @@ from random_layers import bounded, cases
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 PATHS = {
-    "few": (FewConfig(4, 16, 4), FewConfig(8, 32, 4)),
+    "few": (FewConfig(16, 16, 4), FewConfig(8, 32, 4)),
     "gemm": (GemmConfig(16, 16, 16, 4, 2, group_m=3), GemmConfig(16, 32, 16, 4, 2)),
     "gemm-tensor-maps": (
         GemmConfig(16, 16, 16, 4, 2, group_m=3, tensor_maps=True),
