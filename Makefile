@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Where test-torch has another PyTorch.
+TORCH_BIN = $(VENV)-torch-$(TORCH)/bin
 # Workers that run tests.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -9,8 +11,7 @@ EXTRAS := demo,dev,kernels,transformers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# Those for a CPU.
-BENCHMARKS := $(filter-out gpu_% tune_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
+BENCHMARKS := cpu.experts cpu.function_bodies cpu.language_models export.speed export.checkpoint
 # Where gpu-check writes results.
 OUT ?= docs/benchmarks
 # Without a network it gives up in a minute.
@@ -23,8 +24,8 @@ SECONDS ?= 600
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-fast test-avx2 coverage fuzz package-test browser lint \
-	format docs pictures bench gpu-check clean
+.PHONY: help install demo test test-all test-fast test-avx2 test-torch coverage fuzz package-test browser \
+	lint format docs pictures bench gpu-check clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +63,17 @@ test-avx2: $(INSTALLED) build/avx2.so ## Run the tests as on a CPU without AVX-5
 
 fuzz: $(INSTALLED) ## Fuzz the reader of bundles, for SECONDS=600 by default
 	TRITON_INTERPRET=1 PYTHONPATH=. $(BIN)/python tests/support/bundle_fuzzer.py $(SECONDS)
+
+# Beside .venv, from which it takes everything else. pip's settings say where PyTorch comes from.
+test-torch: $(INSTALLED) ## Run the export tests with another PyTorch: make test-torch TORCH=2.12
+	@test -n "$(TORCH)" || { echo "name a version, as in make test-torch TORCH=2.12"; exit 1; }
+	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
+	@$(TORCH_BIN)/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH).*"
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> "$$($(TORCH_BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/all_else.pth"
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(TORCH_BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+		-m "not slow and not every" tests/conversion tests/export tests/graph tests/language_models \
+		tests/tracing
 
 build/avx2.so: tests/native/avx2.cc
 	@mkdir -p build
@@ -114,12 +126,12 @@ docs: $(INSTALLED) ## Build the documentation into docs/_build/html
 pictures: $(INSTALLED) ## Make the documentation's pictures of Netron anew; needs Chromium
 	$(BIN)/python tests/support/netron_pictures.py
 
-bench: $(INSTALLED) ## Run the benchmarks
+bench: $(INSTALLED) ## Run the benchmarks that need no GPU
 	@set -e; for name in $(BENCHMARKS); do echo "--- $$name"; $(BIN)/python -m benchmarks.$$name; done
 
-# Without .venv: the GPU's machine brings PyTorch, Triton and the rest.
+# Without .venv: the GPU's machine has PyTorch, Triton and pytest.
 gpu-check: ## Build, test and measure on this machine's GPU, in 10 minutes
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_check --output "$(OUT)"
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu.check --output "$(OUT)"
 
 clean: ## Remove what the other targets made, .venv excepted
 	rm -rf build dist docs/_build .coverage .coverage.* .grimp_cache .hypothesis \

@@ -120,15 +120,31 @@ def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     _check_device("weight", weight, x)
 
 
+# torch._check for other errors than RuntimeError: not documented. Without them the sizes that are
+# traced decide whether a condition on symbolic ones holds.
+_CHECKS: dict[type[Exception], Callable[..., None] | None] = {
+    ValueError: getattr(torch, "_check_value", None),
+    TypeError: getattr(torch, "_check_type", None),
+}
+
+
 def _check_value(condition: bool, message: Callable[[], str]) -> None:
-    # Eager conditions are plain bools: skipping torch._check for them saves 70 us a call.
-    if condition is not True:
-        torch._check_value(condition, message)
+    _check(ValueError, condition, message)
 
 
 def _check_type(condition: bool, message: Callable[[], str]) -> None:
-    if condition is not True:
-        torch._check_type(condition, message)
+    _check(TypeError, condition, message)
+
+
+def _check(error: type[Exception], condition: bool, message: Callable[[], str]) -> None:
+    # Eager conditions are plain bools: skipping torch's checks for them saves 70 us a call.
+    if condition is True:
+        return
+    check = _CHECKS[error]
+    if check is not None:
+        check(condition, message)
+    elif not condition:
+        raise error(message())
 
 
 def _check_ndim(name: str, tensor: Tensor, form: str) -> None:

@@ -10,6 +10,8 @@ from torch.export import ExportedProgram
 from torch.jit import ScriptModule
 from torch.optim.swa_utils import AveragedModel
 
+from dynamo_moe.private import compiled_module
+
 __all__ = ["check_model", "evaluating", "unwrapped"]
 
 
@@ -46,10 +48,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the module that ``torch.compile`` or ``AveragedModel`` has wrapped."""
     while True:
-        # _orig_mod is the wrapped module of torch.compile's OptimizedModule.
-        inner = (
-            model.module if isinstance(model, AveragedModel) else model._modules.get("_orig_mod")
-        )
+        inner = model.module if isinstance(model, AveragedModel) else compiled_module(model)
         if inner is None:
             return model
         model = inner

@@ -18,8 +18,8 @@ import onnx.defs
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
-from torch.utils import _pytree as pytree
 
+from dynamo_moe import pytree
 from dynamo_moe.conversion import unconverted
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.files import inputs, metadata, model_files
@@ -27,6 +27,7 @@ from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
 from dynamo_moe.operators.registry import NodeError
+from dynamo_moe.process_state import ProcessState
 from dynamo_moe.progress.phases import Progress, Stopwatch, phase
 from dynamo_moe.progress.profiling import profiled, save_profile
 from dynamo_moe.tracing import causes
@@ -34,7 +35,7 @@ from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
-from dynamo_moe.tracing.translate import translate
+from dynamo_moe.tracing.translate import note_on_the_exporter, translate
 from dynamo_moe.weights import placeholders
 
 if TYPE_CHECKING:
@@ -225,28 +226,24 @@ def export(
     left = unconverted.unconverted_modules(model)
     with _progress(progress, path) as shown, profiled(profile) as sampled:
         watch = Stopwatch(shown)
-        with (
-            watch.running(),
-            _older_objects_aside(),
-            _naming(left, model),
-            autocast_inside(model),
-        ):
-            with placeholders.placeholders(model) as lazies:
-                _check_values(model)
-                example = resolve(model, args, kwargs or {}, dynamic_shapes)
-                trials = SizeTrials(example, has_values=not lazies)
-                given = (args, kwargs or {})
-                model_ir = _trace(model, given, example, trials, opset, runs=not lazies)
-            _rename("input_names", model_ir.graph.inputs, input_names)
-            placeholders.attach(model_ir, lazies)
-            layers = _optimize(model_ir, target, body, link_weights)
-            _rename("output_names", model_ir.graph.outputs, output_names)
-            metadata.store(model_ir, layers)
-            leaves = pytree.tree_leaves((args, kwargs or {}))
-            inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-            if link_weights:
-                placeholders.link(model_ir, path.parent)
-            _check(model_ir)
+        with watch.running():
+            with _exporting(), _naming(left, model), autocast_inside(model):
+                with placeholders.placeholders(model) as lazies:
+                    _check_values(model)
+                    example = resolve(model, args, kwargs or {}, dynamic_shapes)
+                    trials = SizeTrials(example, has_values=not lazies)
+                    given = (args, kwargs or {})
+                    model_ir = _trace(model, given, example, trials, opset, runs=not lazies)
+                _rename("input_names", model_ir.graph.inputs, input_names)
+                placeholders.attach(model_ir, lazies)
+                layers = _optimize(model_ir, target, body, link_weights)
+                _rename("output_names", model_ir.graph.outputs, output_names)
+                metadata.store(model_ir, layers)
+                leaves = pytree.tree_leaves((args, kwargs or {}))
+                inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+                if link_weights:
+                    placeholders.link(model_ir, path.parent)
+                _check(model_ir)
             files = model_files.save_model(model_ir, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
     left = tuple(each for each in left if not _has_layer(each.module, layers))
@@ -256,6 +253,7 @@ def export(
         said.append(unconverted.own_forward(own))
     for each in said:
         warnings.warn(each, stacklevel=2)
+    exporter = note_on_the_exporter()
     activations = {layer.attributes["activation"] for layer in layers}
     return ExportReport(
         path=path,
@@ -272,6 +270,7 @@ def export(
         profile=save_profile(sampled, path, watch.seconds) if sampled else (),
         notes=(
             *lowering.notes(model_ir, activations, target),
+            *([exporter] if exporter else []),
             *trials.notes,
             *said,
         ),
@@ -309,13 +308,13 @@ def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
 
 
 @contextlib.contextmanager
-def _older_objects_aside() -> Iterator[None]:
+def _only_new_garbage() -> Iterator[None]:
     """Lets the garbage collector look at new objects only.
 
     With PyTorch and transformers loaded there are half a million older ones, which an export makes
     it go through: 0.3 s each time.
     """
-    if gc.get_freeze_count():  # Somebody else's, or another thread's export.
+    if gc.get_freeze_count():  # Somebody else's.
         yield
         return
     gc.freeze()
@@ -323,6 +322,9 @@ def _older_objects_aside() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+_exporting = ProcessState(_only_new_garbage)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from dynamo_moe import pytree
+from dynamo_moe.private import has_forward_hooks
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 __all__ = [
@@ -43,7 +44,7 @@ def has_values(module: nn.Module) -> bool:
 
 def check_comparable(module: nn.Module) -> None:
     """Raises ValueError if a module does more than its forward says."""
-    if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+    if any(map(has_forward_hooks, module.modules())):
         raise ValueError("it has forward hooks, which its replacement would not run")
 
 

@@ -19,6 +19,7 @@ from custom_ops.activations import activate
 from custom_ops.options import CLAMPED, POINTWISE, ExpertOptions
 from dynamo_moe.conversion.observing import random_weights, undisturbed, with_tensors
 from dynamo_moe.conversion.stacks import Experts, Stack
+from dynamo_moe.private import has_forward_hooks
 
 __all__ = ["ListOfExperts", "StacksOfExperts", "experts_of_list", "experts_of_stacks", "holders"]
 
@@ -407,7 +408,7 @@ def _check_alike(children: dict[str, nn.Module], names: Mapping[str, Tensor]) ->
     for key, child in children.items():
         if {name: p.shape for name, p in child.named_parameters()} != shapes:
             raise ValueError(f"expert {key} has other parameters than the first")
-        if any(part._forward_hooks or part._forward_pre_hooks for part in child.modules()):
+        if any(map(has_forward_hooks, child.modules())):
             raise ValueError(f"expert {key} has forward hooks, which would not run")
 
 

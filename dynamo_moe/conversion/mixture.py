@@ -14,9 +14,9 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import custom_ops
+from dynamo_moe import pytree
 from dynamo_moe.conversion.routing import Call, Routed, Routing
 from dynamo_moe.conversion.stacks import Experts, StackedWeights
 from dynamo_moe.modules import ConvertedModule

@@ -19,9 +19,9 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import custom_ops
+from dynamo_moe import pytree
 from dynamo_moe.conversion.comparing import relative_error
 from dynamo_moe.conversion.expert_search import (
     ListOfExperts,
@@ -50,6 +50,7 @@ from dynamo_moe.conversion.routing import (
     Weighting,
 )
 from dynamo_moe.conversion.stacks import Experts
+from dynamo_moe.process_state import exclusive
 
 __all__ = ["Found", "NotRoutedError", "find_mixture"]
 
@@ -192,7 +193,7 @@ class _Search:
                 except Exception as error:  # The module is the user's: anything can come out.
                     failure = failure or error
                     continue
-                with torch.random.fork_rng(()):
+                with exclusive(), torch.random.fork_rng(()):
                     torch.default_generator.manual_seed(torch.initial_seed() + 1)
                     again = observe(self._module, run, x, self._unseen)
                 if not _same(seen.result, again.result):

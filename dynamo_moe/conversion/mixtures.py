@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from dynamo_moe import pytree
 from dynamo_moe.conversion.comparing import compare_shapes, has_values
 from dynamo_moe.conversion.expert_search import ListOfExperts, StacksOfExperts, holders
 from dynamo_moe.conversion.mixture import Mixture, adopt
@@ -28,6 +28,7 @@ from dynamo_moe.conversion.observing import (
 )
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.modules import ConvertedModule
+from dynamo_moe.private import has_forward_hooks
 
 __all__ = ["MIXTURE", "MixtureOfExperts", "RefusedError", "convert_mixture", "mixtures"]
 
@@ -188,7 +189,7 @@ def _check_hooks(module: nn.Module, mixture: Mixture) -> None:
     runs = [call.path for call in mixture.calls()]
     for path, part in module.named_modules():
         inside = any(f"{path}.".startswith(f"{run}.") for run in runs)
-        if path and not inside and (part._forward_hooks or part._forward_pre_hooks):
+        if path and not inside and has_forward_hooks(part):
             raise ValueError(f"its submodule {path!r} has forward hooks, which would not run")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from dynamo_moe import pytree
 from dynamo_moe.conversion.routing import Call, Named
+from dynamo_moe.private import hooks_removed, own_tensors
+from dynamo_moe.process_state import exclusive
 
 __all__ = [
     "Observation",
@@ -34,7 +35,6 @@ __all__ = [
 
 _HALF = (torch.float16, torch.bfloat16)
 _AUTOCAST = ("cpu", "cuda")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 # A few numbers that stay the same when a module's small parameters are drawn anew.
 _SHARE_OF_VALUE = 0.3
@@ -190,18 +190,21 @@ def undisturbed(module: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
         Attributes that were set meanwhile, by submodule; filled in the end.
     """
     changed: dict[str, dict[str, Any]] = {}
-    parts = [(path, part, dict(vars(part))) for path, part in module.named_modules()]
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    containers = [
-        (value, copy.copy(value))
-        for _, _, held in parts
-        for name, value in held.items()
-        if type(value) in (list, dict, set) and not name.startswith("_")
-    ]
     devices = {p.device for p in module.parameters() if p.is_cuda}
-    for _, part, _ in parts:
-        part._forward_hooks, part._forward_pre_hooks = OrderedDict(), OrderedDict()
-    with torch.random.fork_rng(devices), with_tensors(module, buffers):
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with (
+        exclusive(),  # PyTorch's random state is the process's.
+        torch.random.fork_rng(devices),
+        hooks_removed(module),
+        with_tensors(module, buffers),
+    ):
+        parts = [(path, part, dict(vars(part))) for path, part in module.named_modules()]
+        containers = [
+            (value, copy.copy(value))
+            for _, _, held in parts
+            for name, value in held.items()
+            if type(value) in (list, dict, set) and not name.startswith("_")
+        ]
         try:
             yield changed
         finally:
@@ -210,7 +213,7 @@ def undisturbed(module: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
                 changed[path] = {
                     name: value
                     for name, value in after.items()
-                    if (name not in before or value is not before[name]) and name not in _HOOKS
+                    if name not in before or value is not before[name]
                 }
                 after.clear()
                 after.update(before)
@@ -225,8 +228,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[N
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for path, part in module.named_modules():
-            held: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-            for kind in held:
+            for kind in own_tensors(part):
                 for name in kind:
                     tensor = tensors.get(f"{path}.{name}" if path else name)
                     if tensor is not None:

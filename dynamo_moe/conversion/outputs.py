@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from dynamo_moe import pytree
 from dynamo_moe.conversion.mixture import Mixture, Output, counts
 from dynamo_moe.conversion.observing import Observation
 from dynamo_moe.conversion.routing import Routed

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from custom_ops.options import RouterOptions
+from dynamo_moe import pytree
 
 __all__ = [
     "Call",

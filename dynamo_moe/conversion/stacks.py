@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from custom_ops.options import ExpertOptions
+from dynamo_moe.private import change_count
 
 __all__ = ["Experts", "Stack", "StackedWeights", "Weights"]
 
@@ -145,9 +146,7 @@ class StackedWeights:
 
 def _key(parameters: list[Tensor]) -> Any:
     """Returns what is another when a parameter has other memory, or was changed in place."""
-    return [
-        (p.data_ptr(), p.device, p.dtype, 0 if p.is_inference() else p._version) for p in parameters
-    ]
+    return [(p.data_ptr(), p.device, p.dtype, change_count(p)) for p in parameters]
 
 
 def _share(experts: Experts, module: nn.Module, weights: Weights) -> bool:

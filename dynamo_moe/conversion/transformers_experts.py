@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import custom_ops
 from custom_ops.options import ExpertOptions
-from dynamo_moe.conversion import activation
+from dynamo_moe.conversion import activation, private
 from dynamo_moe.conversion.comparing import check_comparable, compare, has_values, random_tokens
 
 __all__ = [
@@ -47,7 +47,9 @@ _OPTIONS, _FALLBACK = "_dynamo_moe_options", "_dynamo_moe_fallback"
 
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers dispatches this module's forward through its experts interface."""
-    return all(hasattr(module, name) for name in (*_FLAGS, "_apply_gate", "config", "down_proj"))
+    return private.has_interface(module) and all(
+        hasattr(module, name) for name in (*_FLAGS, "down_proj")
+    )
 
 
 def is_selected(module: nn.Module) -> bool:
@@ -55,8 +57,7 @@ def is_selected(module: nn.Module) -> bool:
     known = getattr(module, _OPTIONS, None) or getattr(module, _FALLBACK, None)
     if known is None or not is_experts(module):
         return False
-    config: Any = module.config
-    return bool(config._experts_implementation == IMPLEMENTATION)
+    return private.implementation(module) == IMPLEMENTATION
 
 
 def decide(module: Experts) -> tuple[ExpertOptions, bool]:
@@ -79,13 +80,13 @@ def decide(module: Experts) -> tuple[ExpertOptions, bool]:
 def _identify(module: Experts) -> ExpertOptions:
     if module.has_post_expert_norm:
         raise ValueError("it normalises each expert's result before it is weighted")
-    if getattr(module, "_is_expert_parallel", False):
+    if private.is_expert_parallel(module):
         raise ValueError("its experts are spread over devices (expert parallelism)")
     if not module.has_gate:
         return activation.plain(module.act_fn)
     # The names that transformers' models give the two numbers.
     return activation.gating(
-        module._apply_gate,
+        private.gate_function(module),
         interleaved=not module.is_concatenated,
         limits=_numbers(module, "limit", "swiglu_limit"),
         alphas=[*_numbers(module, "alpha", "swiglu_alpha"), 1.0],
@@ -108,7 +109,7 @@ def select(module: Experts, options: ExpertOptions | None, fallback: str | None 
         raise ValueError(f"fallback must be one of {known}; got {fallback!r}")
     setattr(module, _OPTIONS, options)
     setattr(module, _FALLBACK, fallback)
-    module.config._experts_implementation = IMPLEMENTATION
+    private.select_implementation(module, IMPLEMENTATION)
 
 
 def _original(module: Experts) -> Callable[..., Tensor]:

@@ -19,6 +19,7 @@ from dynamo_moe.conversion.activation import plain
 from dynamo_moe.conversion.comparing import check_comparable, compare, has_values, random_tokens
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.modules import DroplessMoE
+from dynamo_moe.private import shallow_copy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -291,7 +292,7 @@ def _check(module: nn.Module, mlp: _Mlp, layer: DroplessMoE) -> None:
     if layer.w1.dtype.itemsize < 4:
         # Half precision would hide what differs, or differ itself.
         module, layer = copy.deepcopy(module).float(), copy.deepcopy(layer).float()
-    candidate = _twin(module)
+    candidate = shallow_copy(module)
     _put(candidate, mlp, layer)
     x_BLD = random_tokens(10, layer.w1.shape[1], layer.w1).view(2, 5, -1)
     with evaluating(module, candidate):
@@ -301,15 +302,6 @@ def _check(module: nn.Module, mlp: _Mlp, layer: DroplessMoE) -> None:
             [x_BLD],
             "an MLP",
         )
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """Returns a module of the same parameters, in which submodules can be replaced."""
-    twin = copy.copy(module)
-    twin._modules = {
-        name: None if child is None else _twin(child) for name, child in module._modules.items()
-    }
-    return twin
 
 
 def _tensors(result: Any) -> list[Tensor]:

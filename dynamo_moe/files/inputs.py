@@ -11,10 +11,10 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import to_torch_dtype
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from custom_ops.dtypes import FLOATS
 from dynamo_moe.files.index_ranges import index_limits
+from dynamo_moe.private import FakeTensor
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 
 __all__ = ["KEY", "random_inputs", "store"]

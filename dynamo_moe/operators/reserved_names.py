@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import onnx.defs
-from torch._ops import OpOverload
+
+from dynamo_moe.private import OpOverload
 
 __all__ = ["OWN_DOMAIN", "check_name", "is_own_domain"]
 

@@ -19,9 +19,9 @@ import torch
 from onnx import external_data_helper
 from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from custom_ops.dtypes import FLOATS
+from dynamo_moe import pytree
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.files.model_files import all_nodes, load_graph

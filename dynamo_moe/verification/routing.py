@@ -7,13 +7,13 @@ from typing import Any
 import onnx
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import RouterOptions
 from custom_ops.routing import route
 from dynamo_moe.files import metadata
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
+from dynamo_moe.private import TorchDispatchMode
 
 __all__ = ["RoutingRecorder", "agreement", "layers_of", "routing_graph"]
 

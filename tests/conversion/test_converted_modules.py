@@ -1,4 +1,4 @@
-"""What becomes of converted modules afterwards: training, casts, state dicts, other arguments."""
+"""What happens to converted modules later: training, casts, state dicts, other arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Expert(nn.Module):
 
 
 class Listed(nn.Module):
-    """Experts of their own, as most models have them."""
+    """Experts that are modules, as in most models."""
 
     def __init__(self, limit: float | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Listed(nn.Module):
 
 
 class Stacked(Listed):
-    """Gate and up in stacks of their own: what the operator takes is a copy."""
+    """Gate and up in separate stacks: the operator gets a copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Stacked(Listed):
 
 
 def pair(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """An original and a converted one of the same weights."""
+    """An original and a converted module with the same weights."""
     original, converted = kind().eval(), kind().eval()
     assert len(dynamo_moe.convert(converted).replaced) == 1
     return original, converted

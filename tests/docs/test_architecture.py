@@ -1,4 +1,4 @@
-"""Which package imports which, and what importing costs."""
+"""Which package imports which, and how long imports take."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Slow to import, or packages of an extra.
+# Packages that are slow to import or belong to an extra.
 LOADED_AT_FIRST_USE = {
     "fast_sugiyama",
     "matplotlib",
@@ -45,7 +45,7 @@ def test_operators_import_only_torch_and_triton() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A project of the same contracts and folders, which imports only what it may."""
+    """A project with the same contracts and packages, which imports only what it may."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for package in ("custom_ops", "dynamo_moe", "trt_plugin"):
         for module in (ROOT / package).rglob("__init__.py"):
@@ -117,7 +117,7 @@ def test_import_leaves_slow_and_optional_packages_alone(package: str) -> None:
 
 @pytest.mark.slow
 def test_import_takes_little_longer_than_torch() -> None:
-    # Processor time in turns, and the least of each: other work on the machine only adds to it.
+    # Processor time, in turns, and the minimum of each: other work on the machine only adds to it.
     timer = "import time, {}; print(time.process_time())"
     pairs = [
         (float(_python(timer.format("torch"))), float(_python(timer.format("dynamo_moe"))))
@@ -128,7 +128,7 @@ def test_import_takes_little_longer_than_torch() -> None:
 
 
 def test_another_custom_ops_is_named() -> None:
-    # Put in place by hand, since an editable install finds ours before any path.
+    # Set by hand, because an editable install finds ours before any path.
     code = (
         "import sys, types; other = sys.modules['custom_ops'] = types.ModuleType('custom_ops'); "
         "other.__file__ = 'elsewhere/custom_ops/__init__.py'; import dynamo_moe"

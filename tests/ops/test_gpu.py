@@ -1,4 +1,4 @@
-"""Both operators on a GPU, against the float64 oracle, and how they behave there.
+"""Both operators on a GPU: their results against the float64 oracle, and their behaviour.
 
 `make gpu-check` runs these. Legend: T tokens, D model width, H hidden width, E experts, K = top_k.
 """
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 GATED = {"activation": "silu", "gated": True}
 
-# Of tokens, of experts, and whether products of float32 may round to TF32.
+# Dtypes of tokens and of experts, and whether float32 products may round to TF32.
 DTYPES = [
     pytest.param(FP32, FP32, False, id="fp32"),
     pytest.param(FP32, FP32, True, id="tf32"),
@@ -30,7 +30,7 @@ DTYPES = [
     pytest.param(BF16, FP32, False, id="bf16-fp32"),
     pytest.param(BF16, FP16, False, id="bf16-fp16"),
 ]
-# One for each path and size of tile.
+# Numbers of tokens, one for each path and tile size.
 FEW, SMALL, LARGE = 2, 40, 1500
 
 
@@ -130,7 +130,7 @@ def test_plans_on_poisoned_memory(op, width, tokens):
     assert_matches(result, case.oracle(), case.dtypes)
 
 
-# --- Routing that is out of the ordinary ---
+# --- Unusual routing ---
 
 
 def routed(tokens: int, ids: torch.Tensor, **sizes) -> Case:

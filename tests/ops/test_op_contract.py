@@ -1,4 +1,4 @@
-"""What PyTorch expects of both operators: gradients, strides, schemas, opcheck."""
+"""PyTorch's requirements for both operators: gradients, strides, schemas, opcheck."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_frozen_experts_allocate_no_gradients(op: str) -> None:
     assert not made & parameters
 
 
-# Tensors of every kind
+# Tensors of every layout
 
 
 @both_ops

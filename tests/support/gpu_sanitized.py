@@ -1,4 +1,4 @@
-"""Runs every kernel once on small sizes, for compute-sanitizer; `make gpu-check` does so."""
+"""Runs every kernel once on small sizes under compute-sanitizer, as part of `make gpu-check`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENS = (1, 3, 40, 300)
 
 
 def main() -> int:
-    """Launches; the numbers are the tests' business."""
+    """Launches the kernels; other tests check their results."""
     runs = 0
     for op in OPS:
         for width in (56, 136):

@@ -18,7 +18,7 @@ __all__ = ["call_tensors", "layer_of", "run_kernels"]
 
 
 def layer_of(case: Case, *, tf32: bool = False) -> Layer:
-    """The case as a layer."""
+    """The case's layer."""
     a, options = case.arguments, dict(case.options)
     router = {row.name: options.pop(row.name) for row in ROUTER_OPTIONS if row.name in options}
     dropless = case.op == "dropless"
@@ -43,13 +43,13 @@ def layer_of(case: Case, *, tf32: bool = False) -> Layer:
 
 
 def call_tensors(case: Case) -> dict[str, Tensor]:
-    """The case's tensors by the launchers' names, and y full of NaN."""
+    """The case's tensors under the launchers' names, and y filled with NaN."""
     tensors = {name: value for name, value in case.arguments.items() if isinstance(value, Tensor)}
     return {**tensors, "y": torch.full_like(case.arguments["x"], float("nan"))}
 
 
 def run_kernels(case: Case, device: str = "sm_80", ranges: tuple[RangeConfig, ...] = ()) -> Tensor:
-    """The result of the case's plan on a workspace full of NaN."""
+    """The result of the case's plan on a workspace filled with NaN."""
     layer, on = layer_of(case), architecture(device)
     chosen = plan_with(layer, on, ranges) if ranges else plan(layer, on)
     tensors = call_tensors(case)

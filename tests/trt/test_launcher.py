@@ -59,7 +59,7 @@ class Gpu:
     def program(self, case: Case) -> Program:
         planned = plan(layer_of(case), self.architecture)
         program = uncompiled_program(planned)
-        self.interpreted.know(planned, program)
+        self.interpreted.register(planned, program)
         for kernel in program.kernels:
             self.driver.add_image(kernel.image)
         return program

@@ -55,41 +55,6 @@ char* Copy(const std::string& text) {
   return copy;
 }
 
-bool SameLayer(const dynamo_moe_layer& a, const dynamo_moe_layer& b) {
-  // The format prescribes this: the record has no padding, and floats are written by one rule.
-  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
-  return std::memcmp(&a, &b, sizeof(a)) == 0;
-}
-
-Status FindProgram(const Bundle& bundle, const dynamo_moe_layer& layer, std::uint32_t architecture,
-                   std::string_view* program) {
-  std::uint32_t best = 0;
-  std::string others;
-  for (std::size_t index = 0; index < bundle.programs(); ++index) {
-    Program parsed;
-    DYNAMO_MOE_RETURN_IF_ERROR(bundle.Parse(index, &parsed));
-    if (!SameLayer(parsed.layer(), layer)) {
-      continue;
-    }
-    if (RunsOn(parsed.architecture(), architecture) && parsed.architecture() > best) {
-      best = parsed.architecture();
-      *program = bundle.bytes(index);
-    }
-    others += Text(others.empty() ? "" : ", ", "sm_", parsed.architecture());
-  }
-  if (best != 0) {
-    return {};
-  }
-  if (others.empty()) {
-    return {DYNAMO_MOE_NOT_FOUND,
-            Text("the bundle has ", bundle.programs(), " programs, none of this layer (",
-                 layer.experts, " experts, top_k ", layer.top_k, ", width ", layer.width,
-                 ", hidden ", layer.hidden, ")")};
-  }
-  return {DYNAMO_MOE_NOT_FOUND,
-          Text("the bundle has this layer for ", others, ", the device is sm_", architecture)};
-}
-
 }  // namespace
 }  // namespace dynamo_moe
 
@@ -105,11 +70,7 @@ dynamo_moe_status dynamo_moe_bundle_count(const void* bundle, size_t size, uint3
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(count, "count"));
     Bundle opened;
     DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bundle, size, &opened));
-    for (std::size_t index = 0; index < opened.programs(); ++index) {
-      dynamo_moe::Program program;
-      DYNAMO_MOE_RETURN_IF_ERROR(opened.Parse(index, &program));
-    }
-    *count = static_cast<uint32_t>(opened.programs());
+    *count = static_cast<uint32_t>(opened.programs().size());
     return {};
   });
 }
@@ -120,23 +81,22 @@ dynamo_moe_status dynamo_moe_bundle_program(const void* bundle, size_t size, uin
   return Guard([&]() -> Status {
     Bundle opened;
     DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bundle, size, &opened));
-    if (index >= opened.programs()) {
+    if (index >= opened.programs().size()) {
       return dynamo_moe::InvalidArgument("index must be below the number of programs, ",
-                                         opened.programs(), ", got ", index);
+                                         opened.programs().size(), ", got ", index);
     }
-    dynamo_moe::Program parsed;
-    DYNAMO_MOE_RETURN_IF_ERROR(opened.Parse(index, &parsed));
+    const Bundle::Entry& entry = opened.programs()[index];
     if (layer != nullptr) {
-      *layer = parsed.layer();
+      *layer = entry.layer;
     }
     if (architecture != nullptr) {
-      *architecture = parsed.architecture();
+      *architecture = entry.architecture;
     }
     if (program != nullptr) {
-      *program = opened.bytes(index).data();
+      *program = entry.bytes.data();
     }
     if (program_size != nullptr) {
-      *program_size = opened.bytes(index).size();
+      *program_size = entry.bytes.size();
     }
     return {};
   });
@@ -152,7 +112,7 @@ dynamo_moe_status dynamo_moe_bundle_find(const void* bundle, size_t size,
     Bundle opened;
     DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bundle, size, &opened));
     std::string_view found;
-    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::FindProgram(opened, *layer, architecture, &found));
+    DYNAMO_MOE_RETURN_IF_ERROR(opened.Find(*layer, architecture, &found));
     *program = found.data();
     *program_size = found.size();
     return {};
@@ -164,9 +124,7 @@ dynamo_moe_status dynamo_moe_bundle_describe(const void* bundle, size_t size, ch
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(json, "json"));
     Bundle opened;
     DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bundle, size, &opened));
-    std::string text;
-    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::DescribeBundle(opened, &text));
-    *json = dynamo_moe::Copy(text);
+    *json = dynamo_moe::Copy(dynamo_moe::DescribeBundle(opened));
     return {};
   });
 }
@@ -181,6 +139,7 @@ dynamo_moe_status dynamo_moe_layer_describe(const dynamo_moe_layer* layer, char*
   });
 }
 
+// NOLINTNEXTLINE(readability-non-const-parameter): it frees what dynamo_moe_bundle_describe() gave.
 void dynamo_moe_json_free(char* json) { delete[] json; }
 
 dynamo_moe_status dynamo_moe_expression_evaluate(const void* instructions, size_t count,

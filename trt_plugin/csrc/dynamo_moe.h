@@ -77,7 +77,7 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_count(const void* bundle, siz
                                                          uint32_t* count);
 
 /* Program number `index` of a bundle: its layer, architecture and bytes, which lie in the bundle.
- * Any of the results may be null. */
+ * Checks all of the bundle. Any of the results may be null. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_program(const void* bundle, size_t size,
                                                            uint32_t index, dynamo_moe_layer* layer,
                                                            uint32_t* architecture,

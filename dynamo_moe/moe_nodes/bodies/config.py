@@ -19,7 +19,7 @@ from dynamo_moe.moe_nodes.schemas import FLOAT_TYPES, ID_TYPES, SCHEMAS
 
 __all__ = ["MIN_OPSET", "BodyConfig"]
 
-# Split's num_outputs. The operator Gelu, used where it exists, came with 20.
+# Split has num_outputs since 18. Gelu, which is used if the opset has it, came with 20.
 MIN_OPSET = 18
 
 
@@ -31,15 +31,16 @@ class BodyConfig(ExpertOptions, RouterOptions):
     matter, since a body takes them from its node; nor do the router's options without a router.
 
     Attributes:
-        router: ``DroplessMoE``; False is ``DroplessMoEExperts``, whose ids and weights are inputs.
+        router: True for ``DroplessMoE``, False for ``DroplessMoEExperts``, whose ids and weights
+            are inputs.
         has_router_bias: The node has ``router_bias``.
-        has_b1: The node has ``b1``, and with a router also ``router_bias``: only trailing inputs
-            may be omitted.
-        has_b2: The node has ``b2``, and so ``b1``.
-        x_dtype: Of the tokens and the result.
-        w_dtype: Of ``w1``, ``b1``, ``w2`` and ``b2``.
-        router_dtype: Of ``router_weight`` and ``router_bias``, or of ``expert_weights``.
-        ids_dtype: Of ``expert_ids``: INT64 or INT32.
+        has_b1: The node has ``b1``, and with a router also ``router_bias``, because only trailing
+            inputs may be omitted.
+        has_b2: The node has ``b2``, and therefore ``b1``.
+        x_dtype: Dtype of the tokens and the result.
+        w_dtype: Dtype of ``w1``, ``b1``, ``w2`` and ``b2``.
+        router_dtype: Dtype of ``router_weight`` and ``router_bias``, or of ``expert_weights``.
+        ids_dtype: Dtype of ``expert_ids``: INT64 or INT32.
 
     Raises:
         ValueError: If an option is unknown, or options contradict one another.
@@ -86,7 +87,7 @@ class BodyConfig(ExpertOptions, RouterOptions):
 
     @property
     def overload(self) -> str:
-        """A name of this configuration: equal names, equal bodies.
+        """A name for this configuration; configurations with equal names have equal bodies.
 
         >>> BodyConfig(gated=True, activation="silu", w_dtype=ir.DataType.BFLOAT16).overload
         'softmax_renormalize_silu_gated_f32_bf16_f32'
@@ -113,17 +114,17 @@ class BodyConfig(ExpertOptions, RouterOptions):
 
     @property
     def renormalizes(self) -> bool:
-        """Whether the weights are divided by their sum; those of topk_softmax sum to one."""
+        """Whether the weights are divided by their sum; with topk_softmax they already sum to 1."""
         return self.renormalize and self.scoring != "topk_softmax"
 
     @property
     def routing_dtype(self) -> ir.DataType:
-        """What the router computes in: DOUBLE for DOUBLE tokens, else FLOAT."""
+        """The dtype the router computes in: DOUBLE for DOUBLE tokens, else FLOAT."""
         return ir.DataType.DOUBLE if self.x_dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
     @property
     def compute_dtype(self) -> ir.DataType:
-        """What the experts compute in: DOUBLE if tokens or experts are DOUBLE, else FLOAT."""
+        """The dtype the experts compute in: DOUBLE if tokens or experts are DOUBLE, else FLOAT."""
         double = ir.DataType.DOUBLE in (self.x_dtype, self.w_dtype)
         return ir.DataType.DOUBLE if double else ir.DataType.FLOAT
 

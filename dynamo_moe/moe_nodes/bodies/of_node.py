@@ -1,4 +1,4 @@
-"""The body of an MoE node, by its attributes and the dtypes of its inputs."""
+"""The body of an MoE node, derived from its attributes and the dtypes of its inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BODIES: dict[str, Callable[..., ir.Function]] = {
 
 
 def moe_body(node: ir.Node, opset: int, target: str) -> ir.Function:
-    """Returns the body of an MoE node, called by its configuration."""
+    """Returns the body of an MoE node, named after its configuration."""
     config = config_of(node)
     function = _BODIES[target](config, opset)
     function.overload = config.overload
@@ -29,7 +29,7 @@ def moe_body(node: ir.Node, opset: int, target: str) -> ir.Function:
 
 
 def unrolled_moe_body(node: ir.Node, opset: int) -> ir.Function:
-    """Returns the body of an MoE node with products for each of its experts."""
+    """Returns the body of an MoE node with separate products for each of its experts."""
     config, experts = config_of(node), node.attributes["num_experts"].as_int()
     function = unrolled_body(config, opset, num_experts=experts)
     function.overload = f"{config.overload}_{experts}_experts"
@@ -37,7 +37,7 @@ def unrolled_moe_body(node: ir.Node, opset: int) -> ir.Function:
 
 
 def config_of(node: ir.Node) -> BodyConfig:
-    """Returns what the body of an MoE node depends on."""
+    """Returns the configuration that the body of an MoE node depends on."""
     layer = parse(node)
     records = (layer.experts, layer.router) if layer.router else (layer.experts,)
     # The body takes numbers from the node.

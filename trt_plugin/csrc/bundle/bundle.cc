@@ -333,6 +333,15 @@ Status Program::Evaluate(std::uint32_t expression, const Sizes& sizes, std::int6
 
 namespace {
 
+constexpr std::uint32_t kFirstSpecificArchitecture = 90;
+constexpr std::uint32_t kTegraArchitecture = 87;
+
+bool SameLayer(const dynamo_moe_layer& a, const dynamo_moe_layer& b) {
+  // The format prescribes this: the record has no padding, and floats are written by one rule.
+  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
+  return std::memcmp(&a, &b, sizeof(a)) == 0;
+}
+
 // Reads where each program lies. Checks the file, not what is in the programs.
 Status ReadDirectory(const char* bytes, std::size_t size,
                      std::vector<format::DirectoryEntry>* programs) {
@@ -368,14 +377,52 @@ Status ReadDirectory(const char* bytes, std::size_t size,
 
 }  // namespace
 
-Status Bundle::Open(const void* data, std::size_t size, Bundle* bundle) {
-  bundle->bytes_ = static_cast<const char*>(data);
-  return Within("bundle", ReadDirectory(bundle->bytes_, size, &bundle->directory_));
+bool RunsOn(std::uint32_t program, std::uint32_t device) {
+  const bool portable = device < kFirstSpecificArchitecture && device != kTegraArchitecture &&
+                        program != kTegraArchitecture;
+  return program == device || (portable && program / 10 == device / 10 && program < device);
 }
 
-Status Bundle::Parse(std::size_t index, Program* program) const {
-  const std::string_view data = bytes(index);
-  return Program::Parse(data.data(), data.size(), program, Text("program ", index));
+Status Bundle::Open(const void* data, std::size_t size, Bundle* bundle) {
+  const auto* const bytes = static_cast<const char*>(data);
+  std::vector<format::DirectoryEntry> directory;
+  DYNAMO_MOE_RETURN_IF_ERROR(Within("bundle", ReadDirectory(bytes, size, &directory)));
+  for (const format::DirectoryEntry& each : directory) {
+    const std::size_t index = bundle->programs_.size();
+    Program program;
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        Program::Parse(bytes + each.offset, each.size, &program, Text("program ", index)));
+    bundle->programs_.push_back(
+        {program.layer(), program.architecture(), each.offset, {bytes + each.offset, each.size}});
+  }
+  return {};
+}
+
+Status Bundle::Find(const dynamo_moe_layer& layer, std::uint32_t architecture,
+                    std::string_view* program) const {
+  std::uint32_t best = 0;
+  std::string others;
+  for (const Entry& each : programs_) {
+    if (!SameLayer(each.layer, layer)) {
+      continue;
+    }
+    if (RunsOn(each.architecture, architecture) && each.architecture > best) {
+      best = each.architecture;
+      *program = each.bytes;
+    }
+    others += Text(others.empty() ? "" : ", ", "sm_", each.architecture);
+  }
+  if (best != 0) {
+    return {};
+  }
+  if (others.empty()) {
+    return {DYNAMO_MOE_NOT_FOUND,
+            Text("the bundle has ", programs_.size(), " programs, none of this layer (",
+                 layer.experts, " experts, top_k ", layer.top_k, ", width ", layer.width,
+                 ", hidden ", layer.hidden, ")")};
+  }
+  return {DYNAMO_MOE_NOT_FOUND,
+          Text("the bundle has this layer for ", others, ", the device is sm_", architecture)};
 }
 
 }  // namespace dynamo_moe

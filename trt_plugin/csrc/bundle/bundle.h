@@ -74,21 +74,32 @@ class Program {
   Span<char> images_;
 };
 
-// A bundle in its caller's memory. Opening it checks the file; parsing checks one program.
+// Whether a program for one architecture runs on a device of another. Code for sm_90 and later uses
+// features of that one architecture. Code for sm_8x runs on later sm_8x, except that sm_87 (Orin, a
+// Tegra) runs only its own code, which runs nowhere else.
+bool RunsOn(std::uint32_t program, std::uint32_t device);
+
+// A bundle in its caller's memory, all of which has been checked.
 class Bundle {
  public:
+  struct Entry {
+    dynamo_moe_layer layer;
+    std::uint32_t architecture;
+    std::size_t offset;
+    std::string_view bytes;
+  };
+
   static Status Open(const void* data, std::size_t size, Bundle* bundle);
 
-  std::size_t programs() const { return directory_.size(); }
-  std::size_t offset(std::size_t index) const { return directory_[index].offset; }
-  std::string_view bytes(std::size_t index) const {
-    return {bytes_ + offset(index), directory_[index].size};
-  }
-  Status Parse(std::size_t index, Program* program) const;
+  const std::vector<Entry>& programs() const { return programs_; }
+
+  // The bytes of the layer's program for an architecture, or else for the nearest lower one whose
+  // code runs there.
+  Status Find(const dynamo_moe_layer& layer, std::uint32_t architecture,
+              std::string_view* program) const;
 
  private:
-  const char* bytes_ = nullptr;
-  std::vector<format::DirectoryEntry> directory_;
+  std::vector<Entry> programs_;
 };
 
 }  // namespace dynamo_moe

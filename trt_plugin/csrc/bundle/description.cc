@@ -3,6 +3,9 @@
 #include <cstdio>
 #include <cstring>
 #include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "bundle/expression.h"
 #include "bundle/layer.h"
@@ -10,275 +13,180 @@
 namespace dynamo_moe {
 namespace {
 
-// Appends JSON to a text, with commas between the items of objects and arrays.
-class Json {
- public:
-  explicit Json(std::string* text) : text_(*text) {}
-
-  template <typename Function>
-  void Object(const Function& fill) {
-    Enclose('{', fill, '}');
-  }
-
-  // An array with an item for each element, which `write` writes.
-  template <typename Range, typename Function>
-  void Array(const Range& elements, const Function& write) {
-    Enclose(
-        '[',
-        [&] {
-          for (const auto& element : elements) {
-            Separate();
-            write(element);
-          }
-        },
-        ']');
-  }
-
-  template <typename Range>
-  void Numbers(const Range& elements) {
-    Array(elements, [this](const auto& element) { Number(element); });
-  }
-
-  Json& Key(const char* name) {
-    Separate();
-    String(name);
-    text_ += ':';
-    return *this;
-  }
-
-  // The text must have no control characters; a bundle's has been checked.
-  void String(std::string_view text) {
-    text_ += '"';
-    for (const char each : text) {
-      if (each == '"' || each == '\\') {
-        text_ += '\\';
-      }
-      text_ += each;
+// A string, or a number with all its digits. A bundle's text has no control characters and its
+// floats are finite: both have been checked.
+template <typename T>
+std::string Json(const T& value) {
+  if constexpr (std::is_convertible_v<T, std::string_view>) {
+    std::string text = "\"";
+    for (const char each : std::string_view(value)) {
+      text += each == '"' || each == '\\' ? "\\" : "";
+      text += each;
     }
-    text_ += '"';
-  }
-
-  template <typename Integer>
-  void Number(Integer value) {
-    text_ += std::to_string(value);
-  }
-
-  // All digits of a float, which must be finite; an integral one is written as 1.0.
-  void Float(float value) {
+    return text + '"';
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return value ? "true" : "false";
+  } else if constexpr (std::is_same_v<T, float>) {
     char digits[32];
     std::snprintf(digits, sizeof(digits), "%.17g", static_cast<double>(value));
-    text_ += digits;
-    text_ += std::strpbrk(digits, ".e") == nullptr ? ".0" : "";
+    return Text(digits, std::strpbrk(digits, ".e") == nullptr ? ".0" : "");
+  } else {
+    return std::to_string(value);
   }
+}
 
-  void Literal(const char* text) { text_ += text; }
+using Fields = std::vector<std::pair<const char*, std::string>>;
 
- private:
-  template <typename Function>
-  void Enclose(char open, const Function& fill, char close) {
-    text_ += open;
-    first_ = true;
-    fill();
-    text_ += close;
-    first_ = false;
+std::string Object(const Fields& fields) {
+  std::string text = "{";
+  for (const auto& [name, value] : fields) {
+    text += Text(text.size() > 1 ? "," : "", Json(name), ":", value);
   }
+  return text + '}';
+}
 
-  void Separate() {
-    if (!first_) {
-      text_ += ',';
-    }
-    first_ = false;
+template <typename Elements, typename Function>
+std::string Array(const Elements& elements, const Function& describe) {
+  std::string text = "[";
+  for (const auto& element : elements) {
+    text += Text(text.size() > 1 ? "," : "", describe(element));
   }
+  return text + ']';
+}
 
-  std::string& text_;
-  bool first_ = true;
-};
+template <typename Elements>
+std::string Numbers(const Elements& elements) {
+  return Array(elements, [](auto element) { return Json(element); });
+}
 
-// Writes a program's tables. Shared records are written once and referred to by index, so that the
-// text's size is proportional to the program's.
-class ProgramWriter {
- public:
-  ProgramWriter(const Program& program, std::size_t offset, Json* json)
-      : program_(program), offset_(offset), json_(*json) {}
+std::string Describe(const dynamo_moe_layer& layer) {
+  return Object({{"operator", Json(layer.op)},
+                 {"tokens_dtype", Json(layer.tokens_dtype)},
+                 {"experts_dtype", Json(layer.experts_dtype)},
+                 {"routing_dtype", Json(layer.routing_dtype)},
+                 {"weights_dtype", Json(layer.weights_dtype)},
+                 {"flags", Json(layer.flags)},
+                 {"activation", Json(layer.activation)},
+                 {"scoring", Json(layer.scoring)},
+                 {"experts", Json(layer.experts)},
+                 {"top_k", Json(layer.top_k)},
+                 {"width", Json(layer.width)},
+                 {"hidden", Json(layer.hidden)},
+                 {"routed_scaling", Json(layer.routed_scaling)},
+                 {"alpha", Json(layer.alpha)},
+                 {"limit", Json(layer.limit)},
+                 {"norm_eps", Json(layer.norm_eps)}});
+}
 
-  void Write() {
-    json_.Object([this] {
-      json_.Key("offset").Number(offset_);
-      json_.Key("bytes").Number(program_.bytes().size());
-      json_.Key("architecture").Number(program_.architecture());
-      json_.Key("layer");
-      Layer(program_.layer());
-      json_.Key("ranges").Array(program_.ranges(), [this](const auto& each) { Range(each); });
-      json_.Key("buffers").Array(program_.buffers(), [this](const auto& each) { Buffer(each); });
-      json_.Key("launches").Array(program_.launches(), [this](const auto& each) { Launch(each); });
-      json_.Key("tensor_maps").Array(program_.tensor_maps(), [this](const auto& each) {
-        TensorMap(each);
-      });
-      json_.Key("kernels").Array(program_.kernels(), [this](const auto& each) { Kernel(each); });
-      json_.Key("expressions").Array(program_.expressions(), [this](const auto& each) {
-        Expression(each);
-      });
-    });
+std::string Describe(const format::Range& range) {
+  return Object({{"first", Json(range.first_tokens)},
+                 {"last", Json(range.last_tokens)},
+                 {"first_buffer", Json(range.first_buffer)},
+                 {"buffers", Json(range.buffers)},
+                 {"first_launch", Json(range.first_launch)},
+                 {"launches", Json(range.launches)}});
+}
+
+std::string Describe(const format::Argument& argument) {
+  std::string value = Json(argument.index);
+  if (argument.kind == format::kNull) {
+    value = "null";
+  } else if (argument.kind == format::kTensor) {
+    value = Json(format::kTensorNames[argument.index]);
   }
+  return Object({{"kind", Json(format::kArgumentKindNames[argument.kind])}, {"value", value}});
+}
 
- private:
-  void Layer(const dynamo_moe_layer& layer) {
-    json_.Object([&] {
-      json_.Key("operator").Number(layer.op);
-      json_.Key("tokens_dtype").Number(layer.tokens_dtype);
-      json_.Key("experts_dtype").Number(layer.experts_dtype);
-      json_.Key("routing_dtype").Number(layer.routing_dtype);
-      json_.Key("weights_dtype").Number(layer.weights_dtype);
-      json_.Key("flags").Number(layer.flags);
-      json_.Key("activation").Number(layer.activation);
-      json_.Key("scoring").Number(layer.scoring);
-      json_.Key("experts").Number(layer.experts);
-      json_.Key("top_k").Number(layer.top_k);
-      json_.Key("width").Number(layer.width);
-      json_.Key("hidden").Number(layer.hidden);
-      json_.Key("routed_scaling").Float(layer.routed_scaling);
-      json_.Key("alpha").Float(layer.alpha);
-      json_.Key("limit").Float(layer.limit);
-      json_.Key("norm_eps").Float(layer.norm_eps);
-    });
-  }
+std::string Describe(const format::TensorMap& map) {
+  return Object({{"tensor", Json(format::kTensorNames[map.tensor])},
+                 {"dtype", Json(map.type)},
+                 {"swizzle", Json(map.swizzle)},
+                 {"sizes", Numbers(Span<std::uint64_t>(map.sizes, map.rank))},
+                 {"strides", Numbers(Span<std::uint64_t>(map.strides, map.rank))},
+                 {"box", Numbers(Span<std::uint32_t>(map.box, map.rank))}});
+}
 
-  void Range(const format::Range& range) {
-    json_.Object([&] {
-      json_.Key("first").Number(range.first_tokens);
-      json_.Key("last").Number(range.last_tokens);
-      json_.Key("first_buffer").Number(range.first_buffer);
-      json_.Key("buffers").Number(range.buffers);
-      json_.Key("first_launch").Number(range.first_launch);
-      json_.Key("launches").Number(range.launches);
-    });
-  }
-
-  void Buffer(const format::Buffer& buffer) {
-    json_.Object([&] {
-      json_.Key("name").String(program_.text(buffer.name));
-      json_.Key("size").Number(buffer.size);
-    });
-  }
-
-  void Launch(const format::Launch& launch) {
-    json_.Object([&] {
-      json_.Key("kernel").Number(launch.kernel);
-      json_.Key("arguments").Array(program_.arguments(launch), [this](const auto& each) {
-        Argument(each);
-      });
-      json_.Key("grid").Numbers(launch.grid);
-    });
-  }
-
-  void Argument(const format::Argument& argument) {
-    json_.Object([&] {
-      json_.Key("kind").String(format::kArgumentKindNames[argument.kind]);
-      json_.Key("value");
-      if (argument.kind == format::kNull) {
-        json_.Literal("null");
-      } else if (argument.kind == format::kTensor) {
-        json_.String(format::kTensorNames[argument.index]);
-      } else {
-        json_.Number(argument.index);
-      }
-    });
-  }
-
-  void TensorMap(const format::TensorMap& map) {
-    json_.Object([&] {
-      json_.Key("tensor").String(format::kTensorNames[map.tensor]);
-      json_.Key("dtype").Number(map.type);
-      json_.Key("swizzle").Number(map.swizzle);
-      json_.Key("sizes").Numbers(Span<std::uint64_t>(map.sizes, map.rank));
-      json_.Key("strides").Numbers(Span<std::uint64_t>(map.strides, map.rank));
-      json_.Key("box").Numbers(Span<std::uint32_t>(map.box, map.rank));
-    });
-  }
-
-  void Kernel(const format::Kernel& kernel) {
-    const auto* const image = static_cast<const char*>(program_.image(kernel));
-    json_.Object([&] {
-      json_.Key("name").String(program_.text(kernel.name));
-      json_.Key("description").String(program_.text(kernel.description));
-      json_.Key("image_offset").Number(offset_ + (image - program_.bytes().data()));
-      json_.Key("image_bytes").Number(kernel.image_size);
-      json_.Key("num_warps").Number(kernel.warps);
-      json_.Key("shared_memory").Number(kernel.shared_memory);
-      json_.Key("dependent_launch");
-      json_.Literal((kernel.flags & format::kDependentLaunch) != 0 ? "true" : "false");
-      json_.Key("registers").Number(kernel.registers);
-      json_.Key("local_memory").Number(kernel.local_memory);
-    });
-  }
-
-  void Expression(const format::Expression& expression) {
-    const Span<format::Instruction> instructions = program_.instructions(expression);
-    json_.Object([&] {
-      json_.Key("text").String(ExpressionText(instructions));
-      json_.Key("instructions").Array(instructions, [this](const format::Instruction& each) {
-        json_.Literal("[");
-        json_.Number(static_cast<std::uint32_t>(each.opcode));
-        json_.Literal(",");
-        json_.Number(each.value);
-        json_.Literal("]");
-      });
-    });
-  }
-
-  const Program& program_;
-  std::size_t offset_;
-  Json& json_;
-};
+// Shared records are described once and referred to by index, so that the text's size is
+// proportional to the program's.
+std::string Describe(const Program& program, std::size_t offset) {
+  const auto describe = [](const auto& record) { return Describe(record); };
+  const auto buffer = [&](const format::Buffer& each) {
+    return Object({{"name", Json(program.text(each.name))}, {"size", Json(each.size)}});
+  };
+  const auto launch = [&](const format::Launch& each) {
+    return Object({{"kernel", Json(each.kernel)},
+                   {"arguments", Array(program.arguments(each), describe)},
+                   {"grid", Numbers(each.grid)}});
+  };
+  const auto kernel = [&](const format::Kernel& each) {
+    const auto* const image = static_cast<const char*>(program.image(each));
+    return Object({{"name", Json(program.text(each.name))},
+                   {"description", Json(program.text(each.description))},
+                   {"image_offset", Json(offset + (image - program.bytes().data()))},
+                   {"image_bytes", Json(each.image_size)},
+                   {"num_warps", Json(each.warps)},
+                   {"shared_memory", Json(each.shared_memory)},
+                   {"dependent_launch", Json((each.flags & format::kDependentLaunch) != 0)},
+                   {"registers", Json(each.registers)},
+                   {"local_memory", Json(each.local_memory)}});
+  };
+  const auto expression = [&](const format::Expression& each) {
+    const Span<format::Instruction> code = program.instructions(each);
+    const auto instruction = [](const format::Instruction& step) {
+      return Text("[", step.opcode, ",", step.value, "]");
+    };
+    return Object(
+        {{"text", Json(ExpressionText(code))}, {"instructions", Array(code, instruction)}});
+  };
+  return Object({{"offset", Json(offset)},
+                 {"bytes", Json(program.bytes().size())},
+                 {"architecture", Json(program.architecture())},
+                 {"layer", Describe(program.layer())},
+                 {"ranges", Array(program.ranges(), describe)},
+                 {"buffers", Array(program.buffers(), buffer)},
+                 {"launches", Array(program.launches(), launch)},
+                 {"tensor_maps", Array(program.tensor_maps(), describe)},
+                 {"kernels", Array(program.kernels(), kernel)},
+                 {"expressions", Array(program.expressions(), expression)}});
+}
 
 }  // namespace
 
 std::string DescribeLayer(const dynamo_moe_layer& layer) {
-  std::string text;
-  Json json(&text);
-  json.Object([&] {
-    const bool router = layer.op == format::kDropless;
-    json.Key("operator").String(router ? "dropless" : "experts");
-    for (const format::Size& size : format::kSizes) {
-      json.Key(size.name).Number(SizeOf(layer, size));
+  const bool router = layer.op == format::kDropless;
+  Fields fields = {{"operator", Json(router ? "dropless" : "experts")}};
+  for (const format::Size& size : format::kSizes) {
+    fields.emplace_back(size.name, Json(SizeOf(layer, size)));
+  }
+  fields.insert(fields.end(), {{"tokens_dtype", Json(format::kDataTypeNames[layer.tokens_dtype])},
+                               {"experts_dtype", Json(format::kDataTypeNames[layer.experts_dtype])},
+                               {"routing_dtype", Json(format::kDataTypeNames[layer.routing_dtype])},
+                               {"weights_dtype", Json(format::kDataTypeNames[layer.weights_dtype])},
+                               {"b1", Json((layer.flags & format::kHasB1) != 0)},
+                               {"b2", Json((layer.flags & format::kHasB2) != 0)},
+                               {"tf32", Json((layer.flags & format::kHasTf32) != 0)}});
+  for (const format::Option& option : format::kOptions) {
+    if (option.router && !router) {
+      continue;
     }
-    json.Key("tokens_dtype").String(format::kDataTypeNames[layer.tokens_dtype]);
-    json.Key("experts_dtype").String(format::kDataTypeNames[layer.experts_dtype]);
-    json.Key("routing_dtype").String(format::kDataTypeNames[layer.routing_dtype]);
-    json.Key("weights_dtype").String(format::kDataTypeNames[layer.weights_dtype]);
-    const auto flag = [&json](const char* name, bool set) {
-      json.Key(name).Literal(set ? "true" : "false");
-    };
-    flag("b1", (layer.flags & format::kHasB1) != 0);
-    flag("b2", (layer.flags & format::kHasB2) != 0);
-    flag("tf32", (layer.flags & format::kHasTf32) != 0);
-    for (const format::Option& option : format::kOptions) {
-      if (option.router && !router) {
-        continue;
-      }
-      if (option.bit != 0) {
-        flag(option.name, CodeOf(layer, option) != 0);
-      } else if (option.type == format::Option::kName) {
-        json.Key(option.name).String(option.names[CodeOf(layer, option)]);
-      } else if (HasEffect(layer, option)) {
-        json.Key(option.name).Float(NumberOf(layer, option));
-      }
+    if (option.bit != 0) {
+      fields.emplace_back(option.name, Json(CodeOf(layer, option) != 0));
+    } else if (option.type == format::Option::kName) {
+      fields.emplace_back(option.name, Json(option.names[CodeOf(layer, option)]));
+    } else if (HasEffect(layer, option)) {
+      fields.emplace_back(option.name, Json(NumberOf(layer, option)));
     }
-  });
-  return text;
+  }
+  return Object(fields);
 }
 
-Status DescribeBundle(const Bundle& bundle, std::string* text) {
-  Json json(text);
-  *text = "[";
-  for (std::size_t index = 0; index < bundle.programs(); ++index) {
+std::string DescribeBundle(const Bundle& bundle) {
+  return Array(bundle.programs(), [](const Bundle::Entry& each) {
     Program program;
-    DYNAMO_MOE_RETURN_IF_ERROR(bundle.Parse(index, &program));
-    *text += index == 0 ? "" : ",";
-    ProgramWriter(program, bundle.offset(index), &json).Write();
-  }
-  *text += "]";
-  return {};
+    // Opening the bundle has checked it already.
+    const Status status = Program::Parse(each.bytes.data(), each.bytes.size(), &program);
+    return status.ok() ? Describe(program, each.offset) : "null";
+  });
 }
 
 }  // namespace dynamo_moe

@@ -4,14 +4,12 @@
 #include <string>
 
 #include "bundle/bundle.h"
-#include "status.h"
 
 namespace dynamo_moe {
 
 // A layer in words, without the numbers that do not apply to it. The layer must have been checked.
 std::string DescribeLayer(const dynamo_moe_layer& layer);
 
-// Parses every program.
-Status DescribeBundle(const Bundle& bundle, std::string* json);
+std::string DescribeBundle(const Bundle& bundle);
 
 }  // namespace dynamo_moe

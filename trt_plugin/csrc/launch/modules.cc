@@ -11,8 +11,6 @@ namespace {
 
 // A kernel may use this much without an attribute.
 constexpr std::uint32_t kDefaultSharedMemory = 48 * 1024;
-constexpr std::uint32_t kFirstSpecificArchitecture = 90;
-constexpr std::uint32_t kTegraArchitecture = 87;
 
 Status Attribute(const cuda::Driver& driver, int attribute, cuda::Device device, int* value) {
   const cuda::Result result = driver.device_get_attribute(value, attribute, device);
@@ -69,12 +67,6 @@ Status CurrentOrOnlyDevice(const cuda::Driver& driver, cuda::Device* device) {
 Status FindContext(const cuda::Driver& driver, cuda::Context* context) {
   const cuda::Result result = driver.context_get_current(context);
   return result == cuda::kSuccess ? Status() : cuda::Failure(driver, result, "cuCtxGetCurrent");
-}
-
-bool RunsOn(std::uint32_t program, std::uint32_t device) {
-  const bool portable = device < kFirstSpecificArchitecture && device != kTegraArchitecture &&
-                        program != kTegraArchitecture;
-  return program == device || (portable && program / 10 == device / 10 && program < device);
 }
 
 Status CurrentArchitecture(const cuda::Driver& driver, std::uint32_t* architecture) {

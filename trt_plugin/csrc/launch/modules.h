@@ -13,11 +13,6 @@
 
 namespace dynamo_moe {
 
-// Whether a program for one architecture runs on a device of another. Code for sm_90 and later uses
-// features of that one architecture. Code for sm_8x runs on later sm_8x, except that sm_87 (Orin, a
-// Tegra) runs only its own code, which runs nowhere else.
-bool RunsOn(std::uint32_t program, std::uint32_t device);
-
 // The calling thread's current context; null if it has none.
 Status FindContext(const cuda::Driver& driver, cuda::Context* context);
 

@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <tuple>
 
 #include "bundle/format.h"
@@ -23,8 +25,8 @@ using FileIdentity = std::tuple<dev_t, ino_t, off_t, time_t, long>;
 
 std::mutex opening;
 // Never destroyed: plugins may outlive static objects.
-std::map<FileIdentity, std::weak_ptr<Bundle>>& OpenBundles() {
-  static auto* const bundles = new std::map<FileIdentity, std::weak_ptr<Bundle>>();
+std::map<FileIdentity, std::weak_ptr<BundleFile>>& OpenBundles() {
+  static auto* const bundles = new std::map<FileIdentity, std::weak_ptr<BundleFile>>();
   return *bundles;
 }
 
@@ -53,6 +55,10 @@ Status CannotRead(const std::string& path) {
                          kPathVariable);
 }
 
+Status OfFile(const std::string& path, const Status& status) {
+  return status.ok() ? status : Status(status.code(), Text(path, ": ", status.message()));
+}
+
 // The checksum is at the same place in bundles and programs.
 std::uint32_t ChecksumIn(std::string_view bytes) {
   std::uint32_t checksum;
@@ -78,7 +84,7 @@ Status Kernels::Open(const void* data, std::size_t size, std::shared_ptr<const K
   return {};
 }
 
-Status Bundle::Open(const std::string& path, std::shared_ptr<Bundle>* bundle) {
+Status BundleFile::Open(const std::string& path, std::shared_ptr<BundleFile>* bundle) {
   const std::string chosen = ChoosePath(path);
   struct stat file = {};
   if (stat(chosen.c_str(), &file) != 0) {
@@ -87,10 +93,10 @@ Status Bundle::Open(const std::string& path, std::shared_ptr<Bundle>* bundle) {
   const FileIdentity identity(file.st_dev, file.st_ino, file.st_size, file.st_mtim.tv_sec,
                               file.st_mtim.tv_nsec);
   const std::scoped_lock lock(opening);
-  std::weak_ptr<Bundle>& known = OpenBundles()[identity];
+  std::weak_ptr<BundleFile>& known = OpenBundles()[identity];
   *bundle = known.lock();
   if (*bundle == nullptr) {
-    auto read = std::make_shared<Bundle>();
+    auto read = std::make_shared<BundleFile>();
     read->path_ = chosen;
     DYNAMO_MOE_RETURN_IF_ERROR(read->Read(static_cast<std::size_t>(file.st_size)));
     known = read;
@@ -99,7 +105,7 @@ Status Bundle::Open(const std::string& path, std::shared_ptr<Bundle>* bundle) {
   return {};
 }
 
-Status Bundle::Read(std::size_t size) {
+Status BundleFile::Read(std::size_t size) {
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path_.c_str(), "rb"),
                                                              &std::fclose);
   if (file == nullptr) {
@@ -111,37 +117,14 @@ Status Bundle::Read(std::size_t size) {
   if (std::ferror(file.get()) != 0) {
     return CannotRead(path_);
   }
-  std::uint32_t programs = 0;
-  Status status = FromLauncher(dynamo_moe_bundle_count(bytes_.data(), bytes_.size(), &programs));
-  for (std::uint32_t i = 0; status.ok() && i < programs; ++i) {
-    dynamo_moe_layer layer;
-    status = FromLauncher(dynamo_moe_bundle_program(bytes_.data(), bytes_.size(), i, &layer,
-                                                    nullptr, nullptr, nullptr));
-    layers_.push_back(layer);
-  }
-  return status.ok() ? status : Status(status.code(), Text(path_, ": ", status.message()));
+  return OfFile(path_, dynamo_moe::Bundle::Open(bytes_.data(), bytes_.size(), &content_));
 }
 
-std::uint32_t Bundle::checksum() const { return ChecksumIn(bytes_); }
+std::uint32_t BundleFile::checksum() const { return ChecksumIn(bytes_); }
 
-Status Bundle::Find(const dynamo_moe_layer& layer, std::uint32_t architecture,
-                    std::string_view* program) {
-  const std::scoped_lock lock(finding_);
-  const std::pair key(std::string(reinterpret_cast<const char*>(&layer), sizeof(layer)),
-                      architecture);
-  if (const auto found = found_.find(key); found != found_.end()) {
-    *program = found->second;
-    return {};
-  }
-  const void* data = nullptr;
-  std::size_t size = 0;
-  const Status status = FromLauncher(
-      dynamo_moe_bundle_find(bytes_.data(), bytes_.size(), &layer, architecture, &data, &size));
-  if (!status.ok()) {
-    return {status.code(), Text(path_, ": ", status.message())};
-  }
-  *program = found_[key] = {static_cast<const char*>(data), size};
-  return {};
+Status BundleFile::Find(const dynamo_moe_layer& layer, std::uint32_t architecture,
+                        std::string_view* program) const {
+  return OfFile(path_, content_.Find(layer, architecture, program));
 }
 
 }  // namespace dynamo_moe::plugin

@@ -4,13 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "bundle/bundle.h"
 #include "dynamo_moe.h"
 #include "status.h"
 
@@ -38,30 +37,28 @@ class Kernels {
   std::string_view bytes_;
 };
 
-// A bundle in memory; plugins that use the same file share one.
-class Bundle {
+// A bundle's file in memory; plugins that use the same file share one.
+class BundleFile {
  public:
   // Opens the bundle at a path. If that is empty, opens the one that the environment variable
   // DYNAMO_MOE_KERNELS names, or else dynamo_moe.moek beside this library.
-  static Status Open(const std::string& path, std::shared_ptr<Bundle>* bundle);
+  static Status Open(const std::string& path, std::shared_ptr<BundleFile>* bundle);
 
   const std::string& path() const { return path_; }
   // The whole file's checksum.
   std::uint32_t checksum() const;
-  const std::vector<dynamo_moe_layer>& layers() const { return layers_; }
+  const std::vector<dynamo_moe::Bundle::Entry>& programs() const { return content_.programs(); }
 
   // The bytes of the layer's program for an architecture. They lie in the bundle.
-  Status Find(const dynamo_moe_layer& layer, std::uint32_t architecture, std::string_view* program);
+  Status Find(const dynamo_moe_layer& layer, std::uint32_t architecture,
+              std::string_view* program) const;
 
  private:
   Status Read(std::size_t size);
 
   std::string path_;
   std::string bytes_;
-  std::vector<dynamo_moe_layer> layers_;
-  std::mutex finding_;
-  // By layer and architecture: each look-up in the library checks the whole bundle.
-  std::map<std::pair<std::string, std::uint32_t>, std::string_view> found_;
+  dynamo_moe::Bundle content_;
 };
 
 }  // namespace dynamo_moe::plugin

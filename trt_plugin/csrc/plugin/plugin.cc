@@ -69,10 +69,10 @@ Status Plugin::FromAttributes(format::Operator op, const std::string& subject,
   Attributes attributes;
   DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(op, fields, &attributes));
   auto layer = std::make_shared<Layer>();
-  DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(attributes.kernels, &layer->bundle));
-  const std::vector<dynamo_moe_layer>& layers = layer->bundle->layers();
-  const bool known = std::any_of(layers.begin(), layers.end(), [&](const dynamo_moe_layer& each) {
-    return HasAttributes(each, attributes.layer);
+  DYNAMO_MOE_RETURN_IF_ERROR(BundleFile::Open(attributes.kernels, &layer->bundle));
+  const auto& programs = layer->bundle->programs();
+  const bool known = std::any_of(programs.begin(), programs.end(), [&](const auto& each) {
+    return HasAttributes(each.layer, attributes.layer);
   });
   layer->description = Describe(attributes.layer);
   if (!known) {
@@ -177,9 +177,9 @@ bool Plugin::HasKernels(const Call& call, std::int32_t position) const {
   if (layer_->bundle == nullptr) {
     return Matches(kernels_->layer(), layer_->attributes, call, position);
   }
-  const std::vector<dynamo_moe_layer>& layers = layer_->bundle->layers();
-  return std::any_of(layers.begin(), layers.end(), [&](const dynamo_moe_layer& layer) {
-    return Matches(layer, layer_->attributes, call, position);
+  const auto& programs = layer_->bundle->programs();
+  return std::any_of(programs.begin(), programs.end(), [&](const auto& each) {
+    return Matches(each.layer, layer_->attributes, call, position);
   });
 }
 
@@ -195,9 +195,9 @@ void Plugin::WarnOfRefusal(const Call& call, std::int32_t position) const {
                           code == format::kNone ? "of another type" : DtypeName(code), "; ",
                           layer_->bundle->path(), " has this layer with ");
   const char* separator = "";
-  for (const dynamo_moe_layer& layer : layer_->bundle->layers()) {
-    if (HasAttributes(layer, layer_->attributes)) {
-      text += Text(separator, DtypesText(layer));
+  for (const auto& each : layer_->bundle->programs()) {
+    if (HasAttributes(each.layer, layer_->attributes)) {
+      text += Text(separator, DtypesText(each.layer));
       separator = "; or ";
     }
   }

@@ -83,7 +83,7 @@ class Plugin final : public nvinfer1::IPluginV3,
     // Only the attributes: no dtypes and biases.
     dynamo_moe_layer attributes;
     // Null for a layer of an engine, which holds its kernels.
-    std::shared_ptr<Bundle> bundle;
+    std::shared_ptr<BundleFile> bundle;
     std::string description;
     std::string timing_id;
     std::atomic<bool> has_warned = false;
