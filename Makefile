@@ -50,7 +50,7 @@ demo: $(INSTALLED) ## Train a small Swin-MoE, export it to ONNX and compare the 
 test: $(INSTALLED) ## Run the tests and the docstrings' examples
 	$(PYTEST) -m "not every"
 
-test-all: $(INSTALLED) ## Run them with every model of transformers, and write its table in the docs
+test-all: $(INSTALLED) ## Run these and every model, operator and architecture; write the table of models in the docs
 	$(PYTEST)
 	$(BIN)/python tests/support/architecture_table.py
 
