@@ -1,4 +1,4 @@
-"""What a model must be; running it as in ``eval()``, without what PyTorch wraps around it."""
+"""Checking that a model is a module, unwrapping it, and putting it into evaluation mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_model(model: object) -> None:
     """Checks that a model is a module with its modules still in it.
 
     Raises:
-        TypeError: If it is something else, such as what ``torch.export`` or TorchScript made of it.
+        TypeError: If it is anything else, such as what ``torch.export`` or TorchScript made of it.
     """
     # The modules of exported programs are graphs that refuse eval().
     traced = isinstance(model, fx.GraphModule) and "eval" in vars(model)

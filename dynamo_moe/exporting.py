@@ -250,7 +250,7 @@ def export(
     said = [unconverted.warning(left)] if left else []
     own = [path for path in unconverted.converted_modules(model) if not _has_layer(path, layers)]
     if own:
-        said.append(unconverted.own_forward(own))
+        said.append(unconverted.own_forward_warning(own))
     for each in said:
         warnings.warn(each, stacklevel=2)
     exporter = note_on_the_exporter()

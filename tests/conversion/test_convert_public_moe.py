@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import dynamo_moe
-from dynamo_moe.conversion.observing import in_full_precision
+from dynamo_moe.conversion.observation import FullPrecision
 from dynamo_moe.modules import ConvertedModule
 from public_moe import CASES
 from public_moe.surroundings import Case, ClaimsCuda
@@ -66,7 +66,7 @@ def results(case: Case, model: nn.Module, *, original: bool) -> list[list[Tensor
         # One computes its experts in bfloat16; once converted, it does not.
         with (
             torch.no_grad(),
-            in_full_precision(),
+            FullPrecision(),
             ClaimsCuda() if case.cuda_only and original else nullcontext(),
         ):
             try:

@@ -240,14 +240,22 @@ def changed(saved: Any, tmp_path: Path, **changes: np.ndarray | None) -> Path:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"2/wo_weight": None}, ValueError, "missing 2/wo_weight, for centroids .* of 4 experts"),
+        ({"2/wo_weight": None}, ValueError, "missing 2/wo_weight; centroids .* have 4 experts"),
         (
             {f"{n}/{w}_weight": None for n in (1, 3) for w in ("wi_0", "wi_1", "wo")},
             ValueError,
-            "missing 1/wi_0_weight, .*, 3/wi_1_weight and 1 more, for",
+            "missing 1/wi_0_weight, .*, 3/wi_1_weight and 1 more; cent",
         ),
-        ({"4/wo_weight": np.zeros(3)}, ValueError, "has experts 4, but centroids .* only 4"),
-        ({"7/wo_weight": np.zeros(3)}, ValueError, "has experts 7, but .* which are 0..3"),
+        (
+            {"4/wo_weight": np.zeros(3)},
+            ValueError,
+            "of expert 4, but centroids .* only the experts 0..3",
+        ),
+        (
+            {"7/wo_weight": np.zeros(3)},
+            ValueError,
+            "has weights of expert 7, but .* only the experts",
+        ),
         ({"00/wo_weight": np.zeros(3)}, ValueError, "unknown arrays 00/wo_weight; a T5_FF layer"),
         ({"0/layer_norm_bias": np.zeros(16)}, ValueError, "unknown arrays 0/layer_norm_bias;"),
         (
@@ -293,7 +301,7 @@ def changed(saved: Any, tmp_path: Path, **changes: np.ndarray | None) -> Path:
         (
             {"1/wi_1_weight": np.array([[None]])},
             ValueError,
-            "1/wi_1_weight is no plain array; pickled objects, which can run any code",
+            "1/wi_1_weight is not a plain array; pickled objects can run any code",
         ),
         (
             {"1/wi_1_weight": np.full((24, 16), np.nan, "f4")},
@@ -341,10 +349,10 @@ def test_weights_that_do_not_fit(saved, tmp_path: Path, changes, error, message:
         (
             {"centroids": np.zeros((4, 16), "f4")},
             ValueError,
-            "missing 4/layer_norm_weight, .*; centroids has 4 rows, one an expert: pass its transp",
+            r"missing 4/layer_norm_weight, .*; they look like \[E, D\]: pass the transpose",
         ),
-        # Here the file has as many experts as it should.
-        ({"centroids": np.zeros((4, 2), "f4")}, ValueError, "has experts 2, 3.*pass its transpose"),
+        # Here no array is missing.
+        ({"centroids": np.zeros((4, 2), "f4")}, ValueError, "of expert 2, 3.*pass the transpose"),
         ({"centroids": np.zeros((4, 4), "f4")}, ValueError, r"must be \[H, D\] = \[24, 4\], got"),
         (
             {"centroids": np.full((16, 4), 1e300)},
@@ -359,7 +367,7 @@ def test_weights_that_do_not_fit(saved, tmp_path: Path, changes, error, message:
         ({"centroids": "nowhere.npy"}, FileNotFoundError, "nowhere.npy: there is no such file"),
         ({"npz_path": "nowhere.npz"}, FileNotFoundError, "nowhere.npz: there is no such file"),
         ({"npz_path": __file__}, ValueError, "test_infmoe.py is not a file of numpy.savez"),
-        ({"centroids": __file__}, ValueError, "centroids is no plain array; pickled"),
+        ({"centroids": __file__}, ValueError, "centroids is not a plain array; pickled"),
     ],
 )
 def test_options_that_do_not_fit(saved, options: dict[str, Any], error, message: str):

@@ -329,7 +329,7 @@ def test_hooks_are_not_lost() -> None:
 
 
 def test_layers_selects_none() -> None:
-    with pytest.raises(ValueError, match=r"found among the 2 that there are$"):
+    with pytest.raises(ValueError, match=r"found: layers selects none of the 2 that there are$"):
         dynamo_moe.upcycle(nn.Sequential(Mlp(), Mlp()), 4, 2, layers=lambda _: False)
 
 

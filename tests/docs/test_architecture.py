@@ -45,14 +45,14 @@ def test_operators_import_only_torch_and_triton() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A project with the same contracts and packages, which imports only what it may."""
+    """A project with the same contracts and modules, which import only what they may."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for package in ("custom_ops", "dynamo_moe", "trt_plugin"):
-        for module in (ROOT / package).rglob("__init__.py"):
-            copy = tmp_path / module.relative_to(ROOT)
-            copy.parent.mkdir(parents=True)
-            copy.touch()
-    (tmp_path / "dynamo_moe" / "cli" / "compiling.py").write_text("import trt_plugin\n")
+        for module in (ROOT / package).rglob("*.py"):
+            empty = tmp_path / module.relative_to(ROOT)
+            empty.parent.mkdir(parents=True, exist_ok=True)
+            empty.touch()
+    (tmp_path / "dynamo_moe" / "cli" / "__init__.py").write_text("import trt_plugin\n")
     return tmp_path
 
 
@@ -102,6 +102,15 @@ def test_contracts_forbid(tree: Path, module: str, imported: str) -> None:
     result = _lint_imports(tree)
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"{module}.bad -> {imported}" in result.stdout
+
+
+def test_contracts_hold_the_order_of_the_conversion(tree: Path) -> None:
+    folder = "dynamo_moe.conversion"
+    module = tree / "dynamo_moe" / "conversion" / "layer_spec.py"
+    module.write_text(f"import {folder}.convert_layers\n")
+    result = _lint_imports(tree)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"{folder}.layer_spec -> {folder}.convert_layers" in result.stdout
 
 
 def _loaded_by_importing(name: str) -> set[str]:

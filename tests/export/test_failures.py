@@ -265,7 +265,7 @@ def test_weights_that_are_not_merged_are_named(tmp_path: Path) -> None:
     parametrize.register_parametrization(mlp, "w1", LowRank(mlp.w1))
     experts[2] = LowRankLinear(experts[2])
     message = failure(model, tmp_path)
-    named = "Weights that each forward computes anew, as LoRA does: '1.0.mlp.w1', '2.experts.2'; "
+    named = "Each forward computes some weights anew, as LoRA does: '1.0.mlp.w1', '2.experts.2'; "
     assert f"{named}merge them first, in peft by model.merge_and_unload()" in message
     # peft marks its layers like this. A removed parametrization leaves no trace.
     experts[2].merged = True
@@ -284,13 +284,16 @@ def test_advice_after_a_conversion() -> None:
     assert advice.endswith(f"{PAGE}.")
     left = nn.Sequential(OnTheHost())
     advice = dynamo_moe.convert(left).advice
-    assert advice == f"Left modules become many nodes, or fail: {PAGE} tells how to convert them."
+    assert advice == (
+        "Modules that are left become many nodes, or fail to export: "
+        f"{PAGE} tells how to convert them."
+    )
 
 
 def test_advice_about_experts_that_are_not_merged() -> None:
     model = mlp_model(layers=1)
     parametrize.register_parametrization(model[0].mlp, "w1", LowRank(model[0].mlp.w1))
-    (advice,) = unconverted.merging(model)
+    advice = unconverted.merge_hint(model)
     assert "as LoRA does: '0.mlp.w1'; merge them first" in advice
 
 

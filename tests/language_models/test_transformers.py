@@ -225,7 +225,7 @@ def gpt_oss_gate(rows: Tensor) -> Tensor:
 def test_a_gate_is_known_by_its_numbers(module: nn.Module, options: ExpertOptions) -> None:
     from dynamo_moe.conversion import transformers_experts
 
-    assert transformers_experts._identify(module) == options
+    assert transformers_experts.identify_options(module) == options
 
 
 @pytest.mark.parametrize(

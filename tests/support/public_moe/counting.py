@@ -34,6 +34,7 @@ RIGHT, RANDOM = "right", "random"
 REFUSED, WRONG, FAILS, DIED, LATE = "not exported", "wrong", "fails at run time", "died", "late"
 
 _SUPPORT = Path(__file__).parents[1]
+_ROOT = _SUPPORT.parents[1]
 
 # Batch, length and seed: shapes other than the example's, several draws of each.
 _SIZES = [(2, 5, 0), (3, 7, 1), (1, 9, 2), (1, 1, 3), (4, 16, 4), (5, 3, 5), (8, 32, 6)]
@@ -89,7 +90,7 @@ def count_exports(
         try:
             done = subprocess.run(
                 command,
-                cwd=_SUPPORT.parents[1],
+                cwd=_ROOT,
                 env=os.environ | {"PYTHONPATH": str(_SUPPORT)},
                 capture_output=True,
                 text=True,

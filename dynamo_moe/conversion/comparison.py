@@ -1,4 +1,7 @@
-"""Whether a module and what is to stand for it give the same numbers, on tokens of many shapes."""
+"""Whether a module and its replacement give the same numbers, on tokens of many shapes.
+
+Legend: D model width.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +9,22 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynamo_moe import pytree
-from dynamo_moe.private import has_forward_hooks
-from dynamo_moe.weights.lazy_tensors import LazyTensor
+from dynamo_moe.conversion.layer_spec import is_plain
+from dynamo_moe.conversion.observation import random_tokens
 
-__all__ = [
-    "check_comparable",
-    "compare",
-    "compare_shapes",
-    "has_values",
-    "random_tokens",
-    "relative_error",
-]
+__all__ = ["TOLERANCE", "compare", "compare_shapes", "relative_error"]
 
 # Relative to the RMS of a token's result, both in at least float32: a different activation or
 # routing differs by 1e-3 and more, another order of summation by 1e-6.
 TOLERANCE = 1e-4
 
-# Few tokens and many, for what counts them, such as a capacity; and every number of dimensions, for
-# what looks at that.
+# Few tokens and many, for modules that count them, as for a capacity; and every number of
+# dimensions, for modules that look at it.
 _SHAPES = ((8,), (1,), (256,), (2, 16), (1, 1), (4, 64), (2, 3, 4), (2, 8, 16))
-_ALIKE = ((64,), (2, 32))
-
-
-def random_tokens(count: int, width: int, like: Tensor) -> Tensor:
-    """Returns ``[count, width]``, the same every time, large enough to tell activations apart."""
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randn(count, width, generator=generator) * 2).to(like.device, like.dtype)
-
-
-def has_values(module: nn.Module) -> bool:
-    """Whether the module can be run: none of its parameters is on the meta device, or on disk."""
-    return not any(p.is_meta or isinstance(p, LazyTensor) for p in module.parameters())
-
-
-def check_comparable(module: nn.Module) -> None:
-    """Raises ValueError if a module does more than its forward says."""
-    if any(map(has_forward_hooks, module.modules())):
-        raise ValueError("it has forward hooks, which its replacement would not run")
+_EQUAL_TOKENS = ((64,), (2, 32))
 
 
 def compare_shapes(
@@ -54,21 +33,21 @@ def compare_shapes(
     example: Tensor,
     kind: str,
     *,
-    others: bool = False,
-    longer: Collection[int] = (),
-    scales: Collection[float] = (1.0,),
+    optional_dimensions: bool = False,
+    thresholds: Collection[int] = (),
+    scales: Collection[float] = (),
 ) -> tuple[int, ...]:
-    """Runs both on tokens of all shapes that the original takes, without gradients.
+    """Compares both on tokens of every shape that the original takes, without gradients.
 
     Args:
         original: From ``[..., D]`` to anything.
-        candidate: What is to stand for it.
+        candidate: What may replace it.
         example: Tokens ``[..., D]`` that the original takes.
         kind: What the candidate is, for messages.
-        others: Whether the candidate may differ for tokens of another number of dimensions than
-            the example's.
-        longer: Numbers of tokens that equal ones must exceed, for what counts up to them.
-        scales: Factors on tokens.
+        optional_dimensions: Whether the candidate may differ for tokens of another number of
+            dimensions than the example's.
+        thresholds: Numbers of tokens to exceed, by equal tokens, for modules that count up to them.
+        scales: Factors on the example to try besides it.
 
     Returns:
         The numbers of dimensions for which they give the same.
@@ -78,8 +57,7 @@ def compare_shapes(
     """
     compare(original, candidate, [example], kind)
     same = {example.ndim: True}
-    scaled = [example * scale for scale in scales if scale != 1.0]
-    for x in (*scaled, *_cases(example, longer)):
+    for x in (*(example * scale for scale in scales), *_cases(example, thresholds)):
         try:
             with torch.no_grad():
                 expected = original(x)
@@ -89,10 +67,21 @@ def compare_shapes(
             compare(lambda _, known=expected: known, candidate, [x], kind)
             same.setdefault(x.ndim, True)
         except ValueError:
-            if not others or x.ndim == example.ndim:
+            if not optional_dimensions or x.ndim == example.ndim:
                 raise
             same[x.ndim] = False
     return tuple(ndim for ndim, agrees in same.items() if agrees)
+
+
+def _cases(example: Tensor, thresholds: Collection[int]) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    width = example.shape[-1]
+    for shape in _SHAPES:
+        yield random_tokens(*shape, width, like=example, generator=generator)
+    beyond = [shape for count in thresholds for shape in ((count + 1,), (1, count + 1))]
+    for shape in (*_EQUAL_TOKENS, *beyond):
+        x_D = random_tokens(width, like=example, generator=generator)
+        yield x_D.expand(*shape, width).contiguous()
 
 
 def compare(
@@ -113,14 +102,11 @@ def compare(
         ) from failure
     expected, structure = pytree.tree_flatten(expected)
     result, replaced = pytree.tree_flatten(result)
-    if structure != replaced or list(map(_shape, expected)) != list(map(_shape, result)):
+    alike = structure == replaced and list(map(_shape, expected)) == list(map(_shape, result))
+    if not alike or not all(map(_same_value, result, expected)):
         raise ValueError(f"it has the shape of {kind} but returns something else for {tokens}")
     for ours, theirs in zip(result, expected, strict=True):
-        if not isinstance(theirs, Tensor) or not theirs.is_floating_point():
-            if not _equal(ours, theirs):
-                raise ValueError(
-                    f"it has the shape of {kind} but returns something else for {tokens}"
-                )
+        if not _is_floating(theirs):
             continue
         if not theirs.ndim and not ours:  # A loss, which only training needs.
             continue
@@ -135,9 +121,9 @@ def compare(
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
-    """Returns the largest error, relative to the RMS of its row of what is expected.
+    """Returns the largest error, relative to the RMS of the expected row.
 
-    A row far below all others' RMS counts as if it were a hundredth of that.
+    A row far below the RMS of all rows counts as if it were a hundredth of that.
     """
     if not expected.numel():
         return 0.0
@@ -147,23 +133,16 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     return float(((expected.double() - result.double()).abs() / scale).max())
 
 
-def _cases(example: Tensor, longer: Collection[int] = ()) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    width = example.shape[-1]
-    for shape in _SHAPES:
-        x = torch.randn(*shape, width, generator=generator) * 2
-        yield x.to(example.device, example.dtype)
-    beyond = [shape for count in longer for shape in ((count + 1,), (1, count + 1))]
-    for shape in (*_ALIKE, *beyond):
-        x = torch.randn(width, generator=generator) * 2
-        yield x.to(example.device, example.dtype).expand(*shape, width).contiguous()
-
-
-def _equal(ours: Any, theirs: Any) -> bool:
+def _same_value(ours: Any, theirs: Any) -> bool:
+    """Whether two values are the same; floating tensors are compared by their numbers later."""
     if isinstance(theirs, Tensor):
-        return isinstance(ours, Tensor) and torch.equal(ours, theirs)
-    plain = theirs is None or isinstance(theirs, (bool, int, float, str))
-    return bool(ours == theirs) if plain else ours is theirs
+        same = isinstance(ours, Tensor)
+        return same and (_is_floating(theirs) or torch.equal(ours, theirs))
+    return bool(ours == theirs) if is_plain(theirs) else ours is theirs
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _shape(value: Any) -> torch.Size | None:
