@@ -14,6 +14,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 BENCHMARKS := cpu.experts cpu.function_bodies cpu.language_models export.speed export.checkpoint
 # Where gpu-check writes results.
 OUT ?= docs/benchmarks
+# Without a network it gives up in a minute.
+APT_GET := apt-get --quiet --quiet -o Acquire::http::Timeout=20 -o Acquire::Retries=1 -o DPkg::Lock::Timeout=60
 CSRC := $(wildcard trt_plugin/csrc/*.cc trt_plugin/csrc/*/*.cc)
 CPP := $(CSRC) $(wildcard trt_plugin/csrc/*.h trt_plugin/csrc/*/*.h tests/native/*.cc tests/native/host/*.cc)
 # How long `make fuzz` runs.
@@ -22,11 +24,11 @@ SECONDS ?= 600
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-avx2 test-fast test-torch tables fuzz lint format docs pictures bench \
-	gpu-check clean test-all
+.PHONY: help install demo test test-all test-fast test-avx2 test-torch coverage tables fuzz package-test \
+	browser lint format docs pictures bench gpu-check clean
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Create .venv with dynamo-moe, editable, and everything that the other targets need
 
@@ -48,12 +50,13 @@ demo: $(INSTALLED) ## Train a small Swin-MoE, export it to ONNX and compare the 
 test: $(INSTALLED) ## Run the tests and the docstrings' examples
 	$(PYTEST) -m "not every"
 
-test-all: $(INSTALLED) ## Run them with every model of transformers, and write its table in the docs
+test-all: $(INSTALLED) ## Run these and every model, operator and architecture; write the table of models in the docs
 	$(PYTEST)
 	$(BIN)/python tests/support/architecture_table.py
 
-test-fast: $(INSTALLED) ## Run those that take less than 10 seconds each
-	$(PYTEST) -m "not slow and not every"
+# By subject, because even the fast tests together take minutes.
+test-fast: $(INSTALLED) ## Run the fast tests, with SUBJECT=export those of tests/export: under a minute
+	$(PYTEST) -m "not slow and not every" $(addprefix tests/,$(SUBJECT))
 
 test-avx2: $(INSTALLED) build/avx2.so ## Run the tests as on a CPU without AVX-512 and VNNI
 	LD_PRELOAD=$(abspath build/avx2.so) $(PYTEST) -m "not every"
@@ -72,16 +75,44 @@ test-torch: $(INSTALLED) ## Run the export tests with another PyTorch: make test
 	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> "$$($(TORCH_BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/all_else.pth"
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(TORCH_BIN)/python -m pytest -n $(JOBS) --dist worksteal \
-		-m "not slow and not every" tests/export tests/conversion
+		-m "not slow and not every" tests/conversion tests/export tests/graph tests/language_models \
+		tests/tracing
 
 build/avx2.so: tests/native/avx2.cc
 	@mkdir -p build
 	g++ -std=c++17 -O1 -fPIC -shared -o $@ $< -ldl
 
+# Python 3.12 and later count lines at hardly any cost.
+coverage: $(INSTALLED) ## Run the tests, and report how much of each package they run
+	COVERAGE_CORE=$$($(BIN)/python -c "import sys; print('sysmon' if sys.version_info >= (3, 12) else 'ctrace')") \
+		$(PYTEST) -m "not every" --cov --cov-report=term:skip-covered --cov-report=html:build/coverage \
+		$(addprefix tests/,$(SUBJECT))
+	@for package in custom_ops dynamo_moe trt_plugin; do \
+		echo "$$package: $$($(BIN)/coverage report --include="$$package/*" --format=total) % of lines"; \
+	done
+
+package-test: $(INSTALLED) ## Build the wheel and the sdist, install the wheel elsewhere and try it
+	$(BIN)/python tests/support/package_check.py
+
+# From the distribution's own packages, nothing else; those of tests/support/netron_page.py.
+browser: ## Install Chromium, for the tests of Netron and `make pictures`; root on Debian or the like
+	@for name in chromium chromium-browser google-chrome; do \
+		if command -v $$name; then exit 0; fi; \
+	done; \
+	if ! command -v apt-get >/dev/null; then \
+		echo "make browser: apt-get is not here; install Chromium another way" >&2; exit 1; \
+	elif [ "$$(id -u)" != 0 ]; then \
+		echo "make browser: only root can install Chromium: sudo make browser" >&2; exit 1; \
+	fi; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	$(APT_GET) update && $(APT_GET) install --yes --no-install-recommends chromium || \
+		{ echo "make browser: apt-get could not install chromium" >&2; exit 1; }
+
 lint: $(INSTALLED) ## Check style, types, which package imports which, and the C++ sources
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	printf '%s\n' $(CSRC) | \
@@ -106,6 +137,6 @@ gpu-check: ## Build, test and measure on this machine's GPU, in 10 minutes
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu.check --output "$(OUT)"
 
 clean: ## Remove what the other targets made, .venv excepted
-	rm -rf build dist docs/_build .grimp_cache .hypothesis .import_linter_cache .mypy_cache \
-		.pytest_cache .ruff_cache
+	rm -rf build dist docs/_build .coverage .coverage.* .grimp_cache .hypothesis \
+		.import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find benchmarks custom_ops docs dynamo_moe tests -name __pycache__ -type d -prune -exec rm -rf {} +

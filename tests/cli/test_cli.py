@@ -648,6 +648,7 @@ def test_debug_shows_what_pytorch_prints() -> None:
     assert "torch.ops.moe.dropless" in result.stderr
 
 
+@pytest.mark.slow
 def test_export_of_a_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from moe_architectures import ARCHITECTURES

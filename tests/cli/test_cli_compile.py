@@ -287,6 +287,7 @@ def error(*arguments: str, code: int) -> str:
     return str(line)
 
 
+@pytest.mark.slow
 def test_a_file_is_compiled_and_inspected(file: Path) -> None:
     result = run("compile", str(file), "--arch", "sm_80", "--max-tokens", "1")
     assert result.exit_code == 0, result.output
@@ -314,6 +315,7 @@ def test_a_file_is_compiled_and_inspected(file: Path) -> None:
     assert report["programs"] == inspected["programs"]
 
 
+@pytest.mark.slow
 def test_products_may_be_of_tf32() -> None:
     spec = SPEC.replace("fp16", "fp32")
     arguments = ("--spec", spec, "--arch", "80", "--max-tokens", "1", "-q", "-o", "t.moek")

@@ -208,6 +208,7 @@ def test_shared_experts_stay_shared_in_another_dtype() -> None:
     assert model[1].mlp.w1 is model[0].mlp.w1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_whole_models_of_other_dtypes(dtype: torch.dtype) -> None:
     """Whatever the precision, formulas are compared in one that distinguishes them."""

@@ -29,6 +29,12 @@ from dynamo_moe.models import DroplessMoEMlp
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted([*DOCS.glob("tutorials/*.md"), *DOCS.glob("how-to/*.md")])
+SLOW = {
+    "swin_moe_to_onnx",
+    "swin_transformer_moe",
+    "transformers_models",
+    "upcycle_a_dense_model",
+}
 
 BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<content>.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\S+\.py)\n")
@@ -70,7 +76,11 @@ def test_there_are_pages() -> None:
     assert len(PAGES) > 8
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * (page.stem in SLOW)) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_page_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = page.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": f"test_{page.stem}"}

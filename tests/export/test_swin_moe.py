@@ -260,6 +260,7 @@ def test_split_is_stratified_and_seeded(split: Split) -> None:
     assert not load_digits_split(1).test_images.equal(split.test_images)
 
 
+@pytest.mark.slow
 def test_short_training_learns_and_uses_every_expert(split: Split) -> None:
     torch.manual_seed(0)
     model = swin_moe_digits()

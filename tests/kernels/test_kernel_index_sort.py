@@ -79,6 +79,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @bounded
 @given(problems())
 def test_two_kernels(problem):
@@ -93,7 +94,7 @@ def test_one_program(problem):
     check(**problem | {"ids_TK": fitting}, last_tokens=min(tokens, 512 // top_k))
 
 
-@pytest.mark.parametrize("experts", [8, 1000])
+@pytest.mark.parametrize("experts", [pytest.param(8, marks=pytest.mark.slow), 1000])
 def test_programs_that_take_several_blocks(experts):
     # More blocks than programs, and programs without slots.
     ids = torch.randint(-1, experts, (10_001, 2), generator=torch.Generator().manual_seed(0))

@@ -64,6 +64,7 @@ def test_compiled_once_for_every_number_of_tokens(op: str, backend: str) -> None
     assert targets.count(case.overload) == 1
 
 
+@pytest.mark.slow
 @both_ops
 def test_compiled_for_any_sizes(op: str) -> None:
     case = make_case(op)

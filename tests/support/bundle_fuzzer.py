@@ -1,4 +1,4 @@
-"""Fuzzes the native reader of bundles: ``python tests/bundle_fuzzer.py SECONDS [BUNDLE ...]``.
+"""Fuzzes the native reader of bundles: ``bundle_fuzzer.py SECONDS [BUNDLE ...]``.
 
 With libFuzzer where clang has it; else tests/native/fuzz_driver.cc mutates bundles, under g++'s
 sanitizers. An input that fails is kept by libFuzzer as a file; the driver repeats it by its seed.

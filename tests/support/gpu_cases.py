@@ -39,6 +39,28 @@ POISON = 0xFF
 _GUARD = 4096
 _TIE = 1e-4
 
+#: Each path of the forward pass, with blocks that a small layer does not fill.
+PATHS: dict[str, tuple[RangeConfig, ...]] = {
+    "few": (RangeConfig(MAX_TOKENS, "few", FewConfig(8, 128, 4), FewConfig(4, 64, 4)),),
+    "gemm": (
+        RangeConfig(
+            MAX_TOKENS,
+            "gemm",
+            GemmConfig(32, 64, 64, 4, 3),
+            GemmConfig(32, 64, 64, 4, 3, group_m=3),
+        ),
+    ),
+    "tensor-maps": (
+        RangeConfig(
+            MAX_TOKENS,
+            "gemm",
+            GemmConfig(64, 64, 64, 4, 3, tensor_maps=True),
+            GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True),
+        ),
+    ),
+    "mlp": (RangeConfig(MAX_TOKENS, "mlp", MlpConfig(32, 64, 4, 2), None),),
+}
+
 
 def _one_range(
     path: str,

@@ -88,7 +88,7 @@ def uncompiled_program(plan: ForwardPlan) -> Program:
     for spec in plan.kernels():
         task = task_for(spec, plan.architecture)
         sizes = [8] * _SCRATCH
-        maps = []
+        maps: list[Any] = []
         for argument in reversed(spec.parameters.values()):
             match argument:
                 case Scalar():

@@ -7,6 +7,7 @@ attributes as JSON.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorrt_lean_bindings as trt
@@ -16,7 +17,7 @@ import trt_plugin.plugin
 library, bundle, program = map(Path, sys.argv[1:4])
 attributes = json.loads(sys.argv[4]) | {"kernels": str(bundle)}
 trt_plugin.plugin.library_path = lambda: library
-kept = []
+kept: list[Any] = []
 
 
 def field(name, value):

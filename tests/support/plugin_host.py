@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -96,14 +96,15 @@ class _Fields(ctypes.Structure):
     _fields_ = (("count", ctypes.c_int32), ("fields", ctypes.POINTER(_Field)))
 
 
-class Field(NamedTuple):
+@dataclass(frozen=True)
+class Field:
     """A plugin field as stored in memory; if data is None, it is a null pointer."""
 
-    FLOAT32 = 1
-    INT32 = 5
-    CHAR = 6
-    UNKNOWN = 8
-    INT64 = 10
+    FLOAT32: ClassVar = 1
+    INT32: ClassVar = 5
+    CHAR: ClassVar = 6
+    UNKNOWN: ClassVar = 8
+    INT64: ClassVar = 10
 
     type: int
     length: int
@@ -245,10 +246,10 @@ class Plugin:
     def has_capability(self, kind: int) -> bool:
         return self._call("has_capability", kind)
 
-    def clone(self) -> Plugin:
+    def clone(self) -> Plugin | None:
         return self.host.adopt(self._call("clone"))
 
-    def attach(self) -> Plugin:
+    def attach(self) -> Plugin | None:
         return self.host.adopt(self._call("attach"))
 
     def destroy(self) -> None:
@@ -457,5 +458,7 @@ def serialized(plugin: Plugin) -> bytes:
     """The program as an engine stores it."""
     fields = plugin.serialize()
     assert list(fields) == ["program"]
-    assert fields["program"].type == Field.UNKNOWN
-    return fields["program"].data
+    program = fields["program"]
+    assert program.type == Field.UNKNOWN
+    assert program.data is not None
+    return program.data

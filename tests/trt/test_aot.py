@@ -214,20 +214,30 @@ SPECS = {
     "narrow T5": "experts=8,top_k=1,width=96,hidden=256,pre_norm=rms,residual",
     "tf32": "experts=8,top_k=2,width=200,hidden=256,tf32",
 }
-FAST = [("gated bf16", "sm_90")]
-REST = [
+# Each layer once, on each family of instructions and each size of shared memory at least one.
+ONE_EACH = {
+    ("narrow fp16", "sm_75"),
+    ("tf32", "sm_80"),
+    ("gpt-oss", "sm_80"),
+    ("narrow T5", "sm_89"),
+    ("gated bf16", "sm_90"),
+    ("wide fp32", "sm_90"),
+    ("llama 4", "sm_90"),
+    ("mixed", "sm_100"),
+    ("T5", "sm_120"),
+}
+COMBINATIONS = {
     *((name, device) for name in SPECS for device in ("sm_80", "sm_90")),
     *((name, each.name) for name in ("gated bf16", "T5") for each in ARCHITECTURES.values()),
-]
+}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "device"),
-    FAST
-    + [
-        pytest.param(*each, marks=pytest.mark.slow)
-        for each in dict.fromkeys(REST)
-        if each not in FAST
+    [
+        *sorted(ONE_EACH),
+        *(pytest.param(*each, marks=pytest.mark.every) for each in sorted(COMBINATIONS - ONE_EACH)),
     ],
 )
 def test_every_kernel_of_a_layer_compiles_and_takes_what_is_passed(name: str, device: str) -> None:

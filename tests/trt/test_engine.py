@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import onnx
 import pytest
@@ -156,8 +157,10 @@ class FakeTensorRT(ModuleType):
     def __init__(self) -> None:
         super().__init__("tensorrt")
         self.__spec__ = ModuleSpec("tensorrt", None)
-        self.loaded, self.registers = [], True
-        self.parses, self.says, self.plan = True, [], b"an engine"
+        self.loaded: list[Any] = []
+        self.registers = True
+        self.says: list[Any] = []
+        self.parses, self.plan = True, b"an engine"
         self.config = Config()
         self.runtime = None
 

@@ -14,7 +14,6 @@ from itertools import product
 import pytest
 import torch
 from hypothesis import given
-from test_kernel_experts import bounded, cases
 from torch import Tensor
 
 from custom_ops.kernels.architectures import architecture
@@ -22,6 +21,7 @@ from custom_ops.kernels.plan import plan
 from interpreted_gpu import InterpretedGpu, uncompiled_program
 from kernel_runs import call_tensors, layer_of, run_kernels
 from moe_cases import Case, assert_matches, make_case
+from random_layers import bounded, cases
 from standin import CSRC, LAUNCH_FAILED, OUT_OF_MEMORY, ROOT, SOURCES, build, standin
 from trt_plugin.bundle import Bundle, Program
 from trt_plugin.compiling import layer_record, limit_tokens
@@ -104,6 +104,7 @@ def test_the_same_bits_as_the_python_launcher(driver, op, tokens, device):
     assert_matches(result, case.oracle(), case.dtypes)
 
 
+@pytest.mark.slow
 @bounded
 @given(case=cases())
 def test_any_layer(case):

@@ -132,7 +132,7 @@ def test_regions_keep_their_casts(tmp_path: Path, function) -> None:
 
 @pytest.mark.parametrize("function", [full_precision_router, composite, norm_of_half])
 def test_regions_where_torch_exports(tmp_path: Path, monkeypatch, function) -> None:
-    monkeypatch.setattr(translate, "translate_in_steps", None)
+    monkeypatch.setattr(translate, "_translate_in_steps", None)
     model = Model(function).eval()
     dynamo_moe.export(model, torch.randn(4, 16), tmp_path / "m.onnx")
     check(tmp_path / "m.onnx", model, torch.randn(7, 16))

@@ -72,7 +72,7 @@ def text(program: ExportedProgram) -> list[tuple[Any, ...]]:
     [
         lambda: (Sizes(), (torch.randn(5, 9), torch.randn(5, 3))),
         lambda: (Chosen(), (torch.tensor([[1.0, -1.0], [2.0, 3.0]]),)),
-        a_network,
+        pytest.param(a_network, marks=pytest.mark.slow),
     ],
 )
 def test_the_graph_is_the_same(make: Any) -> None:

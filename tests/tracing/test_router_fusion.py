@@ -423,7 +423,8 @@ def test_models_of_transformers(
 def test_models_in_half_precision_keep_their_routers(tmp_path: Path) -> None:
     model = ARCHITECTURES["mixtral"].build().bfloat16()
     dynamo_moe.convert(model)
-    report = dynamo_moe.export_language_model(model, tmp_path / "m.onnx")
+    path = tmp_path / "m.onnx"
+    report = dynamo_moe.export_language_model(model, path, task="text-generation")
     assert set(report.operators) == {"DroplessMoEExperts"}
 
 

@@ -280,7 +280,7 @@ def test_onnxsim_only_merges_products(exported, name: str) -> None:
     assert set(ours - theirs) <= {"MatMul", "Add", "Mul"}
 
 
-@pytest.mark.parametrize("name", ["t5", "resnet"])
+@pytest.mark.parametrize("name", [pytest.param("t5", marks=pytest.mark.slow), "resnet"])
 def test_rules_that_look_at_every_node_find_no_more(
     exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -368,7 +368,7 @@ def run(tested: ir.Model, sizes: Mapping[str, int]) -> np.ndarray:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(ir.to_proto(tested).SerializeToString(), options)
-    feeds = {}
+    feeds: dict[str, np.ndarray] = {}
     for value in session.get_inputs():
         shape = [size if isinstance(size, int) else sizes[size] for size in value.shape]
         numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
