@@ -12,11 +12,13 @@ from torch import Tensor
 
 from custom_ops.options import Option, list_options
 
-__all__ = ["LIBRARY", "register_autocast", "schema_of", "with_options"]
+__all__ = ["LIBRARY", "check_keywords", "register_autocast", "schema_of", "with_options"]
 
 LIBRARY = torch.library.Library("moe", "FRAGMENT")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+# The options that a function takes, by its name.
+_KEYWORDS: dict[str, frozenset[str]] = {}
 
 
 def schema_of(options: tuple[Option, ...]) -> str:
@@ -51,6 +53,7 @@ def with_options(options: tuple[Option, ...]) -> Callable[[_F], _F]:
     ]
 
     def decorate(function: _F) -> _F:
+        _KEYWORDS[function.__name__] = frozenset(option.name for option in options)
         signature = inspect.signature(function)
         *own, _ = signature.parameters.values()
         function.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -60,6 +63,17 @@ def with_options(options: tuple[Option, ...]) -> Callable[[_F], _F]:
         return function
 
     return decorate
+
+
+def check_keywords(function: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Checks the keywords of a function made by :func:`with_options`, as Python does.
+
+    Raises:
+        TypeError: If there is no such option.
+    """
+    for name in given:
+        if name not in _KEYWORDS[function.__name__]:
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
 
 
 def register_autocast(op: str, parameters: slice) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from custom_ops import _cuda, _grouped
 from custom_ops._checks import check_experts, check_router
-from custom_ops._library import LIBRARY, register_autocast, schema_of, with_options
+from custom_ops._library import LIBRARY, check_keywords, register_autocast, schema_of, with_options
 from custom_ops.options import (
     EXPERT_OPTIONS,
     ROUTER_OPTIONS,
@@ -77,6 +77,7 @@ def dropless(
         >>> dropless(x, router, w1, None, w2, None, top_k=2).shape
         torch.Size([2, 5, 4])
     """
+    check_keywords(dropless, {**options})
     result: Tensor = torch.ops.moe.dropless(
         x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
     )

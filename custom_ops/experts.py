@@ -9,7 +9,7 @@ from torch import Tensor
 
 from custom_ops import _cuda, _grouped
 from custom_ops._checks import check_experts, check_routing
-from custom_ops._library import LIBRARY, register_autocast, schema_of, with_options
+from custom_ops._library import LIBRARY, check_keywords, register_autocast, schema_of, with_options
 from custom_ops.options import EXPERT_OPTIONS, ExpertKeywords, ExpertOptions
 
 __all__ = ["experts"]
@@ -73,6 +73,7 @@ def experts(
         >>> experts(x, ids, weights, w1, None, w2, None, activation="silu").shape
         torch.Size([5, 4])
     """
+    check_keywords(experts, {**options})
     result: Tensor = torch.ops.moe.experts(x, expert_ids, expert_weights, w1, b1, w2, b2, **options)
     return result
 

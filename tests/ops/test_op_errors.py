@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import custom_ops
 from moe_cases import Case, make_case
 
 META = torch.device("meta")
@@ -242,3 +243,11 @@ def test_what_a_fake_accepts_has_the_result_s_shape(op: str, shape: tuple[int, .
     )()
     assert meta.device == META
     assert (meta.shape, meta.stride(), meta.dtype) == (result.shape, result.stride(), result.dtype)
+
+
+@pytest.mark.parametrize("function", [custom_ops.dropless, custom_ops.experts])
+def test_an_option_that_does_not_exist(function: Any) -> None:
+    case = _case(function.__name__, {})
+    reason = f"{function.__name__}() got an unexpected keyword argument 'gate'"
+    with pytest.raises(TypeError, match=re.escape(reason)):
+        function(**case.arguments, gate=True)
