@@ -77,8 +77,8 @@ class ExportReport:
         seconds: Wall time.
         phases: Seconds by phase: capture, decomposition, translation, optimization, check,
             serialization.
-        profile: With ``profile=True``, a profile for https://www.speedscope.app, and a flame graph
-            for a browser.
+        profile: With ``profile=True``, a profile for https://www.speedscope.app, and one for a
+            browser.
         notes: What a user of the file should know.
     """
 
@@ -185,7 +185,7 @@ def export(
             a function, called as a phase begins with its name, 0 and 0, and while weights are
             written with ``"serialization"``, their bytes so far and in all.
         profile: Samples what runs, and writes ``<name>.speedscope.json``, for
-            https://www.speedscope.app, and ``<name>.profile.svg``, for a browser; the report shows
+            https://www.speedscope.app, and ``<name>.profile.html``, for a browser; the report shows
             the time of each phase.
 
     Returns:
@@ -269,7 +269,7 @@ def export(
         file_bytes=sum(file.stat().st_size for file in files),
         seconds=time.perf_counter() - started,
         phases=watch.seconds,
-        profile=save_profile(sampled, path, watch.seconds) if sampled else (),
+        profile=save_profile(sampled, path) if sampled else (),
         notes=(
             *lowering.notes(model_ir, activations, target),
             *trials.notes,

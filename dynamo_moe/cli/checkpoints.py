@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dynamo_moe.exporting import ExportReport
-    from dynamo_moe.verification.comparison import VerificationReport
+    from dynamo_moe.verification import VerificationReport
 
 __all__ = ["Checkpoint"]
 

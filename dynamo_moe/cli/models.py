@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dynamo_moe.exporting import ExportReport
-    from dynamo_moe.verification.comparison import VerificationReport
+    from dynamo_moe.verification import VerificationReport
 
 __all__ = ["export", "verify"]
 
@@ -230,8 +230,8 @@ def export(
         bool,
         typer.Option(
             "--profile",
-            help="Show the time of each phase, and write OUT.onnx.profile.svg, a flame graph, and "
-            "OUT.onnx.speedscope.json.",
+            help="Show the time of each phase, and write a profile: OUT.onnx.profile.html for a "
+            "browser, and OUT.onnx.speedscope.json.",
         ),
     ] = False,
     quiet: Quiet = False,

@@ -17,7 +17,7 @@ from dynamo_moe.cli.common import message_of, print_json
 if TYPE_CHECKING:
     from dynamo_moe.conversion import ConversionReport
     from dynamo_moe.exporting import ExportReport
-    from dynamo_moe.verification.comparison import VerificationReport
+    from dynamo_moe.verification import VerificationReport
 
 __all__ = ["Outcome", "named_finally", "unverified"]
 
