@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import onnx
 import onnx_ir as ir
 import torch
+from onnx_ir import tensor_adapters
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -18,29 +17,21 @@ from dynamo_moe.tracing.dynamic_shapes import BATCH
 __all__ = ["KEY", "random_inputs", "store"]
 
 KEY = "dynamo_moe.integers"
-"""Of the file's metadata: the least and the greatest of the example's integers, by input."""
+"""Metadata key: the least and the greatest of the example's integers, by input."""
 
-# Sizes of the batch, and of every other symbolic dimension, per case.
+# Per case: the size of the batch, and of every other symbolic dimension.
 _CASES = ((1, 4), (3, 7), (2, 1))
-# Where nothing is known.
+# The least and the greatest integer where nothing is known.
 _SOME = (0, 9)
-_FLOATS: dict[int, torch.dtype] = {
-    onnx.TensorProto.FLOAT: torch.float32,
-    onnx.TensorProto.FLOAT16: torch.float16,
-    onnx.TensorProto.BFLOAT16: torch.bfloat16,
-    onnx.TensorProto.DOUBLE: torch.float64,
-}
-_INTS: dict[int, torch.dtype] = {
-    onnx.TensorProto.INT64: torch.int64,
-    onnx.TensorProto.INT32: torch.int32,
-    onnx.TensorProto.INT16: torch.int16,
-    onnx.TensorProto.INT8: torch.int8,
-    onnx.TensorProto.UINT8: torch.uint8,
+_FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
+_INTS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+_DTYPES = {
+    tensor_adapters.from_torch_dtype(dtype): dtype for dtype in (*_FLOATS, *_INTS, torch.bool)
 }
 
 
 def store(model: ir.Model, example: Sequence[Tensor]) -> None:
-    """Notes in the metadata of which size the example's integers are.
+    """Writes the least and the greatest of the example's integers into the metadata.
 
     Args:
         model: The graph.
@@ -49,33 +40,39 @@ def store(model: ir.Model, example: Sequence[Tensor]) -> None:
     ranges = {
         str(value.name): [int(tensor.min()), int(tensor.max())]
         for value, tensor in zip(model.graph.inputs, example, strict=False)
-        if tensor.dtype in _INTS.values() and tensor.numel() and _has_values(tensor)
+        if tensor.dtype in _INTS and tensor.numel() and _has_values(tensor)
     }
     if ranges:
         model.metadata_props[KEY] = json.dumps(ranges)
 
 
-def random_inputs(proto: onnx.ModelProto) -> list[dict[str, Tensor]]:
+def random_inputs(model: ir.Model) -> list[dict[str, Tensor]]:
     """Returns a few cases, each a tensor by graph input, the same in every run.
 
     Raises:
         ValueError: If a dimension is an expression, or a dtype has no random values here.
     """
     generator = torch.Generator().manual_seed(20)
-    symbols = {
-        dim.dim_param
-        for graph_input in proto.graph.input
-        for dim in graph_input.type.tensor_type.shape.dim
-        if dim.dim_param
-    }
-    ranges = _ranges(proto)
+    sizes_of = {str(value.name): _sizes(value) for value in model.graph.inputs}
+    symbols = {size for sizes in sizes_of.values() for size in sizes if isinstance(size, str)}
+    ranges = _ranges(model)
     cases = []
     for batch, other in _CASES:
         # Each symbol has a size of its own, so that axes taken for one another show.
         places = enumerate(sorted(symbols - {BATCH}))
-        sizes = {symbol: 1 if other == 1 else other + place for place, symbol in places}
-        sizes[BATCH] = batch
-        cases.append({i.name: _random(i, sizes, ranges, generator) for i in proto.graph.input})
+        chosen = {symbol: 1 if other == 1 else other + place for place, symbol in places}
+        chosen[BATCH] = batch
+        cases.append(
+            {
+                name: _random(
+                    value,
+                    [chosen[size] if isinstance(size, str) else size for size in sizes],
+                    ranges.get(name, _SOME),
+                    generator,
+                )
+                for value, (name, sizes) in zip(model.graph.inputs, sizes_of.items(), strict=True)
+            }
+        )
     return cases
 
 
@@ -83,43 +80,39 @@ def _has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def _ranges(proto: onnx.ModelProto) -> dict[str, tuple[int, int]]:
-    """The integers that an input may hold: what the graph tells, or else the example."""
-    metadata = {prop.key: prop.value for prop in proto.metadata_props}
+def _ranges(model: ir.Model) -> dict[str, tuple[int, int]]:
+    """Returns the integers that an input may hold: by the graph, or else by the example."""
     ranges: dict[str, tuple[int, int]] = {}
-    for name, (least, greatest) in json.loads(metadata.get(KEY, "{}")).items():
+    for name, (least, greatest) in json.loads(model.metadata_props.get(KEY, "{}")).items():
         if greatest == 1 and least >= 0:
             ranges[name] = (1, 1)  # A mask, most likely: tokens that see none have no result.
         elif (least, greatest) != (0, 0):  # Zeros alone stand for anything.
             ranges[name] = (least, greatest)
-    return ranges | {name: (0, limit - 1) for name, limit in index_limits(proto.graph).items()}
+    return ranges | {name: (0, limit - 1) for name, limit in index_limits(model.graph).items()}
+
+
+def _sizes(value: ir.Value) -> list[int | str]:
+    """Returns an input's sizes, the symbolic ones by name."""
+    sizes: list[int | str] = []
+    for size in value.shape or ():
+        name = size if isinstance(size, int) else str(size.value or "")
+        if isinstance(name, str) and not name.isidentifier():
+            raise ValueError(
+                f"input {value.name!r} has a dimension {name!r}: pass inputs of your own"
+            )
+        sizes.append(name)
+    return sizes
 
 
 def _random(
-    graph_input: onnx.ValueInfoProto,
-    sizes: dict[str, int],
-    ranges: Mapping[str, tuple[int, int]],
-    generator: torch.Generator,
+    value: ir.Value, shape: Sequence[int], limits: tuple[int, int], generator: torch.Generator
 ) -> Tensor:
-    tensor_type = graph_input.type.tensor_type
-    shape = [_size(graph_input.name, dim, sizes) for dim in tensor_type.shape.dim]
-    if tensor_type.elem_type in _FLOATS:
-        return torch.randn(shape, generator=generator).to(_FLOATS[tensor_type.elem_type])
-    if tensor_type.elem_type in _INTS:
-        dtype = _INTS[tensor_type.elem_type]
-        least, greatest = ranges.get(graph_input.name, _SOME)
+    dtype = None if value.dtype is None else _DTYPES.get(value.dtype)
+    if dtype in _FLOATS:
+        return torch.randn(shape, generator=generator).to(dtype)
+    if dtype in _INTS:
+        least, greatest = limits
         return torch.randint(least, greatest + 1, shape, generator=generator, dtype=dtype)
-    if tensor_type.elem_type == onnx.TensorProto.BOOL:
+    if dtype == torch.bool:
         return torch.ones(shape, dtype=torch.bool)
-    name = onnx.TensorProto.DataType.Name(tensor_type.elem_type)
-    raise ValueError(f"input {graph_input.name!r} is {name}: pass inputs of your own to verify")
-
-
-def _size(name: str, dimension: Any, sizes: dict[str, int]) -> int:
-    if dimension.HasField("dim_value"):
-        return int(dimension.dim_value)
-    if not dimension.dim_param.isidentifier():
-        raise ValueError(
-            f"input {name!r} has a dimension {dimension.dim_param!r}: pass inputs of your own"
-        )
-    return sizes[dimension.dim_param]
+    raise ValueError(f"input {value.name!r} is {value.dtype}: pass inputs of your own to verify")

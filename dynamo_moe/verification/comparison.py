@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -156,7 +157,7 @@ def _prepare(stack: ExitStack, proto: onnx.ModelProto, models: Sequence[Any]) ->
     inputs, outputs = ([value.name for value in values] for values in (graph.input, graph.output))
     task = language_models.task_of(models[0], inputs, outputs)
     if task is None:
-        return random_inputs(proto)
+        return random_inputs(ir.from_proto(proto))
     for model in models:
         stack.enter_context(language_models.performing(model, task))
     return language_models.verification_cases(models[0])

@@ -181,7 +181,8 @@ class RuntimeProcess(Runtime):
 def _to_ort(array: np.ndarray) -> onnxruntime.OrtValue:
     import onnxruntime
 
-    array = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray gives a scalar an axis.
+    # ascontiguousarray gives a scalar an axis.
+    array = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.name != "bfloat16":
         return onnxruntime.OrtValue.ortvalue_from_numpy(array)
     bits = array.view(np.uint16)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -123,10 +124,10 @@ def test_ids_stay_below_the_rows_of_their_table(tmp_path: Path) -> None:
     example = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int32)
     shapes = {"ids": {1: "length"}, "places": {1: "length"}}
     dynamo_moe.export(model, example, path, dynamic_shapes=shapes)
-    assert index_limits(onnx.load(path).graph) == {"ids": 3, "places": 5}
+    assert index_limits(ir.load(path).graph) == {"ids": 3, "places": 5}
     assert dynamo_moe.verify(path, model).passed
     for name, limit in (("ids", 3), ("places", 5)):
-        drawn = torch.cat([case[name].flatten() for case in random_inputs(onnx.load(path))])
+        drawn = torch.cat([case[name].flatten() for case in random_inputs(ir.load(path))])
         assert drawn.unique().tolist() == list(range(limit))
 
 
@@ -150,7 +151,7 @@ def test_integers_of_which_the_graph_tells_nothing(tmp_path: Path) -> None:
     sizes = torch.tensor([[5, 9, 7]] * 2)
     mask = torch.tensor([[1, 1, 0]] * 2, dtype=torch.uint8)
     dynamo_moe.export(model, (torch.randn(2, 3), sizes, mask), path)
-    drawn = random_inputs(onnx.load(path))
+    drawn = random_inputs(ir.load(path))
     assert all(case["sizes"].min() >= 5 and case["sizes"].max() <= 9 for case in drawn)
     assert all(case["mask"].eq(1).all() for case in drawn)
     assert dynamo_moe.verify(path, model).passed
@@ -165,7 +166,7 @@ def test_ids_that_the_model_does_not_know(tmp_path: Path) -> None:
 
     model, path = Refusing(9, 4), tmp_path / "model.onnx"
     dynamo_moe.export(model, torch.zeros(2, 3, dtype=torch.int64), path)
-    with pytest.raises(ValueError, match=r"not take these inputs \(no such id\): pass inputs of your own"):
+    with pytest.raises(ValueError, match=r"not take these inputs \(no such id\): pass"):
         dynamo_moe.verify(path, model)
 
 
