@@ -10,8 +10,7 @@ import onnx.helper
 from onnx.defs import OpSchema
 
 from dynamo_moe.operators import shape_inference
-from dynamo_moe.operators.reserved_names import OWN_DOMAIN
-from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
+from dynamo_moe.operators.schemas import OWN_DOMAIN, PLUGIN_ATTRIBUTES
 
 __all__ = [
     "DOMAIN",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import onnx.defs
 import torch
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
@@ -14,8 +16,8 @@ from torch._library.simple_registry import singleton
 from torch._ops import OpOverload, OpOverloadPacket
 
 from dynamo_moe.operators import registry, user_bodies
-from dynamo_moe.operators.reserved_names import check_name
 from dynamo_moe.operators.schemas import (
+    OWN_DOMAIN,
     Constant,
     check_constants,
     check_schema,
@@ -29,6 +31,11 @@ from dynamo_moe.operators.shape_inference import like as inferred_like
 __all__ = ["register_op"]
 
 _LIKE = "like:"
+
+_DOMAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+_OP_TYPE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+# Domains whose operators a standard or a runtime defines.
+_RESERVED_DOMAINS = ("ai.onnx", "com.microsoft", "com.ms", "org.pytorch", "pkg")
 
 Attributes = Mapping[str, str] | Callable[[registry.Arguments], Mapping[str, Any]] | None
 Inference = str | Callable[[InferenceContext], None] | None
@@ -114,7 +121,7 @@ def register_op(
     """
     declaration = {**locals(), "torch_op": _overload(torch_op), "body": _comparable(body)}
     overload = _overload(torch_op)
-    check_name(overload, domain, op_type)
+    _check_name(overload, domain, op_type)
     _check_functional(overload)
     _check_deterministic(overload)
     _check_fake_kernel(overload)
@@ -191,6 +198,30 @@ def _overload(torch_op: Any) -> OpOverload:
         "torch_op must be an operator such as torch.ops.my.relu, or what torch.library.custom_op "
         f"returns; got {type(torch_op).__name__}"
     )
+
+
+def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
+    """Checks that a node's name is one, and that no standard or runtime has given it a meaning.
+
+    TensorRT's own plugins are no clash: a node may be meant for one of them.
+    """
+    if not _DOMAIN.fullmatch(domain):
+        raise ValueError(
+            f"domain must be letters, digits, '_', '-' and '.', and not empty; got {domain!r}"
+        )
+    if not _OP_TYPE.fullmatch(op_type):
+        raise ValueError(f"op_type must be letters, digits and '_', got {op_type!r}")
+    for reserved in _RESERVED_DOMAINS:
+        if domain == reserved or domain.startswith(f"{reserved}."):
+            raise ValueError(f"domain {domain!r} is reserved: choose a name of your own")
+    own = domain.split(".", maxsplit=1)[0] == OWN_DOMAIN
+    if own and torch_op.namespace != OWN_DOMAIN:
+        raise ValueError(f"domain {domain!r} is dynamo_moe's own: choose another name")
+    if onnx.defs.has(op_type):
+        raise ValueError(
+            f"{op_type} is a standard ONNX operator, and TensorRT's parser ignores the domain: "
+            f"choose another op_type than {domain}::{op_type}"
+        )
 
 
 def _check_functional(torch_op: OpOverload) -> None:

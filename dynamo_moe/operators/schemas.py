@@ -10,6 +10,7 @@ from onnx.defs import OpSchema
 from torch._ops import OpOverload
 
 __all__ = [
+    "OWN_DOMAIN",
     "PLUGIN_ATTRIBUTES",
     "Constant",
     "check_constants",
@@ -18,6 +19,9 @@ __all__ = [
     "plugin_attributes",
     "scalar_arguments",
 ]
+
+OWN_DOMAIN = "moe"
+"""The domain of the project's own operators, in PyTorch and in ONNX."""
 
 Constant = int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
 

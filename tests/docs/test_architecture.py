@@ -50,6 +50,9 @@ def tree(tmp_path: Path) -> Path:
     for package in ("custom_ops", "dynamo_moe", "trt_plugin"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
+    for path in (ROOT / "dynamo_moe").iterdir():
+        if path.suffix == ".py" or (path / "__init__.py").exists():
+            (tmp_path / "dynamo_moe" / f"{path.stem}.py").touch()
     (tmp_path / "dynamo_moe" / "cli.py").write_text("import trt_plugin\n")
     return tmp_path
 
@@ -97,6 +100,13 @@ def test_contracts_forbid(tree: Path, module: str, imported: str) -> None:
     result = _lint_imports(tree)
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"{module}.bad -> {imported}" in result.stdout
+
+
+def test_contracts_forbid_imports_of_a_folder_above(tree: Path) -> None:
+    (tree / "dynamo_moe" / "weights.py").write_text("import dynamo_moe.graph\n")
+    result = _lint_imports(tree)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "dynamo_moe.weights -> dynamo_moe.graph" in result.stdout
 
 
 def _loaded_by_importing(name: str) -> set[str]:

@@ -744,7 +744,6 @@ def test_a_custom_op_without_a_fake_kernel() -> None:
     ("options", "message"),
     [
         ({"op_type": "Relu"}, "Relu is a standard ONNX operator"),
-        ({"op_type": "EfficientNMS_TRT"}, "a plugin of TensorRT's own"),
         ({"op_type": "no name"}, "op_type must be letters"),
         ({"domain": ""}, "domain must be letters"),
         ({"domain": "ai.onnx"}, "'ai.onnx' is not yours"),
