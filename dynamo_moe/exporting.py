@@ -106,6 +106,7 @@ class ExportReport:
 
     def __rich__(self) -> Table:
         """Returns a table for the terminal."""
+        from rich.filesize import decimal
         from rich.markup import escape
         from rich.table import Table
 
@@ -116,8 +117,8 @@ class ExportReport:
         counts = (f"{count} {operator}" for operator, count in self.operators.items())
         table.add_row("MoE layers", ", ".join(counts) or "0")
         table.add_row("nodes", str(sum(self.nodes.values())))
-        table.add_row("weights", f"{self.parameters_bytes / 1e6:.1f} MB")
-        table.add_row("files", f"{self.file_bytes / 1e6:.1f} MB in {len(self.files)}")
+        table.add_row("weights", decimal(self.parameters_bytes))
+        table.add_row("files", f"{decimal(self.file_bytes)} in {len(self.files)}")
         table.add_row("time", f"{self.seconds:.1f} s")
         if self.profile:
             for name, seconds in self.phases.items():

@@ -2,10 +2,10 @@
 
 The fake kernel gives the shape for given sizes. Where an input's size is unknown, a symbol stands
 for it, and PyTorch's tracer records every decision that the kernel bases on a symbol's value. A
-shape without such decisions holds for all sizes. A decision on whether a size is a certain number is
-tried both ways: nearly every kernel asks whether a size is 1, since strides depend on it, so without
-this no symbolic size would be inferred (not even that of ``torch.clone``). With any other decision
-nothing is claimed.
+shape without such decisions holds for all sizes. A decision on whether a size is a certain number
+is tried both ways: nearly every kernel asks whether a size is 1, since strides depend on it, so
+without this no symbolic size would be inferred (not even that of ``torch.clone``). With any other
+decision nothing is claimed.
 """
 
 from __future__ import annotations

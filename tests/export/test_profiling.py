@@ -91,4 +91,4 @@ def test_only_a_long_export_is_shown(delay: float) -> None:
         assert text == ""
     else:
         assert "6/6 Writing model.onnx" in text
-        assert "2/4 MB" in text
+        assert "2.0 MB of 4.0 MB" in text
