@@ -52,6 +52,371 @@ MIN_OPSET = 18
 _FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
 
 
+def export(
+    model: torch.nn.Module,
+    args: tuple[Any, ...] | torch.Tensor,
+    path: str | os.PathLike[str],
+    *,
+    kwargs: dict[str, Any] | None = None,
+    target: lowering.Target = "plugin",
+    body: lowering.Body = "loop",
+    dynamic_shapes: Mapping[str, Any] | str | None = BATCH,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    opset: int = DEFAULT_OPSET,
+    external_data: bool | None = None,
+    link_weights: bool = False,
+    progress: bool | Progress = False,
+    profile: bool = False,
+) -> ExportReport:
+    """Exports a model, after :func:`convert`, to an ONNX file.
+
+    A router that the model computes itself becomes part of its layer's node, ``DroplessMoE``, where
+    that has the same router: softmax or sigmoid of float32 logits, with or without renormalising, a
+    bias of the logits, a constant factor. Any other stays as it is, in front of
+    ``DroplessMoEExperts``. Where scores are equal the node takes the lower expert; it compares
+    logits, which still differ where float32 rounds their sigmoids to 1.
+
+    Args:
+        model: The model; exported as in ``eval()``, left as it was.
+        args: Example positional arguments, or one tensor. Only their shapes and dtypes matter; for
+            :func:`verify`, the file also records the least and the greatest of their integers.
+        path: The file to write. It is written beside and renamed, so an earlier file stays whole
+            until then.
+        kwargs: Example keyword arguments.
+        target: ``plugin``: one ``moe`` node per layer, with a body of standard operators in the
+            same file; ``dense``: standard operators only, every expert on every token;
+            ``onnxruntime``: ``com.microsoft::MoE``.
+        body: With ``plugin``, how runtimes without the plugin compute a layer. ``loop`` visits the
+            experts and reads their weights where they are: with external data it loads at once,
+            however large the model. ``unrolled`` has products for each expert, whose weights ONNX
+            Runtime packs while it loads the file: faster where an expert gets few rows in a run,
+            but it takes seconds to load and the memory of a copy.
+        dynamic_shapes: ``"batch"``: the first dimension of every tensor is symbolic; a mapping from
+            argument to ``{dimension: name}`` adds to that (``{0: None}`` makes it static); None:
+            every shape is static.
+        input_names: Names of the file's inputs, in the order of the example's tensors; None: those
+            of the arguments of the model's forward.
+        output_names: Names of the file's outputs, in order; None: the exporter's.
+        opset: Version of the standard operators, at least 18.
+        external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
+        link_weights: Weights of a model opened by :func:`open_checkpoint` that need no change stay
+            in the checkpoint's own files, which the ONNX file then refers to. The ONNX file must be
+            in their folder, or in one above. Matrices that ONNX wants transposed get a Transpose,
+            which runtimes compute when they load the file.
+        progress: True: an export of more than two seconds shows its phase on stderr. Or a function,
+            called at the beginning of each phase with its name, 0 and 0, and while weights are
+            written with ``"serialization"``, the bytes so far and in all.
+        profile: Samples what runs, and writes ``<name>.speedscope.json``, for
+            https://www.speedscope.app, and ``<name>.profile.html``, for a browser; the report shows
+            the time of each phase.
+
+    Returns:
+        What was written.
+
+    Warns:
+        UserWarning: If the file holds MoE modules that :func:`convert` has not replaced.
+
+    Raises:
+        ValueError: If an argument is out of range, a layer cannot be expressed for the target, or
+            the model has parameters without values (on the meta device).
+        TypeError: If the model is not a module, or the example does not fit its forward.
+        ExportError: If PyTorch's exporter cannot take the model, or what it makes of it is refused
+            by onnx's checker.
+        FileNotFoundError: If the folder of ``path`` does not exist.
+        IsADirectoryError: If ``path`` is a folder.
+        ImportError: If ``profile`` is set and pyinstrument is not installed.
+    """
+    started = time.perf_counter()
+    check_model(model)
+    path = Path(path)
+    if target not in lowering.TARGETS:
+        raise ValueError(f"target must be one of {', '.join(lowering.TARGETS)}; got {target!r}")
+    if body not in lowering.BODIES:
+        raise ValueError(f"body must be one of {', '.join(lowering.BODIES)}; got {body!r}")
+    if body != "loop" and target != "plugin":
+        raise ValueError(f"body {body!r} needs target 'plugin': with {target!r} nodes have no body")
+    newest = onnx.defs.onnx_opset_version()
+    if not MIN_OPSET <= opset <= newest:
+        raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
+    model_files.check_destination(path)
+    if isinstance(args, torch.Tensor):
+        args = (args,)
+    if not isinstance(args, tuple):
+        raise TypeError(f"args must be a tuple or one tensor, got {type(args).__name__}")
+
+    remaining = unconverted.unconverted_modules(model)
+    with _progress(progress, path) as shown, profiled(profile) as sampled:
+        watch = Stopwatch(shown)
+        with (
+            watch.running(),
+            _older_objects_aside(),
+            _naming_unconverted(remaining, model),
+            autocast_inside(model),
+        ):
+            with placeholders.placeholders(model) as lazies:
+                _check_values(model)
+                example = resolve(model, args, kwargs or {}, dynamic_shapes)
+                trials = SizeTrials(example, has_values=not lazies)
+                given = (args, kwargs or {})
+                model_ir = _trace(model, given, example, trials, opset, runs=not lazies)
+            _rename("input_names", model_ir.graph.inputs, input_names)
+            placeholders.attach(model_ir, lazies)
+            layers = _optimize(model_ir, target, body, link_weights)
+            _rename("output_names", model_ir.graph.outputs, output_names)
+            metadata.store(model_ir, layers)
+            leaves = pytree.tree_leaves((args, kwargs or {}))
+            inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+            if link_weights:
+                placeholders.link(model_ir, path.parent)
+            _check(model_ir)
+            files = model_files.save_model(model_ir, path, external_data)
+    # A module that calls torch.ops.moe itself needs no conversion.
+    remaining = tuple(each for each in remaining if not _has_layer(each.module, layers))
+    warned = [unconverted.warning(remaining)] if remaining else []
+    own = [path for path in unconverted.converted_modules(model) if not _has_layer(path, layers)]
+    if own:
+        warned.append(unconverted.own_forward(own))
+    for message in warned:
+        warnings.warn(message, stacklevel=2)
+    activations = {layer.attributes["activation"] for layer in layers}
+    return ExportReport(
+        path=path,
+        files=tuple(files),
+        target=target,
+        body=body if target == "plugin" else None,
+        layers=tuple(layer.name for layer in layers),
+        operators=dict(Counter(layer.op_type for layer in layers)),
+        nodes=dict(Counter(_qualified(node) for node in model_ir.graph).most_common()),
+        parameters_bytes=model_files.model_bytes(model_ir),
+        file_bytes=sum(file.stat().st_size for file in files),
+        seconds=time.perf_counter() - started,
+        phases=watch.seconds,
+        profile=save_profile(sampled, path) if sampled else (),
+        notes=(
+            *lowering.notes(model_ir, activations, target),
+            *trials.notes,
+            *warned,
+        ),
+    )
+
+
+# --- The steps of an export ---
+
+
+@contextlib.contextmanager
+def _progress(wanted: bool | Progress, path: Path) -> Iterator[Progress | None]:
+    if wanted is True:
+        from rich.console import Console
+
+        from dynamo_moe.progress.display import shown
+
+        with shown(path.name, Console(stderr=True)) as update:
+            yield update
+    else:
+        yield wanted or None
+
+
+@contextlib.contextmanager
+def _naming_unconverted(
+    remaining: Sequence[Unrecognised], model: torch.nn.Module
+) -> Iterator[None]:
+    """Adds the modules that were not converted to the first line of an ExportError."""
+    try:
+        yield
+    except ExportError as error:
+        headline, *details = str(error).split("\n")
+        hint = unconverted.hint(remaining, model)
+        if hint:
+            error.args = ("\n".join((f"{headline.rstrip('. ')}. {hint}", *details)),)
+        raise
+
+
+@contextlib.contextmanager
+def _older_objects_aside() -> Iterator[None]:
+    """Lets the garbage collector look at new objects only.
+
+    With PyTorch and transformers loaded there are half a million older ones, which an export makes
+    it go through: 0.3 s each time.
+    """
+    if gc.get_freeze_count():  # Somebody else's, or another thread's export.
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _check_values(model: torch.nn.Module) -> None:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    without = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if without:
+        raise ValueError(
+            f"{without[0]!r} is on the meta device, without values ({len(without)} of "
+            f"{len(tensors)} weights): load them with load_state_dict(..., assign=True), or open "
+            "the checkpoint with dynamo_moe.open_checkpoint"
+        )
+
+
+def _trace(
+    model: torch.nn.Module,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    example: DynamicExample,
+    trials: SizeTrials,
+    opset: int,
+    *,
+    runs: bool,
+) -> ir.Model:
+    """Returns the model's graph, its MoE layers as bare nodes.
+
+    Args:
+        model: The model.
+        given: Positional and keyword arguments, as the user gave them.
+        example: The arguments and sizes that it is traced with.
+        trials: Runs of the trace at other sizes.
+        opset: The graph's version of the standard operators.
+        runs: Whether the model has its weights, so that it can be run to explain a failure.
+
+    Raises:
+        ExportError: If PyTorch's exporter cannot take the model.
+    """
+    with evaluating(model):
+        try:
+            captured = capture(model, example, trials)
+        except Exception as error:  # The model's own code runs.
+            own = causes.own_failure(model, *given, error) if runs else None
+            if own is not None:
+                raise ExportError(_explain_own(own, causes.described(model, *given))) from own
+            raise ExportError(_explain(error)) from error
+        try:
+            traced = translate(captured, opset, trials)
+        except (FixedSizeError, torch.onnx.OnnxExporterError) as error:
+            raise ExportError(_explain(_first_cause(error))) from error
+    # The exporter keeps its own opset where onnx cannot convert to the one asked for.
+    if traced.opset_imports[""] != opset:
+        raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
+    name_dimensions(traced, example.labels)
+    return traced
+
+
+def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | None) -> None:
+    if names is None:
+        return
+    if len(names) != len(values) or len(set(names)) != len(names):
+        raise ValueError(f"{argument} must be {len(values)} different names, got {list(names)}")
+    for value, name in zip(values, names, strict=True):
+        value.name = name
+
+
+def _optimize(
+    model: ir.Model, target: lowering.Target, body: lowering.Body, link: bool
+) -> list[metadata.Layer]:
+    """Gives the traced graph the form of its target, in place; returns its MoE layers."""
+    with phase("optimization"):
+        passes.fold_weight_casts(model, link=link)
+        passes.fold_weight_transposes(model, link=link)
+        fold_stacked_weights(model)
+        passes.name_nodes_by_module(model)
+        layers = metadata.record(model)
+        if target != "plugin":
+            lowering.lower(model, target)
+        kept = {name for layer in layers for name in layer.inputs[1:]}
+        if link:
+            kept |= placeholders.linkable(model)
+        passes.optimize(model, keep=kept)
+        if target == "plugin":
+            lowering.lower(model, target, body)
+        common_passes.ClearMetadataAndDocStringPass()(model)
+    return layers
+
+
+def _check(model: ir.Model) -> None:
+    try:
+        check(model)
+    except InvalidGraphError as error:
+        raise ExportError(
+            f"the graph is not valid ONNX, and no file is written: {error}"
+        ) from error
+
+
+def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
+    """Whether a layer comes from a module; one in a branch of control flow may come from any."""
+    prefix = f"{module}." if module else ""
+    return any(not layer.name or f"{layer.name}.".startswith(prefix) for layer in layers)
+
+
+def _qualified(node: ir.Node) -> str:
+    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+
+
+# --- Why PyTorch's exporter failed ---
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Returns the cause of the exporter's own errors, which are several pages long."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _explain_own(error: Exception, given: str) -> str:
+    """Returns the message for a model that fails without any exporter."""
+    line = causes.model_line(error)
+    where = f", at {line}" if line else ""
+    return f"the model itself fails on the example ({given}){where}: {str(error).strip()}"
+
+
+def _explain(error: BaseException) -> str:
+    """Returns why PyTorch's exporter failed, and what to do about it."""
+    if isinstance(error, NodeError):
+        return str(error)
+    if isinstance(error, FixedSizeError):
+        return f"a size that should be symbolic is fixed by the model: {error}. {_FIX_A_SIZE}"
+    cause = str(error.__cause__ or error).strip()
+    line = causes.model_line(error)
+    where = f" at {line}" if line else ""
+    if causes.casts_a_module(error):
+        return (
+            f"the model casts or moves a module in its forward{where}, which no trace can follow: "
+            "cast it once, before the export, or its weights where they are used, as in "
+            f"F.linear(x, self.proj.weight.float()) (PyTorch: {cause.splitlines()[0]})"
+        )
+    if "data-dependent expression" in cause:
+        return (
+            f"the model decides by the values of a tensor{where}, and a trace has only shapes: "
+            f"{cause.splitlines()[0]}"
+        )
+    if "conflicts between user-specified ranges" in cause:
+        conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
+        places = "; ".join(dict.fromkeys(getattr(error, "__notes__", ())))
+        return (
+            f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}"
+            f"{places and ', by '}{places}. {_FIX_A_SIZE}"
+        )
+    if "DynamicCache" in cause:
+        return (
+            "the model returns its cache of keys and values: pass use_cache=False, or use "
+            "dynamo_moe.export_language_model"
+        )
+    missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", cause)
+    if missing and "complex-valued input" in cause:
+        return (
+            f"operator {missing[1]} has no translation to ONNX for complex tensors: ONNX has none; "
+            "compute with torch.view_as_real"
+        )
+    if missing:
+        return (
+            f"operator {missing[1]} has no translation to ONNX, nor a decomposition into operators "
+            "that have one; dynamo_moe.register_op makes one node of it"
+        )
+    return f"PyTorch's exporter cannot take the model{where}: {cause}"
+
+
+# --- The outcome ---
+
+
 class ExportError(RuntimeError):
     """The model cannot become a file that computes the same.
 
@@ -61,7 +426,7 @@ class ExportError(RuntimeError):
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What :func:`export` wrote.
+    """The outcome of :func:`export`.
 
     Attributes:
         path: The ONNX file.
@@ -69,9 +434,9 @@ class ExportReport:
         target: ``plugin``, ``dense`` or ``onnxruntime``.
         body: ``loop`` or ``unrolled``; None with other targets than ``plugin``.
         layers: The MoE layers' paths in the model.
-        operators: Their number by operator: ``DroplessMoE``, which holds the layer's router, or
-            ``DroplessMoEExperts``, behind a router of the model's own.
-        nodes: Nodes of the main graph by operator.
+        operators: Number of layers by operator: ``DroplessMoE``, which holds the layer's router,
+            or ``DroplessMoEExperts``, behind a router of the model's own.
+        nodes: Number of the main graph's nodes by operator.
         parameters_bytes: Bytes of the weights.
         file_bytes: Bytes of all files.
         seconds: Wall time.
@@ -128,357 +493,3 @@ class ExportReport:
         for note in self.notes:
             table.add_row("note", escape(note))
         return table
-
-
-def export(
-    model: torch.nn.Module,
-    args: tuple[Any, ...] | torch.Tensor,
-    path: str | os.PathLike[str],
-    *,
-    kwargs: dict[str, Any] | None = None,
-    target: lowering.Target = "plugin",
-    body: lowering.Body = "loop",
-    dynamic_shapes: Mapping[str, Any] | str | None = BATCH,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    opset: int = DEFAULT_OPSET,
-    external_data: bool | None = None,
-    link_weights: bool = False,
-    progress: bool | Progress = False,
-    profile: bool = False,
-) -> ExportReport:
-    """Exports a model, after :func:`convert`, to an ONNX file.
-
-    A router that the model computes itself becomes part of its layer's node, ``DroplessMoE``, where
-    that has the same router: softmax or sigmoid of float32 logits, with or without renormalising, a
-    bias of the logits, a constant factor. Any other stays as it is, in front of
-    ``DroplessMoEExperts``. Where scores are equal the node takes the lower expert; sigmoids that
-    float32 rounds to 1 it tells apart by their logits.
-
-    Args:
-        model: The model; exported as in ``eval()``, left as it was.
-        args: Example positional arguments, or one tensor. Only their shapes and dtypes matter; of
-            integers the file notes the least and the greatest, for :func:`verify`.
-        path: The file to write. It is written beside and renamed, so an earlier file stays whole
-            until then.
-        kwargs: Example keyword arguments.
-        target: ``plugin``: one ``moe`` node per layer, with a body of standard operators in the
-            same file; ``dense``: standard operators only, every expert on every token;
-            ``onnxruntime``: ``com.microsoft::MoE``.
-        body: With ``plugin``, what runtimes without the plugin compute a layer by. ``loop`` visits
-            the experts, and reads their weights where they are: with external data it loads at
-            once, however large the model. ``unrolled`` has products for each expert, whose weights
-            ONNX Runtime packs as it loads the file: faster where an expert gets few rows in a run,
-            for seconds of loading and the memory of a copy.
-        dynamic_shapes: ``"batch"``: the first dimension of every tensor is symbolic; a mapping from
-            argument to ``{dimension: name}`` adds to that (``{0: None}`` makes it static); None:
-            every shape is static.
-        input_names: Of the file's inputs, in the order of the example's tensors; None: after the
-            arguments of the model's forward.
-        output_names: Of the file's outputs, in order; None: the exporter's.
-        opset: Version of the standard operators, at least 18.
-        external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
-        link_weights: Weights of a model opened by :func:`open_checkpoint` that need no change stay
-            in the checkpoint's own files, which the ONNX file then refers to. It must be in their
-            folder, or in one above. Matrices that ONNX wants transposed get a Transpose, which
-            runtimes compute when they load the file.
-        progress: True: an export of more than two seconds shows on stderr which phase it is in. Or
-            a function, called as a phase begins with its name, 0 and 0, and while weights are
-            written with ``"serialization"``, their bytes so far and in all.
-        profile: Samples what runs, and writes ``<name>.speedscope.json``, for
-            https://www.speedscope.app, and ``<name>.profile.html``, for a browser; the report shows
-            the time of each phase.
-
-    Returns:
-        What was written.
-
-    Warns:
-        UserWarning: If the file holds MoE modules that :func:`convert` has not replaced.
-
-    Raises:
-        ValueError: If an argument is out of range, a layer cannot be expressed for the target, or
-            the model has parameters without values (on the meta device).
-        TypeError: If the model is not a module, or the example does not fit its forward.
-        ExportError: If PyTorch's exporter cannot take the model, or what it makes of it is refused
-            by onnx's checker.
-        FileNotFoundError: If the folder of ``path`` does not exist.
-        IsADirectoryError: If ``path`` is a folder.
-        ImportError: If ``profile`` is set and pyinstrument is not installed.
-    """
-    started = time.perf_counter()
-    check_model(model)
-    path = Path(path)
-    if target not in lowering.TARGETS:
-        raise ValueError(f"target must be one of {', '.join(lowering.TARGETS)}; got {target!r}")
-    if body not in lowering.BODIES:
-        raise ValueError(f"body must be one of {', '.join(lowering.BODIES)}; got {body!r}")
-    if body != "loop" and target != "plugin":
-        raise ValueError(f"body {body!r} needs target 'plugin': with {target!r} nodes have no body")
-    newest = onnx.defs.onnx_opset_version()
-    if not MIN_OPSET <= opset <= newest:
-        raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
-    model_files.check_destination(path)
-    if isinstance(args, torch.Tensor):
-        args = (args,)
-    if not isinstance(args, tuple):
-        raise TypeError(f"args must be a tuple or one tensor, got {type(args).__name__}")
-
-    left = unconverted.unconverted_modules(model)
-    with _progress(progress, path) as shown, profiled(profile) as sampled:
-        watch = Stopwatch(shown)
-        with (
-            watch.running(),
-            _older_objects_aside(),
-            _naming(left, model),
-            autocast_inside(model),
-        ):
-            with placeholders.placeholders(model) as lazies:
-                _check_values(model)
-                example = resolve(model, args, kwargs or {}, dynamic_shapes)
-                trials = SizeTrials(example, has_values=not lazies)
-                given = (args, kwargs or {})
-                model_ir = _trace(model, given, example, trials, opset, runs=not lazies)
-            _rename("input_names", model_ir.graph.inputs, input_names)
-            placeholders.attach(model_ir, lazies)
-            layers = _optimize(model_ir, target, body, link_weights)
-            _rename("output_names", model_ir.graph.outputs, output_names)
-            metadata.store(model_ir, layers)
-            leaves = pytree.tree_leaves((args, kwargs or {}))
-            inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-            if link_weights:
-                placeholders.link(model_ir, path.parent)
-            _check(model_ir)
-            files = model_files.save_model(model_ir, path, external_data)
-    # A module that calls torch.ops.moe itself needs no conversion.
-    left = tuple(each for each in left if not _has_layer(each.module, layers))
-    said = [unconverted.warning(left)] if left else []
-    own = [path for path in unconverted.converted_modules(model) if not _has_layer(path, layers)]
-    if own:
-        said.append(unconverted.own_forward(own))
-    for each in said:
-        warnings.warn(each, stacklevel=2)
-    activations = {layer.attributes["activation"] for layer in layers}
-    return ExportReport(
-        path=path,
-        files=tuple(files),
-        target=target,
-        body=body if target == "plugin" else None,
-        layers=tuple(layer.name for layer in layers),
-        operators=dict(Counter(layer.op_type for layer in layers)),
-        nodes=dict(Counter(_qualified(node) for node in model_ir.graph).most_common()),
-        parameters_bytes=model_files.model_bytes(model_ir),
-        file_bytes=sum(file.stat().st_size for file in files),
-        seconds=time.perf_counter() - started,
-        phases=watch.seconds,
-        profile=save_profile(sampled, path) if sampled else (),
-        notes=(
-            *lowering.notes(model_ir, activations, target),
-            *trials.notes,
-            *said,
-        ),
-    )
-
-
-@contextlib.contextmanager
-def _naming(left: Sequence[Unrecognised], model: torch.nn.Module) -> Iterator[None]:
-    """Adds the modules that were not converted to the first line of an ExportError."""
-    try:
-        yield
-    except ExportError as error:
-        headline, *details = str(error).split("\n")
-        hint = unconverted.hint(left, model)
-        if hint:
-            error.args = ("\n".join((f"{headline.rstrip('. ')}. {hint}", *details)),)
-        raise
-
-
-def _check_values(model: torch.nn.Module) -> None:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    without = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if without:
-        raise ValueError(
-            f"{without[0]!r} is on the meta device, without values ({len(without)} of "
-            f"{len(tensors)} weights): load them with load_state_dict(..., assign=True), or open "
-            "the checkpoint with dynamo_moe.open_checkpoint"
-        )
-
-
-def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
-    """Whether a layer is of a module; those in branches of control flow may be of any."""
-    prefix = f"{module}." if module else ""
-    return any(not layer.name or f"{layer.name}.".startswith(prefix) for layer in layers)
-
-
-@contextlib.contextmanager
-def _older_objects_aside() -> Iterator[None]:
-    """Lets the garbage collector look at new objects only.
-
-    With PyTorch and transformers loaded there are half a million older ones, which an export makes
-    it go through: 0.3 s each time.
-    """
-    if gc.get_freeze_count():  # Somebody else's, or another thread's export.
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@contextlib.contextmanager
-def _progress(wanted: bool | Progress, path: Path) -> Iterator[Progress | None]:
-    if wanted is True:
-        from rich.console import Console
-
-        from dynamo_moe.progress.display import shown
-
-        with shown(path.name, Console(stderr=True)) as update:
-            yield update
-    else:
-        yield wanted or None
-
-
-def _optimize(
-    model: ir.Model, target: lowering.Target, body: lowering.Body, link: bool
-) -> list[metadata.Layer]:
-    """Brings the traced graph into the form of its target; returns its MoE layers."""
-    with phase("optimization"):
-        passes.fold_weight_casts(model, link=link)
-        passes.fold_weight_transposes(model, link=link)
-        fold_stacked_weights(model)
-        passes.name_nodes_by_module(model)
-        layers = metadata.record(model)
-        if target != "plugin":
-            lowering.lower(model, target)
-        kept = {name for layer in layers for name in layer.inputs[1:]}
-        if link:
-            kept |= placeholders.linkable(model)
-        passes.optimize(model, keep=kept)
-        if target == "plugin":
-            lowering.lower(model, target, body)
-        common_passes.ClearMetadataAndDocStringPass()(model)
-    return layers
-
-
-def _trace(
-    model: torch.nn.Module,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
-    example: DynamicExample,
-    trials: SizeTrials,
-    opset: int,
-    *,
-    runs: bool,
-) -> ir.Model:
-    """Returns the model's graph, its MoE layers as bare nodes.
-
-    Args:
-        model: The model.
-        given: Positional and keyword arguments, as the user gave them.
-        example: What it is traced with.
-        trials: Of its trace at other sizes.
-        opset: Of the graph.
-        runs: Whether the model has its weights, so that it can be run to explain a failure.
-
-    Raises:
-        ExportError: If PyTorch's exporter cannot take the model.
-    """
-    with evaluating(model):
-        try:
-            captured = capture(model, example, trials)
-        except Exception as error:  # The model's own code runs.
-            own = causes.own_failure(model, *given, error) if runs else None
-            if own is not None:
-                raise ExportError(_explain_own(own, causes.described(model, *given))) from own
-            raise ExportError(_explain(error)) from error
-        try:
-            traced = translate(captured, opset, trials)
-        except (FixedSizeError, torch.onnx.OnnxExporterError) as error:
-            raise ExportError(_explain(_first_cause(error))) from error
-    # The exporter keeps its own opset where onnx cannot convert to the one asked for.
-    if traced.opset_imports[""] != opset:
-        raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
-    name_dimensions(traced, example.labels)
-    return traced
-
-
-def _check(model: ir.Model) -> None:
-    try:
-        check(model)
-    except InvalidGraphError as error:
-        raise ExportError(
-            f"the graph is not valid ONNX, and no file is written: {error}"
-        ) from error
-
-
-def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | None) -> None:
-    if names is None:
-        return
-    if len(names) != len(values) or len(set(names)) != len(names):
-        raise ValueError(f"{argument} must be {len(values)} different names, got {list(names)}")
-    for value, name in zip(values, names, strict=True):
-        value.name = name
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Returns what the exporter's own errors, several pages long, come from."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _explain_own(error: Exception, given: str) -> str:
-    """Returns what a model raises without any exporter."""
-    line = causes.model_line(error)
-    where = f", at {line}" if line else ""
-    return f"the model itself fails on the example ({given}){where}: {str(error).strip()}"
-
-
-def _explain(error: BaseException) -> str:
-    """Returns what to do about a failure of PyTorch's exporter, and its cause."""
-    if isinstance(error, NodeError):
-        return str(error)
-    if isinstance(error, FixedSizeError):
-        return f"a size that should be symbolic is fixed by the model: {error}. {_FIX_A_SIZE}"
-    cause = str(error.__cause__ or error).strip()
-    line = causes.model_line(error)
-    where = f" at {line}" if line else ""
-    if causes.casts_a_module(error):
-        return (
-            f"the model casts or moves a module in its forward{where}, which no trace can follow: "
-            "cast it once, before the export, or its weights where they are used, as in "
-            f"F.linear(x, self.proj.weight.float()) (PyTorch: {cause.splitlines()[0]})"
-        )
-    if "data-dependent expression" in cause:
-        return (
-            f"the model decides by the values of a tensor{where}, and a trace has only shapes: "
-            f"{cause.splitlines()[0]}"
-        )
-    if "conflicts between user-specified ranges" in cause:
-        conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
-        places = "; ".join(dict.fromkeys(getattr(error, "__notes__", ())))
-        return (
-            f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}"
-            f"{places and ', by '}{places}. {_FIX_A_SIZE}"
-        )
-    if "DynamicCache" in cause:
-        return (
-            "the model returns its cache of keys and values: pass use_cache=False, or use "
-            "dynamo_moe.export_language_model"
-        )
-    missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", cause)
-    if missing and "complex-valued input" in cause:
-        return (
-            f"operator {missing[1]} has no translation to ONNX for complex tensors: ONNX has none; "
-            "compute with torch.view_as_real"
-        )
-    if missing:
-        return (
-            f"operator {missing[1]} has no translation to ONNX, nor a decomposition into operators "
-            "that have one; dynamo_moe.register_op makes one node of it"
-        )
-    return f"PyTorch's exporter cannot take the model{where}: {cause}"
-
-
-def _qualified(node: ir.Node) -> str:
-    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type

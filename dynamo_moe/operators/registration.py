@@ -213,7 +213,7 @@ def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
         raise ValueError(f"op_type must be letters, digits and '_', got {op_type!r}")
     for reserved in _RESERVED_DOMAINS:
         if domain == reserved or domain.startswith(f"{reserved}."):
-            raise ValueError(f"domain {domain!r} is reserved: choose a name of your own")
+            raise ValueError(f"domain {domain!r} is not yours to extend: choose a name of your own")
     own = domain.split(".", maxsplit=1)[0] == OWN_DOMAIN
     if own and torch_op.namespace != OWN_DOMAIN:
         raise ValueError(f"domain {domain!r} is dynamo_moe's own: choose another name")
