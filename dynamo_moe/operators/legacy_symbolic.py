@@ -125,14 +125,14 @@ class _Node:
 
 
 class _Value:
-    """A tensor about which nothing is known."""
+    """A tensor, or the type of one, about which nothing is known."""
 
     def __init__(self, name: str, function: str) -> None:
         self._name, self._function = name, function
 
-    def type(self) -> _Type:
-        """Returns what is often only set on the result."""
-        return _Type(self._name, self._function)
+    def type(self) -> _Value:
+        """Returns a type, which is often only changed and set on the result."""
+        return _Value(f"{self._name}.type()", self._function)
 
     def setType(self, type: Any) -> _Value:  # noqa: N802  PyTorch's name.
         return self
@@ -140,24 +140,11 @@ class _Value:
     setTypeAs = setType
 
     def __getattr__(self, name: str) -> Any:
-        raise ValueError(
-            f"{self._function}.symbolic asks for {self._name}.{name}: what it makes depends on "
-            "more than the operator's arguments"
-        )
-
-
-class _Type:
-    """A type about which nothing is known; PyTorch's exporter finds the results' types itself."""
-
-    def __init__(self, value: str, function: str) -> None:
-        self._value, self._function = value, function
-
-    def __getattr__(self, name: str) -> Any:
         if name.startswith("with_"):
             return lambda *args, **kwargs: self
         raise ValueError(
-            f"{self._function}.symbolic asks for {self._value}.type().{name}: what it makes "
-            "depends on more than the operator's arguments"
+            f"{self._function}.symbolic asks for {self._name}.{name}: what it makes depends on "
+            "more than the operator's arguments"
         )
 
 
