@@ -60,7 +60,7 @@ def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     import torch
 
     location, _, name = spec.partition(":")
-    # A drive letter is no module.
+    # A drive letter is not a module.
     if len(location) == 1 and name[:1] in ("\\", "/"):
         drive, (location, _, name) = location, name.partition(":")
         location = f"{drive}:{location}"

@@ -46,7 +46,7 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a training came to.
+    """The outcome of a training.
 
     Attributes:
         test_accuracy: Fraction of the test images that are classified right.

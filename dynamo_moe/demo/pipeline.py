@@ -36,7 +36,7 @@ MIN_ACCURACY = 0.95
 PYTORCH = "PyTorch"
 
 _BATCH_SIZES = (1, 7, 64, 360)
-"""Of the comparison on the 360 test images: 7 leaves a last batch of 3, and 64 one of 40."""
+"""For the comparison on the 360 test images: 7 leaves a last batch of 3, and 64 one of 40."""
 
 _TIMED = {1: 100, 64: 20}
 """Batch size -> rounds: a round is 1 ms to 2 ms per classifier at 1, 5 ms to 20 ms at 64."""
@@ -132,12 +132,12 @@ class FileResult:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo came to.
+    """The outcome of the demo.
 
     Attributes:
         folder: Where the files are.
-        epochs: Of the training.
-        seed: Of the split, the initial weights and the training.
+        epochs: Epochs of the training.
+        seed: Seed of the split, the initial weights and the training.
         training: How it went; its accuracy is PyTorch's.
         conversion: What was converted.
         files: The exported files.
@@ -191,9 +191,9 @@ def run(
 
     Args:
         folder: Where the ONNX files, the pictures and ``summary.json`` go.
-        epochs: Of the training; 40 give 99 %. After 3 to 12, the two best logits of every image
-            are 6e-4 apart or more, twice what a file changes them by (5 seeds).
-        seed: Of the split, the initial weights and the training.
+        epochs: Epochs of the training; 40 give 99 %. After 3 to 12, the two best logits of every
+            image are 6e-4 apart or more, twice what a file changes them by (5 seeds).
+        seed: Seed of the split, the initial weights and the training.
         min_accuracy: On the test images in PyTorch, 0 to 1; below it nothing is exported.
         console: Where reports and progress go; None: nowhere.
 

@@ -58,7 +58,7 @@ def op_from_function(
             ``setup_context`` beside it. Without the latter, forward runs once more where gradients
             are wanted, to learn what it keeps for backward; so it may not draw random numbers,
             which would be others: a call that draws them raises ValueError.
-        name: Of the operator: ``"my::op"``.
+        name: The operator's name, such as ``"my::op"``.
         schema: ``"(Tensor x, float slope) -> Tensor"``; None: from forward's annotations.
         fake: Returns the results' shapes, given forward's arguments; None: forward itself tells
             them, which it can if it calls operators of PyTorch alone.
@@ -68,8 +68,8 @@ def op_from_function(
         The operator, differentiable as the Function is.
 
     Raises:
-        TypeError: If ``function`` is no such class, forward is not annotated, or an argument or a
-            result is of no type that operators have.
+        TypeError: If ``function`` is not such a class, forward is not annotated, or operators cannot
+            have the type of an argument or a result.
         ValueError: If forward changes its arguments, or ``symbolic`` makes anything but one node of
             the arguments.
 
@@ -107,7 +107,7 @@ def op_from_function(
         results = function.forward(*context, *args)
         if [tensor._version for tensor in tensors] != versions:
             raise ValueError(
-                f"{function.__name__}.forward changes its arguments, an operator may not"
+                f"{function.__name__}.forward changes its arguments, which an operator may not"
             )
 
         def own(result: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def op_from_function(
         # An operator may not return its arguments, nor two views of one memory.
         return pytree.tree_map_only(Tensor, own, results)
 
-    def forward_without_chance(*args: Any) -> Any:
+    def deterministic_forward(*args: Any) -> Any:
         before = _random_states(args)
         results = forward(*args)
         if _random_states(args) != before:
@@ -136,7 +136,7 @@ def op_from_function(
         else:
             with torch.no_grad():
                 again = function.forward(ctx, *inputs)
-            _mean_the_results(ctx, inputs, again, output)
+            _keep_operators_results(ctx, inputs, again, output)
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         found = function.backward(ctx, *gradients)
@@ -144,7 +144,7 @@ def op_from_function(
         # Arguments that equal their defaults are not among the inputs.
         return found[: ctx.dynamo_moe_inputs]
 
-    kernel = forward if split else forward_without_chance
+    kernel = forward if split else deterministic_forward
     op = torch.library.custom_op(name, kernel, mutates_args=(), schema=text)
     op.register_fake(fake or forward)
     op.register_autograd(backward, setup_context=setup_context)
@@ -153,7 +153,7 @@ def op_from_function(
 
 @dataclass
 class _Context:
-    """Where a forward may keep what it wants for a backward that does not come."""
+    """A ``ctx`` for a forward whose backward never runs."""
 
     needs_input_grad: tuple[bool, ...]
 
@@ -166,8 +166,8 @@ class _Context:
         """Changes nothing: there are no gradients."""
 
 
-def _mean_the_results(ctx: Any, inputs: Any, again: Any, output: Any) -> None:
-    """Replaces what forward gave ``ctx`` of the results of its second run by the operator's own."""
+def _keep_operators_results(ctx: Any, inputs: Any, again: Any, output: Any) -> None:
+    """Makes ``ctx`` hold the operator's own results instead of those of forward's second run."""
     known = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
     pairs = zip(pytree.tree_leaves(again), pytree.tree_leaves(output), strict=True)
     results = {id(second): first for second, first in pairs if id(second) not in known}

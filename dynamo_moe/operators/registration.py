@@ -68,13 +68,14 @@ def register_op(
     of them are attributes with the same defaults, and absent where they are None.
 
     Args:
-        torch_op: An ``OpOverload``, an ``OpOverloadPacket`` of one overload, or what
-            ``torch.library.custom_op`` returns. It needs a fake kernel, must neither change nor
-            return its arguments, and has no complex tensors. It draws no random numbers, which
-            only the tag ``torch.Tag.nondeterministic_seeded`` tells.
-        domain: Of the node; your own.
-        op_type: Of the node, and the name of the TensorRT plugin. No standard operator has it.
-        version: Of the domain.
+        torch_op: An ``OpOverload``, an ``OpOverloadPacket`` with one overload, or the result of
+            ``torch.library.custom_op``. It needs a fake kernel, must neither change nor return its
+            arguments, and must not have complex tensors. It must not draw random numbers; the check
+            relies on the tag ``torch.Tag.nondeterministic_seeded``.
+        domain: The node's domain, your own.
+        op_type: The node's operator type, which is also the name of the TensorRT plugin. No
+            standard operator may have it.
+        version: Version of the domain.
         inputs: The tensor arguments in the node's order; None: the operator's.
         outputs: Names of the results; None: the operator's.
         attributes: The attributes' names by argument, where they differ. Or, with ``schema``, a
@@ -83,25 +84,26 @@ def register_op(
         constants: More attributes, the same at every node.
         schema: The node's whole schema, in place of one derived, with its inference; its inputs
             are the tensor arguments, in any order. ``inputs``, ``outputs``, ``shape_inference`` and
-            ``doc`` say nothing then, and are refused.
+            ``doc`` are refused then.
         shape_inference: ``"fake"``: by the fake kernel; ``"like:x"``: the only result has the type
             and shape of input x; a function of onnx's ``InferenceContext``; None: nothing is
-            inferred. Whatever it is, :func:`export` writes the shapes that the trace has.
+            inferred. In any case :func:`export` writes the shapes that the trace has.
         body: What the node computes, in standard operators: an onnxscript function, an
             ``onnx.FunctionProto``, or an ``onnx_ir.Function``, whose inputs and attributes are the
             node's. Or a function of a node, the opset and the target that returns such a function
             of onnx_ir; functions that differ get a domain each, named by their ``overload``. With
             the target ``plugin`` the body is in the file beside the node; with the others it takes
             the node's place. None: the node stays, and only a runtime that knows it runs the file.
-        fill: What stands for an absent optional input that others follow: a function of its name
-            and the call's arguments returns sizes and dtype of zeros. None: it is left out.
-        plugin_version: By which TensorRT finds the plugin.
-        plugin_namespace: By which TensorRT finds the plugin.
+        fill: A function that returns sizes and dtype of the zeros that stand for an absent optional
+            input with others behind it, from its name and the call's arguments. None: the input is
+            left out.
+        plugin_version: Version by which TensorRT finds the plugin.
+        plugin_namespace: Namespace by which TensorRT finds the plugin.
         doc: What the operator computes, in words.
 
     Raises:
-        TypeError: If an argument or a result of the operator is nothing that a node can have, or
-            ``torch_op`` or ``body`` is nothing of the above.
+        TypeError: If an argument or a result of the operator has a type that nodes cannot have, or
+            ``torch_op`` or ``body`` is none of the kinds above.
         ValueError: If the declaration contradicts the operator, a name is taken, the operator
             changes its arguments or has the tag of random numbers, or it is registered already
             with another declaration.

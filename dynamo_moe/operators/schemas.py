@@ -71,10 +71,10 @@ def derive_schema(
 
     Args:
         torch_op: The operator.
-        domain: Of the node.
-        op_type: Of the node.
-        version: Of the node's domain.
-        doc: What it computes, in words.
+        domain: The node's domain.
+        op_type: The node's operator type.
+        version: Version of the domain.
+        doc: What the operator computes, in words.
         inputs: The tensor arguments in the node's order; None: the operator's.
         outputs: The results' names; None: the operator's, or ``y``.
         renamed: The attributes' names by argument, where they differ.
@@ -82,7 +82,7 @@ def derive_schema(
         like: The input whose type the only result has; None: types are not related.
 
     Raises:
-        TypeError: If an argument or a result has a type that ONNX nodes have not.
+        TypeError: If an argument or a result has a type that ONNX nodes cannot have.
         ValueError: If a name is unknown, missing or given twice.
     """
     tensors = _tensor_arguments(torch_op)
@@ -208,7 +208,7 @@ def scalar_arguments(torch_op: OpOverload) -> dict[str, Any]:
     """Returns the arguments of an operator's schema that are no tensors, by name.
 
     Raises:
-        TypeError: If the type of one is none of ONNX's.
+        TypeError: If ONNX has no such type.
     """
     found = {}
     for argument in torch_op._schema.arguments:

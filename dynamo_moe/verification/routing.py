@@ -20,7 +20,7 @@ __all__ = ["RoutingRecorder", "add_routing_outputs", "agreement", "layers_of"]
 
 
 def layers_of(proto: onnx.ModelProto) -> list[metadata.Layer]:
-    """Returns what a file's metadata says of its MoE layers."""
+    """Returns the MoE layers that a file's metadata records."""
     return metadata.from_metadata({prop.key: prop.value for prop in proto.metadata_props})
 
 

@@ -35,7 +35,7 @@ class Stored:
 
     Attributes:
         path: The file.
-        offset: Of its first byte.
+        offset: Offset of its first byte.
         shape: Its shape.
         dtype: Its dtype.
     """
