@@ -68,8 +68,8 @@ def op_from_function(
         The operator, differentiable as the Function is.
 
     Raises:
-        TypeError: If ``function`` is not such a class, forward is not annotated, or operators cannot
-            have the type of an argument or a result.
+        TypeError: If ``function`` is not such a class, forward is not annotated, or an argument or
+            a result has a type that operators cannot have.
         ValueError: If forward changes its arguments, or ``symbolic`` makes anything but one node of
             the arguments.
 
