@@ -57,7 +57,10 @@ def declaration_of(symbolic: Callable[..., Any], schema: Any, name: str) -> dict
             if attribute is not None:
                 renamed[key] = attribute
         if str(argument.real_type).startswith("Optional["):
-            without = _record(symbolic, arguments, {key: None}, results, name)
+            try:
+                without = _record(symbolic, arguments, {key: None}, results, name)
+            except (AttributeError, TypeError):
+                continue  # The symbolic itself cannot take None.
             _check_without(base, without, key, renamed.get(key), name)
     constants = {
         attribute: value

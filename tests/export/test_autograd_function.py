@@ -494,6 +494,15 @@ def test_optional_arguments_of_symbolic() -> None:
             op_from_function(function(optional, symbolic), "functions::refused")
 
 
+def test_a_symbolic_that_cannot_take_none() -> None:
+    def symbolic(g: Any, x: Any, bias: Any, slope: float | None, sizes: list[int]) -> Any:
+        inputs = [x] if bias is None else [x, bias]
+        return g.op("functions::Given", *inputs, slope_f=float(slope), sizes_i=sizes)
+
+    made = op_from_function(function(optional, symbolic), "functions::given")
+    assert made.declaration["attributes"] == {"slope": "slope", "sizes": "sizes"}
+
+
 def test_flags_of_symbolic() -> None:
     def forward(ctx: Any, x: Tensor, first: bool, second: bool) -> Tensor:
         return x
