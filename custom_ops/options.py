@@ -1,116 +1,397 @@
-"""The options of a dropless MoE layer, checked once and passed around as two frozen records."""
+"""The options of an MoE layer: one row each, from which everything that lists options is derived.
+
+A row is a field of :class:`RouterOptions` or :class:`ExpertOptions`: its name, type and default,
+and what :func:`_option` adds to them; :func:`options_of` returns the rows. Derived from them are
+the dispatcher's schema and the functions' signatures (:mod:`custom_ops._library`), the attributes
+of the ONNX nodes, a bundle's record of a layer, the plugin's fields and tables of the docs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import math
+import textwrap
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any, ClassVar, Literal, Self, TypedDict, TypeVar, get_args
 
 __all__ = [
+    # Names
     "ACTIVATIONS",
     "CLAMPED",
+    "POINTWISE",
     "PRE_NORMS",
     "SCORINGS",
     "Activation",
-    "ExpertOptions",
     "PreNorm",
-    "RouterOptions",
     "Scoring",
+    # The table
+    "EXPERT_OPTIONS",
+    "ROUTER_OPTIONS",
+    "SIZES",
+    "Bounds",
+    "Flag",
+    "Option",
+    "Options",
+    "Size",
+    "Word",
+    "list_options",
+    "options_of",
+    # Records of values
+    "DroplessKeywords",
+    "ExpertKeywords",
+    "ExpertOptions",
+    "RouterOptions",
 ]
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu"]
 Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
 PreNorm = Literal["none", "rms"]
 
+# A name's place is its code in a bundle: a new one comes last.
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 SCORINGS: tuple[str, ...] = get_args(Scoring)
 PRE_NORMS: tuple[str, ...] = get_args(PreNorm)
-# The gatings that clamp gate and up.
+#: The gatings that clamp gate and up.
 CLAMPED = ("clamped_swiglu", "clamped_silu")
-# float32's normal numbers: kernels compute with a float32, and one that is 0 makes the scale of a
-# row of zeros infinite.
-_NORM_EPS_BOUNDS = (2.0**-126, 2.0**128)
+#: The functions of one number, with or without gating.
+POINTWISE = tuple(name for name in ACTIVATIONS if name not in CLAMPED)
+
+Value = str | bool | float
+_V = TypeVar("_V", bound=Value)
+_C = TypeVar("_C", bound=type)
 
 
 @dataclass(frozen=True)
-class RouterOptions:
+class Bounds:
+    """The numbers that an option takes: ``low`` to ``high``, both included.
+
+    Attributes:
+        text: What such a number is called in an error.
+        low: The least.
+        high: The greatest.
+    """
+
+    text: str
+    low: float
+    high: float
+
+
+_POSITIVE = Bounds("positive", math.nextafter(0, 1), math.inf)
+# Kernels compute with a float32, and one that is 0 makes the scale of a row of zeros infinite.
+_NORMAL = Bounds("positive and a normal number of float32", 2.0**-126, math.nextafter(2.0**128, 0))
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option's place in a bundle's record of a layer: a bit of its flags.
+
+    Attributes:
+        bit: Set for True, or for the second of two names.
+        name: What the flag is called, if not like the option.
+    """
+
+    bit: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Word:
+    """An option's place in a bundle's record of a layer: a 32-bit word, counted from 0.
+
+    A name is stored as its place among the option's names, a number as a float32.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of the table.
+
+    Attributes:
+        name: The keyword argument of the operators.
+        type: ``str``, ``bool`` or ``float``.
+        default: Its default.
+        doc: What it does.
+        slot: Where a bundle's record of a layer holds it.
+        names: The values of a ``str``.
+        bounds: The values of a ``float``; None: any number.
+        attribute: The attribute of the ONNX nodes, and the plugin's field.
+        only_with: Another option and the values of it under which this one has an effect; None:
+            it always has.
+    """
+
+    name: str
+    type: type[Value]
+    default: Value
+    doc: str
+    slot: Flag | Word
+    names: tuple[str, ...] = ()
+    bounds: Bounds | None = None
+    attribute: str = ""
+    only_with: tuple[str, tuple[Value, ...]] | None = None
+
+    @property
+    def description(self) -> str:
+        """What it does and, for a ``str``, what it may be."""
+        names = ", ".join(f"``{name}``" for name in self.names)
+        return f"One of {names}. {self.doc}" if names else self.doc
+
+    @property
+    def flag(self) -> str:
+        """What its flag in a bundle's record is called, where it has one."""
+        return (isinstance(self.slot, Flag) and self.slot.name) or self.name
+
+    def code(self, value: Any) -> int:
+        """Returns what stands for a name or a bool in a bundle's record."""
+        return self.names.index(value) if self.names else int(value)
+
+    def check(self, value: Any) -> None:
+        """Checks a value.
+
+        Raises:
+            ValueError: If the option does not take it.
+        """
+        if self.names and value not in self.names:
+            known = ", ".join(self.names)
+            raise ValueError(f"{self.name} must be one of {known}; got {value!r}")
+        if self.bounds and not self.bounds.low <= value <= self.bounds.high:
+            raise ValueError(f"{self.name} must be {self.bounds.text}, got {value}")
+
+    def has_effect(self, options: object) -> bool:
+        """Whether the option has an effect beside the other options of a record."""
+        if self.only_with is None:
+            return True
+        other, values = self.only_with
+        return getattr(options, other) in values
+
+
+def _option(default: _V, doc: str, **row: Any) -> _V:
+    """A field of a record that is a row of the table; ``row`` has fields of :class:`Option`."""
+    return field(default=default, metadata={"doc": doc, **row})
+
+
+@cache
+def options_of(record: Any) -> tuple[Option, ...]:
+    """Returns the options among the fields of a record's class, in order."""
+    rows: list[Option] = []
+    for each in fields(record):
+        if each.metadata:
+            default: Any = each.default
+            rest: dict[str, Any] = {"attribute": each.name, **each.metadata}
+            rows.append(Option(each.name, type(default), default, **rest))
+    return tuple(rows)
+
+
+def list_options(docstring: str | None, options: tuple[Option, ...]) -> str:
+    """Returns a docstring whose line ``{options}`` is the list of some options."""
+    rows = [
+        textwrap.fill(
+            f"{option.name}: {option.description}",
+            width=100,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
+            break_on_hyphens=False,
+        )
+        for option in options
+    ]
+    return str(docstring).replace("        {options}", "\n".join(rows))
+
+
+def _documented(record: _C) -> _C:
+    record.__doc__ = list_options(record.__doc__, options_of(record))
+    return record
+
+
+class Options:
+    """What the records of options have in common."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def rows(self) -> tuple[Option, ...]:
+        """The record's rows of the table."""
+        record: Any = type(self)
+        return options_of(record)
+
+    def __post_init__(self) -> None:
+        for option in self.rows:
+            option.check(getattr(self, option.name))
+
+    def canonical(self) -> Self:
+        """Returns the record with every option that has no effect at its default."""
+        idle = {row.name: row.default for row in self.rows if not row.has_effect(self)}
+        return replace(self, **idle)
+
+
+@_documented
+@dataclass(frozen=True)
+class RouterOptions(Options):
     """How router logits become expert indices and weights.
 
     Attributes:
         top_k: Experts per token, at least 1.
-        scoring: ``softmax`` over all experts then top-k; ``topk_softmax``: top-k of the logits,
-            then softmax over the chosen; ``sigmoid``: top-k of the logits, then sigmoid of each.
-        renormalize: Divide a token's weights by their sum. No effect for ``topk_softmax``,
-            whose weights already sum to one.
-        routed_scaling: Factor on every weight, after renormalising.
+        {options}
 
     Raises:
-        ValueError: If ``top_k`` is below 1 or ``scoring`` is unknown.
+        ValueError: If an option is unknown or out of range.
     """
 
     top_k: int
-    scoring: str = "softmax"
-    renormalize: bool = True
-    routed_scaling: float = 1.0
+    scoring: str = _option(
+        "softmax",
+        "``softmax`` over all experts, then the top-k; ``topk_softmax``: top-k of the logits, "
+        "then softmax over the chosen; ``sigmoid``: top-k of the logits, then the sigmoid of each.",
+        names=SCORINGS,
+        slot=Word(7),
+    )
+    renormalize: bool = _option(
+        True,
+        "Divide a token's weights by their sum. Those of ``topk_softmax`` sum to one anyway.",
+        only_with=("scoring", ("softmax", "sigmoid")),
+        slot=Flag(32),
+    )
+    routed_scaling: float = _option(
+        1.0, "Factor on every weight, after renormalising.", slot=Word(12)
+    )
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.scoring not in SCORINGS:
-            raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}; got {self.scoring!r}")
+        super().__post_init__()
 
 
+@_documented
 @dataclass(frozen=True)
-class ExpertOptions:
+class ExpertOptions(Options):
     """What the experts compute around and between their two matrix products.
 
     Attributes:
-        activation: One of :data:`ACTIVATIONS`. ``gelu`` is the exact (erf) form, ``relu2`` is
-            ``relu(x)**2``; ``clamped_swiglu`` is gpt-oss's gating with ``alpha`` and ``limit``,
-            ``clamped_silu`` DeepSeek-V4's with ``limit``.
-        gated: The first product yields gate and up rows (F = 2H), ``h = act(gate) * up``.
-        interleaved: Gate rows are ``::2`` and up rows ``1::2``; otherwise gate rows come first.
-        weight_on_input: The routing weight scales the expert's input instead of its output.
-        alpha: Sigmoid slope of ``clamped_swiglu``.
-        limit: Clamp of ``clamped_swiglu`` and ``clamped_silu``.
-        pre_norm: ``rms``: each row of the first product is divided by its token's root mean
-            square, before the bias. ``none``: it is not.
-        norm_eps: Added to the mean square of ``pre_norm``.
-        residual: The token is added to the sum of its experts' results.
+        {options}
 
     Raises:
         ValueError: If an option is unknown or out of range, or options contradict one another.
     """
 
-    activation: str = "gelu"
-    gated: bool = False
-    interleaved: bool = False
-    weight_on_input: bool = False
-    alpha: float = 1.702
-    limit: float = 7.0
-    pre_norm: str = "none"
-    norm_eps: float = 1e-6
-    residual: bool = False
+    activation: str = _option(
+        "gelu",
+        "``gelu`` is the exact (erf) form, ``relu2`` is ``relu(x)**2``; ``clamped_swiglu`` is "
+        "gpt-oss's gating, ``clamped_silu`` DeepSeek-V4's.",
+        names=ACTIVATIONS,
+        slot=Word(6),
+    )
+    gated: bool = _option(
+        False,
+        "``w1`` has gate and up rows (F = 2H), and ``h = activation(gate) * up``.",
+        slot=Flag(4),
+    )
+    interleaved: bool = _option(
+        False,
+        "Gate rows are ``::2`` of ``w1`` and up rows ``1::2``; otherwise gate rows come first.",
+        slot=Flag(8),
+    )
+    weight_on_input: bool = _option(
+        False,
+        "Routing weights scale the experts' inputs instead of their results (Llama 4).",
+        slot=Flag(16),
+    )
+    alpha: float = _option(
+        1.702,
+        "Slope of the sigmoid in ``clamped_swiglu``.",
+        attribute="activation_alpha",
+        only_with=("activation", ("clamped_swiglu",)),
+        slot=Word(13),
+    )
+    limit: float = _option(
+        7.0,
+        "Clamp of ``clamped_swiglu`` and ``clamped_silu``.",
+        attribute="activation_limit",
+        bounds=_POSITIVE,
+        only_with=("activation", CLAMPED),
+        slot=Word(14),
+    )
+    pre_norm: str = _option(
+        "none",
+        "``rms``: the first product of a token is divided by ``sqrt(mean(x**2) + norm_eps)``, "
+        "before the bias. The norm's weight belongs in ``w1``, whose columns it scales. ``w1``'s "
+        "dtype must hold the token before the norm: beyond 65504 a float16 is infinite, below "
+        "6e-5 it loses digits.",
+        names=PRE_NORMS,
+        slot=Flag(128, "rms_norm"),
+    )
+    norm_eps: float = _option(
+        1e-6,
+        "Added to the mean square of ``pre_norm``.",
+        bounds=_NORMAL,
+        only_with=("pre_norm", ("rms",)),
+        slot=Word(15),
+    )
+    residual: bool = _option(
+        False, "The token is added to the sum of its experts' results.", slot=Flag(256)
+    )
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"activation must be one of {known}; got {self.activation!r}")
+        super().__post_init__()
         if self.activation in CLAMPED and not self.gated:
             raise ValueError(f"activation {self.activation!r} is a gating: it needs gated=True")
         if self.interleaved and not self.gated:
             raise ValueError("interleaved=True orders gate and up rows: it needs gated=True")
-        if not self.limit > 0:
-            raise ValueError(f"limit must be positive, got {self.limit}")
-        if self.pre_norm not in PRE_NORMS:
-            known = ", ".join(PRE_NORMS)
-            raise ValueError(f"pre_norm must be one of {known}; got {self.pre_norm!r}")
-        low, high = _NORM_EPS_BOUNDS
-        if not low <= self.norm_eps < high:
-            raise ValueError(
-                f"norm_eps must be positive and a normal number of float32, got {self.norm_eps}"
-            )
 
     @property
     def rows_per_hidden(self) -> int:
         """Rows of ``w1`` per hidden unit: 2 when gated, else 1."""
         return 2 if self.gated else 1
+
+
+ROUTER_OPTIONS = options_of(RouterOptions)
+EXPERT_OPTIONS = options_of(ExpertOptions)
+
+
+class ExpertKeywords(TypedDict, total=False):
+    """The fields of :class:`ExpertOptions`, for type checkers: what ``experts`` is called with."""
+
+    activation: str
+    gated: bool
+    interleaved: bool
+    weight_on_input: bool
+    alpha: float
+    limit: float
+    pre_norm: str
+    norm_eps: float
+    residual: bool
+
+
+class DroplessKeywords(ExpertKeywords, total=False):
+    """The options of ``dropless``: those of its router, too."""
+
+    scoring: str
+    renormalize: bool
+    routed_scaling: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of a layer.
+
+    Attributes:
+        name: The field of :class:`custom_ops.kernels.layer.Layer`.
+        symbol: Its letter.
+        attribute: The attribute of the ONNX nodes, and the plugin's field.
+        doc: What it is.
+        slot: Where a bundle's record of a layer holds it.
+    """
+
+    name: str
+    symbol: str
+    attribute: str
+    doc: str
+    slot: Word
+
+
+#: In the order of the nodes' attributes.
+SIZES = (
+    Size("top_k", "K", "top_k", "Experts per token K.", Word(9)),
+    Size("experts", "E", "num_experts", "Experts E.", Word(8)),
+    Size("width", "D", "in_features", "Model width D.", Word(10)),
+    Size("hidden", "H", "hidden_features", "Hidden width H.", Word(11)),
+)

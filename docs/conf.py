@@ -11,8 +11,8 @@ author = "The dynamo-moe authors"
 copyright = author
 release = version = installed_version("dynamo-moe")
 
-# Everything is rendered at build time and from local files: the build needs no network, and
-# neither do its pages. So no intersphinx, and formulas are text, not MathJax.
+# Everything is rendered at build time from local files: neither the build nor the pages need a
+# network. Therefore no intersphinx, and formulas are text, not MathJax.
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -20,12 +20,13 @@ extensions = [
     "sphinx_copybutton",
     "command_line",
     "onnx_operator",
+    "option_table",
 ]
 exclude_patterns = ["_build"]
 nitpicky = True
-# The type `bytes`, which summaries have attributes of the name of.
+# Attributes named `bytes` clash with the type `bytes`.
 suppress_warnings = ["ref.python"]
-# Sphinx knows the objects that these pages describe, no others.
+# Sphinx only knows the objects that these pages describe.
 nitpick_ignore_regex = [(r"py:.*", r"(?!custom_ops|dynamo_moe).*")]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -33,7 +34,7 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-# Attributes of a dataclass are described once, as attributes.
+# Describe a dataclass's attributes once, as attributes.
 autodoc_typehints_description_target = "documented_params"
 napoleon_numpy_docstring = False
 

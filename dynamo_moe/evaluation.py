@@ -1,4 +1,4 @@
-"""What a model must be; running it as in ``eval()``, without what PyTorch wraps around it."""
+"""Checking that a model is a module, unwrapping it, and putting it into evaluation mode."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch.export import ExportedProgram
 from torch.jit import ScriptModule
 from torch.optim.swa_utils import AveragedModel
 
+from dynamo_moe.private import compiled_module
+
 __all__ = ["check_model", "evaluating", "unwrapped"]
 
 
@@ -17,7 +19,7 @@ def check_model(model: object) -> None:
     """Checks that a model is a module with its modules still in it.
 
     Raises:
-        TypeError: If it is something else, such as what ``torch.export`` or TorchScript made of it.
+        TypeError: If it is anything else, such as what ``torch.export`` or TorchScript made of it.
     """
     # The modules of exported programs are graphs that refuse eval().
     traced = isinstance(model, fx.GraphModule) and "eval" in vars(model)
@@ -46,10 +48,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the module that ``torch.compile`` or ``AveragedModel`` has wrapped."""
     while True:
-        # _orig_mod is the wrapped module of torch.compile's OptimizedModule.
-        inner = (
-            model.module if isinstance(model, AveragedModel) else model._modules.get("_orig_mod")
-        )
+        inner = model.module if isinstance(model, AveragedModel) else compiled_module(model)
         if inner is None:
             return model
         model = inner

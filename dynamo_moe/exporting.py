@@ -18,8 +18,8 @@ import onnx.defs
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
-from torch.utils import _pytree as pytree
 
+from dynamo_moe import pytree
 from dynamo_moe.conversion import unconverted
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.files import inputs, metadata, model_files
@@ -27,6 +27,7 @@ from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
 from dynamo_moe.operators.registry import NodeError
+from dynamo_moe.process_state import ProcessState
 from dynamo_moe.progress.phases import Progress, Stopwatch, phase
 from dynamo_moe.progress.profiling import profiled, save_profile
 from dynamo_moe.tracing import causes
@@ -34,7 +35,7 @@ from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
-from dynamo_moe.tracing.translate import translate
+from dynamo_moe.tracing.translate import note_on_the_exporter, translate
 from dynamo_moe.weights import placeholders
 
 if TYPE_CHECKING:
@@ -148,37 +149,34 @@ def export(
     remaining = unconverted.unconverted_modules(model)
     with _progress(progress, path) as shown, profiled(profile) as sampled:
         watch = Stopwatch(shown)
-        with (
-            watch.running(),
-            _older_objects_aside(),
-            _naming_unconverted(remaining, model),
-            autocast_inside(model),
-        ):
-            with placeholders.placeholders(model) as lazies:
-                _check_values(model)
-                example = resolve(model, args, kwargs or {}, dynamic_shapes)
-                trials = SizeTrials(example, has_values=not lazies)
-                given = (args, kwargs or {})
-                model_ir = _trace(model, given, example, trials, opset, runs=not lazies)
-            _rename("input_names", model_ir.graph.inputs, input_names)
-            placeholders.attach(model_ir, lazies)
-            layers = _optimize(model_ir, target, body, link_weights)
-            _rename("output_names", model_ir.graph.outputs, output_names)
-            metadata.store(model_ir, layers)
-            leaves = pytree.tree_leaves((args, kwargs or {}))
-            inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-            if link_weights:
-                placeholders.link(model_ir, path.parent)
-            _check(model_ir)
+        with watch.running():
+            with _exporting(), _naming_unconverted(remaining, model), autocast_inside(model):
+                with placeholders.placeholders(model) as lazies:
+                    _check_values(model)
+                    example = resolve(model, args, kwargs or {}, dynamic_shapes)
+                    trials = SizeTrials(example, has_values=not lazies)
+                    given = (args, kwargs or {})
+                    model_ir = _trace(model, given, example, trials, opset, runs=not lazies)
+                _rename("input_names", model_ir.graph.inputs, input_names)
+                placeholders.attach(model_ir, lazies)
+                layers = _optimize(model_ir, target, body, link_weights)
+                _rename("output_names", model_ir.graph.outputs, output_names)
+                metadata.store(model_ir, layers)
+                leaves = pytree.tree_leaves((args, kwargs or {}))
+                inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+                if link_weights:
+                    placeholders.link(model_ir, path.parent)
+                _check(model_ir)
             files = model_files.save_model(model_ir, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
     remaining = tuple(each for each in remaining if not _has_layer(each.module, layers))
     warned = [unconverted.warning(remaining)] if remaining else []
     own = [path for path in unconverted.converted_modules(model) if not _has_layer(path, layers)]
     if own:
-        warned.append(unconverted.own_forward(own))
+        warned.append(unconverted.own_forward_warning(own))
     for message in warned:
         warnings.warn(message, stacklevel=2)
+    exporter = note_on_the_exporter()
     activations = {layer.attributes["activation"] for layer in layers}
     return ExportReport(
         path=path,
@@ -195,6 +193,7 @@ def export(
         profile=save_profile(sampled, path) if sampled else (),
         notes=(
             *lowering.notes(model_ir, activations, target),
+            *([exporter] if exporter else []),
             *trials.notes,
             *warned,
         ),
@@ -233,13 +232,13 @@ def _naming_unconverted(
 
 
 @contextlib.contextmanager
-def _older_objects_aside() -> Iterator[None]:
+def _only_new_garbage() -> Iterator[None]:
     """Lets the garbage collector look at new objects only.
 
     With PyTorch and transformers loaded there are half a million older ones, which an export makes
     it go through: 0.3 s each time.
     """
-    if gc.get_freeze_count():  # Somebody else's, or another thread's export.
+    if gc.get_freeze_count():  # Somebody else's.
         yield
         return
     gc.freeze()
@@ -247,6 +246,9 @@ def _older_objects_aside() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+_exporting = ProcessState(_only_new_garbage)
 
 
 def _check_values(model: torch.nn.Module) -> None:

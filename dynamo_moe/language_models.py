@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.exporting import ExportReport, export
+from dynamo_moe.private import without_values
 from dynamo_moe.weights import placeholders
 
 if TYPE_CHECKING:
@@ -272,7 +272,6 @@ def _check_cache(model: PreTrainedModel) -> None:
 def _cache_shapes(model: PreTrainedModel) -> list[list[tuple[int, int, torch.dtype]]]:
     """Per layer (heads, width, dtype) of keys and of values, found by a run without values."""
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with placeholders.placeholders(model), evaluating(model), torch.no_grad(), mode:
+    with placeholders.placeholders(model), evaluating(model), torch.no_grad(), without_values():
         _, layers = model.forward(ids, torch.ones_like(ids), [])
     return [[(part.shape[1], part.shape[3], part.dtype) for part in layer] for layer in layers]

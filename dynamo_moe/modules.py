@@ -61,7 +61,7 @@ class DroplessMoE(ConvertedModule):
         )  # fmt: skip
 
     def experts_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns ``w1``, ``b1``, ``w2`` and ``b2``, as far as there are any."""
+        """Returns those of ``w1``, ``b1``, ``w2`` and ``b2`` that exist."""
         parameters = {"w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
         return {name: value for name, value in parameters.items() if value is not None}
 
@@ -79,7 +79,7 @@ class InputScaledMoE(ConvertedModule):
 
     Legend: T tokens, D model width, H hidden width, E experts.
 
-    It holds the original's modules under their names.
+    It has the original's modules under their names.
 
     Args:
         router: ``nn.Linear(D, E, bias=False)``, or a subclass; only its weight is used.
@@ -129,7 +129,7 @@ class TopOneMoE(ConvertedModule):
         router: ``nn.Linear(D, E)``, computed in float32.
         w1: ``[E, H, D]``.
         w2: ``[E, D, H]``.
-        capacity: Tokens that an expert takes from one sequence, the first ones; the others get
+        capacity: How many tokens of a sequence an expert takes, the first ones; the others get
             zeros. None: all.
         activation: One of :data:`custom_ops.options.ACTIVATIONS`.
     """

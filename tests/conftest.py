@@ -1,4 +1,4 @@
-"""Leaves out the tests that this machine cannot run; without a GPU, kernels are interpreted."""
+"""Skips tests that this machine cannot run; without a GPU, kernels run in Triton's interpreter."""
 
 import os
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Triton reads it when it is imported, which is later.
+    # Triton reads it when it is imported, which happens later.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Compiled kernels are kept from one run to the next, but not among the user's.
+# Compiled kernels are kept between runs, but not in the user's cache.
 KERNELS = Path(__file__).parents[1] / "build" / "kernel-cache"
 os.environ.setdefault("DYNAMO_MOE_CACHE_DIR", str(KERNELS))
 
-# What tests import.
+# Helpers that tests import; they contain no tests.
 collect_ignore = ["support"]
 collect_ignore_glob = (
     [] if find_spec("triton") else ["kernels/test_interpreter.py", "kernels/test_kernel_*.py"]

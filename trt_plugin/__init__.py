@@ -10,12 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trt_plugin._compiled import CompileError
-    from trt_plugin.aot import compile  # noqa: A004  As torch.compile.
     from trt_plugin.bundle import Bundle, BundleError, is_bundle, read
+    from trt_plugin.compiling import CompileError, compile, parse_spec  # noqa: A004
     from trt_plugin.engine import EngineError, Runner, build_engine, parse_shapes
-    from trt_plugin.plugin import PluginLoadError, library_path, load
-    from trt_plugin.specs import parse_spec
+    from trt_plugin.native import library_path
+    from trt_plugin.plugin import PluginLoadError, load
 
 __all__ = [
     # Compiling
@@ -37,16 +36,16 @@ __all__ = [
     "EngineError",
 ]
 
-# Loaded at first use: a bundle is read without PyTorch and Triton.
+# Imported at first use: a bundle is read without PyTorch and Triton.
 _HOME = {
-    "compile": "aot",
-    "CompileError": "_compiled",
-    "parse_spec": "specs",
+    "compile": "compiling",
+    "CompileError": "compiling",
+    "parse_spec": "compiling",
     "read": "bundle",
     "is_bundle": "bundle",
     "Bundle": "bundle",
     "BundleError": "bundle",
-    "library_path": "plugin",
+    "library_path": "native",
     "load": "plugin",
     "PluginLoadError": "plugin",
     "build_engine": "engine",

@@ -1,6 +1,6 @@
-"""``python -m trt_plugin``: compiles layers given by hand, where the command line is not installed.
+"""``python -m trt_plugin``: compiles layers given by hand, without the command line's packages.
 
-``dynamo-moe compile`` does this and more; the build of a wheel runs this.
+``dynamo-moe compile`` does this and more. The build of a wheel with kernels runs this.
 """
 
 from __future__ import annotations

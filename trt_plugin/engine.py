@@ -6,7 +6,6 @@ Not verified: no machine of this project's tests has the full TensorRT.
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_plugin.plugin import PLUGINS, PluginLoadError, library_path, load
+from trt_plugin.native import library_path
+from trt_plugin.output import progress_bars, write_whole
+from trt_plugin.plugin import PLUGINS, PluginLoadError, load
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["EngineError", "Profile", "Runner", "build_engine", "parse_shapes"]
 
 _KERNELS = "DYNAMO_MOE_KERNELS"
-# The variable is the process's: parsers take turns.
+# The variable belongs to the process: parsers take turns.
 _NAMING = threading.Lock()
-# Of an address, in bytes, as TensorRT asks for it.
+# TensorRT asks for addresses at multiples of this.
 _ALIGNMENT = 256
 
 #: Smallest, usual and largest shape of an input.
@@ -36,7 +37,7 @@ Profile = tuple[Sequence[int], Sequence[int], Sequence[int]]
 
 
 class EngineError(RuntimeError):
-    """TensorRT did not parse, build, load or run; the message says what it said."""
+    """TensorRT failed to parse, build, load or run; the message repeats what it logged."""
 
 
 def build_engine(
@@ -60,9 +61,9 @@ def build_engine(
         profiles: The shapes of each input with symbolic dimensions.
         kernels: The bundle of the layers' kernels; by default the one that the plugin finds, see
             the reference of the plugin.
-        timing_cache: File that measured tactics are read from and written to; one that TensorRT
-            does not take, as that of another device, is begun anew, with a warning.
-        with_library: Whether the engine holds the plugin's library too, so that TensorRT loads it
+        timing_cache: File that measured tactics are read from and written to. One that TensorRT
+            refuses, such as another device's, is started anew, with a warning.
+        with_library: Whether the engine also holds the plugin's library, so that TensorRT loads it
             by itself where its runtime allows host code: ``Runner(…, allow_host_code=True)``.
         workspace: Most bytes that a layer may use at a time; by default TensorRT's own limit.
         progress: Whether to show a bar on standard error.
@@ -99,11 +100,11 @@ def build_engine(
         warnings.warn(warning, stacklevel=2)
     if plan is None:
         raise EngineError(f"TensorRT builds no engine of {onnx_path}: {log.text()}")
-    _write(Path(output), bytes(plan))
+    write_whole(Path(output), bytes(plan))
     if timing_cache is not None:
         measured = config.get_timing_cache()
         if measured is not None:
-            _write(Path(timing_cache), bytes(measured.serialize()))
+            write_whole(Path(timing_cache), bytes(measured.serialize()))
 
 
 class Runner:
@@ -114,8 +115,8 @@ class Runner:
 
     Args:
         engine: An engine's file.
-        allow_host_code: Whether TensorRT may load and run a library that the engine holds, as
-            ``build_engine(…, with_library=True)`` stores the plugin's. This process's own library
+        allow_host_code: Whether TensorRT may load and run a library that the engine holds, such as
+            the plugin's that ``build_engine(…, with_library=True)`` stores. The installed library
             is not loaded then. Only for engines whose origin you trust.
 
     Raises:
@@ -151,8 +152,8 @@ class Runner:
 
         Raises:
             EngineError: If TensorRT refuses a shape, or fails.
-            TypeError: If an input has another dtype than the engine's, or is not on a CUDA device,
-                the same as all others.
+            TypeError: If an input's dtype is not the engine's, or the inputs are not all on one
+                CUDA device.
             ValueError: If inputs are missing or unknown.
         """
         import torch
@@ -201,7 +202,7 @@ class Runner:
     def _dtype(self, name: str) -> torch.dtype:
         import torch
 
-        # DataType.HALF -> torch.float16, by the names that both give.
+        # DataType.HALF is torch.float16; most names are the same.
         names = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
         given = self._engine.get_tensor_dtype(name).name
         dtype: torch.dtype = getattr(torch, names.get(given, given.lower()))
@@ -253,14 +254,14 @@ def _load_once(trt: Any) -> None:
 
 
 def _strongly_typed(trt: Any) -> int:
-    # From 11 on every network is, and there may be no flag for it.
+    # From TensorRT 11 on, every network is, and the flag may be missing.
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     return 0 if flag is None else 1 << int(flag)
 
 
 @contextmanager
 def _kernels_from(bundle: str | PathLike[str] | None) -> Iterator[None]:
-    """Names the bundle to the plugin, which reads it when the parser creates it."""
+    """Tells the plugin where the bundle is: it reads the bundle when the parser creates it."""
     with _NAMING:
         old = os.environ.get(_KERNELS)
         if bundle is not None:
@@ -300,7 +301,7 @@ def _use_timing_cache(config: Any, path: Path) -> None:
     if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
         return
     warnings.warn(
-        f"{path} is damaged, or of another device or TensorRT: the timing cache begins anew",
+        f"{path} is damaged, or of another device or TensorRT: the timing cache starts anew",
         stacklevel=3,
     )
     empty = config.create_timing_cache(b"")
@@ -308,17 +309,10 @@ def _use_timing_cache(config: Any, path: Path) -> None:
         config.set_timing_cache(empty, ignore_mismatch=False)
 
 
-def _write(path: Path, content: bytes) -> None:
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        beside = Path(folder) / path.name
-        beside.write_bytes(content)
-        beside.replace(path)
-
-
 class _Log:
-    """Keeps what TensorRT says is wrong, and what the plugin warns of.
+    """Keeps TensorRT's errors and the plugin's warnings.
 
-    Nothing is raised where it is said: TensorRT could not pass it on.
+    The logger raises nothing: an exception could not pass through TensorRT.
     """
 
     def __init__(self, trt: Any) -> None:
@@ -338,11 +332,11 @@ class _Log:
         self._lines = lines
 
     def errors_of_plugin(self) -> list[str]:
-        """Returns what the plugin said since the last call of :meth:`text`."""
+        """Returns the plugin's errors since the last call of :meth:`text`."""
         return [line for line in self._lines if line.startswith(PLUGINS)]
 
     def text(self) -> str:
-        """Returns what was said since the last call."""
+        """Returns the errors since the last call."""
         text = "; ".join(self._lines) or "its log says no more"
         self._lines.clear()
         return text
@@ -351,11 +345,8 @@ class _Log:
 @contextmanager
 def _progress(trt: Any, shown: bool) -> Iterator[Any]:
     """Yields TensorRT's progress monitor, one bar for each phase."""
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
-    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bars:
-        tasks: dict[str, TaskID] = {}
+    with progress_bars(shown=shown) as bars:
+        tasks: dict[str, Any] = {}
 
         class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
             def phase_start(

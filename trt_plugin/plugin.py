@@ -1,4 +1,4 @@
-"""The TensorRT plugin: where its library is, and loading it into TensorRT."""
+"""Loads the TensorRT plugin into TensorRT."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from trt_plugin.launcher import library_path
+from trt_plugin.native import library_path
 
-__all__ = ["PLUGINS", "PluginLoadError", "library_path", "load"]
+__all__ = ["PLUGINS", "PluginLoadError", "load"]
 
 #: The plugins' names in TensorRT's registry; version "1", namespace "".
 PLUGINS = ("DroplessMoE", "DroplessMoEExperts")
@@ -28,16 +28,16 @@ def load(registry: Any = None) -> Any:
     """Registers the plugins with TensorRT, before a network is parsed or an engine loaded.
 
     Args:
-        registry: TensorRT's ``IPluginRegistry``, such as an engine's or a runtime's own; by default
-            that of the module ``tensorrt``, else ``tensorrt_lean_bindings``: the one imported
-            already comes first.
+        registry: TensorRT's ``IPluginRegistry``, such as an engine's or a runtime's own. By default
+            that of the module ``tensorrt``, or else of ``tensorrt_lean_bindings``; one that is
+            already imported comes first.
 
     Returns:
         The registry.
 
     Raises:
-        PluginLoadError: If TensorRT is missing or of another version, or refuses the library, or if
-            the plugins are registered already.
+        PluginLoadError: If TensorRT is missing, has an unsupported version or refuses the library,
+            or if the plugins are already registered.
         FileNotFoundError: If the library was not built.
     """
     path = library_path()
@@ -48,7 +48,7 @@ def load(registry: Any = None) -> Any:
     present = [name for name in PLUGINS if registry.get_creator(name, "1", "") is not None]
     if present:
         raise PluginLoadError(
-            f"TensorRT's registry has {' and '.join(present)} already: load the library once, by "
+            f"TensorRT's registry already has {' and '.join(present)}: load the library once, by "
             "trt_plugin.load() or by an engine that holds it"
         )
     registry.load_library(str(path))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from custom_ops.kernels.expressions import E, Expression, K, T, minimum
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Argument, Constant, TensorPointer, WorkspacePointer
+from custom_ops.options import EXPERT_OPTIONS
 
 __all__ = [
     "TILE_TABLE",
     "bias_pointer",
     "expert_constants",
+    "input_weights",
     "max_tiles",
     "residual_pointer",
+    "result_weights",
     "row_scale_pointer",
     "weight_pointer",
 ]
@@ -60,14 +64,21 @@ def residual_pointer(layer: Layer) -> Argument:
     return TensorPointer("x", layer.tokens_dtype) if layer.options.residual else Constant(None)
 
 
-def expert_constants(layer: Layer) -> dict[str, Argument]:
-    """Returns what an expert computes, as the kernels' constants."""
-    options = layer.options
+def input_weights(layer: Layer, expert_weights: Argument) -> Argument:
+    """Returns the routing weights for a first product, or None where they are on the results."""
+    return expert_weights if layer.options.weight_on_input else Constant(None)
+
+
+def result_weights(layer: Layer, expert_weights: Argument) -> Argument:
+    """Returns the routing weights for the sum of results, or None where they are on the input."""
+    return Constant(None) if layer.options.weight_on_input else expert_weights
+
+
+def expert_constants(kernel: Any, layer: Layer) -> dict[str, Argument]:
+    """Returns the experts' options that a kernel takes as constants: those in capital letters."""
+    options = {option.name.upper(): option.name for option in EXPERT_OPTIONS}
     return {
-        "GATED": Constant(options.gated),
-        "INTERLEAVED": Constant(options.interleaved),
-        "WEIGHT_ON_INPUT": Constant(options.weight_on_input),
-        "ACTIVATION": Constant(options.activation),
-        "ALPHA": Constant(options.alpha),
-        "LIMIT": Constant(options.limit),
+        name: Constant(getattr(layer.options, options[name]))
+        for name in kernel.arg_names
+        if name in options
     }

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.arguments import residual_pointer
+from custom_ops.kernels.arguments import residual_pointer, result_weights
 from custom_ops.kernels.expressions import D, Expression, T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import (
@@ -73,13 +73,12 @@ def combine_step(layer: Layer, architecture: Architecture, expert_weights: Argum
     # A thread of a warp takes 16 bytes at a time; a program 4096 elements of y.
     block_d = min(512, 1 << (layer.width - 1).bit_length())
     block_t = max(1, 4096 // block_d)
-    on_input = layer.options.weight_on_input
     spec = KernelSpec(
         combine_kernel,
         {
             "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),
             "row_of_slot_ptr": WorkspacePointer("row_of_slot", torch.int32),
-            "expert_weights_ptr": Constant(None) if on_input else expert_weights,
+            "expert_weights_ptr": result_weights(layer, expert_weights),
             "x_ptr": residual_pointer(layer),
             "y_ptr": TensorPointer("y", layer.tokens_dtype),
             "tokens": Scalar(T),

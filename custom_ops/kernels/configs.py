@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from custom_ops.dtypes import SHORT_NAMES
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import MAX_TOKENS
@@ -126,7 +127,7 @@ def shape_key(layer: Layer) -> str:
 
     Biases and the kind of activation do not.
     """
-    dtypes = f"{_short(layer.tokens_dtype)}-{_short(layer.experts_dtype)}"
+    dtypes = f"{SHORT_NAMES[layer.tokens_dtype]}-{SHORT_NAMES[layer.experts_dtype]}"
     if layer.tf32:
         dtypes += "-tf32"
     gated = "-gated" if layer.options.gated else ""
@@ -232,10 +233,6 @@ def _mlp(layer: Layer, architecture: Architecture, block_m: int) -> MlpConfig:
 
 def _power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
 
 
 @cache

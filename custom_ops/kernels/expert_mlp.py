@@ -22,6 +22,7 @@ from custom_ops.kernels.arguments import (
     TILE_TABLE,
     bias_pointer,
     expert_constants,
+    input_weights,
     max_tiles,
     row_scale_pointer,
     weight_pointer,
@@ -216,9 +217,7 @@ def expert_mlp_step(
             "b1_ptr": bias_pointer(layer, "b1"),
             "w2_ptr": weight_pointer(layer, "w2"),
             "b2_ptr": bias_pointer(layer, "b2"),
-            "expert_weights_ptr": expert_weights
-            if layer.options.weight_on_input
-            else Constant(None),
+            "expert_weights_ptr": input_weights(layer, expert_weights),
             "row_scale_ptr": row_scale_pointer(layer),
             "slot_of_row_ptr": WorkspacePointer("slot_of_row", torch.int32),
             **TILE_TABLE,
@@ -226,7 +225,7 @@ def expert_mlp_step(
             "D": Constant(layer.width),
             "H": Constant(layer.hidden),
             "K": Constant(layer.top_k),
-            **expert_constants(layer),
+            **expert_constants(expert_mlp_kernel, layer),
             "BLOCK_M": Constant(config.block_m),
             "BLOCK_N": Constant(config.block_n),
             "BLOCK_A": Constant(block_a),

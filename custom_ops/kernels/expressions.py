@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from custom_ops.options import SIZES
+
 __all__ = [
     "SYMBOLS",
     "Expression",
@@ -24,8 +26,8 @@ __all__ = [
     "minimum",
 ]
 
-#: Tokens, experts, experts per token, model width, hidden width.
-SYMBOLS = ("T", "E", "K", "D", "H")
+#: The number of tokens, and a layer's sizes. A symbol's place is its code in a bundle.
+SYMBOLS = ("T", *(s.symbol for s in sorted(SIZES, key=lambda size: size.slot.index)))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import (
     bias_pointer,
     expert_constants,
+    input_weights,
     residual_pointer,
+    result_weights,
     row_scale_pointer,
     weight_pointer,
 )
@@ -172,7 +174,6 @@ def few_step(
         expert_ids: Where the expert ids are.
         expert_weights: Where the routing weights are.
     """
-    on_input = layer.options.weight_on_input
     hidden = WorkspacePointer("hidden", layer.experts_dtype)
     sizes: dict[str, Argument] = {
         "E": Constant(layer.experts),
@@ -185,13 +186,13 @@ def few_step(
         {
             "x_ptr": TensorPointer("x", layer.tokens_dtype),
             "expert_ids_ptr": expert_ids,
-            "expert_weights_ptr": expert_weights if on_input else Constant(None),
+            "expert_weights_ptr": input_weights(layer, expert_weights),
             "row_scale_ptr": row_scale_pointer(layer),
             "w1_ptr": weight_pointer(layer, "w1"),
             "b1_ptr": bias_pointer(layer, "b1"),
             "hidden_ptr": hidden,
             **sizes,
-            **expert_constants(layer),
+            **expert_constants(few_up_kernel, layer),
             **_block_constants(architecture, up),
         },
         grid=(cdiv(H, up.block_n), T * K, Expression.of(1)),
@@ -204,7 +205,7 @@ def few_step(
         {
             "hidden_ptr": hidden,
             "expert_ids_ptr": expert_ids,
-            "expert_weights_ptr": Constant(None) if on_input else expert_weights,
+            "expert_weights_ptr": result_weights(layer, expert_weights),
             "w2_ptr": weight_pointer(layer, "w2"),
             "b2_ptr": bias_pointer(layer, "b2"),
             "x_ptr": residual_pointer(layer),

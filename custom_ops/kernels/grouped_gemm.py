@@ -21,6 +21,7 @@ from custom_ops.kernels.arguments import (
     TILE_TABLE,
     bias_pointer,
     expert_constants,
+    input_weights,
     max_tiles,
     row_scale_pointer,
     weight_pointer,
@@ -234,14 +235,13 @@ def expert_up_step(
         config: Tile shape.
         expert_weights: Where the routing weights are.
     """
-    on_input = layer.options.weight_on_input
     spec = KernelSpec(
         expert_up_kernel,
         {
             "x_ptr": TensorPointer("x", layer.tokens_dtype),
             "w1": _w1_map(layer, config) if config.tensor_maps else weight_pointer(layer, "w1"),
             "b1_ptr": bias_pointer(layer, "b1"),
-            "expert_weights_ptr": expert_weights if on_input else Constant(None),
+            "expert_weights_ptr": input_weights(layer, expert_weights),
             "row_scale_ptr": row_scale_pointer(layer),
             "slot_of_row_ptr": WorkspacePointer("slot_of_row", torch.int32),
             **TILE_TABLE,
@@ -249,7 +249,7 @@ def expert_up_step(
             "D": Constant(layer.width),
             "H": Constant(layer.hidden),
             "K": Constant(layer.top_k),
-            **expert_constants(layer),
+            **expert_constants(expert_up_kernel, layer),
             **_tile_constants(layer, architecture, config),
         },
         grid=(_programs(config, H), Expression.of(1), Expression.of(1)),

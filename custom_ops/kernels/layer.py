@@ -6,14 +6,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from custom_ops.options import CLAMPED, ExpertOptions, RouterOptions
+from custom_ops.dtypes import IDS, KERNEL_FLOATS, dtype_name
+from custom_ops.options import SIZES, ExpertOptions, RouterOptions
 
-__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "Layer"]
+__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "SIZE_MULTIPLE", "Layer"]
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_INTS = (torch.int32, torch.int64)
+#: Of the model width and the hidden width.
+SIZE_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -65,26 +66,28 @@ class Layer:
             ("D, the model width,", self.width),
             ("H, the hidden width,", self.hidden),
         ):
-            if value < 8 or value % 8:
-                raise ValueError(f"the kernels need {name} to be a multiple of 8, got {value}")
-        self._check_dtype("tokens_dtype", _FLOATS)
-        self._check_dtype("experts_dtype", _FLOATS)
+            if value < SIZE_MULTIPLE or value % SIZE_MULTIPLE:
+                raise ValueError(
+                    f"the kernels need {name} to be a multiple of {SIZE_MULTIPLE}, got {value}"
+                )
+        self._check_dtype("tokens_dtype", KERNEL_FLOATS)
+        self._check_dtype("experts_dtype", KERNEL_FLOATS)
         if self.router is None:
-            self._check_dtype("routing_dtype", _INTS)
-            self._check_dtype("weights_dtype", _FLOATS)
+            self._check_dtype("routing_dtype", IDS)
+            self._check_dtype("weights_dtype", KERNEL_FLOATS)
             return
         if self.router.top_k != self.top_k or self.top_k > self.experts:
             raise ValueError(
                 f"top_k must be the router's ({self.router.top_k}) and at most the number of "
                 f"experts ({self.experts}), got {self.top_k}"
             )
-        self._check_dtype("routing_dtype", _FLOATS)
-        self._check_dtype("weights_dtype", (*_FLOATS, None))
+        self._check_dtype("routing_dtype", KERNEL_FLOATS)
+        self._check_dtype("weights_dtype", (*KERNEL_FLOATS, None))
 
     def _check_dtype(self, name: str, allowed: tuple[torch.dtype | None, ...]) -> None:
         value = getattr(self, name)
         if value not in allowed:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+            names = ", ".join(dtype_name(dtype) for dtype in allowed)
             raise TypeError(f"the kernels need {name} to be one of {names}; got {value}")
 
     @property
@@ -95,23 +98,16 @@ class Layer:
     @property
     def sizes(self) -> dict[str, int]:
         """The values of the symbols E, K, D and H."""
-        return {"E": self.experts, "K": self.top_k, "D": self.width, "H": self.hidden}
+        return {size.symbol: getattr(self, size.name) for size in SIZES}
 
     def canonical(self) -> Layer:
         """Returns the layer with everything that has no effect at its default.
 
-        So that layers which compute the same share their kernels: alpha matters to
-        ``clamped_swiglu`` alone, limit to the clamped gatings, norm_eps to a norm, TF32 to float32
-        experts, renormalising not to ``topk_softmax``.
+        So layers that compute the same share their kernels. TF32 matters to float32 experts alone.
         """
-        options, router = self.options, self.router
-        if options.activation != "clamped_swiglu":
-            options = replace(options, alpha=ExpertOptions.alpha)
-        if options.activation not in CLAMPED:
-            options = replace(options, limit=ExpertOptions.limit)
-        if options.pre_norm == "none":
-            options = replace(options, norm_eps=ExpertOptions.norm_eps)
-        if router is not None and router.scoring == "topk_softmax":
-            router = replace(router, renormalize=True)
-        tf32 = self.tf32 and self.experts_dtype == torch.float32
-        return replace(self, options=options, router=router, tf32=tf32)
+        return replace(
+            self,
+            options=self.options.canonical(),
+            router=None if self.router is None else self.router.canonical(),
+            tf32=self.tf32 and self.experts_dtype == torch.float32,
+        )

@@ -1,4 +1,4 @@
-"""The directive ``command-line``: what ``dynamo-moe --help`` says of a command, as a page."""
+"""The directive ``command-line``: the help of a ``dynamo-moe`` command, as a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CommandLine(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Returns the description as parsed MyST."""
+        """Returns the command's description, parsed as MyST."""
         command: Any = typer.main.get_command(command_line)
         return self.parse_text_to_nodes("\n\n".join(_sections(command.commands[self.arguments[0]])))
 

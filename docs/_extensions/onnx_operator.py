@@ -1,6 +1,6 @@
 """The directive ``onnx-operator``: an ONNX operator of domain ``moe``, from its registered schema.
 
-So the page says what onnx's checker holds a node to.
+The page therefore shows the rules that onnx's checker applies to a node.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from onnx.helper import get_attribute_value
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from dynamo_moe.moe_nodes import schemas, translation  # noqa: F401  Registers the operators.
+from dynamo_moe.moe_nodes import translation  # noqa: F401  Registers the operators.
+from dynamo_moe.moe_nodes.nodes import DOMAIN
 
 __all__ = ["OnnxOperator", "setup"]
 
@@ -26,8 +27,8 @@ class OnnxOperator(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Returns the description as parsed MyST."""
-        schema = onnx.defs.get_schema(self.arguments[0], domain=schemas.DOMAIN)
+        """Returns the operator's description, parsed as MyST."""
+        schema = onnx.defs.get_schema(self.arguments[0], domain=DOMAIN)
         return self.parse_text_to_nodes("\n\n".join(_sections(schema)))
 
 
@@ -50,7 +51,7 @@ def _sections(schema: onnx.defs.OpSchema) -> Iterable[str]:
         ((f"`{p.name}`", p.type_str, p.description) for p in schema.outputs),
     )
     yield _table(
-        ("Type", "One of", "Of"),
+        ("Type", "One of", "Used for"),
         (
             (name, ", ".join(_element(t) for t in types[name].allowed_type_strs), text)
             for name, text in ((name, types[name].description) for name in sorted(types))

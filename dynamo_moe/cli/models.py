@@ -347,12 +347,12 @@ def _convert(
 
     with step(console, "Converting"):
         report = dynamo_moe.convert(module, **conversion)
-    outcome.conversion, outcome.unmerged = report, " ".join(unconverted.merging(module))
+    outcome.conversion, outcome.unmerged = report, unconverted.merge_hint(module)
     if strict and report.unrecognised:
         number = len(report.unrecognised)
         raise ValueError(
             f"--strict: {number} of the model's MoE modules {'is' if number == 1 else 'are'} not "
-            f"converted: {unconverted.named(report.unrecognised)}; {ADAPTER_PAGE} "
+            f"converted: {unconverted.listing(report.unrecognised)}; {ADAPTER_PAGE} "
             "tells how to convert them"
         )
 

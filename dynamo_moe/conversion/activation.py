@@ -1,4 +1,7 @@
-"""What an expert computes between its two products, found by its numbers, not by its name."""
+"""What an expert computes between its two products, found by its numbers, not by its name.
+
+Legend: R rows, H hidden width.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +13,40 @@ import torch
 from torch import Tensor
 
 from custom_ops.activations import activate
-from custom_ops.options import CLAMPED, ExpertOptions
+from custom_ops.options import CLAMPED, POINTWISE, ExpertOptions
 
-__all__ = ["plain", "gating"]
+__all__ = ["identify_activation", "identify_gating", "possible_activations", "possible_gatings"]
 
-_PLAIN = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+# The most common one first: an attempt can cost a run of all experts.
+_UNCLAMPED = sorted(POINTWISE, key="silu".__ne__)
 # Every regime of an activation: around zero, at the clamps, far beyond them.
-_PROBE = (0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 8.0, 12.0, 40.0, 3e2, 1e4)
+_MAGNITUDES = (0.0, 0.01, 0.3, 1.0, 2.5, 6.0, 8.0, 12.0, 40.0, 3e2, 1e4)
 _TOLERANCE = 1e-5
 
 
-def plain(function: Callable[[Tensor], Any]) -> ExpertOptions:
+def identify_activation(function: Callable[[Tensor], Any]) -> ExpertOptions:
     """Returns the options of an activation without gating.
+
+    Args:
+        function: From ``[R, H]`` to ``[R, H]``.
 
     Raises:
         ValueError: If ``torch.ops.moe`` has no such activation.
     """
-    candidates = (ExpertOptions(activation) for activation in _PLAIN)
-    return _first(function, _values(), candidates, "activation")
+    return _first_match(function, _probe(), possible_activations(), "activation")
 
 
-def gating(
+def identify_gating(
     function: Callable[[Tensor], Any],
     *,
     interleaved: bool = False,
     limits: Iterable[float] = (),
     alphas: Iterable[float] = (),
 ) -> ExpertOptions:
-    """Returns the options of a function of rows of gate and up.
+    """Returns the options of a function of gate and up rows.
 
     Args:
-        function: From ``[1, 2H]`` to ``[1, H]``.
+        function: From ``[R, 2H]`` to ``[R, H]``.
         interleaved: Gate is ``::2`` and up ``1::2``; otherwise gate comes first.
         limits: Numbers that a clamp may have.
         alphas: Numbers that the slope of a sigmoid may have.
@@ -48,25 +54,37 @@ def gating(
     Raises:
         ValueError: If ``torch.ops.moe`` has no such gating.
     """
+    gate, up = torch.cartesian_prod(_probe(), _probe()).unbind(1)
+    rows = torch.stack([gate, up], 1).ravel() if interleaved else torch.cat([gate, up])
+    candidates = possible_gatings(interleaved=interleaved, limits=limits, alphas=alphas)
+    return _first_match(function, rows, candidates, "gating")
 
-    def candidates() -> Iterator[ExpertOptions]:
-        for activation in _PLAIN:
-            yield ExpertOptions(activation, gated=True, interleaved=interleaved)
-        for activation, limit, alpha in product(CLAMPED, limits, alphas):
+
+def possible_activations() -> Iterator[ExpertOptions]:
+    """Yields the options of every activation without gating."""
+    for activation in _UNCLAMPED:
+        yield ExpertOptions(activation)
+
+
+def possible_gatings(
+    *, interleaved: bool, limits: Iterable[float], alphas: Iterable[float]
+) -> Iterator[ExpertOptions]:
+    """Yields the options of every gating, the clamped ones with each of the numbers."""
+    for activation in _UNCLAMPED:
+        yield ExpertOptions(activation, gated=True, interleaved=interleaved)
+    for activation in CLAMPED:
+        slopes = alphas if activation == "clamped_swiglu" else (1.0,)
+        for limit, alpha in product(limits, slopes):
             yield ExpertOptions(
                 activation, gated=True, interleaved=interleaved, alpha=alpha, limit=limit
             )
 
-    gate, up = torch.cartesian_prod(_values(), _values()).unbind(1)
-    rows = torch.stack([gate, up], 1).ravel() if interleaved else torch.cat([gate, up])
-    return _first(function, rows, candidates(), "gating")
+
+def _probe() -> Tensor:
+    return torch.tensor([*(-value for value in reversed(_MAGNITUDES)), *_MAGNITUDES])
 
 
-def _values() -> Tensor:
-    return torch.tensor([*(-value for value in reversed(_PROBE)), *_PROBE])
-
-
-def _first(
+def _first_match(
     function: Callable[[Tensor], Any],
     probe: Tensor,
     candidates: Iterable[ExpertOptions],

@@ -1,4 +1,4 @@
-"""Layers of InfMoE's ``MoELayerPlugin``, from its weight files to one ``torch.ops.moe.dropless``.
+"""``load_infmoe``: a layer of InfMoE's ``MoELayerPlugin``, made from its weight files.
 
 The formulas are those of its documentation (https://github.com/Harry-Chen/InfMoE, README).
 
@@ -35,10 +35,10 @@ _WEIGHTS = ("layer_norm_weight", "wi_0_weight", "wi_1_weight", "wo_weight")
 _NAME = re.compile(rf"(0|[1-9][0-9]*)/({'|'.join(_WEIGHTS)})")
 _FLOAT_BYTES = (2, 4, 8)
 _EXPERTS_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# What NumPy and zipfile raise for a damaged file.
+# What NumPy and zipfile raise for damaged files.
 _UNREADABLE = (ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile)
-# More would hide the first.
-_NAMED = 5
+# How many names a message lists.
+_SHOWN = 5
 
 
 class InfMoELayer(ConvertedModule):
@@ -47,7 +47,7 @@ class InfMoELayer(ConvertedModule):
     Legend: D model width, H hidden width, E experts.
 
     Args:
-        router_weight: ``[E, D]``; a token's expert is that of the greatest product.
+        router_weight: ``[E, D]``; a token goes to the expert with the greatest product.
         w1: ``[E, 2H, D]``, gate rows (``wi_0``) before up rows (``wi_1``), times the norm's weight.
         w2: ``[E, D, H]``.
         mixes: Whether a is the sigmoid of the chosen expert's product (``base_layer``) or 1.
@@ -115,14 +115,14 @@ def load_infmoe(
     Args:
         npz_path: File of ``numpy.savez`` with the arrays ``n/layer_norm_weight [D]``,
             ``n/wi_0_weight [H, D]``, ``n/wi_1_weight [H, D]`` and ``n/wo_weight [D, H]`` for each
-            expert n = 0..E-1, in float16, float32 or float64. ``Identity`` does not read it.
+            expert n = 0..E-1, in float16, float32 or float64. Not read for ``Identity``.
         centroids: ``[D, E]``: an array, a tensor, or the path of a ``.npy`` file.
         sublayer: ``T5_FF``, or ``Identity``, InfMoE's layer for tests: every variant of it returns
             the tokens.
         variant: ``default``, ``cpm_2`` or ``base_layer``.
-        layernorm_weight: ``[D]``, of ``cpm_2`` alone.
-        experts_dtype: What the experts are stored in: float32, float16, bfloat16 or float64. The
-            router stays in float32.
+        layernorm_weight: ``[D]``, for ``cpm_2`` only.
+        experts_dtype: The experts' dtype: float32, float16, bfloat16 or float64. The router stays
+            in float32.
 
     Returns:
         An :class:`InfMoELayer`, one ``torch.ops.moe.dropless``; or ``nn.Identity()``.
@@ -250,26 +250,25 @@ def _check_names(path: Path, names: Iterable[str], experts: int, width: int) -> 
     if unknown:
         raise ValueError(
             f"{path}: unknown arrays {_some(unknown)}; a T5_FF layer has {', '.join(_WEIGHTS)}, "
-            "each as n/name for expert n"
+            "each named n/name for expert n"
         )
     rows_are_experts = len({name.split("/")[0] for name in given}) == width != experts
-    hint = f"; centroids has {width} rows, one an expert: pass its transpose"
-    hint = hint if rows_are_experts else ""
+    hint = "; they look like [E, D]: pass the transpose" if rows_are_experts else ""
     missing = [name for name in wanted if name not in given]
     if missing:
         raise ValueError(
-            f"{path}: missing {_some(missing)}, for centroids [D, E] of {experts} experts{hint}"
+            f"{path}: missing {_some(missing)}; centroids [D, E] have {experts} experts{hint}"
         )
     extra = sorted({int(name.split("/")[0]) for name in given.difference(wanted)})
     if extra:
         raise ValueError(
-            f"{path}: has experts {_some(map(str, extra))}, but centroids [D, E] only {experts}, "
-            f"which are 0..{experts - 1}{hint}"
+            f"{path}: has weights of expert {_some(map(str, extra))}, but centroids [D, E] have "
+            f"only the experts 0..{experts - 1}{hint}"
         )
 
 
 def _some(names: Iterable[str]) -> str:
-    first, rest = (names := list(names))[:_NAMED], len(names) - _NAMED
+    first, rest = (names := list(names))[:_SHOWN], len(names) - _SHOWN
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
@@ -296,7 +295,7 @@ def _read_npy(path: Path) -> Array:
 
 def _why_unreadable(name: str, error: Exception) -> str:
     if "pickle" in str(error):
-        return f"{name} is no plain array; pickled objects, which can run any code, are not loaded"
+        return f"{name} is not a plain array; pickled objects can run any code and are not loaded"
     return f"{name} cannot be read: {error}"
 
 

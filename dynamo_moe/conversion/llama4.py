@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynamo_moe.conversion import activation
-from dynamo_moe.conversion.comparing import random_tokens
+from dynamo_moe.conversion.activation import identify_activation
+from dynamo_moe.conversion.observation import random_tokens
 from dynamo_moe.conversion.registry import register_adapter
 from dynamo_moe.modules import ConvertedModule, InputScaledMoE
 
@@ -23,7 +23,7 @@ class Llama4Adapter:
     name = "llama4"
 
     def recognise(self, module: nn.Module) -> str | None:
-        """Returns None for ``router``, ``experts`` with stacked weights, and ``shared_expert``."""
+        """Returns None for a ``router``, ``experts`` of stacked weights and a ``shared_expert``."""
         parts = {name: getattr(module, name, None) for name in ("router", "experts")}
         router, experts = parts["router"], parts["experts"]
         if not isinstance(getattr(module, "shared_expert", None), nn.Module):
@@ -44,7 +44,7 @@ class Llama4Adapter:
 
     def convert(self, module: Any) -> ConvertedModule:
         """Returns the layer on ``torch.ops.moe.experts``, holding the same modules."""
-        options = activation.plain(module.experts.act_fn)
+        options = identify_activation(module.experts.act_fn)
         return InputScaledMoE(
             module.router, module.experts, module.shared_expert, module.top_k, options.activation
         )
@@ -52,7 +52,7 @@ class Llama4Adapter:
     def example_tokens(self, module: Any) -> Tensor:
         """Returns 8 tokens ``[8, D]``."""
         weight = module.router.weight
-        return random_tokens(8, weight.shape[1], weight)
+        return random_tokens(8, weight.shape[1], like=weight)
 
 
 register_adapter(Llama4Adapter())

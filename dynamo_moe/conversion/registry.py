@@ -1,24 +1,45 @@
-"""The registry of adapters: each recognises one shape of MoE module and rebuilds it on our ops."""
+"""Adapters: each recognises one structure of MoE module and rebuilds it on ``torch.ops.moe``.
+
+They are registered here, and convert a model's modules here.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Set
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from dynamo_moe.conversion.comparison import compare_shapes
+from dynamo_moe.conversion.observation import (
+    check_no_hooks,
+    has_values,
+    in_float32,
+    on_any_device,
+    preserving_state,
+)
+from dynamo_moe.conversion.reports import Replacement, Unrecognised
+from dynamo_moe.evaluation import evaluating
 from dynamo_moe.modules import ConvertedModule
 
-__all__ = ["Adapter", "adapters", "register_adapter"]
+__all__ = [
+    "Adapter",
+    "adapters",
+    "convert_by_adapters",
+    "matching_adapters",
+    "register_adapter",
+]
 
 
 class Adapter(Protocol):
-    """Recognises one shape of MoE module, by its structure, and rebuilds it."""
+    """Recognises one structure of MoE module, and rebuilds it."""
 
     name: str
 
     def recognise(self, module: nn.Module) -> str | None:
-        """Returns None if the module has this shape, else what speaks against it."""
+        """Returns None if the module has this structure, else what speaks against it."""
 
     def convert(self, module: nn.Module) -> ConvertedModule:
         """Returns the replacement, sharing the module's parameters."""
@@ -53,5 +74,83 @@ def _class_name(adapter: Adapter) -> str:
 
 
 def adapters() -> tuple[Adapter, ...]:
-    """Returns the registered adapters in the order they are asked."""
+    """Returns the registered adapters in the order in which they are asked."""
     return tuple(_ADAPTERS.values())
+
+
+def matching_adapters(module: nn.Module) -> list[Adapter]:
+    """Returns the adapters that recognise a module, in the order in which they are asked."""
+    if isinstance(module, ConvertedModule):
+        return []
+    return [adapter for adapter in adapters() if adapter.recognise(module) is None]
+
+
+def convert_by_adapters(
+    model: nn.Module, handled: Set[nn.Module]
+) -> tuple[list[Replacement], list[Unrecognised]]:
+    """Replaces the modules that an adapter recognises, in place, except handled ones.
+
+    Raises:
+        ValueError: If an adapter would replace the model itself.
+    """
+    replaced, unrecognised = [], []
+    done = set(handled)
+    for path, module in list(model.named_modules()):
+        if module in done:
+            continue
+        reasons = []
+        for adapter in matching_adapters(module):
+            try:
+                replacement, compared = _replacement(adapter, module)
+            except Exception as refusal:  # An adapter is the user's: anything can come out of it.
+                kind = "" if isinstance(refusal, ValueError) else f"{type(refusal).__name__}: "
+                reasons.append(f"adapter {adapter.name!r}: {kind}{refusal}")
+                continue
+            _replace(model, module, replacement)
+            replaced.append(Replacement(path, adapter.name, type(module).__name__, compared))
+            done.update(module.modules())
+            break
+        else:
+            if reasons:
+                name = type(module).__name__
+                unrecognised.append(Unrecognised(path, name, "; ".join(reasons)))
+    return replaced, unrecognised
+
+
+def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, bool]:
+    """Returns what replaces a module, and whether the two were compared.
+
+    Raises:
+        ValueError: If it cannot be replaced; with the reason.
+    """
+    check_no_hooks(module)
+    replacement = adapter.convert(module).train(module.training)
+    _check_arguments(module, replacement)
+    if not has_values(module):
+        return replacement, False
+    original = in_float32(module)
+    candidate = replacement if original is module else adapter.convert(original)
+    with evaluating(original, candidate), preserving_state(original):
+        example = adapter.example_tokens(original)
+        compare_shapes(on_any_device(original), candidate, example, adapter.name)
+    return replacement, True
+
+
+def _check_arguments(module: nn.Module, replacement: nn.Module) -> None:
+    """Raises ValueError if a replacement's forward takes fewer arguments than the module's."""
+    theirs, ours = (inspect.signature(each.forward).parameters for each in (module, replacement))
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in ours.values()):
+        return
+    if len(ours) < len(theirs):
+        raise ValueError(
+            f"its forward takes {', '.join(theirs)}, that of its replacement only {', '.join(ours)}"
+        )
+
+
+def _replace(model: nn.Module, module: nn.Module, replacement: nn.Module) -> None:
+    """Replaces a module at every place that holds it."""
+    if module is model:
+        raise ValueError("the model itself is an MoE module: wrap it, as in nn.Sequential(model)")
+    for path, child in list(model.named_modules(remove_duplicate=False)):
+        if child is module:
+            model.set_submodule(path, replacement)

@@ -1,4 +1,4 @@
-"""Adapter for the MoE layer of Switch Transformers: experts apart, top-1, a capacity.
+"""Adapter for the MoE layer of Switch Transformers: top-1 routing with a capacity.
 
 Legend: D model width, H hidden width, E experts.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.conversion import activation
-from dynamo_moe.conversion.comparing import random_tokens
+from dynamo_moe.conversion.activation import identify_activation
+from dynamo_moe.conversion.observation import random_tokens
 from dynamo_moe.conversion.registry import register_adapter
 from dynamo_moe.modules import ConvertedModule, TopOneMoE
 
@@ -23,8 +23,8 @@ _NO_CAPACITY = 2**31
 class SwitchAdapter:
     """Softmax in float32, top-1, experts ``wo(act(wi(x)))`` without biases.
 
-    A token beyond an expert's capacity gets zeros, as in the original. A capacity of 2**31 or more
-    before converting leaves no trace in the graph: no token is dropped.
+    A token beyond an expert's capacity gets zeros, as in the original. With a capacity of 2**31 or
+    more no token is dropped, and the graph does not count them.
     """
 
     name = "switch"
@@ -48,7 +48,7 @@ class SwitchAdapter:
     def convert(self, module: Any) -> ConvertedModule:
         """Returns the layer on ``torch.ops.moe.experts``, its experts' weights stacked."""
         experts = list(module.experts.values())
-        options = activation.plain(experts[0].act)
+        options = identify_activation(experts[0].act)
 
         def stacked(name: str) -> nn.Parameter:
             weights = [getattr(expert, name).weight for expert in experts]
@@ -64,7 +64,7 @@ class SwitchAdapter:
     def example_tokens(self, module: Any) -> Tensor:
         """Returns 8 sequences of 6 tokens ``[8, 6, D]``."""
         weight = module.router.classifier.weight
-        return random_tokens(48, weight.shape[1], weight).view(8, 6, -1)
+        return random_tokens(8, 6, weight.shape[1], like=weight)
 
 
 register_adapter(SwitchAdapter())

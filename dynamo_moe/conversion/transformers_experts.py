@@ -1,16 +1,15 @@
-"""transformers' experts interface: the experts become ``torch.ops.moe.experts``.
+"""Experts of transformers' models, which compute through transformers' experts interface.
 
 Every model of transformers >= 5.0 whose experts carry ``use_experts_implementation`` keeps its own
 modules, router included: an experts implementation is registered and selected. What an experts
 module computes between its two products is found by its numbers, not by its name. A plain router
 joins its experts when the model is exported (``tracing.router_fusion``).
 
-Legend: T tokens, D model width, H hidden width, E experts, K choices.
+Legend: T tokens, D model width, E experts, K choices.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,121 +20,176 @@ from torch import Tensor, nn
 
 import custom_ops
 from custom_ops.options import ExpertOptions
-from dynamo_moe.conversion import activation
-from dynamo_moe.conversion.comparing import check_comparable, compare, has_values, random_tokens
+from dynamo_moe.conversion import private
+from dynamo_moe.conversion.activation import identify_activation, identify_gating
+from dynamo_moe.conversion.comparison import compare
+from dynamo_moe.conversion.observation import (
+    check_no_hooks,
+    has_values,
+    in_float32,
+    random_tokens,
+)
+from dynamo_moe.conversion.reports import Replacement, Unrecognised
 
 __all__ = [
-    "ADAPTER",
-    "IMPLEMENTATION",
-    "decide",
+    "convert_experts",
     "experts_parameters",
+    "identify_options",
+    "is_convertible",
     "is_experts",
     "is_selected",
-    "select",
 ]
 
-ADAPTER = "transformers-experts"
-IMPLEMENTATION = "dynamo_moe"
-"""The name under which transformers knows this implementation."""
+_NAME = "transformers-experts"
+# The name under which transformers knows the implementation here.
+_IMPLEMENTATION = "dynamo_moe"
 
-# A module that transformers decorated, known by what it has.
+# A module that transformers decorated, known by its attributes.
 Experts = Any
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+# The attributes that tell the implementation how to compute a module.
 _OPTIONS, _FALLBACK = "_dynamo_moe_options", "_dynamo_moe_fallback"
+
+
+def convert_experts(
+    model: nn.Module, fallback: str | None
+) -> tuple[list[Replacement], list[Unrecognised]]:
+    """Selects the implementation here for a model's experts, where it is exact, else the fallback.
+
+    Raises:
+        ValueError: If transformers knows no implementation ``fallback``.
+    """
+    replaced, unrecognised = [], []
+    decisions: list[tuple[Experts, ExpertOptions | None]] = []
+    for path, module in model.named_modules():
+        if not is_convertible(module):
+            continue
+        name, options = type(module).__name__, None
+        try:
+            options, compared = _identify(module)
+            replaced.append(Replacement(path, _NAME, name, compared))
+        except ValueError as refusal:
+            computed = "left as it is" if fallback is None else f"computed by {fallback!r}"
+            unrecognised.append(Unrecognised(path, name, f"{refusal}; {computed}"))
+        decisions.append((module, options))
+    # Modules of one config share its implementation, so all of them must know what to compute.
+    useful = {id(module.config) for module, options in decisions if options is not None or fallback}
+    for module, options in decisions:
+        if id(module.config) in useful:
+            _select(module, options, fallback)
+    return replaced, unrecognised
+
+
+def is_convertible(module: nn.Module) -> bool:
+    """Whether a module is one of experts that is not converted."""
+    return is_experts(module) and not is_selected(module)
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers dispatches this module's forward through its experts interface."""
-    return all(hasattr(module, name) for name in (*_FLAGS, "_apply_gate", "config", "down_proj"))
+    return private.has_interface(module) and all(
+        hasattr(module, name) for name in (*_FLAGS, "down_proj")
+    )
 
 
 def is_selected(module: nn.Module) -> bool:
-    """Whether :func:`select` has said what the module computes, and that is in force."""
+    """Whether a module is one of experts, is converted, and the implementation is in force."""
     known = getattr(module, _OPTIONS, None) or getattr(module, _FALLBACK, None)
-    if known is None or not is_experts(module):
-        return False
-    config: Any = module.config
-    return bool(config._experts_implementation == IMPLEMENTATION)
+    return (
+        known is not None
+        and is_experts(module)
+        and private.implementation(module) == _IMPLEMENTATION
+    )
 
 
-def decide(module: Experts) -> tuple[ExpertOptions, bool]:
+def experts_parameters(module: Experts) -> dict[str, nn.Parameter]:
+    """Returns the experts' parameters by attribute."""
+    first = _first_weight(module)
+    names = (first, f"{first}_bias", "down_proj", "down_proj_bias")
+    found = {name: getattr(module, name, None) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, nn.Parameter)}
+
+
+def _first_weight(module: Experts) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+# --- What a module computes ---
+
+
+def _identify(module: Experts) -> tuple[ExpertOptions, bool]:
     """Returns how ``torch.ops.moe.experts`` computes a module, and whether both were compared.
 
     Raises:
         ValueError: If it cannot; with the reason.
     """
-    check_comparable(module)
-    options = _identify(module)
+    check_no_hooks(module)
+    options = identify_options(module)
     if not has_values(module):
         return options, False
-    if any(parameter.dtype.itemsize < 4 for parameter in module.parameters()):
-        module = copy.deepcopy(module).float()
-    inputs = _example_inputs(module)
-    compare(_original(module), partial(_compute, module, options), inputs, ADAPTER)
+    module = in_float32(module)
+    compare(_own_forward(module), partial(_compute, module, options), _example(module), _NAME)
     return options, True
 
 
-def _identify(module: Experts) -> ExpertOptions:
+def identify_options(module: Experts) -> ExpertOptions:
+    """Returns the options of what a module computes, by its activation alone.
+
+    Raises:
+        ValueError: If ``torch.ops.moe.experts`` has none for it; with the reason.
+    """
     if module.has_post_expert_norm:
         raise ValueError("it normalises each expert's result before it is weighted")
-    if getattr(module, "_is_expert_parallel", False):
+    if private.is_expert_parallel(module):
         raise ValueError("its experts are spread over devices (expert parallelism)")
     if not module.has_gate:
-        return activation.plain(module.act_fn)
+        return identify_activation(module.act_fn)
     # The names that transformers' models give the two numbers.
-    return activation.gating(
-        module._apply_gate,
+    return identify_gating(
+        private.gate_function(module),
         interleaved=not module.is_concatenated,
         limits=_numbers(module, "limit", "swiglu_limit"),
         alphas=[*_numbers(module, "alpha", "swiglu_alpha"), 1.0],
     )
 
 
-def select(module: Experts, options: ExpertOptions | None, fallback: str | None = None) -> None:
-    """Makes the module, and all that share its config, compute through this implementation.
+def _numbers(module: Experts, *names: str) -> list[float]:
+    values = (getattr(module, name, None) for name in names)
+    return [float(value) for value in values if isinstance(value, (int, float)) and value > 0]
 
-    Args:
-        module: An experts module.
-        options: What :func:`identify` found; None: the module is computed by ``fallback``.
-        fallback: Another registered implementation; None: the module's own forward.
+
+def _example(module: Experts) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tokens ``[T, D]``, ids ``[T, 2]`` and weights ``[T, 2]`` that reach every expert."""
+    weight = getattr(module, _first_weight(module))
+    experts, width = weight.shape[0], weight.shape[1 if module.is_transposed else 2]
+    tokens = max(4, math.ceil(experts / 2))
+    ids_TK = torch.arange(2 * tokens).reshape(tokens, 2) % experts
+    weights_TK = torch.linspace(0.1, 1, 2 * tokens).reshape(tokens, 2)
+    return (
+        random_tokens(tokens, width, like=weight),
+        ids_TK.to(weight.device),
+        weights_TK.to(weight.device, weight.dtype),
+    )
+
+
+# --- The implementation ---
+
+
+def _select(module: Experts, options: ExpertOptions | None, fallback: str | None) -> None:
+    """Makes a module, and all that share its config, compute through the implementation here.
+
+    Without options ``fallback`` computes it, and without that its own forward.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _forward)
+    ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _forward)
     if fallback is not None and fallback not in ALL_EXPERTS_FUNCTIONS:
         known = ", ".join(sorted(ALL_EXPERTS_FUNCTIONS.keys()))
         raise ValueError(f"fallback must be one of {known}; got {fallback!r}")
     setattr(module, _OPTIONS, options)
     setattr(module, _FALLBACK, fallback)
-    module.config._experts_implementation = IMPLEMENTATION
-
-
-def _original(module: Experts) -> Callable[..., Tensor]:
-    """Returns the module's own forward, whatever implementation is selected."""
-    return partial(type(module).forward.__wrapped__, module)
-
-
-def experts_parameters(module: Experts) -> dict[str, nn.Parameter]:
-    """Returns the experts' parameters by attribute."""
-    names = (_first(module), f"{_first(module)}_bias", "down_proj", "down_proj_bias")
-    found = {name: getattr(module, name, None) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, nn.Parameter)}
-
-
-def _example_inputs(module: Experts) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens ``[T, D]``, ids ``[T, 2]`` and weights ``[T, 2]`` that reach every expert."""
-    weight = getattr(module, _first(module))
-    experts, width = weight.shape[0], weight.shape[1 if module.is_transposed else 2]
-    tokens = max(4, math.ceil(experts / 2))
-    x_TD = random_tokens(tokens, width, weight)
-    ids_TK = torch.arange(2 * tokens).reshape(tokens, 2) % experts
-    weights_TK = torch.linspace(0.1, 1, 2 * tokens).reshape(tokens, 2)
-    return x_TD, ids_TK.to(weight.device), weights_TK.to(weight.device, weight.dtype)
-
-
-def _first(module: Experts) -> str:
-    return "gate_up_proj" if module.has_gate else "up_proj"
+    private.select_implementation(module, _IMPLEMENTATION)
 
 
 def _forward(
@@ -144,25 +198,32 @@ def _forward(
     """The experts implementation: ``[T, D]``, ``[T, K]`` and ``[T, K]`` to ``[T, D]``."""
     options = getattr(self, _OPTIONS, None)
     if options is None:
-        return _fall_back(self)(hidden_states, top_k_index, top_k_weights)
+        return _fallback(self)(hidden_states, top_k_index, top_k_weights)
     return _compute(self, options, hidden_states, top_k_index, top_k_weights)
+
+
+def _fallback(module: Experts) -> Callable[..., Tensor]:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    name = getattr(module, _FALLBACK, None)
+    return _own_forward(module) if name is None else partial(ALL_EXPERTS_FUNCTIONS[name], module)
 
 
 def _compute(
     module: Experts, options: ExpertOptions, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    def parameter(name: str) -> Tensor:
-        weight: Tensor = getattr(module, name)
-        return weight.mT if module.is_transposed else weight
+    def weight(name: str) -> Tensor:
+        parameter: Tensor = getattr(module, name)
+        return parameter.mT if module.is_transposed else parameter
 
-    first = _first(module)
+    first = _first_weight(module)
     return custom_ops.experts(
         x_TD,
         ids_TK,
         weights_TK,
-        parameter(first),
+        weight(first),
         getattr(module, f"{first}_bias") if module.has_bias else None,
-        parameter("down_proj"),
+        weight("down_proj"),
         module.down_proj_bias if module.has_bias else None,
         activation=options.activation,
         gated=options.gated,
@@ -172,13 +233,6 @@ def _compute(
     )
 
 
-def _fall_back(module: Experts) -> Callable[..., Tensor]:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    name = getattr(module, _FALLBACK, None)
-    return _original(module) if name is None else partial(ALL_EXPERTS_FUNCTIONS[name], module)
-
-
-def _numbers(module: Experts, *names: str) -> list[float]:
-    values = (getattr(module, name, None) for name in names)
-    return [float(value) for value in values if isinstance(value, (int, float)) and value > 0]
+def _own_forward(module: Experts) -> Callable[..., Tensor]:
+    """Returns the module's own forward, whatever implementation is selected."""
+    return partial(type(module).forward.__wrapped__, module)

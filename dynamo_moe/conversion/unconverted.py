@@ -1,4 +1,4 @@
-"""MoE modules that nothing has converted: which a model has, and what to do about them."""
+"""What an export says of MoE modules that are not converted, or not called as converted."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dynamo_moe.conversion import (
-    ADAPTER_PAGE,
-    ConvertedModule,
-    Unrecognised,
-    convertible_modules,
-)
+from dynamo_moe.conversion.convert_model import convertible_modules
+from dynamo_moe.conversion.reports import ADAPTER_PAGE, Unrecognised
+from dynamo_moe.modules import ConvertedModule
 
 __all__ = [
     "converted_modules",
     "hint",
-    "merging",
-    "named",
-    "own_forward",
+    "listing",
+    "merge_hint",
+    "own_forward_warning",
     "unconverted_modules",
     "warning",
 ]
 
-# Names in a message of one line.
+# How many names a message of one line has.
 _SHOWN = 3
 _WHAT_TO_DO = f"dynamo_moe.convert(model) converts them or says why not ({ADAPTER_PAGE})"
 
@@ -42,7 +39,7 @@ def converted_modules(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, ConvertedModule)]
 
 
-def own_forward(paths: Sequence[str]) -> str:
+def own_forward_warning(paths: Sequence[str]) -> str:
     """Returns what it means that converted modules have no node in a file, in one line."""
     which = _few([repr(path) for path in paths])
     return (
@@ -51,40 +48,36 @@ def own_forward(paths: Sequence[str]) -> str:
     )
 
 
-def named(modules: Sequence[Unrecognised]) -> str:
+def listing(modules: Sequence[Unrecognised]) -> str:
     """Returns the first few modules by path and class, and how many more there are."""
     return _few([f"{each.module!r} ({each.original})" for each in modules])
 
 
 def warning(left: Sequence[Unrecognised]) -> str:
-    """Returns what the modules that a file holds unconverted mean, in one line."""
-    return f"{_are_not_converted(left)}, so each is many nodes: {named(left)}; {_WHAT_TO_DO}"
+    """Returns what it means that a file holds unconverted modules, in one line."""
+    return f"{_are_not_converted(left)}, so each is many nodes: {listing(left)}; {_WHAT_TO_DO}"
 
 
 def hint(left: Sequence[Unrecognised], model: nn.Module) -> str:
-    """Returns sentences about what may be behind a failed export, or nothing."""
-    sentences = []
-    if left:
-        sentences.append(
-            f"{_are_not_converted(left)}, which is often why: {named(left)}; {_WHAT_TO_DO}."
-        )
-    return " ".join((*sentences, *merging(model)))
+    """Returns what may be behind a failed export, or an empty string."""
+    cause = f"{_are_not_converted(left)}, which is often why: {listing(left)}; {_WHAT_TO_DO}."
+    return " ".join(filter(None, (cause if left else "", merge_hint(model))))
 
 
-def merging(model: nn.Module) -> list[str]:
-    """Returns a sentence about weights that are not merged, if there are any."""
+def merge_hint(model: nn.Module) -> str:
+    """Returns a sentence about weights that are not merged; empty if there are none."""
     unmerged = [repr(path) for each in model.named_modules() for path in _unmerged(*each)]
     if not unmerged:
-        return []
+        return ""
     how = (
         "merge them first, in peft by model.merge_and_unload(), else by "
         "torch.nn.utils.parametrize.remove_parametrizations()"
     )
-    return [f"Weights that each forward computes anew, as LoRA does: {_few(unmerged)}; {how}."]
+    return f"Each forward computes some weights anew, as LoRA does: {_few(unmerged)}; {how}."
 
 
 def _unmerged(path: str, module: nn.Module) -> Iterator[str]:
-    if hasattr(module, "lora_A") and hasattr(module, "lora_B"):  # As peft's layers have.
+    if hasattr(module, "lora_A") and hasattr(module, "lora_B"):  # A layer of peft.
         if not getattr(module, "merged", False):
             yield path
     elif parametrize.is_parametrized(module) and isinstance(module.parametrizations, nn.ModuleDict):

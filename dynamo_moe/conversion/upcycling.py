@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.conversion import Unrecognised
-from dynamo_moe.conversion.activation import plain
-from dynamo_moe.conversion.comparing import check_comparable, compare, has_values, random_tokens
+from dynamo_moe.conversion.activation import identify_activation
+from dynamo_moe.conversion.comparison import compare
+from dynamo_moe.conversion.observation import check_no_hooks, has_values, random_tokens
+from dynamo_moe.conversion.reports import Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.modules import DroplessMoE
+from dynamo_moe.private import shallow_copy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,17 +82,17 @@ def upcycle(
     weights of a token's experts sum to 1, so the model's results stay the same up to rounding,
     until training or noise makes the experts differ.
 
-    These MLPs are known, by their structure:
+    MLPs are recognised by their structure:
 
     - ``linear1``, ``activation`` and ``linear2`` of ``nn.TransformerEncoderLayer`` and
-      ``nn.TransformerDecoderLayer``, whose fast path, which knows no MoE layers, is switched off;
+      ``nn.TransformerDecoderLayer``, whose fast path, which has no MoE layers, is switched off;
     - ``intermediate`` and ``output`` of transformers' BERT and its relatives;
     - ``fc1``, an activation and ``fc2`` of one module, as in many of transformers' models.
 
-    One becomes an MoE layer only if its module then gives the same numbers on a few random tokens,
-    in evaluation mode. In training there is no dropout between the two products any more: the one
-    of ``nn.Transformer*Layer`` and one called ``activation_dropout`` are removed; another would
-    act on the MoE layer's result.
+    An MLP becomes an MoE layer only if its module then gives the same numbers on a few random
+    tokens, in evaluation mode. In training there is no longer dropout between the two products:
+    that of ``nn.Transformer*Layer`` and one called ``activation_dropout`` are removed; any other
+    would act on the MoE layer's result.
 
     The experts have the MLP's dtype, device and ``requires_grad``; the routers, which are new, can
     always be trained. Optimizers made before hold the MLPs' parameters, so make them afterwards.
@@ -100,17 +102,17 @@ def upcycle(
         num_experts: Experts per layer, E.
         top_k: Experts per token, in ``1..num_experts``. With 1, a token's only weight is always 1,
             and no gradient reaches the routers.
-        layers: Which MLPs to turn, by the path where the MoE layer will be, such as
-            ``"encoder.layer.3.intermediate"``. None: all.
-        seed: Of the routers' weights, which are drawn from a normal distribution of standard
+        layers: Whether to convert an MLP, given the path where the MoE layer will be, such as
+            ``"encoder.layer.3.intermediate"``. None: all are converted.
+        seed: Seed of the routers' weights, which are drawn from a normal distribution of standard
             deviation 0.02.
 
     Returns:
         The paths of the MoE layers, and which MLPs were left as they are.
 
     Raises:
-        ValueError: If ``num_experts`` or ``top_k`` is out of range, or no MLP could be turned; the
-            model is then as it was.
+        ValueError: If ``num_experts`` or ``top_k`` is out of range, or no MLP could be converted;
+            the model is then as it was.
 
     Example:
         >>> import torch
@@ -147,11 +149,12 @@ def upcycle(
         # Most layers of a model are alike: one of each reason is enough.
         examples = {each.reason: each.module for each in reversed(left)}
         reasons = "".join(f"; {module}: {reason}" for reason, module in examples.items())
-        selected = f" among the {len(found)} that there are" if layers and not left else ""
-        raise ValueError(f"no MLP to upcycle was found{selected}{reasons}")
+        if layers and found and not left:
+            reasons = f": layers selects none of the {len(found)} that there are"
+        raise ValueError(f"no MLP to upcycle was found{reasons}")
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and holders & {*encoder.layers}:
-            # It reads the weights of linear1, and nested tensors would reach the MoE layers.
+            # The encoder reads linear1's weights, and nested tensors would reach the MoE layers.
             encoder.use_nested_tensor = False
     return UpcyclingReport(tuple(upcycled), tuple(left), num_experts, top_k)
 
@@ -162,10 +165,10 @@ class _Mlp:
 
     Attributes:
         first: The path of the first ``nn.Linear(D, H)``.
-        activation: The path of what follows it.
+        activation: The path of the activation that follows it.
         second: The path of ``nn.Linear(H, D)``.
-        place: The path where the MoE layer goes.
-        emptied: The paths of what does nothing afterwards.
+        place: The path that the MoE layer gets.
+        emptied: The paths of the modules that do nothing afterwards.
         run: Runs the module on tokens ``[B, L, D]``.
     """
 
@@ -188,7 +191,7 @@ def _run_intermediate_and_output(module: Any, x: Tensor) -> Any:
 
 
 def _run_alone(module: nn.Module, x: Tensor) -> Any:
-    """Runs a module whose first argument are tokens, without masks and the like."""
+    """Runs a module on tokens, its first argument, without masks and the like."""
     parameters = list(inspect.signature(module.forward).parameters.values())[1:]
     required = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     return module(x, *[None] * len(required))
@@ -246,14 +249,14 @@ def _moe_layer(
     first, second = _get(module, mlp.first), _get(module, mlp.second)
     for part in (mlp.place, *mlp.emptied):
         if isinstance(_get(module, part), nn.Module):
-            check_comparable(_get(module, part))
-    options = plain(_get(module, mlp.activation))
+            check_no_hooks(_get(module, part))
+    options = identify_activation(_get(module, mlp.activation))
 
     def copies(weight: Tensor) -> nn.Parameter:
         repeated = weight.detach().repeat(num_experts, *[1] * weight.ndim)
         return nn.Parameter(repeated, weight.requires_grad)
 
-    # Made on the meta device, it takes nothing from the global random numbers.
+    # On the meta device it draws none of the global random numbers.
     router = nn.Linear(first.in_features, num_experts, bias=False, device="meta")
     drawn_ED = torch.randn(num_experts, first.in_features, generator=generator) * _ROUTER_STD
     router.weight = nn.Parameter(drawn_ED.to(first.weight.device, first.weight.dtype))
@@ -266,7 +269,7 @@ def _moe_layer(
 
 
 def _put(module: nn.Module, mlp: _Mlp, layer: nn.Module) -> None:
-    """Puts the MoE layer in its place, and empties what it computes too."""
+    """Puts the MoE layer into its place, and empties the modules whose work it does."""
     values: dict[str, Any] = {mlp.place: layer}
     for path in mlp.emptied:
         values[path] = nn.Identity().train(layer.training)
@@ -283,7 +286,7 @@ def _put(module: nn.Module, mlp: _Mlp, layer: nn.Module) -> None:
 
 
 def _check(module: nn.Module, mlp: _Mlp, layer: DroplessMoE) -> None:
-    """Compares the module with what it would be with the MoE layer.
+    """Compares the module with a twin that has the MoE layer.
 
     Raises:
         ValueError: If they do not give the same numbers.
@@ -291,9 +294,9 @@ def _check(module: nn.Module, mlp: _Mlp, layer: DroplessMoE) -> None:
     if layer.w1.dtype.itemsize < 4:
         # Half precision would hide what differs, or differ itself.
         module, layer = copy.deepcopy(module).float(), copy.deepcopy(layer).float()
-    candidate = _twin(module)
+    candidate = shallow_copy(module)
     _put(candidate, mlp, layer)
-    x_BLD = random_tokens(10, layer.w1.shape[1], layer.w1).view(2, 5, -1)
+    x_BLD = random_tokens(2, 5, layer.w1.shape[1], like=layer.w1)
     with evaluating(module, candidate):
         compare(
             lambda x: _tensors(mlp.run(module, x)),
@@ -301,15 +304,6 @@ def _check(module: nn.Module, mlp: _Mlp, layer: DroplessMoE) -> None:
             [x_BLD],
             "an MLP",
         )
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """Returns a module of the same parameters, in which submodules can be replaced."""
-    twin = copy.copy(module)
-    twin._modules = {
-        name: None if child is None else _twin(child) for name, child in module._modules.items()
-    }
-    return twin
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -21,14 +21,14 @@ def main(
         "demo-output"
     ),
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="Of the split and the training.")] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the split and the training.")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")] = False,
 ) -> None:
     """Trains a small Swin-MoE on handwritten digits, exports it four ways, compares the files."""
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:
         _fail(f"the demo needs {', '.join(missing)}: pip install 'dynamo-moe[demo]'")
-    # Imported here: torch and onnx take seconds, which --help and the check above need not wait.
+    # Importing torch and onnx takes seconds, which --help and the check above need not wait for.
     from dynamo_moe.demo.pipeline import DemoError, run
     from dynamo_moe.demo.view import final_view
 

@@ -46,14 +46,14 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The outcome of a training.
+    """The result of a training.
 
     Attributes:
-        test_accuracy: Fraction of the test images that are classified right.
+        test_accuracy: Fraction of the test images that are classified correctly.
         seconds: Wall-clock time of the training.
         losses: Mean loss of each epoch.
         expert_usage: For each MoE layer, by its name in the model, the fraction of the choices
-            on the test images that falls on each expert.
+            that falls on each expert, over the test images.
     """
 
     test_accuracy: float
@@ -63,7 +63,7 @@ class TrainingResult:
 
 
 def load_digits_split(seed: int = 0) -> Split:
-    """Loads the digits, 80 % for training and 20 % for testing, each class in both alike."""
+    """Loads the digits: 80 % for training and 20 % for testing, with equal shares of each class."""
     images, labels = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(
         images, labels, test_size=0.2, stratify=labels, random_state=seed
@@ -82,16 +82,17 @@ def train(
 ) -> TrainingResult:
     """Trains a classifier in place and leaves it in evaluation mode.
 
-    On one machine the result is a function of the model's initial weights and the seed. It runs
-    on one thread, whatever torch is set to: the matrices are too small for more, and on two busy
-    cores the waiting of two threads made a step 11 times slower (336 ms against 30 ms).
+    On one machine, the result depends only on the model's initial weights and the seed. Training
+    runs on one thread, whatever torch's setting: the matrices are too small for more, and on two
+    busy cores, two threads waiting for each other made a step 11 times slower (336 ms instead of
+    30 ms).
 
     Args:
         model: Classifier of `[B, 1, 8, 8]` images.
         split: The images.
         epochs: Passes over the training images.
-        seed: For the order of the images and their shifts.
-        quiet: Shows no progress bar.
+        seed: Seed for the order of the images and their shifts.
+        quiet: Show no progress bar.
 
     Raises:
         ValueError: `epochs` is less than 1.
@@ -111,13 +112,13 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Fraction of the images that the model classifies right."""
+    """Fraction of the images that the model classifies correctly."""
     return float((model(images).argmax(dim=-1) == labels).double().mean())
 
 
 @torch.no_grad()
 def expert_usage(model: nn.Module, images: Tensor) -> dict[str, tuple[float, ...]]:
-    """For each MoE layer, by its name, the fraction of the choices on each expert."""
+    """For each MoE layer, by its name, the fraction of the choices that falls on each expert."""
     with _moe_inputs(model) as seen:
         model(images)
     return {name: tuple(layer.expert_usage(x).tolist()) for name, (layer, x) in seen.items()}
@@ -158,7 +159,7 @@ def _loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 @contextmanager
 def _moe_inputs(model: nn.Module) -> Iterator[dict[str, tuple[DroplessMoEMlp, Tensor]]]:
-    """Collects the input of every MoE layer that runs inside the block, by the layer's name."""
+    """Collects, by layer name, the input of every MoE layer that runs inside the ``with`` block."""
     seen: dict[str, tuple[DroplessMoEMlp, Tensor]] = {}
     names = {m: name for name, m in model.named_modules() if isinstance(m, DroplessMoEMlp)}
 
@@ -175,7 +176,7 @@ def _moe_inputs(model: nn.Module) -> Iterator[dict[str, tuple[DroplessMoEMlp, Te
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs the block's operators on one thread, whatever torch is set to."""
+    """Runs the block's operators on one thread, whatever torch's setting."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -192,7 +193,7 @@ def _rate(progress: float) -> float:
 
 
 def _shifted(images: Tensor) -> Tensor:
-    """All shifts by up to `_MAX_SHIFT` pixels, background moving in: `[9, B, 1, 8, 8]`."""
+    """All shifts by up to `_MAX_SHIFT` pixels, filled with background: `[9, B, 1, 8, 8]`."""
     size, offsets = images.shape[-1], range(2 * _MAX_SHIFT + 1)
     padded = F.pad(images, [_MAX_SHIFT] * 4, value=-1.0)
     return torch.stack(

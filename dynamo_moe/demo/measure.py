@@ -1,4 +1,4 @@
-"""An exported file on real images in ONNX Runtime: its predictions, and its time per image."""
+"""Runs an exported file on real images in ONNX Runtime: its predictions and its time per image."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ Classifier = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ImageComparison:
-    """A classifier against the reference that it was made from, on the same images.
+    """A classifier compared with its reference on the same images.
 
     Attributes:
-        images: How many images there were.
-        accuracy: Fraction that the classifier gets right at every batch size.
-        differing: Batch size -> images whose predicted class is not the reference's.
+        images: Number of images.
+        accuracy: Fraction of images that the classifier gets right at every batch size.
+        differing: Batch size -> number of images whose predicted class differs from the
+            reference's.
         max_logit_difference: Largest absolute difference of a logit, over all batch sizes; NaN
-            where a logit is.
+            if any logit is NaN.
     """
 
     images: int
@@ -39,7 +40,7 @@ class ImageComparison:
 
     @property
     def worst(self) -> int:
-        """Differing predictions at the batch size that has most of them."""
+        """Differing predictions at the batch size that has the most."""
         return max(self.differing.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,8 +51,8 @@ class ImageComparison:
 def in_onnxruntime(path: Path) -> Classifier:
     """Returns the file as a classifier, on the CPU and on one thread.
 
-    One thread as in training: the matrices are too small for more, and timings keep their meaning
-    on a busy machine.
+    It uses one thread, as in training: the matrices are too small for more, and timings stay
+    meaningful on a busy machine.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -67,7 +68,7 @@ def in_onnxruntime(path: Path) -> Classifier:
 
 
 def in_torch(model: nn.Module) -> Classifier:
-    """Returns the model, in evaluation mode already, as a classifier without gradients."""
+    """Returns the model, which must be in evaluation mode, as a classifier without gradients."""
 
     @torch.no_grad()
     def classify(images: Tensor) -> Tensor:
@@ -84,14 +85,14 @@ def compare(
     labels: Tensor,
     batch_sizes: Sequence[int],
 ) -> ImageComparison:
-    """Classifies all images once per batch size; the last batch holds what is left.
+    """Classifies all images once per batch size; the last batch holds the rest.
 
     Args:
-        classify: What to compare.
+        classify: The classifier to compare.
         reference: Logits of the reference ``[images, classes]``.
         images: ``[images, C, H, W]``.
         labels: True classes ``[images]``.
-        batch_sizes: At least one, each at least 1.
+        batch_sizes: At least one batch size, each at least 1.
     """
     expected = reference.argmax(dim=-1)
     right = torch.ones(len(images), dtype=torch.bool)
@@ -106,7 +107,7 @@ def compare(
         images=len(images),
         accuracy=float(right.double().mean()),
         differing=differing,
-        # torch's maximum keeps a NaN, Python's drops it.
+        # torch's maximum keeps a NaN; Python's drops it.
         max_logit_difference=float(torch.stack(differences).max()),
     )
 
@@ -116,7 +117,7 @@ def time_all(
 ) -> dict[str, float]:
     """Returns each classifier's median milliseconds per image.
 
-    They run in turns (A B A B ...), so that a slow moment of the machine hits all of them.
+    The classifiers take turns (A B A B ...), so that a slow moment of the machine affects all.
     """
     batches = [batch for batch in torch.split(images, batch_size) if len(batch) == batch_size]
     for classify in classifiers.values():

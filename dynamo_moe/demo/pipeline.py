@@ -36,14 +36,14 @@ MIN_ACCURACY = 0.95
 PYTORCH = "PyTorch"
 
 _BATCH_SIZES = (1, 7, 64, 360)
-"""For the comparison on the 360 test images: 7 leaves a last batch of 3, and 64 one of 40."""
+"""Batch sizes for the 360 test images: 7 leaves a last batch of 3, and 64 one of 40."""
 
 _TIMED = {1: 100, 64: 20}
-"""Batch size -> rounds: a round is 1 ms to 2 ms per classifier at 1, 5 ms to 20 ms at 64."""
+"""Batch size -> rounds. A round takes 1 ms to 2 ms per classifier at 1, 5 ms to 20 ms at 64."""
 
 
 class DemoError(RuntimeError):
-    """The demo cannot go on; the message is one line for its user."""
+    """The demo cannot continue; the message is one line for its user."""
 
 
 class Variant(NamedTuple):
@@ -63,7 +63,7 @@ _VARIANTS = (
 
 
 class _Converted(NamedTuple):
-    """A converted model, what was converted, and the logits its files have to reproduce."""
+    """A converted model, the conversion's report, and the logits its files have to reproduce."""
 
     model: nn.Module
     report: ConversionReport
@@ -72,15 +72,15 @@ class _Converted(NamedTuple):
 
 @dataclass(frozen=True)
 class FileResult:
-    """One exported file.
+    """An exported file.
 
     Attributes:
-        variant: What was asked for.
-        exported: What was written.
-        verified: On random inputs, against the converted model; it may have failed.
-        compared: On the test images. float32 files: against the trained model as it was before
-            conversion; float16 experts: against the converted model with float16 experts.
-        compared_float32: The same against the trained float32 model; a number to know, not a check.
+        variant: The requested variant.
+        exported: Report of the export.
+        verified: Report on random inputs, against the converted model; it may have failed.
+        compared: Comparison on the test images. float32 files are compared with the trained model
+            before conversion, float16 experts with the converted model with float16 experts.
+        compared_float32: The same against the trained float32 model, for information only.
         milliseconds: Batch size -> median time per image in ONNX Runtime.
     """
 
@@ -132,18 +132,18 @@ class FileResult:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The outcome of the demo.
+    """The result of the demo.
 
     Attributes:
-        folder: Where the files are.
+        folder: Folder with the files.
         epochs: Epochs of the training.
         seed: Seed of the split, the initial weights and the training.
-        training: How it went; its accuracy is PyTorch's.
-        conversion: What was converted.
+        training: Result of the training; its accuracy is PyTorch's.
+        conversion: Report of the conversion.
         files: The exported files.
         pictures: Names of the pictures in the folder.
-        milliseconds: Batch size -> PyTorch's median time per image, of the converted model.
-        seconds: Wall time of all of it.
+        milliseconds: Batch size -> median time per image of the converted model in PyTorch.
+        seconds: Wall time of the whole demo.
     """
 
     folder: Path
@@ -158,7 +158,7 @@ class DemoResult:
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong with the files, one line each; empty if nothing is."""
+        """What is wrong with the files, one line each; empty if they are all right."""
         return [failure for file in self.files for failure in file.failures]
 
     def to_dict(self) -> dict[str, Any]:
@@ -187,28 +187,29 @@ def run(
     min_accuracy: float = MIN_ACCURACY,
     console: Console | None = None,
 ) -> DemoResult:
-    """Runs the whole demo; the folder is made, and files of an earlier run are replaced.
+    """Runs the whole demo. Creates the folder and replaces files from an earlier run.
 
     Args:
-        folder: Where the ONNX files, the pictures and ``summary.json`` go.
-        epochs: Epochs of the training; 40 give 99 %. After 3 to 12, the two best logits of every
-            image are 6e-4 apart or more, twice what a file changes them by (5 seeds).
+        folder: Destination of the ONNX files, the pictures and ``summary.json``.
+        epochs: Epochs of the training; 40 reach 99 %. After 3 to 12, the two best logits of every
+            image are at least 6e-4 apart, twice as much as a file changes them (5 seeds).
         seed: Seed of the split, the initial weights and the training.
-        min_accuracy: On the test images in PyTorch, 0 to 1; below it nothing is exported.
-        console: Where reports and progress go; None: nowhere.
+        min_accuracy: Required accuracy on the test images in PyTorch, 0 to 1; below it, nothing is
+            exported.
+        console: Where to print reports and progress; None prints nothing.
 
     Returns:
-        What came out, also where a file failed: see :attr:`DemoResult.failures`.
+        The result, even if a file failed: see :attr:`DemoResult.failures`.
 
     Raises:
-        DemoError: The folder cannot be made, or the accuracy is below ``min_accuracy``.
+        DemoError: The folder cannot be created, or the accuracy is below ``min_accuracy``.
     """
     started = time.perf_counter()
     out = console or Console(quiet=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DemoError(f"cannot make the folder {folder}: {error.strerror}") from error
+        raise DemoError(f"cannot create the folder {folder}: {error.strerror}") from error
     split = load_digits_split(seed)
     model, training = _train(split, epochs, seed, min_accuracy, out)
 
@@ -262,7 +263,7 @@ def _train(
 def _convert(trained: nn.Module, experts: torch.dtype, images: Tensor) -> _Converted:
     model = copy.deepcopy(trained)
     if experts == torch.float32:
-        # The model as it was trained is the stricter reference: it checks the conversion too.
+        # The model as trained is the stricter reference: it checks the conversion too.
         return _Converted(model, dynamo_moe.convert(model), in_torch(trained)(images))
     report = dynamo_moe.convert(model, experts_dtype=experts)
     return _Converted(model, report, in_torch(model)(images))

@@ -1,4 +1,4 @@
-"""The demo's last word: one table, and where the files are."""
+"""The demo's final output: a table of the files, and where they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["final_view"]
 
 
 def final_view(result: DemoResult) -> RenderableType:
-    """Returns the table of files, what it means, and a list of what is in the folder."""
+    """Returns the table of files, an explanation of it, and a list of the folder's contents."""
     return Group(_table(result), "", _remarks(result), "", _contents(result))
 
 
@@ -64,20 +64,20 @@ def _times(milliseconds: Mapping[int, float]) -> list[str]:
 
 
 def _remarks(result: DemoResult) -> Text:
-    """What the table's numbers are, in full sentences."""
+    """What the table's numbers mean, in full sentences."""
     sizes = ", ".join(map(str, result.files[0].compared.differing))
     text = (
         f"Every file ran in ONNX Runtime on all images in batches of {sizes}, and was verified on "
-        "random inputs. Times are medians on one CPU thread. The plugin files' MoE nodes run "
-        "there as the standard operators that the file carries for them."
+        "random inputs. Times are medians on one CPU thread. The plugin files' MoE nodes run there "
+        "as the standard operators that the file carries for them."
     )
     for file in result.files:
         if file.variant.experts == torch.float16:
             other = file.compared_float32
             text += (
-                f"\n{file.variant.file} is compared with the PyTorch model whose experts are "
-                f"float16 too; to the float32 model, {other.worst} answers change and logits are "
-                f"off by {other.max_logit_difference:.0e}."
+                f"\n{file.variant.file} is compared with the PyTorch model that also has float16 "
+                f"experts. Compared with the float32 model, {other.worst} answers change and "
+                f"logits are off by {other.max_logit_difference:.0e}."
             )
     return Text(text)
 
@@ -85,11 +85,11 @@ def _remarks(result: DemoResult) -> Text:
 def _contents(result: DemoResult) -> Table:
     layers = len(result.conversion.replaced)
     about = {
-        "plugin.onnx": f"{layers} MoE layers, one node each, which carries its meaning along",
+        "plugin.onnx": f"{layers} MoE layers, one node each, with a body in standard operators",
         "plugin_fp16.onnx": "the same with float16 experts",
         "dense.onnx": "standard operators only: every expert on every token",
         "onnxruntime.onnx": "ONNX Runtime's own MoE operator",
-        "comparison.svg, .png": "the dense graph beside the plugin's",
+        "comparison.svg, .png": "the dense graph and the plugin's side by side",
         "graph_*.svg, .png": "each of the two alone",
         "summary.json": "all the numbers",
     }

@@ -22,7 +22,7 @@ from scipy.optimize import linprog
 from scipy.sparse import lil_array
 
 from dynamo_moe.files.model_files import all_nodes
-from dynamo_moe.inspection.summary import is_moe, moe_layer
+from dynamo_moe.inspection.summary import is_layer, moe_layer
 from dynamo_moe.inspection.view import readable_count
 
 __all__ = [
@@ -170,7 +170,7 @@ def boxes_of(graph: onnx.GraphProto) -> nx.DiGraph[Box]:
 
 
 def _box(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> Box:
-    if not is_moe(node):
+    if not is_layer(node):
         default = "elementwise" if node.domain in ("", "ai.onnx") else "other"
         return Box(_KIND_OF.get(node.op_type, default), (), (node.op_type,))
     layer = moe_layer(node, weights)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
-from dynamo_moe.moe_nodes import schemas
+from dynamo_moe.moe_nodes.nodes import EXPERTS
 
 __all__ = ["index_limits"]
 
@@ -83,7 +83,7 @@ def _indexed(node: ir.Node) -> Iterator[tuple[ir.Value | None, int]]:
     elif not node.domain and node.op_type == "OneHot":
         if (depth := _greatest(node.inputs[1])) is not None:
             yield node.inputs[0], depth
-    elif node.op_type == schemas.EXPERTS and "num_experts" in node.attributes:
+    elif node.op_type == EXPERTS and "num_experts" in node.attributes:
         yield node.inputs[1], node.attributes.get_int("num_experts", 0)
 
 

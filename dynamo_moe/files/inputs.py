@@ -9,9 +9,10 @@ import onnx_ir as ir
 import torch
 from onnx_ir import tensor_adapters
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from custom_ops.dtypes import FLOATS
 from dynamo_moe.files.index_ranges import index_limits
+from dynamo_moe.private import FakeTensor
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 
 __all__ = ["KEY", "random_inputs", "store"]
@@ -23,10 +24,9 @@ KEY = "dynamo_moe.integers"
 _CASES = ((1, 4), (3, 7), (2, 1))
 # The least and the greatest integer where nothing is known.
 _SOME = (0, 9)
-_FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 _INTS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _DTYPES = {
-    tensor_adapters.from_torch_dtype(dtype): dtype for dtype in (*_FLOATS, *_INTS, torch.bool)
+    tensor_adapters.from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *_INTS, torch.bool)
 }
 
 
@@ -108,7 +108,7 @@ def _random(
     value: ir.Value, shape: Sequence[int], limits: tuple[int, int], generator: torch.Generator
 ) -> Tensor:
     dtype = None if value.dtype is None else _DTYPES.get(value.dtype)
-    if dtype in _FLOATS:
+    if dtype in FLOATS:
         return torch.randn(shape, generator=generator).to(dtype)
     if dtype in _INTS:
         least, greatest = limits

@@ -9,9 +9,8 @@ from typing import Literal, get_args
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
-from dynamo_moe.moe_nodes import schemas
 from dynamo_moe.moe_nodes.bodies.of_node import unrolled_moe_body
-from dynamo_moe.moe_nodes.nodes import moe_nodes
+from dynamo_moe.moe_nodes.nodes import INPUTS, moe_nodes
 from dynamo_moe.operators.registry import find
 from dynamo_moe.operators.user_bodies import (
     check_absent_attributes,
@@ -83,14 +82,14 @@ def notes(model: ir.Model, activations: Collection[str], target: str) -> list[st
             "com.microsoft::MoE computes GELU in its tanh form: up to 5.5e-4 off the exact"
         )
     names = Counter(function.name for function in model.functions.values())
-    moe = sum(names[name] for name in schemas.SCHEMAS)
-    if any(names[name] > 1 for name in schemas.SCHEMAS):
+    moe = sum(names[name] for name in INPUTS)
+    if any(names[name] > 1 for name in INPUTS):
         found.append(
             f"{moe} configurations of MoE layers: TensorRT's parser finds functions by name "
             "alone, so it needs a plugin for them"
         )
     for name, count in names.items():
-        if count > 1 and name not in schemas.SCHEMAS:
+        if count > 1 and name not in INPUTS:
             found.append(
                 f"{count} configurations of {name}: TensorRT's parser finds functions by name "
                 "alone, so it needs a plugin for it"

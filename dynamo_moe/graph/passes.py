@@ -14,6 +14,7 @@ from onnxscript import optimizer, rewriter
 from onnxscript.rewriter.rules.common import slice_split_rule
 
 from dynamo_moe.graph import rules
+from dynamo_moe.graph.private import default_rules, operator_of
 from dynamo_moe.moe_nodes.nodes import module_of
 from dynamo_moe.operators.registry import find
 from dynamo_moe.weights import placeholders
@@ -33,10 +34,7 @@ class _ForOperator:
 
     def __init__(self, rule: Any) -> None:
         self._rule = rule
-        pattern = rule._target_pattern
-        single = pattern.has_single_output_node and pattern.output_node.op_identifier()
-        # None: nodes of several operators fit.
-        self._op_type = pattern.output_node.op_type if single else None
+        self._op_type = operator_of(rule)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rule, name)
@@ -51,9 +49,7 @@ class _ForOperator:
 # of 24 transformer blocks, and matches none of the Slices that PyTorch's exporter makes: it wants
 # four inputs, and these have steps as a fifth.
 _RULES: Any = [
-    _ForOperator(rule)
-    for rule in (*rules.RULES, *rewriter._DEFAULT_REWRITE_RULES)
-    if rule is not slice_split_rule
+    _ForOperator(rule) for rule in (*rules.RULES, *default_rules()) if rule is not slice_split_rule
 ]
 
 # One round's result can be what another round simplifies.

@@ -19,6 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from dynamo_moe.files.model_files import all_nodes, load_graph, subgraphs
+from dynamo_moe.moe_nodes.nodes import INPUTS, is_moe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,13 +35,8 @@ __all__ = [
 
 AttributeValue: TypeAlias = "int | float | str | list[int] | list[float] | list[str]"
 
-# Domain and operator of an MoE layer -> names of its inputs after the tokens. A second
-# configuration in a file has a domain of its own, `moe.<configuration>`.
-_MOE_INPUTS = {
-    ("moe", "DroplessMoE"): ("router_weight", "w1", "w2", "router_bias", "b1", "b2"),
-    ("moe", "DroplessMoEExperts"): ("expert_ids", "expert_weights", "w1", "w2", "b1", "b2"),
-    ("com.microsoft", "MoE"): ("router_probs", "w1", "b1", "w2", "b2", "w3", "b3"),
-}
+# The inputs of ONNX Runtime's operator, by the names of ours where they are the same.
+_ONNXRUNTIME_INPUTS = ("x", "router_probs", "w1", "b1", "w2", "b2", "w3", "b3")
 
 
 @dataclass(frozen=True)
@@ -232,7 +228,7 @@ def inspect(path: str | PathLike[str]) -> ModelSummary:
         nodes=sum(operators.values()),
         operators=operators,
         moe_layers=tuple(
-            moe_layer(node, initializers) for node in all_nodes(model.graph.node) if is_moe(node)
+            moe_layer(node, initializers) for node in all_nodes(model.graph.node) if is_layer(node)
         ),
         weights=weights,
         parameters=total.elements,
@@ -241,19 +237,15 @@ def inspect(path: str | PathLike[str]) -> ModelSummary:
     )
 
 
-def is_moe(node: onnx.NodeProto) -> bool:
-    """Whether a node is a whole MoE layer."""
-    return _moe_key(node) in _MOE_INPUTS
-
-
-def _moe_key(node: onnx.NodeProto) -> tuple[str, str]:
-    own = node.domain.split(".")[0] == "moe"
-    return "moe" if own else node.domain, node.op_type
+def is_layer(node: onnx.NodeProto) -> bool:
+    """Whether a node is a whole MoE layer: one of ours, or ONNX Runtime's."""
+    return is_moe(node) or (node.domain, node.op_type) == ("com.microsoft", "MoE")
 
 
 def moe_layer(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]) -> MoELayer:
-    """Describes a node for which :func:`is_moe` holds."""
-    inputs = zip(_MOE_INPUTS[_moe_key(node)], node.input[1:], strict=False)
+    """Describes a node for which :func:`is_layer` holds."""
+    names = INPUTS[node.op_type] if is_moe(node) else _ONNXRUNTIME_INPUTS
+    _, *inputs = zip(names, node.input, strict=False)
     tensors = {role: initializers[name] for role, name in inputs if name in initializers}
     weights = {role: tensor.name for role, tensor in tensors.items()}
     pairs = ((attribute.name, _attribute(attribute)) for attribute in node.attribute)

@@ -1,9 +1,9 @@
 """A Swin Transformer image classifier with Mixture-of-Experts MLPs.
 
-The architecture is that of "Swin Transformer: Hierarchical Vision Transformer using Shifted
-Windows" (arXiv 2103.14030): attention inside square windows, windows shifted by half their size
-in every second block, and 2x2 patch merging between the stages. In chosen stages every second
-block has a dropless MoE layer in place of its MLP.
+The architecture follows "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows"
+(arXiv 2103.14030): attention inside square windows, windows shifted by half their size in every
+second block, and 2x2 patch merging between the stages. In selected stages, every second block has
+a dropless MoE layer instead of its MLP.
 
 Tensor names carry their axes::
 
@@ -40,8 +40,8 @@ class SwinMoEConfig:
         embed_dim: Channels of the first stage; every later stage doubles them.
         depths: Blocks of each stage.
         num_heads: Attention heads of each stage.
-        window_size: Height and width of a window, in tokens. A stage whose grid is no larger
-            has a single window, of the grid's size, and no shift.
+        window_size: Height and width of a window, in tokens. A stage whose grid is not larger
+            than that has a single window of the grid's size, and no shift.
         mlp_ratio: Hidden width of an MLP, or of one expert, per channel.
         moe_stages: Indices of the stages whose blocks 1, 3, 5, ... have an MoE layer.
         num_experts: Experts of an MoE layer.
@@ -141,7 +141,7 @@ class SwinBlock(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Joins the channels of 2x2 neighbours and projects them to twice the channels.
+    """Concatenates the channels of 2x2 neighbours and projects them to twice the channels.
 
     Args:
         dim: Channels C of the incoming tokens.
@@ -217,8 +217,8 @@ class SwinMoE(nn.Module):
 def swin_moe_digits() -> SwinMoE:
     """For scikit-learn's 8x8 digits: 2 stages, each with one MoE layer; 0.24 M parameters.
 
-    Single-pixel patches in 4x4 windows learn slower and cost twice the time: 87 % after 30 epochs
-    of the demo's training, where these reach 99 %.
+    With single-pixel patches in 4x4 windows, the model learns more slowly and takes twice the time:
+    87 % after 30 epochs of the demo's training, where this configuration reaches 99 %.
     """
     return SwinMoE(
         SwinMoEConfig(
@@ -255,7 +255,7 @@ def swin_moe_cifar() -> SwinMoE:
 def swin_moe_tiny() -> SwinMoE:
     """Swin-T for 224x224 images, with three and one MoE layers in its last two stages.
 
-    Swin-MoE as released has its MoE layers in the same places, every second block of the last
-    two stages; here 8 experts and the softmax router with top_k 2 instead of its 1.
+    The MoE layers are in the same places as in the released Swin-MoE, every second block of the
+    last two stages, but with 8 experts and a softmax router with top_k 2 instead of 1.
     """
     return SwinMoE(SwinMoEConfig())

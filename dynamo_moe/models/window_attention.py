@@ -87,7 +87,7 @@ def _window_order(grid_size: int, window_size: int, shift: int) -> Tensor:
 def _shift_mask(grid_size: int, window_size: int, shift: int) -> Tensor:
     """0 for two tokens that may see each other, else -inf: `[G, 1, N, N]`.
 
-    Rolled-in rows and columns share a window with tokens from the grid's other side.
+    Rows and columns that the shift rolls in share a window with tokens from the opposite side.
     """
     rolled_in = (torch.arange(grid_size) >= grid_size - shift).long()
     region_GN = _partition(2 * rolled_in[:, None] + rolled_in, window_size)

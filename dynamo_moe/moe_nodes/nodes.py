@@ -1,25 +1,136 @@
-"""The MoE nodes of an exported graph, and the modules that nodes come from."""
+"""What an MoE node is, and what it says of its layer: one predicate and one parser."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from dynamo_moe.moe_nodes import schemas
+from custom_ops.options import (
+    EXPERT_OPTIONS,
+    ROUTER_OPTIONS,
+    SIZES,
+    ExpertOptions,
+    Option,
+    RouterOptions,
+)
+from dynamo_moe.operators.schemas import OWN_DOMAIN, is_own_domain
 
-__all__ = ["moe_nodes", "module_of"]
+__all__ = [
+    "DOMAIN",
+    "DROPLESS",
+    "EXPERTS",
+    "INPUTS",
+    "OPTIONAL_INPUTS",
+    "MoENode",
+    "is_moe",
+    "moe_nodes",
+    "module_of",
+    "parse",
+]
+
+DOMAIN = OWN_DOMAIN
+DROPLESS = "DroplessMoE"
+EXPERTS = "DroplessMoEExperts"
+
+#: A node's inputs in order, by the names of the PyTorch operator's arguments.
+INPUTS = {
+    DROPLESS: ("x", "router_weight", "w1", "w2", "router_bias", "b1", "b2"),
+    EXPERTS: ("x", "expert_ids", "expert_weights", "w1", "w2", "b1", "b2"),
+}
+OPTIONAL_INPUTS = ("router_bias", "b1", "b2")
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
+class _Node(Protocol):
+    """An ``ir.Node`` or an ``onnx.NodeProto``."""
+
+    @property
+    def domain(self) -> str: ...
+
+    @property
+    def op_type(self) -> str: ...
+
+
+def is_moe(node: _Node) -> bool:
+    """Whether a node is an MoE layer: one of the operators, with or without a router."""
+    return is_own_domain(node.domain) and node.op_type in INPUTS
+
+
 def moe_nodes(model: ir.Model) -> list[ir.Node]:
-    """Returns the MoE nodes, those in the branches of control flow too."""
-    return [
-        node
-        for node in model.graph.all_nodes()
-        if node.domain == schemas.DOMAIN and node.op_type in schemas.SCHEMAS
-    ]
+    """Returns the MoE nodes of a graph, including those in branches and loops."""
+    return [node for node in model.graph.all_nodes() if is_moe(node)]
+
+
+@dataclass(frozen=True)
+class MoENode:
+    """What a node says of its layer.
+
+    Attributes:
+        sizes: The layer's sizes by the names of :data:`custom_ops.options.SIZES`.
+        experts: What an expert computes.
+        router: What the router computes; None: the routing is given.
+        inputs: The inputs that the node has, by their names in :data:`INPUTS`.
+    """
+
+    sizes: Mapping[str, int]
+    experts: ExpertOptions
+    router: RouterOptions | None
+    inputs: Mapping[str, ir.Value]
+
+
+def parse(node: ir.Node) -> MoENode:
+    """Reads an MoE node; attributes that it leaves out have their defaults.
+
+    Raises:
+        ValueError: If an attribute or an input is missing, or an attribute has another type or a
+            value that the option does not take.
+    """
+    names = INPUTS[node.op_type]
+    inputs = {
+        name: value for name, value in zip(names, node.inputs, strict=False) if value is not None
+    }
+    missing = [name for name in names if name not in (*inputs, *OPTIONAL_INPUTS)]
+    if missing:
+        raise ValueError(f"it has no input {', '.join(missing)}")
+    sizes = {size.name: _attribute(node, size.attribute, int) for size in SIZES}
+    router = None
+    if node.op_type == DROPLESS:
+        router = RouterOptions(sizes["top_k"], **_options(node, ROUTER_OPTIONS))
+    return MoENode(sizes, ExpertOptions(**_options(node, EXPERT_OPTIONS)), router, inputs)
+
+
+def _options(node: ir.Node, options: tuple[Option, ...]) -> dict[str, Any]:
+    return {
+        option.name: option.type(_attribute(node, option.attribute, option.type, option.default))
+        for option in options
+    }
+
+
+# By Python's type of a value; ONNX has no booleans.
+_KINDS = {
+    int: ir.AttributeType.INT,
+    bool: ir.AttributeType.INT,
+    float: ir.AttributeType.FLOAT,
+    str: ir.AttributeType.STRING,
+}
+
+
+def _attribute(node: ir.Node, name: str, kind: type, default: Any = None) -> Any:
+    attribute = node.attributes.get(name)
+    if attribute is None:
+        if default is None:
+            raise ValueError(f"it has no attribute {name}")
+        return default
+    if attribute.type != _KINDS[kind]:
+        raise ValueError(
+            f"its attribute {name} must be of type {_KINDS[kind].name}, got {attribute.type.name}"
+        )
+    return attribute.value
 
 
 def module_of(node: ir.Node) -> str:

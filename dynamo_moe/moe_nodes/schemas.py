@@ -7,85 +7,69 @@ and onnxscript know them.
 from __future__ import annotations
 
 import onnx.helper
+import onnx_ir as ir
 from onnx.defs import OpSchema
+from onnx_ir.tensor_adapters import from_torch_dtype
 
+from custom_ops.dtypes import FLOATS, IDS
+from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
+from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS, INPUTS, OPTIONAL_INPUTS
 from dynamo_moe.operators import shape_inference
-from dynamo_moe.operators.schemas import OWN_DOMAIN, PLUGIN_ATTRIBUTES
+from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
 
-__all__ = [
-    "DOMAIN",
-    "DROPLESS",
-    "EXPERTS",
-    "PLUGIN_ATTRIBUTES",
-    "SCHEMAS",
-    "VERSION",
-]
+__all__ = ["FLOAT_TYPES", "ID_TYPES", "SCHEMAS", "VERSION", "attribute"]
 
-DOMAIN = OWN_DOMAIN
 VERSION = 1
-DROPLESS = "DroplessMoE"
-EXPERTS = "DroplessMoEExperts"
 
-_FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
+FLOAT_TYPES = tuple(map(from_torch_dtype, FLOATS))
+ID_TYPES = tuple(map(from_torch_dtype, IDS))
+
+
+def _type_strings(types: tuple[ir.DataType, ...]) -> list[str]:
+    return [f"tensor({each.name.lower()})" for each in types]
+
+
 _TYPE_CONSTRAINTS = [
-    ("T", _FLOATS, "Tokens and result."),
-    ("W", _FLOATS, "Experts' parameters."),
-    ("R", _FLOATS, "Router's parameters, or the experts' weights."),
+    ("T", _type_strings(FLOAT_TYPES), "Tokens and result."),
+    ("W", _type_strings(FLOAT_TYPES), "Experts' parameters."),
+    ("R", _type_strings(FLOAT_TYPES), "Router's parameters, or the experts' weights."),
 ]
-_IDS = ("I", ["tensor(int32)", "tensor(int64)"], "Expert indices.")
+_IDS = ("I", _type_strings(ID_TYPES), "Expert indices.")
 
-_TOKENS = ("x", "T", "Tokens [..., D].")
-_EXPERTS_REQUIRED = (
-    ("w1", "W", "First product [E, F, D], (out, in); F = H, or 2H when gated."),
-    ("w2", "W", "Second product [E, D, H]."),
-)
-_EXPERTS_BIASES = (("b1", "W", "[E, F]."), ("b2", "W", "[E, D]."))
-_Attributes = tuple[tuple[str, str | int | float, str], ...]
-
-_ROUTER_ATTRIBUTES: _Attributes = (
-    ("scoring", "softmax", "softmax, topk_softmax or sigmoid."),
-    ("renormalize", 1, "1: divide a token's weights by their sum."),
-    ("routed_scaling", 1.0, "Factor on every weight."),
-)
-_SIZE_ATTRIBUTES = (
-    ("top_k", "Experts per token K."),
-    ("num_experts", "Experts E."),
-    ("in_features", "Model width D."),
-    ("hidden_features", "Hidden width H."),
-)
-_EXPERT_ATTRIBUTES: _Attributes = (
-    ("activation", "gelu", "gelu, gelu_tanh, silu, relu, relu2, clamped_swiglu or clamped_silu."),
-    ("gated", 0, "1: h = activation(gate) * up."),
-    ("interleaved", 0, "1: gate rows are ::2 of w1, up rows 1::2."),
-    ("weight_on_input", 0, "1: weights scale the experts' inputs instead of their results."),
-    ("activation_alpha", 1.702, "Sigmoid slope of clamped_swiglu."),
-    ("activation_limit", 7.0, "Clamp of clamped_swiglu and clamped_silu."),
-    ("pre_norm", "none", "none, or rms: rows of the first product over x's root mean square."),
-    ("norm_eps", 1e-6, "Added to the mean square of pre_norm."),
-    ("residual", 0, "1: x is added to the sum of the experts' results."),
-)
+_TENSORS = {
+    "x": ("T", "Tokens [..., D]."),
+    "router_weight": ("R", "[E, D]."),
+    "router_bias": ("R", "[E], added to the logits."),
+    "expert_ids": ("I", "[..., K] in 0..E-1, or -1 for no expert."),
+    "expert_weights": ("R", "[..., K]."),
+    "w1": ("W", "First product [E, F, D], (out, in); F = H, or 2H when gated."),
+    "w2": ("W", "Second product [E, D, H]."),
+    "b1": ("W", "[E, F]."),
+    "b2": ("W", "[E, D]."),
+}
+_Presence = OpSchema.FormalParameterOption
 
 
-def _input(
-    name: str, type_str: str, description: str, *, optional: bool = False
-) -> OpSchema.FormalParameter:
-    option = OpSchema.FormalParameterOption.Optional
-    required = OpSchema.FormalParameterOption.Single
+def attribute(option: Option) -> OpSchema.Attribute:
+    """Returns the attribute of an option; ONNX has no booleans, so that True is 1."""
+    default = int(option.default) if option.type is bool else option.default
+    value = onnx.helper.make_attribute(option.attribute, default)
+    return OpSchema.Attribute(option.attribute, value, option.description.replace("``", "`"))
+
+
+def _input(name: str) -> OpSchema.FormalParameter:
+    optional = name in OPTIONAL_INPUTS
     return OpSchema.FormalParameter(
-        name, type_str, description, param_option=option if optional else required
+        name,
+        *_TENSORS[name],
+        param_option=_Presence.Optional if optional else _Presence.Single,
     )
-
-
-def _attribute(name: str, default: str | int | float, description: str) -> OpSchema.Attribute:
-    value = onnx.helper.make_attribute(name, default)
-    return OpSchema.Attribute(name, value, description)
 
 
 def _schema(
     name: str,
     doc: str,
-    inputs: list[OpSchema.FormalParameter],
-    attributes: _Attributes,
+    options: tuple[Option, ...],
     type_constraints: list[tuple[str, list[str], str]],
 ) -> OpSchema:
     schema = OpSchema(
@@ -93,18 +77,20 @@ def _schema(
         DOMAIN,
         VERSION,
         doc,
-        inputs=inputs,
+        inputs=[_input(each) for each in INPUTS[name]],
         outputs=[OpSchema.FormalParameter("y", "T", "[..., D], x's shape and type.")],
         type_constraints=type_constraints,
         attributes=[
             *(
-                OpSchema.Attribute(attribute, OpSchema.AttrType.INT, text, required=True)
-                for attribute, text in _SIZE_ATTRIBUTES
+                OpSchema.Attribute(size.attribute, OpSchema.AttrType.INT, size.doc, required=True)
+                for size in SIZES
             ),
-            *(_attribute(*attribute) for attribute in (*_EXPERT_ATTRIBUTES, *attributes)),
+            *(attribute(option) for option in options),
             *(
-                _attribute(attribute, default, "Read by TensorRT's ONNX parser.")
-                for attribute, default in PLUGIN_ATTRIBUTES.items()
+                OpSchema.Attribute(
+                    name, onnx.helper.make_attribute(name, value), "Read by TensorRT's ONNX parser."
+                )
+                for name, value in PLUGIN_ATTRIBUTES.items()
             ),
         ],
     )
@@ -116,27 +102,13 @@ SCHEMAS = {
     DROPLESS: _schema(
         DROPLESS,
         "A dropless mixture-of-experts layer: each token through its top_k experts.",
-        [
-            _input(*_TOKENS),
-            _input("router_weight", "R", "[E, D]."),
-            *(_input(*formal) for formal in _EXPERTS_REQUIRED),
-            _input("router_bias", "R", "[E], added to the logits.", optional=True),
-            *(_input(*formal, optional=True) for formal in _EXPERTS_BIASES),
-        ],
-        _ROUTER_ATTRIBUTES,
+        (*EXPERT_OPTIONS, *ROUTER_OPTIONS),
         _TYPE_CONSTRAINTS,
     ),
     EXPERTS: _schema(
         EXPERTS,
         "The experts of a dropless mixture-of-experts layer whose router is outside.",
-        [
-            _input(*_TOKENS),
-            _input("expert_ids", "I", "[..., K] in 0..E-1, or -1 for no expert."),
-            _input("expert_weights", "R", "[..., K]."),
-            *(_input(*formal) for formal in _EXPERTS_REQUIRED),
-            *(_input(*formal, optional=True) for formal in _EXPERTS_BIASES),
-        ],
-        (),
+        EXPERT_OPTIONS,
         [*_TYPE_CONSTRAINTS, _IDS],
     ),
 }

@@ -9,12 +9,13 @@ import onnx_ir as ir
 import torch
 
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
-from dynamo_moe.moe_nodes import schemas
+from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
 from dynamo_moe.moe_nodes.bodies import rms_norm_body
 from dynamo_moe.moe_nodes.bodies.of_node import moe_body
+from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS
+from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.operators.registration import register_op
 from dynamo_moe.operators.registry import Arguments, operators
-from dynamo_moe.operators.schemas import scalar_arguments
 
 __all__ = ["onnx_translation_table"]
 
@@ -45,56 +46,21 @@ def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _dropless_attributes(arguments: Arguments) -> dict[str, Any]:
-    own = ("scoring", "renormalize", "routed_scaling")
-    return {
-        **_attributes(
-            arguments["w1"], arguments["w2"], arguments["top_k"], **_expert_options(arguments)
-        ),
-        **{name: arguments[name] for name in own},
-    }
+    return _attributes((*EXPERT_OPTIONS, *ROUTER_OPTIONS), arguments, arguments["top_k"])
 
 
 def _experts_attributes(arguments: Arguments) -> dict[str, Any]:
-    top_k = _sizes(arguments["expert_ids"])[-1]
-    return _attributes(arguments["w1"], arguments["w2"], top_k, **_expert_options(arguments))
+    return _attributes(EXPERT_OPTIONS, arguments, _sizes(arguments["expert_ids"])[-1])
 
 
-def _expert_options(arguments: Arguments) -> dict[str, Any]:
-    # moe::experts has no other arguments but tensors.
-    names = scalar_arguments(torch.ops.moe.experts.default)
-    return {name: arguments[name] for name in names}
-
-
-def _attributes(
-    w1: Value,
-    w2: Value,
-    top_k: int,
-    *,
-    activation: str = "gelu",
-    gated: bool = False,
-    interleaved: bool = False,
-    weight_on_input: bool = False,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    pre_norm: str = "none",
-    norm_eps: float = 1e-6,
-    residual: bool = False,
-) -> dict[str, int | float | str]:
-    experts, _, width = _sizes(w1)
+def _attributes(options: tuple[Option, ...], arguments: Arguments, top_k: int) -> dict[str, Any]:
+    experts, _, width = _sizes(arguments["w1"])
+    sizes = {
+        "experts": experts, "top_k": top_k, "width": width, "hidden": _sizes(arguments["w2"])[2]
+    }  # fmt: skip
     return {
-        "top_k": top_k,
-        "num_experts": experts,
-        "in_features": width,
-        "hidden_features": _sizes(w2)[2],
-        "activation": activation,
-        "gated": int(gated),
-        "interleaved": int(interleaved),
-        "weight_on_input": int(weight_on_input),
-        "activation_alpha": float(alpha),
-        "activation_limit": float(limit),
-        "pre_norm": pre_norm,
-        "norm_eps": float(norm_eps),
-        "residual": int(residual),
+        **{size.attribute: sizes[size.name] for size in SIZES},
+        **{option.attribute: arguments[option.name] for option in options},
     }
 
 
@@ -120,14 +86,14 @@ def _sizes(value: Value) -> tuple[int, ...]:
 
 
 for _op, _op_type, _compute in (
-    (torch.ops.moe.dropless, schemas.DROPLESS, _dropless_attributes),
-    (torch.ops.moe.experts, schemas.EXPERTS, _experts_attributes),
+    (torch.ops.moe.dropless, DROPLESS, _dropless_attributes),
+    (torch.ops.moe.experts, EXPERTS, _experts_attributes),
 ):
     register_op(
         _op,
-        domain=schemas.DOMAIN,
+        domain=DOMAIN,
         op_type=_op_type,
-        schema=schemas.SCHEMAS[_op_type],
+        schema=SCHEMAS[_op_type],
         attributes=_compute,
         body=moe_body,
         fill=_fill,
@@ -135,7 +101,7 @@ for _op, _op_type, _compute in (
 
 register_op(
     torch.ops.moe.rms_norm,
-    domain=schemas.DOMAIN,
+    domain=DOMAIN,
     op_type="RMSNorm",
     attributes={"eps": "epsilon"},
     shape_inference="like:x",

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
-from torch.utils import _pytree as pytree
 
+from dynamo_moe import pytree
 from dynamo_moe.operators.legacy_symbolic import declaration_of
+from dynamo_moe.operators.private import parsed_schema
+from dynamo_moe.private import change_count, storage_key
 
 __all__ = ["FunctionOp", "op_from_function"]
 
@@ -30,7 +31,7 @@ class FunctionOp:
             empty if it has none.
     """
 
-    op: CustomOpDef
+    op: Any
     declaration: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +95,7 @@ def op_from_function(
     split = function.setup_context is not torch.autograd.Function.setup_context
     _check_no_mutation(function)
     text = _schema_of(function, split) if schema is None else schema
-    parsed = torch._C.parse_schema(f"{name}{text}")
+    parsed = parsed_schema(f"{name}{text}")
     _check_schema(function, parsed)
     declaration = {}
     if symbolic and hasattr(function, "symbolic"):
@@ -102,10 +103,10 @@ def op_from_function(
 
     def forward(*args: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-        versions = [tensor._version for tensor in tensors]
+        changes = [*map(change_count, tensors)]
         context = () if split else (_Context((False,) * len(parsed.arguments)),)
         results = function.forward(*context, *args)
-        if [tensor._version for tensor in tensors] != versions:
+        if [*map(change_count, tensors)] != changes:
             raise ValueError(
                 f"{function.__name__}.forward changes its arguments, which an operator may not"
             )
@@ -190,8 +191,7 @@ def _random_states(args: Any) -> list[bytes]:
 
 
 def _shares(result: Tensor, tensors: Sequence[Tensor]) -> bool:
-    memory = result.untyped_storage()._cdata
-    return any(tensor.untyped_storage()._cdata == memory for tensor in tensors)
+    return storage_key(result) in map(storage_key, tensors)
 
 
 def _schema_of(function: Function, split: bool) -> str:

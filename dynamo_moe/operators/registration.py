@@ -11,22 +11,21 @@ import onnx.defs
 import torch
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
-from torch._library.custom_ops import OPDEFS, CustomOpDef
-from torch._library.simple_registry import singleton
-from torch._ops import OpOverload, OpOverloadPacket
 
-from dynamo_moe.operators import registry, user_bodies
+from dynamo_moe.operators import private, registry, user_bodies
 from dynamo_moe.operators.schemas import (
     OWN_DOMAIN,
     Constant,
     check_constants,
     check_schema,
     derive_schema,
+    is_own_domain,
     plugin_attributes,
     scalar_arguments,
 )
 from dynamo_moe.operators.shape_inference import by_fake_kernel
 from dynamo_moe.operators.shape_inference import like as inferred_like
+from dynamo_moe.private import OpOverload, OpOverloadPacket, schema_of
 
 __all__ = ["register_op"]
 
@@ -186,8 +185,7 @@ def _renamed(names: Mapping[str, str], arguments: registry.Arguments) -> dict[st
 
 
 def _overload(torch_op: Any) -> OpOverload:
-    if isinstance(torch_op, CustomOpDef):
-        torch_op = torch_op._opoverload
+    torch_op = private.overload_of(torch_op)
     if isinstance(torch_op, OpOverloadPacket):
         names = torch_op.overloads()
         if len(names) > 1:
@@ -216,8 +214,7 @@ def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
     for reserved in _RESERVED_DOMAINS:
         if domain == reserved or domain.startswith(f"{reserved}."):
             raise ValueError(f"domain {domain!r} is not yours to extend: choose a name of your own")
-    own = domain.split(".", maxsplit=1)[0] == OWN_DOMAIN
-    if own and torch_op.namespace != OWN_DOMAIN:
+    if is_own_domain(domain) and torch_op.namespace != OWN_DOMAIN:
         raise ValueError(f"domain {domain!r} is dynamo_moe's own: choose another name")
     if onnx.defs.has(op_type):
         raise ValueError(
@@ -227,7 +224,7 @@ def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
 
 
 def _check_functional(torch_op: OpOverload) -> None:
-    schema = torch_op._schema
+    schema = schema_of(torch_op)
     for value in (*schema.arguments, *schema.returns):
         if value.alias_info is not None:
             does = "changes its argument" if value.alias_info.is_write else "shares the memory of"
@@ -246,20 +243,11 @@ def _check_deterministic(torch_op: OpOverload) -> None:
 
 
 def _check_fake_kernel(torch_op: OpOverload) -> None:
-    name = torch_op._schema.name
-    definition = OPDEFS.get(name)
-    if definition is not None:
-        has = definition._abstract_fn is not None
-    else:
-        has = any(
-            torch._C._dispatch_has_kernel_for_dispatch_key(torch_op.name(), key)
-            for key in ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
-        )
-        has = has or singleton.find(name).fake_impl.kernel is not None
-    if not has:
+    if not private.has_fake_kernel(torch_op):
         raise ValueError(
             f"{torch_op} has no fake kernel, so its results have no shape when a model is traced: "
-            f'register one with torch.library.register_fake("{name}")'
+            "register one with "
+            f'torch.library.register_fake("{schema_of(torch_op).name}")'
         )
 
 

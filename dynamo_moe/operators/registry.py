@@ -12,7 +12,8 @@ import onnx_ir as ir
 import onnxscript
 from onnx.defs import OpSchema
 from onnxscript.onnx_opset import opset18
-from torch._ops import OpOverload
+
+from dynamo_moe.private import OpOverload, schema_of
 
 __all__ = [
     "Arguments",
@@ -97,7 +98,7 @@ class Operator:
         return node(*inputs.values(), **given)
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        formals = self.torch_op._schema.arguments
+        formals = schema_of(self.torch_op).arguments
         positional = dict(zip((formal.name for formal in formals), args, strict=False))
         return {
             formal.name: {**positional, **kwargs}.get(formal.name, formal.default_value)

@@ -7,7 +7,8 @@ from typing import Any
 
 import onnx
 from onnx.defs import OpSchema
-from torch._ops import OpOverload
+
+from dynamo_moe.private import OpOverload, schema_of
 
 __all__ = [
     "OWN_DOMAIN",
@@ -16,6 +17,7 @@ __all__ = [
     "check_constants",
     "check_schema",
     "derive_schema",
+    "is_own_domain",
     "plugin_attributes",
     "scalar_arguments",
 ]
@@ -52,6 +54,11 @@ _INPUT_OPTIONS = {
     "Optional[Tensor]": _Option.Optional,
     "List[Tensor]": _Option.Variadic,
 }
+
+
+def is_own_domain(domain: str) -> bool:
+    """Whether a domain is the project's own: ``moe``, or ``moe.`` and a configuration's name."""
+    return domain.split(".", maxsplit=1)[0] == OWN_DOMAIN
 
 
 def derive_schema(
@@ -115,7 +122,7 @@ def derive_schema(
     if like is not None and (tensors.get(like) != _Option.Single or len(results) != 1):
         raise ValueError(
             f"shape_inference 'like:{like}' needs one result and a Tensor argument {like!r}; "
-            f"{torch_op} is {torch_op._schema}"
+            f"{torch_op} is {schema_of(torch_op)}"
         )
     attributes += [
         OpSchema.Attribute(name, onnx.helper.make_attribute(name, value), "Always the same.")
@@ -178,10 +185,10 @@ def check_schema(
             f"the inputs of the schema of {name} must be the tensor arguments of {torch_op}, as "
             f"required, optional or variadic as these: {_options(tensors)}; got {_options(inputs)}"
         )
-    if len(schema.outputs) != len(torch_op._schema.returns):
+    if len(schema.outputs) != len(schema_of(torch_op).returns):
         raise ValueError(
             f"the schema of {name} must have as many outputs as {torch_op} has results, "
-            f"{len(torch_op._schema.returns)}; got {len(schema.outputs)}"
+            f"{len(schema_of(torch_op).returns)}; got {len(schema.outputs)}"
         )
 
 
@@ -211,7 +218,7 @@ def scalar_arguments(torch_op: OpOverload) -> dict[str, Any]:
         TypeError: If ONNX has no such type.
     """
     found = {}
-    for argument in torch_op._schema.arguments:
+    for argument in schema_of(torch_op).arguments:
         kind = str(argument.real_type)
         if kind in _INPUT_OPTIONS:
             continue
@@ -231,12 +238,12 @@ def plugin_attributes(version: str, namespace: str) -> dict[str, str]:
 
 
 def _tensor_arguments(torch_op: OpOverload) -> dict[str, OpSchema.FormalParameterOption]:
-    kinds = {a.name: str(a.real_type) for a in torch_op._schema.arguments}
+    kinds = {a.name: str(a.real_type) for a in schema_of(torch_op).arguments}
     return {name: _INPUT_OPTIONS[kind] for name, kind in kinds.items() if kind in _INPUT_OPTIONS}
 
 
 def _results(torch_op: OpOverload, outputs: Sequence[str] | None) -> list[str]:
-    returns = torch_op._schema.returns
+    returns = schema_of(torch_op).returns
     for place, value in enumerate(returns):
         if str(value.real_type) != "Tensor":
             raise TypeError(
@@ -247,7 +254,7 @@ def _results(torch_op: OpOverload, outputs: Sequence[str] | None) -> list[str]:
         raise TypeError(f"{torch_op} has no result, so nothing in a graph could use its node")
     if outputs is None:
         alone = len(returns) == 1
-        taken = {argument.name for argument in torch_op._schema.arguments}
+        taken = {argument.name for argument in schema_of(torch_op).arguments}
         return [
             value.name or ("y" if alone and "y" not in taken else f"output_{place}")
             for place, value in enumerate(returns)

@@ -21,12 +21,10 @@ from onnx import TypeProto
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
 from onnx_ir import tensor_adapters
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils import _pytree as pytree
+
+from dynamo_moe import pytree
+from dynamo_moe.operators.private import SymbolicSizes
+from dynamo_moe.private import OpOverload, schema_of
 
 __all__ = ["by_fake_kernel", "like"]
 
@@ -68,7 +66,7 @@ def by_fake_kernel(
             inputs = _inputs(context, schema, sizes)
             scalars = {
                 argument.name: _scalar(context, schema, argument, attributes[argument.name])
-                for argument in torch_op._schema.arguments
+                for argument in schema_of(torch_op).arguments
                 if argument.name in attributes
             }
             claims = _claims(torch_op, {**inputs, **scalars}, tuple(sizes))
@@ -141,20 +139,9 @@ def _claims(
     known = known or {}
     if len(known) > _MAX_DECISIONS or len(names) > len(_HINTS):
         return None
-    env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
-    symbols: dict[str, Any] = {}
-    for name, hint in zip(names, _HINTS, strict=False):
-        if name in known:
-            continue
-        source = ConstantSource(f"size_{len(symbols)}")
-        symbol = env.create_symbol(
-            hint,
-            source,
-            dynamic_dim=DimDynamic.DYNAMIC,
-            constraint_dim=None,
-            do_not_specialize_zero_one=True,
-        )
-        symbols[name] = env.create_symintnode(symbol, hint=hint, source=source)
+    unknown = (name for name in names if name not in known)
+    environment = SymbolicSizes(dict(zip(unknown, _HINTS, strict=False)))
+    symbols = environment.symbols
     sizes = {**symbols, **known}
 
     def fake(value: Any) -> Any:
@@ -163,11 +150,11 @@ def _claims(
         shape = [sizes[size] if isinstance(size, str) else size for size in value.sizes]
         return torch.empty(shape, dtype=value.dtype)
 
-    with FakeTensorMode(shape_env=env), enable_python_dispatcher(), torch.no_grad():
+    with environment.fake_tensors(), torch.no_grad():
         given = pytree.tree_map(fake, dict(arguments))
-        before = len(env.guards)
+        before = len(environment.decisions())
         results = pytree.tree_leaves(torch_op(**given))
-        decisions = [guard.expr for guard in env.guards[before:]]
+        decisions = environment.decisions()[before:]
     of = {symbol.node.expr: name for name, symbol in symbols.items()}
     claims = [(r.dtype, tuple(_size(size, of) for size in r.shape)) for r in results]
     for decision in decisions:

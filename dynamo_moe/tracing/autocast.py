@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from dynamo_moe import pytree
+from dynamo_moe.private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+)
+from dynamo_moe.tracing import private
 
 __all__ = ["autocast_inside", "with_casts"]
 
@@ -88,6 +91,8 @@ def with_casts(program: ExportedProgram, *, strict: bool) -> ExportedProgram:
     if not any(_enables(node) for module in _graphs(program) for node in module.graph.nodes):
         return program
     try:
+        if private.missing() is not None:
+            raise NotImplementedError("private names of PyTorch")
         if strict:
             _Retyped.retype(program.graph_module)
         _Casts().insert(program.graph_module, {})
@@ -120,7 +125,7 @@ class _Retyped(fx.Interpreter):
     @classmethod
     def retype(cls, module: fx.GraphModule) -> None:
         given = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-        with _mode(given), enable_python_dispatcher(), torch.no_grad():
+        with _mode(given), private.enable_python_dispatcher(), torch.no_grad():
             cls(module).run(*given)
 
     def run_node(self, node: fx.Node) -> Any:
@@ -191,7 +196,7 @@ class _Casts:
 
 def _may_be_cast(target: OpOverload, values: Sequence[Any], result: Any) -> bool:
     """Whether an operator computes with floating-point numbers; what makes sizes of data, not."""
-    if any(argument.alias_info is not None for argument in target._schema.arguments):
+    if any(argument.alias_info is not None for argument in schema_of(target).arguments):
         return False  # Views and changes in place are never cast.
     if not any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
         return False
@@ -200,7 +205,9 @@ def _may_be_cast(target: OpOverload, values: Sequence[Any], result: Any) -> bool
 
 def _from_data(values: Sequence[Any]) -> set[Any]:
     """Returns the symbols of sizes that are read from data."""
-    found = (free_unbacked_symbols(value) for value in values if isinstance(value, _SYMBOLIC))
+    found = (
+        private.free_unbacked_symbols(value) for value in values if isinstance(value, _SYMBOLIC)
+    )
     return set().union(*found)
 
 
@@ -219,17 +226,17 @@ def _under_autocast(
     Either it is cast as a whole, or it decomposes into operators that are.
     """
     recorder = _Recorder(given)
-    with _mode(given), enable_python_dispatcher(), torch.no_grad():
+    with _mode(given), private.enable_python_dispatcher(), torch.no_grad():
         with _autocast(state), torch.inference_mode(), recorder:
             # In another mode, operators decompose before they are seen.
             result = call(*given)
         if len(recorder.calls) > 1:
             return recorder.finish(result)
-        if not recorder.calls[0]._can_decompose():
+        if not private.can_decompose(recorder.calls[0]):
             return None
-        plain = make_fx(call)(*given).graph
+        plain = private.make_fx(call)(*given).graph
         with _autocast(state):
-            cast = make_fx(call)(*given).graph
+            cast = private.make_fx(call)(*given).graph
     return None if _targets(cast) == _targets(plain) else cast
 
 

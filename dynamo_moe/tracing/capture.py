@@ -10,23 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.fx.experimental import _config
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.nn.modules import transformer
 
+from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.progress.phases import phase
+from dynamo_moe.tracing import private
 from dynamo_moe.tracing.autocast import with_casts
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.fixed_sizes import SizeTrials, of_model, of_program
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 from dynamo_moe.tracing.state_space import exportable_scans
-from dynamo_moe.tracing.tracing_costs import cheap_tracing
-
-try:
-    from torch.export import _patches
-except ImportError:  # Before torch 2.13.
-    _patches = None  # type: ignore[assignment]
 
 __all__ = ["capture"]
 
@@ -39,14 +32,12 @@ _NORMS = frozenset(
         _aten.layer_norm.default,
     }
 )
-_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)  # What math.sqrt is of a size.
 _CASTS = {
     "bfloat16": torch.bfloat16,
     "double": torch.float64,
     "float": torch.float32,
     "half": torch.float16,
 }
-_IS_CAUSAL = "_detect_is_causal_mask"
 
 
 @phase("capture")
@@ -90,19 +81,12 @@ def _checked_trace(
 
 
 def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> ExportedProgram:
-    # What torch.onnx.export does around torch.export: a size of 0 or 1 is no case of its own, and
-    # LSTMs and GRUs become loops.
+    # What torch.onnx.export does around torch.export, and more.
     with ExitStack() as stack:
-        stack.enter_context(exportable_scans())
-        stack.enter_context(cheap_tracing())
-        stack.enter_context(_exportable_transformers())
-        stack.enter_context(_exportable_casts())
-        patch: Any = _config.patch  # type: ignore[attr-defined]
-        stack.enter_context(patch(backed_size_oblivious=True))
-        for network in ("lstm", "gru"):
-            register = getattr(_patches, f"register_{network}_while_loop_decomposition", None)
-            if register is not None and example.shapes:
-                stack.enter_context(register())
+        stack.enter_context(_exportable_models())
+        stack.enter_context(private.capturing())
+        if example.shapes:
+            stack.enter_context(private.rnn_loops())
         return torch.export.export(
             model,
             example.args,
@@ -114,52 +98,30 @@ def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> 
 
 
 @contextmanager
-def _exportable_transformers() -> Iterator[None]:
-    """Lets the transformers of ``torch.nn`` compute layer by layer, with the mask that they get.
-
-    In evaluation mode they can call fused operators, which ONNX has no translation for. And they
-    compare a mask's values with those of a causal one, only to choose a faster kernel.
-    """
-    fused = torch.backends.mha.get_fastpath_enabled()
-    original = getattr(transformer, _IS_CAUSAL, None)
-
-    def is_causal_as_told(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-        return is_causal is True
-
-    torch.backends.mha.set_fastpath_enabled(False)
-    if original is not None:
-        setattr(transformer, _IS_CAUSAL, is_causal_as_told)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-        if original is not None:
-            setattr(transformer, _IS_CAUSAL, original)
-
-
-@contextmanager
 def _exportable_casts() -> Iterator[None]:
     """Lets a forward cast a module to the dtype that it has, as ``self.router.float()`` does.
 
     Such a cast would assign the parameters anew, which a trace does not allow.
     """
-    originals = {name: getattr(nn.Module, name) for name in _CASTS}
 
-    def casting(name: str) -> Callable[[nn.Module], nn.Module]:
-        def cast(module: nn.Module) -> nn.Module:
-            held = (*module.parameters(), *module.buffers())
-            dtypes = {tensor.dtype for tensor in held if tensor.is_floating_point()}
-            return module if dtypes <= {_CASTS[name]} else originals[name](module)
+    def casting(dtype: torch.dtype) -> Callable[[Any], Any]:
+        def replacement(original: Callable[[nn.Module], nn.Module]) -> Any:
+            def cast(module: nn.Module) -> nn.Module:
+                held = (*module.parameters(), *module.buffers())
+                dtypes = {tensor.dtype for tensor in held if tensor.is_floating_point()}
+                return module if dtypes <= {dtype} else original(module)
 
-        return cast
+            return cast
 
-    for name in originals:
-        setattr(nn.Module, name, casting(name))
-    try:
+        return replacement
+
+    with ExitStack() as changes:
+        for name, dtype in _CASTS.items():
+            changes.enter_context(replaced(nn.Module, name, casting(dtype)))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(nn.Module, name, original)
+
+
+_exportable_models = ProcessState(exportable_scans, _exportable_casts)
 
 
 def _unsqueeze_complex(program: ExportedProgram) -> None:
@@ -180,7 +142,7 @@ def _exportable_sizes(program: ExportedProgram) -> None:
     ``a // b`` becomes ONNX's Div, which rounds towards zero: ``-(-tokens // 4)`` would be off.
     """
     for node in _nodes(program):
-        if node.target is _SQUARE_ROOT:
+        if node.target is private.SYMBOLIC_SQUARE_ROOT:
             node.target, node.args = operator.pow, (node.args[0], 0.5)
         elif node.target is operator.floordiv and not _is_natural(node.args[0]):
             arguments: Any = node.args
@@ -196,7 +158,7 @@ def _exportable_sizes(program: ExportedProgram) -> None:
 
 def _is_natural(size: Any) -> bool:
     value = size.meta["val"] if isinstance(size, fx.Node) else size
-    return isinstance(value, torch.Tensor) or bool(statically_known_true(value >= 0))
+    return isinstance(value, torch.Tensor) or private.is_never_negative(value)
 
 
 def _nodes(program: ExportedProgram) -> list[fx.Node]:

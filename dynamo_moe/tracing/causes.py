@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from dynamo_moe import pytree
+from dynamo_moe.tracing import private
 
 __all__ = ["casts_a_module", "described", "model_line", "own_failure"]
 
 _TORCH = Path(torch.__file__).parent
 _CONVERSION = Path(__file__).parents[1] / "conversion"
-# Their exceptions say what a trace cannot do; others may come from the model or its example.
-_TRACERS = ("torch._dynamo.", "torch._export.", "torch.export.", "torch.fx.")
 
 
 def model_line(error: BaseException) -> str | None:
@@ -45,7 +45,7 @@ def model_line(error: BaseException) -> str | None:
 def casts_a_module(error: BaseException) -> bool:
     """Whether an error comes from ``module.to()``, ``.float()`` or the like within a forward."""
     return any(
-        frame.f_code.co_name == "_apply" and _is_in(frame, _TORCH)
+        private.is_module_cast(frame.f_code.co_name) and _is_in(frame, _TORCH)
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
 
@@ -63,7 +63,7 @@ def own_failure(
     """
     *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
     by_an_operator = _is_in(frame, _TORCH) and not casts_a_module(failure)
-    if not by_an_operator or type(failure).__module__.startswith(_TRACERS):
+    if not by_an_operator or type(failure).__module__.startswith(private.TRACERS):
         return None
     try:
         with torch.no_grad():

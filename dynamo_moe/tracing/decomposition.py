@@ -8,22 +8,25 @@ equal arguments, and takes its node's place.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
 
+from dynamo_moe import pytree
+from dynamo_moe.private import (
+    FakeTensorMode,
+    HigherOrderOperator,
+    OperatorBase,
+    OpOverload,
+    schema_of,
+)
 from dynamo_moe.progress.phases import phase
+from dynamo_moe.tracing import private
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
-from dynamo_moe.tracing.slice_writes import join, only_written, written_whole
 
 __all__ = ["NeedsRetraceError", "decomposed"]
 
@@ -80,7 +83,7 @@ def decomposed(
             be told from a single node.
     """
     work = _Decomposer(module, is_translated, decompositions)
-    with mode, enable_python_dispatcher():
+    with mode, private.enable_python_dispatcher():
         return work.run()
 
 
@@ -125,8 +128,8 @@ class _Decomposer:
             else:
                 new[node] = self._call(module, node, new)
                 names = written.names(node)
-                if names and written_whole(node) is not None:
-                    new[node] = join(self._graph, node, new[names[0]], new[node])
+                if names and _written_whole(node) is not None:
+                    new[node] = _join(self._graph, node, new[names[0]], new[node])
                 new.update(dict.fromkeys(names, new[node]))
         raise AssertionError("a graph ends with its output")
 
@@ -150,7 +153,7 @@ class _Decomposer:
                 return self._traced(_copied, node, new)
             if target is _aten.detach_.default:
                 target = _aten.detach.default
-            elif target._schema.is_mutable:
+            elif schema_of(target).is_mutable:
                 target = _functional(target, node)
             better = DECOMPOSITIONS.get(target)
             if better is not None and better.applies(*_values(node.args), **_values(node.kwargs)):
@@ -162,8 +165,8 @@ class _Decomposer:
         return copy
 
     def _decomposes(self, target: OpOverload) -> bool:
-        composite = target._can_decompose()
-        if composite and any(value.alias_info is not None for value in target._schema.arguments):
+        composite = private.can_decompose(target)
+        if composite and any(value.alias_info is not None for value in schema_of(target).arguments):
             return True  # Views: one of the few that they come down to has the better translation.
         if self._is_translated(target):
             return False
@@ -211,14 +214,14 @@ class _Decomposer:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             return target(*args, **kwargs)
 
-        traced: fx.GraphModule = make_fx(call, decomposition_table=self._decompositions)(
+        traced: fx.GraphModule = private.make_fx(call, decomposition_table=self._decompositions)(
             *(values[place] for place in places)
         )
         written = _Written(traced.graph.nodes)
         for node in traced.graph.nodes:
             names = written.names(node)
             if names:
-                if written_whole(node) is not None:
+                if _written_whole(node) is not None:
                     raise NeedsRetraceError(f"{target} writes slices")
                 node.target = _functional(node.target, node)
             for name in names:
@@ -243,7 +246,7 @@ class _Written:
             if _writes(node):
                 if not isinstance(node.args[0], fx.Node):
                     raise NeedsRetraceError(f"{node.format_node()} changes several tensors")
-                changed = written_whole(node) or node.args[0]
+                changed = _written_whole(node) or node.args[0]
                 self._origins[node] = origin = self._origin(changed)
                 self._names.setdefault(origin, [origin]).append(node)
                 last[origin] = place
@@ -252,7 +255,7 @@ class _Written:
                 raise NeedsRetraceError(f"{node.format_node()} is changed, and shares its memory")
         for place, node in enumerate(calls):
             later = any(last.get(self._origin(a), -1) > place for a in node.all_input_nodes)
-            if later and not (_writes(node) or _is_fresh(node) or only_written(node)):
+            if later and not (_writes(node) or _is_fresh(node) or _only_written(node)):
                 raise NeedsRetraceError(f"{node.format_node()} shares memory that is changed")
 
     def names(self, node: fx.Node) -> list[fx.Node]:
@@ -267,7 +270,7 @@ class _Written:
 
 def _writes(node: fx.Node) -> bool:
     target: Any = node.target
-    mutable = isinstance(target, OpOverload) and target._schema.is_mutable
+    mutable = isinstance(target, OpOverload) and schema_of(target).is_mutable
     return mutable and target is not _aten.detach_.default
 
 
@@ -280,16 +283,16 @@ def _is_fresh(node: fx.Node) -> bool:
         return False
     if target in _FRESH:
         return True
-    aliases = any(value.alias_info is not None for value in target._schema.returns)
-    return not aliases and not target._can_decompose()
+    aliases = any(value.alias_info is not None for value in schema_of(target).returns)
+    return not aliases and not private.can_decompose(target)
 
 
 def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
     """Returns the operator that gives what an operator such as ``add_`` writes."""
-    namespace, _, name = target._schema.name.partition("::")
+    namespace, _, name = schema_of(target).name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name[-1] == "_" else None
-    functional = getattr(packet, target._overloadname, None)
-    if not isinstance(functional, OpOverload) or functional._schema.is_mutable:
+    functional = getattr(packet, private.overload_name(target), None)
+    if not isinstance(functional, OpOverload) or schema_of(functional).is_mutable:
         raise NeedsRetraceError(f"{target} changes a tensor")
     args, kwargs = _values((node.args, node.kwargs))
     if functional(*args, **kwargs).dtype != node.meta["val"].dtype:
@@ -315,7 +318,7 @@ def _has_new_sizes(traced: fx.GraphModule) -> bool:
     given, found = set[Any](), set[Any]()
     for node in traced.graph.nodes:
         sizes = found if node.op == "call_function" else given
-        sizes.update(free_unbacked_symbols(node.meta.get("val")))
+        sizes.update(private.free_unbacked_symbols(node.meta.get("val")))
     return not found <= given
 
 
@@ -347,3 +350,128 @@ def _identity(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (tuple(map(str, value.shape)), value.dtype, value.device)
     return (type(value), str(value))
+
+
+# --- Tensors that a program fills slice by slice: without writing, their parts joined ---
+# Rotary embeddings of multi-head latent attention are put together so.
+
+# Operators whose result does not depend on what they overwrite, beyond its shape.
+_OVERWRITE = frozenset(
+    {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
+)
+
+
+class _Cut(NamedTuple):
+    """The arguments of a slice."""
+
+    dimension: int = 0
+    start: Any = None
+    end: Any = None
+    step: Any = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it reaches from the first element to the last, whatever the size."""
+        return self.start in (None, 0) and self.end in (None, sys.maxsize) and self.step == 1
+
+
+def _written_whole(write: fx.Node) -> Any:
+    """Returns the tensor one of whose slices a node overwrites, if they serve nothing else."""
+    if write.target not in _OVERWRITE or write.users:
+        return None
+    views = _views(write)
+    # Of a slice of a slice, the part is no range of the whole.
+    parts = [view for view in views if not _cut(view).is_whole]
+    return views[-1].args[0] if views and len(parts) <= 1 else None
+
+
+def _only_written(node: Any) -> bool:
+    """Whether a node is a slice, of known bounds, that serves to be overwritten."""
+    return (
+        isinstance(node, fx.Node)
+        and node.target is _aten.slice.Tensor
+        and all(
+            user.args[0] is node and (user.target in _OVERWRITE or _only_written(user))
+            for user in node.users
+        )
+        and (_cut(node).is_whole or _bounds(node) is not None)
+    )
+
+
+def _join(graph: fx.Graph, write: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
+    """Adds the tensor that a write leaves behind.
+
+    Args:
+        graph: Where to add it.
+        write: A node with a ``_written_whole``.
+        whole: That tensor before the write, in ``graph``.
+        value: What has been written, in ``graph``.
+    """
+    parts = [view for view in _views(write) if not _cut(view).is_whole]
+    bounds = _bounds(parts[0]) if parts else None
+    if bounds is None:
+        return value
+    dimension, start, end, size = bounds
+    joined = [
+        *_rest(graph, write, whole, (dimension, 0, start)),
+        value,
+        *_rest(graph, write, whole, (dimension, end, size)),
+    ]
+    return _added(graph, write, _aten.cat.default, joined, dimension)
+
+
+def _rest(
+    graph: fx.Graph, write: fx.Node, whole: fx.Node, reach: tuple[int, int, int]
+) -> list[Any]:
+    """Returns what makes up a range of a dimension; the parts that were joined, where it can."""
+    dimension, start, end = reach
+    if start >= end:
+        return []
+    if whole.target is _aten.cat.default and _joined_along(whole) == dimension:
+        joined: Any = whole.args[0]
+        sizes = [part.meta["val"].shape[dimension] for part in joined]
+        ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+        starts = [0, *ends]
+        if start in starts and end in ends:
+            return list(joined[starts.index(start) : ends.index(end) + 1])
+    return [_added(graph, write, _aten.slice.Tensor, whole, dimension, start, end)]
+
+
+def _joined_along(cat: Any) -> int:
+    """Returns the dimension that a concatenation joins its parts along."""
+    dimension: int = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    rank: int = cat.meta["val"].ndim
+    return dimension % rank
+
+
+def _added(graph: fx.Graph, write: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Adds a call on behalf of a write."""
+    node = graph.call_function(target, args)
+    values: Any = fx.map_arg(args, lambda argument: argument.meta["val"])
+    node.meta = {**write.meta, "val": target(*values)}
+    return node
+
+
+def _views(write: fx.Node) -> list[Any]:
+    """Returns the slices that lead to what a node overwrites, the last one first."""
+    views: list[Any] = []
+    view: Any = write.args[0]
+    while _only_written(view):
+        views.append(view)
+        view = view.args[0]
+    return views
+
+
+def _cut(view: Any) -> _Cut:
+    return _Cut(*view.args[1:])
+
+
+def _bounds(view: Any) -> tuple[int, int, int, int] | None:
+    """Returns dimension, start, end and size, none of them negative; None: they are symbolic."""
+    dimension, start, end, step = _cut(view)
+    size = view.args[0].meta["val"].shape[dimension]
+    known = all(isinstance(number, int) for number in (size, start or 0, end or 0))
+    if not known or step != 1:
+        return None
+    start, end, _ = slice(start, end).indices(size)
+    return dimension % view.meta["val"].ndim, start, max(start, end), size

@@ -14,7 +14,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 from torch.export import Dim
-from torch.utils import _pytree as pytree
+
+from dynamo_moe import pytree
 
 __all__ = ["BATCH", "DynamicExample", "name_dimensions", "resolve"]
 

@@ -15,11 +15,11 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
+from dynamo_moe import pytree
+from dynamo_moe.private import FakeTensor, FakeTensorMode, without_values
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.size_decisions import Decision
@@ -97,6 +97,8 @@ class SizeTrials:
         decisions = [decision for decision in decisions if decision.condition.free_symbols]
         if not decisions or self._example.shapes is None:
             return
+        if not self._has_values and FakeTensorMode is None:
+            return
         conditions = [decision.condition for decision in decisions]
         runs = self._running(reference), self._running(candidate)
         trials = _Trials(program, self._example, conditions, *runs)
@@ -128,12 +130,11 @@ class SizeTrials:
         """Returns what runs without gradients, and with the random numbers of every other run."""
 
         def running(leaves: Sequence[Any]) -> Sequence[Any]:
-            without_values = FakeTensorMode(allow_non_fake_inputs=True)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(torch.random.fork_rng(devices=()))
                 if not self._has_values:
-                    stack.enter_context(without_values)
+                    stack.enter_context(without_values())
                 return run(leaves)
 
         return running

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from custom_ops.options import RouterOptions
 from custom_ops.routing import route
+from dynamo_moe.private import HigherOrderOperator, OpOverload, schema_of
+from dynamo_moe.tracing.private import free_unbacked_symbols
 
 __all__ = ["fuse_routers"]
 
@@ -167,7 +167,7 @@ def _is_aten(node: fx.Node, names: Collection[str]) -> bool:
     target: Any = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return False
-    return target._schema.name.removeprefix("aten::").removesuffix("_") in names
+    return schema_of(target).name.removeprefix("aten::").removesuffix("_") in names
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -179,13 +179,13 @@ def _is_size(node: fx.Node) -> bool:
 def _may_write(node: fx.Node) -> bool:
     if isinstance(node.target, HigherOrderOperator):
         return True
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def _owner(node: fx.Node) -> fx.Node:
     """Returns the node whose memory a node's result may share."""
     target: Any = node.target
-    arguments = target._schema.arguments if isinstance(target, OpOverload) else ()
+    arguments = schema_of(target).arguments if isinstance(target, OpOverload) else ()
     shares = target is operator.getitem or (arguments and arguments[0].alias_info is not None)
     first = node.args[0] if shares else None
     return _owner(first) if isinstance(first, fx.Node) else node

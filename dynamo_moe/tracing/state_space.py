@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dynamo_moe.process_state import replaced
+from dynamo_moe.tracing import private
 
 __all__ = ["exportable_scans", "selective_scan"]
 
@@ -26,16 +29,16 @@ _NAME = "mamba_selective_scan"
 
 @contextmanager
 def exportable_scans() -> Iterator[None]:
-    """Lets those of transformers' models that are loaded use :func:`selective_scan`."""
-    modules = [sys.modules[name] for name in _MODULES if hasattr(sys.modules.get(name), _NAME)]
-    originals = [getattr(module, _NAME) for module in modules]
-    for module in modules:
-        setattr(module, _NAME, selective_scan)
-    try:
+    """Lets those of transformers' models that are loaded use :func:`selective_scan`.
+
+    Without PyTorch's ``scan`` they keep their own loop, whose length is the example's.
+    """
+    with ExitStack() as changes:
+        for name in _MODULES if private.scan is not None else ():
+            module = sys.modules.get(name)
+            if hasattr(module, _NAME):
+                changes.enter_context(replaced(module, _NAME, lambda _: selective_scan))
         yield
-    finally:
-        for module, original in zip(modules, originals, strict=True):
-            setattr(module, _NAME, original)
 
 
 def selective_scan(
@@ -58,8 +61,6 @@ def selective_scan(
     Returns:
         ``[B, C, L]``; with ``return_last_state`` also the last ``h``, ``[B, C, N]``.
     """
-    from torch._higher_order_ops.scan import scan
-
     dtype = u_BCL.dtype
     if delta_bias is not None:
         dt_BCL = dt_BCL + delta_bias.to(dt_BCL.dtype)[..., None]
@@ -76,7 +77,7 @@ def selective_scan(
         return h, h.clone()
 
     start = torch.zeros_like(update_LBCN[0])
-    last, h_LBCN = scan(step, start, (decay_LBCN, update_LBCN))
+    last, h_LBCN = private.scan(step, start, (decay_LBCN, update_LBCN))
     y = (h_LBCN.to(dtype) * C_LB1N.to(dtype)).sum(-1).permute(1, 2, 0)
     if D is not None:
         y = y + u_BCL * D[None, :, None]

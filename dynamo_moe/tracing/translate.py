@@ -1,35 +1,47 @@
 """From a traced program to ONNX nodes: in our own steps, or by ``torch.onnx.export``.
 
-Our steps are several times as fast, but use what PyTorch keeps to itself. In a version of PyTorch
-that they have not been run with, or where one fails, ``torch.onnx.export`` does the work.
+Our steps are those of ``torch.onnx.export``, the slow ones replaced: together several times as
+fast, but they use what PyTorch keeps to itself. Where that is missing, or a step fails,
+``torch.onnx.export`` does the work.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import functools
 import logging
-import warnings
-from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import onnx_ir as ir
+import onnxscript.version_converter
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from dynamo_moe.moe_nodes.translation import onnx_translation_table
+from dynamo_moe.operators.registry import Operator, operators
 from dynamo_moe.progress.phases import phase
-from dynamo_moe.tracing.decomposition import NeedsRetraceError
+from dynamo_moe.tracing import private
+from dynamo_moe.tracing.decomposition import NeedsRetraceError, decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
-from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
-from dynamo_moe.tracing.known_torch import is_known
+from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, of_program
+from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
-try:
-    from dynamo_moe.tracing.exporter_steps import translate_in_steps
-except ImportError:  # A version of PyTorch that has rearranged its exporter.
-    translate_in_steps = None  # type: ignore[assignment]
-
-__all__ = ["translate"]
+__all__ = ["note_on_the_exporter", "translate"]
 
 _LOG = logging.getLogger(__name__)
+
+
+def note_on_the_exporter() -> str | None:
+    """Returns what a report says where PyTorch's exporter does all the work; None: it does not."""
+    reason = private.missing()
+    if reason is None:
+        return None
+    return (
+        f"PyTorch {torch.__version__} is traced and translated by its own exporter alone, which "
+        f"takes several times as long: {reason}"
+    )
 
 
 @phase("translation")
@@ -40,10 +52,10 @@ def translate(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Mo
         FixedSizeError: If an operator becomes nodes that are right at the example's sizes only.
         torch.onnx.OnnxExporterError: If an operator has no translation.
     """
-    with _quiet():
-        if translate_in_steps is not None and is_known():
+    with private.quiet():
+        if private.missing() is None:
             try:
-                return translate_in_steps(program, opset, trials)
+                return _translate_in_steps(program, opset, trials)
             except FixedSizeError:
                 raise
             except NeedsRetraceError as reason:
@@ -51,6 +63,9 @@ def translate(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Mo
             except Exception:  # Whatever it is, the public way reports it, or can do without.
                 _LOG.info("torch.onnx.export takes over", exc_info=True)
         return _translate_by_torch(program, opset)
+
+
+# --- The public way ---
 
 
 def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
@@ -75,15 +90,53 @@ def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
     return program.run_decompositions(own) if own else program
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the exporter's remarks about packages and functions that are not the user's."""
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = registration.level
-    registration.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            yield
-    finally:
-        registration.setLevel(level)
+# --- Our steps ---
+
+
+def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Model:
+    """Returns the program's graph as ONNX nodes.
+
+    Raises:
+        FixedSizeError: If a decomposition is right at the example's sizes only.
+        NeedsRetraceError: If the program cannot be decomposed operator by operator.
+        Exception: Whatever a step raises.
+    """
+    registry, decompositions = _registered(max(opset, 18), operators())
+    mode = private.detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
+    if mode is None:
+        raise NeedsRetraceError("the program has no values")
+    with private.decomposing():
+        with decisions_noted() as noted:
+            module = decomposed(program.graph_module, registry.is_registered, decompositions, mode)
+        if noted:
+            decisions = decisions_of(program, noted)
+            trials.check(program, decisions, of_program(program), of_program(program, module))
+        private.promote_dtypes(module)
+        module = private.remove_assertions(module)
+    stepped = private.with_graph(program, module, _renamed(program, module))
+    with private.translating():
+        model: ir.Model = private.onnx_program(stepped, registry).model
+    onnxscript.version_converter.convert_version(model, opset, fallback=True)
+    return model
+
+
+# For one set of operators: each registration between exports makes another.
+@functools.lru_cache(maxsize=1)
+def _registered(opset: int, own: tuple[Operator, ...] = ()) -> tuple[Any, dict[Any, Any]]:
+    """Returns the translations of operators, ``own`` among them, and the others' decompositions."""
+    registry = copy.copy(private.torchlib(opset))
+    registry.functions = {target: [*known] for target, known in registry.functions.items()}
+    for operator in own:
+        registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
+    return registry, private.decomposition_table(registry)
+
+
+def _renamed(program: ExportedProgram, module: fx.GraphModule) -> Any:
+    """Returns the program's signature, its results named as in ``module``."""
+    signature = program.graph_signature
+    *_, output = module.graph.nodes
+    specs = [
+        replace(spec, arg=replace(spec.arg, name=node.name)) if isinstance(node, fx.Node) else spec
+        for spec, node in zip(signature.output_specs, output.args[0], strict=True)
+    ]
+    return replace(signature, output_specs=specs)

@@ -16,9 +16,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
+from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from custom_ops.dtypes import FLOATS
+from dynamo_moe import pytree
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.files.model_files import all_nodes, load_graph
@@ -121,12 +123,7 @@ def verify(
 
 
 def _weight_dtypes(proto: onnx.ModelProto) -> set[torch.dtype]:
-    dtypes = {
-        onnx.TensorProto.DOUBLE: torch.float64,
-        onnx.TensorProto.FLOAT: torch.float32,
-        onnx.TensorProto.FLOAT16: torch.float16,
-        onnx.TensorProto.BFLOAT16: torch.bfloat16,
-    }
+    dtypes = {from_torch_dtype(dtype).value: dtype for dtype in FLOATS}
     # Constants made by the exporter are small and may be wider than the weights.
     found = {t.data_type for t in proto.graph.initializer if len(t.dims) >= 2}
     return {dtypes[data_type] for data_type in found if data_type in dtypes}

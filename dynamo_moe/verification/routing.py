@@ -8,13 +8,13 @@ from typing import Any
 import onnx
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import RouterOptions
 from custom_ops.routing import route
 from dynamo_moe.files import metadata
-from dynamo_moe.moe_nodes import schemas
+from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
+from dynamo_moe.private import TorchDispatchMode
 
 __all__ = ["RoutingRecorder", "add_routing_outputs", "agreement", "layers_of"]
 
@@ -45,9 +45,10 @@ def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:
 
 def _routing_inputs(layer: metadata.Layer) -> list[str]:
     """Returns the values of the graph that decide the layer's routing."""
-    if layer.op_type == schemas.EXPERTS:
-        return [layer.inputs[1]]
-    return [name for name in (*layer.inputs[:2], *layer.inputs[4:5]) if name]
+    inputs = dict(zip(INPUTS[layer.op_type], layer.inputs, strict=False))
+    if layer.op_type == EXPERTS:
+        return [inputs["expert_ids"]]
+    return [inputs[name] for name in ("x", "router_weight", "router_bias") if inputs.get(name)]
 
 
 def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str) -> str:
@@ -63,7 +64,7 @@ def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str
 
     inputs = _routing_inputs(layer)
     ids = inputs[0]
-    if layer.op_type == schemas.DROPLESS:
+    if layer.op_type == DROPLESS:
         tokens, weight, *bias = (add("Cast", value, to=onnx.TensorProto.FLOAT) for value in inputs)
         logits = add("MatMul", tokens, add("Transpose", weight, perm=[1, 0]))
         for value in bias:

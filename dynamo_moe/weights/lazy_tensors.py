@@ -19,7 +19,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from dynamo_moe.private import schema_of, wrapper_subclass
+from dynamo_moe.pytree import tree_map_only
 
 __all__ = ["CHUNK_BYTES", "LazyTensor", "Stored", "lazy_cast"]
 
@@ -118,9 +120,7 @@ class LazyTensor(Tensor):
 
     def __new__(cls, meta: Tensor, source: Stored | _Held | _Result) -> Self:
         """Makes a tensor of the shape, strides and dtype of ``meta``."""
-        lazy: Self = torch.Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("cpu")
-        )
+        lazy = wrapper_subclass(cls, meta)
         lazy._meta, lazy._source = meta, source
         return lazy
 
@@ -143,7 +143,7 @@ class LazyTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             raise NotImplementedError(f"{func} would change a tensor that lies in a checkpoint")
         meta_args, meta_kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
         try:

@@ -20,6 +20,8 @@ import onnx_ir.tensor_adapters
 import torch
 from torch import Tensor, nn
 
+from dynamo_moe.private import own_tensors
+from dynamo_moe.process_state import ProcessState
 from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
 
 __all__ = ["Lazies", "as_ir", "attach", "link", "linkable", "placeholders"]
@@ -47,7 +49,7 @@ class LazyWeight(ir.tensor_adapters.TorchTensor):
     def tofile(self, file: BinaryIO) -> None:
         # The next chunk is read while one is written.
         chunks = self.raw.chunks()
-        with _one_thread(), ThreadPoolExecutor(1) as reader:
+        with _single_threaded(), ThreadPoolExecutor(1) as reader:
             pending = reader.submit(next, chunks, None)
             while (chunk := pending.result()) is not None:
                 pending = reader.submit(next, chunks, None)
@@ -81,8 +83,7 @@ def placeholders(model: nn.Module) -> Iterator[Lazies]:
     made: dict[int, Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, LazyTensor]] = []
     for module in model.modules():
-        both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in both:
+        for tensors in own_tensors(module):
             for name, tensor in tensors.items():
                 if not isinstance(tensor, LazyTensor):
                     continue
@@ -162,13 +163,16 @@ def _placeholder(lazy: LazyTensor) -> Tensor:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Lets PyTorch start no threads: theirs wait for work in a loop, on the core that writes."""
+    """Keeps PyTorch from starting threads: they would wait in a loop on the core that writes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+_single_threaded = ProcessState(_one_thread)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""The command line: what it prints where, its exit codes, and that errors are one line."""
+"""The command line: what it prints and where, its exit codes, and its one-line errors."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _run(*arguments: str) -> Any:
 
 
 def _error(*arguments: str, code: int) -> str:
-    """The one line of a command that fails."""
+    """The one line that a failing command prints."""
     result = _run(*arguments)
     assert result.exit_code == code, result.output
     assert result.stdout == ""
@@ -409,7 +409,7 @@ def test_without_onnxruntime_verifying_names_the_extra(monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="module")
 def exported(folder: Path) -> dict[str, Any]:
-    """What ``export --json`` prints; the file is ``net.onnx``."""
+    """Output of ``export --json``; the file is ``net.onnx``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", list(sys.path))
@@ -552,7 +552,7 @@ def test_strict_fails_where_a_module_is_left(flags: list[str]) -> None:
 def test_what_a_conversion_left_is_said_in_one_line() -> None:
     result = _run("export", "models.py:mixed", "left.onnx", "--shape", "2,16")
     assert result.exit_code == 0, result.output
-    left = "Left modules become many nodes, or fail: docs/how-to/add_an_adapter.md tells how to"
+    left = "Modules that are left become many nodes, or fail to export: docs/how-to/"
     assert left in result.stdout
     assert "1 MoE module is not converted" in result.stdout
     result = _run("export", "models.py:plain", "plain.onnx", "--shape", "2,16", "--strict")
@@ -627,7 +627,7 @@ def test_what_the_models_code_prints_is_no_report() -> None:
 
 
 def test_a_model_that_cannot_be_traced_is_one_line() -> None:
-    # A process of its own: PyTorch's log handlers write to the stderr of its import.
+    # In a separate process: PyTorch's log handlers write to the stderr from when it was imported.
     run = "from dynamo_moe.cli import main; main()"
     arguments = ["export", "models.py:branches", "o.onnx", "--shape", "2,5,16"]
     result = subprocess.run(

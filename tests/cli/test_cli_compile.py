@@ -1,4 +1,4 @@
-"""``dynamo-moe compile``, what it finds in an ONNX file, and ``inspect`` of a bundle."""
+"""``dynamo-moe compile``, the layers that it finds in an ONNX file, and ``inspect`` of a bundle."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def refused(proto: onnx.ModelProto, folder: Path) -> str:
     return str(raised.value)
 
 
-# --- What is found in a file ---
+# --- Layers found in a file ---
 
 
 def test_a_layer_is_found(file: Path) -> None:
@@ -100,7 +100,7 @@ def test_an_exported_model_has_its_layers(tmp_path: Path) -> None:
             experts_dtype=torch.bfloat16,
             router=RouterOptions(2),
             routing_dtype=torch.float32,
-            # The exporter puts zeros where an input before the last is absent.
+            # The exporter passes zeros for an absent input before a present one.
             weights_dtype=torch.float32,
             b1=True,
             b2=True,
@@ -239,9 +239,9 @@ def test_a_node_without_kernels_is_named(
     )
     if "b1" in changes.get("inputs", ""):
         del proto.graph.initializer[4]
-    told = refused(proto, tmp_path)
-    assert told.startswith("node 'layer_y': ")
-    assert message in told
+    reason = refused(proto, tmp_path)
+    assert reason.startswith("node 'layer_y': ")
+    assert message in reason
 
 
 def test_float64_has_no_kernels(tmp_path: Path) -> None:
@@ -297,10 +297,10 @@ def test_a_file_is_compiled_and_inspected(file: Path) -> None:
 
     shown = run("inspect", str(file.with_suffix(".moek")))
     assert shown.stdout == result.stdout
-    told = json.loads(run("inspect", str(file.with_suffix(".moek")), "--json").stdout)
-    assert told["programs"] == bundle.to_dict()["programs"]
+    inspected = json.loads(run("inspect", str(file.with_suffix(".moek")), "--json").stdout)
+    assert inspected["programs"] == bundle.to_dict()["programs"]
 
-    # The same layer by hand, for the file and for another architecture's number alone.
+    # The same layer as text, with and without the file; the architecture as a bare number.
     arguments = ("--spec", SPEC, "--arch", "80", "--max-tokens", "1", "-q", "-o", "b.moek")
     for given in ((), (str(file),)):
         quiet = run("compile", *given, *arguments)
@@ -311,7 +311,7 @@ def test_a_file_is_compiled_and_inspected(file: Path) -> None:
     report = json.loads(written.stdout)
     assert report["path"] == "c.moek"
     assert report["seconds"] < 1
-    assert report["programs"] == told["programs"]
+    assert report["programs"] == inspected["programs"]
 
 
 def test_products_may_be_of_tf32() -> None:
@@ -320,7 +320,7 @@ def test_products_may_be_of_tf32() -> None:
     for given, expected in (((), False), (("--tf32",), True)):
         assert run("compile", *arguments, *given).exit_code == 0
         (program,) = trt_plugin.read("t.moek").programs
-        assert program.layer.has("tf32") is expected
+        assert program.layer.to_dict()["tf32"] is expected
 
 
 @pytest.mark.parametrize(
@@ -372,9 +372,7 @@ def test_a_compiler_error_is_one_line(file: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_damaged_bundle_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.moek").write_bytes(b"MOEK")
     message = error("inspect", "bad.moek", code=1)
-    assert message == (
-        "error: bad.moek: the bundle is cut off: its header has 32 bytes, there are 4"
-    )
+    assert message == ("error: bad.moek: bundle: truncated: the header has 32 bytes, got 4")
 
 
 def test_a_bundle_has_no_picture(tmp_path: Path) -> None:
@@ -389,7 +387,7 @@ def test_moe_layers_of_the_demo_file_need_wider_sizes(tmp_path: Path) -> None:
     assert message.startswith("error: node 'b.0.mlp/DroplessMoE': the kernels need D")
 
 
-# --- Layers by hand ---
+# --- Layers as text ---
 
 
 @pytest.mark.parametrize(

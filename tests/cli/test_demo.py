@@ -1,4 +1,4 @@
-"""The demo: what it leaves in its folder, what it prints, and that it fails loudly."""
+"""The demo: the files it leaves, what it prints, and that it fails loudly."""
 
 import json
 import math
@@ -133,7 +133,7 @@ def test_quiet_prints_the_final_table_alone(
     assert "Result" not in printed.stdout
     for name in (*FILES, "PyTorch", "summary.json", "comparison.svg"):
         assert name in printed.stdout
-    # At 80 columns nothing is cut off, and each file has one line of the table.
+    # At 80 columns nothing is cut off, and each file has one line in the table.
     assert "…" not in printed.stdout
     assert sum("✓" in line for line in printed.stdout.splitlines()) == len(FILES)
 
@@ -194,7 +194,7 @@ def test_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     printed = CliRunner().invoke(app, ["--output", str(tmp_path / "taken")])
     assert printed.exit_code == 1
-    assert "cannot make the folder" in printed.stderr
+    assert "cannot create the folder" in printed.stderr
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,14 +212,14 @@ def test_compare_counts_by_batch_size() -> None:
     def classify(batch: Tensor) -> Tensor:
         seen.append(len(batch))
         logits = torch.eye(5)[batch.flatten().long()]
-        # Wrong where a batch is not full: its first image alone.
+        # Wrong if a batch is not full, and then only for its first image.
         return logits if len(batch) != 1 else logits.roll(1, dims=1)
 
     compared = compare(classify, reference, images, labels, (5, 2))
     assert seen == [5, 2, 2, 1]
     assert compared.differing == {5: 0, 2: 1}
     assert (compared.worst, compared.images) == (1, 5)
-    # Image 4's label is 0; the roll makes 4 into 0, but only at one of the batch sizes.
+    # Image 4's label is 0; the roll changes 4 into 0, but only at one of the batch sizes.
     assert compared.accuracy == pytest.approx(4 / 5)
     assert compared.max_logit_difference == 1
 

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn, where, and that equal models give equal files."""
+"""Pictures: what is drawn and where, and that equal models give equal files."""
 
 import os
 import re
@@ -85,7 +85,7 @@ def test_what_prepares_weights_and_sizes_is_not_drawn() -> None:
         helper.make_node("Gather", ["s", "i"], ["d"]),
         helper.make_node("MatMul", ["x", "wt"], ["a"]),
         helper.make_node("Reshape", ["a", "d"], ["b"]),
-        # Positions come of a size, but are data.
+        # Positions are derived from a size, but they are data.
         helper.make_node("Range", ["i", "d", "i"], ["p"]),
         helper.make_node("Add", ["b", "p"], ["y"]),
     ]

@@ -1,4 +1,4 @@
-"""What `dynamo_moe.inspect` tells of a file, and what it refuses."""
+"""What `dynamo_moe.inspect` reports about a file, and which files it refuses."""
 
 import json
 import subprocess
@@ -110,7 +110,7 @@ def test_moe_layers(tmp_path: Path, dtype: type, name: str, size: int) -> None:
     assert plain.attributes["scoring"] == "softmax"
     assert plain.attributes["plugin_namespace"] == ""
     assert plain.attributes["activation_alpha"] == pytest.approx(1.702)
-    # Without a name the node is known by its output; the ids and weights of a token are computed.
+    # An unnamed node is identified by its output; the ids and weights of a token are computed.
     assert (gated.name, gated.node) == ("b.1.experts", "y1")
     assert gated.weights == {"w1": "b.1.experts.w1", "w2": "b.1.experts.w2"}
     assert gated.attributes["gated"] == 1

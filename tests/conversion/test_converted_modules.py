@@ -1,4 +1,4 @@
-"""What becomes of converted modules afterwards: training, casts, state dicts, other arguments."""
+"""What happens to converted modules later: training, casts, state dicts, other arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Expert(nn.Module):
 
 
 class Listed(nn.Module):
-    """Experts of their own, as most models have them."""
+    """Experts that are modules, as in most models."""
 
     def __init__(self, limit: float | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Listed(nn.Module):
 
 
 class Stacked(Listed):
-    """Gate and up in stacks of their own: what the operator takes is a copy."""
+    """Gate and up in separate stacks: the operator gets a copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Stacked(Listed):
 
 
 def pair(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """An original and a converted one of the same weights."""
+    """An original and a converted module with the same weights."""
     original, converted = kind().eval(), kind().eval()
     assert len(dynamo_moe.convert(converted).replaced) == 1
     return original, converted
@@ -117,9 +117,9 @@ def test_frozen_weights_are_stacked_once(kind: type[nn.Module]) -> None:
     for module in (original, converted):
         module.requires_grad_(False)
     same(original, converted)
-    kept = converted._stacked._weights
+    kept = converted._dynamo_moe_weights._weights
     same(original, converted)
-    assert converted._stacked._weights is kept
+    assert converted._dynamo_moe_weights._weights is kept
     other = kind().requires_grad_(False)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -137,7 +137,7 @@ def test_listed_experts_are_held_once() -> None:
     _, converted = pair(Listed)
     with torch.no_grad():
         converted(torch.randn(3, 16))
-    kept = converted._stacked._weights
+    kept = converted._dynamo_moe_weights._weights
     assert converted.experts[1].w1.weight.data_ptr() == kept.w1[1].data_ptr()
     assert converted.experts[3].w2.weight.data_ptr() == kept.w2[3].data_ptr()
 
@@ -196,6 +196,52 @@ def test_more_than_numbers_is_compared() -> None:
 
     (left,) = dynamo_moe.convert(nn.Sequential(WithLength())).unrecognised
     assert "returns something else" in left.reason
+
+
+def test_layers_of_one_class_keep_their_own_attributes() -> None:
+    class Remembers(Listed):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen, self.loss = self.number, x.new_ones(())
+            return super().forward(x)
+
+    model = nn.Sequential(Remembers(11), Remembers(12))
+    report = dynamo_moe.convert(model)
+    assert [layer.seen for layer in model] == [11, 12]
+    assert "seen stays 12" in report.replaced[1].notes
+    model[0].loss += 1  # In place, as where losses are summed up in training.
+    assert [float(layer.loss) for layer in model] == [1, 0]
+
+
+def test_a_forward_replaced_in_the_instance_is_not_converted() -> None:
+    model = nn.Sequential(Listed(), Listed())
+    model[1].forward = model[1].forward
+    report = dynamo_moe.convert(model)
+    assert [each.module for each in report.replaced] == ["0"]
+    assert [each.module for each in report.unrecognised] == ["1"]
+    assert "replaced in the instance" in report.unrecognised[0].reason
+
+
+def test_trials_leave_nothing_behind() -> None:
+    class Caches(Listed):
+        def __init__(self) -> None:
+            super().__init__()
+            self._shapes = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self._shapes.append(x.shape)
+            if not hasattr(self, "experts_range"):
+                self.register_buffer("experts_range", torch.arange(4))
+            return super().forward(x)
+
+    model = nn.Sequential(Caches())
+    names = list(model.state_dict())
+    assert len(dynamo_moe.convert(model).replaced) == 1
+    assert model[0]._shapes == []
+    assert list(model.state_dict()) == names
 
 
 def test_hooks_that_would_not_run() -> None:

@@ -1,4 +1,4 @@
-"""``dynamo_moe.load_infmoe`` against an implementation of InfMoE's formulas that folds nothing."""
+"""``dynamo_moe.load_infmoe`` against an unfolded implementation of InfMoE's formulas."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_every_float_is_taken(tmp_path: Path, dtype: str):
     assert {p.dtype for p in layer.parameters()} == {torch.float32}
     norm, wi = (weights[f"2/{name}"].astype("f8") for name in ("layer_norm_weight", "wi_1_weight"))
     folded = layer.w1[2, 24:].detach().numpy()
-    # Rounded once, from the product of what the file has.
+    # Rounded once, from the product of the file's arrays.
     np.testing.assert_array_equal(folded, (wi * norm).astype("f4"))
     expected = infmoe_layer(tokens(9, 16).numpy(), weights, centroids)
     assert_matches(layer(tokens(9, 16)), torch.from_numpy(expected), {torch.float32})
@@ -119,7 +119,7 @@ def test_convert_casts_a_loaded_layer(saved):
 @pytest.mark.parametrize("form", ["array", "tensor", "npy", "bfloat16", "float64", "view"])
 def test_centroids_come_in_any_form(saved, tmp_path: Path, form: str):
     path, _, centroids = saved
-    exact = torch.from_numpy(centroids).bfloat16().float()  # Whatever their form.
+    exact = torch.from_numpy(centroids).bfloat16().float()  # In whatever form they are passed.
     np.save(tmp_path / "centroids.npy", exact.numpy())
     forms = {
         "array": exact.numpy(),
@@ -193,7 +193,7 @@ def test_no_more_than_one_expert_is_held_twice(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
-    """Three blocks, each with an MoE layer of another variant."""
+    """Three blocks, each with an MoE layer of a different variant."""
     folder, layers = tmp_path_factory.mktemp("encoder"), []
     for number, variant in enumerate(VARIANTS):
         weights, centroids = random_weights(experts=4 + number, seed=number)
@@ -227,7 +227,7 @@ def test_a_whole_encoder_exports_in_one_piece(encoder, tmp_path: Path, target: s
         ]
 
 
-# --- What is refused ---
+# --- Errors ---
 
 
 def changed(saved: Any, tmp_path: Path, **changes: np.ndarray | None) -> Path:
@@ -240,14 +240,22 @@ def changed(saved: Any, tmp_path: Path, **changes: np.ndarray | None) -> Path:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"2/wo_weight": None}, ValueError, "missing 2/wo_weight, for centroids .* of 4 experts"),
+        ({"2/wo_weight": None}, ValueError, "missing 2/wo_weight; centroids .* have 4 experts"),
         (
             {f"{n}/{w}_weight": None for n in (1, 3) for w in ("wi_0", "wi_1", "wo")},
             ValueError,
-            "missing 1/wi_0_weight, .*, 3/wi_1_weight and 1 more, for",
+            "missing 1/wi_0_weight, .*, 3/wi_1_weight and 1 more; cent",
         ),
-        ({"4/wo_weight": np.zeros(3)}, ValueError, "has experts 4, but centroids .* only 4"),
-        ({"7/wo_weight": np.zeros(3)}, ValueError, "has experts 7, but .* which are 0..3"),
+        (
+            {"4/wo_weight": np.zeros(3)},
+            ValueError,
+            "of expert 4, but centroids .* only the experts 0..3",
+        ),
+        (
+            {"7/wo_weight": np.zeros(3)},
+            ValueError,
+            "has weights of expert 7, but .* only the experts",
+        ),
         ({"00/wo_weight": np.zeros(3)}, ValueError, "unknown arrays 00/wo_weight; a T5_FF layer"),
         ({"0/layer_norm_bias": np.zeros(16)}, ValueError, "unknown arrays 0/layer_norm_bias;"),
         (
@@ -293,7 +301,7 @@ def changed(saved: Any, tmp_path: Path, **changes: np.ndarray | None) -> Path:
         (
             {"1/wi_1_weight": np.array([[None]])},
             ValueError,
-            "1/wi_1_weight is no plain array; pickled objects, which can run any code",
+            "1/wi_1_weight is not a plain array; pickled objects can run any code",
         ),
         (
             {"1/wi_1_weight": np.full((24, 16), np.nan, "f4")},
@@ -337,14 +345,14 @@ def test_weights_that_do_not_fit(saved, tmp_path: Path, changes, error, message:
             r"centroids must be \[D, E\], got \[16, 0\]",
         ),
         ({"centroids": torch.zeros(16, 4).int()}, TypeError, "centroids must be float16, .*int32"),
-        # [E, D] of 4 experts looks like 16 experts.
+        # [E, D] with 4 experts looks like 16 experts.
         (
             {"centroids": np.zeros((4, 16), "f4")},
             ValueError,
-            "missing 4/layer_norm_weight, .*; centroids has 4 rows, one an expert: pass its transp",
+            r"missing 4/layer_norm_weight, .*; they look like \[E, D\]: pass the transpose",
         ),
-        # Here the file has as many as it must.
-        ({"centroids": np.zeros((4, 2), "f4")}, ValueError, "has experts 2, 3.*pass its transpose"),
+        # Here no array is missing.
+        ({"centroids": np.zeros((4, 2), "f4")}, ValueError, "of expert 2, 3.*pass the transpose"),
         ({"centroids": np.zeros((4, 4), "f4")}, ValueError, r"must be \[H, D\] = \[24, 4\], got"),
         (
             {"centroids": np.full((16, 4), 1e300)},
@@ -359,7 +367,7 @@ def test_weights_that_do_not_fit(saved, tmp_path: Path, changes, error, message:
         ({"centroids": "nowhere.npy"}, FileNotFoundError, "nowhere.npy: there is no such file"),
         ({"npz_path": "nowhere.npz"}, FileNotFoundError, "nowhere.npz: there is no such file"),
         ({"npz_path": __file__}, ValueError, "test_infmoe.py is not a file of numpy.savez"),
-        ({"centroids": __file__}, ValueError, "centroids is no plain array; pickled"),
+        ({"centroids": __file__}, ValueError, "centroids is not a plain array; pickled"),
     ],
 )
 def test_options_that_do_not_fit(saved, options: dict[str, Any], error, message: str):

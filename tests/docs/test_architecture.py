@@ -1,4 +1,4 @@
-"""Which package imports which, and what importing costs."""
+"""Which package imports which, and how long imports take."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Slow to import, or packages of an extra.
+# Packages that are slow to import or belong to an extra.
 LOADED_AT_FIRST_USE = {
     "fast_sugiyama",
     "matplotlib",
@@ -45,15 +45,14 @@ def test_operators_import_only_torch_and_triton() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A project of the same contracts, whose packages import nothing."""
+    """A project with the same contracts and modules, which import nothing."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for package in ("custom_ops", "dynamo_moe", "trt_plugin"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-    for path in (ROOT / "dynamo_moe").iterdir():
-        if path.suffix == ".py" or (path / "__init__.py").exists():
-            (tmp_path / "dynamo_moe" / f"{path.stem}.py").touch()
-    (tmp_path / "dynamo_moe" / "cli.py").write_text("import trt_plugin\n")
+        for module in (ROOT / package).rglob("*.py"):
+            empty = tmp_path / module.relative_to(ROOT)
+            empty.parent.mkdir(parents=True, exist_ok=True)
+            empty.touch()
+    (tmp_path / "dynamo_moe" / "cli" / "__init__.py").write_text("import trt_plugin\n")
     return tmp_path
 
 
@@ -103,10 +102,19 @@ def test_contracts_forbid(tree: Path, module: str, imported: str) -> None:
 
 
 def test_contracts_forbid_imports_of_a_folder_above(tree: Path) -> None:
-    (tree / "dynamo_moe" / "weights.py").write_text("import dynamo_moe.graph\n")
+    (tree / "dynamo_moe" / "weights" / "__init__.py").write_text("import dynamo_moe.graph\n")
     result = _lint_imports(tree)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "dynamo_moe.weights -> dynamo_moe.graph" in result.stdout
+
+
+def test_contracts_hold_the_order_of_the_conversion(tree: Path) -> None:
+    folder = "dynamo_moe.conversion"
+    module = tree / "dynamo_moe" / "conversion" / "layer_spec.py"
+    module.write_text(f"import {folder}.convert_layers\n")
+    result = _lint_imports(tree)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"{folder}.layer_spec -> {folder}.convert_layers" in result.stdout
 
 
 def _loaded_by_importing(name: str) -> set[str]:
@@ -121,7 +129,7 @@ def test_import_leaves_slow_and_optional_packages_alone(package: str) -> None:
 
 
 def test_import_takes_little_longer_than_torch() -> None:
-    # Processor time in turns, and the least of each: other work on the machine only adds to it.
+    # Processor time, in turns, and the minimum of each: other work on the machine only adds to it.
     timer = "import time, {}; print(time.process_time())"
     pairs = [
         (float(_python(timer.format("torch"))), float(_python(timer.format("dynamo_moe"))))
@@ -132,7 +140,7 @@ def test_import_takes_little_longer_than_torch() -> None:
 
 
 def test_another_custom_ops_is_named() -> None:
-    # Put in place by hand, since an editable install finds ours before any path.
+    # Set by hand, because an editable install finds ours before any path.
     code = (
         "import sys, types; other = sys.modules['custom_ops'] = types.ModuleType('custom_ops'); "
         "other.__file__ = 'elsewhere/custom_ops/__init__.py'; import dynamo_moe"

@@ -1,9 +1,10 @@
-"""The tutorial and the how-to pages run as they stand there, and print what they say.
+"""The tutorials and how-to pages run as written and print the output they show.
 
-The ``python`` blocks of a page run in order, in one namespace; one that begins with the comment
-``# name.py`` is that file. A ``text`` block is what the block before it prints. Functions named
-``test_*`` are called, as pytest would. In ``console`` blocks, ``dynamo-moe`` runs. A ``py`` or
-``cpp`` block that begins with the comment ``# path/in/repository`` quotes lines of that file.
+The ``python`` blocks of a page run in order in one namespace; a block that begins with the comment
+``# name.py`` becomes that file. A ``text`` block is the output of the block before it. Functions
+named ``test_*`` are called, as pytest would. In ``console`` blocks, ``dynamo-moe`` commands run. A
+``py`` or ``cpp`` block that begins with the comment ``# path/in/repository`` quotes lines of that
+file.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ PAGES = sorted([*DOCS.glob("tutorials/*.md"), *DOCS.glob("how-to/*.md")])
 
 BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<content>.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\S+\.py)\n")
-# What another run or machine may print otherwise: errors, times, versions.
+# What may differ between runs or machines: errors, times, versions.
 VARYING = re.compile(r"\d\.\d+e[-+]\d\d|\d+\.\d s|(?<=ONNX Runtime )[\d.]+|(?<=pytorch )[\d.+\w]+")
 
 
 def comparable(output: str) -> str:
-    # The width of a table's cells follows from what varies.
+    # The width of a table's cells depends on what varies.
     lines = (re.sub(r" +|[─━]+", " ", VARYING.sub("#", line)) for line in output.splitlines())
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def matches(printed: str, shown: str) -> bool:
-    """Whether the output is as shown; a line of three dots stands for any lines."""
+    """Whether the output is as shown; a line of three dots stands for any number of lines."""
     parts = re.split(r"^\.\.\.$", shown, flags=re.MULTILINE)
     pattern = r"\n?.*".join(re.escape(comparable(part)) for part in parts)
     return re.fullmatch(pattern, comparable(printed), re.DOTALL) is not None
@@ -57,7 +58,7 @@ def run_commands(content: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder, whose files can be imported; adapters are forgotten after it."""
+    """An empty working folder whose files can be imported. Adapters are unregistered after it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(registry, "_ADAPTERS", dict(registry._ADAPTERS))
@@ -86,7 +87,7 @@ def test_page_runs(page: Path, folder: Path, capsys: pytest.CaptureFixture[str])
             if file:
                 (folder / file[1]).write_text(content, encoding="utf-8")
             else:
-                # Line numbers in a traceback are the page's.
+                # Line numbers in a traceback are those of the page.
                 code = "\n" * text.count("\n", 0, block.start("content")) + content
                 exec(compile(code, str(page), "exec"), namespace)  # noqa: S102  Our own.
             printed = capsys.readouterr().out
@@ -110,7 +111,7 @@ def test_code_that_a_page_quotes_is_in_the_file(file: str, lines: str) -> None:
 
 
 def test_gelu_of_onnxruntimes_moe(tmp_path: Path) -> None:
-    """It is the tanh form, as the pages say; an expert of weights 1 shows it bare."""
+    """It is the tanh form, as the pages say; with weights of 1, the expert returns GELU itself."""
     layer = DroplessMoEMlp(1, 1, num_experts=1, top_k=1)
     for name, parameter in layer.named_parameters():
         torch.nn.init.constant_(parameter, float(name in ("w1", "w2")))

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands there."""
+"""The README's example runs as written."""
 
 import re
 from pathlib import Path

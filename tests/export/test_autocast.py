@@ -1,4 +1,4 @@
-"""``torch.autocast`` in a model: the file casts where the model does."""
+"""``torch.autocast`` in a model: the file has the same casts as the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import dynamo_moe
 from dynamo_moe.tracing import autocast, capture, translate
 from small_models import OpLayer, OwnRouter
 
-# Autocast for a device that is not there says so.
+# Autocast warns if its device is not there.
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -58,12 +58,12 @@ def of_another_device(m: Model, x: Tensor) -> Any:
 
 @torch.autocast("cpu", HALF)
 def decorated(m: Model, x: Tensor) -> Any:
-    return m.linear(x), x[x > 0]  # The second one's size depends on data.
+    return m.linear(x), x[x > 0]  # The size of the second result depends on data.
 
 
 def composite(m: Model, x: Tensor) -> Any:
     with torch.autocast("cpu", HALF):
-        # einsum is a product of matrices, or none: only the first is cast.
+        # einsum may use a matrix product or not: only the first is cast.
         product = torch.einsum("td,ed->te", x, m.router.weight)
         scaled = torch.einsum("td,d->td", x, m.linear.bias)
         return product, scaled, m.norm(x), F.cosine_similarity(m.linear(x), x)
@@ -77,7 +77,7 @@ def attention(m: Model, x: Tensor) -> Any:
 
 def norm_of_half(m: Model, x: Tensor) -> Any:
     with torch.autocast("cpu", HALF):
-        y = m.norm(m.linear(x))  # A CPU's autocast leaves the norm's own parameters.
+        y = m.norm(m.linear(x))  # A CPU's autocast does not cast the norm's own parameters.
         return y, F.group_norm(y[..., None], 4, m.norm.weight, m.norm.bias)
 
 
@@ -110,7 +110,7 @@ FUNCTIONS = [
 
 
 def check(path: Path, model: nn.Module, x: Tensor) -> None:
-    """The file's results are the model's, in the model's dtypes."""
+    """Checks that the file's results are the model's, in the model's dtypes."""
     onnx.checker.check_model(path, full_check=True)
     session = onnxruntime.InferenceSession(str(path))
     (name,) = (value.name for value in session.get_inputs())
@@ -140,7 +140,7 @@ def test_regions_where_torch_exports(tmp_path: Path, monkeypatch, function) -> N
 
 @pytest.mark.parametrize("function", [full_precision_router, composite])
 def test_regions_of_a_strict_trace(tmp_path: Path, monkeypatch, function) -> None:
-    """Which gives values the dtypes that they have without autocast."""
+    """A retrace, which gives values the dtypes that they would have without autocast."""
     trace = capture._trace
 
     def strict_alone(*args: Any, strict: bool) -> Any:
@@ -202,7 +202,7 @@ def test_layers_cast_their_experts_alone(tmp_path: Path, target: str) -> None:
     assert report.layers == ("first", "second")
     check(path, model, torch.randn(3, 5, 16))
     weights = {w.name: w.data_type for w in onnx.load(path).graph.initializer}
-    # The experts' parameters are stored as they are computed with, under their own names.
+    # The experts' parameters are stored in the dtype they compute in, under their own names.
     assert weights["first.router_weight"] == onnx.TensorProto.FLOAT
     for name in ("first.w1", "first.w2", "second.w1", "second.w2"):
         assert weights[name] == onnx.TensorProto.FLOAT16
@@ -222,7 +222,7 @@ def test_a_weight_that_is_used_in_both_dtypes(tmp_path: Path) -> None:
 
 
 def test_bfloat16(tmp_path: Path) -> None:
-    """ONNX Runtime has no bfloat16 products on a CPU: the dtypes are looked at."""
+    """ONNX Runtime has no bfloat16 products on a CPU, so this only checks the dtypes."""
 
     def mixed(m: Model, x: Tensor) -> Any:
         with torch.autocast("cpu", BFLOAT):

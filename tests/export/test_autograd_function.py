@@ -1,4 +1,4 @@
-"""``op_from_function``: autograd Functions, of both styles, as operators and as nodes."""
+"""``op_from_function``: autograd Functions of both styles, as operators and as nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _opset = onnxscript.values.Opset("functions", 1)
 
 
 class Leaky(torch.autograd.Function):
-    """In the old style, with a symbolic."""
+    """Old style, with a symbolic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slope: float, keep: bool = True) -> Tensor:
@@ -43,7 +43,7 @@ class Leaky(torch.autograd.Function):
 
 
 class Polar(torch.autograd.Function):
-    """In the new style, with several results, of which one is kept."""
+    """New style, with several results, one of which is saved."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class Polar(torch.autograd.Function):
 
 
 class Reversed(torch.autograd.Function):
-    """Returns what it is given."""
+    """Returns its arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def test_schema_and_fake_of_ones_own() -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """Saves a result, marks another, and asks whether gradients are wanted."""
+    """Saves a result, marks another, and checks whether gradients are needed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, times: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -277,7 +277,7 @@ def test_results_that_share_memory() -> None:
 
 
 class Drop(torch.autograd.Function):
-    """Draws random numbers, and keeps what came of them beside the result."""
+    """Draws random numbers, and saves what depends on them beside the result."""
 
     @staticmethod
     def forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
@@ -301,7 +301,7 @@ def test_random_numbers_beside_a_setup_context() -> None:
     assert torch.equal(x.grad, y)
 
 
-# What is refused.
+# Functions that are refused.
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "none"])

@@ -90,7 +90,7 @@ unrolled = functools.partial(unrolled_body, num_experts=EXPERTS_OF_A_LAYER)
 
 
 def visiting(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
-    """``body`` as it is for many slots, which layers as small as these seldom have."""
+    """Forces the way ``body`` works for many slots, which layers as small as these seldom have."""
 
     def experts(op: Ops, config: BodyConfig, *values: Any) -> ir.Value:
         return op.Squeeze(dropless.one_by_one(op, config, *values), [1], out="y_TD")
@@ -234,7 +234,7 @@ def rounded(value: np.ndarray, dtype: ir.DataType) -> np.ndarray:
 
 
 def to_model(layers: list[Layer], build: Build, opset: int = 20, rank: int = 2) -> ir.Model:
-    """Layers on the same arguments, each result an output; floats enter and leave as float64."""
+    """Layers on the same arguments; each result is an output; float64 inputs and outputs."""
     config = layers[0].config
     lead = [f"B{axis}" for axis in range(rank - 1)]
     x = ir.val("x", DOUBLE, [*lead, layers[0].width])
@@ -316,7 +316,7 @@ def to_session(model: ir.Model, optimized: Path | None = None) -> ort.InferenceS
     options.intra_op_num_threads = 1
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
-        options.log_severity_level = 3  # It warns that the optimised file suits this machine only.
+        options.log_severity_level = 3  # It warns that the optimised file is only for this machine.
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
 
 
@@ -375,7 +375,7 @@ def test_gelu_without_the_operator_and_in_double(build: Build, activation: str) 
     check(layer, to_session(to_model([layer], build, opset=18)), layer.arguments(9))
     layer = Layer(replace(config, x_dtype=DOUBLE, w_dtype=DOUBLE))
     arguments = layer.arguments(64)
-    arguments["x"] *= np.logspace(-6, 2, 64)[:, None]  # From erf's linear part to where it is 1.
+    arguments["x"] *= np.logspace(-6, 2, 64)[:, None]  # From erf's linear part to erf = 1.
     check(layer, to_session(to_model([layer], build)), arguments)
 
 
@@ -414,7 +414,7 @@ def test_one_expert(build: Build, config: BodyConfig) -> None:
 
 
 @every_body
-@pytest.mark.parametrize("hidden", [1, 12])  # Copying an expert's weights costs little, or much.
+@pytest.mark.parametrize("hidden", [1, 12])  # Copying an expert's weights is cheap, or expensive.
 @pytest.mark.parametrize(
     "rows", [(9, 9, 9, 9, 9), (40, 2, 0, 3, 1), (30, 0, 29, 28, 1), (0, 0, 50, 0, 0), (0,) * 5]
 )
@@ -423,7 +423,7 @@ def test_even_and_uneven_rows(
     build: Build, config: BodyConfig, rows: tuple[int, ...], hidden: int
 ) -> None:
     layer = Layer(config, top_k=1, hidden=hidden)
-    ids = np.repeat(np.arange(-1, 5), (3, *rows))  # Three tokens of no expert.
+    ids = np.repeat(np.arange(-1, 5), (3, *rows))  # Three tokens without an expert.
     arguments = layer.arguments(ids.size)
     arguments["expert_ids"][:, 0] = np.random.default_rng(2).permutation(ids)
     check(layer, to_session(to_model([layer], build)), arguments)
@@ -550,7 +550,7 @@ def test_onnx_runtime_keeps_the_parameters_as_they_are(
     assert max(kept.values()) < layer.parameters["w1"].nbytes / 2
 
 
-# --- The files they make ---
+# --- The files ---
 
 
 @every_body
@@ -581,7 +581,7 @@ def test_opsets_in_onnx_runtime(build: Build, config: BodyConfig, opset: int) ->
 def test_the_reference_evaluator_agrees(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
     arguments = layer.arguments(6)
-    # At 18, because the evaluator has Gelu only for values of known types.
+    # Opset 18, because the evaluator has Gelu only for values of known types.
     evaluator = onnx.reference.ReferenceEvaluator(ir.to_proto(to_model([layer], build, 18)))
     (actual,) = evaluator.run(None, dict(arguments))
     assert_agrees(actual, oracle(layer, arguments), FLOAT)

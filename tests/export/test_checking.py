@@ -1,4 +1,4 @@
-"""What onnx's checker refuses is never written."""
+"""A model that onnx's checker refuses is never written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from small_models import mlp_model
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change) -> None:
-    """Lets something change the graph as the last step of its optimization."""
+    """Lets a function change the graph as the last step of its optimization."""
     optimize = exporting._optimize
 
     def spoiled(model: ir.Model, *options):

@@ -1,4 +1,4 @@
-"""Checkpoints: streamed into ONNX files without being held, or linked from them."""
+"""Checkpoints: streamed into ONNX files without being held in memory, or linked from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dynamo_moe.weights import lazy_tensors
 from dynamo_moe.weights.checkpoints import load_checkpoint
 from moe_architectures import ARCHITECTURES
 
-# Experts apart in the checkpoint, or stacked; transposed; with biases; with none of the above.
+# Experts separate in the checkpoint, or stacked; transposed; with biases; with none of these.
 FAMILIES = [
     "gpt_oss",
     "qwen3_moe",
@@ -115,7 +115,7 @@ def test_linked_weights(qwen: Path, tmp_path: Path) -> None:
     linked = export(linked_model, tmp_path / "linked.onnx", link_weights=True)
     copied = export(dynamo_moe.open_checkpoint(tmp_path / "qwen"), tmp_path / "copied.onnx")
     data = [Path(f"{report.path}.data").stat().st_size for report in (linked, copied)]
-    # The experts are apart in the checkpoint: they alone are fused into a new file.
+    # The experts are separate in the checkpoint; only they are fused into a new file.
     experts = [p for n, p in linked_model.named_parameters() if ".experts." in n]
     assert data[0] == sum(p.numel() * p.itemsize for p in experts)
     assert data[1] > data[0] + 10_000

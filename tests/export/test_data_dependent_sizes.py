@@ -29,7 +29,7 @@ Step = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
 
 
 def rows(number: int = 5) -> list[Tensor]:
-    """Inputs of several lengths, and those of which comparisons select nothing or everything."""
+    """Inputs of several lengths, some of which make comparisons select nothing or everything."""
     drawn = [torch.randn(t, W) for t in [number] * 4 + [1, 9]]
     return [*drawn, torch.rand(number, W) + 8, torch.rand(number, W) - 9]
 
@@ -40,7 +40,7 @@ def rows(number: int = 5) -> list[Tensor]:
 def failures(path: Path, model: nn.Module, inputs: Sequence[Tensor]) -> Iterator[str]:
     """Yields what is wrong in ONNX Runtime: numbers, shapes, and names of sizes."""
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 2  # It warns of names whose sizes differ, and goes on if it can.
+    options.log_severity_level = 2  # It warns of names whose sizes differ, and continues if it can.
     session = onnxruntime.InferenceSession(str(path), options)
     whole = onnxruntime.InferenceSession(with_all_results(path), options)
     (name,) = (value.name for value in session.get_inputs())
@@ -58,7 +58,7 @@ def failures(path: Path, model: nn.Module, inputs: Sequence[Tensor]) -> Iterator
 
 
 def with_all_results(path: Path) -> bytes:
-    """The file's model with every named intermediate result among its outputs."""
+    """The file's model, with every named intermediate result added to its outputs."""
     model = onnx.load(str(path))
     own = {value.name for value in model.graph.output}
     made = {name for node in model.graph.node for name in node.output}
@@ -67,7 +67,7 @@ def with_all_results(path: Path) -> bytes:
 
 
 def named_sizes(session: Any, feeds: dict[str, Any]) -> Iterator[tuple[str, set[int]]]:
-    """Yields each name of a dimension with the sizes that it has in one run."""
+    """Yields each dimension's name with the sizes that it has in one run."""
     values = [*session.get_inputs(), *session.get_outputs()]
     arrays = [*feeds.values(), *session.run(None, feeds)]
     seen: dict[str, set[int]] = {}
@@ -133,7 +133,7 @@ def selections(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def of_equal_sizes(x: Tensor) -> tuple[Tensor, ...]:
-    """Calls whose arguments are of equal shapes, though their values differ."""
+    """Calls whose arguments have equal shapes but different values."""
     return tuple(x[torch.where(x[:, column] > 0)[0]] for column in range(3))
 
 
@@ -151,7 +151,7 @@ def counted(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def reduced(x: Tensor) -> tuple[Tensor, ...]:
-    """Reductions over the last dimension of what can be no row at all."""
+    """Reductions over the last dimension of tensors that may have no rows."""
     token = torch.where(x[:, 0] > 0)[0]
     y = F.layer_norm(x[token], (W,)) * x[token].square().mean(-1, keepdim=True)
     return y, x[token].sum(-1), x[token].amax(-1), x[token].argmax(-1), F.rms_norm(y, (W,))
@@ -214,7 +214,7 @@ def test_swin_moe_unconverted(tmp_path: Path) -> None:
 
 
 class Steps(nn.Module):
-    """Steps one after the other, each with a bound and a column of its own."""
+    """Consecutive steps, each with a bound and a column of its own."""
 
     def __init__(self, steps: Sequence[tuple[str, float, int]]) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ STEPS = {
 programs = st.lists(
     st.tuples(
         st.sampled_from(sorted(STEPS)),
-        st.sampled_from([-20.0, -0.5, 0.0, 0.5, 20.0]),  # -20: everything, 20: nothing.
+        st.sampled_from([-20.0, -0.5, 0.0, 0.5, 20.0]),  # -20 selects everything, 20 nothing.
         st.integers(0, W - 1),
     ),
     min_size=2,

@@ -1,4 +1,4 @@
-"""Decomposition operator by operator, and PyTorch's own of the whole program behind it."""
+"""Decomposition operator by operator; as fallback, PyTorch's own of the whole program."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from torch._guards import detect_fake_mode
 from torch.export import Dim, ExportedProgram
 
 import dynamo_moe
-from dynamo_moe.tracing import decomposition, known_torch, translate
+from dynamo_moe.tracing import decomposition, private, translate
 from dynamo_moe.tracing.decomposition import NeedsRetraceError, decomposed
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
 from small_models import mlp_model
 
-steps = pytest.importorskip("dynamo_moe.tracing.exporter_steps")
-
 aten = torch.ops.aten
+
+
+known = pytest.mark.skipif(
+    private.missing() is not None, reason="needs a version of PyTorch that is known"
+)
 
 
 class Call(nn.Module):
@@ -40,7 +43,7 @@ class Call(nn.Module):
 
 
 class Counts(nn.Module):
-    """A module that changes its buffer."""
+    """A module that changes its own buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +62,7 @@ def traced(model: nn.Module, *args: Tensor) -> ExportedProgram:
 
 
 def decompose(program: ExportedProgram) -> fx.GraphModule:
-    registry, decompositions = steps._registered(20)
+    registry, decompositions = translate._registered(20)
     mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
     return decomposed(program.graph_module, registry.is_registered, decompositions, mode)
 
@@ -74,7 +77,7 @@ def operators(module: fx.GraphModule) -> list[torch._ops.OpOverload]:
 
 @pytest.fixture
 def retraces(monkeypatch: pytest.MonkeyPatch) -> list[ExportedProgram]:
-    """The programs that went through ``torch.onnx.export``."""
+    """Collects the programs that went through ``torch.onnx.export``."""
     programs: list[ExportedProgram] = []
     original = translate._translate_by_torch
 
@@ -446,7 +449,7 @@ def test_regions_are_inlined(tmp_path: Path, retraces, function) -> None:
 
 
 def pooled(x: Tensor) -> Tensor:
-    # Transposed: channels last, of which PyTorch makes a change in place.
+    # Transposed to channels last, which PyTorch decomposes into an in-place change.
     return F.adaptive_avg_pool1d(x.view(-1, 3, 2).mT, 1)
 
 
@@ -533,11 +536,11 @@ def test_the_program_is_left_as_it_was(function) -> None:
     program.graph_module.graph.lint()
 
 
-# --- The seam ---
+# --- The interface to PyTorch ---
 
 
 class Named(nn.Module):
-    """Arguments that have names of Python's own, and of its keywords' kind."""
+    """Arguments whose names are Python's own, or similar to its keywords."""
 
     def forward(self, input: Tensor, type: Tensor, all: Tensor) -> Tensor:
         return F.relu(input * type, inplace=True) + all
@@ -571,22 +574,18 @@ def an_untranslated() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def unknown_version(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(known_torch, "KNOWN_VERSIONS", ())
-
-
-def no_steps(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(translate, "translate_in_steps", None)
+    patch.setattr(private, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
 
 
 def failing_steps(patch: pytest.MonkeyPatch) -> None:
     def fail(program: ExportedProgram, opset: int) -> None:
         raise RuntimeError("moved")
 
-    patch.setattr(translate, "translate_in_steps", fail)
+    patch.setattr(translate, "_translate_in_steps", fail)
 
 
-@pytest.mark.skipif(not known_torch.is_known(), reason="needs a version of PyTorch that is known")
-@pytest.mark.parametrize("hinder", [unknown_version, no_steps, failing_steps])
+@known
+@pytest.mark.parametrize("hinder", [unknown_version, failing_steps])
 @pytest.mark.parametrize("make", [a_moe_model, a_transformer, a_router, an_untranslated])
 def test_both_ways_lead_to_the_same_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retraces, make, hinder
@@ -621,19 +620,9 @@ def test_signatures_are_derived_once_and_nothing_is_left_behind() -> None:
         ours = vars(OpSignature)["from_op_schema"]
         program = traced(Call(lambda x: x * 2 + x * 3), torch.randn(3, 6))
         trials = SizeTrials(DynamicExample((torch.randn(3, 6),), {}, None, []))
-        steps.translate_in_steps(program, 20, trials)
+        translate._translate_in_steps(program, 20, trials)
         assert vars(OpSignature)["from_op_schema"] is ours
     assert derived.count("Mul") == 1
-    assert vars(OpSignature)["from_op_schema"] is original
-
-
-def test_overlapping_exports_leave_no_signatures_behind() -> None:
-    original = vars(OpSignature)["from_op_schema"]
-    first, second = steps._signatures_once(), steps._signatures_once()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
     assert vars(OpSignature)["from_op_schema"] is original
 
 

@@ -1,4 +1,4 @@
-"""``dynamo_moe.export``: what is in the file, and that it computes the same everywhere."""
+"""``dynamo_moe.export``: the contents of the file, and that it computes the same everywhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dynamo_moe.files import model_files
 from dynamo_moe.weights import placeholders
 from small_models import OpLayer, OwnRouter, mlp_model, op_model
 
-# What a file can be, by name, and the options that say so.
+# The forms of a file, by name, and the options that select them.
 FORMS: dict[str, dict[str, Any]] = {
     "plugin": {"target": "plugin"},
     "unrolled": {"target": "plugin", "body": "unrolled"},
@@ -47,7 +47,7 @@ def mixed_model() -> nn.Module:
 def exported(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str, str], tuple[nn.Module, Path]]:
-    """Exports each (model, form) once, from an example of batch 1 and 5 tokens."""
+    """Exports each (model, form) once, from an example with batch 1 and 5 tokens."""
     folder = tmp_path_factory.mktemp("exported")
     done: dict[tuple[str, str], tuple[nn.Module, Path]] = {}
 
@@ -92,7 +92,7 @@ def test_empty_batch(exported, name: str, form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_that_the_example_did_not_hit(tmp_path: Path, form: str) -> None:
-    """An example that only hits experts 0 and 1, then tokens for every other pair."""
+    """The example only reaches experts 0 and 1; then tokens choose every other pair."""
     torch.manual_seed(2)
     layer = OpLayer(experts=6, activation="relu")
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_plugin_node(exported) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "mixed"])
 def test_nodes_obey_the_rules_of_tensorrts_parser(exported, name: str) -> None:
-    """A function per (domain, name); exactly its inputs, none omitted; all its attributes."""
+    """One function per (domain, name), with all inputs, none omitted, and all attributes."""
     _, path = exported(name, "plugin")
     proto = onnx.load(path)
     functions = {(function.domain, function.name): function for function in proto.functions}
@@ -153,7 +153,7 @@ def test_nodes_obey_the_rules_of_tensorrts_parser(exported, name: str) -> None:
 def test_one_configuration_keeps_the_plain_domain(exported) -> None:
     _, path = exported("mixed", "plugin")
     domains = [n.domain for n in onnx.load(path).graph.node if n.domain.startswith("moe")]
-    assert domains[0] == domains[3] == "moe"  # The first of each operator.
+    assert domains[0] == domains[3] == "moe"  # The first configuration of each operator.
     assert len(set(domains[:3])) == 3
 
 
@@ -251,7 +251,7 @@ def test_the_example_does_not_change_the_file(tmp_path: Path) -> None:
         files.append(path.read_bytes())
         seconds.append(report.seconds)
     assert len(set(files)) == 1
-    # 560 times the tokens. Twice the time allows for another test on the same core, no growth.
+    # 560 times the tokens. Twice the time allows for another test on the same core, not for growth.
     assert seconds[1] < 2 * max(seconds[0], *seconds[2:])
 
 
@@ -302,7 +302,7 @@ def test_too_large_for_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_file_is_what_protobuf_itself_would_write(tmp_path: Path) -> None:
-    """But for the order of the weights."""
+    """Except for the order of the weights."""
     model = mlp_model()
     dynamo_moe.convert(model)
     dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx")
@@ -618,7 +618,7 @@ def test_onnxruntime_target_takes_any_router(tmp_path: Path, scoring: str, gated
 
 
 def test_an_unrolled_body_serves_one_number_of_experts(tmp_path: Path) -> None:
-    """A file with layers of 6 and of 4 experts has two functions, each of its own products."""
+    """A file with layers of 6 and of 4 experts has two functions, each with its own products."""
     torch.manual_seed(3)
     layers = [OpLayer(experts=count, activation="relu") for count in (6, 4, 6)]
     model = nn.Sequential(*layers).eval()
@@ -628,7 +628,7 @@ def test_an_unrolled_body_serves_one_number_of_experts(tmp_path: Path) -> None:
     products = [
         sum(node.op_type == "Gemm" for node in function.node) for function in proto.functions
     ]
-    assert products == [2 * 6 + 1, 2 * 4 + 1]  # The router's too.
+    assert products == [2 * 6 + 1, 2 * 4 + 1]  # Including the router's.
     assert len({node.domain for node in proto.graph.node}) == 2
     assert dynamo_moe.verify(path, model, [(torch.randn(9, 16),)]).passed
 

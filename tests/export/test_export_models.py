@@ -1,4 +1,4 @@
-"""``dynamo_moe.export`` of models without MoE: numbers, shapes, and nothing left to simplify."""
+"""``dynamo_moe.export`` of models without MoE layers: numbers, shapes, nothing left to simplify."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = {"x": {1: "length"}}
 
 
 class Case(NamedTuple):
-    """A model, what it is traced with, and what it is then run with."""
+    """A model, its example inputs, and the inputs that it then runs on."""
 
     model: nn.Module
     example: dict[str, Tensor]
@@ -43,7 +43,7 @@ class Encoder(nn.Module):
 
 
 class Residual(nn.Module):
-    """ResNet's basic block, both of its sums in place."""
+    """ResNet's basic block, with both sums in place."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Digits(nn.Module):
 
 
 class Logits(nn.Module):
-    """A model of transformers, its logits alone."""
+    """A transformers model that returns only its logits."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__()
@@ -199,8 +199,8 @@ MODELS: dict[str, Callable[[], Case]] = {
     "swin": swin,
 }
 
-# Constant factors that onnxsim multiplies with one another. Here one of them is a weight, which
-# keeps its values: T5 scales what its last norm has weighted.
+# Constant factors that onnxsim multiplies with one another. In T5, which scales the weighted result
+# of its last norm, one factor is a weight, and weights keep their values.
 MERGED_FACTORS = {"t5": 1}
 
 
@@ -215,7 +215,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
             torch.manual_seed(0)
             case = MODELS[name]()
             case.model.eval()
-            with torch.no_grad():  # Biases of zero would be nothing to add.
+            with torch.no_grad():  # Zero biases would have no effect.
                 for parameter in case.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.05)
             path = folder / f"{name}.onnx"
@@ -240,8 +240,8 @@ def largest_error(actual: Tensor, expected: Tensor) -> float:
 def test_numbers_at_other_sizes_than_the_example(exported, name: str) -> None:
     case, path = exported(name)
     for inputs in (case.other, case.example):
-        # With gradients, so that an encoder computes what it says: fused, it returns zeros for
-        # tokens of padding.
+        # With gradients, so that an encoder does not use its fused path, which returns zeros for
+        # padding tokens.
         expected = case.model(**inputs).detach()
         assert largest_error(run(path, inputs), expected) < 1e-5
 
@@ -270,7 +270,7 @@ def test_onnxslim_finds_nothing_to_simplify(exported, name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_onnxsim_only_merges_products(exported, name: str) -> None:
-    """It makes one product of several by the same tensor, with a ``Split`` behind it."""
+    """Several products with the same tensor become one product, followed by a ``Split``."""
     onnxsim = pytest.importorskip("onnxsim")
     _, path = exported(name)
     ours = operators(onnx.load(path))

@@ -1,4 +1,4 @@
-"""The parts of the export benchmark that export nothing: medians, ratios, tables, plots, files."""
+"""The parts of the export benchmark that do not export: medians, ratios, tables, plots, files."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from rich.console import Console
-from typer import Typer
-from typer.testing import CliRunner
 
-from benchmarks import _export_models, _export_report, _export_runs, export_time
-from benchmarks._export_cases import CASES, DYNAMO, ONE_NODE, OURS, TORCHSCRIPT, TRANSFORMERS
+from benchmarks.export import models, report, runs, speed
+from benchmarks.export.cases import CASES, DYNAMO, ONE_NODE, OURS, TORCHSCRIPT, TRANSFORMERS
 from dynamo_moe import open_tensors
 
 FACTOR = {OURS: 1, DYNAMO: 4, ONE_NODE: 3, TORCHSCRIPT: 0.5, TRANSFORMERS: 5}
 
 
 def _run(model, row, exporter, quick, check, folder):
-    """A made-up export: of ours 2 s for 6 blocks; TorchScript refuses static shapes."""
+    """A made-up export: ours takes 2 s for 6 blocks; TorchScript refuses static shapes."""
     if exporter == TORCHSCRIPT and not row.dynamic:
         return {"error": "ValueError: a [reason]"}
     seconds = row.blocks / 3 * FACTOR[exporter] * (1.1 if row.length == 1024 else 1)
     found = {"seconds": seconds, "cpu seconds": seconds, "peak bytes": 5e7 * FACTOR[exporter]}
     if exporter == OURS:
-        found["way"] = _export_runs.OWN_STEPS
+        found["way"] = runs.OWN_STEPS
     if check:
         found["nodes"] = 100 * row.blocks
         if model == "qwen3":
@@ -44,15 +41,13 @@ def _runner(quick):
 
 @pytest.fixture
 def cases():
-    run = {"versions": dict.fromkeys(export_time.PACKAGES, "1.0"), "cpu": "A", "cores": 2}
+    run = {"versions": dict.fromkeys(speed.PACKAGES, "1.0"), "cpu": "A", "cores": 2}
     run |= {"turns": 2, "quick": False, "date": "2026-01-01T00:00:00"}
     return [
         {
             "name": case.name,
             "run": run,
-            "rows": export_time.measure(
-                case, 2, quick=False, folder=None, runs=_run, console=Console(quiet=True)
-            ),
+            "rows": speed.measure(case, 2, _run),
         }
         for case in CASES
     ]
@@ -65,7 +60,7 @@ def _rows(cases, name):
 
 def test_medians_keep_each_turn():
     turns = [{"seconds": value, "peak bytes": 7, "nodes": 5} for value in (4.0, 1.0, 2.0)]
-    assert _export_report.together(turns) == {
+    assert report.together(turns) == {
         "nodes": 5,
         "seconds": {"median": 2.0, "turns": [4.0, 1.0, 2.0]},
         "peak bytes": {"median": 7, "turns": [7, 7, 7]},
@@ -73,7 +68,7 @@ def test_medians_keep_each_turn():
 
 
 def test_a_failure_of_one_turn_is_one_of_all():
-    assert _export_report.together([{"seconds": 1.0}, {"error": "X: y"}]) == {"error": "X: y"}
+    assert report.together([{"seconds": 1.0}, {"error": "X: y"}]) == {"error": "X: y"}
 
 
 def test_a_case_in_turns(cases):
@@ -84,9 +79,7 @@ def test_a_case_in_turns(cases):
         return _run(model, row, exporter, quick, check, folder)
 
     swin = CASES[-1]
-    rows = export_time.measure(
-        swin, 2, quick=False, folder=None, runs=run, console=Console(quiet=True)
-    )
+    rows = speed.measure(swin, 2, run)
     assert order == [(OURS, True), (ONE_NODE, True), (ONE_NODE, False), (OURS, False)]
     assert rows == list(_rows(cases, swin.name).values())
 
@@ -98,33 +91,29 @@ def test_who_fails_has_no_second_turn():
         tried.append(exporter)
         return {"error": "X: y"}
 
-    rows = export_time.measure(
-        CASES[-1], 3, quick=False, folder=None, runs=run, console=Console(quiet=True)
-    )
+    rows = speed.measure(CASES[-1], 3, run)
     assert tried == [OURS, ONE_NODE]
     assert rows[0]["exporters"] == {OURS: {"error": "X: y"}, ONE_NODE: {"error": "X: y"}}
 
 
 def test_ratios(cases):
     rows = _rows(cases, "T5-small")
-    assert _export_report.ratios(rows["L 16"], "seconds") == pytest.approx(
+    assert report.ratios(rows["L 16"], "seconds") == pytest.approx(
         {DYNAMO: 4, TORCHSCRIPT: 0.5, TRANSFORMERS: 5}
     )
-    assert _export_report.ratios(rows["L 16, static"], "peak bytes") == {DYNAMO: 4}
+    assert report.ratios(rows["L 16, static"], "peak bytes") == {DYNAMO: 4}
     rows["L 16"]["exporters"][OURS] = {"error": "X: y"}
-    assert _export_report.ratios(rows["L 16"], "seconds") == {}
+    assert report.ratios(rows["L 16"], "seconds") == {}
 
 
 def test_no_ratios_to_nothing():
     nothing = {"peak bytes": {"median": 0}}
-    assert (
-        _export_report.ratios({"exporters": {OURS: nothing, DYNAMO: nothing}}, "peak bytes") == {}
-    )
-    assert _export_report.spread([0, 0]) == 0
+    assert report.ratios({"exporters": {OURS: nothing, DYNAMO: nothing}}, "peak bytes") == {}
+    assert report.spread([0, 0]) == 0
 
 
 def test_summary(cases):
-    found = _export_report.summary(cases)
+    found = report.summary(cases)
     assert found["time / ours"]["Llama, 48 blocks"] == {DYNAMO: 4}
     assert found["example size"]["time between sizes, percent"] == pytest.approx(10)
     assert found["example size"]["time between turns of a size, percent"] == 0
@@ -137,24 +126,22 @@ def test_summary_where_all_of_ours_failed(cases):
     for case in cases:
         for row in case["rows"]:
             row["exporters"][OURS] = {"error": "X: y"}
-    assert _export_report.summary(cases) == {"time / ours": {}, "memory / ours": {}}
+    assert report.summary(cases) == {"time / ours": {}, "memory / ours": {}}
 
 
-def test_tables_show_failures_and_remarks(cases):
-    console = Console(width=250)
-    with console.capture() as capture:
-        console.print(_export_report.tables(cases))
-    text = capture.get()
-    assert "failed: ValueError: a [reason]" in text
+def test_tables_show_failures_and_remarks(cases, capsys):
+    report.show(cases)
+    text = capsys.readouterr().out
+    assert "T5-small, L 16, static, TorchScript failed: ValueError: a [reason]" in text
     assert "the file fails: Fail: not a registered function/op" in text
     assert "61.00 of 61.00 GB linked" in text
     assert all(case.name in text for case in CASES)
 
 
 def test_remarks():
-    assert not _export_report.remarks({"way": _export_runs.OWN_STEPS, "max relative error": 1e-6})
+    assert not report.remarks({"way": runs.OWN_STEPS, "max relative error": 1e-6})
     way = "torch.onnx.export: NeedsRetraceError: control flow"
-    assert _export_report.remarks({"way": way, "max relative error": 0.1}) == (
+    assert report.remarks({"way": way, "max relative error": 0.1}) == (
         f"the file's results are wrong; {way}"
     )
 
@@ -163,19 +150,17 @@ def test_remarks():
 def test_plot(cases, kept, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
-    _export_report.plot({"cases": cases[:kept]}, path)
+    report.plot({"cases": cases[:kept]}, path)
     assert path.stat().st_size > 1000
 
 
 def test_one_case_keeps_the_others_of_the_file(monkeypatch, tmp_path):
-    monkeypatch.setattr(export_time, "runner", _runner)
-    app = Typer()
-    app.command()(export_time.main)
+    monkeypatch.setattr(speed, "runner", _runner)
     path = tmp_path / "result.json"
 
     def call(*options):
-        result = CliRunner().invoke(app, ["--json", str(path), *options])
-        assert result.exit_code == 0, result.output
+        monkeypatch.setattr("sys.argv", ["speed", "--json", str(path), *options])
+        speed.main()
         return json.loads(path.read_text())["cases"]
 
     assert [case["name"] for case in call("--turns", "2")] == [case.name for case in CASES]
@@ -187,11 +172,11 @@ def test_one_case_keeps_the_others_of_the_file(monkeypatch, tmp_path):
     ]
 
 
-def test_no_such_case():
-    app = Typer()
-    app.command()(export_time.main)
-    result = CliRunner().invoke(app, ["--case", "none"])
-    assert result.exit_code == 2
+def test_no_such_case(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["speed", "--case", "none"])
+    with pytest.raises(SystemExit):
+        speed.main()
+    assert "no case contains 'none'; there are example size, T5-small" in capsys.readouterr().err
 
 
 def test_every_case_has_a_quick_row_and_ours_in_each():
@@ -203,7 +188,7 @@ def test_every_case_has_a_quick_row_and_ours_in_each():
 
 
 def test_header_of_a_file_of_holes(tmp_path):
-    header, size = _export_models.safetensors_header({"a": (3, 4), "b": (5,)})
+    header, size = models.safetensors_header({"a": (3, 4), "b": (5,)})
     path = tmp_path / "model.safetensors"
     path.write_bytes(header)
     with path.open("ab") as file:
@@ -221,4 +206,4 @@ def test_reasons_are_one_line_without_folders():
     cause = ValueError("\x1b[31mno\nfile /somewhere/x/model.onnx\x1b[0m")
     error = RuntimeError("wrapped")
     error.__cause__ = cause
-    assert _export_runs.reason(error) == "ValueError: no file model.onnx"
+    assert runs.reason(error) == "ValueError: no file model.onnx"

@@ -1,4 +1,4 @@
-"""The exported files are, byte for byte, those that were recorded."""
+"""The exported files are byte for byte the recorded ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECORDED = json.loads(DIGESTS.read_text())
 @pytest.mark.parametrize("name", FILES)
 def test_files_are_as_recorded(name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Of an example that is not converted.
+        warnings.simplefilter("ignore")  # One example is not converted.
         assert digests(name, tmp_path) == RECORDED["files"][name]
 
 

@@ -1,4 +1,4 @@
-"""Models that cannot be exported: what the one line says, and that it names the likely cause.
+"""Models that cannot be exported: the one-line error and the likely cause that it names.
 
 Legend: D model width, H hidden width, E experts.
 """
@@ -23,7 +23,7 @@ X = torch.randn(2, 5, 16)
 
 
 class OnTheHost(nn.Module):
-    """A gate and a list of experts, visited by a loop that reads the ids: no trace can follow."""
+    """A gate and a list of experts in a loop that reads the ids, which no trace can follow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class OnTheHost(nn.Module):
 
 
 class Casting(nn.Module):
-    """Casts a part of itself in its forward."""
+    """Casts a part of itself in forward."""
 
     def __init__(self, cast: Callable[[nn.Module], object]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class TwoInputs(nn.Module):
 
 
 class LowRank(nn.Module):
-    """What LoRA adds to a stack of experts ``[E, H, D]``."""
+    """LoRA's addition to a stack of experts ``[E, H, D]``."""
 
     def __init__(self, weight_EHD: Tensor) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class LowRankLinear(nn.Module):
 
 
 def failure(model: nn.Module, tmp_path: Path, *args: Tensor) -> str:
-    """The error's first line, which is what the command line shows."""
+    """The first line of the error, which the command line shows."""
     with pytest.raises(dynamo_moe.ExportError) as caught:
         dynamo_moe.export(model.eval(), args or X, tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir())
@@ -128,7 +128,7 @@ def test_converted_modules_are_not_named(tmp_path: Path) -> None:
 
 def test_a_module_on_the_operators_is_no_unconverted_one(tmp_path: Path) -> None:
     layer = OpLayer()
-    layer.top_k = 2  # With stacked weights, that looks like experts.
+    layer.top_k = 2  # Together with stacked weights, this looks like experts.
     model = op_model(layer)
     [left] = unconverted.unconverted_modules(model)
     assert left.module == "0.mlp"
@@ -177,9 +177,9 @@ def test_an_example_that_the_model_does_not_take(
 ) -> None:
     ids, mask = (f"{list(arg.shape)} {str(arg.dtype)[6:]}" for arg in args)
     line = r"\S*test_failures\.py:\d+ \(`return self\.embedding\(ids\) \* mask.*`\)"
-    said = failure(TwoInputs(), tmp_path, *args)
+    error = failure(TwoInputs(), tmp_path, *args)
     example = re.escape(f"the model itself fails on the example (ids {ids}, mask {mask}), at ")
-    assert re.match(f"{example}{line}: .*{message}", said), said
+    assert re.match(f"{example}{line}: .*{message}", error), error
 
 
 @pytest.mark.parametrize("dynamic_shapes", ["batch", None])
@@ -265,9 +265,9 @@ def test_weights_that_are_not_merged_are_named(tmp_path: Path) -> None:
     parametrize.register_parametrization(mlp, "w1", LowRank(mlp.w1))
     experts[2] = LowRankLinear(experts[2])
     message = failure(model, tmp_path)
-    named = "Weights that each forward computes anew, as LoRA does: '1.0.mlp.w1', '2.experts.2'; "
+    named = "Each forward computes some weights anew, as LoRA does: '1.0.mlp.w1', '2.experts.2'; "
     assert f"{named}merge them first, in peft by model.merge_and_unload()" in message
-    # peft marks its layers so; a parametrization that was removed is gone.
+    # peft marks its layers like this. A removed parametrization leaves no trace.
     experts[2].merged = True
     parametrize.remove_parametrizations(mlp, "w1")
     assert "merge" not in failure(model, tmp_path)
@@ -278,20 +278,23 @@ def test_advice_after_a_conversion() -> None:
     report = dynamo_moe.convert(model)
     assert report.advice is None
     plain = nn.Sequential(nn.Linear(4, 4))
-    said = dynamo_moe.convert(plain).advice
-    assert said is not None
-    assert said.startswith("Nothing to convert: no module looks like a router with experts")
-    assert said.endswith(f"{PAGE}.")
+    advice = dynamo_moe.convert(plain).advice
+    assert advice is not None
+    assert advice.startswith("Nothing to convert: no module looks like a router with experts")
+    assert advice.endswith(f"{PAGE}.")
     left = nn.Sequential(OnTheHost())
-    said = dynamo_moe.convert(left).advice
-    assert said == f"Left modules become many nodes, or fail: {PAGE} tells how to convert them."
+    advice = dynamo_moe.convert(left).advice
+    assert advice == (
+        "Modules that are left become many nodes, or fail to export: "
+        f"{PAGE} tells how to convert them."
+    )
 
 
 def test_advice_about_experts_that_are_not_merged() -> None:
     model = mlp_model(layers=1)
     parametrize.register_parametrization(model[0].mlp, "w1", LowRank(model[0].mlp.w1))
-    (said,) = unconverted.merging(model)
-    assert "as LoRA does: '0.mlp.w1'; merge them first" in said
+    advice = unconverted.merge_hint(model)
+    assert "as LoRA does: '0.mlp.w1'; merge them first" in advice
 
 
 def test_the_page_is_there() -> None:

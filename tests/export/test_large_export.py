@@ -1,4 +1,4 @@
-"""Weights are never held twice, and pass 2 GB by themselves."""
+"""Weights are never held twice, and an export above 2 GB needs no options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 GIGABYTES = 3.2
 
-# Runs alone in its process, whose peak memory it reports; `small` warms everything up first.
+# Runs in a separate process and reports its peak memory; `small` warms everything up first.
 SCRIPT = """
 import json, resource, sys
 from pathlib import Path

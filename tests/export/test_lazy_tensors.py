@@ -1,4 +1,4 @@
-"""Lazy tensors: shapes at once, values in pieces, nothing read before."""
+"""Lazy tensors: shapes are known at once, values are read in pieces and only when needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools of ONNX on exported files: docs/how-to/choose_a_target.md says what becomes of each."""
+"""ONNX tools on exported files, as described in docs/how-to/choose_a_target.md."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FORMS = {
     "onnxruntime": {"target": "onnxruntime"},
 }
 PAGE = ROOT / "docs" / "how-to" / "choose_a_target.md"
-# A tool's name in backquotes, and a cell for each form.
+# A tool's name in backquotes, then a cell for each form.
 ROW = re.compile(r"^\| `([^|]+)` \|(.*)\|$", re.MULTILINE)
 SECTION = PAGE.read_text(encoding="utf-8").partition("## Other tools\n")[2].partition("\n## ")[0]
 ROWS = dict(ROW.findall(SECTION))
 
 
 class Model(nn.Module):
-    """Both MoE operators between layers that tools change."""
+    """Both MoE operators, between layers that tools change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +59,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
 
 @pytest.mark.parametrize("tool", onnx_tools.TOOLS)
 def test_a_tool_does_what_the_table_says(outcomes: dict[str, dict[str, str]], tool: str) -> None:
-    said = {name: [cell.strip() for cell in cells.split("|")] for name, cells in ROWS.items()}
+    documented = {name: [cell.strip() for cell in cells.split("|")] for name, cells in ROWS.items()}
     words = {"the same": "yes", "inlined": "inlined"}
-    assert dict(zip(FORMS, said[tool], strict=True)) == {
+    assert dict(zip(FORMS, documented[tool], strict=True)) == {
         form: words.get(outcome, "no") for form, outcome in outcomes[tool].items()
     }, outcomes[tool]
 

@@ -1,4 +1,4 @@
-"""Decompositions of our own: with symbolic sizes, and where the program is traced again."""
+"""Our own decompositions: with symbolic sizes, and if the program is traced again."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def smaller(x: Tensor) -> Tensor:
 
 
 def test_antialiasing_by_a_factor(tmp_path: Path) -> None:
-    """PyTorch 2.13 itself computes something else for a result of width 1: no symbolic width."""
+    """PyTorch 2.13 itself computes something else if the width is 1, so it cannot be symbolic."""
     model = Call(smaller)
     dynamo_moe.export(model, torch.randn(2, 3, 8, 9), tmp_path / "m.onnx")
     check_numbers(tmp_path / "m.onnx", model, torch.randn(4, 3, 8, 9))

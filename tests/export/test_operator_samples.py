@@ -1,4 +1,4 @@
-"""PyTorch's own samples of its operators, as models of one operator."""
+"""PyTorch's own samples of its operators, as one-operator models."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ pytest.importorskip("expecttest", reason="PyTorch's samples need it")
 
 from operator_samples import DTYPES, models, names, ours, outcome, stock
 
-# What vision and language models meet: operators that PyTorch's exporter has no translation for, or
-# a wrong one for some arguments, and their neighbours.
+# Operators that vision and language models use: those that PyTorch's exporter cannot translate, or
+# translates incorrectly for some arguments, and related ones.
 COMMON = (
     "amax",
     "aminmax",
@@ -55,7 +55,7 @@ COMMON = (
     "_upsample_bilinear2d_aa",
 )
 
-# Valid files of ours that give other numbers than PyTorch, or none. Those of torch.onnx.export are
+# Valid files whose results differ from PyTorch's, or that give none. Those of torch.onnx.export are
 # no better.
 _ONE = "of one element, where PyTorch's is NaN"
 _NO_ROW = "without a row, where ONNX Runtime's fused product fails"

@@ -1,4 +1,4 @@
-"""Phases of an export: their times, the display of them, and profiles."""
+"""Phases of an export: their times, their display, and profiles."""
 
 from __future__ import annotations
 

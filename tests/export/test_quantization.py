@@ -1,4 +1,4 @@
-"""An operator that is one node is quantised as one: ONNX Runtime's static quantisation of both."""
+"""ONNX Runtime's static quantisation of an operator written out, and as one node."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def quantized(
     ).eval()
     path, int8 = folder / f"{norm.__name__}.onnx", folder / f"{norm.__name__}_int8.onnx"
     dynamo_moe.export(model, torch.randn(2, 3, WIDTH), path)
-    # Without VNNI, the sum of two products of 8 bits passes the 16 bits that AVX2 has for it.
+    # Without VNNI, the sum of two 8-bit products overflows AVX2's 16 bits.
     quantize_static(path, int8, Batches(), op_types_to_quantize=types, reduce_range=True)
     x = torch.randn(5, 3, WIDTH)
     (y,) = onnxruntime.InferenceSession(int8).run(None, {"input": x.numpy()})
@@ -73,7 +73,7 @@ def test_one_node_needs_fewer_pairs(tmp_path: Path) -> None:
     one, one_error = quantized(tmp_path, OneNode, None)
     assert one["RMSNorm"] == 1
     assert "ReduceMean" not in one
-    # Before the first product, between both, and after the second.
+    # Before the first product, between the two, and after the second.
     assert one["QuantizeLinear"] == 3
     assert many["QuantizeLinear"] >= 2 * one["QuantizeLinear"]
     assert many["DequantizeLinear"] > one["DequantizeLinear"]
@@ -83,7 +83,7 @@ def test_one_node_needs_fewer_pairs(tmp_path: Path) -> None:
 
 def test_the_node_itself_can_be_quantised(tmp_path: Path) -> None:
     ops, error = quantized(tmp_path, OneNode, ["MatMul", "RMSNorm"])
-    # Before the node too, and its weight.
+    # Also before the node, and its weight.
     assert ops["QuantizeLinear"] >= 4
     assert error < 0.05
 

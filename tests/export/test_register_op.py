@@ -1,4 +1,4 @@
-"""``dynamo_moe.register_op``: any operator as one node, and what it refuses."""
+"""``dynamo_moe.register_op``: any operator as one node, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe.operators import registry
+from dynamo_moe.tracing import translate
 
 LIBRARY = torch.library.Library("registered", "FRAGMENT")
 DOMAIN = "registered"
@@ -30,7 +31,7 @@ _opset = onnxscript.values.Opset(DOMAIN, 1)
 
 
 def define(schema: str, function: Callable[..., Any] | None = None) -> Any:
-    """Defines an operator whose kernel serves as its fake kernel too."""
+    """Defines an operator whose kernel is also its fake kernel."""
     LIBRARY.define(schema)
     name = schema.partition("(")[0]
     if function is not None:
@@ -39,7 +40,7 @@ def define(schema: str, function: Callable[..., Any] | None = None) -> Any:
 
 
 class Call(nn.Module):
-    """A linear layer, an operator on its result, and another layer."""
+    """A linear layer, an operator applied to its result, and another layer."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ def test_torch_onnx_export_makes_the_node_too() -> None:
 
 
 def test_exporter_of_pytorch_gives_the_same_node(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("dynamo_moe.tracing.known_torch.KNOWN_VERSIONS", ())
+    monkeypatch.setattr("dynamo_moe.tracing.private.KNOWN_VERSIONS", ((2, 0), (2, 1)))
     model, proto = exported(tmp_path / "m.onnx", call_scaled)
     assert attributes(only(proto, "Scaled"))["steps"] == [4, 5]
     other_shapes(tmp_path / "m.onnx", model)
@@ -198,7 +199,7 @@ def _both(
 
 
 def both_body(node: ir.Node, opset: int, target: str) -> ir.Function:
-    """The body for the number of tensors that the node has."""
+    """The body for the node's number of tensors."""
     inputs = [ir.Value(name=f"i{place}") for place in range(len(node.inputs))]
     has_bias = node.inputs[1] is not None
     nodes: list[ir.Node] = []
@@ -288,7 +289,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("target", ["plugin", "dense"])
 def test_a_body_without_the_inputs_that_a_node_leaves_out(tmp_path: Path, target: str) -> None:
-    """ONNX Runtime 1.31 crashes on a function that uses an input that its node has not."""
+    """ONNX Runtime 1.31 crashes on a function that uses an input that its node omits."""
     path, model = tmp_path / "m.onnx", Normed()
     dynamo_moe.export(model, torch.randn(2, 8), path, target=target)
     proto = onnx.load(path)
@@ -338,7 +339,7 @@ class Branches(nn.Module):
 
 @pytest.fixture
 def _compiled_anew() -> Iterator[None]:
-    """torch.cond compiles, and PyTorch counts how often, over all tests."""
+    """Resets PyTorch's count of compilations, which torch.cond adds to over all tests."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -387,7 +388,7 @@ def test_zeros_can_stand_for_an_absent_input(tmp_path: Path) -> None:
     np.testing.assert_array_equal(onnx.numpy_helper.to_array(zeros), np.zeros((2, 3), np.float32))
 
 
-# Operators that PyTorch would decompose, or translate otherwise.
+# Operators that PyTorch would decompose or translate in another way.
 
 LIBRARY.define("composite(Tensor x) -> Tensor")
 LIBRARY.impl("composite", lambda x: (x * x + 1).sqrt(), "CompositeImplicitAutograd")
@@ -397,14 +398,14 @@ dynamo_moe.register_op(OPS.composite, domain=DOMAIN, op_type="Composite")
 @pytest.mark.parametrize("steps", [True, False], ids=["own steps", "torch.onnx"])
 def test_a_composite_stays_one_node(tmp_path: Path, monkeypatch, steps: bool) -> None:
     if not steps:
-        monkeypatch.setattr("dynamo_moe.tracing.known_torch.KNOWN_VERSIONS", ())
+        monkeypatch.setattr("dynamo_moe.tracing.private.KNOWN_VERSIONS", ((2, 0), (2, 1)))
     _, proto = exported(tmp_path / "m.onnx", OPS.composite)
     assert only(proto, "Composite")
     assert "Sqrt" not in {node.op_type for node in proto.graph.node}
 
 
 def test_an_operator_of_pytorch_stays_one_node(tmp_path: Path, monkeypatch) -> None:
-    # Other tests want it decomposed.
+    # Other tests need it decomposed.
     monkeypatch.setattr(registry, "_OPERATORS", dict(registry._OPERATORS))
     dynamo_moe.register_op(
         torch.ops.aten.rms_norm,
@@ -456,7 +457,7 @@ for _name, (_schema, _function) in SHAPES.items():
 
 
 def inferred(op_type: str, *inputs: list[int | str | None], **given: Any) -> list[Any]:
-    """Returns element types and sizes that onnx infers; None where it knows no shape."""
+    """Returns element types and sizes that onnx infers; None if it infers no shape."""
     names = [f"x{place}" for place in range(len(inputs))]
     schema = onnx.defs.get_schema(op_type, domain=DOMAIN)
     outputs = [f"y{place}" for place in range(len(schema.outputs))]
@@ -481,7 +482,7 @@ def inferred(op_type: str, *inputs: list[int | str | None], **given: Any) -> lis
 
 
 def _size(size: Any) -> int | str | None:
-    # onnx itself invents the names unk__.
+    # onnx invents the names unk__ itself.
     return None if size.dim_param.startswith("unk__") else size.dim_param or size.dim_value or None
 
 
@@ -540,7 +541,7 @@ def test_a_size_that_inputs_do_not_tell_is_not_that_of_an_input() -> None:
         lambda x: x.new_empty(torch.library.get_ctx().new_dynamic_size())
     )
     dynamo_moe.register_op(op, domain=DOMAIN, op_type="NonzeroCount")
-    # PyTorch's name of such a size, and a name that its exporter writes.
+    # PyTorch's name for such a size, and a name that its exporter writes.
     assert inferred("NonzeroCount", ["u0"]) == [(F, [None])]
 
 
@@ -563,7 +564,7 @@ def test_bodies_of_onnx_and_onnx_ir(tmp_path: Path, form: str) -> None:
     body = proto if form == "onnx" else ir.from_proto(proto)
     dynamo_moe.register_op(op, domain=DOMAIN, op_type=f"Relu_{form}", body=body)
     model, found = exported(tmp_path / "m.onnx", op)
-    # Written for opset 18, and converted to the file's.
+    # Written for opset 18 and converted to the file's opset.
     assert {o.domain: o.version for o in found.functions[0].opset_import} == {"": 20}
     other_shapes(tmp_path / "m.onnx", model)
 
@@ -607,8 +608,8 @@ def test_bodies_that_do_not_fit() -> None:
     refused(foreign, ValueError, "the attribute 'slope', which the operator does not have")
     refused(calling, ValueError, "uses registered::helper, which is no ONNX operator")
     for node, message in (
-        (onnx.helper.make_node("Relu", ["q"], ["y"]), "no valid ONNX function: .*input 'q'"),
-        (onnx.helper.make_node("Relu", ["x"], ["y"], a=1), "no valid .*Unrecognized attribute: a"),
+        (onnx.helper.make_node("Relu", ["q"], ["y"]), "not a valid ONNX function: .*input 'q'"),
+        (onnx.helper.make_node("Relu", ["x"], ["y"], a=1), "not a valid .*Unrecognized attribute: a"),
         (onnx.helper.make_node("Relu", ["x"], ["z"]), "computes no output 'y'"),
     ):
         opsets = [onnx.helper.make_opsetid("", 20)]
@@ -623,7 +624,7 @@ def test_a_fixed_body_for_any_number_of_tensors() -> None:
         dynamo_moe.register_op(op, domain=DOMAIN, op_type="AnyNumber", body=relu_18)
 
 
-# Bodies of single nodes, and what may not be merged.
+# Bodies of individual nodes, and what must not be merged.
 
 
 def test_bodies_that_name_no_overload_are_told_apart(tmp_path: Path) -> None:
@@ -665,7 +666,7 @@ def test_a_body_and_the_attributes_that_a_node_leaves_out(tmp_path: Path) -> Non
     dynamo_moe.register_op(op, domain=DOMAIN, op_type="Bent", body=body)
     for target in ("plugin", "dense"):
         path = tmp_path / f"{target}.onnx"
-        # Elu has a default, a constant has none.
+        # Elu has a default; a constant has none.
         model, _ = exported(path, lambda x: op(x, None, 2.0), target=target)
         other_shapes(path, model)
         with pytest.raises(ValueError, match=r"attribute 'scale', which .*: Constant needs it"):
@@ -681,7 +682,7 @@ def test_equal_calls_of_an_untagged_random_operator_stay_two(tmp_path: Path) -> 
     assert all(node.overload == "" for node in (first, second))
 
 
-# Declarations that are refused.
+# Invalid declarations.
 
 REFUSED: dict[str, tuple[str, str, str]] = {
     "no fake kernel": (
@@ -887,11 +888,10 @@ def test_operators_registered_after_an_export_are_known(tmp_path: Path) -> None:
 
 
 def test_translations_of_former_sets_of_operators_are_let_go() -> None:
-    steps = pytest.importorskip("dynamo_moe.tracing.exporter_steps")
     own = registry.operators()
-    before, _ = steps._registered(18, own)
-    after, _ = steps._registered(18, own[:-1])
-    assert steps._registered.cache_info().currsize == 1
+    before, _ = translate._registered(18, own)
+    after, _ = translate._registered(18, own[:-1])
+    assert translate._registered.cache_info().currsize == 1
     dropped = own[-1].torch_op
     assert before.is_registered(dropped)
     assert not after.is_registered(dropped)

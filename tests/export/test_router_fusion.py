@@ -1,4 +1,4 @@
-"""Routers that an export takes into the node of their layer, and those that it must leave alone."""
+"""Routers that an export merges into their layer's node, and those that it must leave alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Routing = tuple[Tensor, Tensor]
 
 
 class Layer(nn.Module):
-    """Experts behind a router: a function of the layer and of tokens ``[..., D]``."""
+    """Experts behind a router, which is a function of the layer and of tokens ``[..., D]``."""
 
     def __init__(self, router: Callable[[Any, Tensor], Routing]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def deepseek(layer: Layer, x: Tensor, bias: Tensor | None = None) -> Routing:
 
 
 def exported(model: nn.Module, shape: tuple[int, ...] = (3, 5, WIDTH), **options: Any) -> Any:
-    """The traced program after fusing."""
+    """The traced program after the fusion."""
     x = torch.randn(shape, dtype=options.pop("dtype", torch.float32))
     dynamic = (dict.fromkeys(range(x.ndim - 1), Dim.AUTO),)
     program = torch.export.export(model.eval(), (x,), dynamic_shapes=dynamic)
@@ -120,7 +120,7 @@ def test_one_node_with_the_router(
     assert (attributes["renormalize"], attributes["routed_scaling"]) == (renormalize, scaling)
     assert node.input[1] == "1.weight"
     assert ("1.bias" in node.input) == (router is topk_softmax)
-    # Nothing of the model's own router is left: its products, its top-k.
+    # Nothing of the model's own router is left, neither its products nor its top-k.
     assert not {node.op_type for node in graph.node} & {"TopK", "MatMul", "Gemm", "Softmax"}
     verified = dynamo_moe.verify(report.path, model, [(torch.randn(3, 7, WIDTH),)])
     assert verified.cases[0].routing_agreement == 1
@@ -134,7 +134,7 @@ def test_shapes_of_the_example(shape: tuple[int, ...]) -> None:
 
 
 def capacity(layer: Layer, x: Tensor) -> Routing:
-    """Beyond 1000 tokens an expert has no place: not to be seen on a few."""
+    """From 1000 tokens on an expert is full, which a few tokens do not show."""
     ids, weights = softmax(layer, x)
     place = F.one_hot(ids, EXPERTS).sum(1).cumsum(0).gather(1, ids)
     return ids, torch.where(place <= 1000, weights, 0.0)
@@ -153,7 +153,7 @@ def parameter_scale(layer: Layer, x: Tensor) -> Routing:
 
 
 def changed(by: Callable[[Tensor], Tensor]) -> Callable[[Layer, Tensor], Routing]:
-    """A softmax router whose logits are changed."""
+    """A softmax router with modified logits."""
 
     def router(layer: Layer, x: Tensor) -> Routing:
         weights, ids = by(layer.logits(x)).softmax(-1).topk(TOP_K)
@@ -163,7 +163,7 @@ def changed(by: Callable[[Tensor], Tensor]) -> Callable[[Layer, Tensor], Routing
 
 
 def ids_changed(by: Callable[[Tensor], Tensor]) -> Callable[[Layer, Tensor], Routing]:
-    """A softmax router whose choice is changed."""
+    """A softmax router with a modified choice."""
 
     def router(layer: Layer, x: Tensor) -> Routing:
         ids, weights = softmax(layer, x)
@@ -173,7 +173,7 @@ def ids_changed(by: Callable[[Tensor], Tensor]) -> Callable[[Layer, Tensor], Rou
 
 
 def weights_changed(by: Callable[[Layer, Tensor, Tensor], Tensor]) -> Any:
-    """A softmax router whose weights are changed."""
+    """A softmax router with modified weights."""
 
     def router(layer: Layer, x: Tensor) -> Routing:
         ids, weights = softmax(layer, x)
@@ -272,7 +272,7 @@ def test_a_bias_of_another_dtype(name: str) -> None:
 
 @torch.library.custom_op("tests::poke", mutates_args={"out"})
 def poke(source: Tensor, out: Tensor) -> None:
-    """Writes another argument than its first."""
+    """Writes to an argument other than its first."""
     out.add_(source.sum())
 
 
@@ -327,7 +327,7 @@ def test_logits_that_the_model_returns_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     assert operators(exported(Layer(softmax).to(dtype), dtype=dtype)) == LEFT
-    # Its logits are those of float32.
+    # Its logits are computed in float32.
     assert operators(exported(Layer(deepseek).to(dtype), dtype=dtype)) == FUSED
 
 

@@ -1,7 +1,7 @@
-"""The rewrite rules, one by one: graphs that they simplify, and graphs that they leave alone.
+"""The rewrite rules one by one: graphs that they simplify, and graphs that they leave alone.
 
-A graph is ONNX's text. N and M are sizes that only a run knows, K is one that follows from them.
-What a rule leaves alone is its first graph with one thing changed.
+Graphs are written in ONNX's text format. N and M are sizes known only at run time, K depends on
+them. A rule's negative cases are its first graph with one change.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Changes = Mapping[str, str]
 
 
 class Rule(NamedTuple):
-    """What a rule is tested on.
+    """The test cases of a rule.
 
     Attributes:
-        graph: A graph that it simplifies.
-        left: The operators that are left, but for the shapes that they read.
-        also: Changes of the graph after which it still simplifies it to these.
-        not_if: Changes after which it does not, and what they break.
-        ulps: How far results may be from those of the graph.
+        graph: A graph that the rule simplifies.
+        left: The operators that remain, except for the shapes that they read.
+        also: Changes of the graph after which the rule still simplifies it to these operators.
+        not_if: Changes after which it does not, and the condition they violate.
+        ulps: Allowed difference from the graph's results.
     """
 
     graph: str
@@ -364,7 +364,7 @@ def model(name: str, changes: Changes) -> ir.Model:
 
 
 def run(tested: ir.Model, sizes: Mapping[str, int]) -> np.ndarray:
-    """Runs the model as it stands; its inputs count up, or alternate."""
+    """Runs the model unoptimised; its inputs count up or alternate."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(ir.to_proto(tested).SerializeToString(), options)

@@ -1,4 +1,4 @@
-"""The Swin-MoE classifier, its MoE layer, and the training of the demo."""
+"""The Swin-MoE classifier, its MoE layer, and the demo's training."""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from dynamo_moe.models import (
 )
 from dynamo_moe.models.window_attention import WindowAttention
 
-# The grids, windows and stages of Swin-T with an eighth of its channels.
+# Swin-T's grids, windows and stages with an eighth of its channels.
 NARROW_TINY = SwinMoEConfig(embed_dim=12, mlp_ratio=1, num_classes=7, num_experts=4)
 
 
@@ -112,9 +112,9 @@ def test_images_of_another_size_are_rejected() -> None:
 
 
 def _attention_by_pairs(layer: WindowAttention, x_BLC: Tensor, grid: int, window: int) -> Tensor:
-    """Attention over all pairs of tokens, those of another window left out: no roll, no mask.
+    """Attention over all pairs of tokens of the same window, without roll or mask.
 
-    The windows' edges are at `shift + k * window`; the grid ends where it ends.
+    The windows' edges are at `shift + k * window`, and at the grid's end.
     """
     shift = window // 2 if layer.mask_G1NN is not None else 0
     row, column = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
@@ -152,7 +152,7 @@ def test_window_attention_equals_attention_by_pairs(grid: int, window: int, shif
 
 
 def _moe_dense(layer: DroplessMoEMlp, x_TD: Tensor) -> Tensor:
-    """Every expert on every token in float64, weighted by 0 where it was not chosen."""
+    """Every expert on every token in float64; experts that were not chosen have weight 0."""
     x_TD = x_TD.double()
     p_TE = (x_TD @ layer.router.weight.double().T).softmax(dim=-1)
     kept_TE = torch.zeros_like(p_TE).scatter(1, p_TE.topk(layer.top_k).indices, 1.0) * p_TE
@@ -204,7 +204,7 @@ def test_load_balancing_loss_spreads_the_tokens() -> None:
 
 @pytest.fixture(scope="module")
 def dense_model() -> SwinMoE:
-    """The CIFAR model's kinds of blocks, with an MLP in place of each MoE layer."""
+    """The kinds of blocks in the CIFAR model, with an MLP instead of each MoE layer."""
     torch.manual_seed(0)
     model = SwinMoE(
         SwinMoEConfig(
@@ -227,7 +227,7 @@ def dense_model() -> SwinMoE:
 @pytest.mark.parametrize("example_batch", [1, 2])
 @pytest.mark.parametrize("strict", [False, True])
 def test_exports_with_any_batch(dense_model: SwinMoE, example_batch: int, strict: bool) -> None:
-    # torch.export makes a size of 1 a constant, unless told to be oblivious of example sizes.
+    # torch.export treats a size of 1 as constant, unless it is oblivious of example sizes.
     config: Any = torch.fx.experimental._config
     oblivious = config.patch(backed_size_oblivious=True) if example_batch == 1 else nullcontext()
     with oblivious:
@@ -273,7 +273,7 @@ def test_short_training_learns_and_uses_every_expert(split: Split) -> None:
         assert sum(usage) == pytest.approx(1)
         assert min(usage) > 0
     assert not model.training
-    # No tensor of the training is left in the model: it can be copied, as a converter does.
+    # No tensor from the training is left in the model, so a converter can copy it.
     copied = copy.deepcopy(model)
     assert expert_usage(copied, split.test_images) == result.expert_usage
 

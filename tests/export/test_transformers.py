@@ -1,7 +1,7 @@
-"""Models of transformers: converted, exported and run in ONNX Runtime, with the original's numbers.
+"""transformers models: converted, exported and run in ONNX Runtime, with the original's numbers.
 
 `make test` runs a few architectures, `make test-all` every one that stacks its experts. Each run
-leaves a row in build/tests/architectures, of which tests/support/architecture_table.py makes the
+writes a row to build/tests/architectures; tests/support/architecture_table.py turns them into the
 page.
 """
 
@@ -22,15 +22,15 @@ from moe_architectures import ARCHITECTURES, example_inputs
 
 ROWS = Path(__file__).parents[2] / "build" / "tests" / "architectures"
 FEW = ("deepseek_v2", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe")
-# What torch.ops.moe cannot compute, and transformers' implementation that takes its place.
+# What torch.ops.moe cannot compute, and the transformers implementation that replaces it.
 FALLBACK = {"inkling2": "batched_mm", "muse_spark": "batched_mm"}
-# What PyTorch's exporter cannot take, outside the MoE layers.
+# What PyTorch's exporter cannot export, outside the MoE layers.
 UNEXPORTABLE = {
-    "minimax_m3_vl": "the exporter's ScatterElements of the sparse attention has ranks 4 and 5",
-    "qwen4_exp": "its attention's indexer loops over what nonzero() found",
+    "minimax_m3_vl": "the exporter writes ScatterElements of ranks 4 and 5 for sparse attention",
+    "qwen4_exp": "the indexer of its attention loops over the results of nonzero()",
 }
 SHAPES = ((1, 4), (3, 9), (2, 7))
-# Whose routers are such as torch.ops.moe.dropless has.
+# Models with routers that torch.ops.moe.dropless has.
 PLAIN_ROUTERS = {
     *("aria", "cohere2_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa"),
     *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "jamba", "llama4", "mellum"),
@@ -40,7 +40,7 @@ PLAIN_ROUTERS = {
 
 
 class Answer(nn.Module):
-    """A model's logits, or its hidden states where it has no head."""
+    """A model's logits, or its hidden states if it has no head."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_experts_in_half_precision() -> None:
 
 
 class Gated(nn.Module):
-    """The interface of transformers' experts, around any gating."""
+    """An object with the interface of transformers' experts, around any gating."""
 
     has_gate, has_bias, has_post_expert_norm = True, False, False
     is_transposed, is_concatenated = False, True
@@ -225,7 +225,7 @@ def gpt_oss_gate(rows: Tensor) -> Tensor:
 def test_a_gate_is_known_by_its_numbers(module: nn.Module, options: ExpertOptions) -> None:
     from dynamo_moe.conversion import transformers_experts
 
-    assert transformers_experts._identify(module) == options
+    assert transformers_experts.identify_options(module) == options
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``dynamo_moe.verify``: passes what agrees, fails loudly on what does not."""
+"""``dynamo_moe.verify``: it passes what agrees and fails loudly on what does not."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_wrong_router_shows_in_the_routing(tmp_path: Path, target: str) -> Non
     wrong = altered(path, tmp_path, "0.mlp.router.weight", -1.0)
     with pytest.raises(dynamo_moe.VerificationError) as raised:
         dynamo_moe.verify(wrong, model, [(torch.randn(200, 16),)])
-    # The top 2 of 6 became the bottom 2: never the same pair.
+    # The top 2 of 6 became the bottom 2, which is never the same pair.
     assert raised.value.report.cases[0].routing_agreement == 0.0
 
 
@@ -89,7 +89,7 @@ def test_wrong_tokens_show_in_the_routing(
     wrong = altered(path, tmp_path, "0.mlp.w2", -3.0)
     with pytest.raises(dynamo_moe.VerificationError) as raised:
         dynamo_moe.verify(wrong, model, [(torch.randn(4, 64, 16),)])
-    # Layer 0 is fed the same tokens; its wrong result turns some of layer 1's routing.
+    # Layer 0 gets the same tokens; its wrong result changes some of layer 1's routing.
     assert 0.5 < raised.value.report.cases[0].routing_agreement < 1.0
 
 
@@ -109,7 +109,7 @@ def test_inputs_that_are_no_cases(model_and_file: tuple[nn.Module, Path]) -> Non
 
 
 class Indexing(nn.Module):
-    """Two tables of different sizes; ids reach them shifted, moved and cast."""
+    """Two tables of different sizes, indexed by ids that are shifted, moved and cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ def test_own_tolerance(model_and_file: tuple[nn.Module, Path]) -> None:
         dynamo_moe.verify(path, model, tolerance=Tolerance(max=1e-12, rms=1e-12))
 
 
-# --- Models as people have them ---
+# --- Models in common wrappers ---
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, AveragedModel], ids=["compile", "average"])
@@ -374,7 +374,7 @@ def test_a_reference(tmp_path: Path) -> None:
 
 
 def bfloat16_file(path: Path) -> Path:
-    """``y = float(x) + 1``, in and out in bfloat16."""
+    """``y = float(x) + 1``, with bfloat16 input and output."""
     nodes = [
         helper.make_node("Cast", ["x"], ["wide"], to=onnx.TensorProto.FLOAT),
         helper.make_node("Add", ["wide", "one"], ["sum"]),
@@ -406,14 +406,14 @@ def test_onnx_runtime_has_not_every_operator_in_bfloat16(tmp_path: Path) -> None
         dynamo_moe.verify(path, model)
 
 
-# --- ONNX Runtime in a process of its own ---
+# --- ONNX Runtime in a separate process ---
 
 
 def test_a_runtime_that_dies_is_an_error(tmp_path: Path) -> None:
     path = onnx_files.crashing_file(tmp_path / "model.onnx")
     with pytest.raises(ChildProcessError, match=r"ONNX Runtime died of SIG[A-Z]+ while loading"):
         dynamo_moe.verify(path, nn.Identity(), isolated=True)
-    # Without, it is this process that would.
+    # Without isolation, it would be this process.
     code = (
         "import sys; from dynamo_moe.verification.runtime import Runtime; "
         "Runtime().load(sys.argv[1])"

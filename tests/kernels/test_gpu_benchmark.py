@@ -1,13 +1,16 @@
-"""The parts of the GPU benchmark that need no GPU: floors, goals, routing, reports, and a trial."""
+"""The parts of the GPU benchmark that need no GPU: floors, goals, routing, reports, a trial run."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,30 +19,44 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 pytest.importorskip("triton")
 
-from benchmarks import _gpu_compile, _gpu_report, _gpu_timing, gpu_check
-from benchmarks._gpu_breakdown import LaunchTime, break_down, only
-from benchmarks._gpu_cells import DENSE, FUSED, GROUPED, OURS, Bench, Cell, Result
-from benchmarks._gpu_compile import jobs_of, kernel_key
-from benchmarks._gpu_floor import Rates, expected_active, floor
-from benchmarks._gpu_fused_moe import CONFIGS, Config, candidates, fused_moe, fused_router
-from benchmarks._gpu_goals import GOALS, geometric_mean, judge
-from benchmarks._gpu_peers import dense, grouped, torch_router
-from benchmarks._gpu_plot import plot
-from benchmarks._gpu_routing import ROUTINGS, draw
-from benchmarks._gpu_shapes import LLM_TOKENS, SHAPES, SWIN_BATCHES, chosen, parameters
-from benchmarks._gpu_timing import HostTimer, Times, samples_for
-from benchmarks.gpu_moe import cells_of, runs_of
+from benchmarks.gpu import check, compiling, fused_moe, speed, timing
+from benchmarks.gpu.cells import (
+    DENSE,
+    FUSED,
+    GROUPED,
+    OURS,
+    Bench,
+    Cell,
+    LaunchTime,
+    Result,
+    launches_alone,
+    time_launches,
+)
+from benchmarks.gpu.compiling import kernel_key, plan_jobs
+from benchmarks.gpu.fused_moe import CONFIGS, Config, candidates, fused_router
+from benchmarks.gpu.goals import GOALS, Rates, expected_active, floor, geometric_mean, judge
+from benchmarks.gpu.layers import (
+    LLM_TOKENS,
+    ROUTINGS,
+    SHAPES,
+    SWIN_BATCHES,
+    matching,
+    parameters_of,
+    random_routing,
+)
+from benchmarks.gpu.peers import dense, grouped, torch_router
+from benchmarks.gpu.timing import HostTimer, Times, samples_for
 from custom_ops import reference
 from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.launch import launch
 from custom_ops.kernels.plan import plan
 from moe_cases import assert_matches
 
 ROOT = Path(__file__).parents[2]
-# Of one H200.
+# Rates of one H200.
 RATES = Rates(bandwidth=4.3e12, flops=790e12)
 # Fused and split floors in us, calculated once by hand from the layers' sizes.
 FLOORS = {
@@ -121,7 +138,7 @@ def test_geometric_mean():
 
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_routing(kind):
-    ids, weights = draw(kind, 4000, 16, 4)
+    ids, weights = random_routing(kind, 4000, 16, 4)
     assert ids.shape == weights.shape == (4000, 4)
     torch.testing.assert_close(weights.sum(-1), torch.ones(4000))
     counts = ids.flatten().bincount(minlength=16).sort(descending=True).values.tolist()
@@ -131,21 +148,21 @@ def test_routing(kind):
     assert all(len(set(row)) == 4 for row in ids.tolist())
     assert max(counts) < (4000 if kind == "zipf" else 1200)
     assert (counts[0] > 4 * counts[-1]) == (kind == "zipf")
-    assert torch.equal(ids, draw(kind, 4000, 16, 4)[0])
+    assert torch.equal(ids, random_routing(kind, 4000, 16, 4)[0])
 
 
 def test_an_unknown_routing_is_refused():
     with pytest.raises(ValueError, match=r"uniform, zipf, one; got 'even'"):
-        draw("even", 1, 2, 1)
+        random_routing("even", 1, 2, 1)
 
 
 def test_names_of_shapes():
-    assert [shape.name for shape in chosen("swin,qwen3")] == [
+    assert [shape.name for shape in matching("swin,qwen3")] == [
         *("swin1", "swin2", "swin3", "swin4", "qwen3")
     ]
-    assert "tiny" not in [shape.name for shape in chosen("")]
+    assert "tiny" not in [shape.name for shape in matching("")]
     with pytest.raises(ValueError, match=r"shapes must be among mixtral.*got 'llama'"):
-        chosen("qwen3,llama")
+        matching("qwen3,llama")
 
 
 def test_every_shape_is_a_layer_with_kernels():
@@ -165,23 +182,25 @@ def small(name: str):
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "swin1"])
 def test_peers_compute_the_layer(name, kind):
     shape = small(name)
-    given_ = parameters(shape, torch.float32, "cpu")
+    given_ = parameters_of(shape, torch.float32, "cpu")
     x = torch.randn(37, 32, generator=torch.Generator().manual_seed(0))
-    routing = draw(kind, 37, 6, 2)
-    experts = (given_["w1"], given_["b1"], given_["w2"], given_["b2"])
+    routing = random_routing(kind, 37, 6, 2)
+    experts = (given_["w1"], given_.get("b1"), given_["w2"], given_.get("b2"))
     expected = reference.experts(x, *routing, *experts, shape.options)
     for peer in PEERS.values():
         assert_matches(peer(shape, given_, x, routing), expected, {torch.float32})
-    fused = fused_moe(shape, given_, x, routing, Config(16, 32, 16, 2, 4, 2))
+    fused = fused_moe.fused_moe(shape, given_, x, routing, Config(16, 32, 16, 2, 4, 2))
     assert_matches(fused, expected, {torch.float32})
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek", "gpt-oss"])
 def test_peers_route_like_the_layer(name):
     shape = small(name)
-    given_ = parameters(shape, torch.float32, "cpu")
+    given_ = parameters_of(shape, torch.float32, "cpu")
     x = torch.randn(37, 32, generator=torch.Generator().manual_seed(0))
-    ids, weights = reference.router(x, given_["router_weight"], given_["router_bias"], shape.router)
+    ids, weights = reference.router(
+        x, given_["router_weight"], given_.get("router_bias"), shape.router
+    )
     for router in (torch_router, fused_router):
         found = router(shape, given_, x)
         assert torch.equal(found[0].long(), ids)
@@ -197,14 +216,11 @@ def test_every_number_of_tokens_has_configurations_of_the_peer():
 
 
 def test_cells_in_order_of_importance():
-    cells = list(cells_of(chosen(""), set(), ROUTINGS))
+    cells = list(speed.cells_of(matching(""), set(), ROUTINGS))
     uniform = len(LLM_TOKENS) * 4 + len(SWIN_BATCHES) * 4
     assert [cell.routing for cell in cells[:uniform]] == ["uniform"] * uniform
     assert {cell.count for cell in cells[uniform:]} == {16, 64, 1024, 4096}
-    runs = runs_of(cells)
-    assert [cell for run in runs for cell in run] == cells
-    assert all(len({cell.shape.name for cell in run}) == 1 for run in runs)
-    asked = list(cells_of(chosen("qwen3"), {16384}, ["zipf"]))
+    asked = list(speed.cells_of(matching("qwen3"), {16384}, ["zipf"]))
     assert [str(cell) for cell in asked] == ["qwen3:16384:zipf"]
 
 
@@ -212,7 +228,6 @@ def test_samples():
     assert samples_for(100) >= 50
     assert samples_for(9_000) >= 50
     assert 10 <= samples_for(14_000) < 50
-    assert samples_for(100, quick=True) < 50
 
 
 # --- Results without a GPU ---
@@ -233,56 +248,49 @@ RESULTS = [
 ]
 
 
-def shown(table) -> str:
-    console = Console(width=160, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
-
-
 def test_tables():
-    text = shown(_gpu_report.shape_table(RESULTS[:2]))
+    text = speed.shape_table(RESULTS[:2])
     assert "3.00x" in text
     assert "met (<= 25.7)" in text
     assert "missed" not in text
-    goals = shown(_gpu_report.goals_table(RESULTS))
+    goals = speed.goals_table(RESULTS)
     assert "0 of 1 (1 below the floor)" in goals
     assert "met: 2.67x over 3 cells" in goals
     wrong = replace(RESULTS[0], wrong={GROUPED: "3 of 4 rows differ from ours"})
-    assert "WRONG: grouped_mm 3 of 4 rows" in shown(_gpu_report.shape_table([wrong]))
+    assert "WRONG: grouped_mm 3 of 4 rows" in speed.shape_table([wrong])
 
 
 def test_a_cell_in_which_ours_failed():
     failed = result("qwen3", 16, grouped_mm=200)
     assert failed.share is None
     assert failed.verdict is None
-    assert "failed" in shown(_gpu_report.shape_table([failed]))
-    assert _gpu_report.peer_means([failed])[GROUPED]["cells"] == 0
+    assert "failed" in speed.shape_table([failed])
+    assert speed.peer_means([failed])[GROUPED]["cells"] == 0
 
 
 def test_json_and_picture(tmp_path):
-    found = _gpu_report.environment("cpu") | {"dtype": "bfloat16"}
+    found = speed.Device.chosen(dry_run=True).conditions() | {"dtype": "bfloat16"}
     launches = {"qwen3:1": [LaunchTime("expert_up_kernel", 12, 9.0, 5.0, 8.0)]}
-    written = _gpu_report.to_json(found, "a method", RATES, RESULTS, launches, ["mixtral:1"])
-    again = json.loads(json.dumps(written))
+    results = speed.Results(RATES, RESULTS, ["mixtral:1"], launches)
+    again = json.loads(json.dumps(found | results.to_json()))
     assert again["cells"][0]["cold us"]["ours"]["median"] == 20
     assert again["geometric means"][GROUPED]["mean"] == pytest.approx(
         (3 * 1.5 * 80 / 19) ** (1 / 3)
     )
     assert again["versions"]["torch"]
-    assert "89 %" in shown(_gpu_report.breakdown_table("qwen3:1", launches["qwen3:1"]))
+    assert "89 %" in speed.launches_table("qwen3:1", launches["qwen3:1"])
     pytest.importorskip("matplotlib")
-    plot(again, tmp_path / "plot.png")
+    speed.plot(again, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_wrong_version_is_found(monkeypatch):
     shape = small("qwen3")
-    bench = Bench(shape, parameters(shape, torch.float32, "cpu"), HostTimer(), RATES, (GROUPED,))
+    bench = Bench(shape, parameters_of(shape, torch.float32, "cpu"), HostTimer(), RATES, (GROUPED,))
     good = bench.measure(Cell(shape, 50))
     assert not good.wrong
     assert set(good.cold) == set(good.warm) == {OURS, GROUPED}
-    monkeypatch.setattr("benchmarks._gpu_cells.grouped", lambda *a: 1.1 * grouped(*a))
+    monkeypatch.setattr("benchmarks.gpu.cells.grouped", lambda *a: 1.1 * grouped(*a))
     assert bench.measure(Cell(shape, 50)).wrong == {GROUPED: "50 of 50 rows differ from ours"}
 
 
@@ -291,8 +299,8 @@ def test_a_version_that_fails_is_left_out(monkeypatch):
         raise RuntimeError("no such product\nand more")
 
     shape = small("swin1")
-    monkeypatch.setattr("benchmarks._gpu_cells.grouped", broken)
-    bench = Bench(shape, parameters(shape, torch.float32, "cpu"), HostTimer(), RATES, (GROUPED,))
+    monkeypatch.setattr("benchmarks.gpu.cells.grouped", broken)
+    bench = Bench(shape, parameters_of(shape, torch.float32, "cpu"), HostTimer(), RATES, (GROUPED,))
     found = bench.measure(Cell(shape, 2))
     assert found.left_out == {GROUPED: "RuntimeError: no such product"}
     assert set(found.cold) == {OURS}
@@ -307,24 +315,33 @@ def test_dense_is_left_out_where_it_explodes():
     assert "GB" in fast._without_dense(Cell(shape, 16384), 2)
 
 
-def test_a_breakdown_times_every_launch():
+def test_every_launch_is_timed():
     shape = small("qwen3")
-    given_ = parameters(shape, torch.float32, "cpu")
-    x = torch.randn(9, 32)
+    parameters = parameters_of(shape, torch.float32, "cpu")
     planned = plan(shape.layer(torch.float32), architecture("sm_80"))
-    tensors = {name: t for name, t in given_.items() if t is not None}
-    tensors |= {"x": x, "y": torch.empty_like(x)}
-    found = break_down(planned, tensors, HostTimer(), floor(shape, 9, 6, RATES))
+    found = time_launches(Cell(shape, 9), planned, parameters, HostTimer(), RATES)
     assert [each.kernel for each in found] == [spec.name for spec in planned.at(9).launches]
     assert all(each.cold > 0 for each in found)
-    assert only(planned, 9, 0).at(1).launches == planned.at(9).launches[:1]
+    assert all(each.programs >= 1 for each in found)
 
 
-# --- Timing, on a device that is made up ---
+def test_launches_one_by_one_are_the_layer():
+    shape = small("qwen3")
+    parameters = parameters_of(shape, torch.float32, "cpu")
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
+    planned = plan(shape.layer(torch.float32), architecture("sm_80"))
+    together, apart = torch.empty_like(x), torch.empty_like(x)
+    launch(planned, {**parameters, "x": x, "y": together})
+    for _, call in launches_alone(planned, {**parameters, "x": x, "y": apart}):
+        call()
+    assert torch.equal(apart, together)
+
+
+# --- Timing, on a fake device ---
 
 
 class FakeCuda:
-    """What the timer uses of torch.cuda; a call moves the clock, and graphs replay nothing."""
+    """The parts of torch.cuda that the timer uses; calls advance a clock, graphs replay nothing."""
 
     def __init__(self, *, inside: bool) -> None:
         self.clock = 0.0
@@ -376,8 +393,8 @@ def fake_torch(cuda: FakeCuda) -> SimpleNamespace:
 @pytest.mark.parametrize("cold", [True, False])
 def test_calls_take_turns(monkeypatch, cold, inside):
     cuda = FakeCuda(inside=inside)
-    monkeypatch.setattr(_gpu_timing, "torch", fake_torch(cuda))
-    timer = _gpu_timing.GraphTimer()
+    monkeypatch.setattr(timing, "torch", fake_torch(cuda))
+    timer = timing.GraphTimer()
     assert timer.method.startswith("events inside" if inside else "events around")
 
     def call(milliseconds: float) -> None:
@@ -398,8 +415,8 @@ def test_calls_take_turns(monkeypatch, cold, inside):
 
 def test_a_capture_that_fails_is_ended(monkeypatch):
     cuda = FakeCuda(inside=True)
-    monkeypatch.setattr(_gpu_timing, "torch", fake_torch(cuda))
-    timer = _gpu_timing.GraphTimer()
+    monkeypatch.setattr(timing, "torch", fake_torch(cuda))
+    timer = timing.GraphTimer()
     before = cuda.captures
 
     def synchronises() -> None:
@@ -409,57 +426,78 @@ def test_a_capture_that_fails_is_ended(monkeypatch):
     assert "not permitted" in timer({"a": synchronises}).failed["a"]
 
 
-# --- Compiling ahead ---
+# --- Compiling in advance ---
 
 
 def test_launches_that_share_a_kernel_are_compiled_once():
     layer = SHAPES["qwen3"].layer(torch.bfloat16)
     on = architecture("sm_90")
-    jobs = list(jobs_of(layer, on, [1, 2, 16, 1024, 16384]))
+    jobs = list(plan_jobs(layer, on, [1, 2, 16, 1024, 16384]))
     planned = plan(layer, on)
     spans = {planned.ranges.index(planned.at(t)) for t in (1, 2, 16, 1024, 16384)}
     assert len(jobs) == sum(len(planned.ranges[span].launches) for span in spans)
     assert len(dict(jobs)) <= len(jobs)
-    specs = [planned.ranges[job.span].launches[job.launch] for _, job in jobs]
-    assert [kernel_key(spec) for spec in specs] == [key for key, _ in jobs]
+    assert [kernel_key(job.spec) for _, job in jobs] == [key for key, _ in jobs]
 
 
 def test_a_kernel_is_compiled_for_the_arguments_of_its_launch(monkeypatch):
     layer = SHAPES["gpt-oss"].layer(torch.bfloat16)
-    monkeypatch.setattr(
-        _gpu_compile, "_aligned", lambda dtype: torch.empty(64, dtype=torch.uint8).view(dtype)
-    )
-    planned = plan(layer, architecture("sm_90"))
-    for span in planned.ranges:
-        for spec in span.launches:
-            seen: dict[str, object] = {}
-            function = SimpleNamespace(
-                arg_names=spec.function.arg_names,
-                fn=spec.function.fn,
-                warmup=lambda seen=seen, **given: seen.update(given),
-            )
-            _gpu_compile._warm(replace(spec, function=function), {**layer.sizes, "T": 33})
-            assert tuple(seen)[1 : 1 + len(spec.arguments)] == tuple(spec.arguments)
-            assert seen["num_warps"] == spec.num_warps
-            assert seen["launch_pdl"] == spec.dependent_launch
+    seen: list[dict[str, object]] = []
+    monkeypatch.setattr(compiling, "compile_only", lambda kernel, grid, **given: seen.append(given))
+    jobs = [job for _, job in plan_jobs(layer, architecture("sm_90"), [1, 16, 33, 16384])]
+    for job in jobs:
+        job(device="cpu")
+    for job, given_ in zip(jobs, seen, strict=True):
+        assert tuple(given_)[: len(job.spec.arguments)] == tuple(job.spec.arguments)
+        assert given_["num_warps"] == job.spec.num_warps
+        assert given_["launch_pdl"] == job.spec.dependent_launch
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "swin1"])
+def test_the_peer_is_compiled_for_what_it_launches(monkeypatch, name):
+    """Compiling takes the same kernels, constants and dtypes, in the same order, as a call does."""
+    shape, config = small(name), Config(16, 32, 16, 2, 4, 2)
+
+    def kinds(arguments):
+        return {
+            key: value.dtype if isinstance(value, torch.Tensor) else value
+            for key, value in arguments.items()
+            if isinstance(value, torch.Tensor) or key.isupper() or value is None
+        }
+
+    def noting(to):
+        return lambda kernel, grid, **given: to.append((kernel.fn.__name__, kinds(given)))
+
+    compiled, launched = [], []
+    fused_moe.compile_for(shape, torch.float32, config, noting(compiled), device="cpu")
+    parameters = parameters_of(shape, torch.float32, "cpu")
+    x, start = torch.randn(37, 32), noting(launched)
+    ids, weights = fused_router(shape, parameters, x, start)
+    for routing in ((ids, weights), (ids.long(), weights)):
+        fused_moe.fused_moe(shape, parameters, x, routing, config, start)
+    assert compiled == launched
 
 
 @dataclass(frozen=True)
 class FakeJob:
     problem: str = ""
 
-    def run(self) -> None:
+    def __call__(self) -> None:
         if self.problem:
             raise RuntimeError(self.problem)
 
 
 def test_jobs_that_fail_are_told_apart():
-    reports = []
     jobs = [FakeJob(), FakeJob("no registers left"), FakeJob()]
-    wrong = _gpu_compile.compile_jobs(jobs, report=lambda *each: reports.append(each))
-    assert wrong == {1: "RuntimeError: no registers left"}
-    assert reports[-1] == (3, 3)
-    assert _gpu_compile.compile_jobs([]) == {}
+    assert compiling.compile_jobs(jobs) == {1: "RuntimeError: no registers left"}
+    assert compiling.compile_jobs([]) == {}
+
+
+def test_jobs_that_do_not_begin_in_time_are_left_out():
+    jobs = [partial(time.sleep, 0.01)] * 500
+    late = compiling.compile_jobs(jobs, seconds=0.0)
+    assert late
+    assert set(late.values()) == {"not compiled in time"}
 
 
 # --- The commands ---
@@ -471,22 +509,15 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["gpu_moe", "tune_kernels", "gpu_check"])
-def test_help(name):
-    found = run(f"benchmarks.{name}", "--help")
-    assert found.returncode == 0, found.stderr
-    assert "--budget" in found.stdout
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["gpu_moe", "tune_kernels"])
+@pytest.mark.parametrize("name", ["speed", "tune_kernels"])
 def test_without_a_gpu(name):
-    found = run(f"benchmarks.{name}")
+    found = run(f"benchmarks.gpu.{name}")
     assert found.returncode == 2
-    assert "needs a CUDA device; --dry-run" in found.stdout
+    assert "needs a CUDA device; --dry-run" in found.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be interpreted elsewhere")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run it instead")
 @pytest.mark.skipif(
     version("triton").startswith("3.6."),
     reason="Triton 3.6's interpreter fails unrepaired, as in a process of its own",
@@ -494,7 +525,7 @@ def test_without_a_gpu(name):
 def test_a_trial_run(tmp_path):
     file, picture = tmp_path / "result.json", tmp_path / "result.png"
     found = run(
-        *("benchmarks.gpu_moe", "--dry-run", "--tokens", "5", "--routing", "uniform,one"),
+        *("benchmarks.gpu.speed", "--dry-run", "--tokens", "5", "--routing", "uniform,one"),
         *("--breakdown", "tiny:5", "--json", str(file), "--plot", str(picture)),
     )
     assert found.returncode == 0, found.stdout + found.stderr
@@ -507,15 +538,38 @@ def test_a_trial_run(tmp_path):
     assert picture.is_file()
 
 
+def test_the_check_needs_nothing_but_torch_triton_numpy_and_pytest():
+    absent = (
+        "hypothesis matplotlib onnx onnx_ir onnxruntime onnxscript rich transformers typer xdist"
+    )
+    needed = (
+        "benchmarks.gpu.check benchmarks.gpu.speed trt_plugin.compiling.ahead_of_time "
+        "test_gpu test_gpu_launcher"
+    )
+    code = (
+        f"import importlib, sys; sys.modules |= dict.fromkeys({absent.split()})\n"
+        f"for name in {needed.split()}: importlib.import_module(name)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+
+
 def test_a_failing_step_does_not_hide_the_next(tmp_path):
     python = sys.executable
-    failing = gpu_check.Step("a", ((python, "-c", "import sys; print('no'); sys.exit(3)"),), 30)
-    slow = gpu_check.Step("b", ((python, "-c", "import time; time.sleep(60)"),), 30)
-    good = gpu_check.Step("c", ((python, "-c", "import benchmarks; print('yes')"),), 30)
-    absent = gpu_check.Step("d", (("no-such-program",),), 30)
-    skipped = gpu_check.Step("e", (), 30, missing="no such tool here")
+    failing = check.Step("a", ((python, "-c", "import sys; print('no'); sys.exit(3)"),), 30)
+    slow = check.Step("b", ((python, "-c", "import time; time.sleep(60)"),), 30)
+    good = check.Step("c", ((python, "-c", "import benchmarks; print('yes')"),), 30)
+    absent = check.Step("d", (("no-such-program",),), 30)
+    skipped = check.Step("e", (), 30, missing="no such tool here")
     results = [
-        gpu_check.run(step, seconds, tmp_path / step.name).result
+        check.run(step, seconds, tmp_path / step.name)
         for step, seconds in ((failing, 30), (slow, 1), (good, 30), (absent, 30), (skipped, 30))
     ]
     assert results[0] == "FAILED: exit code 3"
@@ -527,6 +581,6 @@ def test_a_failing_step_does_not_hide_the_next(tmp_path):
 
 
 def test_steps_take_less_than_the_budget(tmp_path):
-    planned = gpu_check.steps(tmp_path, 560)
+    planned = check.steps(tmp_path, 560)
     assert sum(step.seconds for step in planned[:-1]) < 560
     assert [step.name for step in planned][-1] == "measure"

@@ -1,4 +1,4 @@
-"""The repairs of Triton's interpreter: still needed, and right."""
+"""The repairs of Triton's interpreter: still needed, and correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole forward pass of the kernels, in Triton's interpreter, against the oracle."""
+"""The kernels' whole forward pass in Triton's interpreter, against the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The index sort, one program and two kernels, against its torch reference."""
+"""The index sort, as one program and as two kernels, against its torch reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def names(step: Step) -> list[str]:
 
 
 def check(ids_TK: Tensor, experts: int, block_m: int, last_tokens: int) -> SortedSlots:
-    """Runs the sort and compares; returns what it wrote."""
+    """Runs the sort, compares the result with the reference, and returns it."""
     tokens, top_k = ids_TK.shape
     layer = layer_of(experts, top_k, ids_TK.dtype)
     step = step_of(layer, block_m, last_tokens)
@@ -48,14 +48,14 @@ def check(ids_TK: Tensor, experts: int, block_m: int, last_tokens: int) -> Sorte
     for name, right in expected._asdict().items():
         written = getattr(sorted_slots, name)
         assert torch.equal(written[: len(right)], right), name
-        # Rows that no slot has.
+        # Rows that belong to no slot.
         assert (written[len(right) :] == POISONED).all(), name
     return sorted_slots
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
-    """Ids of some tokens: random, with slots of no expert, one expert's alone, nobody's."""
+    """Some tokens' ids: random, partly of no expert, all of one expert, or all of none."""
     experts = draw(st.sampled_from([1, 3, 8, 60, 128, 1024]))
     top_k = draw(st.sampled_from([1, 2, 3, 8, 32]))
     tokens = draw(st.sampled_from([1, 2, 17, 40, 97]))
@@ -95,13 +95,13 @@ def test_one_program(problem):
 
 @pytest.mark.parametrize("experts", [8, 1000])
 def test_programs_that_take_several_blocks(experts):
-    # More blocks than programs, and programs without a slot.
+    # More blocks than programs, and programs without slots.
     ids = torch.randint(-1, experts, (10_001, 2), generator=torch.Generator().manual_seed(0))
     check(ids, experts, 64, MAX_TOKENS)
 
 
 def test_an_expert_of_more_tiles_than_programs():
-    # One program in two kernels: it writes every tile.
+    # A single program of the two-kernel version writes every tile.
     check(torch.ones(64, 1, dtype=torch.int64), 3, 16, MAX_TOKENS)
 
 

@@ -20,7 +20,7 @@ from custom_ops.kernels.spec import MAX_TOKENS, Step
 from interpreter import ON, run_step
 from moe_cases import ROUTER_FORMS, assert_matches
 
-# NumPy's, of NaN and infinity in the interpreter.
+# NumPy's warnings about NaN and infinity in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 bounded = settings(derandomize=True, deadline=None, max_examples=100, database=None)
@@ -31,7 +31,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def config_of(path: str, experts: int) -> RouterConfig:
-    """Small blocks, so that few tokens and experts already take several."""
+    """Small blocks, so that a few tokens and experts already need several."""
     if path == "vectors":
         return RouterConfig("vectors", 1, 32, 32, num_warps=4, num_stages=2)
     block_e = max(16, 1 << (experts - 1).bit_length()) if path == "fused" else 64
@@ -45,7 +45,7 @@ def layer_of(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None] = (torch.float32,) * 3,
     **options: Any,
 ) -> Layer:
-    """A layer by the dtypes of tokens, router weight and router bias."""
+    """A layer with the given dtypes of tokens, router weight and router bias."""
     x, weight, bias = dtypes
     router = RouterOptions(top_k, **options)
     return Layer(
@@ -55,7 +55,7 @@ def layer_of(
 
 
 def tensors_of(layer: Layer, tokens: int, seed: int = 0) -> dict[str, Tensor]:
-    """Random inputs whose logits are near 1."""
+    """Random inputs whose logits are around 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int, dtype: torch.dtype) -> Tensor:
@@ -87,7 +87,7 @@ def check(layer: Layer, path: str, tensors: dict[str, Tensor]) -> None:
     a = tensors["x"], tensors["router_weight"], tensors.get("router_bias")
     expected_ids, expected = reference.router(*a, layer.router)
     assert_matches(weights, expected, {torch.float32}, "weights")
-    # A score that comes close to the one before or after may change places with it.
+    # A score close to the previous or next one may swap places with it.
     scores = reference.router(*a, RouterOptions(layer.experts, "topk_softmax"))[1].log()
     near = (scores.diff(dim=-1).abs() < 1e-4)[:, : layer.top_k]
     apart = torch.ones_like(expected_ids, dtype=torch.bool)
@@ -149,7 +149,7 @@ def test_as_many_experts_as_there_may_be(top_k, path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_no_expert_beyond_the_last_is_chosen(path):
-    # Each has a logit below that of no expert at all, 0.
+    # Each has a logit below 0, which is the value of a padded expert.
     layer = layer_of(9, 8, 9, scoring="topk_softmax")
     tensors = tensors_of(layer, 4)
     tensors["router_bias"] -= 1000
@@ -188,7 +188,7 @@ def test_nan_stays_in_its_row(scoring, path):
 
 
 def selected(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
-    """What the second kernel of a split router makes of logits ``[T, E]``."""
+    """The ids and weights that a split router's second kernel computes from logits ``[T, E]``."""
     layer = layer_of(logits.shape[1], 8, top_k, **options)
     split = router_step_with(layer, ON, config_of("tiles", layer.experts))
     step = Step(split.buffers[1:], split.launches[1:])
@@ -196,7 +196,7 @@ def selected(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor
 
 
 def sorted_by_torch(logits: Tensor, top_k: int, scoring: str) -> tuple[Tensor, Tensor]:
-    """Ids and weights by a stable sort in float32, not renormalised."""
+    """Ids and weights from a stable sort in float32, not renormalised."""
     scores = logits.softmax(-1) if scoring == "softmax" else logits
     weights, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
     weights = weights[:, :top_k]
@@ -255,7 +255,7 @@ MIXED = (torch.bfloat16, torch.float32, None)
 @pytest.mark.parametrize(
     ("experts", "width", "dtypes", "tokens", "path"),
     [
-        # 64 KiB of router weight: one program reads it in no time.
+        # 64 KiB of router weight: one program reads it quickly enough.
         (8, 4096, HALF, (1, 2), "fused"),
         (8, 4096, MIXED, (1, 2), "vectors"),
         (128, 2048, HALF, (1, 4), "vectors"),

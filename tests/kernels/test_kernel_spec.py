@@ -1,4 +1,4 @@
-"""What declares the kernels: expressions, layers, architectures, specs and plans."""
+"""The declarations of kernels: expressions, layers, architectures, specs and plans."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ trees = st.recursive(
 
 
 def build(tree: Any) -> Any:
-    """The tree as an expression, or an integer at a leaf."""
+    """Builds an expression from the tree; a leaf is an integer."""
     if isinstance(tree, tuple):
         operation, a, b = tree
         return BUILD[operation](Expression.of(build(a)), build(b))

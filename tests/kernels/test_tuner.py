@@ -1,4 +1,4 @@
-"""The tuner's choices, with times that are made up."""
+"""The tuner's choices, with made-up times."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 pytest.importorskip("triton")
 
-from benchmarks import tune_kernels
-from benchmarks._gpu_candidates import (
+from benchmarks.gpu import cells, tune_kernels
+from benchmarks.gpu.candidates import (
     blocks_m,
     few_candidates,
     fits,
@@ -24,7 +23,8 @@ from benchmarks._gpu_candidates import (
     mlp_candidates,
     shared_bytes,
 )
-from benchmarks._gpu_selection import (
+from benchmarks.gpu.layers import SHAPES
+from benchmarks.gpu.selection import (
     Part,
     boundary,
     choose_ranges,
@@ -32,9 +32,9 @@ from benchmarks._gpu_selection import (
     parts_of,
     promising,
 )
-from benchmarks._gpu_shapes import SHAPES
-from benchmarks._gpu_timing import Results, Times
-from benchmarks.tune_kernels import Tuner, candidates, plan_config, product_of, tune, write
+from benchmarks.gpu.speed import Device
+from benchmarks.gpu.timing import Results, Times
+from benchmarks.gpu.tune_kernels import Tuner, candidates, plan_config, product_of, tune, write
 from custom_ops.kernels.architectures import ARCHITECTURES, architecture
 from custom_ops.kernels.configs import (
     FewConfig,
@@ -49,6 +49,7 @@ from custom_ops.kernels.plan import plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
 
 BF16 = torch.bfloat16
+CONDITIONS = {"hardware": "a GPU", "versions": {"triton": "3.6.0"}, "date": "today"}
 ON = architecture("sm_90")
 QWEN = SHAPES["qwen3"].layer(BF16)
 SWIN = SHAPES["swin1"].layer(BF16)
@@ -205,7 +206,7 @@ def part_time(config: object, tokens: int) -> float:
 
 
 class FakeTimer:
-    """Times by the names that the tuner gives its calls, and by what a launch is made of."""
+    """Returns times by the names of the tuner's calls and by what a launch consists of."""
 
     method = "made up"
 
@@ -229,7 +230,7 @@ class FakeTimer:
             elif name in ("default", "tuned"):
                 us = 30.0 if name == "default" else 20.0
             else:
-                config = eval(name, vars(tune_kernels))  # noqa: S307
+                config = eval(name, globals())  # noqa: S307
                 us = sum(part_time(p.config, self.tokens) for p in parts_of(config))
             results.times[name] = Times(us, us, 1)
         return results
@@ -238,7 +239,7 @@ class FakeTimer:
 @pytest.fixture
 def timer(monkeypatch):
     timer = FakeTimer()
-    monkeypatch.setattr(tune_kernels, "launch", lambda *_: None)
+    monkeypatch.setattr(cells, "launch", lambda *_: None)
     return timer
 
 
@@ -266,7 +267,7 @@ def test_what_does_not_run_is_passed_over(timer, monkeypatch):
             if spec.constants.get("BLOCK_N") == 64 and spec.name == "expert_up_kernel":
                 raise RuntimeError("out of resources")
 
-    monkeypatch.setattr(tune_kernels, "launch", no_wide_tiles)
+    monkeypatch.setattr(cells, "launch", no_wide_tiles)
     tuner = tuner_with(timer)
     ranges = tune(tuner, [1024], limit=10**6)
     assert ranges[0].up.block_n in (32, 128)
@@ -284,22 +285,22 @@ def test_after_the_deadline_the_default_is_left(timer):
 
 def test_a_layer_that_gets_no_faster_is_not_written(timer, tmp_path, monkeypatch):
     monkeypatch.setattr(tune_kernels, "tensors_of", lambda *_: tuner_with(timer).tensors_for)
-    console = Console(quiet=True)
-    found = {"hardware": "a GPU", "versions": {}, "date": "today"}
-    arguments = (SHAPES["qwen3"], BF16, ON, timer, [16], 4, 100.0)
-    tune_kernels.tune_shape(*arguments, tmp_path / "sm.json", found, console)
+    monkeypatch.setattr(Device, "conditions", lambda _: CONDITIONS)
+    arguments = (SHAPES["qwen3"], BF16, Device("cpu", ON, timer), [16], 4, 100.0)
+    tune_kernels.tune_shape(*arguments, tmp_path / "sm.json")
     assert shape_key(QWEN) in json.loads((tmp_path / "sm.json").read_text())["shapes"]
-    monkeypatch.setattr(Tuner, "compare", lambda *_: {"default": 10.0, "tuned": 10.0})
-    tune_kernels.tune_shape(*arguments, tmp_path / "other.json", found, console)
+    monkeypatch.setattr(
+        Tuner, "compare", lambda _, tokens, plans, samples=0: dict.fromkeys(plans, 1.0)
+    )
+    tune_kernels.tune_shape(*arguments, tmp_path / "other.json")
     assert not (tmp_path / "other.json").exists()
 
 
 def test_tables_are_added_to(tmp_path):
     path = tmp_path / "tuned" / "sm_90.json"
-    found = {"hardware": "a GPU", "versions": {"triton": "3.6.0"}, "date": "today"}
-    write(path, QWEN, (replace(A, last_tokens=16), B), found)
-    write(path, SWIN, (C,), found)
-    write(path, QWEN, (B,), found | {"date": "later"})
+    write(path, QWEN, (replace(A, last_tokens=16), B), CONDITIONS)
+    write(path, SWIN, (C,), CONDITIONS)
+    write(path, QWEN, (B,), CONDITIONS | {"date": "later"})
     data = json.loads(path.read_text())
     assert data["date"] == "later"
     assert {key: read_ranges(each) for key, each in data["shapes"].items()} == {

@@ -1,6 +1,6 @@
-"""The operators' CUDA implementation on CPU tensors: what it hands to the kernels.
+"""The operators' CUDA implementation on CPU tensors: what it passes to the kernels.
 
-The kernels run in Triton's interpreter; only the questions to the device are answered here.
+The kernels run in Triton's interpreter; only queries to the device are mocked.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def test_a_sole_renormalized_expert_has_weight_one(scoring: str) -> None:
     assert_matches(case(), case.oracle(), case.dtypes)
     gradients, expected = case.gradients(), case.gradients(Case.oracle)
     for name in ("router_weight", "router_bias"):
-        assert gradients.pop(name).abs().max() < 1e-5  # of a constant: nothing but rounding
+        assert gradients.pop(name).abs().max() < 1e-5  # The result is constant: only rounding.
     for name, gradient in gradients.items():
         assert_matches(gradient, expected[name], case.dtypes, name)
 

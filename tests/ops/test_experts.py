@@ -1,4 +1,4 @@
-"""``torch.ops.moe.experts``: what an expert computes, and which of them a token passes."""
+"""``torch.ops.moe.experts``: what an expert computes, and which experts process a token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_gradients_are_the_oracle_s(
     case = make_case(
         "experts", (33,), x_dtype=x_dtype, dtype=dtype, weight_on_input=weight_on_input, **form
     )
-    # Exact on the input in every dtype, so that no pre-activation crosses a kink.
+    # The input is exact in every dtype, so that no pre-activation crosses a kink.
     powers_of_two = 2.0 ** -torch.arange(66).remainder(3).view(33, 2)
     case = case.changed(expert_weights=powers_of_two.to(case.arguments["expert_weights"].dtype))
     expected = case.gradients(Case.oracle)
@@ -169,7 +169,7 @@ def test_results_are_summed_in_slot_order(order: tuple[int, ...]) -> None:
     ],
 )
 def test_where_numbers_are_rounded(x_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    little = torch.finfo(dtype).eps / 4  # 1 + little is 1 in the experts' dtype, not in x's
+    little = torch.finfo(dtype).eps / 4  # 1 + little is 1 in the experts' dtype, but not in x's.
 
     def relu_expert(x: list[float], w1: list[list[float]], w2: list[list[float]]) -> float:
         w1_EFD, w2_EDH = torch.tensor([w1], dtype=dtype), torch.tensor([w2], dtype=dtype)
@@ -185,7 +185,7 @@ def test_where_numbers_are_rounded(x_dtype: torch.dtype, dtype: torch.dtype) -> 
 
 
 def _integers(case: Case) -> Case:
-    """The same with small integers: every sum is exact, so every order gives the same bits."""
+    """The same case with small integers: every sum is exact, so any order gives the same bits."""
     generator = torch.Generator().manual_seed(0)
     integers: dict[str, Tensor] = {
         name: torch.randint(-3, 4, t.shape, generator=generator).to(t.dtype)

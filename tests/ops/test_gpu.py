@@ -1,4 +1,4 @@
-"""Both operators on a GPU, against the float64 oracle, and how they behave there.
+"""Both operators on a GPU: their results against the float64 oracle, and their behaviour.
 
 `make gpu-check` runs these. Legend: T tokens, D model width, H hidden width, E experts, K = top_k.
 """
@@ -10,9 +10,8 @@ import torch
 
 import gpu_cases
 from custom_ops import ExpertOptions, reference
-from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
-from custom_ops.kernels.spec import MAX_TOKENS
-from gpu_cases import allow_tf32, check, gpu_case, launch_poisoned, plan_of
+from custom_ops.kernels.configs import RangeConfig
+from gpu_cases import PATHS, allow_tf32, check, gpu_case, launch_poisoned, plan_of
 from moe_cases import EXPERT_FORMS, NORM_FORMS, OPS, ROUTER_FORMS, Case, assert_matches
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.gpu
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 GATED = {"activation": "silu", "gated": True}
 
-# Of tokens, of experts, and whether products of float32 may round to TF32.
+# Dtypes of tokens and of experts, and whether float32 products may round to TF32.
 DTYPES = [
     pytest.param(FP32, FP32, False, id="fp32"),
     pytest.param(FP32, FP32, True, id="tf32"),
@@ -31,24 +30,8 @@ DTYPES = [
     pytest.param(BF16, FP32, False, id="bf16-fp32"),
     pytest.param(BF16, FP16, False, id="bf16-fp16"),
 ]
-# One for each path and size of tile.
+# Numbers of tokens, one for each path and tile size.
 FEW, SMALL, LARGE = 2, 40, 1500
-
-
-def whole(path: str, up, down=None) -> tuple[RangeConfig, ...]:
-    return (RangeConfig(MAX_TOKENS, path, up, down),)
-
-
-PATHS = {
-    "few": whole("few", FewConfig(8, 128, 4), FewConfig(4, 64, 4)),
-    "gemm": whole("gemm", GemmConfig(32, 64, 64, 4, 3), GemmConfig(32, 64, 64, 4, 3, group_m=3)),
-    "tensor-maps": whole(
-        "gemm",
-        GemmConfig(64, 64, 64, 4, 3, tensor_maps=True),
-        GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True),
-    ),
-    "mlp": whole("mlp", MlpConfig(32, 64, 4, 2)),
-}
 
 
 def ranges(path: str) -> tuple[RangeConfig, ...]:
@@ -147,7 +130,7 @@ def test_plans_on_poisoned_memory(op, width, tokens):
     assert_matches(result, case.oracle(), case.dtypes)
 
 
-# --- Routing that is out of the ordinary ---
+# --- Unusual routing ---
 
 
 def routed(tokens: int, ids: torch.Tensor, **sizes) -> Case:

@@ -39,7 +39,7 @@ def _tokens_first(case: Case) -> dict[str, Tensor]:
         ("dropless", "aot_eager"),
         ("experts", "aot_eager"),
         pytest.param("experts", "inductor", marks=needs_compiler),
-        # The router's gradient is what inductor writes C++ for.
+        # Inductor generates C++ for the router's gradient.
         pytest.param("dropless", "inductor", marks=[needs_compiler, pytest.mark.slow]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Wrong arguments of both operators: the same reasons in eager mode, on fakes and in a compile."""
+"""Wrong arguments of both operators: the same errors in eager mode, on fakes and in a compile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _zeros(*shape: int, **options: Any) -> Tensor:
     return torch.zeros(shape, **options)
 
 
-# T = 4, D = 6, H = 8, E = 3, K = 2; each row changes that and says why it is refused.
+# T = 4, D = 6, H = 8, E = 3, K = 2; each row changes one thing and gives the error.
 EXPERTS = [
     ({"x": _zeros()}, ValueError, "x must have at least 1 dimension [..., D], got 0"),
     ({"x": _zeros(4, 7)}, ValueError, "x's last dimension must be D = 6 as in w1 [E, F, D], got 7"),

@@ -1,4 +1,4 @@
-"""Both operators on random configurations: the oracle's result, and what must not change it."""
+"""Both operators on random configurations: the oracle's result, and changes without effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from custom_ops.options import CLAMPED, PRE_NORMS
 from moe_cases import OPS, Case, assert_matches, make_case
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# Compiled kernels and the first call of each product take longer than any deadline.
+# Compiling kernels and the first call of each product take longer than any deadline.
 bounded = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 
 
@@ -22,7 +22,7 @@ bounded = settings(derandomize=True, deadline=None, max_examples=150, database=N
 def cases(
     draw: st.DrawFn, ops: tuple[str, ...] = OPS, dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES
 ) -> Case:
-    """Calls with every option, of any size up to a few tiles of a vector unit."""
+    """Calls with every option and any size up to a few tiles of a vector unit."""
     op = draw(st.sampled_from(ops))
     activation = draw(st.sampled_from(ACTIVATIONS))
     gated = activation in CLAMPED or draw(st.booleans())
@@ -100,7 +100,7 @@ def test_a_slot_of_no_expert_changes_nothing(case: Case, place: int) -> None:
         return torch.cat([tensor[:, :place], slot, tensor[:, place:]], dim=1)
 
     wider = case.changed(expert_ids=widened(ids, -1), expert_weights=widened(weights, float("nan")))
-    # Not to the bit: rows at another alignment take another path through a product.
+    # Not bit for bit: rows at another alignment take another path through a product.
     assert_matches(wider(), case().double(), case.dtypes)
 
 
@@ -112,7 +112,7 @@ def test_experts_in_another_order_are_the_same_layer(case: Case, seed: int) -> N
     names = ("router_weight", "router_bias", "w1", "b1", "w2", "b2")
     renamed = {n: t[order] for n in names if (t := case.arguments.get(n)) is not None}
     if case.op == "experts":
-        # The new number of each old expert; -1 finds the last place and stays.
+        # The new number of each old expert; -1 selects the last entry, which stays -1.
         numbers = torch.cat([order.argsort(), torch.tensor([-1])])
         renamed["expert_ids"] = numbers[case.arguments["expert_ids"].long()]
     assert_matches(case.changed(**renamed)(), case(), case.dtypes)

@@ -75,7 +75,7 @@ def test_a_compiled_layer_gives_the_same(op: str, norm: dict[str, Any]) -> None:
 
 
 def _with_rms_norm(case: Case) -> Tensor:
-    """The layer as models write it: a norm with a weight ahead, a sum behind."""
+    """The layer as models write it: a norm with a weight before it, a sum after it."""
     a, options = case.arguments, dict(case.options)
     norm = nn.RMSNorm(a["x"].shape[-1], eps=options.pop("norm_eps"))
     norm.weight = nn.Parameter(torch.linspace(0.5, 1.5, a["x"].shape[-1]))
@@ -138,7 +138,7 @@ def test_no_token_and_nan_in_one(op: str, norm: dict[str, Any]) -> None:
     case.arguments["x"][2, 3] = float("nan")
     others = torch.arange(6) != 2
     assert torch.equal(case()[others], expected[others])
-    # The residual carries a NaN where it is, the router and the experts everywhere.
+    # The residual leaves a NaN in its element; the router and the experts spread it over the row.
     assert case()[2].isnan().all()
 
 

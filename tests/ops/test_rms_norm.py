@@ -86,7 +86,7 @@ def test_bits_of_transformers(model: str, dtype: torch.dtype) -> None:
 def test_large_and_tiny_values() -> None:
     weight = torch.ones(4)
     assert torch.equal(custom_ops.rms_norm(torch.zeros(2, 4), weight), torch.zeros(2, 4))
-    # Squares of 300 are beyond float16's range.
+    # The square of 300 is out of float16's range.
     large = torch.full((2, 4), 300.0, dtype=torch.float16)
     assert torch.equal(custom_ops.rms_norm(large, weight.half()), torch.ones(2, 4).half())
     nan = torch.ones(2, 4)
@@ -225,7 +225,7 @@ def test_kernel_rounds_where_llama_does() -> None:
     for form in FORMS[:2]:
         y = run_kernel(x, weight, 1e-6, form)
         expected = custom_ops.rms_norm(x, weight, **form)
-        # Where the sums differ in their last bits, a rounding can fall the other way.
+        # If the sums differ in their last bits, rounding can go the other way.
         assert (y != expected).float().mean() < 0.01
     early, late = (custom_ops.rms_norm(x, weight, **form) for form in FORMS[:2])
     assert (early != late).float().mean() > 0.1
@@ -237,8 +237,8 @@ def test_kernel_compiles_ahead_of_time(name: str) -> None:
     pytest.importorskip("triton")
     from custom_ops.kernels.architectures import architecture
     from custom_ops.kernels.rms_norm import rms_norm_spec
-    from trt_plugin._tasks import task_for
-    from trt_plugin._workers import compile_tasks
+    from trt_plugin.compiling.tasks import task_for
+    from trt_plugin.compiling.workers import compile_tasks
 
     tasks = [
         task_for(rms_norm_spec(width, dtype, dtype, 1e-6, **FORMS[-1]), architecture(name))
@@ -264,7 +264,7 @@ def test_on_a_gpu(shape: tuple[int, ...], form: Any) -> None:
 
 
 class Norms(nn.Module):
-    """Two normalisations of every form, each over what the one before gives."""
+    """Two normalisations of every form, each applied to the result of the previous one."""
 
     def __init__(self, width: int, dtype: torch.dtype, forms: list[dict[str, bool]]) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def check(path: Path, model: Norms) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 1, 16), (3, 7, 16), (5, 2, 16))
     cases = [(torch.randn(shape, generator=generator).to(dtype),) for shape in shapes]
-    # The weights may have been folded with their cast, so the file alone does not tell.
+    # The weights may have been folded with their cast, so the file alone does not show it.
     dynamo_moe.verify(path, model, cases, tolerance=tolerance_for({dtype}))
 
 
@@ -319,7 +319,7 @@ def test_standard_operators(tmp_path: Path, dtype: torch.dtype, target: str, ops
     assert not proto.functions
     assert {node.domain for node in proto.graph.node} == {""}
     ops = [node.op_type for node in proto.graph.node]
-    # The standard's operator is exact in float32 alone: runtimes differ in where they round.
+    # The standard's operator is exact only in float32: runtimes differ in where they round.
     standard = opset >= 23 and dtype == torch.float32
     assert ops.count("RMSNormalization") == (4 if standard else 0)
     assert ("ReduceMean" in ops) == (not standard)

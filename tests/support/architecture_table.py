@@ -1,4 +1,4 @@
-"""Writes docs/reference/transformers_models.md from what the last `make test-all` saw."""
+"""Updates the table in docs/reference/transformers_models.md with the last `make test-all`."""
 
 from __future__ import annotations
 

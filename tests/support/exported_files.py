@@ -1,7 +1,7 @@
-"""A dozen models and more, exported in every form, and the digests of their files.
+"""Exports over a dozen models in every form and computes the digests of their files.
 
-Whatever changes inside the exporter, the files should not, unless that is the purpose.
-``python tests/support/exported_files.py`` writes the digests anew; the diff names what changes.
+Changes inside the exporter should not change the files, unless that is their purpose.
+``python tests/support/exported_files.py`` rewrites the digests; the diff shows what changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DIGESTS = Path(__file__).with_name("exported_files.json")
 VERSIONS = {
     name: version(name) for name in ("torch", "onnx", "onnx-ir", "onnxscript", "transformers")
 }
-"""The packages whose release changes the files."""
+"""Packages whose releases change the files."""
 
 Export = Callable[[Path], dynamo_moe.ExportReport]
 
@@ -41,7 +41,7 @@ _PUBLIC = {case.name: case for case in CASES}
 
 @torch.no_grad()
 def _fill(model: nn.Module) -> None:
-    """Gives all weights values that are the same on every processor: random ones need not be."""
+    """Fills all weights with values that are the same on every processor, unlike random ones."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() and type(tensor) in {Tensor, nn.Parameter}:
             numbers = torch.arange(tensor.numel()) * 7919 % 1009
@@ -138,11 +138,11 @@ FILES: dict[str, Export] = {
     "qwen3-moe-with-past": _language_model,
     "gpt-oss-linked": _linked,
 }
-"""How each file is written."""
+"""How to write each file."""
 
 
 def digests(name: str, folder: Path) -> dict[str, str]:
-    """Exports a model; returns the SHA-256 of each file written."""
+    """Exports a model and returns the SHA-256 of each file written."""
     report = FILES[name](folder / "model.onnx")
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in report.files}
 

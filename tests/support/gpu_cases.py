@@ -12,15 +12,16 @@ from torch import Tensor
 
 from custom_ops import RouterOptions, reference
 from custom_ops.kernels.architectures import Architecture, nearest_architecture
-from custom_ops.kernels.configs import RangeConfig
+from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.plan import plan, plan_with
-from custom_ops.kernels.spec import ForwardPlan
+from custom_ops.kernels.spec import MAX_TOKENS, ForwardPlan
 from kernel_runs import layer_of
 from moe_cases import Case, assert_matches, make_case
 
 __all__ = [
     "DEVICE",
+    "PATHS",
     "POISON",
     "allow_tf32",
     "architecture",
@@ -32,20 +33,43 @@ __all__ = [
 ]
 
 DEVICE = "cuda"
-#: NaN as every float, and -1 as every integer: "no expert".
+#: NaN in every float dtype, and -1 ("no expert") in every integer dtype.
 POISON = 0xFF
 
 _GUARD = 4096
 _TIE = 1e-4
 
 
+def _one_range(
+    path: str,
+    up: FewConfig | GemmConfig | MlpConfig,
+    down: FewConfig | GemmConfig | None = None,
+) -> tuple[RangeConfig, ...]:
+    return (RangeConfig(MAX_TOKENS, path, up, down),)
+
+
+#: Configurations for each path.
+PATHS = {
+    "few": _one_range("few", FewConfig(8, 128, 4), FewConfig(4, 64, 4)),
+    "gemm": _one_range(
+        "gemm", GemmConfig(32, 64, 64, 4, 3), GemmConfig(32, 64, 64, 4, 3, group_m=3)
+    ),
+    "tensor-maps": _one_range(
+        "gemm",
+        GemmConfig(64, 64, 64, 4, 3, tensor_maps=True),
+        GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True),
+    ),
+    "mlp": _one_range("mlp", MlpConfig(32, 64, 4, 2)),
+}
+
+
 def architecture() -> Architecture:
-    """What the device's plans are made for."""
+    """The architecture that the device's plans are made for."""
     return nearest_architecture(*torch.cuda.get_device_capability())
 
 
 def on_gpu(case: Case) -> Case:
-    """The case with its tensors on the device."""
+    """The case with its tensors moved to the device."""
     moved = {
         name: value.to(DEVICE) if isinstance(value, Tensor) else value
         for name, value in case.arguments.items()
@@ -56,7 +80,7 @@ def on_gpu(case: Case) -> Case:
 def gpu_case(op: str, tokens: int, **sizes) -> Case:
     """A random case on the device, without tokens whose K-th and next best expert nearly tie.
 
-    Their routing is decided by rounding.
+    Rounding would decide the routing of such tokens.
     """
     case = make_case(op, (tokens,), **{"width": 136, "hidden": 72, "experts": 8} | sizes)
     return on_gpu(_without_ties(case) if op == "dropless" and tokens > 1 else case)
@@ -86,7 +110,7 @@ def check(case: Case, dtypes: set[torch.dtype] = frozenset()) -> Tensor:
 
 @contextmanager
 def allow_tf32(*, allowed: bool):
-    """Permits TF32 in products of float32, or not."""
+    """Allows or forbids TF32 in float32 products."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
@@ -96,13 +120,13 @@ def allow_tf32(*, allowed: bool):
 
 
 def plan_of(case: Case, ranges: tuple[RangeConfig, ...] = ()) -> ForwardPlan:
-    """The case's plan, or one of given configurations."""
+    """The case's plan, or a plan with the given configurations."""
     layer = layer_of(case)
     return plan_with(layer, architecture(), ranges) if ranges else plan(layer, architecture())
 
 
 def launch_poisoned(chosen: ForwardPlan, case: Case) -> Tensor:
-    """The result of a plan on a poisoned workspace and y, neither written beyond its ends."""
+    """Runs a plan on poisoned memory; checks that nothing is written beyond workspace and y."""
     tensors = {name: value for name, value in case.arguments.items() if isinstance(value, Tensor)}
     x = tensors["x"]
     size = chosen.workspace_size(len(x))
@@ -118,7 +142,7 @@ def launch_poisoned(chosen: ForwardPlan, case: Case) -> Tensor:
 
 
 def _poisoned(size: int) -> tuple[Tensor, Tensor]:
-    """Poisoned memory, and what is between its guard bands; both begin at multiples of 256."""
+    """Poisoned memory, and the part between its guard bands; both start at multiples of 256."""
     whole = torch.full((size + 2 * _GUARD,), POISON, dtype=torch.uint8, device=DEVICE)
     assert whole.data_ptr() % 256 == 0 or DEVICE == "cpu"
     return whole, whole[_GUARD : _GUARD + size]

@@ -1,20 +1,19 @@
-"""Runs every kernel once on small sizes, for compute-sanitizer; `make gpu-check` does so."""
+"""Runs every kernel once on small sizes under compute-sanitizer, as part of `make gpu-check`."""
 
 from __future__ import annotations
 
 import sys
 
 import torch
-from test_gpu import PATHS
 
-from gpu_cases import architecture, gpu_case, launch_poisoned, plan_of
+from gpu_cases import PATHS, architecture, gpu_case, launch_poisoned, plan_of
 from moe_cases import OPS
 
 TOKENS = (1, 3, 40, 300)
 
 
 def main() -> int:
-    """Launches; the numbers are the tests' business."""
+    """Launches the kernels; other tests check their results."""
     runs = 0
     for op in OPS:
         for width in (56, 136):

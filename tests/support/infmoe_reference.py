@@ -1,6 +1,6 @@
-"""InfMoE's layer in NumPy, token by token and with nothing folded: what loading is tested against.
+"""InfMoE's layer in NumPy, token by token with nothing folded, as a reference for loading.
 
-Written from the formulas in its README and from what its plugin does with a score.
+It follows the formulas in InfMoE's README and the way its plugin uses a score.
 
 Legend: D model width, H hidden width, E experts.
 """
@@ -20,7 +20,7 @@ Weights = Mapping[str, np.ndarray]
 def random_weights(
     experts: int = 4, width: int = 16, hidden: int = 24, seed: int = 0, dtype: str = "f4"
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Arrays as the npz file has them, and centroids ``[D, E]``."""
+    """Arrays like those in the npz file, and centroids ``[D, E]``."""
     rng = np.random.default_rng(seed)
     arrays = {}
     for n in range(experts):

@@ -1,7 +1,7 @@
-"""A GPU for the C++ launcher: kernels that the stand-in driver is told to launch are interpreted.
+"""A GPU for the C++ launcher: interprets the kernels that the stand-in driver is asked to launch.
 
-The launcher passes addresses, integers and tensor maps, as to a real driver. They are taken from
-its parameter list as the kernel's declaration says, so a parameter in the wrong place computes
+The launcher passes addresses, integers and tensor maps, as it would to a real driver. They are read
+from its parameter list according to the kernel's declaration, so a misplaced parameter leads to
 wrong numbers.
 """
 
@@ -25,11 +25,10 @@ from custom_ops.kernels.spec import (
     WorkspacePointer,
 )
 from standin import fake_cubin
-from trt_plugin._compiled import Compiled, MapLayout
-from trt_plugin._programs import program_for
-from trt_plugin._tasks import task_for
 from trt_plugin.bundle import PARAMETER_BYTES, Program
-from trt_plugin.cubin import CubinInfo, Parameter
+from trt_plugin.compiling.cubin import CubinInfo, Parameter
+from trt_plugin.compiling.packing import program_for
+from trt_plugin.compiling.tasks import Compiled, MapLayout, task_for
 
 __all__ = ["InterpretedGpu", "uncompiled_program"]
 
@@ -40,19 +39,19 @@ _INTERPRETER = threading.Lock()
 
 
 class InterpretedGpu:
-    """What the stand-in driver calls for each launch.
+    """Handles each launch of the stand-in driver.
 
     Attributes:
-        kernels: The declaration of each image's kernel.
-        launches: What has been launched, in order.
+        kernels: Maps each image to its kernel's declaration.
+        launches: All launches so far, in order.
     """
 
     def __init__(self) -> None:
         self.kernels: dict[bytes, KernelSpec] = {}
         self.launches: list[KernelSpec] = []
 
-    def know(self, plan: ForwardPlan, program: Program) -> None:
-        """Makes a program's images known."""
+    def register(self, plan: ForwardPlan, program: Program) -> None:
+        """Registers a program's images."""
         for planned, packed in zip(plan.ranges, program.ranges, strict=True):
             for spec, launch in zip(planned.launches, packed.launches, strict=True):
                 self.kernels[program.kernels[launch.kernel].image] = spec
@@ -84,7 +83,7 @@ class InterpretedGpu:
 
 
 def uncompiled_program(plan: ForwardPlan) -> Program:
-    """The program of a plan, whose images only tell its kernels apart."""
+    """The program of a plan, with placeholder images that only identify the kernels."""
     compiled = {}
     for spec in plan.kernels():
         task = task_for(spec, plan.architecture)
@@ -121,7 +120,7 @@ def uncompiled_program(plan: ForwardPlan) -> Program:
 
 
 def _tensor_at(address: int, dtype: torch.dtype) -> Tensor:
-    # Its size does not matter: the interpreter reads and writes through addresses.
+    # The size does not matter: the interpreter reads and writes through addresses.
     memory = (ctypes.c_char * 16).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
 
@@ -130,7 +129,7 @@ def _descriptor(encoded: Any, argument: TensorMap) -> TensorDescriptor:
     assert encoded.dtype == _MAP_DTYPES[argument.dtype]
     sizes, strides, box = encoded.sizes[::-1], encoded.strides[::-1], encoded.box[::-1]
     itemsize = argument.dtype.itemsize
-    # The driver is not told the innermost stride, an element.
+    # The driver does not get the innermost stride, which is one element.
     elements = [*(stride // itemsize for stride in strides), 1]
     assert tuple(box) == argument.box
     base = _tensor_at(encoded.base, argument.dtype)

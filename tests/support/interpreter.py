@@ -1,13 +1,14 @@
-"""Kernels without a GPU, by Triton's interpreter, with what it gets wrong repaired.
+"""Runs kernels without a GPU in Triton's interpreter, and repairs the interpreter's errors.
 
-The interpreter holds bfloat16 as uint16. As of Triton 3.9 a dot multiplies these integers, a cast
-from float32 cuts the low bits off instead of rounding, and casts from or to other types take the
-bits for a number. Nor does it know programmatic dependent launch; and Triton 3.6's takes no bounds
-of a range from NumPy 2.4's arrays. :func:`repair` mends all this. Arithmetic on bfloat16 blocks is
-as wrong and stays so: a kernel must cast to float32 first.
+The interpreter stores bfloat16 as uint16. In Triton 3.9, a dot multiplies these integers, a cast
+from float32 truncates the low bits instead of rounding, and casts from or to other types treat the
+bits as a number. It does not support programmatic dependent launch either, and the interpreter of
+Triton 3.6 does not accept the arrays of NumPy 2.4 as bounds of a range. :func:`repair` fixes all of
+this. Arithmetic on bfloat16 blocks has the same error and is not fixed: a kernel must cast to
+float32 first.
 
-Needs ``TRITON_INTERPRET=1`` before triton is imported: ``conftest.py`` sets it where there is no
-GPU, and repairs the interpreter.
+Needs ``TRITON_INTERPRET=1`` before triton is imported. If there is no GPU, ``conftest.py`` sets it
+and repairs the interpreter.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from custom_ops.kernels.spec import Step, TensorPointer, WorkspacePointer
 
 __all__ = ["ON", "POISON", "repair", "run_step"]
 
-#: What :func:`run_step` plans for and runs on.
+#: The architecture that :func:`run_step` plans for and runs on.
 ON = (
     nearest_architecture(*torch.cuda.get_device_capability())
     if torch.cuda.is_available()
     else architecture("sm_90")
 )
-#: What buffers hold before a kernel writes them: -1515870811 as int32, -2.9e-16 as float32.
+#: The contents of buffers before a kernel writes them: -1515870811 as int32, -2.9e-16 as float32.
 POISON = 0xA5
 
 _GUARD_BYTES = 4096
@@ -84,11 +85,11 @@ def run_step(
 ) -> dict[str, Tensor]:
     """Runs a step's launches and returns its buffers.
 
-    Each buffer is poisoned before, and lies between guard bands that must not change.
+    Each buffer is poisoned first, and lies between guard bands that must not change.
 
     Args:
-        step: What to run, planned for :data:`ON`.
-        layer: The layer that it was planned for.
+        step: The step to run, planned for :data:`ON`.
+        layer: The layer that the step was planned for.
         tokens: T.
         tensors: The call's tensors.
         earlier: Buffers of earlier steps.

@@ -11,17 +11,16 @@ from custom_ops.kernels.configs import RangeConfig
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan, plan_with
+from custom_ops.options import ROUTER_OPTIONS
 from moe_cases import Case
 
 __all__ = ["call_tensors", "layer_of", "run_kernels"]
 
-_ROUTER_OPTIONS = ("scoring", "renormalize", "routed_scaling")
-
 
 def layer_of(case: Case, *, tf32: bool = False) -> Layer:
-    """The case as a layer."""
+    """The case's layer."""
     a, options = case.arguments, dict(case.options)
-    router = {name: options.pop(name) for name in _ROUTER_OPTIONS if name in options}
+    router = {row.name: options.pop(row.name) for row in ROUTER_OPTIONS if row.name in options}
     dropless = case.op == "dropless"
     routing = ("router_weight", "router_bias") if dropless else ("expert_ids", "expert_weights")
     routing_dtype, weights_dtype = (None if a[n] is None else a[n].dtype for n in routing)
@@ -44,13 +43,13 @@ def layer_of(case: Case, *, tf32: bool = False) -> Layer:
 
 
 def call_tensors(case: Case) -> dict[str, Tensor]:
-    """The case's tensors by the launchers' names, and y full of NaN."""
+    """The case's tensors under the launchers' names, and y filled with NaN."""
     tensors = {name: value for name, value in case.arguments.items() if isinstance(value, Tensor)}
     return {**tensors, "y": torch.full_like(case.arguments["x"], float("nan"))}
 
 
 def run_kernels(case: Case, device: str = "sm_80", ranges: tuple[RangeConfig, ...] = ()) -> Tensor:
-    """The result of the case's plan on a workspace full of NaN."""
+    """The result of the case's plan on a workspace filled with NaN."""
     layer, on = layer_of(case), architecture(device)
     chosen = plan_with(layer, on, ranges) if ranges else plan(layer, on)
     tensors = call_tensors(case)

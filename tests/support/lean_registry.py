@@ -1,6 +1,7 @@
-"""Runs in an environment of its own, against a real TensorRT registry; prints what it saw as JSON.
+"""A script that tests the plugin with a real TensorRT registry and prints its results as JSON.
 
-Arguments: the native library, a bundle, a program of it, attributes as JSON.
+It runs in an environment of its own. Arguments: the native library, a bundle, a program in it,
+attributes as JSON.
 """
 
 import json

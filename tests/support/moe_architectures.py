@@ -1,4 +1,4 @@
-"""Tiny seeded models of every architecture of transformers with expert layers."""
+"""Tiny seeded models of every transformers architecture with expert layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ARCHITECTURES", "UNAVAILABLE", "Architecture", "example_inputs"]
 
 _VOCABULARY = 64
 
-# Given to every config that has the field.
+# Set in every config that has the field.
 _COMMON: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 32,
@@ -47,7 +47,7 @@ _COMMON: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    # Sparse attention: everything is selected, as a selection has ties.
+    # Sparse attention: everything is selected, because a selection could have ties.
     "index_topk": 128,
     "index_head_dim": 8,
     "index_n_heads": 2,
@@ -58,7 +58,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
-# Groups of two experts, half of them left out.
+# Groups of two experts, half of which are excluded.
 _GROUPED = {"num_experts": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 # Latent attention has as many key heads as query heads.
 _LATENT = {"num_key_value_heads": 4}
@@ -66,22 +66,22 @@ _LATENT = {"num_key_value_heads": 4}
 _THREE_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _DENSE_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 
-# Values that a state space model needs as it initialises them.
+# Values that a state space model needs for its initialisation.
 _KEPT = ("A_log", "dt_bias", "D")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class of transformers and the config that makes it tiny."""
+    """A transformers class and the config that makes it tiny."""
 
     name: str
-    """The folder of the model in transformers."""
+    """The model's folder in transformers."""
     model: str
     config: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the config, on top of the common ones."""
+    """Arguments of the config, in addition to the common ones."""
     inputs: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
-    """What the forward takes, from the usual inputs."""
+    """Selects the forward's inputs from the usual ones."""
 
     def build(self, **overrides: Any) -> PreTrainedModel:
         """Return the model with random weights; ``overrides`` go to the config.
@@ -138,7 +138,7 @@ def _embedded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def _randomise(model: nn.Module) -> None:
     """Give every parameter and every zero buffer values that a trained model could have.
 
-    As initialised, routers and biases are zero and weights are too small for a token to matter.
+    Initial routers and biases are zero, and initial weights too small for a token to matter.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -151,10 +151,10 @@ def _randomise(model: nn.Module) -> None:
             if name in _KEPT:
                 continue
             if parameter.ndim > 1 and not name.endswith("bias"):
-                # An embedding that is tied to the head is given the head's, which comes last.
+                # An embedding tied to the head gets the head's values, which come last.
                 parameter.copy_(normal(parameter, _fan_in(module, parameter) ** -0.5))
             else:
-                # Norms are near 1, or near 0 where 1 is added; so are biases.
+                # Norm weights are near 1, or near 0 if the model adds 1; biases are near 0.
                 parameter.add_(normal(parameter, 0.1))
         for name, buffer in module.named_buffers(recurse=False):
             if f"{prefix}.{name}" not in persistent:
@@ -163,7 +163,7 @@ def _randomise(model: nn.Module) -> None:
                 scores = torch.rand(len(buffer), module.num_experts, generator=generator)
                 buffer.copy_(scores.topk(buffer.shape[1]).indices)
             elif buffer.is_floating_point() and not buffer.any():
-                # The bias that a router adds to its scores before it selects
+                # The bias that a router adds to its scores for the selection.
                 buffer.copy_(normal(buffer, 0.05))
 
 
@@ -214,7 +214,7 @@ _TABLE = [
             "mlp_layer_types": ["hash_moe", "moe"],
             "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
             "partial_rotary_factor": 0.5,
-            # Of longer blocks, the trace depends on the length.
+            # With longer blocks, the trace would depend on the length.
             "compress_rates": {
                 "heavily_compressed_attention": 1,
                 "compressed_sparse_attention": 1,
@@ -242,7 +242,7 @@ _TABLE = [
         "Ernie4_5_MoeConfig",
         {"moe_num_experts": 6, "moe_k": 2},
     ),
-    # Experts of images too, which no text reaches.
+    # It also has experts for images, which text does not reach.
     Architecture(
         "ernie4_5_vl_moe",
         "Ernie4_5_VLMoeTextModel",
@@ -467,7 +467,7 @@ _TABLE = [
         "Qwen3VLMoeTextConfig",
         {"rope_parameters": _THREE_AXES},
     ),
-    # Its sparse attention is a loop over tokens that depends on the data: not to be exported.
+    # Its sparse attention is a data-dependent loop over tokens and cannot be exported.
     Architecture(
         "qwen4_exp",
         "Qwen4ExpForCausalLM",
@@ -527,5 +527,5 @@ ARCHITECTURES: dict[str, Architecture] = {item.name: item for item in _TABLE} | 
     ),
 }
 
-# Those that cannot run here, and why.
+# Architectures that cannot run here, and why.
 UNAVAILABLE: dict[str, str] = {}

@@ -6,7 +6,7 @@ Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E expe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions, reference
-from custom_ops.options import CLAMPED
+from custom_ops.dtypes import FLOATS
+from custom_ops.options import CLAMPED, POINTWISE, ROUTER_OPTIONS, SCORINGS
 from dynamo_moe.tolerances import tolerance_for
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
 
 OPS = ("dropless", "experts")
 
-_FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _MIXED = (
     (torch.float32, torch.float16),
     (torch.float32, torch.bfloat16),
@@ -38,10 +38,10 @@ _MIXED = (
     (torch.float64, torch.float32),
     (torch.float32, torch.float64),
 )
-# Of tokens and of experts.
+# Dtypes of the tokens and of the experts.
 DTYPES = [
     pytest.param(x, w, id=f"{x}-{w}".replace("torch.", ""))
-    for x, w in [*((dtype, dtype) for dtype in _FLOAT_TYPES), *_MIXED]
+    for x, w in [*((dtype, dtype) for dtype in FLOATS), *_MIXED]
 ]
 
 _GATINGS: dict[str, dict[str, Any]] = {
@@ -49,11 +49,10 @@ _GATINGS: dict[str, dict[str, Any]] = {
     "gated": {"gated": True},
     "interleaved": {"gated": True, "interleaved": True},
 }
-_POINTWISE = ("gelu", "gelu_tanh", "silu", "relu", "relu2")
-# What an expert computes; a limit of 1 makes the clamps bite.
+# What an expert computes. A limit of 1 makes the clamps take effect.
 EXPERT_FORMS = [
     pytest.param({"activation": activation} | gating, id=f"{activation}-{name}")
-    for activation in _POINTWISE
+    for activation in POINTWISE
     for name, gating in _GATINGS.items()
 ] + [
     pytest.param(
@@ -64,7 +63,7 @@ EXPERT_FORMS = [
     for name in ("gated", "interleaved")
 ]
 
-# What happens around an expert; an eps of 0.5 shows.
+# What happens around an expert. An eps of 0.5 has a visible effect.
 NORM_FORMS = [
     pytest.param({"pre_norm": norm, "norm_eps": 0.5, "residual": residual}, id=name)
     for norm, residual, name in (
@@ -79,12 +78,10 @@ ROUTER_FORMS = [
         {"scoring": scoring, "renormalize": renormalize, "routed_scaling": scaling},
         id=f"{scoring}-{'renormalized' if renormalize else 'raw'}-{scaling}",
     )
-    for scoring in ("softmax", "topk_softmax", "sigmoid")
+    for scoring in SCORINGS
     for renormalize in (True, False)
     for scaling in (1.0, 2.5)
 ]
-
-_ROUTER_FIELDS = fields(RouterOptions)
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class Case:
 
     Attributes:
         op: One of :data:`OPS`.
-        arguments: By name, in the schema's order, without the options.
+        arguments: Arguments by name, in the schema's order, without the options.
         options: Keyword-only arguments.
     """
 
@@ -132,43 +129,45 @@ class Case:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Those of tokens and experts, which bound the precision."""
+        """Dtypes of the tokens and the experts, which limit the precision."""
         return {self.arguments["x"].dtype, self.arguments["w1"].dtype}
 
     def changed(self, **changes: Any) -> Case:
-        """The same with other arguments or options."""
+        """The same case with other arguments or options."""
         arguments = {name: changes.pop(name, old) for name, old in self.arguments.items()}
         return replace(self, arguments=arguments, options=self.options | changes)
 
     def with_grad(self) -> Case:
-        """The same on leaves that require gradients."""
+        """The same case with leaves that require gradients."""
         leaves = {name: t.detach().clone().requires_grad_() for name, t in self.floats.items()}
         return self.changed(**leaves)
 
     def oracle(self) -> Tensor:
         """The result in float64, computed from the rounded arguments.
 
-        The operators route in float32 at least, so random logits choose the oracle's experts.
+        The operators route at least in float32, so random logits choose the oracle's experts.
         """
         a, options = self.arguments, dict(self.options)
-        router_options = {f.name: options.pop(f.name) for f in _ROUTER_FIELDS if f.name in options}
+        router_options = {
+            row.name: options.pop(row.name) for row in ROUTER_OPTIONS if row.name in options
+        }
         if self.op == "dropless":
             router_options = RouterOptions(a["top_k"], **router_options)
             routing = reference.router(a["x"], a["router_weight"], a["router_bias"], router_options)
         else:
             routing = (a["expert_ids"], a["expert_weights"])
-        # Rounded as experts read it, with the gradient of no rounding: else a pre-activation falls
-        # on the other side of relu's kink.
+        # Rounded as the experts read it, but with a gradient that ignores the rounding. Otherwise
+        # a pre-activation could fall on the other side of relu's kink.
         x = a["x"] + (a["x"].to(a["w1"].dtype).to(a["x"].dtype) - a["x"]).detach()
         parameters = (a["w1"], a["b1"], a["w2"], a["b2"])
         return reference.experts(x, *routing, *parameters, ExpertOptions(**options))
 
     def gradients(self, run: Callable[[Case], Tensor] = lambda case: case()) -> dict[str, Tensor]:
-        """Gradients of every float for one fixed gradient of the result."""
+        """Gradients of every float, given one fixed gradient of the result."""
         case = self.with_grad()
         result = run(case)
         generator = torch.Generator().manual_seed(1)
-        # The same numbers whatever the result's dtype: bfloat16 values are exact in all others.
+        # The same numbers for every dtype of the result: bfloat16 values are exact in all others.
         dy = torch.randn(result.shape, generator=generator).bfloat16().to(result.dtype)
         gradients = torch.autograd.grad(result, list(case.floats.values()), dy)
         return dict(zip(case.floats, gradients, strict=True))
@@ -188,7 +187,7 @@ def make_case(
     seed: int = 0,
     **options: Any,
 ) -> Case:
-    """A random call, scaled so that logits, hidden rows and results are near 1."""
+    """A random call, scaled so that logits, hidden rows and results are around 1."""
     generator = torch.Generator().manual_seed(seed)
     x_dtype = x_dtype or dtype
     router_dtype = torch.float64 if x_dtype == torch.float64 else torch.float32
@@ -219,7 +218,7 @@ def make_case(
 def assert_matches(
     actual: Tensor, expected: Tensor, dtypes: set[torch.dtype], name: str = "result"
 ) -> None:
-    """Bounds the worst error and the RMS of the errors, relative to the RMS of what is expected."""
+    """Bounds the worst error and the RMS of the errors, relative to the expected RMS."""
     assert actual.shape == expected.shape, f"{name}: {actual.shape}, expected {expected.shape}"
     if not expected.numel():
         return

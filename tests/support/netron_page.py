@@ -1,6 +1,6 @@
 """Netron in a headless Chromium, for tests and for the documentation's pictures.
 
-Netron lets no page evaluate JavaScript, so everything here goes through locators.
+Netron does not let pages evaluate JavaScript, so everything here goes through locators.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def executable() -> str | None:
 
 
 def missing() -> str | None:
-    """Returns what this machine lacks to open Netron; None if it lacks nothing."""
+    """Returns what this machine lacks to open Netron, or None if nothing is missing."""
     for package in ("netron", "playwright"):
         if find_spec(package) is None:
             return f"needs the package {package}"
@@ -34,9 +34,10 @@ def missing() -> str | None:
 
 @contextmanager
 def launched() -> Iterator[Browser]:
-    """Starts a browser that reaches this machine's servers alone.
+    """Starts a browser that can only reach servers on this machine.
 
-    It resolves no name, and Netron reports to hosts by name. One browser can run at a time.
+    It resolves no host names, and Netron reports to hosts by name. Only one browser can run at a
+    time.
     """
     from playwright.sync_api import sync_playwright
 
@@ -53,13 +54,13 @@ def launched() -> Iterator[Browser]:
 def opened(
     browser: Browser, path: Path, *, width: int = 1200, height: int = 900, scale: float = 1
 ) -> Iterator[Page]:
-    """Opens a file in Netron; the page is yielded once the graph is laid out.
+    """Opens a file in Netron and yields the page once the graph is laid out.
 
     Args:
-        browser: Of `launched`.
+        browser: A browser from `launched`.
         path: The ONNX file.
-        width: Of the page, in CSS pixels.
-        height: Likewise.
+        width: Width of the page, in CSS pixels.
+        height: Height of the page, in CSS pixels.
         scale: Pixels of a screenshot per CSS pixel.
 
     Raises:
@@ -72,7 +73,7 @@ def opened(
         reduced_motion="reduce",  # The sidebar does not slide in.
     )
     with _served(path) as url, context:
-        # Without the cookie Netron asks for consent; 180 days after its release, for an update.
+        # Without the cookie Netron asks for consent and, 180 days after its release, for an update.
         context.add_cookies([{"name": "consent", "value": "0", "url": url}])
         context.clock.set_fixed_time("2020-01-01")
         page = context.new_page()
@@ -87,7 +88,7 @@ def opened(
 def _served(path: Path) -> Iterator[str]:
     import netron
 
-    # Netron configures the root logger where that has no handler.
+    # Netron configures the root logger if it has no handler.
     root, handler = logging.getLogger(), logging.NullHandler()
     root.addHandler(handler)
     address = netron.serve(str(path), address=(HOST, 0))
@@ -120,12 +121,12 @@ def node_named(page: Page, name: str) -> Locator:
 
 
 def open_body(node: Locator) -> None:
-    """Opens the function that the node stands for, in place of the graph."""
+    """Opens the function behind the node, in place of the graph."""
     node.locator(".node-item-type", has_text="ƒ").click()
 
 
 def properties(page: Page, node: Locator) -> dict[str, dict[str, str]]:
-    """Clicks a node; returns what the sidebar then says, as section -> name -> value."""
+    """Clicks a node and returns the sidebar's contents as section -> name -> value."""
     name = name_of(node)
     node.locator(".node-item-type").first.click()
     sidebar = page.locator("#sidebar-content")

@@ -1,7 +1,7 @@
-"""Writes the documentation's pictures of Netron: `make pictures`.
+"""Creates the documentation's pictures of Netron: `make pictures`.
 
-Netron writes shapes between the brackets U+3008 and U+3009; a machine whose fonts lack them gets
-boxes in their place (on Debian, fonts-wqy-microhei has them).
+Netron writes shapes between the brackets U+3008 and U+3009. If the machine's fonts lack them, the
+pictures show boxes instead (on Debian, fonts-wqy-microhei has them).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
 BLOCK = "stages.0.block1"
-# Its second half: the end of the attention, and the MoE layer.
+# The second half of the block: the end of the attention, and the MoE layer.
 NODES = (
     ".attention.proj/Add",
     ".attention/Gather_6",
@@ -46,10 +46,12 @@ def main() -> None:
             layer = netron_page.node_named(page, f"{BLOCK}.mlp/DroplessMoE")
             layer.scroll_into_view_if_needed()
             block = [netron_page.node_named(page, f"{BLOCK}{name}") for name in NODES]
-            page.screenshot(path=IMAGES / "netron_block.png", clip=around(block))
+            page.screenshot(path=IMAGES / "netron_block.png", clip=bounding_box(block))
             netron_page.properties(page, layer)
             sidebar = page.locator("#sidebar-title, #sidebar-content .sidebar-item").all()
-            page.screenshot(path=IMAGES / "netron_attributes.png", clip=around(block + sidebar))
+            page.screenshot(
+                path=IMAGES / "netron_attributes.png", clip=bounding_box(block + sidebar)
+            )
 
 
 def export(folder: Path) -> Path:
@@ -62,8 +64,8 @@ def export(folder: Path) -> Path:
     return path
 
 
-def around(shown: Iterable[Locator]) -> FloatRect:
-    """Returns the rectangle that these take on the page, with a margin."""
+def bounding_box(shown: Iterable[Locator]) -> FloatRect:
+    """Returns the rectangle around the given elements of the page, with a margin."""
     boxes = [box for one in shown if (box := one.bounding_box())]
     left, top = (min(box[side] for box in boxes) - MARGIN for side in ("x", "y"))
     right = max(box["x"] + box["width"] for box in boxes) + MARGIN

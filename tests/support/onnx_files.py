@@ -1,4 +1,4 @@
-"""Small ONNX models, built by hand, that tests of inspection, drawing and command line share."""
+"""Small hand-built ONNX models for the tests of inspection, drawing and the command line."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def model(
 
 
 def moe_model(experts_dtype: type = np.float32) -> onnx.ModelProto:
-    """Two residual MoE layers of width 4, hidden 6, 3 experts; the second one's router is outside.
+    """Two residual MoE layers of width 4, hidden width 6 and 3 experts.
 
-    Each has its configuration's function; the second one is gated.
+    The second layer is gated and has its router outside. Each layer has the function for its
+    configuration.
     """
     nodes = [
         helper.make_node("LayerNormalization", ["x", "norm"], ["n"], axis=-1),
@@ -112,7 +113,7 @@ def moe_model(experts_dtype: type = np.float32) -> onnx.ModelProto:
 
 
 def dense_moe_nodes(x: str, y: str, prefix: str = "") -> list[onnx.NodeProto]:
-    """11 nodes that are an MoE layer: softmax router, and every expert on every token.
+    """11 nodes that form an MoE layer: a softmax router, and every expert on every token.
 
     They read ``router [4, 3]``, ``w1 [3, 4, 6]``, ``w2 [3, 6, 4]``, ``tokens`` and ``two``.
     """
@@ -160,7 +161,7 @@ def dense_model() -> onnx.ModelProto:
 
 
 def crashing_file(path: Path) -> Path:
-    """ONNX Runtime 1.31 dies of it: a branch reads what Reshape makes of a dequantised value."""
+    """Crashes ONNX Runtime 1.31: a branch reads the Reshape of a dequantised value."""
     scale = numpy_helper.from_array(np.ones((), np.float32), "scale")
     zero = numpy_helper.from_array(np.zeros((), np.uint8), "zero")
     flat = sizes("flat", -1)

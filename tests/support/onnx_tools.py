@@ -1,6 +1,6 @@
-"""What tools make of exported files: a script that prints it as JSON, in a process without PyTorch.
+"""Runs other tools on exported files and prints the results as JSON, without loading PyTorch.
 
-Each tool meets each file in a forked process, because ONNX Runtime can die of what comes out.
+Each tool processes each file in a forked process, because its result can crash ONNX Runtime.
 
 Arguments: the files. Each takes float32 ``x [batch, tokens, 16]``.
 """
@@ -72,7 +72,7 @@ def behind_another(model: onnx.ModelProto) -> onnx.ModelProto:
 def optimized_offline(source: Path, result: Path) -> None:
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(result)
-    options.log_severity_level = 3  # It warns that the file suits this machine only.
+    options.log_severity_level = 3  # It warns that the file is only for this machine.
     onnxruntime.InferenceSession(source, options)
 
 
@@ -80,7 +80,7 @@ def transformers_optimizer(source: Path, result: Path, **options: int) -> None:
     optimize_model(str(source), **options).save_model_to_file(str(result))
 
 
-# By the name in docs/how-to/choose_a_target.md: what runs it, and how far its result may be off.
+# By the name in docs/how-to/choose_a_target.md: how to run the tool, and the allowed error.
 TOOLS: dict[str, tuple[Tool, float]] = {
     "onnxsim": (on_models(lambda model: onnxsim.simplify(model)[0]), EXACT),
     "onnxslim": (on_models(onnxslim.slim), EXACT),
@@ -144,11 +144,11 @@ def layers(path: Path) -> int:
 
 
 def outcome(tool: Tool, bound: float, source: Path, result: Path) -> str:
-    """Returns ``the same``, ``inlined`` where MoE nodes are gone, or what went wrong."""
+    """Returns ``the same``, ``inlined`` if MoE nodes are gone, or what went wrong."""
     tool(source, result)
     expected, actual = run(source), run(result)
     error, scale = (np.linalg.norm(rows, axis=-1) for rows in (actual - expected, expected))
-    # Of most tokens: a rounding can turn the routing of some.
+    # The median over the tokens: rounding can change the routing of a few.
     typical = float(np.median(error / scale))
     if not typical <= bound:
         return f"wrong: {typical:.0%} off"
@@ -156,28 +156,28 @@ def outcome(tool: Tool, bound: float, source: Path, result: Path) -> str:
 
 
 def forked(tool: Tool, bound: float, source: Path, result: Path) -> str:
-    """The outcome in a process that may die of it."""
+    """The outcome, computed in a process that may crash."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         os.close(reader)
         try:
-            said = outcome(tool, bound, source, result)
+            text = outcome(tool, bound, source, result)
         except Exception as error:
-            said = f"fails: {' '.join(str(error).split())[-200:] or type(error).__name__}"
-        os.write(writer, said.encode())
+            text = f"fails: {' '.join(str(error).split())[-200:] or type(error).__name__}"
+        os.write(writer, text.encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        said = pipe.read()
+        text = pipe.read()
     _, status = os.waitpid(child, 0)
-    return said if not status else f"fails: {signal.Signals(os.WTERMSIG(status)).name}"
+    return text if not status else f"fails: {signal.Signals(os.WTERMSIG(status)).name}"
 
 
 def main(files: list[str]) -> None:
     logging.disable()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        os.chdir(folder)  # Some leave files where they run.
+        os.chdir(folder)  # Some tools leave files in the working folder.
         found = {
             name: {
                 Path(file).stem: forked(tool, bound, Path(file), Path(folder) / "result.onnx")

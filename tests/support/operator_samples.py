@@ -1,8 +1,8 @@
-"""PyTorch's own samples of its operators, as models of one operator, exported and compared.
+"""PyTorch's own samples of its operators, as one-operator models that are exported and compared.
 
-As a script it exports every sample that the sweep takes and counts: how many files are right, how
-many wrong, how many models are refused; with ``--stock`` also those of ``torch.onnx.export``, where
-ours is not right.
+As a script, it exports all samples and counts how many files are right, how many are wrong, and how
+many models are refused. With ``--stock`` it does the same with ``torch.onnx.export`` for samples
+that our export does not get right.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _from_torchlib = ONNXRegistry.from_torchlib
 
 DTYPES = {"float32": torch.float32, "int64": torch.int64}
 SAMPLES = 3
-"""Of each operator and dtype, from the first to the last that PyTorch has."""
+"""Number of samples for each operator and dtype, spread over all that PyTorch has."""
 
 
 class Operator(nn.Module):
-    """A model whose forward is one call; its inputs are the call's tensors."""
+    """A model whose forward is a single call; its inputs are the call's tensors."""
 
     def __init__(self, function: Callable[..., Any], sample: Any) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Operator(nn.Module):
 
 
 class _Undetermined(TorchDispatchMode):
-    """Sees whether a call draws random numbers."""
+    """Detects whether a call draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,11 +79,11 @@ def names(dtype: str) -> list[str]:
 
 
 def models(name: str, dtype: str, count: int = SAMPLES) -> Iterator[tuple[int, Operator, Any]]:
-    """Yields samples' numbers, their models and results; none of random or sparse tensors."""
+    """Yields the samples' numbers, models and results, without random or sparse tensors."""
     op = operators()[name]
     try:
         samples = [*op.sample_inputs("cpu", DTYPES[dtype])]
-    except (RuntimeError, NotImplementedError):  # Of operators for a GPU.
+    except (RuntimeError, NotImplementedError):  # The operator needs a GPU.
         return
     if "empty" in name:
         return
@@ -97,7 +97,7 @@ def models(name: str, dtype: str, count: int = SAMPLES) -> Iterator[tuple[int, O
         except Exception:  # noqa: S112  What PyTorch itself cannot run here.
             continue
         plain = all(
-            # NumPy has no bfloat16, and ONNX Runtime gives its arrays.
+            # NumPy has no bfloat16, and ONNX Runtime returns NumPy arrays.
             isinstance(y, Tensor) and y.layout == torch.strided and y.dtype != torch.bfloat16
             for y in expected
         )
@@ -115,7 +115,7 @@ def ours(model: Operator, path: Path) -> None:
 
 
 def stock(model: Operator, path: Path) -> None:
-    # It makes its table of translations anew for each export, which takes most of the time.
+    # It rebuilds its table of translations for each export, which takes most of the time.
     with patch.object(ONNXRegistry, "from_torchlib", staticmethod(_translations)):
         torch.onnx.export(model, model.inputs, path, dynamo=True, verbose=False)
 
@@ -128,7 +128,7 @@ def _translations(opset_version: int) -> ONNXRegistry:
 def outcome(
     export: Callable[[Operator, Path], None], model: Operator, expected: list[Tensor]
 ) -> tuple[str, str]:
-    """Returns ``right``, ``wrong`` or ``refused``, and why."""
+    """Returns ``right``, ``wrong`` or ``refused``, and the reason."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "m.onnx"
         try:
@@ -166,7 +166,7 @@ def compare(path: Path, model: Operator, expected: list[Tensor]) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """The exporters' logs, which tests would keep, are larger than what they say of."""
+    """Silences the exporters' logs, which tests would store and which are huge."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""TensorRT's part, played by tests/native/host: drives the plugin through both of its phases."""
+"""Plays TensorRT's part with tests/native/host: drives the plugin through both of its phases."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_cases import Case
-from standin import ROOT, build
-from trt_plugin.launcher import library_path
+from standin import ROOT, SOURCES, build
+from trt_plugin.native import library_path
 
 __all__ = [
     "BUILD",
@@ -35,14 +35,10 @@ __all__ = [
     "serialized",
 ]
 
-#: What getInferLibVersion() returns: loggers of version 11 are others than those of 10.
+#: The result of getInferLibVersion(): loggers in version 11 differ from those in 10.
 VERSIONS = (101601, 110400)
 BUILD, RUNTIME = 0, 1
 NAMES = {"dropless": "DroplessMoE", "experts": "DroplessMoEExperts"}
-#: The library's.
-SOURCES = sorted(
-    path for path in (ROOT / "trt_plugin" / "csrc").glob("*.cc") if path.name != "abi_check.cc"
-)
 
 _HOST = ROOT / "tests" / "native" / "host" / "host.cc"
 _DTYPES = {
@@ -55,7 +51,7 @@ _DTYPES = {
     torch.bfloat16: 7,
     torch.int64: 8,
 }
-# The nodes' inputs in their order.
+# The nodes' inputs in order.
 _REQUIRED = {
     "dropless": ("x", "router_weight", "w1", "w2"),
     "experts": ("x", "expert_ids", "expert_weights", "w1", "w2"),
@@ -100,7 +96,7 @@ class _Fields(ctypes.Structure):
 
 
 class Field(NamedTuple):
-    """A plugin field as it lies in memory; data None is a null pointer."""
+    """A plugin field as stored in memory; if data is None, it is a null pointer."""
 
     FLOAT32 = 1
     INT32 = 5
@@ -114,7 +110,7 @@ class Field(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> Field:
-        """The field that TensorRT's parser makes of an attribute."""
+        """The field that TensorRT's parser creates from an attribute."""
         match value:
             case Field():
                 return value
@@ -132,11 +128,11 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """A tensor as TensorRT describes it; -1 is a size that is not known.
+    """A tensor as TensorRT describes it; -1 is an unknown size.
 
     Attributes:
-        shape: Sizes; None is no tensor.
-        dtype: PyTorch's, or TensorRT's number.
+        shape: Sizes; None if there is no tensor.
+        dtype: PyTorch's dtype, or TensorRT's number.
         most: The profile's largest sizes, by default the shape's.
         format: 0 is linear.
     """
@@ -167,14 +163,14 @@ def _dims(sizes: Sequence[int] | None) -> _Dims:
 
 
 class Host:
-    """A TensorRT of one version with the plugin's library loaded."""
+    """A TensorRT of one version, with the plugin's library loaded."""
 
     def __init__(self, version: int, library: Path) -> None:
         path = build(
             f"host_{version}.so",
             [_HOST],
             *(f"-DHOST_VERSION={version}", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"),
-            *("-I", str(ROOT / "trt_plugin" / "csrc"), "-ldl"),
+            "-ldl",
         )
         self.call = ctypes.CDLL(str(path))
         pointers = ("create", "clone", "attach", "field_names", "serialize")
@@ -189,12 +185,12 @@ class Host:
         self.load(library)
 
     def load(self, library: Path) -> None:
-        """Loads the plugin's library, which logs to the host that has done so last."""
+        """Loads the plugin's library, which logs to the host that loaded it last."""
         reason = self.call.host_load(str(library).encode())
         assert reason is None, reason
 
     def messages(self) -> list[str]:
-        """Takes what has been logged: "own" or "global" logger, severity, text."""
+        """Returns and clears the log: "own" or "global" logger, severity, text."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         taken = []
         while self.call.host_message(buffer, ctypes.c_size_t(_TEXT_BYTES)):
@@ -202,7 +198,7 @@ class Host:
         return taken
 
     def field_names(self, name: str) -> dict[str, int]:
-        """The types of a creator's fields by their names."""
+        """The types of a creator's fields, by name."""
         return {
             field.name.decode(): field.type
             for field in _collected(self.call.host_field_names(name.encode()))
@@ -211,7 +207,7 @@ class Host:
     def create(
         self, name: str, fields: Mapping[str, Any], phase: int = BUILD, layer: str = "layers.3.mlp"
     ) -> Plugin | None:
-        """Creates a plugin; None where the creator refuses."""
+        """Creates a plugin; returns None if the creator refuses."""
         made = [(key.rstrip("*"), Field.of(value)) for key, value in fields.items()]
         kept = [field.data and ctypes.create_string_buffer(field.data) for _, field in made]
         array = (_Field * len(made))(
@@ -230,7 +226,7 @@ class Host:
 
 
 class Plugin:
-    """A plugin; TensorRT's calls by their names."""
+    """A plugin; the methods are named after TensorRT's."""
 
     def __init__(self, host: Host, pointer: int) -> None:
         self.host = host
@@ -272,7 +268,7 @@ class Plugin:
         return self._call("metadata").decode()
 
     def output_type(self, inputs: Sequence[Description]) -> tuple[int, int]:
-        """The status, and TensorRT's number of y's dtype."""
+        """The status, and TensorRT's number for y's dtype."""
         types = (ctypes.c_int32 * len(inputs))(*(each.plain().type for each in inputs))
         result = ctypes.c_int32(-1)
         status = self._call("output_types", ctypes.byref(result), 1, types, len(inputs))
@@ -293,7 +289,7 @@ class Plugin:
 
     def supports(self, position: int, inputs: Sequence[Description], output: Description) -> bool:
         every = _array(_DynamicTensorDesc, [each.dynamic() for each in (*inputs, output)])
-        # TensorRT has not written yet what lies behind.
+        # TensorRT has not yet written the descriptions after this one.
         for later in every[position + 1 :]:
             ctypes.memset(ctypes.byref(later), 0x7F, ctypes.sizeof(later))
         return self._call("supports", position, every, len(inputs), 1)
@@ -308,7 +304,7 @@ class Plugin:
         return self._call("workspace", *_dynamic(inputs), *_dynamic([output]))
 
     def serialized_at(self) -> int:
-        """Where the bytes of the only stored field lie."""
+        """The address of the only stored field's bytes."""
         (field,) = _collected(self._call("serialize"))
         return field.data
 
@@ -332,7 +328,7 @@ class Plugin:
         descriptions: Sequence[Description] | None = None,
         stream: int = 0,
     ) -> int:
-        """Enqueues; the tensors' memory stands for the device's."""
+        """Enqueues; the tensors' memory stands in for the device's."""
         described = descriptions or [describe(tensor) for tensor in inputs]
         addresses = [0 if t is None or not t.numel() else t.data_ptr() for t in inputs]
         return self._call(
@@ -352,12 +348,12 @@ class Plugin:
         descriptions: Sequence[Description] | None = None,
         stream: int = 0,
     ) -> Tensor:
-        """Changes the shape and enqueues, on a y and a workspace full of 0xFF, which are NaN.
+        """Changes the shape and enqueues, with y and the workspace filled with 0xFF (NaN).
 
         Args:
             inputs: The node's inputs; None has no memory.
-            size: Bytes of the workspace. What lies around it must stay as it is.
-            descriptions: Of the inputs, by default those of the tensors.
+            size: Bytes of the workspace. The memory around it must not change.
+            descriptions: Descriptions of the inputs, by default those of the tensors.
             stream: The stream.
         """
         x = inputs[0]
@@ -368,7 +364,7 @@ class Plugin:
         begin = -memory.data_ptr() % 16
         y = memory[begin : begin + bytes_of_y].view(x.dtype).view(x.shape)
         workspace = torch.full((size + 2 * _ALIGNMENT,), 0xFF, dtype=torch.uint8)
-        # Not where the launcher wants it: TensorRT does not say how it aligns a workspace.
+        # Deliberately misaligned: TensorRT does not say how it aligns a workspace.
         first = -workspace.data_ptr() % _ALIGNMENT + 8
         place = workspace.data_ptr() + first
         status = self.enqueue(inputs, y, place, descriptions=descriptions, stream=stream)
@@ -397,7 +393,7 @@ def _collected(address: int) -> Iterator[_Field]:
 
 
 def build_library(*flags: str) -> Path:
-    """Builds the native library from its sources, otherwise than it is installed."""
+    """Builds the native library from its sources, with the given compiler flags."""
     library = ("-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ldl", "-pthread")
     return build("libdynamo_moe.so", SOURCES, *library, *flags)
 
@@ -408,7 +404,7 @@ def _host(version: int) -> Host:
 
 
 def host(version: int) -> Host:
-    """A TensorRT that no call has been made to yet."""
+    """A fresh TensorRT host."""
     tensorrt = _host(version)
     tensorrt.load(library_path())
     tensorrt.call.host_set_loggers(True, True)
@@ -420,7 +416,7 @@ def host(version: int) -> Host:
 
 
 def attributes_of(case: Case) -> dict[str, Any]:
-    """The attributes of the case's node, all of them."""
+    """All attributes of the case's node."""
     options = {
         "activation": "gelu",
         "gated": False,
@@ -450,9 +446,9 @@ def attributes_of(case: Case) -> dict[str, Any]:
 
 
 def filled(case: Case) -> Case:
-    """The case with zeros for an absent optional input before one that is present.
+    """The case with zeros for each absent optional input before a present one.
 
-    So the exporter writes its node, whose last inputs alone are left off.
+    The exporter writes nodes this way: only the last inputs are omitted.
     """
     a = case.arguments
     present = [name for name in _OPTIONAL[case.op] if a[name] is not None]
@@ -473,7 +469,7 @@ def inputs_of(case: Case) -> list[Tensor]:
 
 
 def serialized(plugin: Plugin) -> bytes:
-    """The program that an engine stores."""
+    """The program as an engine stores it."""
     fields = plugin.serialize()
     assert list(fields) == ["program"]
     assert fields["program"].type == Field.UNKNOWN

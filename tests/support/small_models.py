@@ -1,4 +1,4 @@
-"""Small models that the export tests share.
+"""Small models shared by the export tests.
 
 Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, B batch, L length,
 N heads, A width of a head.
@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
 
 class OpLayer(nn.Module):
-    """A layer that calls the operator with weights in its own layout ``[E, F, D]``."""
+    """A layer that calls the operator, with weights in its own layout ``[E, F, D]``."""
 
     def __init__(self, width: int = 16, hidden: int = 24, experts: int = 6, **options: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class OpLayer(nn.Module):
 
 
 class OwnRouter(OpLayer):
-    """The experts alone, behind a router of the model's own: sigmoid scores, no token dropped."""
+    """Only the experts, behind the model's own router: sigmoid scores, no token dropped."""
 
     def forward(self, x: Tensor) -> Tensor:
         scores = torch.sigmoid(x @ self.router_weight.mT)
@@ -71,12 +71,12 @@ def mlp_model(width: int = 16, hidden: int = 24, experts: int = 6, layers: int =
 
 
 def op_model(*layers: nn.Module) -> nn.Module:
-    """Residual layers around the given ones of width 16."""
+    """Residual blocks around the given layers of width 16."""
     return nn.Sequential(*(Residual(16, layer) for layer in layers)).eval()
 
 
 class T5Encoder(nn.Module):
-    """T5's encoder around given feed-forward layers, which have their norm and residual inside."""
+    """T5's encoder with the given feed-forward layers, which include their norm and residual."""
 
     def __init__(
         self, vocabulary: int, width: int, heads: int, feed_forwards: Sequence[nn.Module]
@@ -115,7 +115,7 @@ class T5Block(nn.Module):
 
 
 class PositionBias(nn.Module):
-    """A bias for each head and distance; far distances share a bucket (T5, arXiv 1910.10683)."""
+    """A bias for each head and distance; large distances share a bucket (T5, arXiv 1910.10683)."""
 
     def __init__(self, heads: int, buckets: int = 8, furthest: int = 32) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The stand-in driver of tests/native/standin.cc, built and loaded into this process."""
+"""Builds the stand-in driver tests/native/standin.cc and loads it into this process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from functools import cache
 from pathlib import Path
 
 __all__ = [
+    "CSRC",
     "LAUNCH_FAILED",
     "OUT_OF_MEMORY",
+    "ROOT",
+    "SOURCES",
     "Launch",
     "Standin",
     "TensorMap",
@@ -24,6 +27,9 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "trt_plugin" / "csrc"
+#: The native library's; abi_check.cc is a program, which compares with headers that are not here.
+SOURCES = sorted(path for path in CSRC.rglob("*.cc") if path.name != "abi_check.cc")
 OUT_OF_MEMORY = 2
 LAUNCH_FAILED = 719
 
@@ -60,11 +66,13 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Launch))
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a tensor map was encoded from, innermost dimension first; strides without it.
+    """The arguments from which a tensor map was encoded, innermost dimension first.
+
+    The strides leave out the innermost dimension.
 
     Attributes:
-        marked: Whether it still has the bit that drivers up to CUDA 13.1 must not set in the maps
-            of small tensors.
+        marked: Whether it still has the bit that must not be set for small tensors with drivers up
+            to CUDA 13.1.
     """
 
     base: int
@@ -78,7 +86,7 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch as the driver is told of it; parameters can be read while it runs."""
+    """A launch as the driver sees it; its parameters can be read while it runs."""
 
     image: bytes
     function: str
@@ -116,7 +124,7 @@ class Launch:
 
 
 class Standin:
-    """The driver. Devices, contexts and images are given to it before the launcher asks."""
+    """The driver. Devices, contexts and images are added before the launcher asks for them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -129,7 +137,7 @@ class Standin:
         self.errors: list[BaseException] = []
 
     def reset(self) -> None:
-        """Forgets everything but what is still loaded."""
+        """Resets everything except what is still loaded."""
         self.set_context(None)
         for context in self._contexts:
             self._library.standin_destroy_context(context)
@@ -154,7 +162,7 @@ class Standin:
         self._library.standin_destroy_context(context)
 
     def reset_context(self, context: int) -> None:
-        """Makes it another context at the same address."""
+        """Replaces it with another context at the same address."""
         self._library.standin_reset_context(context)
 
     def set_context(self, context: int | None) -> None:
@@ -163,7 +171,7 @@ class Standin:
 
     @property
     def current_context(self) -> int | None:
-        """The calling thread's."""
+        """The calling thread's context."""
         context = ctypes.c_void_p()
         self._library.cuCtxGetCurrent(ctypes.byref(context))
         return context.value
@@ -172,16 +180,16 @@ class Standin:
         return self._library.standin_create_stream(context)
 
     def set_capturing(self, capturing: bool) -> None:
-        """Says whether another thread is at a capture that loading and unloading would break."""
+        """Sets whether another thread runs a capture that loading and unloading would break."""
         self._library.standin_set_capturing(capturing)
 
     @property
     def capture_mode(self) -> int:
-        """The calling thread's ``CUstreamCaptureMode``; 0, global, at first."""
+        """The calling thread's ``CUstreamCaptureMode``; initially 0, global."""
         return self._library.standin_capture_mode()
 
     def set_version(self, version: int) -> None:
-        """Sets CUDA's version of the driver: 12080 for 12.8."""
+        """Sets the CUDA version that the driver reports: 12080 for 12.8."""
         self._library.standin_set_version(version)
 
     def fail(self, function: str, result: int, calls_before: int = 0) -> None:
@@ -196,7 +204,7 @@ class Standin:
         return self._library.standin_live_modules()
 
     def on_launch(self, handler: Callable[[Launch], None]) -> None:
-        """Has launches handled; what the handler raises makes the launch fail, and is kept."""
+        """Sets a handler for launches. If it raises, the launch fails and the error is kept."""
 
         def call(pointer: ctypes._Pointer) -> int:
             raw = pointer.contents
@@ -218,23 +226,23 @@ class Standin:
                 return LAUNCH_FAILED
             return 0
 
-        # Kept, since ctypes does not.
+        # Kept alive here, because ctypes does not.
         self._callback = _CALLBACK(call)
         self._library.standin_on_launch(self._callback)
 
 
 def fake_cubin(content: bytes) -> bytes:
-    """An ELF file that readers of bundles take for a cubin: one section, and its content."""
+    """An ELF file that bundle readers accept as a cubin: one section, and its content."""
     ident, names = b"\x7fELF\x02\x01".ljust(16, b"\0"), 0
     header = (ident, 2, 190, 1, 0, 0, 64, 0, 64, 0, 0, 64, 1, names)
     section = (0, 1, 0, 0, 128, len(content), 0, 0, 0, 0)
     return struct.pack("<16s2HI3QI6H", *header) + struct.pack("<2I4Q2I2Q", *section) + content
 
 
-def build(name: str, sources: list[Path], *flags: str) -> Path:
-    """Compiles C++ sources with g++ into build/tests, unless that is done already."""
-    headers = sorted((ROOT / "trt_plugin" / "csrc").glob("*.h"))
-    digest = hashlib.sha256(repr(flags).encode())
+def build(name: str, sources: list[Path], *flags: str, compiler: str = "g++") -> Path:
+    """Compiles C++ sources into build/tests, unless they are already compiled."""
+    headers = sorted([*CSRC.rglob("*.h"), *(ROOT / "tests" / "native").glob("*.h")])
+    digest = hashlib.sha256(repr((compiler, flags)).encode())
     for file in [*sources, *headers]:
         digest.update(file.read_bytes())
     folder = ROOT / "build" / "tests" / digest.hexdigest()[:16]
@@ -243,7 +251,8 @@ def build(name: str, sources: list[Path], *flags: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         beside = folder / f"{name}.{os.getpid()}"
         warnings = ("-Wall", "-Wextra", "-Werror")
-        command = ["g++", "-std=c++17", *warnings, *map(str, sources), *flags, "-o", str(beside)]
+        options = ("-std=c++17", *warnings, f"-I{CSRC}")
+        command = [compiler, *options, *map(str, sources), *flags, "-o", str(beside)]
         subprocess.run(command, check=True)
         beside.replace(result)
     return result
@@ -251,7 +260,7 @@ def build(name: str, sources: list[Path], *flags: str) -> Path:
 
 @cache
 def standin() -> Standin:
-    """The driver of this process: from now on the launcher finds it as libcuda.so.1."""
+    """The driver of this process: the launcher now finds it as libcuda.so.1."""
     path = build(
         "libcuda.so.1",
         [ROOT / "tests" / "native" / "standin.cc"],

@@ -1,4 +1,4 @@
-"""A device of the stand-in driver, whose kernels Triton's interpreter runs, and bundles for it."""
+"""A device of the stand-in driver whose kernels Triton's interpreter runs, and bundles for it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class StandinGpu:
         driver.set_context(self.context)
 
     def program(self, case: Case, *, tf32: bool = False) -> Program:
-        """The case's program, whose kernels the device then knows."""
+        """The case's program; registers its kernels with the device."""
         planned = plan(layer_of(case, tf32=tf32), self.architecture)
         program = uncompiled_program(planned)
-        self.interpreted.know(planned, program)
+        self.interpreted.register(planned, program)
         for kernel in program.kernels:
             self.driver.add_image(kernel.image)
         return program
 
     def bundle(self, path: Path, *cases: Case) -> Path:
-        """Writes a bundle of the cases' programs."""
+        """Writes a bundle with the cases' programs."""
         path.write_bytes(Bundle(tuple(self.program(case) for case in cases)).data)
         return path

@@ -25,14 +25,13 @@ from custom_ops.kernels.plan import plan
 from custom_ops.kernels.spec import ForwardPlan, TensorPointer
 from toys import kernels as toy_kernels
 from toys.kernels import on_x, scale, spec, tiles, toy_plan
-from trt_plugin import Bundle, CompileError, aot, parse_spec
-from trt_plugin._compiled import Compiled
-from trt_plugin._programs import layer_record
-from trt_plugin._tasks import Task, task_for
-from trt_plugin._workers import _environment, compile_tasks
+from trt_plugin import Bundle, CompileError, parse_spec
 from trt_plugin.bundle import PARAMETER_BYTES, Program
-from trt_plugin.cache import KernelCache, default_folder
-from trt_plugin.cubin import CubinInfo, inspect_cubin
+from trt_plugin.compiling import ahead_of_time, compile_plans, layer_record, limit_tokens
+from trt_plugin.compiling.cache import KernelCache, default_folder
+from trt_plugin.compiling.cubin import CubinInfo, inspect_cubin
+from trt_plugin.compiling.tasks import Compiled, Task, task_for
+from trt_plugin.compiling.workers import _environment, compile_tasks
 
 ROOT = Path(__file__).parents[2]
 PLANS = (
@@ -47,10 +46,10 @@ class Counter:
     """Progress that counts."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
 
     def __call__(self, done: int, total: int) -> None:
-        self.told.append((done, total))
+        self.calls.append((done, total))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def first(cache: Path) -> tuple[Bundle, Counter]:
     counter = Counter()
-    return aot.compile_plans(PLANS, progress=counter, cache=cache), counter
+    return compile_plans(PLANS, progress=counter, cache=cache), counter
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def bundle(first: tuple[Bundle, Counter]) -> Bundle:
 def test_equal_kernels_are_compiled_once(first: tuple[Bundle, Counter]) -> None:
     bundle, counter = first
     # Three for sm_80, which the third plan shares; two for sm_90.
-    assert counter.told == [(done, 5) for done in range(6)]
+    assert counter.calls == [(done, 5) for done in range(6)]
     assert [len(program.kernels) for program in bundle.programs] == [3, 2, 1]
     assert [launch.kernel for launch in bundle.programs[0].ranges[1].launches] == [0, 1, 2]
     assert bundle.programs[2].kernels[0] == bundle.programs[0].kernels[1]
@@ -131,11 +130,11 @@ def test_a_tensor_map_comes_with_shape_and_strides(bundle: Bundle) -> None:
     launch = bundle.programs[1].ranges[0].launches[0]
     kinds = [argument.kind for argument in launch.arguments]
     assert kinds == ["tensor_map", *["i32"] * 3, *["i64"] * 3, "tensor", "null", "null"]
-    told: Any = launch.arguments[0].value
-    assert (told.tensor, told.dtype, told.sizes) == ("w1", 6, (64, 128, 4))
-    assert told.strides == (2, 128, 16384)
+    encoded: Any = launch.arguments[0].value
+    assert (encoded.tensor, encoded.dtype, encoded.sizes) == ("w1", 6, (64, 128, 4))
+    assert encoded.strides == (2, 128, 16384)
     # 32 float16 are 64 bytes, the widest swizzle that they fill.
-    assert (told.box, told.swizzle) == ((32, 32, 1), 2)
+    assert (encoded.box, encoded.swizzle) == ((32, 32, 1), 2)
     values = [str(argument.value) for argument in launch.arguments[1:7]]
     assert values == ["4", "128", "64", "8192", "64", "1"]
 
@@ -163,7 +162,7 @@ def narrow(cache: Path) -> Bundle:
 def test_a_layer_is_compiled_for_up_to_so_many_tokens(narrow: Bundle) -> None:
     (program,) = narrow.programs
     assert (program.ranges[0].first, program.ranges[-1].last) == (1, 1)
-    check_program(program, aot.limit_tokens(plan(NARROW, architecture("sm_80")), 1))
+    check_program(program, limit_tokens(plan(NARROW, architecture("sm_80")), 1))
 
 
 def test_layers_that_compute_the_same_share_a_program(
@@ -195,9 +194,9 @@ def test_what_cannot_be_compiled_is_named(
 
 
 def test_a_limit_on_tokens_cuts_ranges() -> None:
-    assert aot.limit_tokens(PLANS[0], 16).spans == [(1, 16)]
-    assert aot.limit_tokens(PLANS[0], 17).spans == [(1, 16), (17, 17)]
-    assert aot.limit_tokens(PLANS[0], 5000).spans == PLANS[0].spans
+    assert limit_tokens(PLANS[0], 16).spans == [(1, 16)]
+    assert limit_tokens(PLANS[0], 17).spans == [(1, 16), (17, 17)]
+    assert limit_tokens(PLANS[0], 5000).spans == PLANS[0].spans
 
 
 SPECS = {
@@ -235,7 +234,7 @@ def test_every_kernel_of_a_layer_compiles_and_takes_what_is_passed(name: str, de
     if device == "sm_110" and triton.__version__.startswith("3.6."):
         pytest.skip("Triton 3.6's assembler does not know sm_110")
     planned = plan(parse_spec(SPECS[name]), architecture(device))
-    bundle = aot.compile_plans([planned], progress=False, cache=False)
+    bundle = compile_plans([planned], progress=False, cache=False)
     check_program(bundle.programs[0], planned)
 
 
@@ -249,12 +248,12 @@ def compiles_nothing(*arguments: Any) -> None:
 def test_the_second_run_compiles_nothing(
     bundle: Bundle, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aot, "compile_tasks", compiles_nothing)
+    monkeypatch.setattr(ahead_of_time, "compile_tasks", compiles_nothing)
     counter = Counter()
     started = time.perf_counter()
-    again = aot.compile_plans(PLANS, progress=counter, cache=cache)
+    again = compile_plans(PLANS, progress=counter, cache=cache)
     assert time.perf_counter() - started < 1
-    assert counter.told == [(5, 5)]
+    assert counter.calls == [(5, 5)]
     assert again.data == bundle.data
 
 
@@ -267,12 +266,12 @@ def test_damaged_entries_are_compiled_again(cache: Path, bundle: Bundle, tmp_pat
             (content[:-1], content[:-9] + b"?" + content[-8:], b"")[at % 3],
         )
     plans, counter = [PLANS[0]], Counter()
-    again = aot.compile_plans(plans, progress=counter, cache=copy)
-    assert counter.told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    again = compile_plans(plans, progress=counter, cache=copy)
+    assert counter.calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert again.programs == bundle.programs[:1]
     counter = Counter()
-    aot.compile_plans(plans, progress=counter, cache=copy)
-    assert counter.told == [(3, 3)]
+    compile_plans(plans, progress=counter, cache=copy)
+    assert counter.calls == [(3, 3)]
 
 
 def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
@@ -302,7 +301,7 @@ def test_the_cache_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> No
 
 def failing(planned: ForwardPlan) -> str:
     with pytest.raises(CompileError) as raised:
-        aot.compile_plans([planned], progress=False, cache=False)
+        compile_plans([planned], progress=False, cache=False)
     return str(raised.value)
 
 
@@ -314,9 +313,9 @@ def test_a_kernel_that_does_not_compile_is_named() -> None:
 
 def test_a_kernel_of_too_much_shared_memory_is_named() -> None:
     task = task_for(scale(1.0), architecture("sm_89"))
-    aot.check_shared_memory(task, some_result(shared_memory=101376 - 16))
+    ahead_of_time.check_shared_memory(task, some_result(shared_memory=101376 - 16))
     with pytest.raises(CompileError) as raised:
-        aot.check_shared_memory(task, some_result(shared_memory=101377 - 16))
+        ahead_of_time.check_shared_memory(task, some_result(shared_memory=101377 - 16))
     message = str(raised.value)
     assert message.startswith(
         "scale_kernel for sm_89 cannot be launched: it needs 101377 bytes of shared memory, "
@@ -342,8 +341,8 @@ def test_a_kernel_that_needs_scratch_memory_is_named() -> None:
 
 
 def test_tensor_maps_need_an_architecture_that_has_them() -> None:
-    with pytest.raises(ValueError, match="map_kernel: w1 is a tensor map, which sm_80 has not"):
-        aot.compile_plans([toy_plan(tiles())], progress=False)
+    with pytest.raises(ValueError, match="map_kernel: w1 is a tensor map, which sm_80 lacks"):
+        compile_plans([toy_plan(tiles())], progress=False)
 
 
 def test_a_compiler_that_crashes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +362,7 @@ def test_the_first_failure_ends_the_others(tmp_path: Path, monkeypatch: pytest.M
         compile_tasks([task, replace(task, module="sleeps")], 2, lambda _, __: None)
 
 
-def test_an_error_of_ptxas_is_told_by_its_own_line() -> None:
+def test_an_error_of_ptxas_is_named_by_its_own_line() -> None:
     said = "PTXASError: failed\n`ptxas` stderr:\nptxas fatal   : too much\nRepro command: ptxas -v"
     error = CompileError("a kernel does not compile", said)
     assert str(error) == "a kernel does not compile: ptxas fatal   : too much"

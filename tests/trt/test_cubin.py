@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from trt_plugin.cubin import CubinError, CubinInfo, Parameter, inspect_cubin
+from trt_plugin.compiling.cubin import CubinError, CubinInfo, Parameter, inspect_cubin
 
 # A pointer, a tensor map, an integer of each size; 64 bytes of stack and 2048 of shared memory.
 PTX = """
@@ -104,7 +104,7 @@ def test_a_kernel_may_have_no_parameters() -> None:
 
 def test_two_kernels_are_too_many() -> None:
     source = PTX[: PTX.index("(")] + "() {{ ret; }} .visible .entry other() {{ ret; }}"
-    with pytest.raises(CubinError, match=r"must have one kernel, this has (kernel|other), "):
+    with pytest.raises(CubinError, match=r"must have one kernel, got (kernel|other), "):
         inspect_cubin(made(TOOLS[0], "sm_80", source)[0])
 
 

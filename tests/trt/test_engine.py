@@ -285,7 +285,7 @@ def test_a_timing_cache_grows(tensorrt, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"damaged", b"good, another device's"])
-def test_a_timing_cache_that_is_not_taken_begins_anew(tensorrt, tmp_path, content):
+def test_a_timing_cache_that_is_refused_starts_anew(tensorrt, tmp_path, content):
     path = tmp_path / "timing"
     path.write_bytes(content)
     with pytest.warns(UserWarning, match="timing is damaged, or of another device or TensorRT"):
@@ -295,7 +295,7 @@ def test_a_timing_cache_that_is_not_taken_begins_anew(tensorrt, tmp_path, conten
 
 def test_a_tensorrt_without_timing_caches(tensorrt, tmp_path):
     tensorrt.config.create_timing_cache = lambda content: None
-    with pytest.warns(UserWarning, match="begins anew"):
+    with pytest.warns(UserWarning, match="starts anew"):
         assert built(tmp_path, timing_cache=tmp_path / "timing") == b"an engine"
     assert not (tmp_path / "timing").exists()
 

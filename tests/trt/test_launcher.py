@@ -6,31 +6,27 @@ So the launcher computes real numbers: the oracle's, and to the bit those of the
 from __future__ import annotations
 
 import os
-import struct
 import subprocess
 import sys
 import threading
 from itertools import product
 
 import pytest
-import test_bundle
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from test_kernel_experts import bounded, cases
 from torch import Tensor
 
-import trt_plugin
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.plan import plan
 from interpreted_gpu import InterpretedGpu, uncompiled_program
 from kernel_runs import call_tensors, layer_of, run_kernels
 from moe_cases import Case, assert_matches, make_case
-from standin import LAUNCH_FAILED, OUT_OF_MEMORY, ROOT, build, standin
-from trt_plugin._programs import layer_record
-from trt_plugin.aot import limit_tokens
+from standin import CSRC, LAUNCH_FAILED, OUT_OF_MEMORY, ROOT, SOURCES, build, standin
 from trt_plugin.bundle import Bundle, Program
-from trt_plugin.launcher import LauncherError, OpenProgram, find_program, library_path
+from trt_plugin.compiling import layer_record, limit_tokens
+from trt_plugin.launcher import LauncherError, OpenProgram, find_program
+from trt_plugin.native import library_path
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
@@ -63,7 +59,7 @@ class Gpu:
     def program(self, case: Case) -> Program:
         planned = plan(layer_of(case), self.architecture)
         program = uncompiled_program(planned)
-        self.interpreted.know(planned, program)
+        self.interpreted.register(planned, program)
         for kernel in program.kernels:
             self.driver.add_image(kernel.image)
         return program
@@ -382,7 +378,7 @@ def test_the_library_shows_its_interface_and_nothing_else():
         check=True,
     )
     names = [line.split()[-1] for line in done.stdout.splitlines()]
-    header = (ROOT / "trt_plugin" / "csrc" / "dynamo_moe.h").read_text()
+    header = (CSRC / "dynamo_moe.h").read_text()
     assert names
     # What TensorRT looks for.
     interface = f"{header} getCreators( setLoggerFinder("
@@ -397,25 +393,19 @@ def test_the_library_shows_its_interface_and_nothing_else():
     assert "libstdc++" not in needed
 
 
-# abi_check.cc compares with headers that are not here.
-SOURCES = sorted(
-    {*(ROOT / "trt_plugin" / "csrc").glob("*.cc")} - {ROOT / "trt_plugin" / "csrc" / "abi_check.cc"}
-)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_under_sanitizers(tmp_path, sanitizer):
     flags = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g", "-O1")
     native = ROOT / "tests" / "native"
+    sources = [path for path in SOURCES if path.parent.name != "plugin"]
     soname = "-Wl,-soname,libcuda.so.1"
     cuda = build("libcuda.so.1", [native / "standin.cc"], *flags, "-fPIC", "-shared", soname)
     check = build(
-        "launcher_check", [*SOURCES, native / "launcher_check.cc"], *flags, "-ldl", "-pthread"
+        "launcher_check", [*sources, native / "launcher_check.cc"], *flags, "-ldl", "-pthread"
     )
     case = make_case("experts", (30,), width=136, hidden=72, dtype=torch.float16)
     for device in ("sm_80", "sm_90"):
-        # Few kernels: every byte of the bundle is damaged in turn.
         planned = limit_tokens(plan(layer_of(case), architecture(device)), 50)
         program = uncompiled_program(planned)
         (tmp_path / f"{device}.moek").write_bytes(Bundle((program,)).data)
@@ -427,57 +417,3 @@ def test_under_sanitizers(tmp_path, sanitizer):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-# --- Damaged bundles: the Python reader's tests, for the C++ reader ---
-
-RULES = test_bundle.test_what_breaks_a_rule_is_named.pytestmark[0].args[1]
-
-
-def open_first(bundle: bytes) -> None:
-    offset, size = struct.unpack_from("<QQ", bundle, 32)
-    OpenProgram(bundle[offset : offset + size]).close()
-
-
-@pytest.mark.parametrize(("offset", "form", "values", "_"), RULES)
-def test_what_breaks_a_rule_is_refused(offset, form, values, _):
-    with pytest.raises(LauncherError, match="program: ") as caught:
-        open_first(test_bundle.altered(offset, form, *values))
-    assert caught.value.status == "invalid bundle"
-
-
-def test_both_readers_take_what_one_takes():
-    open_first(test_bundle.SMALL.data)
-
-
-@given(data=st.data())
-def test_both_readers_agree(data):
-    """On bundles with a changed byte, whose checksums are right."""
-    size = len(test_bundle.SMALL.programs[0].data)
-    at = data.draw(st.integers(0, size - 1))
-    damaged = test_bundle.altered(at, "B", data.draw(st.integers(0, 255)))
-    try:
-        trt_plugin.read(damaged)
-        taken = True
-    except trt_plugin.BundleError:
-        taken = False
-    if taken:
-        open_first(damaged)
-        return
-    with pytest.raises(LauncherError, match="program: "):
-        open_first(damaged)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "bundle: truncated: the header has 32 bytes, 0 are given"),
-        (test_bundle.SMALL.data[:100], r"bundle: truncated: the header says \d+ bytes, 100 are"),
-        (test_bundle.SMALL.data + b"x", "bundle: too long"),
-        (b"\x7fELF" + bytes(60), "bundle: not a kernel bundle"),
-        (test_bundle.SMALL.data[:-1] + b"x", "bundle: damaged: the checksum is"),
-    ],
-)
-def test_what_is_no_bundle_is_named(data, message):
-    with pytest.raises(LauncherError, match=message):
-        find_program(data, layer_record(layer_of(small_case())), 80)

@@ -18,11 +18,10 @@ from interpreted_gpu import uncompiled_program
 from kernel_runs import layer_of
 from moe_cases import make_case
 from plugin_host import VERSIONS, attributes_of, build_library, host
-from standin import ROOT, build
+from standin import CSRC, ROOT, build
 from trt_plugin.bundle import Bundle
-from trt_plugin.launcher import library_path
+from trt_plugin.native import library_path
 
-CSRC = ROOT / "trt_plugin" / "csrc"
 # Its cuda_runtime_api.h serves where there is no CUDA toolkit.
 CUDA = ROOT / "tests" / "native" / "host" / "cuda"
 
@@ -43,14 +42,14 @@ def sdk() -> list[str]:
 
 
 def test_the_declaration_is_the_sdks(sdk):
-    check = build("abi_check", [CSRC / "abi_check.cc"], *sdk)
+    check = build("abi_check", [CSRC / "plugin" / "abi_check.cc"], *sdk)
     done = subprocess.run([check], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert ": 0 of 1" in done.stdout
 
 
 def test_differences_are_found(sdk, tmp_path):
-    declaration = (CSRC / "tensorrt_abi.h").read_text()
+    declaration = (CSRC / "plugin" / "tensorrt_abi.h").read_text()
     names = "getPluginVersion() const noexcept = 0;", "getPluginNamespace() const noexcept = 0;"
     first, second = (f"  virtual const char* {name}\n" for name in names)
     assert first + second in declaration
@@ -59,10 +58,12 @@ def test_differences_are_found(sdk, tmp_path):
         ("kBF16 = 7", "kBF16 = 6", "DataType::kBF16: declared 6, the SDK has 7"),
         ("  float scale;\n", "  double scale;\n", "size of PluginTensorDesc"),
     ):
-        (tmp_path / "tensorrt_abi.h").write_text(declaration.replace(old, new))
+        (tmp_path / "plugin").mkdir(exist_ok=True)
+        (tmp_path / "plugin" / "tensorrt_abi.h").write_text(declaration.replace(old, new))
         source = tmp_path / "abi_check.cc"
-        source.write_text((CSRC / "abi_check.cc").read_text())
-        command = ["g++", "-std=c++17", *sdk, str(source), "-o", str(tmp_path / "check")]
+        source.write_text((CSRC / "plugin" / "abi_check.cc").read_text())
+        options = ("-std=c++17", f"-I{tmp_path}", *sdk)
+        command = ["g++", *options, str(source), "-o", str(tmp_path / "check")]
         subprocess.run(command, check=True)
         done = subprocess.run([tmp_path / "check"], capture_output=True, text=True, check=False)
         assert done.returncode == 1

@@ -26,7 +26,7 @@ from plugin_host import (
 )
 from standin import LAUNCH_FAILED, OUT_OF_MEMORY, standin
 from standin_gpu import StandinGpu
-from trt_plugin.launcher import library_path
+from trt_plugin.native import library_path
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
@@ -114,12 +114,21 @@ BAD_ATTRIBUTES = {
     "infinite": ({"activation_alpha": float("-inf")}, "activation_alpha must be finite, got -inf"),
     "limit": ({"activation_limit": 0.0}, "attribute activation_limit must be positive, got 0"),
     "norm": ({"pre_norm": "layer"}, "attribute pre_norm must be one of none, rms; got 'layer'"),
-    "no eps": ({"norm_eps": 0.0}, "norm_eps must be positive and a normal number, got 0"),
-    "negative eps": ({"norm_eps": -1e-6}, "must be positive and a normal number, got -1e-06"),
-    "denormal eps": ({"norm_eps": 1e-39}, "must be positive and a normal number, got 1e-39"),
+    "no eps": (
+        {"norm_eps": 0.0},
+        "norm_eps must be positive and a normal number of ",
+    ),
+    "negative eps": (
+        {"norm_eps": -1e-6},
+        "must be positive and a normal number of ",
+    ),
+    "denormal eps": (
+        {"norm_eps": 1e-39},
+        "a normal number of float32, got 1e-39",
+    ),
     "infinite eps": ({"norm_eps": float("inf")}, "attribute norm_eps must be finite, got inf"),
     "residual": ({"residual": -1}, "attribute residual must be in 0..1, got -1"),
-    "another norm": ({"pre_norm": "rms"}, "layer: num_experts=5 top_k=2 in_features=16 "),
+    "another norm": ({"pre_norm": "rms"}, "layer: top_k=2 num_experts=5 in_features=16 "),
     "int for text": ({"activation": 1}, "activation must be a text of CHAR, got 1 of INT32 (5)"),
     "text for int": ({"top_k": "2"}, "attribute top_k must be one INT32, got 1 of CHAR (6)"),
     "int for float": ({"routed_scaling": 1}, "must be one FLOAT32, got 1 of INT32 (5)"),
@@ -131,7 +140,7 @@ BAD_ATTRIBUTES = {
     "no text": ({"scoring": Field(CHAR, 7, None)}, "attribute scoring has no data"),
     "no file": ({"kernels": "/none/a.moek"}, "cannot read the kernels' bundle /none/a.moek: No su"),
     "folder": ({"kernels": "/"}, "cannot read the kernels' bundle /: Is a directory"),
-    "another layer": ({"top_k": 3}, "has no kernels of this layer: num_experts=5 top_k=3 "),
+    "another layer": ({"top_k": 3}, "has no kernels of this layer: top_k=3 num_experts=5 "),
 }
 
 

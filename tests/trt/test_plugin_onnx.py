@@ -113,7 +113,7 @@ def compiled(path: Path, gpu: StandinGpu) -> Path:
     for _, layer in kernel_layers(path):
         planned = plan(layer, gpu.architecture)
         programs[layer] = uncompiled_program(planned)
-        gpu.interpreted.know(planned, programs[layer])
+        gpu.interpreted.register(planned, programs[layer])
         for kernel in programs[layer].kernels:
             gpu.driver.add_image(kernel.image)
     bundle = path.with_suffix(".moek")

@@ -22,7 +22,7 @@ from moe_cases import make_case
 from plugin_host import attributes_of
 from standin import ROOT
 from trt_plugin.bundle import Bundle
-from trt_plugin.launcher import library_path
+from trt_plugin.native import library_path
 
 # TensorRT's runtime without the builder, from PyPI. It needs no GPU to be imported.
 LEAN = {"10.16": "cu12", "11.4": "cu13"}

@@ -1,14 +1,18 @@
-// The C interface: no exception passes, and each failure's message is kept for its thread.
+// The C interface: no exception leaves it, and each thread keeps its last failure's message.
 #include "dynamo_moe.h"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <string>
 #include <string_view>
-#include <vector>
 
-#include "bundle.h"
-#include "launcher.h"
+#include "bundle/bundle.h"
+#include "bundle/description.h"
+#include "bundle/expression.h"
+#include "bundle/layer.h"
+#include "launch/launcher.h"
 
 struct dynamo_moe_program {
   std::unique_ptr<dynamo_moe::Launcher> launcher;
@@ -17,7 +21,7 @@ struct dynamo_moe_program {
 namespace dynamo_moe {
 namespace {
 
-// Of fixed size, so that a message can be kept when memory is exhausted.
+// The size is fixed, so that a message can be kept when memory is exhausted.
 constexpr std::size_t kMaxMessage = 1024;
 thread_local char last_error[kMaxMessage] = "";
 
@@ -44,51 +48,17 @@ Status NotNull(const void* pointer, const char* name) {
   return pointer != nullptr ? Status() : InvalidArgument(name, " must not be null");
 }
 
-const char* ProgramAt(const void* bundle, const format::DirectoryEntry& entry) {
-  return static_cast<const char*>(bundle) + entry.offset;
-}
-
-bool SameLayer(const dynamo_moe_layer& a, const dynamo_moe_layer& b) {
-  // The format says so: its floats are written by one rule, and it has no padding.
-  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
-  return std::memcmp(&a, &b, sizeof(a)) == 0;
-}
-
-Status FindProgram(const void* bundle, std::size_t size, const dynamo_moe_layer& layer,
-                   std::uint32_t architecture, const void** program, std::size_t* program_size) {
-  std::vector<format::DirectoryEntry> entries;
-  DYNAMO_MOE_RETURN_IF_ERROR(ReadDirectory(bundle, size, &entries));
-  std::uint32_t best = 0;
-  std::string others;
-  for (const format::DirectoryEntry& entry : entries) {
-    Program parsed;
-    DYNAMO_MOE_RETURN_IF_ERROR(Program::Parse(ProgramAt(bundle, entry), entry.size, &parsed));
-    if (!SameLayer(parsed.layer(), layer)) {
-      continue;
-    }
-    if (RunsOn(parsed.architecture(), architecture) && parsed.architecture() > best) {
-      best = parsed.architecture();
-      *program = ProgramAt(bundle, entry);
-      *program_size = entry.size;
-    }
-    others += Text(others.empty() ? "" : ", ", "sm_", parsed.architecture());
-  }
-  if (best != 0) {
-    return {};
-  }
-  if (others.empty()) {
-    return {DYNAMO_MOE_NOT_FOUND,
-            Text("the bundle has ", entries.size(), " programs, none of this layer (",
-                 layer.experts, " experts, top_k ", layer.top_k, ", width ", layer.width,
-                 ", hidden ", layer.hidden, ")")};
-  }
-  return {DYNAMO_MOE_NOT_FOUND,
-          Text("the bundle has this layer for ", others, ", the device is sm_", architecture)};
+// A copy for the caller, who frees it with dynamo_moe_json_free().
+char* Copy(const std::string& text) {
+  char* const copy = new char[text.size() + 1];
+  std::copy_n(text.c_str(), text.size() + 1, copy);
+  return copy;
 }
 
 }  // namespace
 }  // namespace dynamo_moe
 
+using dynamo_moe::Bundle;
 using dynamo_moe::Guard;
 using dynamo_moe::NotNull;
 using dynamo_moe::Status;
@@ -98,14 +68,9 @@ const char* dynamo_moe_last_error(void) { return dynamo_moe::last_error; }
 dynamo_moe_status dynamo_moe_bundle_count(const void* bundle, size_t size, uint32_t* count) {
   return Guard([&]() -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(count, "count"));
-    std::vector<dynamo_moe::format::DirectoryEntry> entries;
-    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::ReadDirectory(bundle, size, &entries));
-    for (const dynamo_moe::format::DirectoryEntry& entry : entries) {
-      dynamo_moe::Program program;
-      DYNAMO_MOE_RETURN_IF_ERROR(
-          dynamo_moe::Program::Parse(dynamo_moe::ProgramAt(bundle, entry), entry.size, &program));
-    }
-    *count = static_cast<uint32_t>(entries.size());
+    Bundle opened;
+    DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bundle, size, &opened));
+    *count = static_cast<uint32_t>(opened.programs().size());
     return {};
   });
 }
@@ -114,26 +79,24 @@ dynamo_moe_status dynamo_moe_bundle_program(const void* bundle, size_t size, uin
                                             dynamo_moe_layer* layer, uint32_t* architecture,
                                             const void** program, size_t* program_size) {
   return Guard([&]() -> Status {
-    std::vector<dynamo_moe::format::DirectoryEntry> entries;
-    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::ReadDirectory(bundle, size, &entries));
-    if (index >= entries.size()) {
+    Bundle opened;
+    DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bundle, size, &opened));
+    if (index >= opened.programs().size()) {
       return dynamo_moe::InvalidArgument("index must be below the number of programs, ",
-                                         entries.size(), ", got ", index);
+                                         opened.programs().size(), ", got ", index);
     }
-    const char* const data = dynamo_moe::ProgramAt(bundle, entries[index]);
-    dynamo_moe::Program parsed;
-    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::Program::Parse(data, entries[index].size, &parsed));
+    const Bundle::Entry& entry = opened.programs()[index];
     if (layer != nullptr) {
-      *layer = parsed.layer();
+      *layer = entry.layer;
     }
     if (architecture != nullptr) {
-      *architecture = parsed.architecture();
+      *architecture = entry.architecture;
     }
     if (program != nullptr) {
-      *program = data;
+      *program = entry.bytes.data();
     }
     if (program_size != nullptr) {
-      *program_size = entries[index].size;
+      *program_size = entry.bytes.size();
     }
     return {};
   });
@@ -146,7 +109,58 @@ dynamo_moe_status dynamo_moe_bundle_find(const void* bundle, size_t size,
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(layer, "layer"));
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program_size, "program_size"));
-    return dynamo_moe::FindProgram(bundle, size, *layer, architecture, program, program_size);
+    Bundle opened;
+    DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bundle, size, &opened));
+    std::string_view found;
+    DYNAMO_MOE_RETURN_IF_ERROR(opened.Find(*layer, architecture, &found));
+    *program = found.data();
+    *program_size = found.size();
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_bundle_describe(const void* bundle, size_t size, char** json) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(json, "json"));
+    Bundle opened;
+    DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bundle, size, &opened));
+    *json = dynamo_moe::Copy(dynamo_moe::DescribeBundle(opened));
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_layer_describe(const dynamo_moe_layer* layer, char** json) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(layer, "layer"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(json, "json"));
+    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::CheckLayer(*layer));
+    *json = dynamo_moe::Copy(dynamo_moe::DescribeLayer(*layer));
+    return {};
+  });
+}
+
+// NOLINTNEXTLINE(readability-non-const-parameter): it frees what dynamo_moe_bundle_describe() gave.
+void dynamo_moe_json_free(char* json) { delete[] json; }
+
+dynamo_moe_status dynamo_moe_expression_evaluate(const void* instructions, size_t count,
+                                                 const int64_t* sizes, int64_t* value) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(instructions, "instructions"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(sizes, "sizes"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(value, "value"));
+    namespace format = dynamo_moe::format;
+    const dynamo_moe::Span<format::Instruction> given(
+        static_cast<const format::Instruction*>(instructions), count);
+    dynamo_moe::Sizes values = {};
+    std::copy_n(sizes, static_cast<std::size_t>(format::kSymbols), values.values);
+    if (const Status status = dynamo_moe::CheckExpression(given); !status.ok()) {
+      return dynamo_moe::InvalidArgument("the expression ", status.message());
+    }
+    return dynamo_moe::Evaluate(given, values, value)
+               ? Status()
+               : dynamo_moe::InvalidArgument("the expression ", dynamo_moe::ExpressionText(given),
+                                             " overflows 64 bits or divides by less than 1 for ",
+                                             sizes[format::kTokens], " tokens");
   });
 }
 
@@ -170,7 +184,7 @@ dynamo_moe_status dynamo_moe_program_open(const void* data, size_t size,
   });
 }
 
-// NOLINTNEXTLINE(misc-const-correctness): the interface closes what it gave away.
+// NOLINTNEXTLINE(misc-const-correctness): it closes what dynamo_moe_program_open() returned.
 void dynamo_moe_program_close(dynamo_moe_program* program) { delete program; }
 
 dynamo_moe_status dynamo_moe_program_info(const dynamo_moe_program* program,

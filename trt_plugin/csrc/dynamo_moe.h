@@ -1,10 +1,11 @@
-/* The launcher's C interface: opens kernel bundles and enqueues MoE layers on CUDA streams.
+/* The launcher's C interface: reads kernel bundles and enqueues MoE layers on CUDA streams.
  *
- * Every function returns a status; dynamo_moe_last_error() says what was wrong in the calling
- * thread's last failed call. No function throws, exits or prints. Every function may be called from
- * several threads at once, on one program too. docs/reference/bundle.md has the format.
+ * Every function that can fail returns a status; dynamo_moe_last_error() says what went wrong in
+ * the calling thread's last failed call. No function throws, exits or prints. All functions may be
+ * called from several threads at once, even on the same program. docs/reference/bundle.md has the
+ * format.
  *
- * This header needs <stddef.h> and <stdint.h> alone, and is C.
+ * This header is C and needs only <stddef.h> and <stdint.h>.
  */
 #ifndef DYNAMO_MOE_H_
 #define DYNAMO_MOE_H_
@@ -20,7 +21,7 @@ extern "C" {
 
 typedef enum dynamo_moe_status {
   DYNAMO_MOE_OK = 0,
-  DYNAMO_MOE_INVALID_ARGUMENT = 1, /* A value of this call breaks a rule. */
+  DYNAMO_MOE_INVALID_ARGUMENT = 1, /* An argument of this call breaks a rule. */
   DYNAMO_MOE_INVALID_BUNDLE =
       2,                       /* The bytes are not a bundle or program that this library reads. */
   DYNAMO_MOE_NOT_FOUND = 3,    /* No program of the bundle fits the layer and architecture. */
@@ -34,8 +35,8 @@ typedef struct dynamo_moe_layer {
   uint32_t op;
   uint32_t tokens_dtype;
   uint32_t experts_dtype;
-  uint32_t routing_dtype; /* Of router_weight, or of expert_ids. */
-  uint32_t weights_dtype; /* Of router_bias (0: none), or of expert_weights. */
+  uint32_t routing_dtype; /* router_weight's, or expert_ids'. */
+  uint32_t weights_dtype; /* router_bias's (0: none), or expert_weights'. */
   uint32_t flags;
   uint32_t activation;
   uint32_t scoring;
@@ -49,9 +50,9 @@ typedef struct dynamo_moe_layer {
   float norm_eps;
 } dynamo_moe_layer;
 
-/* Device pointers, null where the layer has no such tensor; multiples of 16. Contiguous:
- * x, y [T, D]; router_weight [E, D]; router_bias [E]; expert_ids, expert_weights [T, K];
- * w1 [E, F, D]; b1 [E, F]; w2 [E, D, H]; b2 [E, D], with F = H, or 2H when gated. */
+/* Device pointers, multiples of 16, null where the layer has no such tensor. The tensors are
+ * contiguous: x, y [T, D]; router_weight [E, D]; router_bias [E]; expert_ids, expert_weights [T,
+ * K]; w1 [E, F, D]; b1 [E, F]; w2 [E, D, H]; b2 [E, D], with F = H, or 2H when gated. */
 typedef struct dynamo_moe_tensors {
   const void* x;
   const void* router_weight;
@@ -67,16 +68,16 @@ typedef struct dynamo_moe_tensors {
 
 typedef struct dynamo_moe_program dynamo_moe_program;
 
-/* What was wrong in this thread's last failed call; "" before the first. Valid until the thread's
- * next failed call. */
+/* What went wrong in this thread's last failed call; "" before the first failure. Valid until the
+ * thread's next failed call. */
 DYNAMO_MOE_API const char* dynamo_moe_last_error(void);
 
-/* The number of programs in a bundle, which is checked whole. */
+/* The number of programs in a bundle. Checks all of the bundle. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_count(const void* bundle, size_t size,
                                                          uint32_t* count);
 
 /* Program number `index` of a bundle: its layer, architecture and bytes, which lie in the bundle.
- * Any of the results may be null. */
+ * Checks all of the bundle. Any of the results may be null. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_program(const void* bundle, size_t size,
                                                            uint32_t index, dynamo_moe_layer* layer,
                                                            uint32_t* architecture,
@@ -90,6 +91,24 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_find(const void* bundle, size
                                                         const dynamo_moe_layer* layer,
                                                         uint32_t architecture, const void** program,
                                                         size_t* program_size);
+
+/* What is in a bundle, as JSON in UTF-8; docs/reference/bundle.md describes it. Checks all of the
+ * bundle. Free the text with dynamo_moe_json_free(). */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_bundle_describe(const void* bundle, size_t size,
+                                                            char** json);
+
+/* Null is permitted. */
+DYNAMO_MOE_API void dynamo_moe_json_free(char* json);
+
+/* A layer's sizes, dtypes and options in words, as JSON. Checks the layer. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_layer_describe(const dynamo_moe_layer* layer,
+                                                           char** json);
+
+/* The value of an expression, whose instructions have 16 bytes each as in a bundle, for the values
+ * of T, E, K, D and H. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_expression_evaluate(const void* instructions,
+                                                                size_t count, const int64_t* sizes,
+                                                                int64_t* value);
 
 /* The architecture of the device of the calling thread's current CUDA context, or, if it has none,
  * of the only device: 90 for sm_90. */

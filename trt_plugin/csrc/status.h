@@ -1,5 +1,5 @@
-// A status code with its message. Nothing here throws on purpose; running out of memory is caught
-// where the C interface ends.
+// A status code with its message. Nothing here throws on purpose; the C interface catches exhausted
+// memory.
 #pragma once
 
 #include <cstdio>
@@ -25,7 +25,7 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// Joins what a message is made of.
+// Joins the parts of a message.
 template <typename... Parts>
 std::string Text(const Parts&... parts) {
   std::string text;

@@ -1,19 +1,20 @@
 """What the operators of domain ``moe`` compute, as functions of standard ONNX operators.
 
-A file whose nodes carry such a function runs in every ONNX runtime; a runtime that has the
+A file whose nodes carry such a function runs in every ONNX runtime. A runtime that implements the
 operator itself (TensorRT with the plugin) ignores the function.
 
-- ``body``: a loop over the experts that have rows, or copies of the weights that few slots need.
-  What ships with the operator's node.
-- ``unrolled_body``: two products for each expert, which a runtime can prepare for as it loads.
+- ``body``: a loop over the experts that have rows, or copies of the weights that a few slots need.
+  This is the default body of an operator's node.
+- ``unrolled_body``: two products for each expert, which a runtime can prepare when it loads the
+  file.
 - ``dense_body``: every expert on every token, without control flow.
 - ``onnxruntime_body``: ONNX Runtime's own MoE operator.
 - ``rms_norm_body``: the normalisation.
 
-Map: ``_config`` what a body depends on, ``_ops`` recording nodes, ``_layer`` the function around
-a layer, ``_router`` the choice of experts, ``_slots`` the rows of each, ``_expert`` the activation
-and dtypes of one, ``_dropless`` (with ``_gathered``), ``_unrolled``, ``_dense`` and
-``_onnxruntime`` the ways to run them; ``_rms_norm`` the other one.
+Map: ``config`` holds what a body depends on, ``ops`` records nodes, ``layer`` builds the function
+around a layer, ``router`` chooses the experts, ``slots`` assigns rows to experts, and ``expert``
+has an expert's activation and dtypes. ``dropless`` (with ``gathered``), ``unrolled``, ``dense`` and
+``onnxruntime`` are the ways to run the experts. ``rms_norm`` is the other operator.
 """
 
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig

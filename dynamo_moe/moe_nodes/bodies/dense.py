@@ -60,7 +60,7 @@ def _weights_by_expert(
 ) -> ir.Value:
     """Each token's weight for each expert ``[E, T, 1]``; a token's choices of one expert add up."""
     tokens_1 = op.Shape(ids_TK, start=0, end=1, out="T")
-    # Column 0 takes the weights of no expert.
+    # Column 0 collects the weights of choices of no expert.
     columns_1 = op.Add(op.size("num_experts"), 1, out="columns")
     zeros = op.zeros(op.Concat(tokens_1, columns_1, axis=0, out="TE_1"), dtype, out="zeros")
     scattered = op.ScatterElements(

@@ -1,11 +1,12 @@
-"""The experts that tokens have chosen, and no others.
+"""Runs only the experts that tokens have chosen.
 
-Few slots get a copy of their experts' weights, see :mod:`._gathered`; otherwise the experts come
-one after the other, each on the rows of its tokens. Where no expert has more rows than ``w2`` has
-columns, a Scan visits the experts: in ONNX Runtime nothing else slices weights without a copy. It
-needs results of one shape, so each expert's are padded to those of the busiest one, which takes no
-more elements than ``w2`` has; an idle expert costs a test and its zeros. Beyond, a Loop visits the
-active experts only and copies the weights of each, which is little beside its products.
+A few slots get a copy of their experts' weights, see :mod:`.gathered`. Otherwise the experts run
+one after the other, each on the rows of its tokens. If no expert has more rows than ``w2`` has
+columns, a Scan visits the experts: nothing else in ONNX Runtime slices weights without a copy. It
+needs results of one shape, so each expert's results are padded to the size of the busiest expert's,
+which have no more elements than ``w2``; an idle expert costs one test and its zeros. With more
+rows, a Loop visits only the active experts and copies the weights of each, which costs little
+compared with its products.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k,
 N = T*K slots (slot n is choice n % K of token n // K), A active experts, R rows of one expert,
@@ -48,7 +49,7 @@ def experts(
         else_branch=many.graph([], [y_many], "many"),
         out="y_T1D",
     )
-    # A view here; as the result of a branch it would be a copy.
+    # A view here; if a branch returned it, it would be a copy.
     return op.Squeeze(y_T1D, [1], out="y_TD")
 
 
@@ -60,7 +61,7 @@ def one_by_one(
     ids_TK: ir.Value,
     weights_TK: ir.Value,
 ) -> ir.Value:
-    """The same ``[T, 1, D]`` for any number of slots: copies one expert's weights at most."""
+    """The same ``[T, 1, D]`` for any number of slots; copies at most one expert's weights."""
     inputs = expert_inputs(op, config, x_TD, weights_TK, op.size("in_features"))
     slots = sort(op, config, ids_TK)
     layer = _Layer(config, parameters, inputs, slots)
@@ -73,7 +74,7 @@ def one_by_one(
         else_branch=looped.graph([], _loop(looped, layer), "loop"),
         out=("y_found", "first_E"),
     )
-    # A view here; as the result of a branch it would be a copy.
+    # A view here; if a branch returned it, it would be a copy.
     y_rows = op.Reshape(
         y_found, op.Concat([-1], op.size("in_features"), axis=0, out="rows_D"), out="y_rows"
     )
@@ -82,7 +83,7 @@ def one_by_one(
 
 @dataclass(frozen=True)
 class _Layer:
-    """What an expert's results come from."""
+    """The inputs that an expert's results are computed from."""
 
     config: BodyConfig
     parameters: Mapping[str, ir.Value]
@@ -93,7 +94,7 @@ class _Layer:
 def _rows(
     op: Ops, layer: _Layer, weights: Mapping[str, ir.Value], begin_1: ir.Value, end_1: ir.Value
 ) -> ir.Value:
-    """An expert's results ``[R, D]`` from its own weights; its slots are begin to end."""
+    """An expert's results ``[R, D]`` from its own weights; its slots run from begin to end."""
     config, dtype = layer.config, layer.config.compute_dtype
 
     def linear(in_RI: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
@@ -128,7 +129,7 @@ def _scan(op: Ops, layer: _Layer, most_1: ir.Value) -> tuple[ir.Value, ir.Value]
     kinds = {"active": ir.DataType.BOOL} | dict.fromkeys(
         ("begin", "end", "pads"), ir.DataType.INT64
     )
-    # The weights' types are those of what is visited, even after a tool has changed that.
+    # The element types follow what the Scan visits, even after a tool has changed its dtype.
     own = {
         name: each.value(name, ir.TensorType(kinds[name]) if name in kinds else None)
         for name in visited
@@ -174,7 +175,7 @@ def _loop(op: Ops, layer: _Layer) -> tuple[ir.Value, ir.Value]:
 
 
 def _looped(outer: Ops, layer: _Layer, active_A1: ir.Value) -> ir.Graph:
-    """The loop's body: the i-th active expert's results join the sequence."""
+    """The loop's body: appends the i-th active expert's results to the sequence."""
     parameters = {name: layer.parameters[name] for name in _WEIGHTS if name in layer.parameters}
     starts = {name: _row_indices(outer, parameters[name], name) for name in ("w1", "w2")}
 
@@ -187,7 +188,7 @@ def _looped(outer: Ops, layer: _Layer, active_A1: ir.Value) -> ir.Graph:
     weights = {}
     for name, value in parameters.items():
         if name in starts:
-            # GatherND copies rows on all threads, Gather the expert on one.
+            # GatherND copies rows on all threads; Gather copies the expert on one.
             rows_O2 = op.Add(starts[name], first_2, out=f"{name}_rows_of_expert")
             weights[name] = op.GatherND(value, rows_O2, out=f"{name}_OI")
         else:

@@ -1,4 +1,4 @@
-"""What both bodies do to the rows of an expert: dtypes, biases and the activation.
+"""What the bodies share for an expert's rows: dtypes, biases and the activation.
 
 Legend: D model width, H hidden width, F = H, or 2H when gated, K = top_k, N = T*K slots (slot n
 is choice n % K of token n // K).
@@ -17,8 +17,8 @@ from dynamo_moe.moe_nodes.bodies.ops import Ops
 
 __all__ = ["activate", "expert_inputs", "rms_scale", "round_hidden"]
 
-# erf(z) = 2 z / sqrt(pi) * integral of exp(-(z t)^2) over t in 0..1. On |z| <= 6, beyond which
-# erf is 1 in float64, 24 Gauss-Legendre points are within 2e-15 of it.
+# erf(z) = 2 z / sqrt(pi) * integral of exp(-(z t)^2) over t in 0..1. For |z| <= 6, beyond which
+# erf is 1 in float64, 24 Gauss-Legendre points are accurate to 2e-15.
 _ERF_BOUND = 6.0
 _ERF_POINTS = 24
 
@@ -28,8 +28,8 @@ def expert_inputs(
 ) -> ir.Value:
     """What the first product reads: ``[T, D]``, or ``[N, D]`` if scaled by the weights.
 
-    Tokens are rounded to the experts' dtype, then normalised: at the width of the sums, scaling
-    the rows scales the product.
+    Tokens are rounded to the experts' dtype, then normalised in the wider dtype of the sums, where
+    scaling the rows scales the product.
     """
     compute = config.compute_dtype
     if not config.weight_on_input:
@@ -58,12 +58,12 @@ def rms_scale(op: Ops, config: BodyConfig, x_TD: ir.Value) -> ir.Value:
 
 
 def round_hidden(op: Ops, config: BodyConfig, h: ir.Value) -> ir.Value:
-    """Hidden rows rounded to ``w2``'s dtype, as that of the second product's left operand."""
+    """Hidden rows rounded to ``w2``'s dtype, that of the second product's left operand."""
     return _round(op, config, h, "h_rounded")
 
 
 def activate(op: Ops, config: BodyConfig, z: ir.Value, *, rank: int = 2) -> ir.Value:
-    """Hidden rows ``[..., H]`` of the pre-activations ``[..., F]``, which have that many axes."""
+    """Hidden rows ``[..., H]`` from the pre-activations ``[..., F]``, which have ``rank`` axes."""
     if not config.gated:
         return _pointwise(op, config, z)
     gate, up = _split(op, config, z, rank)
@@ -121,7 +121,7 @@ def _gelu(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
         return op.Gelu(z, approximate="tanh" if tanh else "none", out="h")
     half, one = op.constant("half", 0.5, dtype), op.constant("one", 1, dtype)
     cdf2 = op.Add(_tanh_term(op, dtype, z) if tanh else _erf_term(op, dtype, z), one, out="cdf2")
-    # In this order ONNX Runtime recognises the erf form and runs it as one node.
+    # In this order, ONNX Runtime recognises the erf form and runs it as one node.
     return op.Mul(op.Mul(z, half, out="z_half"), cdf2, out="h")
 
 

@@ -1,4 +1,4 @@
-"""Few slots: one batched product with a copy of the weights that each slot needs.
+"""For few slots: one batched product with a copy of the weights that each slot needs.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, K = top_k, O outputs of a
 product.
@@ -17,8 +17,8 @@ from dynamo_moe.moe_nodes.bodies.slots import weighted_sum
 
 __all__ = ["MOST_WEIGHTS", "WEIGHTS_PER_VISIT", "experts", "is_cheaper"]
 
-# So many weights are copied in the time that a Scan takes to pass an idle expert, as long as the
-# copies stay in the caches (float32, ONNX Runtime 1.31; benchmarks/onnx_body.py --branches).
+# This many weights are copied in the time that a Scan takes to pass an idle expert, as long as the
+# copies stay in the caches (float32, ONNX Runtime 1.31; benchmarks/cpu/function_bodies.py).
 WEIGHTS_PER_VISIT = 1 << 15
 MOST_WEIGHTS = 1 << 23
 
@@ -51,7 +51,7 @@ def experts(
         columns = op.Unsqueeze(inputs, [1, 3], out="x_T1D1")
 
     def chosen(name: str) -> ir.Value:
-        # The slots of no expert, -1, get the last one's.
+        # Slots of no expert, -1, get the last expert's weights.
         own = op.Gather(parameters[name], ids_TK, axis=0, out=f"{name}_TK")
         own = op.entered(own, config.w_dtype, out=f"{name}_TK_entered")
         return op.cast(own, config.w_dtype, dtype, out=f"{name}_TK_wide")

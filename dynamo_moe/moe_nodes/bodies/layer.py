@@ -23,7 +23,7 @@ Experts = Callable[[Ops, BodyConfig, Inputs, ir.Value, ir.Value, ir.Value], ir.V
 
 
 def body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
-    """The operator as a loop over its active experts; few slots get copies of their weights.
+    """The operator as a loop over its active experts; a few slots get copies of their weights.
 
     Args:
         config: What the node computes.
@@ -43,13 +43,13 @@ def body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
 def unrolled_body(
     config: BodyConfig, opset: int, *, num_experts: int, domain: str = "moe"
 ) -> ir.Function:
-    """The operator as two products for each of ``num_experts`` experts; see :func:`body`."""
+    """The operator with separate products for each of ``num_experts`` experts; see :func:`body`."""
     layer = routed(functools.partial(unrolled.experts, num_experts=num_experts))
     return function(config, opset, domain, layer, beside=True)
 
 
 def dense_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
-    """The operator as every expert on every token; see :func:`body`."""
+    """The operator with every expert applied to every token; see :func:`body`."""
     return function(config, opset, domain, routed(dense.experts))
 
 
@@ -63,7 +63,7 @@ def onnxruntime_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> 
 def function(
     config: BodyConfig, opset: int, domain: str, layer: Layer, *, beside: bool = False
 ) -> ir.Function:
-    """The operator with a given way to compute ``[T, D]`` from ``[T, D]``; see :func:`body`."""
+    """The operator, given how to compute ``[T, D]`` from ``[T, D]``; see :func:`body`."""
     if opset < MIN_OPSET:
         raise ValueError(f"the body needs opset {MIN_OPSET} or later, got {opset}")
     op = Ops(opset, beside=beside)
@@ -80,7 +80,7 @@ def function(
     graph = ir.Graph(
         list(inputs.values()), [y], nodes=op.nodes, opset_imports={"": opset}, name=config.overload
     )
-    # The type only has to be defined: without a value just the name is stored.
+    # The attribute type only has to be defined: without a value, just the name is stored.
     attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in config.attributes]
     return ir.Function(domain, config.op_type, graph=graph, attributes=attributes)
 
@@ -88,8 +88,8 @@ def function(
 def _rows(op: Ops, x: ir.Value) -> ir.Value:
     """The tokens as rows ``[T, D]``."""
     if op.beside:
-        # Where x was dequantised, ONNX Runtime 1.31 moves that behind a Reshape, and dies of it as
-        # the rows enter a branch. It leaves Flatten.
+        # If x was dequantised, ONNX Runtime 1.31 moves the dequantisation behind a Reshape, and
+        # crashes when the rows enter a branch. It does not move it behind Flatten.
         return op.Flatten(x, axis=-1, out="x_TD")
     return op.Reshape(x, op.Concat([-1], op.size("in_features"), axis=0, out="TD"), out="x_TD")
 

@@ -1,14 +1,15 @@
-"""The body of an MoE node, by its attributes and the dtypes of its inputs."""
+"""The body of an MoE node, derived from its attributes and the dtypes of its inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import onnx_ir as ir
 
-from dynamo_moe.moe_nodes import schemas
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.layer import body, dense_body, onnxruntime_body, unrolled_body
+from dynamo_moe.moe_nodes.nodes import OPTIONAL_INPUTS, parse
 
 __all__ = ["config_of", "moe_body", "unrolled_moe_body"]
 
@@ -20,7 +21,7 @@ _BODIES: dict[str, Callable[..., ir.Function]] = {
 
 
 def moe_body(node: ir.Node, opset: int, target: str) -> ir.Function:
-    """Returns the body of an MoE node, called by its configuration."""
+    """Returns the body of an MoE node, named after its configuration."""
     config = config_of(node)
     function = _BODIES[target](config, opset)
     function.overload = config.overload
@@ -28,7 +29,7 @@ def moe_body(node: ir.Node, opset: int, target: str) -> ir.Function:
 
 
 def unrolled_moe_body(node: ir.Node, opset: int) -> ir.Function:
-    """Returns the body of an MoE node with products for each of its experts."""
+    """Returns the body of an MoE node with separate products for each of its experts."""
     config, experts = config_of(node), node.attributes["num_experts"].as_int()
     function = unrolled_body(config, opset, num_experts=experts)
     function.overload = f"{config.overload}_{experts}_experts"
@@ -36,32 +37,28 @@ def unrolled_moe_body(node: ir.Node, opset: int) -> ir.Function:
 
 
 def config_of(node: ir.Node) -> BodyConfig:
-    """Returns what the body of an MoE node depends on."""
-    router = node.op_type == schemas.DROPLESS
-    attributes = node.attributes
+    """Returns the configuration that the body of an MoE node depends on."""
+    layer = parse(node)
+    records = (layer.experts, layer.router) if layer.router else (layer.experts,)
+    # The body takes numbers from the node.
+    options: dict[str, Any] = {
+        row.name: getattr(record, row.name)
+        for record in records
+        for row in record.rows
+        if row.type is not float
+    } | {f"has_{name}": name in layer.inputs for name in OPTIONAL_INPUTS}
 
-    def dtype(index: int) -> ir.DataType:
-        value = node.inputs[index]
-        if value is None or value.dtype is None:
-            raise ValueError(f"node {node.name!r}: the dtype of input {index} is unknown")
-        return value.dtype
+    def dtype(name: str) -> ir.DataType:
+        found = layer.inputs[name].dtype
+        if found is None:
+            raise ValueError(f"node {node.name!r}: the dtype of input {name} is unknown")
+        return found
 
-    present = len(node.inputs)
     return BodyConfig(
-        router=router,
-        scoring=attributes["scoring"].as_string() if router else "softmax",
-        renormalize=bool(attributes["renormalize"].as_int()) if router else True,
-        activation=attributes["activation"].as_string(),
-        gated=bool(attributes["gated"].as_int()),
-        interleaved=bool(attributes["interleaved"].as_int()),
-        weight_on_input=bool(attributes["weight_on_input"].as_int()),
-        pre_norm=attributes["pre_norm"].as_string(),
-        residual=bool(attributes["residual"].as_int()),
-        has_router_bias=router and present > 4,
-        has_b1=present > 5,
-        has_b2=present > 6,
-        x_dtype=dtype(0),
-        w_dtype=dtype(2 if router else 3),
-        router_dtype=dtype(1 if router else 2),
-        ids_dtype=ir.DataType.INT64 if router else dtype(1),
+        **options,
+        router=layer.router is not None,
+        x_dtype=dtype("x"),
+        w_dtype=dtype("w1"),
+        router_dtype=dtype("router_weight" if layer.router else "expert_weights"),
+        ids_dtype=ir.DataType.INT64 if layer.router else dtype("expert_ids"),
     )

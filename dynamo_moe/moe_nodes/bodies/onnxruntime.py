@@ -1,9 +1,9 @@
 """The layer as ONNX Runtime's own operator, ``com.microsoft::MoE``.
 
-That operator takes router logits and does softmax and top-k itself, which serves a softmax router
-as it is. For any other decision, logits that are the logarithm of the wanted weights, and a floor
-for every other expert, give it that decision; its weights then sum to one, so the result is scaled
-by the wanted sum. This needs positive weights and different experts in a token's choices.
+That operator takes router logits and does softmax and top-k itself, so a softmax router needs no
+change. Any other decision is passed as logits: the logarithms of the wanted weights, and a floor
+for every other expert. The operator's weights then sum to one, so the result is scaled by the
+wanted sum. This needs positive weights, and a token must not choose an expert twice.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
 """
@@ -25,7 +25,7 @@ __all__ = ["DOMAIN", "layer"]
 DOMAIN = "com.microsoft"
 
 _PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu", "relu": "relu"}
-# exp(floor) is 0 in float32, and finite, so that a token without experts does not become NaN.
+# exp(floor) is 0 in float32; the floor is finite so that a token without experts is not NaN.
 _FLOOR = -1e30
 
 
@@ -33,7 +33,7 @@ def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.
     """Returns the layer's result ``[T, D]`` in the compute dtype.
 
     Raises:
-        ValueError: If ``com.microsoft::MoE`` has no form of this configuration.
+        ValueError: If ``com.microsoft::MoE`` cannot express this configuration.
     """
     _check(config)
     dtype = config.compute_dtype
@@ -51,8 +51,8 @@ def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.
         y_TD = _moe(op, config, inputs, x_wide_TD, logits_TE, normalize=False)
         factor = op.ReduceSum(weights_TK, [1], keepdims=1, out="total_weight_T1")
     y_TD = op.Mul(y_TD, factor, out="scaled_TD")
-    # Where MoE is the last user of its input, ONNX Runtime 1.31 lets it write its result over that
-    # input while still reading it: wrong numbers. So x is used once more, after it.
+    # If MoE is the last user of its input, ONNX Runtime 1.31 lets it write its result over that
+    # input while still reading it: wrong numbers. So x is used once more after it.
     return op.Where(op.constant("never", False, ir.DataType.BOOL), x_wide_TD, y_TD, out="y_TD")
 
 
@@ -120,7 +120,7 @@ def _check(config: BodyConfig) -> None:
 def _logits_of(op: Ops, dtype: ir.DataType, ids_TK: ir.Value, weights_TK: ir.Value) -> ir.Value:
     """Logits ``[T, E]`` whose softmax is the weights divided by their sum."""
     tokens_1 = op.Shape(ids_TK, start=0, end=1, out="T")
-    # Column 0 takes the choices of no expert.
+    # Column 0 collects choices of no expert.
     columns_1 = op.Add(op.size("num_experts"), 1, out="columns")
     floor = op.constant("floor", _FLOOR, dtype)
     floors = op.Expand(floor, op.Concat(tokens_1, columns_1, axis=0, out="TE_1"), out="floors")
@@ -135,7 +135,7 @@ def _logits_of(op: Ops, dtype: ir.DataType, ids_TK: ir.Value, weights_TK: ir.Val
 
 
 def _interleave(op: Ops, value: ir.Value, name: str) -> ir.Value:
-    """Gate rows then up rows ``[E, 2H, ...]`` to ``::2`` and ``1::2``."""
+    """Rearranges gate rows followed by up rows, ``[E, 2H, ...]``, to ``::2`` and ``1::2``."""
     gate, up = op.Split(value, axis=1, num_outputs=2, out=(f"{name}_gate", f"{name}_up"))
     gate_EH1 = op.Unsqueeze(gate, [2], out=f"{name}_gate_EH1")
     up_EH1 = op.Unsqueeze(up, [2], out=f"{name}_up_EH1")

@@ -1,4 +1,4 @@
-"""Recording nodes so that the code reads like the formula: ``op.Add(x, y, out="sum_TD")``."""
+"""Records nodes with code that reads like the formula: ``op.Add(x, y, out="sum_TD")``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Attribute = int | float | str | Sequence[int] | ir.TensorProtocol | ir.Graph
 class Ops:
     """Records the nodes of a function's body or of a subgraph in it.
 
-    ``op.Add(x, y, out="sum_TD")`` appends a node and returns its output; with two names in
-    ``out`` it returns two outputs, with a list of names a list. Integers and lists of them become
-    INT64 constants. Names are made unique over the body and its subgraphs, because a subgraph sees
-    the names around it; for the same reason constants are recorded once, in the outermost graph.
+    ``op.Add(x, y, out="sum_TD")`` appends a node and returns its output. If ``out`` is a pair of
+    names it returns two outputs, if it is a list of names, a list. Integers and lists of integers
+    become INT64 constants. Names are unique over the body and its subgraphs, because a subgraph
+    sees the names around it; for the same reason, constants are recorded once, in the outermost
+    graph.
 
     Args:
         opset: Version of the standard operators.
-        beside: The body stays a function beside its node, whose inputs a tool may change.
+        beside: The body stays a function beside its node, whose input dtypes a tool may change.
     """
 
     def __init__(self, opset: int, *, beside: bool = False) -> None:
@@ -38,7 +39,7 @@ class Ops:
         self._outermost = self
 
     def inner(self) -> Ops:
-        """Returns a recorder of a subgraph, to be filled before the node that runs it."""
+        """Returns a recorder for a subgraph, to be filled before the node that runs it."""
         ops = Ops(self.opset, beside=self.beside)
         ops._names, ops._outermost = self._names, self._outermost
         return ops
@@ -58,7 +59,7 @@ class Ops:
         type: ir.TypeProtocol | None = None,
         shape: Sequence[int] | None = None,
     ) -> ir.Value:
-        """Returns a new value called ``name``, numbered if the name is taken."""
+        """Returns a new value called ``name``, with a number if the name is taken."""
         unique = next(
             candidate
             for candidate in chain([name], (f"{name}_{number}" for number in count(2)))
@@ -74,7 +75,7 @@ class Ops:
         attributes: Sequence[ir.Attr],
         names: Sequence[str],
     ) -> Sequence[ir.Value]:
-        """Appends a node, itself called like its first output."""
+        """Appends a node, named after its first output."""
         outputs = [self.value(name) for name in names]
         self.nodes.append(
             ir.Node("", op_type, inputs, attributes, outputs=outputs, name=outputs[0].name)
@@ -99,31 +100,31 @@ class Ops:
         return self.cast(scalar, ir.DataType.FLOAT, dtype, out=f"{attribute}_wide")
 
     def zeros(self, shape: ir.Value, dtype: ir.DataType, out: str) -> ir.Value:
-        """Returns zeros of the shape that ``shape`` holds."""
+        """Returns zeros whose shape is the value of ``shape``."""
         return self.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, dtype.numpy())), out=out)
 
     def cast(self, value: ir.Value, source: ir.DataType, to: ir.DataType, out: str) -> ir.Value:
-        """Returns ``value``, whose dtype is ``source``, as ``to``; no node if they are equal."""
+        """Casts ``value`` from dtype ``source`` to ``to``; adds no node if they are equal."""
         return value if source == to else self.Cast(value, to=to, out=out)
 
     def entered(self, value: ir.Value, dtype: ir.DataType, out: str) -> ir.Value:
-        """Returns an input of the function, or a part of one, in the dtype of its declaration.
+        """Returns an input of the function, or a part of one, in its declared dtype.
 
-        Tools that convert a file to half precision change the inputs of its nodes, and leave
-        functions. So a float32 input is cast to float32: no node after a runtime's optimisations.
+        Tools that convert a file to half precision change the inputs of its nodes but not its
+        functions. So a float32 input is cast to float32, which a runtime's optimisations remove.
         """
         if not self.beside or dtype != ir.DataType.FLOAT:
             return value
         return self.Cast(value, to=dtype, out=out)
 
     def leaving(self, value: ir.Value, like: ir.Value, dtype: ir.DataType, out: str) -> ir.Value:
-        """Returns the function's result, of the given dtype, in that which an input has now."""
+        """Casts the function's result, of the given dtype, to the current dtype of an input."""
         if not self.beside or dtype != ir.DataType.FLOAT:
             return value
         return self.CastLike(value, like, out=out)
 
     def operand(self, operand: Operand) -> ir.Value | None:
-        """Returns a node's input, with integers made a constant."""
+        """Returns a node's input; integers become a constant."""
         if operand is None or isinstance(operand, ir.Value):
             return operand
         kind, numbers = ("int", [operand]) if isinstance(operand, int) else ("ints", operand)
@@ -142,7 +143,7 @@ class Ops:
 
 
 class _Recorder:
-    """One operator of an :class:`Ops`, to be called."""
+    """An operator of an :class:`Ops`; calling it records a node."""
 
     def __init__(self, ops: Ops, op_type: str) -> None:
         self._ops = ops

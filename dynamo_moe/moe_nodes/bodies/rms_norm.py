@@ -1,4 +1,4 @@
-"""The function that holds a root mean square normalisation."""
+"""The function for a root mean square normalisation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _INPUTS = ("x", "weight")
 
 
 def rms_norm_body(node: ir.Node, opset: int, target: str) -> ir.Function:
-    """Returns what computes a node ``RMSNorm``, called by its configuration.
+    """Returns the function for a node ``RMSNorm``, named after its configuration.
 
-    In place of the node it is the standard's operator where the opset has that and everything is
-    float32. In half precision the standard rounds before the multiplication by the weight, and
-    ONNX Runtime 1.31 after it; in float64 the standard computes in float32 by default. There, and
-    beside the node, it is written out.
+    The function is the standard's operator if it replaces the node, the opset has that operator,
+    and everything is float32. Otherwise it is written out: in half precision the standard rounds
+    before the multiplication by the weight and ONNX Runtime 1.31 after it, and in float64 the
+    standard computes in float32 by default.
 
     Raises:
         ValueError: If the dtype of an input is unknown.

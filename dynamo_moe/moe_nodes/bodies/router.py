@@ -1,4 +1,4 @@
-"""The router, or what stands in for it: tokens to the experts' indices and weights.
+"""The router, or what replaces it: from tokens to the experts' indices and weights.
 
 Legend: T tokens, D model width, E experts, K = top_k.
 """
@@ -43,7 +43,7 @@ def logits(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir
 def _route(
     op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Each token's experts, ties to the lower one, and their weights in the compute dtype."""
+    """Each token's experts, the lower one in a tie, and their weights in the compute dtype."""
     dtype = config.routing_dtype
     logits_TE = logits(op, config, inputs, x_TD)
     scores_TE = logits_TE
@@ -66,7 +66,7 @@ def _route(
 def _given(
     op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """The node's own ids and weights; the weight of no expert is 0, even where it was NaN."""
+    """The node's own ids and weights; the weight for no expert is 0, even if it was NaN."""
     dtype = config.compute_dtype
     TK = op.Concat([-1], op.size("top_k"), axis=0, out="TK")
     ids_TK = op.cast(

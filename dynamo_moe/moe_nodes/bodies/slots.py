@@ -1,4 +1,4 @@
-"""Which rows each expert gets, and the sum of a token's results: the frame around the products.
+"""Assigns rows to experts before the products, and sums a token's results after them.
 
 Legend: T tokens, D model width, E experts, K = top_k, N = T*K slots (slot n is choice n % K of
 token n // K).
@@ -21,26 +21,26 @@ _END = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Slots:
-    """The slots in the order of their experts, those of no expert first."""
+    """The slots sorted by expert, beginning with those of no expert."""
 
     ids_TK: ir.Value
     slots_N: ir.Value
-    """Which slots they are."""
+    """The slots' indices in the tokens' order."""
     rows_N: ir.Value
-    """The rows of the experts' inputs that they need."""
+    """For each slot, its row in the experts' inputs."""
     counts_E: ir.Value
     begins_E: ir.Value
     ends_E: ir.Value
 
     def used(self, op: Ops) -> tuple[ir.Value, ir.Value]:
-        """The first slot of an expert ``[1]``, and where each expert's begin counted from there."""
+        """The first slot with an expert ``[1]``, and each expert's first slot relative to it."""
         unused_1 = op.Slice(self.begins_E, [0], [1], [0], out="unused_1")
         return unused_1, op.Sub(self.begins_E, unused_1, out="first_used")
 
 
 def sort(op: Ops, config: BodyConfig, ids_TK: ir.Value) -> Slots:
-    """Returns the slots of the tokens' choices."""
-    # Bucket 0 holds the slots of no expert. TopK gives ties to the lower index: a stable sort.
+    """Sorts the slots of the tokens' choices by expert."""
+    # Bucket 0 holds slots of no expert. TopK puts the lower index first in a tie: a stable sort.
     buckets_N = op.Add(op.Reshape(ids_TK, [-1], out="ids_N"), 1, out="buckets_N")
     N = op.Shape(buckets_N, out="N")
     _, slots_N = op.TopK(buckets_N, N, axis=0, largest=0, out=("sorted_N", "slots_N"))
@@ -69,22 +69,22 @@ def combine(
 ) -> ir.Value:
     """The sum over K of the weighted results, ``[T, 1, D]``.
 
-    ``y_rows`` are all results, an expert's in the order of its slots from row ``first_E`` on, and
-    zeros in the last row.
+    ``y_rows`` holds all results and zeros in its last row. An expert's results are in the order of
+    its slots, from row ``first_E`` on.
     """
     y_TKD = op.Gather(y_rows, _places(op, slots, first_E), axis=0, out="y_TKD")
     return weighted_sum(op, config, y_TKD, weights_TK)
 
 
 def weighted_sum(op: Ops, config: BodyConfig, y_TKD: ir.Value, weights_TK: ir.Value) -> ir.Value:
-    """The sum over K of the results ``[T, K, D]``, weighted unless their inputs were."""
+    """The sum over K of the results ``[T, K, D]``, weighted unless the inputs were."""
     if config.weight_on_input:
         return op.ReduceSum(y_TKD, [1], keepdims=1, out="y_T1D")
     return op.MatMul(op.Unsqueeze(weights_TK, [1], out="weights_T1K"), y_TKD, out="y_T1D")
 
 
 def _places(op: Ops, slots: Slots, first_E: ir.Value) -> ir.Value:
-    """The rows ``[T, K]`` of the slots' results; -1, the last, for slots of no expert."""
+    """The rows ``[T, K]`` of the slots' results; -1, the last row, for slots of no expert."""
     TK = op.Shape(slots.ids_TK, out="TK")
     N = op.Squeeze(op.Shape(slots.slots_N, out="N_1"), [0], out="N_0")
     range_N = op.Range(0, N, 1, out="range_N")

@@ -1,8 +1,9 @@
-"""The experts as products of their own, a pair for each expert.
+"""Runs the experts as separate products, a pair for each expert.
 
-A runtime that knows the weights when it loads the file can then bring each expert's into the form
-that its products want, as ONNX Runtime does: faster where an expert gets few rows, for a slower
-load and a copy of the weights. A body of this kind serves one number of experts.
+A runtime that knows the weights when it loads the file can then convert each expert's weights to
+the form that its products need, as ONNX Runtime does. This is faster if an expert gets few rows,
+but the file loads more slowly and takes a copy of the weights. Such a body serves one number of
+experts.
 
 Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, M slots that have an
 expert, R rows of one expert, I and O inputs and outputs of a product.
@@ -70,7 +71,7 @@ def experts(
 
 
 def _split(op: Ops, value: ir.Value, sizes_E: ir.Value | None, num_experts: int) -> list[ir.Value]:
-    """Each expert's rows, in parts of these sizes, or equal ones."""
+    """Splits into each expert's rows: parts of the given sizes, or equal parts."""
     names = [f"{value.name}_{expert}" for expert in range(num_experts)]
     if sizes_E is None:
         return op.Split(value, axis=0, num_outputs=num_experts, out=names)

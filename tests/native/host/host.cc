@@ -11,7 +11,7 @@
 #include <mutex>
 #include <string>
 
-#include "tensorrt_abi.h"
+#include "plugin/tensorrt_abi.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

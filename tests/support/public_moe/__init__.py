@@ -1,7 +1,7 @@
 """Small models around MoE modules as public repositories write them.
 
-One file per family. Attribute names, module trees, layouts, the order of the computation and what
-forward takes and returns are the originals'; the words are not. ``CASES`` lists them all.
+There is one file per family. Attribute names, module trees, layouts, the order of the computation
+and forward's signature are the originals'; the code is written anew. ``CASES`` lists all cases.
 """
 
 from public_moe.cases import CASES

@@ -1,6 +1,7 @@
-"""How many of the structures become a right file: as they are, and after ``convert``.
+"""Counts how many of the structures become a correct file, before and after ``convert``.
 
-``PYTHONPATH=tests python -m public_moe.counting [--convert] [--seconds 60] [NAME ...]`` prints it.
+Usage: ``PYTHONPATH=tests/support python -m public_moe.counting [--convert] [--seconds 60] [NAME
+...]``.
 """
 
 from __future__ import annotations
@@ -32,29 +33,30 @@ __all__ = ["Row", "count_exports", "measure", "table"]
 RIGHT, RANDOM = "right", "random"
 REFUSED, WRONG, FAILS, DIED, LATE = "not exported", "wrong", "fails at run time", "died", "late"
 
-_TESTS = Path(__file__).parents[1]
+_SUPPORT = Path(__file__).parents[1]
+_ROOT = _SUPPORT.parents[1]
 
-# Batch, length and seed: shapes beside the example's, several draws of each.
+# Batch, length and seed: shapes other than the example's, several draws of each.
 _SIZES = [(2, 5, 0), (3, 7, 1), (1, 9, 2), (1, 1, 3), (4, 16, 4), (5, 3, 5), (8, 32, 6)]
 _DYNAMIC = {"x": {0: "batch", 1: "length"}}
-# Relative to the RMS of the result; summing in another order differs by 1e-5 at most. Of one
-# case the experts compute in bfloat16.
+# Relative to the RMS of the result. Summing in another order changes it by at most 1e-5. The second
+# one is for the case whose experts compute in bfloat16.
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 3e-2
 
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one case.
+    """The result for one case.
 
     Attributes:
-        name: Of the case.
-        status: ``right`` in ONNX Runtime at every size, ``random`` where that cannot be said,
-            or what else came of it.
-        converted: MoE modules that ``convert`` replaced.
-        layers: Nodes of the file that are MoE layers.
-        nodes: Nodes of the file.
-        error: The largest, relative to the RMS of the model's result.
-        message: What was said.
+        name: Name of the case.
+        status: ``right`` in ONNX Runtime at every size, ``random`` if that cannot be decided, or
+            what went wrong.
+        converted: Number of MoE modules that ``convert`` replaced.
+        layers: Number of nodes in the file that are MoE layers.
+        nodes: Number of nodes in the file.
+        error: Largest error, relative to the RMS of the model's result.
+        message: The error message, if any.
     """
 
     name: str
@@ -73,13 +75,13 @@ def count_exports(
     seconds: float = 60,
     jobs: int = 1,
 ) -> list[Row]:
-    """Measures cases, each in a process of its own, as runtimes may die.
+    """Measures cases, each in a separate process because runtimes may crash.
 
     Args:
-        names: Of the cases; None: all.
+        names: Names of the cases; None for all.
         convert: Call ``dynamo_moe.convert`` before the export.
-        seconds: For one case.
-        jobs: Processes at once.
+        seconds: Time limit for one case.
+        jobs: Number of parallel processes.
     """
 
     def one(name: str) -> Row:
@@ -88,8 +90,8 @@ def count_exports(
         try:
             done = subprocess.run(
                 command,
-                cwd=_TESTS.parent,
-                env=os.environ | {"PYTHONPATH": str(_TESTS)},
+                cwd=_ROOT,
+                env=os.environ | {"PYTHONPATH": str(_SUPPORT)},
                 capture_output=True,
                 text=True,
                 timeout=seconds,
@@ -115,13 +117,13 @@ def measure(name: str, folder: Path, *, convert: bool = False) -> Row:
         report = dynamo_moe.export(
             model, case.args(*_SIZES[0]), path, dynamic_shapes=case.dynamic or _DYNAMIC
         )
-    except Exception as failure:  # Anything can come out of an exporter.
+    except Exception as failure:  # An exporter can raise anything.
         return Row(name, REFUSED, converted, message=_first_line(failure))
     found = {"layers": sum(report.operators.values()), "nodes": sum(report.nodes.values())}
     expected = {size: _expected(case, original, size) for size in _SIZES}
     try:
         error = max(_error(case, path, size, wanted) for size, wanted in expected.items() if wanted)
-    except Exception as failure:  # Of ONNX Runtime's many kinds.
+    except Exception as failure:  # ONNX Runtime has many kinds of exceptions.
         return Row(name, FAILS, converted, **found, message=_first_line(failure))
     limit = _HALF_TOLERANCE if name == "torchtitan-2026" else _TOLERANCE
     status = RANDOM if case.random else RIGHT if error <= limit else WRONG
@@ -129,7 +131,7 @@ def measure(name: str, folder: Path, *, convert: bool = False) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns the rows in Markdown, with their number by status."""
+    """Returns the rows in Markdown, and how many have each status."""
     lines = [
         "| case | status | converted | layers | nodes | error | |",
         "|---|---|---|---|---|---|---|",
@@ -145,7 +147,7 @@ def table(rows: Sequence[Row]) -> str:
 def _expected(
     case: Case, model: torch.nn.Module, size: tuple[int, int, int]
 ) -> list[Tensor] | None:
-    """Returns the model's results; None where it takes no such size itself."""
+    """Returns the model's results; None if the model itself does not accept the size."""
     try:
         with torch.no_grad(), ClaimsCuda() if case.cuda_only else nullcontext():
             result = model(*case.args(*size))
@@ -179,7 +181,7 @@ def _first_line(failure: Exception) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--convert", action="store_true")

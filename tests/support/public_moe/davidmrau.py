@@ -13,7 +13,7 @@ from public_moe.surroundings import DIM, EXPERTS, HIDDEN, TOP_K, Case, Model, in
 
 
 class SparseDispatcher:
-    """Rows by expert, from gates ``[B, E]`` with zeros, and back."""
+    """Distributes rows to experts by gates ``[B, E]`` with zeros, and combines the results."""
 
     def __init__(self, num_experts: int, gates: Tensor) -> None:
         self._gates, self._num_experts = gates, num_experts
@@ -36,7 +36,7 @@ class SparseDispatcher:
 
 
 class MLP(nn.Module):
-    """The original ends in a softmax, which most copies leave out."""
+    """The original ends in a softmax, which most copies omit."""
 
     def __init__(self, input_size: int, output_size: int, hidden_size: int, soft: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Returns a loss in evaluation too; of one row it is another one."""
+    """Returns a loss in evaluation too; with a single row, the loss differs."""
 
     def __init__(
         self, input_size: int, num_experts: int, hidden_size: int, k: int, soft: bool
@@ -80,7 +80,7 @@ class MoE(nn.Module):
             spread = self.softplus(x @ self.w_noise) + 1e-2
             logits = clean + torch.randn_like(clean) * spread
         scores = self.softmax(logits)
-        # One more, which the load needs in training.
+        # One more choice, which the load needs in training.
         best, ids = scores.topk(min(self.k + 1, self.num_experts), dim=1)
         weights = best[:, : self.k]
         weights = weights / (weights.sum(1, keepdim=True) + 1e-6)
@@ -108,7 +108,7 @@ def call(moe: nn.Module, x: Tensor) -> Tensor:
 
 
 class WithLoss(nn.Module):
-    """A model of rows ``[B, D]`` whose result is the layer's, loss and all."""
+    """A model of rows ``[B, D]`` that returns the layer's result and its loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""DBRX: the experts' matrices under one another, ``[E*F, D]``, viewed per expert.
+"""DBRX: the experts' matrices stacked vertically, ``[E*F, D]``, with a view per expert.
 
 Legend: T tokens, D model width, F hidden width, E experts, K top_k.
 """

@@ -1,4 +1,4 @@
-"""DeepSeek's MoE modules: the reference inference model of V3, remote code of the first and of V2.
+"""DeepSeek's MoE modules: the reference inference model of V3, remote code of V1 and V2.
 
 Legend: T tokens, D model width, H hidden width, E routed experts, K experts per token, G groups.
 """
@@ -17,7 +17,7 @@ GROUPED_EXPERTS = 8
 
 
 class Gate(nn.Module):
-    """V3's: returns weights, then indices."""
+    """V3's gate: returns weights, then indices."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Gate(nn.Module):
 
 
 class Expert(nn.Module):
-    """Also V3's shared MLP, which is as wide as all shared experts."""
+    """An expert; also V3's shared MLP, which is as wide as all shared experts together."""
 
     def __init__(self, dim: int, inter_dim: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class MoE(nn.Module):
 
 
 class MoEGateV2(nn.Module):
-    """Returns indices, weights and the auxiliary loss, None in evaluation."""
+    """Returns indices, weights and the auxiliary loss, which is None in evaluation."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class MoEGateV2(nn.Module):
 
 
 class DeepseekV2MoE(nn.Module):
-    """Sorts the tokens by expert, with the counts as numbers of numpy, in evaluation."""
+    """In evaluation, sorts the tokens by expert and reads the counts as numpy numbers."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class DeepseekV2MoE(nn.Module):
 
 
 class DeepseekMoE(DeepseekV2MoE):
-    """The first model's: cumulated counts without a minimum length, results scattered."""
+    """The first model's version: cumulated counts without a minimum length, scattered results."""
 
     @torch.no_grad()
     def moe_infer(self, x: Tensor, topk_ids: Tensor, topk_weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from public_moe.surroundings import DIM, EXPERTS, HIDDEN, Case, Model, first, in
 
 
 class Experts(nn.Module):
-    """Each gets its part of dimension 1."""
+    """Each expert gets its part of dimension 1."""
 
     def __init__(self, expert: nn.Module, num_local_experts: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class TopKGate(nn.Module):
     def top1(
         self, logits: Tensor, used_token: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tokens that stay are the first of a column's largest, all ones."""
+        """Keeps the tokens with the largest values of a column, which are all ones: the first."""
         scores = F.softmax(logits, dim=1)
         capacity = _capacity(
             scores, torch.tensor(self.eval_capacity_factor), torch.tensor(self.min_capacity)
@@ -171,7 +171,7 @@ class MoE(nn.Module):
 
 
 class Expert(nn.Module):
-    """ParallelMLP of Megatron, near enough."""
+    """Close to Megatron's ParallelMLP."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()

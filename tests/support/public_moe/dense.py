@@ -16,7 +16,7 @@ ORIGIN = "common in tutorials and private code"
 
 
 class OneHotMixture(nn.Module):
-    """Each expert's result times its column of sparse gates."""
+    """Each expert's result, multiplied by its column of sparse gates."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class OneHotMixture(nn.Module):
 
 
 class SoftMixture(nn.Module):
-    """No choice: a softmax over all experts, and the sum of all their results."""
+    """Makes no choice: a softmax over all experts, and the sum of all their results."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class SoftMixture(nn.Module):
 
 
 class StackedEinsum(nn.Module):
-    """Stacks through einsum for all experts, weights masked beyond the best K."""
+    """Einsum over stacks of all experts, with the weights masked except for the best K."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class StackedEinsum(nn.Module):
 
 
 class MultiGateMixture(nn.Module):
-    """MMoE: experts shared by tasks, each of which has a gate and a tower."""
+    """MMoE: tasks share experts, and each task has a gate and a tower."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int, tasks: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules that take CUDA tensors alone, for torch.nn.functional.grouped_mm.
+"""Modules that only accept CUDA tensors, for torch.nn.functional.grouped_mm.
 
 Legend: T tokens, D model width, H hidden width, E experts, K top_k, N = T*K.
 """
@@ -17,7 +17,7 @@ ORIGIN = "image and board game models with a Swin Transformer of their own"
 
 
 class DroplessMoEMlp(nn.Module):
-    """Keeps its losses in attributes, its router in float32."""
+    """Keeps its losses in attributes and its router in float32."""
 
     def __init__(
         self, in_features: int, hidden_features: int, num_experts: int, top_k: int
@@ -88,14 +88,14 @@ class DroplessMoEMlp(nn.Module):
     @staticmethod
     def product(rows: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
         weight = weight if weight.dtype == rows.dtype else weight.to(dtype=rows.dtype)
-        # One row beyond the last group, which the product leaves out.
+        # One row beyond the last group, which the product ignores.
         padding = torch.zeros(1, rows.shape[-1], dtype=rows.dtype, device=rows.device)
         padded = torch.cat((rows, padding), dim=0)
         return F.grouped_mm(padded, weight, offs=ends_E)[: rows.shape[0]]
 
 
 class DroplessMoEMlpWithLosses(DroplessMoEMlp):
-    """Another copy: computes its losses in evaluation too."""
+    """Another copy, which computes its losses in evaluation too."""
 
     def keep_losses(self, logits_TE: Tensor, scores_TE: Tensor, counts_E: Tensor) -> None:
         share_E = counts_E.to(scores_TE.dtype) / counts_E.sum().to(scores_TE.dtype)
@@ -104,7 +104,7 @@ class DroplessMoEMlpWithLosses(DroplessMoEMlp):
 
 
 class DroplessMoESwiGLUFFN(DroplessMoEMlp):
-    """Takes ``[B, C, H, W]``, gate and value in one product, no biases; the choice by logits."""
+    """Takes ``[B, C, H, W]``; gate and value in one product, no biases; chooses by logits."""
 
     def __init__(
         self, in_features: int, hidden_features: int, num_experts: int, top_k: int = 2

@@ -58,7 +58,7 @@ class _Expert(nn.Module):
 
 
 class NaiveGate(nn.Module):
-    """Best logits, unsorted, then a softmax over them; keeps a loss."""
+    """The best logits, unsorted, then a softmax over them; keeps a loss."""
 
     def __init__(self, d_model: int, num_expert: int, top_k: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class NaiveGate(nn.Module):
 
 
 class SwitchGate(NaiveGate):
-    """Top-1 of a softmax; what comes after an expert's capacity gets expert -1."""
+    """Top-1 of a softmax; tokens beyond an expert's capacity get expert -1."""
 
     def __init__(self, d_model: int, num_expert: int, capacity: tuple[float, float]) -> None:
         super().__init__(d_model, num_expert, top_k=1)
@@ -94,7 +94,7 @@ class SwitchGate(NaiveGate):
 
 
 class MOEScatter(Function):
-    """Copies rows to where their experts want them."""
+    """Copies rows to where their experts need them."""
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, pos: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class MOEScatter(Function):
 
 
 class MOEGather(Function):
-    """Puts rows back; those that no expert had are zero."""
+    """Copies rows back; rows without an expert are zero."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, pos: Tensor, count: int) -> Tensor:
@@ -111,7 +111,7 @@ class MOEGather(Function):
 
 
 class FMoE(nn.Module):
-    """``expert``: called once per expert, with a list of them; None: one module has them all."""
+    """``expert`` is called once per expert, for a list of experts; if None, one module has all."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class FMoE(nn.Module):
     def forward(self, moe_inp: Tensor) -> Tensor:
         ids, scores = self.gate(moe_inp)
         flat_ids = ids.reshape(-1)
-        # Sorted by expert, those of no expert left out.
+        # Sorted by expert, without those of no expert.
         dropped = int((flat_ids < 0).sum().item())
         pos = torch.argsort(flat_ids, stable=True)[dropped:]
         counts = torch.bincount(flat_ids[flat_ids >= 0], minlength=self.num_expert).cpu()

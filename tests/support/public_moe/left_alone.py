@@ -1,4 +1,4 @@
-"""Modules that look like others here, and compute something else: to be left, with a reason.
+"""Modules that look like others here but compute something else: to be left, with a reason.
 
 Legend: T tokens, D model width, E experts, K top_k, C capacity.
 """
@@ -18,7 +18,7 @@ ORIGIN = "variations that private code has"
 
 
 class OtherExperts(MixtureOfExperts):
-    """The usual routing around any experts."""
+    """The usual routing, around any experts."""
 
     def __init__(self, dim: int, top_k: int, experts: Sequence[nn.Module]) -> None:
         super().__init__(dim, 1, len(experts), top_k)
@@ -41,7 +41,7 @@ class DeepExpert(nn.Module):
 
 
 class ScaledExpert(nn.Module):
-    """A constant of the expert's own, no parameter: the same formula with another number."""
+    """Has a constant that is not a parameter: the same formula with another number."""
 
     def __init__(self, dim: int, hidden: int, scale: float) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ScaledExpert(nn.Module):
 
 
 class MinimumCapacity(nn.Module):
-    """Drops nothing from a few tokens, as every expert has room for eight."""
+    """Drops nothing if there are few tokens, because every expert has room for eight."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class MinimumCapacity(nn.Module):
 
 
 class SentenceGate(nn.Module):
-    """Of ``[B, L, D]`` a whole sequence goes to the experts of its mean; of ``[T, D]`` a token."""
+    """Routes whole sequences of ``[B, L, D]`` by their mean, but single tokens of ``[T, D]``."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int, top_k: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Llama 4's reference: every expert on every token, the unchosen ones on zeros.
+"""Llama 4's reference: every expert on every token; experts not chosen get zeros.
 
 Legend: A tokens, D model width, F hidden width, E experts, K top_k.
 """
@@ -28,7 +28,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Sigmoid of the chosen logits, on the experts' input."""
+    """Multiplies the experts' input by the sigmoid of the chosen logits."""
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int, top_k: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixtures of lucidrains: dispatch and combine tensors per sequence, and slots.
+"""lucidrains' mixtures: dispatch and combine tensors per sequence, and slots.
 
 Legend: B batch, N length, D model width, H hidden width, E experts, C capacity, S slots.
 """
@@ -20,7 +20,7 @@ def cumsum_exclusive(x: Tensor) -> Tensor:
 
 
 def safe_one_hot(indexes: Tensor, max_length: int) -> Tensor:
-    """Zeros for what is out of bounds; how large it is meanwhile depends on the data."""
+    """Zeros for indices out of bounds; its intermediate size depends on the data."""
     most = indexes.max() + 1
     return F.one_hot(indexes, max(most + 1, max_length))[..., :max_length]
 
@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
 
 class Top2Gating(nn.Module):
-    """``second_policy_eval``: what becomes of second experts; by default chance decides."""
+    """``second_policy_eval`` decides about second experts; by default at random."""
 
     def __init__(
         self, dim: int, num_gates: int, second_policy_eval: str, capacity_factor_eval: float
@@ -85,7 +85,7 @@ class Top2Gating(nn.Module):
 
 
 class MoE(nn.Module):
-    """Takes ``[B, N, D]``; the capacity is a sequence's."""
+    """Takes ``[B, N, D]``; the capacity applies to a sequence."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class MoE(nn.Module):
 
 
 class GEGLU(nn.Module):
-    """ST-MoE's: a vector of the expert's own multiplies the hidden values."""
+    """ST-MoE's GEGLU: the expert multiplies the hidden values by its own vector."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class STExperts(nn.Module):
 
 
 class STMoE(nn.Module):
-    """Returns (outputs, losses of three kinds)."""
+    """Returns (outputs, three kinds of losses)."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class STMoE(nn.Module):
 
 
 class SoftMoE(nn.Module):
-    """No token goes to an expert: slots are mixtures of all tokens of a sequence."""
+    """Tokens do not go to experts: slots are mixtures of all tokens of a sequence."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int, num_slots: int) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from public_moe.surroundings import DIM, EXPERTS, TOP_K, Case, Model, in_blocks
 
 
 class Expert(nn.Module):
-    """Four times as wide inside, a dropout at the end."""
+    """Four times as wide inside, with a dropout at the end."""
 
     def __init__(self, n_embed: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Expert(nn.Module):
 
 
 def sparse_softmax(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Softmax over all experts, of which only the chosen have a logit: ``[.., E]`` and ids."""
+    """Softmax over all experts, only the chosen ones having a logit: ``[.., E]`` and ids."""
     chosen, ids = logits.topk(top_k, dim=-1)
     masked = torch.full_like(logits, float("-inf")).scatter(-1, ids, chosen)
     return F.softmax(masked, dim=-1), ids
@@ -48,7 +48,7 @@ class TopkRouter(nn.Module):
 
 
 class NoisyTopkRouter(nn.Module):
-    """Adds its noise in evaluation too, unless told to add it in training alone."""
+    """Adds its noise in evaluation too, unless restricted to training."""
 
     def __init__(
         self, n_embed: int, num_experts: int, top_k: int, always_noisy: bool = True
@@ -67,7 +67,7 @@ class NoisyTopkRouter(nn.Module):
 
 
 class SparseMoE(nn.Module):
-    """The first tutorial's: boolean masks, in-place addition to masked rows of ``[B, L, D]``."""
+    """The first tutorial's version: boolean masks, in-place addition to masked rows."""
 
     def __init__(self, n_embed: int, num_experts: int, router: nn.Module) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class SparseMoE(nn.Module):
 
 
 class SparseMoEWithCapacity(SparseMoE):
-    """The later one's: each expert takes its first tokens up to a capacity, and drops the rest."""
+    """The later version: each expert takes its first tokens up to a capacity, drops the rest."""
 
     def __init__(
         self, n_embed: int, num_experts: int, router: nn.Module, capacity_factor: float
@@ -118,7 +118,7 @@ class SparseMoEWithCapacity(SparseMoE):
 
 
 class Router(nn.Module):
-    """nanoMoE's: returns used capacity, combine weights ``[T, E, C]`` and their mask."""
+    """nanoMoE's router: returns used capacity, combine weights ``[T, E, C]`` and their mask."""
 
     def __init__(
         self, n_embd: int, n_exp: int, top_k: int, eval_capacity: float, min_capacity: int

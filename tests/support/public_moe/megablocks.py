@@ -1,4 +1,4 @@
-"""megablocks: the dropless layer's layouts, and the one with a capacity; PyTorch for its kernels.
+"""megablocks: the dropless layer's layouts and the layer with a capacity, without its kernels.
 
 Legend: L length, B batch, D model width, F hidden width, E experts, K top_k, N = L*B*K.
 """
@@ -38,7 +38,7 @@ class LearnedRouter(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """All experts' matrices under one another; the down projection is stored transposed."""
+    """All experts' matrices stacked vertically; the down projection is stored transposed."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, moe_num_experts: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class MLP(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """Sorted ids are cut at the capacity: those of later tokens are dropped."""
+    """Cuts sorted ids at the capacity, which drops later tokens."""
 
     def __init__(self, mlp: MLP, top_k: int, moe_capacity_factor: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixtral's layer as mistral-inference writes it: tokens packed to ``[T, D]``, logits chosen first.
+"""Mixtral's layer as in mistral-inference: tokens packed to ``[T, D]``, top-k before the softmax.
 
 Legend: T tokens, D model width, H hidden width, E experts, K experts per token.
 """
@@ -33,7 +33,7 @@ class FeedForward(nn.Module):
 
 
 class MoeLayer(nn.Module):
-    """The parent makes the experts and the gate."""
+    """The parent creates the experts and the gate."""
 
     def __init__(self, experts: Sequence[nn.Module], gate: nn.Module, moe_args: MoeArgs) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Experts kept by name, or in lists of parameters.
+"""Experts stored by name, or in lists of parameters.
 
 Legend: B batch, L length, T tokens, D model width, E experts, K top_k.
 """
@@ -37,7 +37,7 @@ class SwitchTransformersDenseActDense(nn.Module):
 
 
 class SwitchTransformersTop1Router(nn.Module):
-    """A one-hot ``[B, L, E]`` without what comes after the capacity of its sequence."""
+    """A one-hot ``[B, L, E]``, without tokens beyond the capacity of their sequence."""
 
     def __init__(self, d_model: int, num_experts: int, expert_capacity: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class SwitchTransformersTop1Router(nn.Module):
 
 
 class SwitchTransformersSparseMLP(nn.Module):
-    """What is dropped keeps its own value, times the weight."""
+    """Dropped tokens keep their own values, multiplied by the weight."""
 
     def __init__(self, d_model: int, d_ff: int, num_experts: int, expert_capacity: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class NllbMoeTop2Router(nn.Module):
 
 
 class NllbMoeSparseMLP(nn.Module):
-    """In evaluation its dropout of whole tokens is a factor."""
+    """In evaluation, its dropout of whole tokens becomes a factor."""
 
     def __init__(self, d_model: int, ffn_dim: int, num_experts: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class NllbMoeSparseMLP(nn.Module):
 
 
 class LinearGLUExperts(nn.Module):
-    """Lists of parameters, called with the number of the expert."""
+    """Lists of parameters; called with the index of the expert."""
 
     def __init__(self, in_features: int, size: int, num_experts: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class CalculatorOutput:
 
 
 class UniversalCalculator(nn.Module):
-    """Sorts, splits by a list of counts, leaves out experts without rows."""
+    """Sorts, splits by a list of counts, skips experts without rows."""
 
     def __init__(self, experts: LinearGLUExperts, score_scale_factor: float) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class UniversalCalculator(nn.Module):
 
 
 class LinearGLUMoELayer(nn.Module):
-    """Returns an object, of which the parent takes ``hidden_states``."""
+    """Returns an object, from which the parent takes ``hidden_states``."""
 
     def __init__(
         self, input_size: int, hidden_size: int, num_experts: int, num_selects: int
@@ -264,7 +264,7 @@ class LinearGLUMoELayer(nn.Module):
 
 
 class HiddenStatesOf(nn.Module):
-    """The part of a decoder layer that takes the object apart, as it is traced with the layer."""
+    """The part of a decoder layer that unpacks the object, because it is traced with the layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

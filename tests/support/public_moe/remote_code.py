@@ -1,4 +1,4 @@
-"""Models that bring their own code to the Hugging Face hub, or live in a repository of their own.
+"""Models with code of their own on the Hugging Face hub or in a repository.
 
 Legend: T tokens, D model width, E experts, K top_k, C capacity.
 """
@@ -37,7 +37,7 @@ class GrokMLP(nn.Module):
 
 
 class GrokMoeBlock(nn.Module):
-    """Every expert on every row, the right one chosen by a one-hot product, as the original."""
+    """Every expert on every row; a one-hot product selects the right one, as in the original."""
 
     def __init__(self, hidden_dim: int, ffn_dim: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class ArcticMoE(nn.Module):
 
 
 class HunYuanTopKGate(nn.Module):
-    """Of its first release: ``[T, E, C]`` with room for every token, so nothing is dropped."""
+    """The first release's gate: ``[T, E, C]`` with room for every token, so none is dropped."""
 
     def __init__(self, hidden_size: int, num_experts: int, moe_topk: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class HunYuanMoE(nn.Module):
 
 
 class MiniMindMoE(nn.Module):
-    """Weights picked by the mask of ids; a loss of zero in evaluation, as an attribute."""
+    """Selects weights with a mask of ids; has a loss of zero in evaluation, as an attribute."""
 
     def __init__(
         self, hidden_size: int, moe_intermediate_size: int, num_experts: int, top_k: int
@@ -198,7 +198,7 @@ class MiniMindMoE(nn.Module):
 
 
 class MiniMindBlockCall:
-    """Calls it as the model does that adds up ``aux_loss`` of its layers afterwards."""
+    """Calls it like the model, which afterwards sums up ``aux_loss`` over its layers."""
 
     def __call__(self, moe: nn.Module, x: Tensor) -> Tensor:
         result = moe(x)
@@ -206,7 +206,7 @@ class MiniMindBlockCall:
 
 
 class SlicedMLP(nn.Module):
-    """Its products go slice by slice, as pre-training's tensor parallelism had them."""
+    """Computes its products slice by slice, as in tensor-parallel pre-training."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, pretraining_tp: int) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class DiTSparseMoeBlock(nn.Module):
 
 
 class OpenMoeMLP(nn.Module):
-    """Three products in: the first one's halves gate each other, and both the second."""
+    """Three input products: the first one's halves gate each other, and both gate the second."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ class OpenMoeLayer(nn.Module):
 
 
 class GptOssMLPBlock(nn.Module):
-    """OpenAI's own: norm, router, experts and the residual sum in one module."""
+    """OpenAI's own block: norm, router, experts and the residual sum in one module."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""The mixture that most private code bases have: nn.Sequential experts behind a softmax gate.
+"""The most common mixture in private code: nn.Sequential experts behind a softmax gate.
 
-No one repository: it is in tutorials and in hundreds of projects, with small differences.
+It does not come from one repository: it is in tutorials and hundreds of projects, with small
+differences.
 
 Legend: T tokens, D model width, E experts, K top_k.
 """
@@ -46,7 +47,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class GateIsSequential(nn.Module):
-    """A gate of two layers ending in a softmax; the result in a list of experts, gathered."""
+    """A two-layer gate ending in a softmax; results stacked in a list of experts, then gathered."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class GateIsSequential(nn.Module):
 
 
 class SwitchOfLinears(nn.Module):
-    """Top-1 by max; experts are called on the rows of ``index == e``, results put back."""
+    """Top-1 by max; experts run on the rows with ``index == e``, and results are put back."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class SwitchOfLinears(nn.Module):
 
 
 class GEGLU(nn.Module):
-    """Values come first, gates second."""
+    """Values first, gates second."""
 
     def forward(self, x: Tensor) -> Tensor:
         x, gate = x.chunk(2, dim=-1)

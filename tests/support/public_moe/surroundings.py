@@ -30,7 +30,7 @@ __all__ = [
     "tokens",
 ]
 
-# All different, so that a transposed layout cannot pass for the other.
+# All different, so that a transposed layout is not mistaken for the other.
 DIM, HIDDEN, EXPERTS, TOP_K = 32, 40, 6, 2
 _CLASSES = 5
 _BIASES = ("b1", "b2")
@@ -47,21 +47,21 @@ class Case:
 
     Attributes:
         name: Short and unique.
-        origin: Repository and file that writes its MoE module so.
-        make: Makes the model, with any weights; :meth:`build` gives it its own.
-        moe_paths: The MoE modules, each of which should become one node.
-        num_experts: Of each of them.
+        origin: Repository and file that write their MoE module in this way.
+        make: Creates the model, with any weights; :meth:`build` sets them.
+        moe_paths: Paths of the MoE modules, each of which should become one node.
+        num_experts: Number of experts in each of them.
         convertible: Whether the modules should be converted.
         reason: Why they should be left as they are.
-        exact: A token's result depends on the others, as with a capacity: converting must drop
-            the very same.
+        exact: A token's result depends on other tokens, as with a capacity: a conversion must drop
+            exactly the same ones.
         cuda_only: The module raises for tensors that are not on CUDA: run it under
             :class:`ClaimsCuda`.
-        random: The module draws random numbers in evaluation: compare under one seed.
-        notes: What is particular.
+        random: The module draws random numbers in evaluation: compare with the same seed.
+        notes: What is special about it.
         args: Example inputs for a batch, a length and a seed.
-        dynamic: Dimensions that are symbolic, by argument.
-        expert_slices: From a MoE module to the tensors of each expert; None: found by their shape.
+        dynamic: Symbolic dimensions, by argument.
+        expert_slices: Maps an MoE module to the tensors of each expert; None to find them by shape.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Case:
 
 
 class ClaimsCuda(TorchFunctionMode):
-    """Lets CPU tensors answer that they are on CUDA; everything else is as it is."""
+    """Makes CPU tensors claim to be on CUDA; everything else is unchanged."""
 
     def __torch_function__(
         self,
@@ -102,7 +102,7 @@ class ClaimsCuda(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Each access makes a new wrapper of the getter, so they are equal and not the same.
+        # Each access creates a new wrapper of the getter, so they are equal but not identical.
         if func == torch.Tensor.is_cuda.__get__:
             return True
         return func(*args, **(kwargs or {}))
@@ -113,8 +113,8 @@ class Block(nn.Module):
 
     Args:
         moe: The module.
-        name: The attribute that holds it.
-        call: How the parent calls it; from module and ``[B, L, D]`` to ``[B, L, D]``.
+        name: The attribute for the module.
+        call: Calls the module as its parent does, with ``[B, L, D]`` and returning ``[B, L, D]``.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class Model(nn.Module):
     """Two blocks and a head.
 
     Args:
-        make: Makes one MoE module.
-        name: The attribute of a block that holds it.
-        call: How a block calls it.
+        make: Creates one MoE module.
+        name: The attribute of a block that holds the module.
+        call: Calls the module as a block does.
         layers: Number of blocks.
     """
 
@@ -168,7 +168,7 @@ def flat(moe: nn.Module, x: Tensor) -> Tensor:
 
 
 def first(moe: nn.Module, x: Tensor) -> Tensor:
-    """Calls a module that returns more than its result."""
+    """Calls a module that returns a tuple, and returns its first element."""
     return moe(x)[0]
 
 
@@ -179,10 +179,10 @@ def in_blocks(name: str, layers: int = 2) -> tuple[str, ...]:
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Gives every parameter, and every correction bias, values that show.
+    """Gives every parameter, and every correction bias, values that have a visible effect.
 
-    Tokens of unit variance give logits and hidden values with a deviation of about 1.5: activations
-    can be told apart, and routers decide. Nothing else is known of a layout but its width.
+    Tokens of unit variance give logits and hidden values with a deviation of about 1.5, so that
+    activations can be distinguished and routers decide. A layout is only known by its width.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -190,7 +190,7 @@ def randomise(model: nn.Module) -> None:
         return scale * torch.randn(like.shape, generator=generator)
 
     for module in model.modules():
-        # What all tokens have in common must not choose the experts.
+        # What all tokens have in common must not determine the experts.
         bias = 0.05 if isinstance(module, nn.LayerNorm) else 0.3
         for name, parameter in module.named_parameters(recurse=False):
             if "correction_bias" in name:

@@ -1,4 +1,4 @@
-"""A whole Swin-MoE as Microsoft's Swin Transformer writes it, tiny.
+"""A whole Swin-MoE as in Microsoft's Swin Transformer, but tiny.
 
 Legend: B batch, C channels, N tokens of a window.
 """
@@ -16,7 +16,7 @@ from public_moe.surroundings import Case
 from public_moe.tutel import CosineTopKGate, FusedExpertsNetwork, LinearTopKGate, MOELayer
 
 IMAGE, PATCH, CHANNELS, WIDTH, EXPERTS = 16, 2, 3, 32, 4
-# 512 in the original; random weights of that width would leave attention one key per query.
+# 512 in the original; with random weights of that width, attention would see one key per query.
 POSITION_HIDDEN = 16
 
 
@@ -33,7 +33,7 @@ class Mlp(nn.Module):
 
 
 class MoEMlp(nn.Module):
-    """Its experts' activation is a function that reaches into this module for its dropout."""
+    """Its experts' activation is a function that accesses this module's dropout."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ def window_reverse(windows: Tensor, window_size: int, H: int, W: int) -> Tensor:
 
 
 class WindowAttention(nn.Module):
-    """Its position bias is computed by a small network from logarithmic distances."""
+    """A small network computes its position bias from logarithmic distances."""
 
     def __init__(self, dim: int, window_size: tuple[int, int], num_heads: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class WindowAttention(nn.Module):
 
 
 class SwinTransformerBlock(nn.Module):
-    """Returns a tensor, or with the loss a tuple."""
+    """Returns a tensor, or a tuple with the loss."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class PatchEmbed(nn.Module):
 
 
 class SwinTransformerMoE(nn.Module):
-    """Two stages of two blocks, of which the second has experts. Returns logits and the loss."""
+    """Two stages of two blocks, the second of which has experts. Returns logits and the loss."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class SwinTransformerMoE(nn.Module):
 
 
 def images(batch: int = 2, length: int = 5, seed: int = 0) -> tuple[Tensor, ...]:
-    """An image's size is fixed."""
+    """The image size is fixed."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(batch, CHANNELS, IMAGE, IMAGE, generator=generator),)
 

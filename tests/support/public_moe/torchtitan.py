@@ -1,4 +1,4 @@
-"""torchtitan's MoE of 2025, with the loop over experts that needs no GPU, and that of 2026.
+"""torchtitan's MoE of 2025, with its loop over experts that needs no GPU, and that of 2026.
 
 Legend: T tokens, D model width, F hidden width, E experts, K top_k, N = T*K routed tokens.
 """
@@ -86,7 +86,7 @@ class TokenChoiceTopKRouter(nn.Module):
 
 
 class TokenReorderer(nn.Module):
-    """Has no state; a module so that it can be parallelised."""
+    """Has no state; it is a module so that it can be parallelised."""
 
     def __init__(self, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class MoE(nn.Module):
 
 
 class GroupedExpertsNamed(nn.Module):
-    """Of 2026: the layout is in the parameters' names; products in bfloat16."""
+    """The 2026 version: parameter names contain the layout; products in bfloat16."""
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class GroupedExpertsNamed(nn.Module):
 
 
 class LocalTokenDispatcher:
-    """Sorts by expert and scatters back; holds nothing, and is no module."""
+    """Sorts by expert and scatters back; has no state and is not a module."""
 
     def __init__(self, num_experts: int, top_k: int) -> None:
         self.num_experts, self.top_k = num_experts, top_k
@@ -204,7 +204,7 @@ class RoutedExperts(nn.Module):
 
 
 class AutocastRouter(nn.Module):
-    """Of 2026: the gate in float32 by autocast, the choice unsorted, groups on request."""
+    """The 2026 version: gate in float32 by autocast, unsorted choice, groups on request."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class AutocastRouter(nn.Module):
 
 
 class FlatMoE(nn.Module):
-    """Of 2026: takes ``[T, D]``."""
+    """The 2026 version: takes ``[T, D]``."""
 
     def __init__(
         self,

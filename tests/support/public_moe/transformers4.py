@@ -45,7 +45,7 @@ class GateUpDownMLP(nn.Module):
 def sum_over_hit_experts(
     experts: nn.ModuleList, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """The loop that those blocks share since 4.5x: over the experts that have tokens."""
+    """The loop that these blocks share since 4.5x: over the experts that have tokens."""
     out_TD = torch.zeros(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     mask_EKT = F.one_hot(ids_TK, num_classes=len(experts)).permute(2, 1, 0)
     hit = torch.greater(mask_EKT.sum(dim=(-1, -2)), 0).nonzero()
@@ -133,7 +133,7 @@ class Qwen2MoeSparseMoeBlock(nn.Module):
 
 
 class OlmoeSparseMoeBlock(nn.Module):
-    """Its experts' loop visits every expert; Qwen3-MoE's visits those that were hit."""
+    """Its loop visits every expert; Qwen3-MoE's visits only those with tokens."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Qwen3MoeSparseMoeBlock(OlmoeSparseMoeBlock):
 
 
 class JambaSparseMoeBlock(nn.Module):
-    """Its gate is called ``router``, and weights are as the softmax gives them."""
+    """Its gate is called ``router``; weights are the softmax's, not renormalised."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int
@@ -217,7 +217,7 @@ class GraniteMoeParallelExperts(nn.Module):
 
 
 class GraniteMoeTopKGating(nn.Module):
-    """Returns what the experts need: rows sorted by expert, and how many each of them has."""
+    """Returns the experts' inputs: rows sorted by expert, and how many each expert has."""
 
     def __init__(self, input_size: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class GraniteMoeTopKGating(nn.Module):
 
 
 class GraniteMoeMoE(nn.Module):
-    """Gate and up in one stack; JetMoe's has a bias of the whole layer besides."""
+    """Gate and up in one stack. JetMoe's version also has a bias for the whole layer."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int, bias: bool
@@ -263,7 +263,7 @@ class GraniteMoeMoE(nn.Module):
 
 
 def sparsemixer(scores: Tensor, jitter_eps: float) -> tuple[Tensor, Tensor]:
-    """The two best experts, one after the other, each with a softmax over those near it."""
+    """The two best experts in turn, each with a softmax over the experts close to it."""
     weights, ids, left = [], [], scores
     for _ in range(2):
         with torch.no_grad():
@@ -311,7 +311,7 @@ class Ernie4_5_MoeStatics(nn.Module):  # noqa: N801  As it is called there.
 
 
 class Ernie4_5_MoeSparseMoeBlock(nn.Module):  # noqa: N801  As it is called there.
-    """A bias of the softmax for the selection alone, a floor under the sum of the weights."""
+    """A bias on the softmax for the selection only, and a lower bound for the sum of weights."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, num_experts: int, top_k: int
@@ -342,7 +342,7 @@ class Ernie4_5_MoeSparseMoeBlock(nn.Module):  # noqa: N801  As it is called ther
 
 
 class GptOssExperts(nn.Module):
-    """Outside of training every expert on every token, weighted by a sparse ``[T, E]``."""
+    """Outside training: every expert on every token, weighted by a sparse ``[T, E]``."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__()
@@ -470,7 +470,7 @@ CASES = [
     Case(
         name="transformers4-phimoe",
         origin=f"{ORIGIN}/phimoe/modeling_phimoe.py",
-        # With the original's 0.01 hardly any expert is near another.
+        # With the original's 0.01, hardly any expert is close to another.
         make=lambda: Model(
             lambda: PhimoeSparseMoeBlock(DIM, HIDDEN, EXPERTS, jitter_eps=0.2),
             "block_sparse_moe",

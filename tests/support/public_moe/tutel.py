@@ -95,7 +95,7 @@ def gshard_loss(scores: Tensor, ids: Tensor) -> Tensor:
 
 
 class Critical(NamedTuple):
-    """What the two kernels need."""
+    """The inputs of the two kernels."""
 
     indices: list[Tensor]
     locations: list[Tensor]
@@ -110,7 +110,7 @@ def extract_critical(
     batch_prioritized_routing: bool,
     normalize_gate: bool,
 ) -> tuple[Critical, Tensor]:
-    """A capacity factor of 0 drops nothing: the capacity is what the fullest expert has."""
+    """With a capacity factor of 0, the capacity is the fullest expert's count: no drops."""
     experts = int(scores.size(1))
     ids = torch.topk(scores, top_k, dim=1).indices
     indices = [column.view(-1) for column in ids.chunk(top_k, dim=1)]
@@ -147,7 +147,7 @@ def extract_critical(
 
 
 def fast_encode(x: Tensor, experts: int, critical: Critical) -> Tensor:
-    """Puts tokens at their place ``[E, C, D]``; what is beyond a capacity goes nowhere."""
+    """Puts tokens in their places ``[E, C, D]``; tokens beyond a capacity are dropped."""
     size = experts * critical.capacity
     out = x.new_zeros(size + 1, x.size(1))
     for ids, places in zip(critical.indices, critical.locations, strict=True):
@@ -168,7 +168,7 @@ def fast_decode(y: Tensor, critical: Critical) -> Tensor:
 
 
 class MOELayer(nn.Module):
-    """Its result carries the loss as an attribute of the tensor; it keeps it too."""
+    """Keeps the loss, and also attaches it to the result tensor as an attribute."""
 
     def __init__(
         self,

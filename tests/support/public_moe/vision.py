@@ -15,7 +15,7 @@ ORIGIN = "common in vision models with timm's parts"
 
 
 class Mlp(nn.Module):
-    """timm's."""
+    """timm's Mlp."""
 
     def __init__(self, in_features: int, hidden_features: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ChannelsLastMoE(nn.Module):
 
 
 class ConvolutionMixture(nn.Module):
-    """Whole images choose: a gate over the mean of an image, experts that convolve."""
+    """Whole images choose: a gate over an image's mean, and experts that convolve."""
 
     def __init__(self, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ConvolutionMixture(nn.Module):
 
 
 class MaskedMoE(nn.Module):
-    """The parent passes which tokens are there; the others get zeros."""
+    """The parent passes a mask of the present tokens; the others get zeros."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int, top_k: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Kernels of the tests, in a folder of their own: all files beside a kernel are its source."""
+"""Kernels for tests, in a separate folder because all files beside a kernel are its source."""

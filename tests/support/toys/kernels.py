@@ -1,4 +1,4 @@
-"""Kernels that compile fast, each with what an ahead-of-time compiler has to deal with."""
+"""Kernels that compile fast; each exercises something an ahead-of-time compiler must handle."""
 
 from __future__ import annotations
 

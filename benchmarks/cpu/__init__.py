@@ -1,0 +1,1 @@
+"""How fast models and layers run on a CPU."""

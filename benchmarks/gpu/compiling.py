@@ -1,0 +1,161 @@
+"""Compiles kernels in parallel, into Triton's cache, before anything is timed.
+
+Triton's JIT compiles at a kernel's first launch, one at a time, for seconds each. Here processes
+compile without launching; the measuring process then finds the kernels in the cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.fused_moe import Config, compile_for
+from benchmarks.gpu.layers import Shape
+from benchmarks.gpu.timing import reason
+from custom_ops.kernels.architectures import Architecture
+from custom_ops.kernels.configs import RangeConfig
+from custom_ops.kernels.launch import launch
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.plan import plan, plan_with
+from custom_ops.kernels.spec import (
+    ForwardPlan,
+    KernelSpec,
+    Scalar,
+    TensorMap,
+    TensorPointer,
+    TokenRange,
+)
+
+Job = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """Compiles one launch of a layer's plan.
+
+    Attributes:
+        layer: The layer.
+        architecture: Where it runs.
+        ranges: Its configurations; None for the plan that the operators use.
+        span: The number of the range of tokens.
+        index: The number of the launch in it.
+    """
+
+    layer: Layer
+    architecture: Architecture
+    ranges: tuple[RangeConfig, ...] | None
+    span: int
+    index: int
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The launch."""
+        return self._range.launches[self.index]
+
+    @property
+    def _range(self) -> TokenRange:
+        return _plan(self.layer, self.architecture, self.ranges).ranges[self.span]
+
+    def __call__(self, device: str = "cuda") -> None:
+        """Makes the launch with a kernel that is compiled only, on tensors without values."""
+        spec = replace(self.spec, function=_Compiled(self.spec.function))
+        alone = replace(self._range, first=1, launches=(spec,))
+        # A kernel is compiled for a pointer's dtype and alignment, whatever the tensor's size.
+        tensors = {
+            argument.tensor: torch.empty(16, dtype=argument.dtype, device=device)
+            for argument in spec.arguments.values()
+            if isinstance(argument, TensorPointer | TensorMap)
+        }
+        x = tensors.get("x", torch.empty(16, device=device))
+        tensors["x"] = x.as_strided((self._range.first, 1), (0, 0))
+        launch(ForwardPlan(self.layer, self.architecture, (alone,)), tensors)
+
+
+class _Compiled:
+    """A kernel that compiles where it would be launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.arg_names, self.fn, self._kernel = kernel.arg_names, kernel.fn, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(compile_only, self._kernel, grid)
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], **arguments: object) -> None:
+    """Compiles a kernel for a launch."""
+    kernel.warmup(grid=grid, **arguments)
+
+
+def peer_job(shape: Shape, dtype: torch.dtype, config: Config) -> Job:
+    """Returns what compiles the kernels of :mod:`benchmarks.gpu.fused_moe` for a layer."""
+    return partial(compile_for, shape, dtype, config, compile_only)
+
+
+def kernel_key(spec: KernelSpec) -> str:
+    """Returns the same for launches that share their compiled kernel."""
+    arguments = {
+        name: "i32" if isinstance(argument, Scalar) else argument
+        for name, argument in spec.arguments.items()
+    }
+    return f"{spec.name} {spec.num_warps} {spec.num_stages} {spec.dependent_launch} {arguments}"
+
+
+def plan_jobs(
+    layer: Layer,
+    architecture: Architecture,
+    tokens: Iterable[int],
+    ranges: tuple[RangeConfig, ...] | None = None,
+) -> Iterator[tuple[str, PlanJob]]:
+    """Yields the launches for some token counts, each with its :func:`kernel_key`."""
+    planned = _plan(layer, architecture, ranges)
+    for span in sorted({planned.ranges.index(planned.at(each)) for each in tokens}):
+        for index, spec in enumerate(planned.ranges[span].launches):
+            yield kernel_key(spec), PlanJob(layer, architecture, ranges, span, index)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    layer: Layer, architecture: Architecture, ranges: tuple[RangeConfig, ...] | None
+) -> ForwardPlan:
+    return plan(layer, architecture) if ranges is None else plan_with(layer, architecture, ranges)
+
+
+def compile_jobs(jobs: Sequence[Job], *, seconds: float | None = None) -> dict[int, str]:
+    """Runs jobs in a process for each core.
+
+    Args:
+        jobs: What compiles, the most important first.
+        seconds: Jobs that have not begun by then are left out.
+
+    Returns:
+        Why jobs failed or were left out, by their index.
+    """
+    failed: dict[int, str] = {}
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=spawn) as pool:
+        indices = {pool.submit(_failure, job): index for index, job in enumerate(jobs)}
+        try:
+            for future in as_completed(indices, timeout=seconds):
+                if problem := future.exception() or future.result():
+                    failed[indices[future]] = str(problem)
+        except TimeoutError:
+            for future, index in indices.items():
+                if future.cancel():
+                    failed[index] = "not compiled in time"
+    return failed
+
+
+def _failure(job: Job) -> str:
+    """Runs a job; returns why it failed, as text, since not every error can be pickled."""
+    try:
+        job()
+    except Exception as error:
+        return reason(error)
+    return ""

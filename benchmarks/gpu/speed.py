@@ -1,0 +1,406 @@
+"""Does the kernel reach its goals on a GPU?
+
+    python -m benchmarks.gpu.speed --json result.json --plot result.png
+
+Copy bandwidth and the rate of a large matrix product are measured first; from them follows the
+floor of every cell, the time that no implementation can beat. Then ours (``torch.ops.moe.*``),
+PyTorch's ``grouped_mm`` in the order of transformers, a Triton MoE of the usual structure, and
+every expert on every token are timed in turns, each captured in a CUDA graph, with a cold and with
+a warm L2 cache. Inputs are random. With uniform routing each version has its router; with Zipf's
+law, and with all on one expert, all get the same expert ids and weights. Results are compared
+before anything is timed.
+
+``--breakdown qwen3:1024`` times each launch of ours by itself. ``--dry-run`` runs the harness
+without a GPU, on a tiny layer; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.common.plots import panels
+from benchmarks.common.report import conditions, digits, parser, table, write_json
+from benchmarks.gpu import HAS_GPU
+from benchmarks.gpu.cells import (
+    DENSE,
+    FUSED,
+    GROUPED,
+    OURS,
+    PEERS,
+    Bench,
+    Cell,
+    LaunchTime,
+    Result,
+    time_launches,
+)
+from benchmarks.gpu.compiling import Job, compile_jobs, peer_job, plan_jobs
+from benchmarks.gpu.fused_moe import Config, candidates
+from benchmarks.gpu.goals import PEER_GOALS, Rates, geometric_mean
+from benchmarks.gpu.layers import ROUTINGS, SHAPES, Shape, matching, parameters_of
+from benchmarks.gpu.timing import GraphTimer, HostTimer, Timer, measure_rates, release
+from custom_ops.kernels.architectures import Architecture, architecture, nearest_architecture
+from custom_ops.kernels.plan import plan
+
+# Skewed routing is measured here only: the rest of the time is better spent on other cells.
+SKEWED_COUNTS = {16, 64, 1024, 4096}
+# Seconds for the last cell, and for reports.
+RESERVE = 10
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class Device:
+    """What is measured on: the GPU, or the host's stand-in for it.
+
+    Attributes:
+        name: As PyTorch calls it.
+        architecture: What kernels are planned for.
+        timer: What to time with.
+    """
+
+    name: str
+    architecture: Architecture
+    timer: Timer
+
+    @classmethod
+    def chosen(cls, dry_run: bool) -> Device:
+        """Returns the GPU, or its stand-in for a dry run; ends the process where there is none."""
+        if dry_run:
+            return cls("cpu", architecture(80), HostTimer())
+        if not HAS_GPU:
+            print("needs a CUDA device; --dry-run tries the harness without one", file=sys.stderr)
+            raise SystemExit(2)
+        nearest = nearest_architecture(*torch.cuda.get_device_capability())
+        return cls("cuda", nearest, GraphTimer())
+
+    def conditions(self) -> dict[str, Any]:
+        """The machine, its software and the date."""
+        # Triton's distribution has several names, so its version is asked of the module.
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        found = conditions([]) | {"versions": versions}
+        if self.name == "cpu":
+            return found | {"hardware": platform.processor() or platform.machine()}
+        properties = torch.cuda.get_device_properties(0)
+        return found | {
+            "hardware": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory GiB": round(properties.total_memory / 2**30, 1),
+            "L2 MiB": round(properties.L2_cache_size / 2**20, 1),
+            "driver": _driver(),
+            "cuda": torch.version.cuda,
+        }
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True)  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.partition("\n")[0].strip() or None
+
+
+def cells_of(
+    shapes: Sequence[Shape], counts: Collection[int], routings: Sequence[str]
+) -> Iterator[Cell]:
+    """Yields what to measure, the most important first: uniform routing, then the others."""
+    for routing in routings:
+        for shape in shapes:
+            for count in shape.counts:
+                asked = not counts or count in counts
+                skewed = routing != "uniform" and not counts and shape.name != "tiny"
+                if asked and (not skewed or count in SKEWED_COUNTS):
+                    yield Cell(shape, count, routing)
+
+
+def compile_ahead(cells: Sequence[Cell], device: Device, dtype: torch.dtype) -> None:
+    """Compiles what the cells need, in parallel."""
+    jobs: dict[object, Job] = {}
+    for cell in cells:
+        layer = cell.shape.layer(dtype, router=cell.routes)
+        jobs |= plan_jobs(layer, device.architecture, [cell.tokens])
+        for config in candidates(cell.shape, cell.tokens):
+            jobs[cell.shape.name, config] = peer_job(cell.shape, dtype, config)
+    started = time.monotonic()
+    failed = compile_jobs(list(jobs.values()))
+    print(f"{len(jobs)} compilations in {time.monotonic() - started:.0f} s")
+    for index, why in failed.items():
+        print(f"not compiled ahead: {list(jobs)[index]}: {why}")
+
+
+@dataclass
+class Results:
+    """All that a run found.
+
+    Attributes:
+        rates: What the device does at best.
+        cells: The measured cells.
+        left_out: Cells that were not measured, for lack of time or memory.
+        launches: The launches of single layers.
+    """
+
+    rates: Rates
+    cells: list[Result] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    launches: dict[str, list[LaunchTime]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The results as JSON's types."""
+        return {
+            "rates": {
+                "copy bytes/s": self.rates.bandwidth,
+                "bf16 product flop/s": self.rates.flops,
+            },
+            "geometric means": peer_means(self.cells),
+            "cells": [result.to_json() for result in self.cells],
+            "breakdowns": {
+                name: [asdict(each) for each in launches]
+                for name, launches in self.launches.items()
+            },
+            "left out": self.left_out,
+        }
+
+
+def measure_cells(
+    cells: Iterable[Cell], device: Device, dtype: torch.dtype, deadline: float, results: Results
+) -> None:
+    """Measures cells until the deadline; the parameters of neighbours are made once."""
+    # Without a GPU, one small block is tried in place of those for servers.
+    configs = (Config(16, 16, 16, 2, 4, 2),) if device.name == "cpu" else None
+    for shape, same in groupby(cells, key=lambda cell: cell.shape):
+        bench = None
+        measured: list[Result] = []
+        for cell in same:
+            if time.monotonic() > deadline:
+                results.left_out.append(str(cell))
+                continue
+            try:
+                if bench is None:
+                    parameters = parameters_of(shape, dtype, device.name)
+                    bench = Bench(shape, parameters, device.timer, results.rates, configs=configs)
+                    del parameters
+                measured.append(bench.measure(cell))
+            except torch.OutOfMemoryError as error:
+                results.left_out.append(f"{cell} ({str(error).splitlines()[0]})")
+        if measured:
+            print(shape_table(measured))
+        results.cells += measured
+        del bench
+        release()
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def shape_table(results: Sequence[Result]) -> str:
+    """Returns the cells of one layer."""
+    shape = results[0].cell.shape
+    sizes = f"D {shape.width}, H {shape.hidden}, E {shape.experts}, k {shape.top_k}"
+    return table(
+        f"{shape.title} ({sizes}), us",
+        ["batch" if shape.is_vision else "T", "routing", "ours", "warm", "floor", "split floor",
+         "share", *PEERS, "goal"],
+        (
+            [
+                result.cell.count,
+                result.cell.routing,
+                digits(result.cold[OURS].median) if OURS in result.cold else "failed",
+                digits(result.warm[OURS].median) if OURS in result.warm else None,
+                digits(result.floor.fused),
+                digits(result.floor.split),
+                None if result.share is None else f"{100 * result.share:.0f} %",
+                *(_times(result.ratio(name)) for name in PEERS),
+                _goal(result),
+            ]
+            for result in results
+        ),
+    )  # fmt: skip
+
+
+def _goal(result: Result) -> str:
+    if result.wrong:
+        return "WRONG: " + "; ".join(f"{name} {why}" for name, why in result.wrong.items())
+    return str(result.verdict or "")
+
+
+def peer_means(results: Iterable[Result]) -> dict[str, dict[str, Any]]:
+    """Returns geometric means of the peers' times over ours, with uniform routing."""
+    uniform = [result for result in results if result.cell.routes]
+    means = {}
+    for name, goal in PEER_GOALS.items():
+        ratios = [ratio for each in uniform if (ratio := each.ratio(name)) is not None]
+        mean = geometric_mean(ratios)
+        means[name] = {"mean": mean, "cells": len(ratios), "goal": goal, "met": mean >= goal}
+    return means
+
+
+def goals_table(results: Sequence[Result]) -> str:
+    """Returns how many cells meet each goal."""
+    verdicts = [verdict for each in results if (verdict := each.verdict) is not None]
+    rows = []
+    for goal in dict.fromkeys(verdict.goal for verdict in verdicts):
+        same = [verdict for verdict in verdicts if verdict.goal == goal]
+        impossible = sum(not verdict.possible for verdict in same)
+        note = f" ({impossible} below the floor)" if impossible else ""
+        rows.append([goal, f"{sum(verdict.met for verdict in same)} of {len(same)}{note}"])
+    for name, mean in peer_means(results).items():
+        word = "met" if mean["met"] else "missed"
+        rows.append(
+            [f"{name}: {mean['goal']}x", f"{word}: {mean['mean']:.2f}x over {mean['cells']} cells"]
+        )
+    return table("goals", ["goal", "met"], rows)
+
+
+def launches_table(title: str, launches: Sequence[LaunchTime]) -> str:
+    """Returns each launch of a layer."""
+    return table(
+        f"{title}, each launch by itself, us",
+        ["kernel", "programs", "cold", "warm", "floor", "share"],
+        (
+            [
+                each.kernel,
+                each.programs,
+                digits(each.cold),
+                digits(each.warm),
+                digits(each.floor) if each.floor else None,
+                f"{100 * each.floor / each.cold:.0f} %" if each.floor else None,
+            ]
+            for each in launches
+        ),
+    )
+
+
+_STYLES: Mapping[str, Any] = {
+    OURS: {"color": "#0b6e4f", "marker": "o", "linewidth": 2, "zorder": 3},
+    GROUPED: {"color": "#c2570c", "marker": "s"},
+    FUSED: {"color": "#3b5bdb", "marker": "^"},
+    DENSE: {"color": "#868e96", "marker": "x"},
+}
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draws microseconds over tokens, one panel a layer, from what ``--json`` writes."""
+    uniform = [cell for cell in result["cells"] if cell["routing"] == "uniform"]
+    by_shape = {name: list(same) for name, same in groupby(uniform, key=lambda c: c["shape"])}
+    title = f"{result['hardware']}, {result['dtype']}, cold L2, {result['date'][:10]}"
+    with panels(path, len(by_shape), 4, (4, 3.2), title) as drawn:
+        for panel, (name, cells) in zip(drawn, by_shape.items(), strict=True):
+            counts = [cell["count"] for cell in cells]
+            floors = [cell["floor us"]["split"] for cell in cells]
+            panel.plot(counts, floors, color="black", linestyle="--", label="floor")
+            for version, style in _STYLES.items():
+                points = [
+                    (cell["count"], cell["cold us"][version]["median"])
+                    for cell in cells
+                    if version in cell["cold us"]
+                ]
+                if points:
+                    panel.plot(*zip(*points, strict=True), markersize=4, label=version, **style)
+            shape = SHAPES[name]
+            panel.set(title=shape.title, xlabel="images" if shape.is_vision else "tokens")
+            panel.set(xscale="log", yscale="log", ylabel="us")
+            panel.grid(alpha=0.3)
+        if drawn:
+            drawn[0].legend(fontsize="small")
+
+
+def gpu_parser(doc: str | None, budget: float, *outputs: str) -> argparse.ArgumentParser:
+    """Returns a parser with the options that measuring and tuning share."""
+    known = parser(doc, *outputs)
+    known.add_argument(
+        "--shapes", default="", help=f"beginnings of names, of {', '.join(SHAPES)}; default: all"
+    )
+    known.add_argument("--tokens", default="", help="numbers of tokens, or of images, as in 1,16")
+    known.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of all tensors")
+    known.add_argument("--budget", type=float, default=budget, help="seconds to take")
+    known.add_argument("--dry-run", action="store_true", help="try it without a GPU")
+    return known
+
+
+def parsed(known: argparse.ArgumentParser) -> argparse.Namespace:
+    """Reads the command line: shapes, numbers of tokens and dtypes as objects."""
+    given = known.parse_args()
+    try:
+        given.shapes = matching("tiny" if given.dry_run and not given.shapes else given.shapes)
+        given.tokens = sorted({int(count) for count in given.tokens.split(",") if count})
+    except ValueError as error:
+        known.error(str(error))
+    given.dtype = torch.float32 if given.dry_run else DTYPES[given.dtype]
+    return given
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    known = gpu_parser(__doc__, 240, "json", "plot")
+    known.add_argument("--routing", default=",".join(ROUTINGS), help="kinds of routing")
+    known.add_argument(
+        "--breakdown", action="append", default=[], help="layer and count, such as qwen3:1024"
+    )
+    given = parsed(known)
+    given.routing = given.routing.split(",")
+    if unknown := set(given.routing) - set(ROUTINGS):
+        known.error(f"--routing takes {', '.join(ROUTINGS)}; got {', '.join(sorted(unknown))}")
+    try:
+        cells = (each.partition(":") for each in given.breakdown)
+        given.breakdown = [Cell(SHAPES[name], int(count)) for name, _, count in cells]
+    except (ValueError, KeyError) as error:
+        known.error(f"--breakdown takes a layer and a count: {error}")
+    return given
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measures both operators on a GPU."""
+    started, given = time.monotonic(), arguments()
+    device = Device.chosen(given.dry_run)
+    dtype = given.dtype
+    described = device.conditions() | {
+        "dtype": str(dtype).removeprefix("torch."),
+        "method": device.timer.method,
+    }
+    results = Results(rates=measure_rates(device.timer, device.name))
+    print(
+        f"{described['hardware']}: copy {results.rates.bandwidth / 1e12:.2f} TB/s, 8192^3 bf16 "
+        f"product {results.rates.flops / 1e12:.0f} TFLOP/s; times by {device.timer.method}"
+    )
+    cells = list(cells_of(given.shapes, given.tokens, given.routing))
+    if not given.dry_run:
+        compile_ahead(cells, device, dtype)
+    measure_cells(cells, device, dtype, started + given.budget - RESERVE, results)
+    for cell in given.breakdown:
+        name = f"{cell.shape.name}:{cell.count}"
+        planned = plan(cell.shape.layer(dtype), device.architecture)
+        parameters = parameters_of(cell.shape, dtype, device.name)
+        launches = time_launches(cell, planned, parameters, device.timer, results.rates)
+        results.launches[name] = launches
+        print(launches_table(name, launches))
+        del parameters
+    if not given.dry_run:
+        print(goals_table(results.cells))
+    if results.left_out:
+        print(f"left out for lack of time or memory: {', '.join(results.left_out)}")
+    result = described | results.to_json()
+    write_json(given.json, result)
+    if given.plot and find_spec("matplotlib"):
+        plot(result, given.plot)
+    if any(cell.wrong for cell in results.cells):
+        sys.exit("some results are wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The dtypes that the operators and their kernels take, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+__all__ = ["CODES", "FLOATS", "IDS", "KERNEL_FLOATS", "SHORT_NAMES", "dtype_name"]
+
+#: Of tokens, routers and experts in the kernels.
+KERNEL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: Of tokens, routers and experts in the operators.
+FLOATS = (*KERNEL_FLOATS, torch.float64)
+#: Of expert ids.
+IDS = (torch.int32, torch.int64)
+
+#: A dtype's place is its code in a bundle; None: there is no such tensor.
+CODES: tuple[torch.dtype | None, ...] = (None, *KERNEL_FLOATS, *IDS, torch.uint8)
+
+#: Triton's names of what a kernel's pointers point to.
+SHORT_NAMES: Mapping[torch.dtype, str] = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """Returns a dtype's name without ``torch.``; that of None is ``none``."""
+    return "none" if dtype is None else str(dtype).removeprefix("torch.")

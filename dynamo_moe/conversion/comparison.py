@@ -1,0 +1,149 @@
+"""Whether a module and its replacement give the same numbers, on tokens of many shapes.
+
+Legend: D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynamo_moe import pytree
+from dynamo_moe.conversion.layer_spec import is_plain
+from dynamo_moe.conversion.observation import random_tokens
+
+__all__ = ["TOLERANCE", "compare", "compare_shapes", "relative_error"]
+
+# Relative to the RMS of a token's result, both in at least float32: a different activation or
+# routing differs by 1e-3 and more, another order of summation by 1e-6.
+TOLERANCE = 1e-4
+
+# Few tokens and many, for modules that count them, as for a capacity; and every number of
+# dimensions, for modules that look at it.
+_SHAPES = ((8,), (1,), (256,), (2, 16), (1, 1), (4, 64), (2, 3, 4), (2, 8, 16))
+_EQUAL_TOKENS = ((64,), (2, 32))
+
+
+def compare_shapes(
+    original: Callable[[Tensor], Any],
+    candidate: Callable[[Tensor], Any],
+    example: Tensor,
+    kind: str,
+    *,
+    optional_dimensions: bool = False,
+    thresholds: Collection[int] = (),
+    scales: Collection[float] = (),
+) -> tuple[int, ...]:
+    """Compares both on tokens of every shape that the original takes, without gradients.
+
+    Args:
+        original: From ``[..., D]`` to anything.
+        candidate: What may replace it.
+        example: Tokens ``[..., D]`` that the original takes.
+        kind: What the candidate is, for messages.
+        optional_dimensions: Whether the candidate may differ for tokens of another number of
+            dimensions than the example's.
+        thresholds: Numbers of tokens to exceed, by equal tokens, for modules that count up to them.
+        scales: Factors on the example to try besides it.
+
+    Returns:
+        The numbers of dimensions for which they give the same.
+
+    Raises:
+        ValueError: If they do not give the same numbers; with what speaks against it.
+    """
+    compare(original, candidate, [example], kind)
+    same = {example.ndim: True}
+    for x in (*(example * scale for scale in scales), *_cases(example, thresholds)):
+        try:
+            with torch.no_grad():
+                expected = original(x)
+        except Exception:  # noqa: S112  It takes no tokens of such a shape.
+            continue
+        try:
+            compare(lambda _, known=expected: known, candidate, [x], kind)
+            same.setdefault(x.ndim, True)
+        except ValueError:
+            if not optional_dimensions or x.ndim == example.ndim:
+                raise
+            same[x.ndim] = False
+    return tuple(ndim for ndim, agrees in same.items() if agrees)
+
+
+def _cases(example: Tensor, thresholds: Collection[int]) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    width = example.shape[-1]
+    for shape in _SHAPES:
+        yield random_tokens(*shape, width, like=example, generator=generator)
+    beyond = [shape for count in thresholds for shape in ((count + 1,), (1, count + 1))]
+    for shape in (*_EQUAL_TOKENS, *beyond):
+        x_D = random_tokens(width, like=example, generator=generator)
+        yield x_D.expand(*shape, width).contiguous()
+
+
+def compare(
+    original: Callable[..., Any], candidate: Callable[..., Any], inputs: Sequence[Tensor], kind: str
+) -> None:
+    """Runs both, without gradients.
+
+    Raises:
+        ValueError: If they do not give the same numbers; with what speaks against it.
+    """
+    tokens = f"tokens {list(inputs[0].shape)}"
+    try:
+        with torch.no_grad():
+            expected, result = original(*inputs), candidate(*inputs)
+    except Exception as failure:  # The module is the user's: anything can come out of it.
+        raise ValueError(
+            f"it has the shape of {kind} but fails on {tokens}: {failure}"
+        ) from failure
+    expected, structure = pytree.tree_flatten(expected)
+    result, replaced = pytree.tree_flatten(result)
+    alike = structure == replaced and list(map(_shape, expected)) == list(map(_shape, result))
+    if not alike or not all(map(_same_value, result, expected)):
+        raise ValueError(f"it has the shape of {kind} but returns something else for {tokens}")
+    for ours, theirs in zip(result, expected, strict=True):
+        if not _is_floating(theirs):
+            continue
+        if not theirs.ndim and not ours:  # A loss, which only training needs.
+            continue
+        if not theirs.isfinite().all():
+            raise ValueError(f"it gives numbers that are not finite for {tokens}")
+        error = relative_error(ours, theirs)
+        if not error <= TOLERANCE:  # NaN too.
+            raise ValueError(
+                f"it has the shape of {kind} but computes something else: relative error "
+                f"{error:.1e} on random {tokens}, above {TOLERANCE:.0e}"
+            )
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Returns the largest error, relative to the RMS of the expected row.
+
+    A row far below the RMS of all rows counts as if it were a hundredth of that.
+    """
+    if not expected.numel():
+        return 0.0
+    squares = expected.double().square()
+    rms = squares.mean().sqrt().clamp_min(1e-30)
+    scale = squares.mean(dim=-1, keepdim=True).sqrt().clamp_min(rms / 100)
+    return float(((expected.double() - result.double()).abs() / scale).max())
+
+
+def _same_value(ours: Any, theirs: Any) -> bool:
+    """Whether two values are the same; floating tensors are compared by their numbers later."""
+    if isinstance(theirs, Tensor):
+        same = isinstance(ours, Tensor)
+        return same and (_is_floating(theirs) or torch.equal(ours, theirs))
+    return bool(ours == theirs) if is_plain(theirs) else ours is theirs
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None

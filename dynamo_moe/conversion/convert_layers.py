@@ -1,0 +1,227 @@
+"""Converting MoE layers of any class: locate, identify, prove, install.
+
+``locate_layers`` says where a model may have them, ``identify_layer`` what one computes. Here that
+is proved against the layer, with its own weights and with random ones, and installed in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynamo_moe import pytree
+from dynamo_moe.conversion.comparison import compare_shapes
+from dynamo_moe.conversion.identify_layer import (
+    IdentifiedLayer,
+    NotRoutedError,
+    identify_layer,
+    side_effects,
+)
+from dynamo_moe.conversion.layer_spec import LayerSpec, install
+from dynamo_moe.conversion.locate_layers import (
+    ExpertList,
+    ExpertStacks,
+    LayerCandidate,
+    locate_layers,
+)
+from dynamo_moe.conversion.observation import (
+    FullPrecision,
+    has_values,
+    in_float32,
+    on_any_device,
+    on_tokens,
+    preserving_state,
+    using_tensors,
+)
+from dynamo_moe.conversion.reports import Replacement, Unrecognised
+from dynamo_moe.evaluation import evaluating
+from dynamo_moe.private import has_forward_hooks
+
+__all__ = ["convert_layers"]
+
+_NAME = "mixture"
+# Factors on tokens: clamps and such show with large ones only, what is added to avoid a division
+# by zero with small ones.
+_SCALES = (0.01, 5.0)
+# The most tokens in a trial, and a capacity that neither a trial nor a model can reach.
+_MOST_TOKENS, _NO_CAPACITY = 8192, 2**31
+
+
+def convert_layers(
+    model: nn.Module, handled: Set[nn.Module]
+) -> tuple[list[Replacement], list[Unrecognised]]:
+    """Converts the MoE layers of a model in place, except in modules that are handled."""
+    replaced: list[Replacement] = []
+    unrecognised: list[Unrecognised] = []
+    known: dict[Any, IdentifiedLayer] = {}
+    for candidate in locate_layers(model, handled):
+        outcome = _convert_candidate(model, candidate, known)
+        if isinstance(outcome, Replacement):
+            replaced.append(outcome)
+        elif outcome is not None:
+            unrecognised.append(outcome)
+    return replaced, unrecognised
+
+
+def _convert_candidate(
+    model: nn.Module, candidate: LayerCandidate, known: dict[Any, IdentifiedLayer]
+) -> Replacement | Unrecognised | None:
+    """Converts the innermost module around the experts that can be converted, in place.
+
+    Layers identified before, by class and shapes, are tried first.
+
+    Returns:
+        What was done; None if it is no MoE layer, as far as can be seen.
+    """
+    reasons: dict[str, ValueError] = {}
+    for path in candidate.paths:
+        module = model.get_submodule(path)
+        name = type(module).__name__
+        inner_path = candidate.experts.path[len(path) :].removeprefix(".")
+        key = (type(module), tuple((n, p.shape) for n, p in module.named_parameters()))
+        try:
+            experts = replace(candidate.experts, path=inner_path)
+            known[key], notes = _convert_layer(module, experts, known.get(key))
+            return Replacement(path, _NAME, name, has_values(module), notes)
+        except ValueError as refusal:
+            reasons[path] = refusal
+        except Exception as failure:  # The module is the user's: anything can come out of it.
+            reasons[path] = ValueError(f"{type(failure).__name__}: {failure}")
+    routes = [path for path, reason in reasons.items() if not isinstance(reason, NotRoutedError)]
+    # A list of alike MLPs can be anything; stacks with a matrix of E rows beside them cannot.
+    if not (routes or isinstance(candidate.experts, ExpertStacks) or candidate.is_named(model)):
+        return None
+    path = routes[0] if routes else candidate.path
+    module = model.get_submodule(path)
+    return Unrecognised(path, type(module).__name__, f"{reasons[path]}{_capacity_hint(module)}")
+
+
+def _convert_layer(
+    module: nn.Module, experts: ExpertList | ExpertStacks, known: IdentifiedLayer | None
+) -> tuple[IdentifiedLayer, tuple[str, ...]]:
+    """Converts a layer in place; returns what it computes, and notes on what it no longer does.
+
+    Raises:
+        ValueError: If it cannot be converted; with the reason.
+    """
+    if "forward" in vars(module):
+        raise ValueError("its forward has been replaced in the instance")
+    values = has_values(module)
+    tried = in_float32(module)
+    with evaluating(tried), evaluating(module):
+        identified = None
+        if known is not None:
+            try:
+                identified = _prove(tried, known, values)
+            except ValueError:  # It has the same shapes, and computes something else.
+                identified = None
+        if identified is None:
+            identified = _prove(tried, identify_layer(tried, experts), values)
+        _check_hooks(module, identified.spec)
+        if tried is not module and values:
+            _check_dtype(module, identified)
+        attributes, notes = side_effects(tried, identified)
+    install(module, identified.spec)
+    for path, changed in attributes.items():
+        for name, value in changed.items():
+            setattr(module.get_submodule(path), name, value)
+    return identified, notes
+
+
+def _prove(module: nn.Module, identified: IdentifiedLayer, values: bool) -> IdentifiedLayer:
+    """Returns what was identified, with the numbers of token dimensions for which it holds.
+
+    Raises:
+        ValueError: If the module does not compute that, with random weights and with its own.
+    """
+    spec = identified.spec
+    original = on_tokens(on_any_device(module), channels_first=spec.channels_first)
+    candidate = on_tokens(partial(spec, module), channels_first=spec.channels_first)
+    thresholds = _thresholds(module)
+    builtin = spec.routing.builtin()
+    # The operator tells sigmoids apart by their logits; the sigmoids of large tokens are all 1.
+    scales = _SCALES if builtin is None or builtin[1].scoring != "sigmoid" else _SCALES[:1]
+    proved: list[set[int]] = []
+    for weights in (identified.weights, {}):
+        if not weights and not values:
+            continue
+        with preserving_state(module), using_tensors(module, weights), FullPrecision():
+            dimensions = compare_shapes(
+                original,
+                candidate,
+                identified.example(module),
+                "a mixture of experts",
+                optional_dimensions=True,
+                thresholds=thresholds,
+                scales=scales,
+            )
+        proved.append({*dimensions})
+    dimensions = tuple(sorted(set.intersection(*proved)))
+    return replace(identified, spec=replace(spec, dimensions=dimensions))
+
+
+# --- What speaks against converting a layer ---
+
+
+def _check_hooks(module: nn.Module, spec: LayerSpec) -> None:
+    """Raises ValueError if a submodule has hooks that would not run."""
+    for path, part in module.named_modules():
+        runs = any(f"{path}.".startswith(f"{call.path}.") for call in spec.calls())
+        if path and not runs and has_forward_hooks(part):
+            raise ValueError(f"its submodule {path!r} has forward hooks, which would not run")
+
+
+def _check_dtype(module: nn.Module, identified: IdentifiedLayer) -> None:
+    """Raises ValueError if a module in half precision returns another dtype than its tokens'."""
+    x = torch.zeros_like(identified.example(module))
+    run = on_tokens(on_any_device(module), channels_first=identified.spec.channels_first)
+    with preserving_state(module), torch.no_grad():
+        result = run(x)
+    dtypes = {leaf.dtype for leaf in pytree.tree_leaves(result) if _is_result(leaf, x)}
+    if dtypes and x.dtype not in dtypes:
+        raise ValueError(f"it returns {dtypes.pop()} for tokens in {x.dtype}")
+
+
+def _is_result(leaf: Any, x: Tensor) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() == x.numel()
+
+
+def _thresholds(module: nn.Module) -> list[int]:
+    """Returns the numbers of tokens above which a module may compute something else.
+
+    Raises:
+        ValueError: If there is one that is too large to try.
+    """
+    found = sorted(value for _, value in _capacities(module) if type(value) is int and value > 1)
+    if found and found[-1] > _MOST_TOKENS:
+        raise ValueError(f"a capacity of {found[-1]} tokens is more than can be tried")
+    return found
+
+
+def _capacity_hint(module: nn.Module) -> str:
+    """Returns what to say of an attribute that may make a module drop tokens."""
+    for name, value in _capacities(module):
+        return (
+            f"; it may drop tokens by a capacity ({name} is {value}), which is not converted: set "
+            "it so that none is dropped"
+        )
+    return ""
+
+
+def _capacities(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yields the attributes that may make a module drop tokens."""
+    for part in module.modules():
+        configs = [vars(value) for value in vars(part).values() if _is_config(value)]
+        for name, value in (item for held in (vars(part), *configs) for item in held.items()):
+            limits = "capacity" in name or ("max" in name and "token" in name)
+            if limits and type(value) in (int, float) and 0 < value < _NO_CAPACITY:
+                yield name, value
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type))

@@ -1,0 +1,489 @@
+"""What an MoE layer computes, as a record that can compute it, and the layer converted by it.
+
+:class:`LayerSpec` is the record: routing, experts, what every token gets besides, and what the
+forward returns. :func:`install` makes a module compute by it.
+
+Legend: T tokens, D model width, E experts, K choices.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import custom_ops
+from custom_ops.options import RouterOptions
+from dynamo_moe import pytree
+from dynamo_moe.conversion.expert_weights import CachedWeights, ExpertsSpec
+from dynamo_moe.modules import ConvertedModule
+
+__all__ = [
+    "GateRouting",
+    "LayerSpec",
+    "LinearRouter",
+    "ReturnValue",
+    "Routed",
+    "Routing",
+    "Scoring",
+    "SharedExpert",
+    "SubmoduleCall",
+    "TensorArgument",
+    "TopKRouting",
+    "Weighting",
+    "install",
+    "is_plain",
+    "tokens_per_expert",
+]
+
+Scoring = Literal["none", "softmax", "sigmoid"]
+Weighting = Literal["none", "sum", "softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What an MoE layer computes.
+
+    Attributes:
+        arguments: The names of its forward's arguments, the tokens first, each with its default:
+            a plain value, or an ellipsis where there is none.
+        routing: How experts and their weights are chosen.
+        experts: What the experts compute.
+        shared: Experts that every token visits.
+        returned: What the forward returns: a :class:`ReturnValue`, or tuples, lists and mappings
+            of them.
+        result_attributes: Attributes that the forward sets on the result tensor, such as a loss.
+        channels_first: Whether it takes and returns images ``[B, D, ...]``.
+        bias: A parameter ``[D]`` that is added to the result, or None.
+        dimensions: The numbers of token dimensions for which this was compared with the module.
+    """
+
+    arguments: tuple[tuple[str, Any], ...]
+    routing: Routing
+    experts: ExpertsSpec
+    shared: tuple[SharedExpert, ...]
+    returned: Any
+    result_attributes: tuple[tuple[str, ReturnValue], ...] = ()
+    channels_first: bool = False
+    bias: str | None = None
+    dimensions: tuple[int, ...] = ()
+
+    def __call__(self, module: nn.Module, x: Tensor, cache: CachedWeights | None = None) -> Any:
+        """Returns what the module's forward returns for tokens ``[..., D]``, or an image."""
+        x = x.movedim(1, -1) if self.channels_first else x
+        experts, routing = self.experts, self.routing
+        weights = experts.weights(module) if cache is None else cache.get(experts, module)
+        options = asdict(experts.options)
+        values = self.return_values()
+        builtin = None if any(value.is_routing for value in values) else routing.builtin()
+        routed = None
+        if builtin is not None:
+            linear, router = builtin
+            router_weight, router_bias = linear.parameters(module)
+            y = custom_ops.dropless(
+                x, router_weight, *weights, router.top_k, router_bias,
+                scoring=router.scoring, renormalize=router.renormalize,
+                routed_scaling=router.routed_scaling, **options,
+            )  # fmt: skip
+        else:
+            routed = routing(module, x)
+            ids, choices = (
+                # A reshape that changes nothing would hide where the layer's routing comes from.
+                value if x.ndim == 2 else value.reshape(*x.shape[:-1], value.shape[-1])
+                for value in (routed.ids, routed.weights)
+            )
+            y = custom_ops.experts(x, ids, choices, *weights, **options)
+        for shared in self.shared:
+            y = y + shared(module, x).view_as(x)
+        if self.bias is not None:
+            y = y + attrgetter(self.bias)(module)
+        for name, value in self.result_attributes:
+            setattr(y, name, value.compute(y, routed))
+
+        def compute(value: ReturnValue) -> Any:
+            computed = value.compute(y, routed)
+            is_image = self.channels_first and value.kind == "result"
+            return computed.movedim(-1, 1) if is_image else computed
+
+        return pytree.tree_map_only(ReturnValue, compute, self.returned)
+
+    def tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Returns the tokens of a call, or None if the call is not like those compared."""
+        names = [name for name, _ in self.arguments]
+        if len(args) > len(names):
+            return None
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        x = given.pop(names[0], None)
+        defaults = dict(self.arguments)
+        if not all(
+            name in defaults and _is_default(value, defaults[name]) for name, value in given.items()
+        ):
+            return None
+        return x if isinstance(x, Tensor) and x.ndim in self.dimensions else None
+
+    def calls(self) -> Iterator[SubmoduleCall]:
+        """Yields the calls of submodules that it makes."""
+        if isinstance(self.routing.source, SubmoduleCall):
+            yield self.routing.source
+        for shared in self.shared:
+            yield shared.call
+            if shared.gate is not None:
+                yield shared.gate
+
+    def return_values(self) -> list[ReturnValue]:
+        """Returns all values that the forward returns or sets on its result."""
+        return [
+            *pytree.tree_leaves(self.returned),
+            *(value for _, value in self.result_attributes),
+        ]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is None, a bool, a number or a string."""
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return is_plain(value) and type(value) is type(default) and bool(value == default)
+
+
+# --- Routing ---
+
+
+class Routed(NamedTuple):
+    """The experts chosen, and everything that the gate returned on the way.
+
+    Attributes:
+        ids: ``[T, K]``.
+        weights: ``[T, K]``.
+        gate_outputs: The values that the gate returned, flattened.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    gate_outputs: list[Any]
+
+
+@dataclass(frozen=True)
+class TopKRouting:
+    """A token's experts are those of its K largest scores.
+
+    Attributes:
+        source: What gives the logits, or the scores, ``[T, E]``.
+        output: Which of its outputs they are.
+        top_k: K.
+        scoring: What turns logits into scores.
+        selection_bias: A parameter or buffer ``[E]`` that is added to the scores for the choice
+            only, or None.
+        weighting: What turns the chosen scores into weights.
+        scale: A factor on the weights.
+    """
+
+    source: SubmoduleCall | LinearRouter
+    output: int
+    top_k: int
+    scoring: Scoring
+    selection_bias: str | None = None
+    weighting: Weighting = "none"
+    scale: float = 1.0
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Routed:
+        """Returns the routing of tokens ``[..., D]``."""
+        outputs = self.source.outputs(module, x)
+        logits = outputs[self.output]
+        logits_TE = logits.reshape(-1, logits.shape[-1])
+        if logits_TE.dtype != torch.float64:
+            logits_TE = logits_TE.float()
+        scores_TE = logits_TE
+        if self.scoring == "softmax":
+            scores_TE = logits_TE.softmax(dim=-1)
+        elif self.scoring == "sigmoid":
+            scores_TE = logits_TE.sigmoid()
+        if self.selection_bias is None:
+            weights_TK, ids_TK = scores_TE.topk(self.top_k, dim=-1)
+        else:
+            bias_E: Tensor = attrgetter(self.selection_bias)(module)
+            ids_TK = (scores_TE + bias_E.reshape(-1)).topk(self.top_k, dim=-1).indices
+            weights_TK = scores_TE.gather(-1, ids_TK)
+        return Routed(ids_TK, _weighted(weights_TK, self.weighting, self.scale), outputs)
+
+    def builtin(self) -> tuple[LinearRouter, RouterOptions] | None:
+        """Returns the same as a router of ``torch.ops.moe.dropless``, if it has that one."""
+        kind = {
+            ("softmax", "none"): ("softmax", False),
+            ("softmax", "sum"): ("softmax", True),
+            ("none", "softmax"): ("topk_softmax", True),
+            ("sigmoid", "none"): ("sigmoid", False),
+            ("sigmoid", "sum"): ("sigmoid", True),
+        }.get((self.scoring, self.weighting))
+        if kind is None or self.selection_bias or not isinstance(self.source, LinearRouter):
+            return None
+        return self.source, RouterOptions(self.top_k, *kind, routed_scaling=self.scale)
+
+
+@dataclass(frozen=True)
+class GateRouting:
+    """The gate itself returns a token's experts and their weights.
+
+    Attributes:
+        source: The gate's call.
+        ids: Which of its outputs are the experts.
+        weights: Which of its outputs are their weights.
+        weighting: What is done to the weights.
+        scale: A factor on them.
+    """
+
+    source: SubmoduleCall
+    ids: int
+    weights: int
+    weighting: Weighting = "none"
+    scale: float = 1.0
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Routed:
+        """Returns the routing of tokens ``[..., D]``."""
+        outputs = self.source.outputs(module, x)
+        ids, weights = outputs[self.ids], outputs[self.weights]
+        choices = ids.shape[-1]
+        weights_TK = _weighted(weights.reshape(-1, choices), self.weighting, self.scale)
+        return Routed(ids.reshape(-1, choices), weights_TK, outputs)
+
+    def builtin(self) -> None:
+        """Returns None: ``torch.ops.moe.dropless`` has no router that runs a submodule."""
+
+
+Routing = TopKRouting | GateRouting
+
+
+def _weighted(weights_TK: Tensor, weighting: Weighting, scale: float) -> Tensor:
+    if weighting == "sum":
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    elif weighting == "softmax":
+        weights_TK = weights_TK.softmax(dim=-1)
+    elif weighting == "sigmoid":
+        weights_TK = weights_TK.sigmoid()
+    return weights_TK if scale == 1.0 else weights_TK * scale
+
+
+@dataclass(frozen=True)
+class LinearRouter:
+    """Logits that are a product of the tokens and a parameter, computed in float32.
+
+    Attributes:
+        weight: A parameter ``[E, D]``, or ``[D, E]`` where ``transposed``.
+        bias: A parameter ``[E]``, or None.
+        transposed: Whether the weight is stored (in, out).
+    """
+
+    weight: str
+    bias: str | None
+    transposed: bool
+
+    def parameters(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Returns ``[E, D]`` and ``[E]``."""
+        weight: Tensor = attrgetter(self.weight)(module)
+        bias = None if self.bias is None else attrgetter(self.bias)(module)
+        return weight.mT if self.transposed else weight, bias
+
+    def outputs(self, module: nn.Module, x: Tensor) -> list[Any]:
+        """Returns the logits ``[T, E]`` of tokens ``[..., D]``."""
+        weight, bias = self.parameters(module)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        tokens = x.reshape(-1, x.shape[-1]).to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        return [nn.functional.linear(tokens, weight.to(dtype), bias)]
+
+
+class TensorArgument(NamedTuple):
+    """An argument that is a parameter or buffer of the layer; with an empty path, the tokens."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class SubmoduleCall:
+    """A call of one of the layer's submodules, as the layer's forward makes it.
+
+    Attributes:
+        path: The submodule.
+        args: Positional arguments: a :class:`TensorArgument`, or a constant.
+        kwargs: Keyword arguments, likewise.
+        flat: Whether it gets the tokens as ``[T, D]``, or in the shape that the layer gets.
+    """
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    flat: bool
+
+    def outputs(self, module: nn.Module, x: Tensor) -> list[Any]:
+        """Returns what it returns for tokens ``[..., D]``, flattened."""
+        callee = module.get_submodule(self.path)
+        tokens = x.reshape(-1, x.shape[-1]) if self.flat else x
+        # In half precision a router is often computed in float32.
+        first = next((p for p in callee.parameters() if p.is_floating_point()), tokens)
+        tokens = tokens.to(first.dtype)
+
+        def value(argument: Any) -> Any:
+            if not isinstance(argument, TensorArgument):
+                return argument
+            return attrgetter(argument.path)(module) if argument.path else tokens
+
+        args = [value(argument) for argument in self.args]
+        kwargs = {name: value(argument) for name, argument in self.kwargs}
+        return pytree.tree_leaves(callee(*args, **kwargs))
+
+
+# --- Shared experts, and what the forward returns ---
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every token visits.
+
+    Attributes:
+        call: From ``[..., D]`` to ``[..., D]``.
+        gate: From ``[..., D]`` to ``[..., 1]``, whose sigmoid scales the result, or None.
+    """
+
+    call: SubmoduleCall
+    gate: SubmoduleCall | None = None
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Returns ``[T, D]``."""
+        y_TD = _rows(self.call, module, x)
+        return y_TD if self.gate is None else y_TD * _rows(self.gate, module, x).sigmoid()
+
+
+def _rows(call: SubmoduleCall, module: nn.Module, x: Tensor) -> Tensor:
+    (output,) = call.outputs(module, x)
+    return output.reshape(-1, output.shape[-1])  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class ReturnValue:
+    """How one of the values that a forward returns comes about.
+
+    Attributes:
+        kind: ``result``; ``constant``: ``value``; ``zero``: a loss that only training needs;
+            ``gate_output``: the gate's output number ``value``; ``ids`` and ``weights``: the
+            routing; ``counts``: how many tokens each expert gets, ``value`` being E and the dtype.
+        value: See ``kind``.
+        keeps_shape: Whether it has the tokens' leading dimensions, instead of T.
+        squeezed: Whether the last dimension is missing, where K is 1.
+    """
+
+    kind: Literal["result", "constant", "zero", "gate_output", "ids", "weights", "counts"]
+    value: Any = None
+    keeps_shape: bool = False
+    squeezed: bool = False
+
+    @property
+    def is_routing(self) -> bool:
+        """Whether computing it takes the routing."""
+        return self.kind not in ("result", "constant", "zero")
+
+    def compute(self, y: Tensor, routed: Routed | None) -> Any:
+        """Returns the value, from the result ``[..., D]`` and, if it takes that, the routing."""
+        match self.kind:
+            case "result":
+                return y if self.keeps_shape else y.reshape(-1, y.shape[-1])
+            case "constant":
+                return self.value
+            case "zero":
+                return y.new_zeros(())
+        if routed is None:
+            raise ValueError(f"{self.kind} is part of the routing, which is not known")
+        if self.kind == "counts":
+            num_experts, dtype = self.value
+            return tokens_per_expert(routed.ids, num_experts).to(dtype)
+        value = (
+            routed.gate_outputs[self.value]
+            if self.kind == "gate_output"
+            else getattr(routed, self.kind)
+        )
+        leading = y.shape[:-1] if self.keeps_shape else (-1,)
+        return value.reshape(leading if self.squeezed else (*leading, value.shape[-1]))
+
+
+def tokens_per_expert(ids: Tensor, num_experts: int) -> Tensor:
+    """Returns how many tokens each expert gets ``[E]``; an id of -1 means no expert."""
+    chosen = ids.flatten()
+    ones = (chosen >= 0).to(chosen.dtype)
+    return ones.new_zeros(num_experts).index_add(0, chosen.clamp_min(0), ones)
+
+
+# --- The converted layer ---
+
+
+def install(module: nn.Module, spec: LayerSpec) -> None:
+    """Makes a module compute by a record, in place.
+
+    The module keeps its class as a base, its attributes, submodules, parameters and methods; only
+    its forward in evaluation mode changes.
+    """
+    module._dynamo_moe_spec = spec  # type: ignore[assignment]
+    module._dynamo_moe_weights = CachedWeights()  # type: ignore[assignment]
+    original: Any = type(module)
+    module.__class__ = _converted_class(original)
+
+
+class _ConvertedLayer(ConvertedModule):
+    """The base that a converted layer's class has ahead of the layer's original class."""
+
+    _dynamo_moe_spec: LayerSpec
+    _dynamo_moe_weights: CachedWeights
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the arguments of the original's forward, and returns what that returns.
+
+        In training, and for calls unlike those compared, the original's forward computes.
+        """
+        x = None if self.training else self._dynamo_moe_spec.tokens(args, kwargs)
+        if x is not None:
+            return self._dynamo_moe_spec(self, x, self._dynamo_moe_weights)
+        if not self.training:
+            warnings.warn(
+                f"{_original_class(type(self)).__name__} is called with other arguments, or tokens "
+                "of other dimensions, than it was compared with: its own forward computes",
+                stacklevel=2,
+            )
+        return super().forward(*args, **kwargs)
+
+    def experts_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the experts' parameters by their path."""
+        names = dict.fromkeys(self._dynamo_moe_spec.experts.parameter_names())
+        return {name: self.get_parameter(name) for name in names}
+
+    def extra_repr(self) -> str:
+        """What is computed, for ``print(model)``."""
+        experts = self._dynamo_moe_spec.experts
+        computed = f"experts={experts.num_experts}, {experts.options.activation}"
+        return ", ".join(filter(None, [super().extra_repr(), computed]))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Its class is made at run time; pickle would not find it.
+        state = super().__reduce_ex__(protocol)[2]
+        return _restored, (_original_class(type(self)),), state
+
+
+@functools.cache
+def _converted_class(original: Any) -> type[_ConvertedLayer]:
+    made = types.new_class(f"Converted{original.__name__}", (_ConvertedLayer, original))
+    made.__module__ = original.__module__
+    return made
+
+
+def _original_class(converted: type[nn.Module]) -> type[nn.Module]:
+    return converted.__bases__[1] if issubclass(converted, _ConvertedLayer) else converted
+
+
+def _restored(original: Any) -> nn.Module:
+    made = _converted_class(original)
+    return made.__new__(made)

@@ -1,0 +1,217 @@
+"""Where a model may have MoE layers, by the shapes and names of its modules and weights alone.
+
+Experts are a list of alike modules, or stacks of weights; the layer is a module around them that
+has what may choose among them.
+
+Legend: D model width, E experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from dynamo_moe.modules import ConvertedModule
+
+__all__ = ["ExpertList", "ExpertStacks", "LayerCandidate", "locate_layers", "without_leading_ones"]
+
+# From a list of experts up to the layer: the experts may be in a module of their own, and that in
+# another.
+_LEVELS = 3
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# A bias may be stored as [E, 1, n], of as many dimensions as a stack of matrices.
+_BIAS = re.compile(r".*bias.*|b\d*")
+
+
+@dataclass(frozen=True)
+class ExpertList:
+    """Experts that are modules, in a list.
+
+    Attributes:
+        path: The path of the list.
+        num_experts: E.
+    """
+
+    path: str
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class ExpertStacks:
+    """Experts whose weights are stacked.
+
+    Attributes:
+        path: The path of the innermost module that holds the stacks.
+        names: The stacks' parameters, by their path in that module: a single one each, or one for
+            each expert.
+        num_experts: E.
+    """
+
+    path: str
+    names: tuple[tuple[str, ...], ...]
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class LayerCandidate:
+    """What may be an MoE layer.
+
+    Attributes:
+        path: The innermost module around the experts that may choose among them.
+        paths: The modules that may be the layer, the innermost first.
+        experts: The experts, by their path in the model.
+    """
+
+    path: str
+    paths: tuple[str, ...]
+    experts: ExpertList | ExpertStacks
+
+    def is_named(self, model: nn.Module) -> bool:
+        """Whether a name says that these are experts."""
+        names = [self.experts.path.rpartition(".")[2]]
+        if isinstance(self.experts, ExpertStacks):
+            names.append(type(model.get_submodule(self.experts.path)).__name__)
+        return any("expert" in name.lower() for name in names)
+
+
+def locate_layers(model: nn.Module, handled: Set[nn.Module]) -> list[LayerCandidate]:
+    """Returns what looks like an MoE layer.
+
+    Args:
+        model: The model.
+        handled: Modules that are out of the question: converted already, or otherwise.
+    """
+    located = list(_locate_experts(model))
+    places = Counter(experts.path for experts in located)
+
+    def is_free(path: str) -> bool:
+        module = model.get_submodule(path)
+        is_converted = any(isinstance(part, ConvertedModule) for part in module.modules())
+        alone = sum(_is_within(place, path) for place in places) == 1
+        return alone and not is_converted and module not in handled
+
+    found: list[LayerCandidate] = []
+    for experts in located:
+        known = any(each.experts.path == experts.path for each in found)
+        if known or model.get_submodule(experts.path) in handled:
+            continue
+        paths = list(itertools.takewhile(is_free, _paths_upwards(experts)))
+        routing = (path for path in paths if _may_route(model, path, experts))
+        if (chosen := next(routing, None)) is not None:
+            found.append(LayerCandidate(chosen, tuple(paths), experts))
+        elif paths and places[experts.path] == 1:
+            candidate = LayerCandidate(paths[0], tuple(paths), experts)
+            around = model.get_submodule(paths[0].rpartition(".")[0])
+            # Beside experts that are handled, these are ones that every token visits.
+            if candidate.is_named(model) and handled.isdisjoint(around.modules()):
+                found.append(candidate)
+    return found
+
+
+def _paths_upwards(experts: ExpertList | ExpertStacks) -> Iterator[str]:
+    path = experts.path
+    if isinstance(experts, ExpertStacks):
+        yield path
+    for _ in range(_LEVELS):
+        if not path:
+            return
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _is_within(path: str, ancestor: str) -> bool:
+    return not ancestor or f"{path}.".startswith(f"{ancestor}.")
+
+
+def _may_route(model: nn.Module, path: str, experts: ExpertList | ExpertStacks) -> bool:
+    """Whether a module has a matrix beside its experts that may give E scores for D numbers."""
+    holder = model.get_submodule(experts.path)
+    if isinstance(experts, ExpertList):
+        weights = list(holder.parameters())
+    else:
+        weights = [holder.get_parameter(name) for names in experts.names for name in names]
+    inner = {id(weight) for weight in weights}
+    sizes = {size for weight in weights for size in weight.shape[-2:]}
+    return any(
+        experts.num_experts in parameter.shape and sizes & set(parameter.shape)
+        for name, parameter in model.get_submodule(path).named_parameters()
+        if id(parameter) not in inner and parameter.ndim == 2 and "bias" not in name
+    )
+
+
+def _locate_experts(model: nn.Module) -> Iterator[ExpertList | ExpertStacks]:
+    """Yields where a model has what may be experts."""
+    within: set[nn.Module] = set()
+    named: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if module in within:
+            continue
+        is_named = "expert" in path.rpartition(".")[2].lower()
+        if _may_be_expert_list(module, is_named=is_named):
+            within.update(module.modules())
+            yield ExpertList(path, len(list(module.children())))
+            if is_named:
+                named.update(module.modules())
+    yield from _locate_stacks(model, named)
+
+
+def _may_be_expert_list(module: nn.Module, *, is_named: bool) -> bool:
+    children = list(module.children())
+    if len(children) < 2 or not isinstance(module, _LISTS):
+        return False
+    if is_named:
+        return True
+    if isinstance(module, nn.Sequential) or len({type(child) for child in children}) > 1:
+        return False
+    if any(isinstance(part, (nn.ModuleList, nn.ModuleDict)) for part in children[0].modules()):
+        return False  # Blocks of a model, which may have experts in them.
+    dimensions = [len(without_leading_ones(p)) for p in children[0].parameters()]
+    return dimensions.count(2) in (2, 3) and set(dimensions) <= {1, 2}
+
+
+def without_leading_ones(parameter: Tensor) -> tuple[int, ...]:
+    """Returns a parameter's shape, without the ones of libraries that stack experts of experts."""
+    shape = tuple(parameter.shape)
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape
+
+
+def _locate_stacks(model: nn.Module, excluded: set[nn.Module]) -> Iterator[ExpertStacks]:
+    """Yields the modules with two or three stacks of matrices, the innermost ones."""
+    found: list[str] = []
+    for path, module in reversed(list(model.named_modules())):
+        if any(_is_within(inner, path) for inner in found) or excluded & {*module.modules()}:
+            continue
+        for names, num_experts in _stacks_in(module):
+            found.append(path)
+            yield ExpertStacks(path, names, num_experts)
+
+
+def _stacks_in(module: nn.Module) -> Iterator[tuple[tuple[tuple[str, ...], ...], int]]:
+    """Yields the names of stacks that belong together, and how many experts they are of."""
+    by_experts: dict[int, list[tuple[str, ...]]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 3 and not _BIAS.fullmatch(name.rpartition(".")[2]):
+            by_experts.setdefault(parameter.shape[0], []).append((name,))
+    for name, child in module.named_children():
+        held = dict(child.named_parameters()) if isinstance(child, nn.ParameterList) else {}
+        shapes = {p.shape for p in held.values()}
+        if len(held) > 1 and len(shapes) == 1 and len(next(iter(shapes))) == 2:
+            by_experts.setdefault(len(held), []).append(tuple(f"{name}.{key}" for key in held))
+    for num_experts, stacks in by_experts.items():
+        if len(stacks) in (2, 3):
+            yield tuple(stacks), num_experts
+    # Stacked along the rows of one matrix; a number among the attributes says how many there are.
+    direct = {n: p for n, p in module.named_parameters(recurse=False) if p.ndim == 2}
+    sizes = {tuple(p.shape) for p in direct.values()}
+    counts = sorted({v for v in vars(module).values() if type(v) is int and v > 1}, reverse=True)
+    if len(direct) in (2, 3) and len(sizes) <= 2:
+        for count in counts:
+            if all(p.shape[0] % count == 0 and p.shape[0] > count for p in direct.values()):
+                yield tuple((name,) for name in direct), count

@@ -1,0 +1,52 @@
+"""Private names of transformers: its interface for experts.
+
+Where they have moved, experts of transformers are converted by what they compute, like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "gate_function",
+    "has_interface",
+    "implementation",
+    "is_expert_parallel",
+    "select_implementation",
+]
+
+# The function of an experts module that combines gate and up projections.
+_GATE = "_apply_gate"
+# The attribute of a config that names the implementation its modules' forward dispatches to. The
+# public ``set_experts_implementation`` takes a whole model, and refuses names that are not its own.
+_IMPLEMENTATION = "_experts_implementation"
+# Whether an experts module holds only some of the experts.
+_PARALLEL = "_is_expert_parallel"
+
+
+def has_interface(module: Any) -> bool:
+    """Whether transformers dispatches this module's forward through its experts interface."""
+    return hasattr(module, _GATE) and hasattr(getattr(module, "config", None), _IMPLEMENTATION)
+
+
+def gate_function(module: Any) -> Callable[..., Any]:
+    """Returns the function that combines an experts module's gate and up projections."""
+    function: Callable[..., Any] = getattr(module, _GATE)
+    return function
+
+
+def implementation(module: Any) -> str | None:
+    """Returns the name of the implementation that an experts module dispatches to."""
+    name: str | None = getattr(module.config, _IMPLEMENTATION)
+    return name
+
+
+def select_implementation(module: Any, name: str) -> None:
+    """Makes an experts module, and all that share its config, dispatch to an implementation."""
+    setattr(module.config, _IMPLEMENTATION, name)
+
+
+def is_expert_parallel(module: Any) -> bool:
+    """Whether an experts module holds only some of the experts, and other processes the rest."""
+    return bool(getattr(module, _PARALLEL, False))

@@ -1,0 +1,100 @@
+"""What a conversion reports: what became of each module that is an MoE layer or looks like one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["ADAPTER_PAGE", "ConversionReport", "Replacement", "Unrecognised"]
+
+ADAPTER_PAGE = "docs/how-to/add_an_adapter.md"
+"""The page that messages name for modules that are left as they are."""
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What :func:`convert` did."""
+
+    replaced: tuple[Replacement, ...]
+    unrecognised: tuple[Unrecognised, ...]
+
+    @property
+    def advice(self) -> str | None:
+        """What to do about modules that were left, or a model that has none, in one line."""
+        if self.unrecognised:
+            return (
+                "Modules that are left become many nodes, or fail to export: "
+                f"{ADAPTER_PAGE} tells how to convert them."
+            )
+        if not self.replaced:
+            return (
+                "Nothing to convert: no module looks like a router with experts that is not "
+                f"converted yet. If one routes all the same, write an adapter: {ADAPTER_PAGE}."
+            )
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain lists and dictionaries, for JSON."""
+        return asdict(self)
+
+    def __rich__(self) -> RenderableType:
+        """Returns a table for the terminal, and the advice."""
+        from rich.console import Group
+        from rich.markup import escape
+        from rich.table import Table
+        from rich.text import Text
+
+        plural = "" if len(self.replaced) == 1 else "s"
+        title = f"{len(self.replaced)} MoE module{plural} converted"
+        table = Table(title=title, title_justify="left")
+        for column in ("module", "was", "now"):
+            table.add_column(column)
+        for replacement in self.replaced:
+            how = "same numbers" if replacement.compared else "not compared"
+            notes = "".join(f"; {note}" for note in replacement.notes)
+            now = f"{replacement.adapter} ({how}){escape(notes)}"
+            table.add_row(replacement.module or "the model", replacement.original, now)
+        for left in self.unrecognised:
+            table.add_row(
+                left.module or "the model", left.original, f"[yellow]left: {escape(left.reason)}[/]"
+            )
+        return Group(table, Text(self.advice)) if self.advice else table
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One module that was converted.
+
+    Attributes:
+        module: Its path in the model.
+        adapter: What converted it: an adapter's name, ``transformers-experts`` for the experts of
+            transformers' models, or ``mixture`` for a layer identified by its numbers.
+        original: The name of its class.
+        compared: Whether both were seen to give the same numbers; False where the module could
+            not run, as on the meta device.
+        notes: What the module no longer does.
+    """
+
+    module: str
+    adapter: str
+    original: str
+    compared: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unrecognised:
+    """One module that looks like an MoE layer and was left as it is.
+
+    Attributes:
+        module: Its path in the model.
+        original: The name of its class.
+        reason: Why it was left.
+    """
+
+    module: str
+    original: str
+    reason: str

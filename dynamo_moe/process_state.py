@@ -1,0 +1,80 @@
+"""Changes to the whole process while it exports: one lock, and everything restored.
+
+PyTorch's tracer and exporter are steered by attributes of classes and modules, and by flags, which
+all threads share. Whoever changes one holds this lock meanwhile, so exports that overlap take
+turns. The lock is re-entrant: a model's forward and a progress callback may export in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import RLock
+from typing import Any
+
+__all__ = ["ProcessState", "exclusive", "replaced"]
+
+_LOCK = RLock()
+
+Change = Callable[[], AbstractContextManager[Any]]
+
+
+class ProcessState:
+    """A set of changes that hold while its context is entered, once or several times.
+
+    The first to enter makes the changes, the last to leave undoes them in reverse, in whatever
+    order the contexts in between end, and on exceptions too.
+
+    Example:
+        >>> class Settings:
+        ...     limit = 1
+        >>> with ProcessState(lambda: replaced(Settings, "limit", lambda limit: limit + 1))():
+        ...     Settings.limit
+        2
+        >>> Settings.limit
+        1
+    """
+
+    def __init__(self, *changes: Change) -> None:
+        """Keeps the changes; none is made yet."""
+        self._changes = changes
+        self._entered = 0
+        self._undo = ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Makes the changes, and waits for other threads first."""
+        with _LOCK:
+            if not self._entered:
+                with ExitStack() as stack:
+                    for change in self._changes:
+                        stack.enter_context(change())
+                    self._undo = stack.pop_all()
+            self._entered += 1
+            try:
+                yield
+            finally:
+                self._entered -= 1
+                if not self._entered:
+                    self._undo.close()
+
+
+exclusive = ProcessState()
+"""The lock alone."""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces an attribute of a class or a module; a :class:`ProcessState` makes it safe.
+
+    Args:
+        owner: The class or module, which has the attribute itself.
+        name: The attribute.
+        replacement: A function from the attribute's value to the one that takes its place.
+    """
+    original = vars(owner)[name]  # As it is stored: a static method stays one.
+    setattr(owner, name, replacement(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

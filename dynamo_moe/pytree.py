@@ -1,0 +1,85 @@
+"""Nested containers of tensors as flat lists, and back.
+
+PyTorch has this in ``torch.utils._pytree``, which is private but knows the classes that users and
+other packages have registered, such as the outputs and caches of transformers. Where the module
+has moved, lists, tuples, named tuples and dictionaries are taken apart here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
+
+
+class _Container(NamedTuple):
+    """A container's structure.
+
+    Attributes:
+        kind: Its class.
+        keys: The keys of a mapping; None for a sequence.
+        items: What is inside, each a container or None for a leaf.
+    """
+
+    kind: type
+    keys: tuple[Any, ...] | None
+    items: tuple[Any, ...]
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    if not isinstance(tree, (list, tuple, dict)):
+        return [tree], None
+    keys = tuple(tree) if isinstance(tree, dict) else None
+    parts = [_flatten(part) for part in (tree.values() if isinstance(tree, dict) else tree)]
+    leaves = [leaf for found, _ in parts for leaf in found]
+    return leaves, _Container(type(tree), keys, tuple(structure for _, structure in parts))
+
+
+def _unflatten(leaves: Any, structure: Any) -> Any:
+    remaining = iter(leaves)
+
+    def build(part: Any) -> Any:
+        if part is None:
+            return next(remaining)
+        items = [build(item) for item in part.items]
+        if part.keys is not None:
+            return part.kind(zip(part.keys, items, strict=True))
+        # Named tuples take their items one by one.
+        return part.kind(*items) if hasattr(part.kind, "_fields") else part.kind(items)
+
+    return build(structure)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return _flatten(tree)[0]
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    leaves, structure = _flatten(tree)
+    return _unflatten(map(function, leaves), structure)
+
+
+def _map_only(kinds: Any, function: Callable[[Any], Any], tree: Any) -> Any:
+    return _map(lambda leaf: function(leaf) if isinstance(leaf, kinds) else leaf, tree)
+
+
+OWN: Mapping[str, Callable[..., Any]] = {
+    "tree_flatten": _flatten,
+    "tree_leaves": _leaves,
+    "tree_map": _map,
+    "tree_map_only": _map_only,
+    "tree_unflatten": _unflatten,
+}
+"""The functions for containers of Python alone."""
+
+try:
+    from torch.utils._pytree import (
+        tree_flatten,
+        tree_leaves,
+        tree_map,
+        tree_map_only,
+        tree_unflatten,
+    )
+except ImportError:
+    globals().update(OWN)

@@ -1,0 +1,553 @@
+"""Decompositions of operators that PyTorch's exporter has no translation for, or a wrong one.
+
+They are written in operators that it translates rightly (seen with torch 2.13, onnxscript 0.7.2 and
+ONNX Runtime 1.31: PyTorch's own samples of each). Sizes may be symbolic, so none depends on one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynamo_moe.private import OpOverload
+
+__all__ = ["DECOMPOSITIONS", "Decomposition", "decomposes"]
+
+_aten = torch.ops.aten
+_prims = torch.ops.prims
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """What takes an operator's place; called for nothing, it returns NotImplemented.
+
+    Attributes:
+        function: Takes the operator's arguments, and returns its result.
+        applies: From a call's arguments to whether it is needed.
+    """
+
+    function: Function
+    applies: Callable[..., bool]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the decomposition, or declines."""
+        return self.function(*args, **kwargs) if self.applies(*args, **kwargs) else NotImplemented
+
+
+DECOMPOSITIONS: dict[OpOverload, Decomposition] = {}
+"""By operator."""
+
+
+def decomposes(
+    *operators: OpOverload, when: Callable[..., bool] = lambda *_, **__: True
+) -> Callable[[Function], Function]:
+    """Registers a function as the decomposition of operators, of their calls ``when`` is true."""
+
+    def register(function: Function) -> Function:
+        DECOMPOSITIONS.update(dict.fromkeys(operators, Decomposition(function, when)))
+        return function
+
+    return register
+
+
+# --- Other names of operators, which the exporter does not promote the dtypes of ---
+
+for _other, _name in (
+    ("divide", "div"),
+    ("true_divide", "div"),
+    ("subtract", "sub"),
+    ("multiply", "mul"),
+    ("greater", "gt"),
+    ("greater_equal", "ge"),
+    ("less", "lt"),
+    ("less_equal", "le"),
+    ("not_equal", "ne"),
+):
+    for _overload in ("Tensor", "Scalar"):
+        decomposes(getattr(getattr(_aten, _other), _overload))(
+            getattr(getattr(_aten, _name), _overload)
+        )
+
+
+# --- Elements ---
+
+
+@decomposes(_prims.view_of.default)
+def _view_of(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+@decomposes(_prims.scalar_tensor.default)
+def _scalar_tensor(value: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+@decomposes(_prims.signbit.default)
+def _signbit(x: Tensor) -> Tensor:
+    return (x < 0) | ((x == 0) & (1 / x < 0)) if x.is_floating_point() else x < 0
+
+
+@decomposes(_aten.atan2.default)
+def _atan2(y: Tensor, x: Tensor) -> Tensor:
+    """The exporter's translation takes the angle of a negative number for minus pi."""
+    dtype = torch.result_type(y, x)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    y, x = y.to(dtype), x.to(dtype)
+    half = torch.where(_signbit(y), -math.pi, math.pi).to(dtype)
+    angle = (y / x).atan()
+    angle = torch.where(_signbit(x), angle + half, angle)
+    at_zero = torch.where(_signbit(x), half, torch.zeros_like(half))
+    return torch.where((x == 0) & (y == 0), at_zero, torch.where(x == 0, half / 2, angle))
+
+
+@decomposes(_prims.fmax.default)
+def _fmax(x: Tensor, y: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return torch.maximum(x, y)
+    return torch.where(x.isnan(), y, torch.where(y.isnan(), x, torch.maximum(x, y)))
+
+
+@decomposes(_prims.fmin.default)
+def _fmin(x: Tensor, y: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return torch.minimum(x, y)
+    return torch.where(x.isnan(), y, torch.where(y.isnan(), x, torch.minimum(x, y)))
+
+
+@decomposes(_prims.hypot.default)
+def _hypot(x: Tensor, y: Tensor) -> Tensor:
+    """Scaled by the larger one, as squares overflow early."""
+    larger, smaller = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
+    ratio = torch.where(larger == smaller, 1.0, smaller / larger)
+    return torch.where(larger == 0, larger, larger * (1 + ratio * ratio).sqrt())
+
+
+# ONNX has these for floating point only.
+@decomposes(
+    *(getattr(_aten, name).default for name in ("ceil", "floor", "round", "trunc")),
+    when=lambda x: not x.is_floating_point(),
+)
+def _integers(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@decomposes(_aten.isnan.default, _aten.isinf.default, when=lambda x: not x.is_floating_point())
+def _never(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.bool)
+
+
+@decomposes(_aten.isfinite.default, when=lambda x: not x.is_floating_point())
+def _always(x: Tensor) -> Tensor:
+    return torch.ones_like(x, dtype=torch.bool)
+
+
+@decomposes(_aten.relu.default, when=lambda x: not x.is_floating_point())
+def _relu_of_integers(x: Tensor) -> Tensor:
+    return x.clamp(min=0)
+
+
+def _of_integers(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> bool:
+    return dtype is not None and not x.is_floating_point()
+
+
+@decomposes(_aten.softmax.int, when=_of_integers)
+def _softmax_of_integers(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).softmax(dim)
+
+
+@decomposes(_aten.log_softmax.int, when=_of_integers)
+def _log_softmax_of_integers(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).log_softmax(dim)
+
+
+# --- Pooling ---
+
+
+@decomposes(
+    _aten.avg_pool2d.default,
+    _aten.avg_pool3d.default,
+    when=lambda *arguments, divisor_override=None: (
+        divisor_override is not None or arguments[6:] not in {(), (None,)}
+    ),
+)
+def _divided_pool(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int = 1,
+) -> Tensor:
+    """The sum in each window, divided by a given number."""
+    kernels = kernel_size if len(kernel_size) > 1 else [*kernel_size] * (x.ndim - 2)
+    pool = _aten.avg_pool2d if len(kernels) == 2 else _aten.avg_pool3d
+    result = pool(x, kernels, stride, padding, ceil_mode, count_include_pad)
+    pads: list[int] = []
+    dims = len(kernels)
+    for place, kernel in enumerate(kernels):
+        step = (stride or kernels)[place % len(stride or kernels)]
+        before = padding[place % len(padding)]
+        end = (result.shape[place - dims] - 1) * step + kernel
+        pads = [before, end - before - x.shape[place - dims], *pads]
+    x = _aten.constant_pad_nd(x, pads)
+    average: Tensor = pool(x, kernels, stride)
+    return average * (math.prod(kernels) / divisor_override)
+
+
+def _windows(size: int, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns where each of the windows of an adaptive pool begins and ends."""
+    places = torch.arange(number, device=like.device)
+    return places * size // number, ((places + 1) * size + number - 1) // number
+
+
+@decomposes(_aten._adaptive_avg_pool3d.default)
+def _adaptive_avg_pool3d(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    for dim, number in zip((-3, -2, -1), output_size, strict=True):
+        size = x.shape[dim]
+        begins, ends = _windows(size, number, x)
+        places = torch.arange(size, device=x.device)[:, None]
+        inside = ((places >= begins) & (places < ends)).to(x.dtype)
+        x = (x.movedim(dim, -1) @ (inside / (ends - begins).to(x.dtype))).movedim(-1, dim)
+    return x
+
+
+@decomposes(_aten.adaptive_max_pool2d.default)
+def _adaptive_max_pool2d(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    height, width = x.shape[-2:]
+    places = []
+    for size, number in zip((height, width), output_size, strict=True):
+        longest = (size + number - 1) // number
+        if not isinstance(size, int) or size % number:
+            longest += 1
+        begins, ends = _windows(size, number, x)
+        window = begins[:, None] + torch.arange(longest, device=x.device)
+        # A place twice changes no maximum.
+        places.append(torch.minimum(window, ends[:, None] - 1))
+    rows, columns = places
+    gathered = x[..., rows, :][..., columns].transpose(-3, -2).flatten(-2)
+    values, chosen = gathered.max(-1)
+    flat = (rows[:, None, :, None] * width + columns[None, :, None, :]).flatten(-2)
+    indices = flat.expand(gathered.shape).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    return values, indices
+
+
+# --- Resizing ---
+
+
+def _by_scale(
+    x: Tensor,
+    output_size: Sequence[int],
+    align_corners: bool,
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+) -> bool:
+    return align_corners or scales_h is not None or scales_w is not None
+
+
+@decomposes(_aten._upsample_bilinear2d_aa.default, when=_by_scale)
+def _antialiased_bilinear(x: Tensor, *arguments: Any) -> Tensor:
+    return _antialiased(x, lambda t: (1 - t.abs()).clamp(min=0), 1, *arguments)
+
+
+@decomposes(_aten._upsample_bicubic2d_aa.default, when=_by_scale)
+def _antialiased_bicubic(x: Tensor, *arguments: Any) -> Tensor:
+    def cubic(t: Tensor) -> Tensor:
+        t = t.abs()
+        near = (1.5 * t - 2.5) * t * t + 1
+        far = ((-0.5 * t + 2.5) * t - 4) * t + 2
+        return torch.where(t < 1, near, torch.where(t < 2, far, 0.0))
+
+    return _antialiased(x, cubic, 2, *arguments)
+
+
+def _antialiased(
+    x: Tensor,
+    kernel: Callable[[Tensor], Tensor],
+    radius: int,
+    output_size: Sequence[int],
+    align_corners: bool,
+    *scales: float | None,
+) -> Tensor:
+    """Resizes by the scales that are given, where the exporter takes those of the sizes."""
+    dtype, x = x.dtype, x.float()
+    for dim, number, given in zip((-2, -1), output_size, scales or (None, None), strict=True):
+        size = x.shape[dim]
+        if align_corners:
+            scale = (size - 1) / (number - 1) if number > 1 else 0.0
+        else:
+            scale = 1 / given if given else size / number
+        stretch = torch.sym_max(scale, 1.0)
+        centres = scale * (torch.arange(number, dtype=x.dtype, device=x.device) + 0.5)[:, None]
+        places = torch.arange(size, dtype=x.dtype, device=x.device)
+        first = (centres - radius * stretch + 0.5).floor()
+        end = (centres + radius * stretch + 0.5).floor()
+        weights = kernel((places - centres + 0.5) / stretch)
+        weights = torch.where((places >= first) & (places < end), weights, 0.0)
+        weights = weights / weights.sum(-1, keepdim=True)
+        x = (x.movedim(dim, -1) @ weights.mT).movedim(-1, dim)
+    return x.to(dtype)
+
+
+# --- Embedding, normalisation and attention ---
+
+
+@decomposes(_aten.embedding_bag.default, _aten.embedding_bag.padding_idx)
+def _embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, None, None, None]:
+    """The exporter makes a loop over the bags, with a sequence, which TensorRT does not take.
+
+    The three other results are for the backward pass.
+    """
+    if include_last_offset:
+        offsets = offsets[:-1]
+    # Several bags can begin at one place, also behind the last index; all but the last are empty.
+    begins = offsets.new_zeros(indices.shape[0] + 1).index_add(0, offsets, torch.ones_like(offsets))
+    bags = begins.cumsum(0)[:-1] - 1
+    rows = weight[indices]
+    kept = torch.ones_like(indices, dtype=torch.bool)
+    if padding_idx is not None:
+        kept = indices != (padding_idx + weight.shape[0] if padding_idx < 0 else padding_idx)
+    counts = weight.new_zeros(offsets.shape[0]).index_add(0, bags, kept.to(weight.dtype))
+    if mode == 2:
+        least = rows.new_full((offsets.shape[0], weight.shape[1]), -math.inf)
+        rows = rows.masked_fill(~kept[:, None], -math.inf)
+        most = least.scatter_reduce(0, bags[:, None].expand(rows.shape), rows, "amax")
+        return torch.where(counts[:, None] > 0, most, 0.0), None, None, None
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[:, None]
+    result = weight.new_zeros(offsets.shape[0], weight.shape[1])
+    result = result.index_add(0, bags, rows * kept[:, None])
+    if mode == 1:
+        result = result / counts.clamp(min=1)[:, None]
+    return result, None, None, None
+
+
+def _of_the_batch(*arguments: Any) -> bool:
+    return bool(arguments[5])
+
+
+@decomposes(
+    _aten.native_batch_norm.default, _aten._native_batch_norm_legit.default, when=_of_the_batch
+)
+def _native_batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By the statistics of the batch; the running ones matter to training alone."""
+    *_, eps = arguments
+    dims = [0, *range(2, x.ndim)]
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    scale = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    result = centred * scale
+    shape = [-1] + [1] * (x.ndim - 2)
+    if weight is not None:
+        result = result * weight.reshape(shape)
+    if bias is not None:
+        result = result + bias.reshape(shape)
+    return result, mean.reshape(-1), scale.reshape(-1)
+
+
+@decomposes(_aten.batch_norm.default, when=_of_the_batch)
+def _batch_norm(*arguments: Any) -> Any:
+    return _native_batch_norm(*arguments[:-1])[0]  # The last: whether cuDNN is enabled.
+
+
+@decomposes(
+    _aten.scaled_dot_product_attention.default,
+    when=lambda query, *_, **__: query.ndim != 4,
+)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
+    result: Tensor = _aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return result
+
+
+# --- Padding and cropping ---
+
+
+def _crops_or_wraps(
+    x: Tensor, pad: Sequence[Any], mode: str = "constant", value: float | None = None
+) -> bool:
+    # ONNX Runtime crops only where it pads with a constant, and does not wrap.
+    return mode == "circular" or (
+        mode != "constant" and any(isinstance(size, int) and size < 0 for size in pad)
+    )
+
+
+@decomposes(_aten.pad.default, when=_crops_or_wraps)
+def _pad(x: Tensor, pad: Sequence[int], mode: str, value: float | None = None) -> Tensor:
+    for place, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        if before == after == 0:
+            continue
+        dim = x.ndim - 1 - place
+        last = x.shape[dim] - 1
+        index = torch.arange(last + 1 + before + after, device=x.device) - before
+        if mode == "circular":  # Of what is left.
+            begin, end = max(-before, 0), last - max(-after, 0)
+            index = torch.where(index < begin, index + (end - begin + 1), index)
+            index = torch.where(index > end, index - (end - begin + 1), index)
+        elif mode == "reflect":
+            index = last - (last - index.abs()).abs()
+        x = x.index_select(dim, index.clamp(0, last))
+    return x
+
+
+@decomposes(_aten.constant_pad_nd.default, when=lambda x, *_: x.is_complex())
+def _pad_complex(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
+    parts = [_aten.constant_pad_nd(torch.view_as_real(x)[..., 0], pad, value)]
+    parts += [_aten.constant_pad_nd(torch.view_as_real(x)[..., 1], pad, 0)]
+    return torch.view_as_complex(torch.stack(parts, -1))
+
+
+@decomposes(_aten._conj_physical.default, when=lambda x: x.is_complex())
+def _conjugate(x: Tensor) -> Tensor:
+    real, imaginary = torch.view_as_real(x).unbind(-1)
+    return torch.view_as_complex(torch.stack([real, -imaginary], -1))
+
+
+# --- Reductions ---
+
+
+@decomposes(_prims.prod.default)
+def _prod(x: Tensor, dims: Sequence[int] | None, *, output_dtype: Any = None) -> Tensor:
+    for dim in sorted(range(x.ndim) if dims is None else dims, reverse=True):
+        x = x.prod(dim, dtype=output_dtype)
+    return x
+
+
+def _over_all(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> bool:
+    return not dim or not x.ndim
+
+
+@decomposes(_aten.amax.default, when=_over_all)
+def _amax(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
+    return x.amax([*range(x.ndim)], keepdim) if x.ndim else x.clone()
+
+
+@decomposes(_aten.amin.default, when=_over_all)
+def _amin(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
+    return x.amin([*range(x.ndim)], keepdim) if x.ndim else x.clone()
+
+
+# The exporter's translation forgets that ONNX scatters into no scalars.
+@decomposes(_aten.scatter_add.default, when=lambda x, *_: not x.ndim)
+def _scatter_add_to_scalar(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    return x.scatter_reduce(dim, index, src, "sum")
+
+
+# ONNX has no mean among what it scatters by.
+@decomposes(_aten.scatter_reduce.two, when=lambda *arguments, **_: "mean" in arguments[4:5])
+def _scatter_mean(
+    x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    counts = torch.zeros_like(x).scatter_reduce(dim, index, torch.ones_like(src), "sum")
+    own = x if include_self else torch.where(counts > 0, 0, x)
+    total = own.scatter_reduce(dim, index, src, "sum")
+    counts = counts + 1 if include_self else counts.clamp(min=1)
+    return total.div(counts, rounding_mode=None if x.is_floating_point() else "floor")
+
+
+@decomposes(_aten._cdist_forward.default)
+def _cdist(x: Tensor, y: Tensor, p: float, compute_mode: int | None = None) -> Tensor:
+    differences = (x.unsqueeze(-2) - y.unsqueeze(-3)).abs()
+    if p == 0:
+        return (differences != 0).to(x.dtype).sum(-1)
+    if p == 1:
+        return differences.sum(-1)
+    if p == 2:
+        return differences.square().sum(-1).sqrt()
+    if p == math.inf:
+        return differences.amax(-1)
+    return differences.pow(p).sum(-1).pow(1 / p)
+
+
+# --- Selections ---
+
+
+# PyTorch multiplies the sizes; with symbolic ones the exporter cannot.
+@decomposes(
+    _aten.flatten.using_ints,
+    when=lambda x, start_dim=0, end_dim=-1: start_dim == 0 and end_dim in {-1, x.ndim - 1},
+)
+def _flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    return x.reshape(-1)
+
+
+@decomposes(_aten.masked_select.default)
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    x, mask = torch.broadcast_tensors(x, mask)
+    return x[mask] if x.ndim else x.reshape(1)[mask.reshape(1)]
+
+
+# ONNX Runtime takes a scalar for a vector of one element.
+@decomposes(_aten.nonzero.default, when=lambda x: x.ndim == 0)
+def _nonzero_of_scalar(x: Tensor) -> Tensor:
+    return x.reshape(1).nonzero()[:, :0]
+
+
+# The exporter's translation takes no size.
+@decomposes(
+    _aten.repeat_interleave.Tensor,
+    when=lambda repeats, *, output_size=None: output_size is not None,
+)
+def _repeat_interleave(repeats: Tensor, *, output_size: int) -> Tensor:
+    return torch.repeat_interleave(repeats)
+
+
+@decomposes(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)
+def _searchsorted(
+    boundaries: Tensor,
+    x: Tensor | float,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    """Counts the boundaries below each value: all of them, as ONNX has no binary search."""
+    if sorter is not None:
+        boundaries = boundaries.gather(-1, sorter)
+    if isinstance(x, Tensor):
+        x = x.unsqueeze(-1)
+    if boundaries.ndim > 1:
+        boundaries = boundaries.unsqueeze(-2)
+    above = boundaries > x if right or side == "right" else boundaries >= x
+    return (~above).sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+
+
+@decomposes(_aten.bucketize.Tensor)
+def _bucketize(
+    x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False
+) -> Tensor:
+    above = boundaries > x.unsqueeze(-1) if right else boundaries >= x.unsqueeze(-1)
+    return (~above).sum(-1, dtype=torch.int32 if out_int32 else torch.int64)

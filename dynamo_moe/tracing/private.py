@@ -1,0 +1,421 @@
+"""Private names of PyTorch by which an export is traced and translated in steps of our own.
+
+They are used with the versions of PyTorch that they have been run with. With another version, or
+where a name has moved, :func:`missing` says so, and an export takes the public way:
+``torch.export.export`` and ``torch.onnx.export`` alone. That takes several times as long; what a
+model decides by a size is then read from the ranges of its sizes, without the line that decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from onnx.defs import OpSchema
+from onnx_ir.schemas import OpSignature
+from torch import fx
+from torch.export import ExportedProgram
+from torch.nn.modules import transformer
+
+from dynamo_moe.process_state import ProcessState, replaced
+
+__all__ = [
+    "KNOWN_VERSIONS",
+    "SYMBOLIC_SQUARE_ROOT",
+    "TRACERS",
+    "can_decompose",
+    "capturing",
+    "decomposing",
+    "decomposition_table",
+    "detect_fake_mode",
+    "enable_python_dispatcher",
+    "example_sizes",
+    "free_unbacked_symbols",
+    "is_module_cast",
+    "is_never_negative",
+    "make_fx",
+    "missing",
+    "onnx_program",
+    "overload_name",
+    "promote_dtypes",
+    "quiet",
+    "remove_assertions",
+    "rnn_loops",
+    "scan",
+    "sizes_watched",
+    "stack",
+    "torchlib",
+    "translating",
+    "with_graph",
+]
+
+KNOWN_VERSIONS = ((2, 11), (2, 15))
+"""The oldest and the newest PyTorch whose private names have been used."""
+
+_absent = ""
+try:
+    # Fake tensors of a trace, and the frames of code that Dynamo reads and does not run.
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import TracingContext, detect_fake_mode
+
+    # Symbolic sizes: the tracer of one operator, arithmetic, conditions.
+    from torch.fx.experimental import _config
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+    from torch.fx.experimental.sym_node import SymNode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked
+
+    # The steps of torch.onnx.export.
+    from torch.onnx._internal.exporter import _core, _decomp, _fx_passes
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+    from torch.onnx._internal.fx.passes import type_promotion
+except ImportError as error:
+    _absent = str(error)
+
+    def detect_fake_mode(inputs: Any = None) -> None:  # type: ignore[misc]
+        """Finds no mode of fake tensors."""
+
+
+try:  # LSTMs and GRUs as loops.
+    from torch.export._patches import (
+        register_gru_while_loop_decomposition,
+        register_lstm_while_loop_decomposition,
+    )
+
+    _RNN_LOOPS = (register_lstm_while_loop_decomposition, register_gru_while_loop_decomposition)
+except ImportError:
+    _RNN_LOOPS = ()  # type: ignore[assignment]
+
+try:  # A recurrence as one operator.
+    from torch._higher_order_ops.scan import scan
+except ImportError:
+    scan = None  # type: ignore[assignment]
+
+SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
+"""What a trace makes of ``math.sqrt`` of a size."""
+
+_ARITHMETIC = ("_add", "_mul", "_sub", "_sym_max", "_eq", "_ne", "_ge", "_gt", "_le", "_lt")
+
+
+@functools.cache
+def _changed() -> str:
+    """Returns what is unlike what our steps call, if anything; each name is looked up."""
+    try:
+        parameters = {
+            "ShapeEnv._log_guard": (ShapeEnv._log_guard, ("self", "prefix", "g")),
+            "_exported_program_to_onnx_program": (
+                _core._exported_program_to_onnx_program,
+                ("exported_program", "registry"),
+            ),
+            "ONNXRegistry.from_torchlib": (ONNXRegistry.from_torchlib, ("opset_version",)),
+            "ONNXRegistry.register_op": (ONNXRegistry.register_op, ("self", "target", "function")),
+            "ONNXRegistry.is_registered": (ONNXRegistry.is_registered, ("self", "target")),
+            "create_onnx_friendly_decomposition_table": (
+                _decomp.create_onnx_friendly_decomposition_table,
+                ("onnx_registered_ops",),
+            ),
+            "_TypePromotionInterpreter._maybe_promote_node": (
+                type_promotion._TypePromotionInterpreter._maybe_promote_node,
+                ("self", "node", "rule"),
+            ),
+            **{f"SymNode.{n}": (getattr(SymNode, n), ("self", "other")) for n in _ARITHMETIC},
+        }
+    except AttributeError as error:
+        return str(error)
+    for name, (function, expected) in parameters.items():
+        found = tuple(inspect.signature(function).parameters)
+        if found[: len(expected)] != expected:
+            return f"{name} takes {', '.join(found)}"
+    return ""
+
+
+def missing() -> str | None:
+    """Returns why this PyTorch's private names are not used; None where they are."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    oldest, newest = KNOWN_VERSIONS
+    if not oldest <= version <= newest:
+        return f"it is not one of the versions {_text(oldest)} to {_text(newest)}"
+    absent = _absent or _changed()
+    return f"it has other private names: {absent}" if absent else None
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+# --- Values of a trace ---
+
+
+def free_unbacked_symbols(value: Any) -> set[Any]:
+    """Returns the symbols of a value that are read from data, such as nonzero's size."""
+    if not _absent:
+        return set(_free_unbacked(value))
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    expressions = (size.node.expr for size in sizes if isinstance(size, torch.SymInt))
+    # PyTorch's names of sizes of the inputs begin with an s.
+    return {s for each in expressions for s in each.free_symbols if not s.name.startswith("s")}
+
+
+def is_never_negative(size: Any) -> bool:
+    """Whether a symbolic size is known to be 0 or more."""
+    return not _absent and bool(statically_known_true(size >= 0))
+
+
+def example_sizes(mode: Any) -> dict[Any, Any]:
+    """Returns the sizes that the symbols of a trace have in its example."""
+    return dict(mode.shape_env.backed_var_to_val)
+
+
+def can_decompose(operator: Any) -> bool:
+    """Whether an operator is composite: PyTorch computes it by others."""
+    return bool(operator._can_decompose())
+
+
+def overload_name(operator: Any) -> str:
+    """Returns ``Tensor`` of ``aten.add.Tensor``."""
+    return str(operator._overloadname)
+
+
+def with_graph(program: ExportedProgram, module: fx.GraphModule, signature: Any) -> ExportedProgram:
+    """Returns the program with another graph; unlike a new program, it is not checked."""
+    changed = copy.copy(program)
+    changed._graph_module, changed._graph_signature = module, signature
+    return changed
+
+
+# --- Decisions by sizes ---
+
+
+def sizes_watched(noting: Callable[[Any, str], None]) -> ProcessState:
+    """Returns what calls a function with each condition on sizes that a trace depends on.
+
+    Args:
+        noting: Takes the condition, and what kind of condition PyTorch says it is.
+    """
+
+    def watching(original: Any) -> Any:
+        def log_guard(environment: Any, prefix: str, condition: Any, *args: Any, **kw: Any) -> None:
+            noting(condition, prefix)
+            original(environment, prefix, condition, *args, **kw)
+
+        return log_guard
+
+    return ProcessState(lambda: replaced(ShapeEnv, "_log_guard", watching))
+
+
+def stack() -> Iterator[tuple[str, int]]:
+    """Yields the files and lines of what runs or is read by Dynamo, the innermost first."""
+    traced = TracingContext.extract_stack()
+    yield from ((entry.filename, entry.lineno or 0) for entry in reversed(traced))
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+TRACERS = ("torch._dynamo.", "torch._export.", "torch.export.", "torch.fx.")
+"""Where the errors are from that say what a trace cannot do; others may be the model's."""
+
+
+def is_module_cast(function: str) -> bool:
+    """Whether a function of ``torch.nn.Module`` is what casts and moves modules."""
+    return function == "_apply"
+
+
+# --- What the tracer does again for every operator, done once: a third of a capture's time ---
+# A program with symbolic sizes of 24 transformer blocks asks for the same thousand sums, products
+# and comparisons of sizes some sixty times each, and formats a stack trace for each node.
+
+
+def _remembered(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Returns the operation of two symbolic sizes, computed once for each pair of expressions.
+
+    A result depends on both expressions, their types, and what has been found out about the
+    symbols since: the environment counts that. While sizes themselves are traced, each operation
+    must be seen.
+    """
+    results: dict[Any, Any] = {}
+
+    def remembering(size: Any, other: Any) -> Any:
+        environment = size.shape_env
+        # PyTorch 2.11 does not count what it finds out.
+        found_out = getattr(environment, "_replacements_version_counter", None)
+        if found_out is None or get_proxy_mode() is not None:
+            return operation(size, other)
+        key = (environment, found_out, size._expr, size.pytype, other._expr, other.pytype)
+        result = results.get(key)
+        if result is None:
+            result = results[key] = operation(size, other)
+        return result
+
+    return remembering
+
+
+@contextlib.contextmanager
+def _cheap_tracing() -> Iterator[None]:
+    """Remembers size arithmetic, and keeps no stack traces."""
+    with contextlib.ExitStack() as changes:
+        if missing() is None:
+            for name in _ARITHMETIC:
+                changes.enter_context(replaced(SymNode, name, _remembered))
+        config = getattr(fx, "config", None)  # From PyTorch 2.12 on.
+        if hasattr(config, "do_not_emit_stack_traces"):
+            changes.enter_context(replaced(config, "do_not_emit_stack_traces", lambda _: True))
+        yield
+
+
+# --- Capture ---
+
+
+@contextlib.contextmanager
+def _sizes_of_one() -> Iterator[None]:
+    """Treats sizes of 0 and 1 as any other, as torch.onnx.export does around torch.export."""
+    if missing() is not None:
+        yield
+        return
+    patch: Any = _config.patch  # type: ignore[attr-defined]
+    with patch(backed_size_oblivious=True):
+        yield
+
+
+@contextlib.contextmanager
+def _rnn_loops() -> Iterator[None]:
+    """Makes LSTMs and GRUs loops, whose number of steps may be symbolic."""
+    with contextlib.ExitStack() as changes:
+        for register in _RNN_LOOPS:
+            changes.enter_context(register())
+        yield
+
+
+@contextlib.contextmanager
+def _unfused_transformers() -> Iterator[None]:
+    """Lets the transformers of ``torch.nn`` compute layer by layer, with the mask they are given.
+
+    In evaluation mode they can call fused operators, which ONNX has no translation for. They also
+    compare a mask's values with those of a causal one, only to choose a faster kernel.
+    """
+
+    def believe(_: Any) -> Any:
+        def is_causal(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+            return is_causal is True
+
+        return is_causal
+
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with contextlib.ExitStack() as changes:
+            if hasattr(transformer, "_detect_is_causal_mask"):
+                changes.enter_context(replaced(transformer, "_detect_is_causal_mask", believe))
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
+"""How PyTorch traces a model for ONNX."""
+
+rnn_loops = ProcessState(_rnn_loops)
+"""How it traces recurrent networks where sizes are symbolic."""
+
+
+# --- Translation ---
+
+
+@contextlib.contextmanager
+def _signatures_once() -> Iterator[None]:
+    """Derives an ONNX operator's signature once; PyTorch does so for every node."""
+
+    def once(original: Any) -> Any:
+        signatures: dict[Any, OpSignature] = {}
+
+        def derived(schema: OpSchema) -> OpSignature:
+            key = schema.domain, schema.name, schema.since_version
+            if key not in signatures:
+                signatures[key] = original.__get__(None, OpSignature)(schema)
+            return signatures[key]
+
+        return staticmethod(derived)
+
+    with replaced(OpSignature, "from_op_schema", once):
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences the exporter's remarks about packages and functions that are not the user's."""
+    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = registration.level
+    registration.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            yield
+    finally:
+        registration.setLevel(level)
+
+
+quiet = ProcessState(_quiet)
+"""Without remarks that are not for the user."""
+
+decomposing = ProcessState(_cheap_tracing, _sizes_of_one)
+"""How PyTorch traces single operators of a traced program."""
+
+translating = ProcessState(_signatures_once)
+"""How it makes ONNX nodes of them."""
+
+
+@functools.cache
+def torchlib(opset: int) -> Any:
+    """Returns the exporter's own translations of operators, as a registry."""
+    return ONNXRegistry.from_torchlib(opset_version=opset)
+
+
+def decomposition_table(registry: Any) -> dict[Any, Any]:
+    """Returns PyTorch's decompositions of the operators that a registry has no translation for."""
+    translated = set(_decomp.get_onnx_implemented_overloads(registry))
+    return _decomp.create_onnx_friendly_decomposition_table(translated)
+
+
+def remove_assertions(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns the module without its assertions about sizes."""
+    return _fx_passes.remove_assertion_nodes(module)
+
+
+def onnx_program(program: ExportedProgram, registry: Any) -> Any:
+    """Returns a decomposed program as ONNX nodes."""
+    return _core._exported_program_to_onnx_program(program, registry=registry)
+
+
+@functools.cache
+def _promotions() -> Any:
+    return type_promotion.TypePromotionTable()
+
+
+def promote_dtypes(module: fx.GraphModule) -> None:
+    """Makes the promotion of dtypes explicit, and runs only the nodes that this changes."""
+    promotion = type_promotion.InsertTypePromotion(module)
+    promotion.interpreter = _Promotion(module, _promotions())
+    promotion.run()
+
+
+if not _absent:
+
+    class _Promotion(type_promotion._TypePromotionInterpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            if node.op == "output":
+                return None
+            if node.op == "placeholder" or "val" not in node.meta:
+                return super().run_node(node)
+            rule = type_promotion.get_type_promotion_rule(node, self.type_promotion_table)
+            if rule is not None:
+                with self._set_current_node(node):
+                    self._maybe_promote_node(node, rule)
+            return node.meta["val"]

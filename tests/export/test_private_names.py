@@ -1,0 +1,166 @@
+"""What stands in for private names of PyTorch that have moved."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynamo_moe
+from custom_ops import _checks
+from dynamo_moe import private, pytree
+from dynamo_moe.operators.private import has_fake_kernel, parsed_schema
+from dynamo_moe.tracing import private as tracing_private
+from dynamo_moe.weights.lazy_tensors import LazyTensor
+from small_models import OpLayer, op_model
+
+ROOT = Path(__file__).parents[2]
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_everything_works_by_public_names(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "support" / "without_private_names.py"
+    paths = os.pathsep.join([str(ROOT), str(script.parent), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert result.returncode == 0, result.stderr
+    refused = result.stdout.splitlines()
+    for module in ("_subclasses.fake_tensor", "_dispatch.python", "utils._pytree", "_library"):
+        assert any(module in name for name in refused), refused
+
+
+def test_the_report_names_an_unknown_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, example = op_model(OpLayer()), torch.randn(3, 16)
+    path = tmp_path / "m.onnx"
+    assert not any("exporter" in note for note in dynamo_moe.export(model, example, path).notes)
+    monkeypatch.setattr(tracing_private, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
+    notes = dynamo_moe.export(model, example, path).notes
+    [note] = [note for note in notes if "its own exporter alone" in note]
+    assert note == (
+        f"PyTorch {torch.__version__} is traced and translated by its own exporter alone, which "
+        "takes several times as long: it is not one of the versions 2.0 to 2.1"
+    )
+    assert dynamo_moe.verify(path, model).passed
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("2.10.2", False),
+        ("2.11.0", True),
+        ("2.12.1+cu130", True),
+        ("2.15.1", True),
+        ("2.16.0a0+git", False),
+        ("3.0.0", False),
+    ],
+)
+def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert (tracing_private.missing() is None) == known
+
+
+def test_another_signature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    tracing_private._changed.cache_clear()
+    monkeypatch.setattr(ShapeEnv, "_log_guard", lambda self, guard: None)
+    try:
+        assert "_log_guard takes self, guard" in str(tracing_private.missing())
+        monkeypatch.delattr(ShapeEnv, "_log_guard")
+        tracing_private._changed.cache_clear()
+        assert "'_log_guard'" in str(tracing_private.missing())
+    finally:
+        tracing_private._changed.cache_clear()
+
+
+def test_lazy_weights_need_a_version_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private, "Tensor", object)
+    with pytest.raises(RuntimeError) as raised:
+        LazyTensor.held(torch.ones(2))
+    assert f"PyTorch {torch.__version__} has no torch.Tensor._make_wrapper_subclass" in str(
+        raised.value
+    )
+
+
+@pytest.mark.parametrize(
+    "tree", [1, [], [1, (2, {"a": 3})], {"a": [1], "b": None}, Pair(1, [2]), (Pair(1, 2),)]
+)
+def test_own_containers_are_as_those_of_pytorch(tree: Any) -> None:
+    leaves, structure = pytree.OWN["tree_flatten"](tree)
+    assert leaves == pytree.tree_leaves(tree) == pytree.OWN["tree_leaves"](tree)
+    assert pytree.OWN["tree_unflatten"](leaves, structure) == tree
+    assert type(pytree.OWN["tree_unflatten"](leaves, structure)) is type(tree)
+    for name, args in (("tree_map", (str,)), ("tree_map_only", (int, str))):
+        assert pytree.OWN[name](*args, tree) == getattr(pytree, name)(*args, tree)
+
+
+def test_structures_are_compared() -> None:
+    flatten = pytree.OWN["tree_flatten"]
+    assert flatten([1, (2, 3)])[1] == flatten([4, (5, 6)])[1]
+    assert flatten([1, (2, 3)])[1] != flatten([1, [2, 3]])[1]
+    assert flatten({"a": 1})[1] != flatten({"b": 1})[1]
+
+
+def test_a_schema_is_parsed_without_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "private_names::op(Tensor x, int[] sizes, float scale=0.5) -> (Tensor, Tensor)"
+    expected = parsed_schema(text)
+    monkeypatch.delattr(torch._C, "parse_schema")
+    found = parsed_schema(text)
+    for argument, same in zip(found.arguments, expected.arguments, strict=True):
+        assert (argument.name, argument.default_value) == (same.name, same.default_value)
+        assert str(argument.real_type) == str(same.real_type)
+    assert [str(r.type) for r in found.returns] == [str(r.type) for r in expected.returns]
+    with pytest.raises(RuntimeError):
+        parsed_schema("private_names::op(Tensor) nonsense")
+
+
+def test_symbols_of_data_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chosen(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x[x > 0], x * 2
+
+    dynamic = ({0: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(Chosen(), (torch.randn(4, 3),), dynamic_shapes=dynamic)
+    *_, output = program.graph.nodes
+    chosen, doubled = (node.meta["val"] for node in output.args[0])
+    expected = [tracing_private.free_unbacked_symbols(value) for value in (chosen, doubled)]
+    monkeypatch.setattr(tracing_private, "_absent", "moved")
+    assert [tracing_private.free_unbacked_symbols(value) for value in (chosen, doubled)] == expected
+    assert [len(symbols) for symbols in expected] == [1, 0]
+
+
+def test_without_documented_checks_the_errors_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_checks, "_CHECKS", {ValueError: None, TypeError: None})
+    with pytest.raises(ValueError, match="a rule"):
+        _checks._check_value(False, lambda: "a rule")
+    with pytest.raises(TypeError, match="a rule"):
+        _checks._check_type(False, lambda: "a rule")
+    _checks._check_value(True, lambda: "a rule")
+
+
+def test_a_fake_kernel_is_taken_for_granted_where_nothing_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = torch.library.Library("private_names", "FRAGMENT")
+    library.define("without_fake(Tensor x) -> Tensor")
+    operator = torch.ops.private_names.without_fake.default
+    assert not has_fake_kernel(operator)
+    monkeypatch.setattr("dynamo_moe.operators.private.OPDEFS", None)
+    assert has_fake_kernel(operator)

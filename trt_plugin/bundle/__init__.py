@@ -1,0 +1,41 @@
+"""Bundles of compiled kernels: what is in one, reading and writing.
+
+docs/reference/bundle.md describes the format. The native library reads and checks bundles; nothing
+here needs PyTorch or Triton.
+"""
+
+from trt_plugin.bundle.parts import (
+    PARAMETER_BYTES,
+    Argument,
+    Buffer,
+    Expression,
+    Kernel,
+    Launch,
+    Range,
+    TensorMap,
+)
+from trt_plugin.bundle.programs import Bundle, Program
+from trt_plugin.bundle.reading import BundleError, is_bundle, read
+from trt_plugin.bundle.records import SYMBOLS, TENSORS, LayerRecord
+
+__all__ = [
+    # Files
+    "read",
+    "is_bundle",
+    "Bundle",
+    "BundleError",
+    # What is in one
+    "Program",
+    "LayerRecord",
+    "Range",
+    "Buffer",
+    "Launch",
+    "Argument",
+    "TensorMap",
+    "Kernel",
+    "Expression",
+    # Names and sizes
+    "PARAMETER_BYTES",
+    "SYMBOLS",
+    "TENSORS",
+]

@@ -1,0 +1,167 @@
+"""The parts of a program: kernels, and how they are launched."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trt_plugin.bundle.records import INSTRUCTION, SYMBOLS
+from trt_plugin.native import LauncherError, call
+
+__all__ = [
+    "PARAMETER_BYTES",
+    "Argument",
+    "Buffer",
+    "Expression",
+    "Kernel",
+    "Launch",
+    "Range",
+    "TensorMap",
+]
+
+#: Bytes of a kernel's parameter by its kind.
+PARAMETER_BYTES = {"null": 8, "tensor": 8, "workspace": 8, "i32": 4, "i64": 8, "tensor_map": 128}
+
+_WORKSPACE_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A size or a number of programs; ``str`` gives it in words, such as ``cdiv(T * K, 16)``.
+
+    Attributes:
+        instructions: In postfix order, each an opcode (see docs/reference/bundle.md) and a value.
+    """
+
+    instructions: tuple[tuple[int, int], ...]
+    _text: str = field(default="", repr=False, compare=False)
+
+    def evaluate(self, sizes: Mapping[str, int]) -> int:
+        """Returns the value for sizes such as ``{"T": 5, "E": 8, …}``, as the launcher computes it.
+
+        Raises:
+            ArithmeticError: If a value does not fit 64 bits, or a divisor is below 1.
+        """
+        code = b"".join(INSTRUCTION.pack(opcode, 0, value) for opcode, value in self.instructions)
+        values = (ctypes.c_int64 * len(SYMBOLS))(*(sizes[name] for name in SYMBOLS))
+        result = ctypes.c_int64()
+        try:
+            call(
+                "expression_evaluate",
+                *(code, len(self.instructions), values, ctypes.byref(result)),
+            )
+        except LauncherError as error:
+            raise ArithmeticError(str(error)) from None
+        return result.value
+
+    def __str__(self) -> str:
+        return self._text or str(self.instructions)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel.
+
+    Attributes:
+        name: The entry point in the image.
+        description: JSON: module, function and the values compiled in.
+        image: The ELF image (cubin).
+        num_warps: Warps per block.
+        shared_memory: Dynamic shared memory per block in bytes.
+        dependent_launch: Whether it may start before the previous kernel ends.
+        registers: Registers per thread.
+        local_memory: Bytes of spilled registers and stack per thread.
+    """
+
+    name: str
+    description: str
+    image: bytes = field(repr=False)
+    num_warps: int
+    shared_memory: int
+    dependent_launch: bool
+    registers: int
+    local_memory: int
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What a tensor map is encoded from, innermost dimension first.
+
+    Attributes:
+        tensor: One of :data:`TENSORS`.
+        dtype: ``CUtensorMapDataType``.
+        swizzle: ``CUtensorMapSwizzle``.
+        sizes: In elements.
+        strides: In bytes; the first is the size of an element.
+        box: In elements.
+    """
+
+    tensor: str
+    dtype: int
+    swizzle: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A kernel's parameter.
+
+    Attributes:
+        kind: A key of :data:`PARAMETER_BYTES`.
+        value: None for ``null``; one of :data:`TENSORS` for ``tensor``; the buffer's index in its
+            range for ``workspace``; an :class:`Expression` for ``i32`` and ``i64``; a
+            :class:`TensorMap` for ``tensor_map``.
+    """
+
+    kind: str
+    value: str | int | Expression | TensorMap | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launch of a kernel.
+
+    Attributes:
+        kernel: Index into the program's kernels.
+        arguments: In the kernel's order.
+        grid: Blocks along x, y and z.
+    """
+
+    kernel: int
+    arguments: tuple[Argument, ...]
+    grid: tuple[Expression, Expression, Expression]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A part of the workspace: its name, and its size in bytes."""
+
+    name: str
+    size: Expression
+
+
+@dataclass(frozen=True)
+class Range:
+    """What runs for ``first`` to ``last`` tokens.
+
+    Attributes:
+        first: Fewest tokens.
+        last: Most tokens.
+        buffers: The workspace, each at a multiple of 256 bytes.
+        launches: In order, on one stream.
+    """
+
+    first: int
+    last: int
+    buffers: tuple[Buffer, ...]
+    launches: tuple[Launch, ...]
+
+    def workspace_size(self, sizes: Mapping[str, int]) -> int:
+        """Returns the bytes of workspace for the values of all symbols."""
+        return sum(
+            -(-each.size.evaluate(sizes) // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+            for each in self.buffers
+        )

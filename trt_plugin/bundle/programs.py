@@ -1,0 +1,128 @@
+"""Programs, and the bundles that hold them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trt_plugin.bundle.parts import Kernel, Range
+from trt_plugin.bundle.records import LayerRecord
+from trt_plugin.bundle.writing import bundle_bytes, program_bytes
+from trt_plugin.output import write_whole
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Bundle", "Program"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A layer, compiled for an architecture.
+
+    Attributes:
+        layer: The layer.
+        architecture: 90 for sm_90.
+        ranges: Ascending from 1 token, without gaps.
+        kernels: The kernels that the launches refer to.
+    """
+
+    layer: LayerRecord
+    architecture: int
+    ranges: tuple[Range, ...]
+    kernels: tuple[Kernel, ...]
+
+    def workspace_size(self, max_tokens: int) -> int:
+        """Returns the bytes of workspace that suffice for every T in ``0..max_tokens``."""
+        return max(
+            (
+                each.workspace_size({**self.layer.sizes, "T": min(max_tokens, each.last)})
+                for each in self.ranges
+                if each.first <= max_tokens
+            ),
+            default=0,
+        )
+
+    @cached_property
+    def data(self) -> bytes:
+        """The program's bytes, which the TensorRT plugin stores in an engine."""
+        return program_bytes(self.layer, self.architecture, self.ranges, self.kernels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The program as dicts, lists, strings and numbers; kernels without their images."""
+        return {
+            "layer": self.layer.to_dict(),
+            "architecture": f"sm_{self.architecture}",
+            "bytes": len(self.data),
+            "ranges": [
+                {
+                    "first": each.first,
+                    "last": each.last,
+                    "kernels": [launch.kernel for launch in each.launches],
+                    "workspace": {buffer.name: str(buffer.size) for buffer in each.buffers},
+                }
+                for each in self.ranges
+            ],
+            "kernels": [
+                {
+                    "name": kernel.name,
+                    "image_bytes": len(kernel.image),
+                    "num_warps": kernel.num_warps,
+                    "registers": kernel.registers,
+                    "shared_memory": kernel.shared_memory,
+                    "local_memory": kernel.local_memory,
+                    "dependent_launch": kernel.dependent_launch,
+                    "description": _json_or_text(kernel.description),
+                }
+                for kernel in self.kernels
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Programs; rich prints them as a table.
+
+    Attributes:
+        programs: In the file's order.
+    """
+
+    programs: tuple[Program, ...]
+
+    @cached_property
+    def data(self) -> bytes:
+        """The file's bytes."""
+        return bundle_bytes([program.data for program in self.programs])
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the file; a reader sees the old one or the new one, never a part.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        write_whole(Path(path), self.data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The bundle as dicts, lists, strings and numbers, ready for ``json.dumps``."""
+        return {
+            "bytes": len(self.data),
+            "programs": [program.to_dict() for program in self.programs],
+        }
+
+    def __rich__(self) -> RenderableType:
+        """What rich prints."""
+        from trt_plugin.bundle.view import bundle_view
+
+        return bundle_view(self.to_dict())
+
+
+def _json_or_text(text: str) -> Any:
+    # Nothing interprets the description, so nothing has checked it.
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,168 @@
+"""The records and codes of the bundle format, as docs/reference/bundle.md describes them.
+
+The writer packs them. The native library reads them: csrc/bundle has the same tables in C++.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import NamedTuple
+
+from trt_plugin.native import call_for_json
+
+__all__ = [
+    # Headers
+    "DIRECTORY_ENTRY",
+    "FILE_HEADER",
+    "FILE_MAGIC",
+    "PROGRAM_HEADER",
+    "PROGRAM_HEADER_BYTES",
+    "PROGRAM_MAGIC",
+    "TABLE_ENTRY",
+    "VERSION",
+    # Tables
+    "ARGUMENT",
+    "BUFFER",
+    "EXPRESSION",
+    "IMAGE_ALIGNMENT",
+    "INSTRUCTION",
+    "KERNEL",
+    "LAUNCH",
+    "RANGE",
+    "TABLES",
+    "TENSOR_MAP",
+    # Codes
+    "ARGUMENT_KINDS",
+    "DEPENDENT_LAUNCH",
+    "FLAGS_WITHOUT_OPTION",
+    "FLAGS_WORD",
+    "MAP_DTYPES",
+    "OPERATIONS",
+    "SYMBOLS",
+    "TENSORS",
+    # The layer
+    "LAYER",
+    "LayerRecord",
+]
+
+VERSION = 1
+# Images, and programs in a file, begin at multiples of this.
+IMAGE_ALIGNMENT = 64
+
+FILE_MAGIC = b"MOEK\r\n\x1a\n"
+#: Magic, version, programs, size, checksum, reserved.
+FILE_HEADER = Struct("<8sIIQII")
+#: Offset, size.
+DIRECTORY_ENTRY = Struct("<QQ")
+
+PROGRAM_MAGIC = b"MOEP\r\n\x1a\n"
+#: Magic, version, architecture, size, checksum, reserved. Layer and tables follow.
+PROGRAM_HEADER = Struct("<8sIIQII")
+#: Offset, number of records.
+TABLE_ENTRY = Struct("<QQ")
+
+LAYER = Struct("<12I4f")
+#: First and last token; first launch, launches; first buffer, buffers.
+RANGE = Struct("<2q4I")
+#: Name's offset and length; size; reserved.
+BUFFER = Struct("<4I")
+#: Kernel; first argument, arguments; grid's x, y, z; reserved.
+LAUNCH = Struct("<6IQ")
+#: Kind, index.
+ARGUMENT = Struct("<2I")
+#: Tensor, dtype, rank, swizzle; sizes; strides; box; reserved.
+TENSOR_MAP = Struct("<4I5Q5Q5I7I")
+#: Name's and description's offset and length; image's offset and size; warps, shared memory, flags,
+#: registers, local memory, reserved.
+KERNEL = Struct("<4I2Q6I")
+#: First instruction, instructions.
+EXPRESSION = Struct("<2I")
+#: Opcode, reserved, value.
+INSTRUCTION = Struct("<2Iq")
+
+#: Bytes of a table's record, in the tables' order.
+TABLES = {
+    "ranges": RANGE.size,
+    "buffers": BUFFER.size,
+    "launches": LAUNCH.size,
+    "arguments": ARGUMENT.size,
+    "tensor maps": TENSOR_MAP.size,
+    "kernels": KERNEL.size,
+    "expressions": EXPRESSION.size,
+    "instructions": INSTRUCTION.size,
+    "strings": 1,
+    "images": 1,
+}
+PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_ENTRY.size
+
+# A code is the index of its name. The library has the layer's names.
+TENSORS = (
+    *("x", "router_weight", "router_bias", "expert_ids", "expert_weights"),
+    *("w1", "b1", "w2", "b2", "y"),
+)
+ARGUMENT_KINDS = ("null", "tensor", "workspace", "i32", "i64", "tensor_map")
+SYMBOLS = ("T", "E", "K", "D", "H")
+OPERATIONS = ("const", "symbol", "add", "sub", "mul", "floordiv", "cdiv", "min", "max")
+#: The layer's word of flags, and the bits of those that are no options.
+FLAGS_WORD = 5
+FLAGS_WITHOUT_OPTION = {"b1": 1, "b2": 2, "tf32": 64}
+#: Bit of a kernel's flags.
+DEPENDENT_LAUNCH = 1
+#: ``CUtensorMapDataType``: name and bytes of an element.
+MAP_DTYPES = {6: ("float16", 2), 7: ("float32", 4), 9: ("bfloat16", 2)}
+
+
+class LayerRecord(NamedTuple):
+    """A layer as a bundle stores it; equal records are the same layer.
+
+    Attributes:
+        operator: 0 ``dropless``, 1 ``experts``.
+        tokens_dtype: The dtype of x and y.
+        experts_dtype: The dtype of w1, b1, w2 and b2.
+        routing_dtype: The dtype of router_weight, or of expert_ids.
+        weights_dtype: The dtype of router_bias (0: none), or of expert_weights.
+        flags: Bits, see :data:`FLAGS_WITHOUT_OPTION` and the table of options.
+        activation: A code.
+        scoring: A code; 0 without a router.
+        experts: E.
+        top_k: K.
+        width: D.
+        hidden: H.
+        routed_scaling: Factor on the routing weights.
+        alpha: Factor of clamped_swiglu.
+        limit: Limit of clamped_swiglu and clamped_silu.
+        norm_eps: Epsilon of rms_norm.
+    """
+
+    operator: int
+    tokens_dtype: int
+    experts_dtype: int
+    routing_dtype: int
+    weights_dtype: int
+    flags: int
+    activation: int
+    scoring: int
+    experts: int
+    top_k: int
+    width: int
+    hidden: int
+    routed_scaling: float
+    alpha: float
+    limit: float
+    norm_eps: float = 0.0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The values of the symbols E, K, D and H."""
+        return {"E": self.experts, "K": self.top_k, "D": self.width, "H": self.hidden}
+
+    def to_bytes(self) -> bytes:
+        """The 64 bytes."""
+        return LAYER.pack(*self)
+
+    def to_dict(self) -> dict[str, int | float | bool | str]:
+        """The layer in words, without the options that do not apply to it."""
+        words: dict[str, int | float | bool | str] = call_for_json(
+            "layer_describe", self.to_bytes()
+        )
+        return words

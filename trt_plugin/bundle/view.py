@@ -1,0 +1,100 @@
+"""A bundle as tables for a terminal."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["bundle_view"]
+
+# So many tokens are as good as no limit.
+_ANY_NUMBER = 2**24
+# Flags of what surrounds the experts.
+_AROUND = ("rms_norm", "residual")
+
+
+def bundle_view(bundle: dict[str, Any]) -> RenderableType:
+    """Returns a table of kernels for each program of ``Bundle.to_dict()``."""
+    programs = bundle["programs"]
+    kernels = sum(len(program["kernels"]) for program in programs)
+    head = Text.assemble(
+        (f"{len(programs)} program{'s' * (len(programs) > 1)}, {kernels} kernels", "bold"),
+        f"  {_bytes(bundle['bytes'])}",
+    )
+    parts: list[RenderableType] = [head]
+    for program in programs:
+        title = Text.assemble(
+            (program["architecture"], "bold"),
+            f"  {_layer(program['layer'])}  ",
+            (_bytes(program["bytes"]), "dim"),
+        )
+        parts += ["", title, _kernels(program)]
+    return Group(*parts)
+
+
+def _kernels(program: dict[str, Any]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        header_style="dim",
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("Kernel", overflow="fold")
+    for heading in ("Tokens", "Warps", "Registers", "Shared", "Local", "Image"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, kernel in enumerate(program["kernels"]):
+        local = kernel["local_memory"]
+        table.add_row(
+            Text(kernel["name"], style="cyan"),
+            _tokens(program["ranges"], index),
+            str(kernel["num_warps"]),
+            str(kernel["registers"]),
+            _bytes(kernel["shared_memory"]),
+            Text(_bytes(local), style="yellow" if local else "dim"),
+            _bytes(kernel["image_bytes"]),
+        )
+    return table
+
+
+def _layer(layer: dict[str, Any]) -> str:
+    gated = "gated " if layer["gated"] else ""
+    around = "".join(f", {name.replace('_', ' ')}" for name in _AROUND if layer[name])
+    dtypes = dict.fromkeys(layer[name] for name in ("tokens_dtype", "experts_dtype"))
+    return (
+        f"{layer['operator']}, {layer['top_k']} of {layer['experts']} experts, "
+        f"{layer['width']} x {layer['hidden']}, {gated}{layer['activation']}{around}, "
+        f"{' and '.join(dtypes)}"
+    )
+
+
+def _tokens(ranges: list[dict[str, Any]], kernel: int) -> str:
+    """The numbers of tokens that a kernel runs for: ``1-16, 65-``."""
+    spans = []
+    for used, group in groupby(ranges, key=lambda each: kernel in each["kernels"]):
+        consecutive = list(group)
+        if used:
+            last = consecutive[-1]["last"]
+            spans.append(f"{consecutive[0]['first']}-{last if last < _ANY_NUMBER else ''}")
+    return ", ".join(spans)
+
+
+def _bytes(count: int) -> str:
+    """Three digits or so: ``96 B``, ``15.2 KiB``.
+
+    >>> _bytes(96), _bytes(15_600), _bytes(3 * 1024**2)
+    ('96 B', '15.2 KiB', '3 MiB')
+    """
+    value, units = float(count), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1000 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"

@@ -1,0 +1,119 @@
+"""The vocabulary of layers as C++, written from the tables of ``custom_ops``.
+
+``python -m trt_plugin.compiling.layer_table`` writes ``csrc/bundle/layer_table.inc``, which
+``csrc/bundle/layer.h`` includes; a test holds that the file is up to date.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from custom_ops.dtypes import CODES, dtype_name
+from custom_ops.kernels.expressions import SYMBOLS
+from custom_ops.kernels.layer import MAX_EXPERTS, MAX_TOP_K, SIZE_MULTIPLE
+from custom_ops.kernels.spec import TENSORS
+from custom_ops.options import CLAMPED, EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Flag, Option
+from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD
+
+__all__ = ["FILE", "layer_table"]
+
+FILE = Path(__file__).parents[1] / "csrc" / "bundle" / "layer_table.inc"
+_HEAD = """\
+// Written from custom_ops by `make tables`, and not by hand: add an option in
+// custom_ops/options.py. clang-format off
+"""
+_LEAST = {
+    "positive": "std::numeric_limits<float>::denorm_min()",
+    "positive and a normal number of float32": "std::numeric_limits<float>::min()",
+}
+
+
+def layer_table(
+    experts: tuple[Option, ...] = EXPERT_OPTIONS, router: tuple[Option, ...] = ROUTER_OPTIONS
+) -> str:
+    """Returns the file's text.
+
+    Args:
+        experts: The experts' options.
+        router: The router's, which ``DroplessMoEExperts`` does not have.
+    """
+    return "\n".join([_HEAD, *_lines((*experts, *router), router)]) + "\n"
+
+
+def _lines(options: tuple[Option, ...], router: tuple[Option, ...]) -> Iterator[str]:
+    flags = {f"has_{name}": bit for name, bit in FLAGS_WITHOUT_OPTION.items()}
+    flags |= {each.flag: each.slot.bit for each in options if isinstance(each.slot, Flag)}
+    yield "enum LayerFlag : std::uint32_t {"
+    for name, bit in sorted(flags.items(), key=lambda item: item[1]):
+        yield f"  {_constant(name)} = {bit},"
+    yield f"  kLayerFlags = {sum(flags.values())},"
+    yield "};"
+    yield _names("kDataTypeNames", map(dtype_name, CODES))
+    yield _names("kTensorNames", TENSORS)
+    yield _names("kSymbolNames", SYMBOLS)
+    for option in options:
+        if option.names:
+            yield _names(f"{_constant(option.name)}Names", option.names)
+    activation = next(option for option in options if option.name == "activation")
+    mask = sum(1 << activation.code(name) for name in CLAMPED)
+    yield f"inline constexpr std::uint32_t kClampedActivations = {mask};  // A bit for each code."
+    yield ""
+    yield f"inline constexpr std::uint32_t kFlagsWord = {FLAGS_WORD};"
+    yield f"inline constexpr std::uint32_t kMaxExperts = {MAX_EXPERTS};"
+    yield f"inline constexpr std::uint32_t kMaxTopK = {MAX_TOP_K};"
+    yield f"inline constexpr std::uint32_t kSizeMultiple = {SIZE_MULTIPLE};"
+    yield ""
+    yield "inline constexpr Size kSizes[] = {"
+    for size in SIZES:
+        yield f"    {{{_text(size.name)}, {_text(size.attribute)}, {size.slot.index}}},"
+    yield "};"
+    yield ""
+    yield "// The router's options come last."
+    yield "inline constexpr Option kOptions[] = {"
+    for option in options:
+        yield f"    {{{', '.join(_fields(option, options, option in router))}}},"
+    yield "};"
+
+
+def _fields(option: Option, options: tuple[Option, ...], router: bool) -> Iterator[str]:
+    yield _text(option.flag)
+    yield _text(option.attribute)
+    yield "true" if router else "false"
+    yield "Option::kName" if option.names else f"Option::{_constant(option.type.__name__)}"
+    yield str(_word(option))
+    yield str(option.slot.bit if isinstance(option.slot, Flag) else 0)
+    yield f"{_constant(option.name)}Names" if option.names else "nullptr"
+    yield str(len(option.names))
+    initial = option.default if option.type is float else option.code(option.default)
+    yield f"{float(initial)!r}F"
+    yield _text(option.bounds.text) if option.bounds else "nullptr"
+    yield _LEAST[option.bounds.text] if option.bounds else "0.0F"
+    if option.only_with is None:
+        yield from ("-1", "0")
+        return
+    name, values = option.only_with
+    other = next(each for each in options if each.name == name)
+    yield str(options.index(other))
+    yield str(sum(1 << other.code(value) for value in values))
+
+
+def _word(option: Option) -> int:
+    return FLAGS_WORD if isinstance(option.slot, Flag) else option.slot.index
+
+
+def _constant(name: str) -> str:
+    return "k" + "".join(part.capitalize() for part in name.split("_"))
+
+
+def _names(constant: str, names: Iterable[str]) -> str:
+    return f"inline constexpr const char* {constant}[] = {{{', '.join(map(_text, names))}}};"
+
+
+def _text(value: str) -> str:
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    FILE.write_text(layer_table())

@@ -1,0 +1,157 @@
+"""Packs a plan and its compiled kernels as a program of a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from struct import Struct
+
+from custom_ops.dtypes import CODES
+from custom_ops.kernels import expressions, spec
+from custom_ops.kernels.layer import Layer
+from custom_ops.options import SIZES, Flag
+from trt_plugin.bundle import (
+    PARAMETER_BYTES,
+    SYMBOLS,
+    Argument,
+    Buffer,
+    Expression,
+    Kernel,
+    Launch,
+    LayerRecord,
+    Program,
+    Range,
+    TensorMap,
+)
+from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, MAP_DTYPES, OPERATIONS
+from trt_plugin.compiling.tasks import Compiled, CompileError, MapLayout, Task, task_for
+
+__all__ = ["layer_record", "program_for", "stored_expression"]
+
+_FLOAT32 = Struct("<f")
+# Triton's kernels end with two pointers to scratch memory, which ours do not use.
+_SCRATCH = (Argument("null"), Argument("null"))
+
+
+def program_for(plan: spec.ForwardPlan, compiled: Mapping[str, Compiled]) -> Program:
+    """Returns the program that launches a plan's kernels.
+
+    Args:
+        plan: The plan.
+        compiled: Each kernel's result under its task's JSON.
+
+    Raises:
+        CompileError: If a kernel's parameters are not those that the launcher would pass.
+    """
+    kernels: dict[str, Kernel] = {}
+    ranges = []
+    for each in plan.ranges:
+        names = [buffer.name for buffer in each.buffers]
+        launches = []
+        for kernel in each.launches:
+            task = task_for(kernel, plan.architecture)
+            key = task.to_json()
+            result = compiled[key]
+            kernels.setdefault(key, _kernel(task, result))
+            arguments = (*_arguments(kernel, result.maps, names), *_SCRATCH)
+            _check_parameters(task, arguments, result)
+            x, y, z = (stored_expression(axis) for axis in kernel.grid)
+            launches.append(Launch(list(kernels).index(key), arguments, (x, y, z)))
+        buffers = (Buffer(buffer.name, stored_expression(buffer.size)) for buffer in each.buffers)
+        ranges.append(Range(each.first, each.last, tuple(buffers), tuple(launches)))
+    record = layer_record(plan.layer)
+    return Program(record, plan.architecture.capability, tuple(ranges), tuple(kernels.values()))
+
+
+def layer_record(layer: Layer) -> LayerRecord:
+    """Returns a layer as a bundle stores it; what has no effect is 0."""
+    layer = layer.canonical()
+    flags = sum(bit for name, bit in FLAGS_WITHOUT_OPTION.items() if getattr(layer, name))
+    words: dict[int, int | float] = {size.slot.index: getattr(layer, size.name) for size in SIZES}
+    for options in filter(None, (layer.router, layer.options)):
+        for row in options.rows:
+            value = getattr(options, row.name)
+            if not row.has_effect(options):
+                continue
+            if isinstance(row.slot, Flag):
+                flags |= row.slot.bit if row.code(value) else 0
+            else:
+                words[row.slot.index] = _float32(value) if row.type is float else row.code(value)
+    dtypes = (layer.tokens_dtype, layer.experts_dtype, layer.routing_dtype, layer.weights_dtype)
+    head = (int(layer.router is None), *map(CODES.index, dtypes), flags)
+    rest = range(len(head), len(LayerRecord._fields))
+    return LayerRecord(*head, *(words.get(index, 0) for index in rest))
+
+
+def _float32(value: float) -> float:
+    rounded: float = _FLOAT32.unpack(_FLOAT32.pack(value))[0]
+    return rounded
+
+
+def _kernel(task: Task, result: Compiled) -> Kernel:
+    return Kernel(
+        name=result.info.name,
+        description=task.description,
+        image=result.cubin,
+        num_warps=result.num_warps,
+        shared_memory=result.shared_memory,
+        dependent_launch=result.dependent_launch,
+        registers=result.info.registers,
+        local_memory=result.info.local_memory,
+    )
+
+
+def _arguments(
+    kernel: spec.KernelSpec, layouts: tuple[MapLayout, ...], buffers: list[str]
+) -> Iterator[Argument]:
+    remaining = iter(layouts)
+    for argument in kernel.parameters.values():
+        match argument:
+            case spec.TensorPointer(tensor):
+                yield Argument("tensor", tensor)
+            case spec.WorkspacePointer(buffer):
+                yield Argument("workspace", buffers.index(buffer))
+            case spec.Scalar(value):
+                yield Argument("i32", stored_expression(value))
+            case spec.TensorMap():
+                yield Argument("tensor_map", _tensor_map(argument, next(remaining)))
+                # The kernel also takes shape and strides, outermost first, but does not use them.
+                for size in argument.shape:
+                    yield Argument("i32", stored_expression(expressions.Expression.of(size)))
+                for stride in argument.strides:
+                    yield Argument("i64", stored_expression(expressions.Expression.of(stride)))
+
+
+def _tensor_map(argument: spec.TensorMap, layout: MapLayout) -> TensorMap:
+    name, element = MAP_DTYPES[layout.dtype]
+    if name != str(argument.dtype).removeprefix("torch."):
+        raise ValueError(f"the tensor map of {argument.tensor} has {argument.dtype}, not {name}")
+    inner, *outer = argument.strides[::-1]
+    return TensorMap(
+        tensor=argument.tensor,
+        dtype=layout.dtype,
+        swizzle=layout.swizzle,
+        sizes=argument.shape[::-1],
+        strides=tuple(element * stride for stride in (inner, *outer)),
+        box=layout.box[::-1],
+    )
+
+
+def stored_expression(value: expressions.Expression) -> Expression:
+    """Returns an expression as a bundle stores it."""
+    instructions = []
+    for part in value.postfix():
+        opcode = OPERATIONS.index(part.operation)
+        operand = SYMBOLS.index(str(part.value)) if part.operation == "symbol" else int(part.value)
+        instructions.append((opcode, operand))
+    return Expression(tuple(instructions), str(value))
+
+
+def _check_parameters(task: Task, arguments: tuple[Argument, ...], result: Compiled) -> None:
+    passed = [PARAMETER_BYTES[argument.kind] for argument in arguments]
+    taken = [parameter.size for parameter in result.info.parameters]
+    if passed != taken:
+        raise CompileError(
+            f"{task} cannot be launched",
+            f"the launcher would pass parameters of {passed} bytes, the cubin has {taken}",
+            task.values,
+        )

@@ -1,0 +1,58 @@
+"""Compiles kernels, in a process of its own.
+
+Reads tasks from standard input and writes results to standard output, one JSON object a line. The
+compiler's own prints go to standard error.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+__all__ = ["main"]
+
+# What a launch needs, and features that the launcher must be able to refuse.
+_METADATA = (
+    *("name", "num_warps", "num_ctas", "shared", "launch_pdl", "launch_cooperative_grid"),
+    *("global_scratch_size", "profile_scratch_size", "tensordesc_meta"),
+)
+
+
+def main() -> None:
+    """Works until standard input ends."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        print(json.dumps(_result(json.loads(line))), file=results, flush=True)
+
+
+def _result(task: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return _compile(task)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _compile(task: dict[str, Any]) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(
+        getattr(importlib.import_module(task["module"]), task["function"]),
+        signature=task["signature"],
+        constexprs=task["constants"],
+        attrs={(index,): [["tt.divisibility", 16]] for index in task["aligned"]},
+    )
+    target = GPUTarget("cuda", task["capability"], 32)
+    compiled = triton.compile(source, target=target, options=task["options"])
+    metadata = {name: getattr(compiled.metadata, name, None) for name in _METADATA}
+    return {"metadata": metadata, "cubin": base64.b64encode(compiled.asm["cubin"]).decode()}
+
+
+if __name__ == "__main__":
+    main()

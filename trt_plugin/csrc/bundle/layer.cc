@@ -1,0 +1,156 @@
+#include "bundle/layer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <iterator>
+
+#include "bundle/format.h"
+
+namespace dynamo_moe {
+namespace {
+
+template <typename... Parts>
+Status Wrong(const Parts&... parts) {
+  return {DYNAMO_MOE_INVALID_BUNDLE, Text("the layer's ", parts...)};
+}
+
+static_assert(sizeof(dynamo_moe_layer) == 16 * sizeof(std::uint32_t));
+static_assert(offsetof(dynamo_moe_layer, flags) == format::kFlagsWord * sizeof(std::uint32_t));
+static_assert(std::size(format::kTensorNames) == format::kTensors);
+static_assert(std::size(format::kSymbolNames) == format::kSymbols);
+
+std::uint32_t WordOf(const dynamo_moe_layer& layer, std::uint32_t index) {
+  std::uint32_t word = 0;
+  std::memcpy(&word, reinterpret_cast<const char*>(&layer) + index * sizeof(word), sizeof(word));
+  return word;
+}
+
+void SetWord(std::uint32_t index, const void* word, dynamo_moe_layer* layer) {
+  constexpr std::size_t size = sizeof(std::uint32_t);
+  std::memcpy(reinterpret_cast<char*>(layer) + index * size, word, size);
+}
+
+bool IsFloat(std::uint32_t type) {
+  return type == format::kFloat32 || type == format::kFloat16 || type == format::kBfloat16;
+}
+
+bool Has(const dynamo_moe_layer& layer, std::uint32_t flag) { return (layer.flags & flag) != 0; }
+
+Status CheckDtypes(const dynamo_moe_layer& layer, bool router) {
+  const bool ints = layer.routing_dtype == format::kI32 || layer.routing_dtype == format::kI64;
+  const bool no_bias = router && layer.weights_dtype == format::kNone;
+  if (!IsFloat(layer.tokens_dtype) || !IsFloat(layer.experts_dtype)) {
+    return Wrong("tokens and experts must be float32 (1), float16 (2) or bfloat16 (3), got ",
+                 layer.tokens_dtype, " and ", layer.experts_dtype);
+  }
+  if (!(router ? IsFloat(layer.routing_dtype) : ints)) {
+    return Wrong("routing dtype must be ",
+                 router ? "float32 (1), float16 (2) or bfloat16 (3)" : "int32 (4) or int64 (5)",
+                 ", got ", layer.routing_dtype);
+  }
+  if (!no_bias && !IsFloat(layer.weights_dtype)) {
+    return Wrong(router ? "router bias" : "expert weights",
+                 " must be float32 (1), float16 (2) or bfloat16 (3)",
+                 router ? " or absent (0)" : "", ", got ", layer.weights_dtype);
+  }
+  return {};
+}
+
+Status CheckSizes(const dynamo_moe_layer& layer, bool router) {
+  const std::uint32_t most = router ? std::min(format::kMaxTopK, layer.experts) : format::kMaxTopK;
+  if (layer.experts < 1 || layer.experts > format::kMaxExperts) {
+    return Wrong("experts must be in 1..", format::kMaxExperts, ", got ", layer.experts);
+  }
+  if (layer.top_k < 1 || layer.top_k > most) {
+    return Wrong("top_k must be in 1..", most, ", got ", layer.top_k);
+  }
+  for (const std::uint32_t size : {layer.width, layer.hidden}) {
+    if (size < format::kSizeMultiple || size % format::kSizeMultiple != 0) {
+      return Wrong("width and hidden must be multiples of ", format::kSizeMultiple, ", got ",
+                   layer.width, " and ", layer.hidden);
+    }
+  }
+  return {};
+}
+
+Status CheckOptions(const dynamo_moe_layer& layer) {
+  const bool clamped = format::IsClamped(layer.activation);
+  if ((clamped || Has(layer, format::kInterleaved)) && !Has(layer, format::kGated)) {
+    return Wrong(clamped ? "clamped activation" : "flag interleaved", " needs flag gated");
+  }
+  if (Has(layer, format::kHasTf32) && layer.experts_dtype != format::kFloat32) {
+    return Wrong("flag tf32 does not apply and must be 0, got ", layer.flags & format::kHasTf32);
+  }
+  for (const format::Option& option : format::kOptions) {
+    const bool number = option.type == format::Option::kFloat;
+    const double value = number ? NumberOf(layer, option) : CodeOf(layer, option);
+    if (!std::isfinite(value)) {
+      return Wrong(option.name, " must be finite, got ", value);
+    }
+    if (value != 0 && !HasEffect(layer, option)) {
+      return Wrong(option.bit != 0 ? "flag " : "", option.name,
+                   " does not apply and must be 0, got ", value);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::uint32_t SizeOf(const dynamo_moe_layer& layer, const format::Size& size) {
+  return WordOf(layer, size.word);
+}
+
+std::uint32_t CodeOf(const dynamo_moe_layer& layer, const format::Option& option) {
+  const std::uint32_t word = WordOf(layer, option.word);
+  return option.bit == 0 ? word : (word & option.bit) != 0 ? 1 : 0;
+}
+
+float NumberOf(const dynamo_moe_layer& layer, const format::Option& option) {
+  float number = 0;
+  const std::uint32_t word = WordOf(layer, option.word);
+  std::memcpy(&number, &word, sizeof(number));
+  return number;
+}
+
+void SetCode(const format::Option& option, std::uint32_t code, dynamo_moe_layer* layer) {
+  if (option.bit != 0) {
+    const std::uint32_t others = WordOf(*layer, option.word) & ~option.bit;
+    code = others | (code != 0 ? option.bit : 0);
+  }
+  SetWord(option.word, &code, layer);
+}
+
+void SetNumber(const format::Option& option, float number, dynamo_moe_layer* layer) {
+  SetWord(option.word, &number, layer);
+}
+
+bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option) {
+  if (option.router && layer.op != format::kDropless) {
+    return false;
+  }
+  return option.only_with < 0 ||
+         ((option.codes >> CodeOf(layer, format::kOptions[option.only_with])) & 1) != 0;
+}
+
+Status CheckLayer(const dynamo_moe_layer& layer) {
+  if (layer.op >= format::kOperators) {
+    return Wrong("operator must be below ", format::kOperators, ", got ", layer.op);
+  }
+  if (layer.flags > format::kLayerFlags) {
+    return Wrong("flags must be below ", format::kLayerFlags + 1, ", got ", layer.flags);
+  }
+  for (const format::Option& option : format::kOptions) {
+    if (option.type == format::Option::kName && CodeOf(layer, option) >= option.count) {
+      return Wrong(option.name, " must be below ", option.count, ", got ", CodeOf(layer, option));
+    }
+  }
+  const bool router = layer.op == format::kDropless;
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckDtypes(layer, router));
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckSizes(layer, router));
+  return CheckOptions(layer);
+}
+
+}  // namespace dynamo_moe

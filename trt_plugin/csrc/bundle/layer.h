@@ -1,0 +1,67 @@
+// The layer record: its codes, their names, and which values it may have.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "dynamo_moe.h"
+#include "status.h"
+
+namespace dynamo_moe::format {
+
+enum Operator : std::uint32_t { kDropless, kExpertsOnly, kOperators };
+
+enum DataType : std::uint32_t { kNone, kFloat32, kFloat16, kBfloat16, kI32, kI64, kUint8 };
+// A size of a layer: its name in a record, the attribute of a node, its word in the record.
+struct Size {
+  const char* name;
+  const char* attribute;
+  std::uint32_t word;
+};
+
+// An option of a layer.
+struct Option {
+  enum Type : std::uint32_t { kBool, kName, kFloat };
+
+  const char* name;       // In a record.
+  const char* attribute;  // Of a node, and so the plugin's field.
+  bool router;            // DroplessMoEExperts does not have it.
+  Type type;
+  std::uint32_t word;  // Its place in a record,
+  std::uint32_t bit;   // and there; 0: the whole word.
+  const char* const* names;
+  std::uint32_t count;  // Of names; a name's place is its code.
+  float initial;        // Its default: a number, or a code.
+  const char* rule;     // What a number must be; null: finite.
+  float least;
+  std::int32_t only_with;  // It has an effect with certain codes of this option; -1: always.
+  std::uint32_t codes;     // These codes as bits.
+};
+
+#include "bundle/layer_table.inc"
+
+constexpr bool IsClamped(std::uint32_t activation) {
+  return ((kClampedActivations >> activation) & 1) != 0;
+}
+
+}  // namespace dynamo_moe::format
+
+namespace dynamo_moe {
+
+std::uint32_t SizeOf(const dynamo_moe_layer& layer, const format::Size& size);
+
+// An option's value in a record: 0 or 1, or the code of its name.
+std::uint32_t CodeOf(const dynamo_moe_layer& layer, const format::Option& option);
+// The same of a number.
+float NumberOf(const dynamo_moe_layer& layer, const format::Option& option);
+void SetCode(const format::Option& option, std::uint32_t code, dynamo_moe_layer* layer);
+void SetNumber(const format::Option& option, float number, dynamo_moe_layer* layer);
+
+// Whether an option has an effect beside the layer's others. Those that have none are 0.
+bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option);
+
+// Checks that kernels exist for such a layer, and that fields which do not apply to it are 0:
+// records are compared as bytes.
+Status CheckLayer(const dynamo_moe_layer& layer);
+
+}  // namespace dynamo_moe

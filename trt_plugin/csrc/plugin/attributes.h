@@ -1,0 +1,39 @@
+// A layer's attributes, as TensorRT passes them on from the nodes of an ONNX file.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "bundle/layer.h"
+#include "plugin/tensorrt_abi.h"
+#include "status.h"
+
+namespace dynamo_moe::plugin {
+
+// The operator's name in ONNX and in TensorRT's registry.
+const char* NameOf(format::Operator op);
+
+struct Attributes {
+  // Fields that do not apply are 0, as in a bundle. So are dtypes, biases and tf32, which follow
+  // from the inputs and the bundle.
+  dynamo_moe_layer layer = {};
+  // The bundle's path; empty if it is not given.
+  std::string kernels;
+};
+
+// A layer's attributes in words, for the engine inspector and the timing cache.
+std::string Describe(const dynamo_moe_layer& layer);
+
+// An operator's attributes. TensorRT's parser passes no others.
+const nvinfer1::PluginFieldCollection& AttributeFields(format::Operator op);
+
+// Checks every field: one that is missing, unknown, given twice, of the wrong type or out of range
+// is an error.
+Status ReadAttributes(format::Operator op, const nvinfer1::PluginFieldCollection& fields,
+                      Attributes* attributes);
+
+// A field's text for a message: without control characters, and cut to a length.
+std::string Printable(std::string_view text, std::size_t longest = 64);
+
+}  // namespace dynamo_moe::plugin

@@ -1,0 +1,130 @@
+#include "plugin/kernels.h"
+
+#include <dlfcn.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "bundle/format.h"
+#include "plugin/log.h"
+
+namespace dynamo_moe::plugin {
+namespace {
+
+constexpr const char* kPathVariable = "DYNAMO_MOE_KERNELS";
+constexpr const char* kFileName = "dynamo_moe.moek";
+
+// Stays the same as long as a file is not changed.
+using FileIdentity = std::tuple<dev_t, ino_t, off_t, time_t, long>;
+
+std::mutex opening;
+// Never destroyed: plugins may outlive static objects.
+std::map<FileIdentity, std::weak_ptr<BundleFile>>& OpenBundles() {
+  static auto* const bundles = new std::map<FileIdentity, std::weak_ptr<BundleFile>>();
+  return *bundles;
+}
+
+std::string BesideThisLibrary() {
+  Dl_info info = {};
+  if (dladdr(reinterpret_cast<const void*>(&BesideThisLibrary), &info) == 0 ||
+      info.dli_fname == nullptr) {
+    return kFileName;
+  }
+  const std::string library = info.dli_fname;
+  const std::size_t slash = library.rfind('/');
+  return (slash == std::string::npos ? "" : library.substr(0, slash + 1)) + kFileName;
+}
+
+std::string ChoosePath(const std::string& path) {
+  if (!path.empty()) {
+    return path;
+  }
+  const char* const variable = std::getenv(kPathVariable);
+  return variable != nullptr && *variable != '\0' ? variable : BesideThisLibrary();
+}
+
+Status CannotRead(const std::string& path) {
+  return InvalidArgument("cannot read the kernels' bundle ", path, ": ", std::strerror(errno),
+                         "; name it by the attribute kernels or by the environment variable ",
+                         kPathVariable);
+}
+
+Status OfFile(const std::string& path, const Status& status) {
+  return status.ok() ? status : Status(status.code(), Text(path, ": ", status.message()));
+}
+
+// The checksum is at the same place in bundles and programs.
+std::uint32_t ChecksumIn(std::string_view bytes) {
+  std::uint32_t checksum;
+  std::memcpy(&checksum, bytes.data() + format::kChecksumOffset, sizeof(checksum));
+  return checksum;
+}
+
+}  // namespace
+
+std::uint32_t Kernels::checksum() const { return ChecksumIn(bytes_); }
+
+Status Kernels::Open(const void* data, std::size_t size, std::shared_ptr<const Kernels>* kernels) {
+  // make_shared needs a public constructor.
+  std::shared_ptr<Kernels> opened(new Kernels());
+  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_open(data, size, &opened->program_)));
+  const void* bytes = nullptr;
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      FromLauncher(dynamo_moe_program_bytes(opened->program_, &bytes, &size)));
+  opened->bytes_ = {static_cast<const char*>(bytes), size};
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      FromLauncher(dynamo_moe_program_info(opened->program_, &opened->layer_, nullptr)));
+  *kernels = std::move(opened);
+  return {};
+}
+
+Status BundleFile::Open(const std::string& path, std::shared_ptr<BundleFile>* bundle) {
+  const std::string chosen = ChoosePath(path);
+  struct stat file = {};
+  if (stat(chosen.c_str(), &file) != 0) {
+    return CannotRead(chosen);
+  }
+  const FileIdentity identity(file.st_dev, file.st_ino, file.st_size, file.st_mtim.tv_sec,
+                              file.st_mtim.tv_nsec);
+  const std::scoped_lock lock(opening);
+  std::weak_ptr<BundleFile>& known = OpenBundles()[identity];
+  *bundle = known.lock();
+  if (*bundle == nullptr) {
+    auto read = std::make_shared<BundleFile>();
+    read->path_ = chosen;
+    DYNAMO_MOE_RETURN_IF_ERROR(read->Read(static_cast<std::size_t>(file.st_size)));
+    known = read;
+    *bundle = std::move(read);
+  }
+  return {};
+}
+
+Status BundleFile::Read(std::size_t size) {
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path_.c_str(), "rb"),
+                                                             &std::fclose);
+  if (file == nullptr) {
+    return CannotRead(path_);
+  }
+  bytes_.resize(size);
+  // If the file has become shorter, the bundle counts as damaged.
+  bytes_.resize(std::fread(bytes_.data(), 1, size, file.get()));
+  if (std::ferror(file.get()) != 0) {
+    return CannotRead(path_);
+  }
+  return OfFile(path_, dynamo_moe::Bundle::Open(bytes_.data(), bytes_.size(), &content_));
+}
+
+std::uint32_t BundleFile::checksum() const { return ChecksumIn(bytes_); }
+
+Status BundleFile::Find(const dynamo_moe_layer& layer, std::uint32_t architecture,
+                        std::string_view* program) const {
+  return OfFile(path_, content_.Find(layer, architecture, program));
+}
+
+}  // namespace dynamo_moe::plugin

@@ -1,0 +1,75 @@
+// What TensorRT calls when it loads this library, and the creators that it then registers.
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "bundle/layer.h"
+#include "dynamo_moe.h"
+#include "plugin/log.h"
+#include "plugin/plugin.h"
+#include "plugin/tensorrt_abi.h"
+
+namespace dynamo_moe::plugin {
+namespace {
+
+using nvinfer1::TensorRTPhase;
+
+// Makes plugins of one operator.
+class Creator final : public nvinfer1::IPluginCreatorV3One {
+ public:
+  explicit Creator(format::Operator op) : op_(op) {}
+
+  nvinfer1::IPluginV3* createPlugin(const char* name, const nvinfer1::PluginFieldCollection* fields,
+                                    TensorRTPhase phase) noexcept override;
+  const nvinfer1::PluginFieldCollection* getFieldNames() noexcept override {
+    return &AttributeFields(op_);
+  }
+  const char* getPluginName() const noexcept override { return NameOf(op_); }
+  const char* getPluginVersion() const noexcept override { return kVersion; }
+  const char* getPluginNamespace() const noexcept override { return kNamespace; }
+
+ private:
+  format::Operator op_;
+};
+
+nvinfer1::IPluginV3* Creator::createPlugin(const char* name,
+                                           const nvinfer1::PluginFieldCollection* fields,
+                                           TensorRTPhase phase) noexcept {
+  // Layers have the names of modules, which may be long.
+  constexpr std::size_t kLongestName = 200;
+  std::unique_ptr<Plugin> plugin;
+  std::string subject;
+  Guard(NameOf(op_), [&]() -> Status {
+    subject = Text(NameOf(op_), " ", Printable(name == nullptr ? "" : name, kLongestName));
+    return {};
+  });
+  Guard(subject.c_str(), [&]() -> Status {
+    if (fields == nullptr) {
+      return InvalidArgument("the fields must not be null");
+    }
+    switch (phase) {
+      case TensorRTPhase::kBUILD:
+        return Plugin::FromAttributes(op_, subject, *fields, &plugin);
+      case TensorRTPhase::kRUNTIME:
+        return Plugin::FromEngine(op_, subject, *fields, &plugin);
+    }
+    return InvalidArgument("unknown phase ", static_cast<std::int32_t>(phase));
+  });
+  return plugin.release();
+}
+
+}  // namespace
+}  // namespace dynamo_moe::plugin
+
+extern "C" DYNAMO_MOE_API void setLoggerFinder(void* finder) {
+  dynamo_moe::plugin::SetLoggerFinder(finder);
+}
+
+extern "C" DYNAMO_MOE_API nvinfer1::IPluginCreatorInterface* const* getCreators(
+    std::int32_t& count) {
+  static dynamo_moe::plugin::Creator dropless(dynamo_moe::format::kDropless);
+  static dynamo_moe::plugin::Creator experts(dynamo_moe::format::kExpertsOnly);
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {&dropless, &experts};
+  count = 2;
+  return creators;
+}

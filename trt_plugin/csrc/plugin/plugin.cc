@@ -1,0 +1,344 @@
+#include "plugin/plugin.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <limits>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "plugin/log.h"
+
+namespace dynamo_moe::plugin {
+namespace {
+
+using nvinfer1::DataType;
+using nvinfer1::DimsExprs;
+using nvinfer1::DynamicPluginTensorDesc;
+using nvinfer1::PluginCapabilityType;
+using nvinfer1::PluginField;
+using nvinfer1::PluginFieldCollection;
+using nvinfer1::PluginFieldType;
+using nvinfer1::PluginTensorDesc;
+using nvinfer1::TensorFormat;
+
+// The one field that an engine stores: a program of a bundle, which includes the layer.
+constexpr const char* kProgramField = "program";
+
+// The dtypes of a layer's inputs in words.
+std::string DtypesText(const dynamo_moe_layer& layer) {
+  std::string text;
+  for (const format::Tensor tensor : InputsOf(static_cast<format::Operator>(layer.op))) {
+    if (const std::uint32_t code = DtypeIn(layer, tensor); code != format::kNone) {
+      text += Text(text.empty() ? "" : ", ", NameOf(tensor), " ", DtypeName(code));
+    }
+  }
+  return text;
+}
+
+std::string Hexadecimal(std::uint32_t value) {
+  char text[9];
+  std::snprintf(text, sizeof(text), "%08x", value);
+  return text;
+}
+
+Status ProgramIn(const PluginFieldCollection& fields, std::string_view* program) {
+  const PluginField* const field = fields.fields;
+  if (fields.nbFields != 1 || field == nullptr || field->name == nullptr ||
+      std::string_view(field->name) != kProgramField) {
+    return InvalidArgument("an engine's layer has one field, ", kProgramField, "; got ",
+                           fields.nbFields, " fields, the first ",
+                           fields.nbFields > 0 && field != nullptr && field->name != nullptr
+                               ? Printable(field->name)
+                               : "without a name",
+                           ": was the engine built with another version of this library?");
+  }
+  if (field->type != PluginFieldType::kUNKNOWN || field->length < 1 || field->data == nullptr) {
+    return InvalidArgument("field ", kProgramField, " must be bytes, got ", field->length,
+                           " of type ", static_cast<std::int32_t>(field->type));
+  }
+  *program = {static_cast<const char*>(field->data), static_cast<std::size_t>(field->length)};
+  return {};
+}
+
+}  // namespace
+
+Status Plugin::FromAttributes(format::Operator op, const std::string& subject,
+                              const PluginFieldCollection& fields,
+                              std::unique_ptr<Plugin>* plugin) {
+  Attributes attributes;
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(op, fields, &attributes));
+  auto layer = std::make_shared<Layer>();
+  DYNAMO_MOE_RETURN_IF_ERROR(BundleFile::Open(attributes.kernels, &layer->bundle));
+  const auto& programs = layer->bundle->programs();
+  const bool known = std::any_of(programs.begin(), programs.end(), [&](const auto& each) {
+    return HasAttributes(each.layer, attributes.layer);
+  });
+  layer->description = Describe(attributes.layer);
+  if (!known) {
+    return {DYNAMO_MOE_NOT_FOUND,
+            Text(layer->bundle->path(), " has no kernels of this layer: ", layer->description)};
+  }
+  layer->op = op;
+  layer->subject = subject;
+  layer->attributes = attributes.layer;
+  layer->timing_id = Text(layer->description, " kernels=", Hexadecimal(layer->bundle->checksum()));
+  plugin->reset(new Plugin());
+  (*plugin)->layer_ = std::move(layer);
+  return {};
+}
+
+Status Plugin::FromEngine(format::Operator op, const std::string& subject,
+                          const PluginFieldCollection& fields, std::unique_ptr<Plugin>* plugin) {
+  std::string_view program;
+  DYNAMO_MOE_RETURN_IF_ERROR(ProgramIn(fields, &program));
+  std::shared_ptr<const Kernels> kernels;
+  DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Open(program.data(), program.size(), &kernels));
+  if (kernels->layer().op != op) {
+    return InvalidArgument("field ", kProgramField, " is a program of the other operator");
+  }
+  auto layer = std::make_shared<Layer>();
+  layer->op = op;
+  layer->subject = subject;
+  layer->attributes = AttributesOf(kernels->layer());
+  layer->description = Describe(layer->attributes);
+  layer->timing_id = Text(layer->description, " program=", Hexadecimal(kernels->checksum()));
+  plugin->reset(new Plugin());
+  (*plugin)->layer_ = std::move(layer);
+  (*plugin)->kernels_ = std::move(kernels);
+  return {};
+}
+
+nvinfer1::IPluginCapability* Plugin::getCapabilityInterface(PluginCapabilityType type) noexcept {
+  switch (type) {
+    case PluginCapabilityType::kCORE:
+      return static_cast<nvinfer1::IPluginV3OneCore*>(this);
+    case PluginCapabilityType::kBUILD:
+      return static_cast<nvinfer1::IPluginV3OneBuild*>(this);
+    case PluginCapabilityType::kRUNTIME:
+      return static_cast<nvinfer1::IPluginV3OneRuntime*>(this);
+  }
+  return nullptr;
+}
+
+nvinfer1::IPluginV3* Plugin::clone() noexcept {
+  auto* const copy = new (std::nothrow) Plugin(*this);
+  if (copy == nullptr) {
+    Log(tensorrt::Severity::kError, layer_->subject.c_str(), "the host's memory is exhausted");
+  }
+  return copy;
+}
+
+// --- Build phase ---
+
+std::int32_t Plugin::getOutputDataTypes(DataType* output_types, std::int32_t outputs,
+                                        const DataType* input_types,
+                                        std::int32_t inputs) const noexcept {
+  return Guard(layer_->subject.c_str(), [&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->op, inputs, outputs));
+    output_types[0] = input_types[0];
+    return {};
+  });
+}
+
+std::int32_t Plugin::getOutputShapes(const DimsExprs* input_shapes, std::int32_t inputs,
+                                     const DimsExprs* /*shape_inputs*/, std::int32_t shapes,
+                                     DimsExprs* output_shapes, std::int32_t outputs,
+                                     nvinfer1::IExprBuilder& /*builder*/) noexcept {
+  return Guard(layer_->subject.c_str(), [&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->op, inputs, outputs));
+    if (shapes != 0) {
+      return InvalidArgument("the layer has no shape inputs, got ", shapes);
+    }
+    output_shapes[0] = input_shapes[0];
+    return {};
+  });
+}
+
+bool Plugin::supportsFormatCombination(std::int32_t position, const DynamicPluginTensorDesc* in_out,
+                                       std::int32_t inputs, std::int32_t outputs) noexcept {
+  bool supported = false;
+  const int error = Guard(layer_->subject.c_str(), [&]() -> Status {
+    Call call = {};
+    DYNAMO_MOE_RETURN_IF_ERROR(MakeCallUpTo(position, layer_->op, in_out, inputs, outputs, &call));
+    if (call.at(position).format != TensorFormat::kLINEAR) {
+      return {};
+    }
+    supported = HasKernels(call, position);
+    if (!supported) {
+      WarnOfRefusal(call, position);
+    }
+    return {};
+  });
+  return error == 0 && supported;
+}
+
+bool Plugin::HasKernels(const Call& call, std::int32_t position) const {
+  if (layer_->bundle == nullptr) {
+    return Matches(kernels_->layer(), layer_->attributes, call, position);
+  }
+  const auto& programs = layer_->bundle->programs();
+  return std::any_of(programs.begin(), programs.end(), [&](const auto& each) {
+    return Matches(each.layer, layer_->attributes, call, position);
+  });
+}
+
+// A strongly typed network asks only for its own dtypes, and fails if they are refused. For other
+// networks, which may ask for any dtypes, one warning says what is supported.
+void Plugin::WarnOfRefusal(const Call& call, std::int32_t position) const {
+  if (layer_->bundle == nullptr || layer_->has_warned.exchange(true)) {
+    return;
+  }
+  const format::Tensor tensor = call.tensor(position);
+  const std::uint32_t code = DtypeCode(call.at(position).type);
+  std::string text = Text("no kernels with ", NameOf(tensor), " ",
+                          code == format::kNone ? "of another type" : DtypeName(code), "; ",
+                          layer_->bundle->path(), " has this layer with ");
+  const char* separator = "";
+  for (const auto& each : layer_->bundle->programs()) {
+    if (HasAttributes(each.layer, layer_->attributes)) {
+      text += Text(separator, DtypesText(each.layer));
+      separator = "; or ";
+    }
+  }
+  Log(tensorrt::Severity::kWarning, layer_->subject.c_str(), text.c_str());
+}
+
+std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int32_t inputs,
+                                     const DynamicPluginTensorDesc* out,
+                                     std::int32_t outputs) noexcept {
+  return Guard(layer_->subject.c_str(), [&]() -> Status {
+    Call call = {};
+    DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->op, in, inputs, out, outputs, &call));
+    if (layer_->bundle == nullptr) {
+      DYNAMO_MOE_RETURN_IF_ERROR(CheckCall(kernels_->layer(), call));
+    } else {
+      dynamo_moe_layer layer = layer_->attributes;
+      DYNAMO_MOE_RETURN_IF_ERROR(CompleteLayer(call, &layer));
+      DYNAMO_MOE_RETURN_IF_ERROR(Choose(layer));
+    }
+    // getWorkspaceSize() cannot fail, so a profile with too many tokens is refused here.
+    std::size_t size = 0;
+    return FromLauncher(
+        dynamo_moe_program_workspace(kernels_->program(), Tokens(in[0].max), &size));
+  });
+}
+
+Status Plugin::Choose(const dynamo_moe_layer& layer) {
+  std::uint32_t architecture = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_device_architecture(&architecture)));
+  std::string_view program;
+  Status status = layer_->bundle->Find(layer, architecture, &program);
+  if (status.code() == DYNAMO_MOE_NOT_FOUND && layer.experts_dtype == format::kFloat32) {
+    // A bundle with TF32 products only was compiled that way on purpose.
+    dynamo_moe_layer fast = layer;
+    fast.flags |= format::kHasTf32;
+    if (layer_->bundle->Find(fast, architecture, &program).ok()) {
+      status = {};
+    }
+  }
+  DYNAMO_MOE_RETURN_IF_ERROR(status);
+  if (kernels_ != nullptr && kernels_->bytes() == program) {
+    return {};
+  }
+  return Kernels::Open(program.data(), program.size(), &kernels_);
+}
+
+std::size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* in, std::int32_t inputs,
+                                     const DynamicPluginTensorDesc* /*out*/,
+                                     std::int32_t outputs) const noexcept {
+  std::size_t size = 0;
+  const int error = Guard(layer_->subject.c_str(), [&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->op, inputs, outputs));
+    DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        FromLauncher(dynamo_moe_program_workspace(kernels_->program(), Tokens(in[0].max), &size)));
+    // Room to align it.
+    size += size == 0 ? 0 : format::kWorkspaceAlignment - 1;
+    return {};
+  });
+  return error == 0 ? size : 0;
+}
+
+Status Plugin::RequireKernels() const {
+  return kernels_ != nullptr ? Status()
+                             : InvalidArgument(
+                                   "the layer's kernels are not chosen yet: "
+                                   "configurePlugin() must come first, and succeed");
+}
+
+// --- Runtime phase ---
+
+std::int32_t Plugin::onShapeChange(const PluginTensorDesc* in, std::int32_t inputs,
+                                   const PluginTensorDesc* out, std::int32_t outputs) noexcept {
+  return Guard(layer_->subject.c_str(), [&]() -> Status {
+    Call call = {};
+    DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->op, in, inputs, out, outputs, &call));
+    DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckCall(kernels_->layer(), call));
+    // Does nothing if the kernels are already loaded. enqueue() is too late: it may be captured.
+    return FromLauncher(dynamo_moe_program_prepare(kernels_->program()));
+  });
+}
+
+std::int32_t Plugin::enqueue(const PluginTensorDesc* input_descriptions,
+                             const PluginTensorDesc* /*output_descriptions*/,
+                             const void* const* inputs, void* const* outputs, void* workspace,
+                             cudaStream_t stream) noexcept {
+  return Guard(layer_->subject.c_str(), [&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+    // In the order of dynamo_moe_tensors and of format::Tensor.
+    const void* tensors[format::kTensors] = {};
+    const Span<format::Tensor> order = InputsOf(layer_->op);
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      // An absent input lies beyond the node's inputs, or has no memory.
+      if (DtypeIn(kernels_->layer(), order[i]) != format::kNone) {
+        tensors[order[i]] = inputs[i];
+      }
+    }
+    const dynamo_moe_tensors call = {tensors[format::kX],
+                                     tensors[format::kRouterWeight],
+                                     tensors[format::kRouterBias],
+                                     tensors[format::kExpertIds],
+                                     tensors[format::kExpertWeights],
+                                     tensors[format::kW1],
+                                     tensors[format::kB1],
+                                     tensors[format::kW2],
+                                     tensors[format::kB2],
+                                     outputs[0]};
+    const auto address = reinterpret_cast<std::uintptr_t>(workspace);
+    // Null stays null.
+    void* const aligned = static_cast<char*>(workspace) + (-address % format::kWorkspaceAlignment);
+    // TensorRT does not pass the workspace's size; it is what getWorkspaceSize() asked for.
+    constexpr std::size_t kEnough = std::numeric_limits<std::size_t>::max();
+    return FromLauncher(dynamo_moe_program_enqueue(
+        kernels_->program(), Tokens(input_descriptions[0].dims), &call, aligned, kEnough, stream));
+  });
+}
+
+nvinfer1::IPluginV3* Plugin::attachToContext(
+    nvinfer1::IPluginResourceContext* /*context*/) noexcept {
+  return clone();
+}
+
+const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
+  field_ = PluginField{kProgramField, nullptr, PluginFieldType::kUNKNOWN, 0};
+  serialized_.nbFields = 0;
+  serialized_.fields = &field_;
+  Guard(layer_->subject.c_str(), [&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+    const std::string_view bytes = kernels_->bytes();
+    if (bytes.size() > std::numeric_limits<std::int32_t>::max()) {
+      return InvalidArgument("the kernels have ", bytes.size(),
+                             " bytes, an engine's field at most ",
+                             std::numeric_limits<std::int32_t>::max());
+    }
+    field_.data = bytes.data();
+    field_.length = static_cast<std::int32_t>(bytes.size());
+    serialized_.nbFields = 1;
+    return {};
+  });
+  return &serialized_;
+}
+
+}  // namespace dynamo_moe::plugin

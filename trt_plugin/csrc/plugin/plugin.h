@@ -1,0 +1,108 @@
+// The plugin of both operators: one object for TensorRT's build phase and its runtime phase.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "plugin/attributes.h"
+#include "plugin/inputs.h"
+#include "plugin/kernels.h"
+#include "plugin/tensorrt_abi.h"
+#include "status.h"
+
+namespace dynamo_moe::plugin {
+
+inline constexpr const char* kVersion = "1";
+inline constexpr const char* kNamespace = "";
+
+// One object has all capabilities, since a clone copies all of them.
+// NOLINTNEXTLINE(misc-multiple-inheritance)
+class Plugin final : public nvinfer1::IPluginV3,
+                     public nvinfer1::IPluginV3OneCore,
+                     public nvinfer1::IPluginV3OneBuild,
+                     public nvinfer1::IPluginV3OneRuntime {
+ public:
+  // For a layer of a network, from its attributes.
+  static Status FromAttributes(format::Operator op, const std::string& subject,
+                               const nvinfer1::PluginFieldCollection& fields,
+                               std::unique_ptr<Plugin>* plugin);
+  // For a layer of an engine, from getFieldsToSerialize().
+  static Status FromEngine(format::Operator op, const std::string& subject,
+                           const nvinfer1::PluginFieldCollection& fields,
+                           std::unique_ptr<Plugin>* plugin);
+
+  // IPluginV3
+  nvinfer1::IPluginCapability* getCapabilityInterface(
+      nvinfer1::PluginCapabilityType type) noexcept override;
+  nvinfer1::IPluginV3* clone() noexcept override;
+
+  // IPluginV3OneCore
+  const char* getPluginName() const noexcept override { return NameOf(layer_->op); }
+  const char* getPluginVersion() const noexcept override { return kVersion; }
+  const char* getPluginNamespace() const noexcept override { return kNamespace; }
+
+  // IPluginV3OneBuild
+  std::int32_t configurePlugin(const nvinfer1::DynamicPluginTensorDesc* in, std::int32_t inputs,
+                               const nvinfer1::DynamicPluginTensorDesc* out,
+                               std::int32_t outputs) noexcept override;
+  std::int32_t getOutputDataTypes(nvinfer1::DataType* output_types, std::int32_t outputs,
+                                  const nvinfer1::DataType* input_types,
+                                  std::int32_t inputs) const noexcept override;
+  std::int32_t getOutputShapes(const nvinfer1::DimsExprs* input_shapes, std::int32_t inputs,
+                               const nvinfer1::DimsExprs* shape_inputs, std::int32_t shapes,
+                               nvinfer1::DimsExprs* output_shapes, std::int32_t outputs,
+                               nvinfer1::IExprBuilder& builder) noexcept override;
+  bool supportsFormatCombination(std::int32_t position,
+                                 const nvinfer1::DynamicPluginTensorDesc* in_out,
+                                 std::int32_t inputs, std::int32_t outputs) noexcept override;
+  std::int32_t getNbOutputs() const noexcept override { return kOutputs; }
+  std::size_t getWorkspaceSize(const nvinfer1::DynamicPluginTensorDesc* in, std::int32_t inputs,
+                               const nvinfer1::DynamicPluginTensorDesc* out,
+                               std::int32_t outputs) const noexcept override;
+  const char* getTimingCacheID() noexcept override { return layer_->timing_id.c_str(); }
+  const char* getMetadataString() noexcept override { return layer_->description.c_str(); }
+
+  // IPluginV3OneRuntime
+  std::int32_t onShapeChange(const nvinfer1::PluginTensorDesc* in, std::int32_t inputs,
+                             const nvinfer1::PluginTensorDesc* out,
+                             std::int32_t outputs) noexcept override;
+  std::int32_t enqueue(const nvinfer1::PluginTensorDesc* input_descriptions,
+                       const nvinfer1::PluginTensorDesc* output_descriptions,
+                       const void* const* inputs, void* const* outputs, void* workspace,
+                       cudaStream_t stream) noexcept override;
+  nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext* context) noexcept override;
+  const nvinfer1::PluginFieldCollection* getFieldsToSerialize() noexcept override;
+
+ private:
+  // What a plugin's clones share.
+  struct Layer {
+    format::Operator op;
+    // The operator's and the layer's name, with which messages begin.
+    std::string subject;
+    // Only the attributes: no dtypes and biases.
+    dynamo_moe_layer attributes;
+    // Null for a layer of an engine, which holds its kernels.
+    std::shared_ptr<BundleFile> bundle;
+    std::string description;
+    std::string timing_id;
+    std::atomic<bool> has_warned = false;
+  };
+
+  Plugin() = default;
+  Plugin(const Plugin&) = default;
+
+  // Chooses the kernels for a complete layer.
+  Status Choose(const dynamo_moe_layer& layer);
+  bool HasKernels(const Call& call, std::int32_t position) const;
+  Status RequireKernels() const;
+  void WarnOfRefusal(const Call& call, std::int32_t position) const;
+
+  std::shared_ptr<Layer> layer_;
+  // Null in the build phase until configurePlugin().
+  std::shared_ptr<const Kernels> kernels_;
+  nvinfer1::PluginField field_;
+  nvinfer1::PluginFieldCollection serialized_;
+};
+
+}  // namespace dynamo_moe::plugin
