@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dynamo_moe.operators.functions import FunctionOp, op_from_function
     from dynamo_moe.operators.registration import register_op
     from dynamo_moe.tolerances import Tolerance
-    from dynamo_moe.verification.comparison import VerificationError, VerificationReport, verify
+    from dynamo_moe.verification import VerificationError, VerificationReport, verify
     from dynamo_moe.weights.checkpoints import open_checkpoint, open_tensors
 
 __all__ = [

@@ -53,83 +53,6 @@ MIN_OPSET = 18
 _FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
 
 
-class ExportError(RuntimeError):
-    """The model cannot become a file that computes the same.
-
-    The message names the model's MoE modules that :func:`convert` has not replaced, if any.
-    """
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """What :func:`export` wrote.
-
-    Attributes:
-        path: The ONNX file.
-        files: All files written, the ONNX file first.
-        target: ``plugin``, ``dense`` or ``onnxruntime``.
-        body: ``loop`` or ``unrolled``; None with other targets than ``plugin``.
-        layers: The MoE layers' paths in the model.
-        operators: Their number by operator: ``DroplessMoE``, which holds the layer's router, or
-            ``DroplessMoEExperts``, behind a router of the model's own.
-        nodes: Nodes of the main graph by operator.
-        parameters_bytes: Bytes of the weights.
-        file_bytes: Bytes of all files.
-        seconds: Wall time.
-        phases: Seconds by phase: capture, decomposition, translation, optimization, check,
-            serialization.
-        profile: With ``profile=True``, a profile for https://www.speedscope.app, and a flame graph
-            for a browser.
-        notes: What a user of the file should know.
-    """
-
-    path: Path
-    files: tuple[Path, ...]
-    target: str
-    body: str | None
-    layers: tuple[str, ...]
-    operators: Mapping[str, int]
-    nodes: Mapping[str, int]
-    parameters_bytes: int
-    file_bytes: int
-    seconds: float
-    phases: Mapping[str, float]
-    profile: tuple[Path, ...]
-    notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain values, for JSON."""
-        plain = asdict(self)
-        plain["path"] = str(self.path)
-        for name in ("files", "profile"):
-            plain[name] = [str(file) for file in plain[name]]
-        return plain
-
-    def __rich__(self) -> Table:
-        """Returns a table for the terminal."""
-        from rich.markup import escape
-        from rich.table import Table
-
-        title = f"Exported {escape(str(self.path))}"
-        table = Table(show_header=False, title=title, title_justify="left")
-        unrolled = ", body unrolled" if self.body == "unrolled" else ""
-        table.add_row("target", f"{self.target}{unrolled}")
-        counts = (f"{count} {operator}" for operator, count in self.operators.items())
-        table.add_row("MoE layers", ", ".join(counts) or "0")
-        table.add_row("nodes", str(sum(self.nodes.values())))
-        table.add_row("weights", f"{self.parameters_bytes / 1e6:.1f} MB")
-        table.add_row("files", f"{self.file_bytes / 1e6:.1f} MB in {len(self.files)}")
-        table.add_row("time", f"{self.seconds:.1f} s")
-        if self.profile:
-            for name, seconds in self.phases.items():
-                table.add_row(f"  {name}", f"{seconds:.2f} s, {100 * seconds / self.seconds:.0f} %")
-            for file in self.profile:
-                table.add_row("profile", escape(str(file)))
-        for note in self.notes:
-            table.add_row("note", escape(note))
-        return table
-
-
 def export(
     model: torch.nn.Module,
     args: tuple[Any, ...] | torch.Tensor,
@@ -152,41 +75,41 @@ def export(
     A router that the model computes itself becomes part of its layer's node, ``DroplessMoE``, where
     that has the same router: softmax or sigmoid of float32 logits, with or without renormalising, a
     bias of the logits, a constant factor. Any other stays as it is, in front of
-    ``DroplessMoEExperts``. Where scores are equal the node takes the lower expert; sigmoids that
-    float32 rounds to 1 it tells apart by their logits.
+    ``DroplessMoEExperts``. Where scores are equal the node takes the lower expert; it compares
+    logits, which still differ where float32 rounds their sigmoids to 1.
 
     Args:
         model: The model; exported as in ``eval()``, left as it was.
-        args: Example positional arguments, or one tensor. Only their shapes and dtypes matter; of
-            integers the file notes the least and the greatest, for :func:`verify`.
+        args: Example positional arguments, or one tensor. Only their shapes and dtypes matter; for
+            :func:`verify`, the file also records the least and the greatest of their integers.
         path: The file to write. It is written beside and renamed, so an earlier file stays whole
             until then.
         kwargs: Example keyword arguments.
         target: ``plugin``: one ``moe`` node per layer, with a body of standard operators in the
             same file; ``dense``: standard operators only, every expert on every token;
             ``onnxruntime``: ``com.microsoft::MoE``.
-        body: With ``plugin``, what runtimes without the plugin compute a layer by. ``loop`` visits
-            the experts, and reads their weights where they are: with external data it loads at
-            once, however large the model. ``unrolled`` has products for each expert, whose weights
-            ONNX Runtime packs as it loads the file: faster where an expert gets few rows in a run,
-            for seconds of loading and the memory of a copy.
+        body: With ``plugin``, how runtimes without the plugin compute a layer. ``loop`` visits the
+            experts and reads their weights where they are: with external data it loads at once,
+            however large the model. ``unrolled`` has products for each expert, whose weights ONNX
+            Runtime packs while it loads the file: faster where an expert gets few rows in a run,
+            but it takes seconds to load and the memory of a copy.
         dynamic_shapes: ``"batch"``: the first dimension of every tensor is symbolic; a mapping from
             argument to ``{dimension: name}`` adds to that (``{0: None}`` makes it static); None:
             every shape is static.
-        input_names: Of the file's inputs, in the order of the example's tensors; None: after the
-            arguments of the model's forward.
-        output_names: Of the file's outputs, in order; None: the exporter's.
+        input_names: Names of the file's inputs, in the order of the example's tensors; None: those
+            of the arguments of the model's forward.
+        output_names: Names of the file's outputs, in order; None: the exporter's.
         opset: Version of the standard operators, at least 18.
         external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
         link_weights: Weights of a model opened by :func:`open_checkpoint` that need no change stay
-            in the checkpoint's own files, which the ONNX file then refers to. It must be in their
-            folder, or in one above. Matrices that ONNX wants transposed get a Transpose, which
-            runtimes compute when they load the file.
-        progress: True: an export of more than two seconds shows on stderr which phase it is in. Or
-            a function, called as a phase begins with its name, 0 and 0, and while weights are
-            written with ``"serialization"``, their bytes so far and in all.
+            in the checkpoint's own files, which the ONNX file then refers to. The ONNX file must be
+            in their folder, or in one above. Matrices that ONNX wants transposed get a Transpose,
+            which runtimes compute when they load the file.
+        progress: True: an export of more than two seconds shows its phase on stderr. Or a function,
+            called at the beginning of each phase with its name, 0 and 0, and while weights are
+            written with ``"serialization"``, the bytes so far and in all.
         profile: Samples what runs, and writes ``<name>.speedscope.json``, for
-            https://www.speedscope.app, and ``<name>.profile.svg``, for a browser; the report shows
+            https://www.speedscope.app, and ``<name>.profile.html``, for a browser; the report shows
             the time of each phase.
 
     Returns:
@@ -223,11 +146,11 @@ def export(
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple or one tensor, got {type(args).__name__}")
 
-    left = unconverted.unconverted_modules(model)
+    remaining = unconverted.unconverted_modules(model)
     with _progress(progress, path) as shown, profiled(profile) as sampled:
         watch = Stopwatch(shown)
         with watch.running():
-            with _exporting(), _naming(left, model), autocast_inside(model):
+            with _exporting(), _naming_unconverted(remaining, model), autocast_inside(model):
                 with placeholders.placeholders(model) as lazies:
                     _check_values(model)
                     example = resolve(model, args, kwargs or {}, dynamic_shapes)
@@ -246,13 +169,13 @@ def export(
                 _check(model_ir)
             files = model_files.save_model(model_ir, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
-    left = tuple(each for each in left if not _has_layer(each.module, layers))
-    said = [unconverted.warning(left)] if left else []
+    remaining = tuple(each for each in remaining if not _has_layer(each.module, layers))
+    warned = [unconverted.warning(remaining)] if remaining else []
     own = [path for path in unconverted.converted_modules(model) if not _has_layer(path, layers)]
     if own:
-        said.append(unconverted.own_forward_warning(own))
-    for each in said:
-        warnings.warn(each, stacklevel=2)
+        warned.append(unconverted.own_forward_warning(own))
+    for message in warned:
+        warnings.warn(message, stacklevel=2)
     exporter = note_on_the_exporter()
     activations = {layer.attributes["activation"] for layer in layers}
     return ExportReport(
@@ -267,44 +190,45 @@ def export(
         file_bytes=sum(file.stat().st_size for file in files),
         seconds=time.perf_counter() - started,
         phases=watch.seconds,
-        profile=save_profile(sampled, path, watch.seconds) if sampled else (),
+        profile=save_profile(sampled, path) if sampled else (),
         notes=(
             *lowering.notes(model_ir, activations, target),
             *([exporter] if exporter else []),
             *trials.notes,
-            *said,
+            *warned,
         ),
     )
 
 
+# --- The steps of an export ---
+
+
 @contextlib.contextmanager
-def _naming(left: Sequence[Unrecognised], model: torch.nn.Module) -> Iterator[None]:
+def _progress(wanted: bool | Progress, path: Path) -> Iterator[Progress | None]:
+    if wanted is True:
+        from rich.console import Console
+
+        from dynamo_moe.progress.display import shown
+
+        with shown(path.name, Console(stderr=True)) as update:
+            yield update
+    else:
+        yield wanted or None
+
+
+@contextlib.contextmanager
+def _naming_unconverted(
+    remaining: Sequence[Unrecognised], model: torch.nn.Module
+) -> Iterator[None]:
     """Adds the modules that were not converted to the first line of an ExportError."""
     try:
         yield
     except ExportError as error:
         headline, *details = str(error).split("\n")
-        hint = unconverted.hint(left, model)
+        hint = unconverted.hint(remaining, model)
         if hint:
             error.args = ("\n".join((f"{headline.rstrip('. ')}. {hint}", *details)),)
         raise
-
-
-def _check_values(model: torch.nn.Module) -> None:
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    without = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if without:
-        raise ValueError(
-            f"{without[0]!r} is on the meta device, without values ({len(without)} of "
-            f"{len(tensors)} weights): load them with load_state_dict(..., assign=True), or open "
-            "the checkpoint with dynamo_moe.open_checkpoint"
-        )
-
-
-def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
-    """Whether a layer is of a module; those in branches of control flow may be of any."""
-    prefix = f"{module}." if module else ""
-    return any(not layer.name or f"{layer.name}.".startswith(prefix) for layer in layers)
 
 
 @contextlib.contextmanager
@@ -327,39 +251,15 @@ def _only_new_garbage() -> Iterator[None]:
 _exporting = ProcessState(_only_new_garbage)
 
 
-@contextlib.contextmanager
-def _progress(wanted: bool | Progress, path: Path) -> Iterator[Progress | None]:
-    if wanted is True:
-        from rich.console import Console
-
-        from dynamo_moe.progress.display import shown
-
-        with shown(path.name, Console(stderr=True)) as update:
-            yield update
-    else:
-        yield wanted or None
-
-
-def _optimize(
-    model: ir.Model, target: lowering.Target, body: lowering.Body, link: bool
-) -> list[metadata.Layer]:
-    """Brings the traced graph into the form of its target; returns its MoE layers."""
-    with phase("optimization"):
-        passes.fold_weight_casts(model, link=link)
-        passes.fold_weight_transposes(model, link=link)
-        fold_stacked_weights(model)
-        passes.name_nodes_by_module(model)
-        layers = metadata.record(model)
-        if target != "plugin":
-            lowering.lower(model, target)
-        kept = {name for layer in layers for name in layer.inputs[1:]}
-        if link:
-            kept |= placeholders.linkable(model)
-        passes.optimize(model, keep=kept)
-        if target == "plugin":
-            lowering.lower(model, target, body)
-        common_passes.ClearMetadataAndDocStringPass()(model)
-    return layers
+def _check_values(model: torch.nn.Module) -> None:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    without = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if without:
+        raise ValueError(
+            f"{without[0]!r} is on the meta device, without values ({len(without)} of "
+            f"{len(tensors)} weights): load them with load_state_dict(..., assign=True), or open "
+            "the checkpoint with dynamo_moe.open_checkpoint"
+        )
 
 
 def _trace(
@@ -376,9 +276,9 @@ def _trace(
     Args:
         model: The model.
         given: Positional and keyword arguments, as the user gave them.
-        example: What it is traced with.
-        trials: Of its trace at other sizes.
-        opset: Of the graph.
+        example: The arguments and sizes that it is traced with.
+        trials: Runs of the trace at other sizes.
+        opset: The graph's version of the standard operators.
         runs: Whether the model has its weights, so that it can be run to explain a failure.
 
     Raises:
@@ -403,15 +303,6 @@ def _trace(
     return traced
 
 
-def _check(model: ir.Model) -> None:
-    try:
-        check(model)
-    except InvalidGraphError as error:
-        raise ExportError(
-            f"the graph is not valid ONNX, and no file is written: {error}"
-        ) from error
-
-
 def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | None) -> None:
     if names is None:
         return
@@ -421,22 +312,66 @@ def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | No
         value.name = name
 
 
+def _optimize(
+    model: ir.Model, target: lowering.Target, body: lowering.Body, link: bool
+) -> list[metadata.Layer]:
+    """Gives the traced graph the form of its target, in place; returns its MoE layers."""
+    with phase("optimization"):
+        passes.fold_weight_casts(model, link=link)
+        passes.fold_weight_transposes(model, link=link)
+        fold_stacked_weights(model)
+        passes.name_nodes_by_module(model)
+        layers = metadata.record(model)
+        if target != "plugin":
+            lowering.lower(model, target)
+        kept = {name for layer in layers for name in layer.inputs[1:]}
+        if link:
+            kept |= placeholders.linkable(model)
+        passes.optimize(model, keep=kept)
+        if target == "plugin":
+            lowering.lower(model, target, body)
+        common_passes.ClearMetadataAndDocStringPass()(model)
+    return layers
+
+
+def _check(model: ir.Model) -> None:
+    try:
+        check(model)
+    except InvalidGraphError as error:
+        raise ExportError(
+            f"the graph is not valid ONNX, and no file is written: {error}"
+        ) from error
+
+
+def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
+    """Whether a layer comes from a module; one in a branch of control flow may come from any."""
+    prefix = f"{module}." if module else ""
+    return any(not layer.name or f"{layer.name}.".startswith(prefix) for layer in layers)
+
+
+def _qualified(node: ir.Node) -> str:
+    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+
+
+# --- Why PyTorch's exporter failed ---
+
+
 def _first_cause(error: BaseException) -> BaseException:
-    """Returns what the exporter's own errors, several pages long, come from."""
+    """Returns the cause of the exporter's own errors, which are several pages long."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _explain_own(error: Exception, given: str) -> str:
-    """Returns what a model raises without any exporter."""
+    """Returns the message for a model that fails without any exporter."""
     line = causes.model_line(error)
     where = f", at {line}" if line else ""
     return f"the model itself fails on the example ({given}){where}: {str(error).strip()}"
 
 
 def _explain(error: BaseException) -> str:
-    """Returns what to do about a failure of PyTorch's exporter, and its cause."""
+    """Returns why PyTorch's exporter failed, and what to do about it."""
     if isinstance(error, NodeError):
         return str(error)
     if isinstance(error, FixedSizeError):
@@ -481,5 +416,82 @@ def _explain(error: BaseException) -> str:
     return f"PyTorch's exporter cannot take the model{where}: {cause}"
 
 
-def _qualified(node: ir.Node) -> str:
-    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+# --- The outcome ---
+
+
+class ExportError(RuntimeError):
+    """The model cannot become a file that computes the same.
+
+    The message names the model's MoE modules that :func:`convert` has not replaced, if any.
+    """
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """The outcome of :func:`export`.
+
+    Attributes:
+        path: The ONNX file.
+        files: All files written, the ONNX file first.
+        target: ``plugin``, ``dense`` or ``onnxruntime``.
+        body: ``loop`` or ``unrolled``; None with other targets than ``plugin``.
+        layers: The MoE layers' paths in the model.
+        operators: Number of layers by operator: ``DroplessMoE``, which holds the layer's router,
+            or ``DroplessMoEExperts``, behind a router of the model's own.
+        nodes: Number of the main graph's nodes by operator.
+        parameters_bytes: Bytes of the weights.
+        file_bytes: Bytes of all files.
+        seconds: Wall time.
+        phases: Seconds by phase: capture, decomposition, translation, optimization, check,
+            serialization.
+        profile: With ``profile=True``, a profile for https://www.speedscope.app, and one for a
+            browser.
+        notes: What a user of the file should know.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    target: str
+    body: str | None
+    layers: tuple[str, ...]
+    operators: Mapping[str, int]
+    nodes: Mapping[str, int]
+    parameters_bytes: int
+    file_bytes: int
+    seconds: float
+    phases: Mapping[str, float]
+    profile: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain values, for JSON."""
+        plain = asdict(self)
+        plain["path"] = str(self.path)
+        for name in ("files", "profile"):
+            plain[name] = [str(file) for file in plain[name]]
+        return plain
+
+    def __rich__(self) -> Table:
+        """Returns a table for the terminal."""
+        from rich.filesize import decimal
+        from rich.markup import escape
+        from rich.table import Table
+
+        title = f"Exported {escape(str(self.path))}"
+        table = Table(show_header=False, title=title, title_justify="left")
+        unrolled = ", body unrolled" if self.body == "unrolled" else ""
+        table.add_row("target", f"{self.target}{unrolled}")
+        counts = (f"{count} {operator}" for operator, count in self.operators.items())
+        table.add_row("MoE layers", ", ".join(counts) or "0")
+        table.add_row("nodes", str(sum(self.nodes.values())))
+        table.add_row("weights", decimal(self.parameters_bytes))
+        table.add_row("files", f"{decimal(self.file_bytes)} in {len(self.files)}")
+        table.add_row("time", f"{self.seconds:.1f} s")
+        if self.profile:
+            for name, seconds in self.phases.items():
+                table.add_row(f"  {name}", f"{seconds:.2f} s, {100 * seconds / self.seconds:.0f} %")
+            for file in self.profile:
+                table.add_row("profile", escape(str(file)))
+        for note in self.notes:
+            table.add_row("note", escape(note))
+        return table

@@ -37,7 +37,7 @@ __all__ = [
 Task = Literal["text-generation-with-past", "text-generation", "feature-extraction"]
 TASKS: tuple[str, ...] = get_args(Task)
 
-# What a task's file returns first.
+# A task's first output.
 _RESULTS = {
     "text-generation-with-past": "logits",
     "text-generation": "logits",
@@ -109,7 +109,7 @@ def export_language_model(
 
 @contextlib.contextmanager
 def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
-    """While it lasts, the model's forward takes and returns what its file for a task does.
+    """Inside the context, the model's forward takes and returns what its file for a task does.
 
     For ``text-generation-with-past`` that is ``forward(input_ids, attention_mask,
     past_key_values)``, with a list of (keys, values) per layer; it returns (logits, list of (keys,
@@ -131,7 +131,7 @@ def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
     else:
         performed = _without_past(original, _RESULTS[task])
     performed.task = task  # type: ignore[attr-defined]
-    own = vars(model).get("forward")  # As accelerate's hooks leave one.
+    own = vars(model).get("forward")  # accelerate's hooks set one.
     model.forward = performed
     try:
         yield
@@ -142,7 +142,7 @@ def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
 
 
 def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> Task | None:
-    """Returns the task of a file with these inputs and outputs, where the model is one for it."""
+    """Returns the task of a file with these inputs and outputs; None if the model has none."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
@@ -159,7 +159,7 @@ def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str
 
 
 def verification_cases(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Returns cases of a model within :func:`performing`: a prompt, a step, a part of a prompt.
+    """Returns cases for a model within :func:`performing`: a prompt, a step, a part of a prompt.
 
     The third has padding before a part of its tokens, where the task has a cache.
     """
@@ -180,7 +180,7 @@ def example_case(
         model: The model, within :func:`performing`.
         batch: B.
         new: S.
-        cached: P, of a task with a cache.
+        cached: P; for a task with a cache.
     """
     generator = torch.Generator().manual_seed(0)
     past = "past_key_values" in inspect.signature(model.forward).parameters

@@ -63,19 +63,19 @@ def failures(debug: bool) -> Iterator[None]:
 
 
 def message_of(error: BaseException) -> str:
-    """Returns what an exception says, in one line, with what was added to it on its way."""
-    return _said(error)[0]
+    """Returns an exception's message and notes in one line."""
+    return _message(error)[0]
 
 
 def _one_line(error: BaseException) -> str:
-    line, made_for_users = _said(error)
+    line, made_for_users = _message(error)
     return line if made_for_users else f"{line} (--debug shows where)"
 
 
-def _said(error: BaseException) -> tuple[str, bool]:
+def _message(error: BaseException) -> tuple[str, bool]:
     """The message in one line, and whether it says all that a user needs."""
-    # The messages of these, and our own, are made for users. Others are understood by their type
-    # and their cause: torch wraps what a model's own forward raised.
+    # The messages of these, and our own, are made for users. The others need their type and their
+    # cause to be understood: torch wraps what a model's own forward raised.
     made_for_users = isinstance(error, (AssertionError, ImportError, OSError, ValueError))
     notes = getattr(error, "__notes__", [])
     ours = type(error).__module__.startswith(("dynamo_moe.", "trt_plugin."))
@@ -84,7 +84,7 @@ def _said(error: BaseException) -> tuple[str, bool]:
     line, *_ = str(error).strip().splitlines() or [""]
     if not (ours or (made_for_users and line)):
         line = f"{type(error).__name__}: {line}"
-    # Those of many lines are for --debug, such as what a compiler said.
+    # Notes of many lines, such as a compiler's output, are for --debug.
     short = [note for note in notes if "\n" not in note]
     return "; ".join((line, *short)), made_for_users and bool(line)
 
@@ -119,12 +119,12 @@ def need_place(path: Path) -> None:
 
 
 def print_json(report: Mapping[str, Any]) -> None:
-    """Prints a report as JSON, numbers that are not finite as null."""
+    """Prints a report as JSON, numbers that are not finite as strings."""
     typer.echo(json.dumps(_finite(report), indent=2, default=str))
 
 
 def _finite(value: Any) -> Any:
-    """The value with NaN and infinity, which JSON has not, as strings."""
+    """Replaces NaN and infinity, which JSON does not have, by strings."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""A model and its example inputs from what is written on a command line; and its code, quieted."""
+"""A model and its example inputs, as a command line names them; and how its code is kept quiet."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "bool"
 
 
 class UsageError(ValueError):
-    """What the user wrote cannot be meant; the message says what can."""
+    """The command line asks for something that does not exist or makes no sense."""
 
 
 def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
@@ -55,12 +55,12 @@ def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
         The model and its example arguments, or None if there are none.
 
     Raises:
-        UsageError: There is no such module or factory, or it is none.
+        UsageError: There is no such module or factory, or what the name means is not a factory.
     """
     import torch
 
     location, _, name = spec.partition(":")
-    # A drive letter is no module.
+    # A drive letter is not a module.
     if len(location) == 1 and name[:1] in ("\\", "/"):
         drive, (location, _, name) = location, name.partition(":")
         location = f"{drive}:{location}"
@@ -78,7 +78,7 @@ def parse_shapes(shapes: Sequence[str]) -> tuple[Tensor, ...]:
         shapes: Like ``1,3,224,224`` for float32, or ``2,128:int64``.
 
     Raises:
-        UsageError: A shape is no list of sizes, or its dtype is unknown.
+        UsageError: A shape is not a list of sizes, or its dtype is unknown.
 
     Example:
         >>> [(list(x.shape), x.dtype) for x in parse_shapes(["1,3", "2,8:int64"])]
@@ -97,7 +97,7 @@ def parse_dynamic(dimensions: Sequence[str]) -> dict[str, dict[int, str | None]]
         dimensions: ``NAME:DIM=LABEL``; without a label the dimension is static.
 
     Raises:
-        UsageError: One is written otherwise, or a dimension is there twice.
+        UsageError: One has another form, or a dimension is there twice.
 
     Example:
         >>> parse_dynamic(["tokens:1=sequence", "scale:0="])
@@ -252,7 +252,7 @@ def _call(factory: Any, name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
 def _checked(factory: Any, name: str) -> Callable[[], Any]:
     if not callable(factory):
         kind = type(factory).__name__
-        raise UsageError(f"{name!r} is no factory: it is of type {kind}, and cannot be called")
+        raise UsageError(f"{name!r} is not a factory: it is of type {kind}, and cannot be called")
     try:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # Some builtins have none.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dynamo_moe.cli.checkpoints import Checkpoint
 from dynamo_moe.cli.common import (
     Debug,
     Json,
@@ -37,9 +36,10 @@ from dynamo_moe.progress.display import shown
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import PreTrainedModel
 
     from dynamo_moe.exporting import ExportReport
-    from dynamo_moe.verification.comparison import VerificationReport
+    from dynamo_moe.verification import VerificationReport
 
 __all__ = ["export", "verify"]
 
@@ -68,7 +68,7 @@ class Task(StrEnum):
 
 
 class ExpertsDtype(StrEnum):
-    """What weights are stored in."""
+    """The dtype that weights are stored in."""
 
     float32 = "float32"
     float16 = "float16"
@@ -230,8 +230,8 @@ def export(
         bool,
         typer.Option(
             "--profile",
-            help="Show the time of each phase, and write OUT.onnx.profile.svg, a flame graph, and "
-            "OUT.onnx.speedscope.json.",
+            help="Show the time of each phase, and write a profile: OUT.onnx.profile.html for a "
+            "browser, and OUT.onnx.speedscope.json.",
         ),
     ] = False,
     quiet: Quiet = False,
@@ -259,28 +259,25 @@ def export(
         place = unverified(out) if verify else out
         outcome = Outcome()
         with outcome.printed(as_json=as_json, quiet=quiet):
+            module: Any
+            args: tuple[Any, ...] | None = None
+            mute = not (hf or debug)
             if hf:
-                checkpoint = Checkpoint(
-                    Path(model), (task or Task.with_past).value, _torch_dtype(dtype), conversion
-                )
-                opened = checkpoint.open(console)
-                _convert(console, opened, conversion, strict, outcome)
-                options["link_weights"] = link_weights
-                outcome.exported = checkpoint.export(console, opened, place, options)
+                folder, weights_dtype = Path(model), _torch_dtype(dtype)
+                module = _open_checkpoint(console, folder, weights_dtype)
+                options |= {"task": (task or Task.with_past).value, "link_weights": link_weights}
             else:
                 if static or dynamic:
                     options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
                 module, args = _load(console, model, shape, needed=True)
                 check_example(module, args or (), options.get("dynamic_shapes"))
-                _convert(console, module, conversion, strict, outcome)
-                outcome.exported = _export(console, module, args, place, options, debug)
+            _convert(console, module, conversion, strict, outcome)
+            outcome.exported = _export(console, module, args, place, options, mute=mute)
             if verify:
                 with named_finally(outcome, out):
-                    outcome.verification = (
-                        checkpoint.verify(console, place)
-                        if hf
-                        else _verify(console, place, module, None)
-                    )
+                    if hf:
+                        module = _load_checkpoint(console, folder, weights_dtype, conversion)
+                    outcome.verification = _verify(console, place, module, None)
                     _check(outcome.verification)
 
 
@@ -360,18 +357,45 @@ def _convert(
         )
 
 
+def _open_checkpoint(console: Console, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Returns the model of a checkpoint, whose weights stay in their files."""
+    if not folder.is_dir():
+        raise UsageError(f"--hf takes a checkpoint's folder; there is no folder {folder}")
+    import dynamo_moe
+
+    with step(console, f"Opening {folder}"):
+        return dynamo_moe.open_checkpoint(folder, dtype=dtype)
+
+
+def _load_checkpoint(
+    console: Console, folder: Path, dtype: torch.dtype | None, conversion: dict[str, Any]
+) -> PreTrainedModel:
+    """Returns the same model with its weights in memory, converted."""
+    import dynamo_moe
+    from dynamo_moe.weights.checkpoints import load_checkpoint
+
+    with step(console, f"Loading {folder}"):
+        model = load_checkpoint(folder, dtype=dtype)
+        dynamo_moe.convert(model, **conversion)
+    return model
+
+
 def _export(
     console: Console,
-    module: nn.Module,
+    module: Any,
     args: tuple[Any, ...] | None,
     out: Path,
     options: dict[str, Any],
-    debug: bool,
+    *,
+    mute: bool,
 ) -> ExportReport:
     import dynamo_moe
 
-    doing = f"Exporting for target {options['target']}"
-    with step(console, doing, mute=not debug, status=False), shown(out.name, console) as progress:
+    task = options.get("task")
+    doing = f"Exporting for {task or 'target ' + options['target']}"
+    with step(console, doing, mute=mute, status=False), shown(out.name, console) as progress:
+        if task:
+            return dynamo_moe.export_language_model(module, out, progress=progress, **options)
         return dynamo_moe.export(module, args or (), out, progress=progress, **options)
 
 

@@ -1,4 +1,4 @@
-"""What ``dynamo-moe export`` has to say and to leave behind, also where a step fails."""
+"""What ``dynamo-moe export`` prints and which files it leaves, also where a step fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynamo_moe.cli.common import message_of, print_json
 if TYPE_CHECKING:
     from dynamo_moe.conversion import ConversionReport
     from dynamo_moe.exporting import ExportReport
-    from dynamo_moe.verification.comparison import VerificationReport
+    from dynamo_moe.verification import VerificationReport
 
 __all__ = ["Outcome", "named_finally", "unverified"]
 
@@ -27,10 +27,10 @@ class Outcome:
     """The reports of the steps so far.
 
     Attributes:
-        conversion: None: the model was not loaded.
-        unmerged: What to know of weights that are not merged, in one line, or nothing.
-        exported: None: nothing was written.
-        verification: None: not asked for, or not come to its end.
+        conversion: None if the model was not loaded.
+        unmerged: One line about weights that are not merged, or nothing.
+        exported: None if nothing was written.
+        verification: None if it was not asked for, or did not finish.
     """
 
     conversion: ConversionReport | None = None
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def unverified(out: Path) -> Path:
-    """Returns where a file is written that may get its name only once it is verified."""
+    """Returns where a file is written that gets its name only once it is verified."""
     return out.with_name(f"{out.stem}.unverified{out.suffix}")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -133,29 +133,19 @@ def _fit(model: nn.Module, split: Split, epochs: int, seed: int, quiet: bool) ->
         model.parameters(), lr=_PEAK_LEARNING_RATE, weight_decay=_WEIGHT_DECAY
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / steps))
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}  loss {task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
     losses: list[float] = []
     model.train()
-    with Progress(*columns, disable=quiet) as progress:
-        bar = progress.add_task("", total=steps, epoch=0, epochs=epochs, loss="-")
-        for epoch in range(1, epochs + 1):
-            total = 0.0
-            for batch in torch.split(torch.randperm(count, generator=generator), _BATCH_SIZE):
-                shift = torch.randint(len(shifted), batch.shape, generator=generator)
-                loss = _loss(model, shifted[shift, batch], split.train_labels[batch])
-                optimizer.zero_grad()
-                torch.autograd.backward(loss)
-                optimizer.step()
-                schedule.step()
-                total += loss.item() * len(batch)
-                progress.advance(bar)
-            losses.append(total / count)
-            progress.update(bar, epoch=epoch, loss=f"{losses[-1]:.3f}")
+    for _ in track(range(epochs), "Training", disable=quiet):
+        total = 0.0
+        for batch in torch.split(torch.randperm(count, generator=generator), _BATCH_SIZE):
+            shift = torch.randint(len(shifted), batch.shape, generator=generator)
+            loss = _loss(model, shifted[shift, batch], split.train_labels[batch])
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            schedule.step()
+            total += loss.item() * len(batch)
+        losses.append(total / count)
     model.eval()
     return tuple(losses)
 

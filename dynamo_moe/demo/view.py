@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from rich import box
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -50,7 +51,7 @@ def _row(file: FileResult) -> list[str]:
     return [
         f"[red]✗ {name}[/]" if file.failures else f"[green]✓[/] {name}",
         str(file.nodes),
-        f"{file.exported.file_bytes / 1e6:.2f} MB",
+        decimal(file.exported.file_bytes),
         f"{file.compared.accuracy:.1%}",
         f"[{color}]{file.compared.worst}[/]",
         f"{file.compared.max_logit_difference:.0e}",

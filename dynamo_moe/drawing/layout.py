@@ -51,11 +51,11 @@ _OPERATORS = {
     "shape": "Reshape Transpose Gather Slice Concat Split Unsqueeze Squeeze Shape Expand Cast "
     "Identity ConstantOfShape Pad Tile Flatten Range Size DepthToSpace SpaceToDepth",
 }
-# They make data of sizes alone.
+# Operators that make data from sizes alone.
 _FROM_SIZES = ("Range", "EyeLike", "RandomNormal", "RandomUniform")
-# Letters of an input's name; it could be wider than all else.
+# Letters of an input's name that are shown: a whole name could be wider than everything else.
 _LONGEST = 18
-# Layers that a line may pass if it's one of three or more of the same value.
+# Layers that a line may pass if it is one of three or more of the same value.
 _FAR = 14
 _KIND_OF = {name: kind for kind, names in _OPERATORS.items() for name in names.split()}
 
@@ -65,15 +65,16 @@ class Box:
     """One or several nodes, an input or output, or a bend of a line.
 
     Attributes:
-        kind: What it does, which gives its colour; empty for a bend.
+        kind: The kind of operator, which gives the colour; empty for a bend.
         lines: The text.
-        operators: Types of the nodes it stands for.
-        stacked: It multiplies by a stack of matrices, as a layer of experts does.
-        prepared: Nodes not drawn that prepare weights or sizes for it, and for no box before it.
-        width: Of the box.
-        height: Of the box.
-        x: Of its centre.
-        y: Of its centre.
+        operators: Types of the nodes that it stands for.
+        stacked: Whether it multiplies by a stack of matrices, as a layer of experts does.
+        prepared: Number of nodes, not drawn, that prepare weights or sizes for it and for no box
+            before it.
+        width: Width of the box.
+        height: Height of the box.
+        x: Its centre's x.
+        y: Its centre's y.
         reach: Height of its layer.
     """
 
@@ -102,8 +103,8 @@ class Column:
     Attributes:
         boxes: Boxes and bends; their x counts from the graph's left, their y from the column's top.
         left: The least x.
-        width: Of the column.
-        height: Of the column.
+        width: Width of the column.
+        height: Height of the column.
     """
 
     boxes: list[Box]
@@ -114,7 +115,7 @@ class Column:
 
 @cache
 def text_width(text: str, bold: bool) -> float:
-    """Of a line of text at the size of the boxes'."""
+    """Returns the width of a line of text in a box."""
     font = FontProperties(weight="bold" if bold else "normal")
     return float(TextPath((0, 0), text or "x", size=FONT_SIZE, prop=font).get_extents().width)
 
@@ -130,7 +131,7 @@ def boxes_of(graph: onnx.GraphProto) -> nx.DiGraph[Box]:
         ValueError: Nothing in the graph depends on its inputs.
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    # Values that are no data -> numbers of the nodes that prepared them; "" is an absent input.
+    # Values that are not data -> numbers of the nodes that prepared them; "" is an absent input.
     prepared: dict[str, frozenset[int]] = dict.fromkeys(["", *weights], frozenset())
     stacks = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 3}
     counted: set[int] = set()

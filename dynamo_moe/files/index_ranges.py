@@ -1,19 +1,16 @@
-"""How large the integers that enter an ONNX graph may be: what they index tells."""
+"""How large the integers that enter an ONNX graph may be, by what they index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-import onnx
-from onnx import numpy_helper
+import onnx_ir as ir
 
-from dynamo_moe.files.model_files import all_nodes
 from dynamo_moe.moe_nodes.nodes import EXPERTS
 
 __all__ = ["index_limits"]
 
-# Their first result holds elements of their first input, no others.
+# The first result of these operators holds elements of their first input, and no others.
 _PASSING = {
     "Cast",
     "Expand",
@@ -26,103 +23,73 @@ _PASSING = {
     "Transpose",
     "Unsqueeze",
 }
-_INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32}
-# Constants that are read: those of a shift are scalars.
-_SMALL = 64
+_INTEGERS = {ir.DataType.INT64, ir.DataType.INT32}
+# Larger constants are not read: those of a shift are scalars.
+_MAX_CONSTANT = 64
+
+# The inputs whose elements a value holds, and what was added to them.
+_Origins = Mapping[ir.Value, int]
 
 
-def index_limits(graph: onnx.GraphProto) -> dict[str, int]:
+def index_limits(graph: ir.Graph) -> dict[str, int]:
     """Returns, by input, what each of its integers must stay below, where the graph tells.
 
-    An input tells by what it indexes, as an embedding's rows, on its way there moved, cast or
-    shifted by a constant.
+    An input is followed to what it indexes, such as the rows of an embedding; on the way it may be
+    moved, cast or shifted by a constant.
     """
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
-    sizes = _sizes(graph, initializers)
-    # By value: the inputs whose elements it holds, and what was added to them.
-    origins: dict[str, dict[str, int]] = {
-        value.name: {value.name: 0}
-        for value in graph.input
-        if value.type.tensor_type.elem_type in _INTEGERS and value.name not in initializers
+    origins: dict[ir.Value | None, _Origins] = {
+        value: {value: 0}
+        for value in graph.inputs
+        if value.dtype in _INTEGERS and not value.is_initializer()
     }
     limits: dict[str, int] = {}
-    for node in all_nodes(graph.node):
-        for value, limit in _limited(node, sizes, initializers):
-            for name, shift in origins.get(value, {}).items():
-                limits[name] = min(limits.get(name, limit - shift), limit - shift)
-        if node.output:
-            found = _origins(node, origins, initializers)
-            if found:
-                origins[node.output[0]] = found
+    for node in graph.all_nodes():
+        for indices, size in _indexed(node):
+            for value, shift in origins.get(indices, {}).items():
+                name = value.name or ""
+                limits[name] = min(limits.get(name, size - shift), size - shift)
+        if node.outputs and (found := _origins_of_result(node, origins)):
+            origins[node.outputs[0]] = found
     return {name: limit for name, limit in limits.items() if limit > 0}
 
 
-def _origins(
-    node: onnx.NodeProto,
-    origins: Mapping[str, dict[str, int]],
-    initializers: Mapping[str, onnx.TensorProto],
-) -> dict[str, int]:
-    """What the elements of the node's first result are."""
-    if node.domain or not node.input:
+def _origins_of_result(node: ir.Node, origins: Mapping[ir.Value | None, _Origins]) -> _Origins:
+    if node.domain or not node.inputs:
         return {}
     if node.op_type in _PASSING:
-        return origins.get(node.input[0], {})
+        return origins.get(node.inputs[0], {})
     if node.op_type == "Concat":
         return {
-            name: shift for value in node.input for name, shift in origins.get(value, {}).items()
+            value: shift for part in node.inputs for value, shift in origins.get(part, {}).items()
         }
     if node.op_type in {"Add", "Sub"}:
-        first, second = node.input
-        sign = 1 if node.op_type == "Add" else -1
-        if second in initializers:
-            value, added = first, _greatest(initializers[second], sign)
-        elif first in initializers and sign > 0:
-            value, added = second, _greatest(initializers[first], 1)
-        else:
-            return {}
+        first, second = node.inputs
+        if node.op_type == "Add" and _greatest(second) is None:
+            first, second = second, first
+        added = _greatest(second, -1 if node.op_type == "Sub" else 1)
         if added is not None:
-            return {name: shift + added for name, shift in origins.get(value, {}).items()}
+            return {value: shift + added for value, shift in origins.get(first, {}).items()}
     return {}
 
 
-def _limited(
-    node: onnx.NodeProto,
-    sizes: Mapping[str, tuple[int | None, ...]],
-    initializers: Mapping[str, onnx.TensorProto],
-) -> Iterator[tuple[str, int]]:
-    """Yields the values that the node takes for indices, and the number of what they index."""
-    attributes = {attribute.name: attribute for attribute in node.attribute}
+def _indexed(node: ir.Node) -> Iterator[tuple[ir.Value | None, int]]:
+    """Yields the values that the node takes as indices, and the number of what they index."""
     if not node.domain and node.op_type in {"Gather", "GatherElements"}:
-        shape = sizes.get(node.input[0])
-        axis = attributes["axis"].i if "axis" in attributes else 0
-        size = shape[axis] if shape and -len(shape) <= axis < len(shape) else None
-        if size is not None:
-            yield node.input[1], size
-    elif not node.domain and node.op_type == "OneHot" and node.input[1] in initializers:
-        depth = _greatest(initializers[node.input[1]], 1)
-        if depth is not None:
-            yield node.input[0], depth
-    elif node.op_type == EXPERTS and "num_experts" in attributes:
-        yield node.input[1], attributes["num_experts"].i
+        data, indices = node.inputs
+        axis = node.attributes.get_int("axis", 0)
+        shape = None if data is None else data.shape
+        if shape is not None and -len(shape) <= axis < len(shape) and shape.is_static(axis):
+            yield indices, int(shape[axis])  # type: ignore[arg-type]
+    elif not node.domain and node.op_type == "OneHot":
+        if (depth := _greatest(node.inputs[1])) is not None:
+            yield node.inputs[0], depth
+    elif node.op_type == EXPERTS and "num_experts" in node.attributes:
+        yield node.inputs[1], node.attributes.get_int("num_experts", 0)
 
 
-def _sizes(
-    graph: onnx.GraphProto, initializers: Mapping[str, onnx.TensorProto]
-) -> dict[str, tuple[int | None, ...]]:
-    values = (*graph.input, *graph.value_info)
-    sizes: dict[str, tuple[int | None, ...]] = {
-        value.name: tuple(
-            dim.dim_value if dim.HasField("dim_value") else None
-            for dim in value.type.tensor_type.shape.dim
-        )
-        for value in values
-        if value.type.tensor_type.HasField("shape")
-    }
-    return sizes | {name: tuple(tensor.dims) for name, tensor in initializers.items()}
-
-
-def _greatest(tensor: onnx.TensorProto, sign: int) -> int | None:
-    external = tensor.data_location == onnx.TensorProto.EXTERNAL
-    if tensor.data_type not in _INTEGERS or external or not 0 < np.prod(tensor.dims) <= _SMALL:
+def _greatest(value: ir.Value | None, sign: int = 1) -> int | None:
+    """Returns the greatest of a small constant's integers, times ``sign``; None if it is none."""
+    tensor = None if value is None or not value.is_initializer() else value.const_value
+    if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.dtype not in _INTEGERS:
         return None
-    return int((sign * numpy_helper.to_array(tensor)).max())
+    return int((sign * tensor.numpy()).max()) if 0 < tensor.size <= _MAX_CONSTANT else None

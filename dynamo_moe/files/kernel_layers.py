@@ -16,7 +16,7 @@ from custom_ops.kernels.layer import Layer
 from dynamo_moe.files.model_files import load_graph
 from dynamo_moe.moe_nodes.nodes import DOMAIN, is_moe, moe_nodes, parse
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
-from dynamo_moe.operators.reserved_names import is_own_domain
+from dynamo_moe.operators.schemas import is_own_domain
 
 __all__ = ["NamedLayer", "kernel_layers"]
 

@@ -1,4 +1,4 @@
-"""What a file says of its MoE layers, whatever became of their nodes.
+"""A file's record of its MoE layers, whatever became of their nodes.
 
 It is kept in the model's metadata, which runtimes ignore: a ``dense`` file has no MoE node left,
 but its layers, the values that enter them and their routers can still be found.

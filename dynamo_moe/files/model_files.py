@@ -1,7 +1,8 @@
-"""Reading an ONNX model without its weights; writing one beside its place, then renaming it."""
+"""Reading an ONNX model without its weights, and writing one."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import shutil
@@ -25,6 +26,7 @@ __all__ = [
     "load_graph",
     "model_bytes",
     "rename_model",
+    "replacing",
     "save_model",
     "subgraphs",
 ]
@@ -61,9 +63,7 @@ def save_model(
 ) -> list[Path]:
     """Writes the model, and its weights to ``<name>.data`` where asked for or needed.
 
-    A reader of ``path`` sees the old file or the new one, never half of either. With weights beside
-    it there are two renames, the weights first. Weights that are external tensors stay where they
-    are.
+    Weights that are external tensors already stay where they are.
 
     Args:
         model: The model to write.
@@ -90,18 +90,30 @@ def save_model(
     if weights > free:
         reason = f"{path.name} needs {weights} bytes for its weights, {path.parent} has {free} left"
         raise OSError(errno.ENOSPC, reason)
-    data = f"{path.name}.data"
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        beside = Path(folder)
+    data = path.with_name(f"{path.name}.data")
+    # The weights take their place first, so that the new model never refers to old ones.
+    with replacing(path) as model_part, replacing(data) as data_part:
         large = [value for value in values if not is_small(value)]
         if external_data:
-            _move_out(large, beside, data, weights)
+            _move_out(large, data_part, weights)
             large = []
-        protobuf.write(model, beside / path.name, large)
-        written = [name for name in (data, path.name) if (beside / name).exists()]
-        for name in written:
-            (beside / name).replace(path.parent / name)
-    return [path.parent / name for name in reversed(written)]
+        protobuf.write(model, model_part, large)
+        has_data = data_part.exists()
+    return [path, data] if has_data else [path]
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a path in a folder beside ``path``; the file written there takes its place.
+
+    A reader of ``path`` sees the old file or the new one, never half of either. If the body raises,
+    or writes nothing, ``path`` stays as it is.
+    """
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        yield part
+        if part.exists():
+            part.replace(path)
 
 
 def rename_model(files: Sequence[Path], path: Path) -> list[Path]:
@@ -128,15 +140,14 @@ def rename_model(files: Sequence[Path], path: Path) -> list[Path]:
         for entry in tensor.external_data:
             if (entry.key, entry.value) == ("location", old.name):
                 entry.value = new.name
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(proto.SerializeToString())
-    old.replace(new)
-    part.replace(path)
+    with replacing(path) as part:
+        part.write_bytes(proto.SerializeToString())
+        old.replace(new)
     model.unlink()
     return [path, new]
 
 
-def _move_out(values: Sequence[ir.Value], folder: Path, name: str, total: int) -> None:
+def _move_out(values: Sequence[ir.Value], path: Path, total: int) -> None:
     """Writes weights to a file; the values then refer to it."""
     done = 0
 
@@ -148,7 +159,9 @@ def _move_out(values: Sequence[ir.Value], folder: Path, name: str, total: int) -
     tensors = [value.const_value for value in values if value.const_value is not None]
     if not tensors:
         return
-    moved = ir.external_data.convert_tensors_to_external(tensors, folder, name, callback=began)
+    moved = ir.external_data.convert_tensors_to_external(
+        tensors, path.parent, path.name, callback=began
+    )
     for value, tensor in zip(values, moved, strict=True):
         value.const_value = tensor
     phases.report(total, total)

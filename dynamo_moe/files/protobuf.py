@@ -66,7 +66,7 @@ def without(model: ir.Model, weights: Sequence[ir.Value]) -> onnx.ModelProto:
 
 
 def _start(name: str | None, tensor: ir.TensorProtocol) -> bytes:
-    """What precedes a weight's values."""
+    """Returns the bytes before a weight's values."""
     named: bytes = onnx.TensorProto(
         name=name or "", dims=tensor.shape.numpy(), data_type=tensor.dtype.value
     ).SerializeToString()

@@ -1,4 +1,4 @@
-"""Whether a graph is valid ONNX, told without the values of its weights."""
+"""Checking whether a graph is valid ONNX, without reading the values of its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["InvalidGraphError", "check"]
 
 
 class InvalidGraphError(Exception):
-    """onnx refuses the graph."""
+    """The graph is refused by onnx's checker."""
 
 
 @phases.phase("check")

@@ -1,4 +1,4 @@
-"""What becomes of an operator's node: a body beside it, or standard operators in its place."""
+"""Giving operators' nodes a body beside them, or standard operators in their place."""
 
 from __future__ import annotations
 

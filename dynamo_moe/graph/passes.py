@@ -172,7 +172,7 @@ def _infer_shapes(model: ir.Model) -> None:
 
 
 def _type_foreign_results(model: ir.Model) -> bool:
-    """Types the results of ``com.microsoft::MoE``, unknown to onnx; returns whether there are."""
+    """Types the results of ``com.microsoft::MoE``, unknown to onnx; returns whether any exist."""
     nodes = [node for node in model.graph if node.domain == "com.microsoft"]
     for node in nodes:
         tokens, result = node.inputs[0], node.outputs[0]

@@ -2,7 +2,7 @@
 
 A layer whose experts are modules of their own stacks their weights on the way into its node. What
 is computed from weights alone is a weight too: its values come about as the file is written, a few
-rows at a time, and its name says of which weights it is made.
+rows at a time, and its name tells which weights it is made of.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is in an ONNX file: its interface, operators, MoE layers, weights and their precision.
+"""The content of an ONNX file: its interface, operators, MoE layers, weights and their precision.
 
 Sizes come from shapes and dtypes. Files of external data are never opened, so a model of many
 gigabytes takes the time and memory of its graph; weights stored inside the file itself (2 GB at
@@ -119,7 +119,7 @@ class FunctionSummary:
     """A model-local function: what a node of this domain and name (and overload) computes.
 
     Attributes:
-        domain: Of the nodes that call it.
+        domain: Domain of the nodes that call it.
         name: Operator type of these nodes.
         overload: Their overload; often empty.
         nodes: Nodes of its body, those in branches and loops included.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group
+from rich.filesize import decimal, pick_unit_and_suffix
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from dynamo_moe.inspection.summary import ModelSummary, ValueSummary
 
-__all__ = ["readable_bytes", "readable_count", "summary_view"]
+__all__ = ["readable_count", "summary_view"]
 
 
 def summary_view(summary: ModelSummary) -> RenderableType:
@@ -26,39 +27,23 @@ def summary_view(summary: ModelSummary) -> RenderableType:
 
 
 def readable_count(count: int) -> str:
-    """Three significant digits at most from a thousand on.
+    """Three significant digits from a thousand on.
 
     >>> [readable_count(n) for n in (0, 999, 1000, 66_560, 999_999, 6_738_000_000)]
     ['0', '999', '1 k', '66.6 k', '1 M', '6.74 G']
     """
-    return _readable(count, 1000, ("", "k", "M", "G", "T"))
-
-
-def readable_bytes(count: int) -> str:
-    """The same for bytes, in powers of 1024.
-
-    >>> [readable_bytes(n) for n in (0, 1023, 1024, 3_221_225_472)]
-    ['0 B', '1023 B', '1 KiB', '3 GiB']
-    """
-    return _readable(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-
-
-def _readable(count: int, base: int, units: tuple[str, ...]) -> str:
-    value, power = float(count), 0
-    # 999.5 would print as 1e+03, so it already belongs to the next unit.
-    while value >= (base if power == 0 else 999.5) and power < len(units) - 1:
-        value, power = value / base, power + 1
-    number = str(count) if power == 0 else f"{value:.3g}"
-    return f"{number} {units[power]}".strip()
+    # 999.5 k would print as 1e+03 k, so it already belongs to the next unit.
+    unit, prefix = pick_unit_and_suffix(int(count * 1.0005), ["", " k", " M", " G", " T"], 1000)
+    return f"{count / unit:.3g}{prefix}"
 
 
 def _facts(summary: ModelSummary) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    size = readable_bytes(summary.file_bytes)
+    size = decimal(summary.file_bytes)
     if summary.external_bytes:
-        size += f" + {readable_bytes(summary.external_bytes)} of external data"
+        size += f" + {decimal(summary.external_bytes)} of external data"
     grid.add_row("file", Text.assemble((str(summary.path), "bold"), f"  {size}"))
     for name in summary.missing_files:
         grid.add_row("missing", Text(name, style="red"))
@@ -119,7 +104,7 @@ def _moe_layers(summary: ModelSummary) -> RenderableType:
             Text(gated + layer.activation),
             layer.precision or "computed",
             readable_count(layer.parameters),
-            readable_bytes(layer.bytes),
+            decimal(layer.bytes),
         )
     return table
 
@@ -131,11 +116,11 @@ def _or_unknown(number: int | None) -> str:
 def _weights(summary: ModelSummary) -> RenderableType:
     table = _table("Weights", ("Type",), ("Tensors", "Elements", "Size"))
     for name, weights in summary.weights.items():
-        size = readable_bytes(weights.bytes)
+        size = decimal(weights.bytes)
         table.add_row(name, str(weights.tensors), readable_count(weights.elements), size)
     if len(summary.weights) > 1:
         tensors = sum(weights.tensors for weights in summary.weights.values())
-        size = readable_bytes(summary.weight_bytes)
+        size = decimal(summary.weight_bytes)
         table.add_section()
         table.add_row("all", str(tensors), readable_count(summary.parameters), size, style="bold")
     return table

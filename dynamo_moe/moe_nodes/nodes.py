@@ -17,7 +17,7 @@ from custom_ops.options import (
     Option,
     RouterOptions,
 )
-from dynamo_moe.operators.reserved_names import OWN_DOMAIN, is_own_domain
+from dynamo_moe.operators.schemas import OWN_DOMAIN, is_own_domain
 
 __all__ = [
     "DOMAIN",

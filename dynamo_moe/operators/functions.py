@@ -59,7 +59,7 @@ def op_from_function(
             ``setup_context`` beside it. Without the latter, forward runs once more where gradients
             are wanted, to learn what it keeps for backward; so it may not draw random numbers,
             which would be others: a call that draws them raises ValueError.
-        name: Of the operator: ``"my::op"``.
+        name: The operator's name, such as ``"my::op"``.
         schema: ``"(Tensor x, float slope) -> Tensor"``; None: from forward's annotations.
         fake: Returns the results' shapes, given forward's arguments; None: forward itself tells
             them, which it can if it calls operators of PyTorch alone.
@@ -69,8 +69,8 @@ def op_from_function(
         The operator, differentiable as the Function is.
 
     Raises:
-        TypeError: If ``function`` is no such class, forward is not annotated, or an argument or a
-            result is of no type that operators have.
+        TypeError: If ``function`` is not such a class, forward is not annotated, or an argument or
+            a result has a type that operators cannot have.
         ValueError: If forward changes its arguments, or ``symbolic`` makes anything but one node of
             the arguments.
 
@@ -108,7 +108,7 @@ def op_from_function(
         results = function.forward(*context, *args)
         if [*map(change_count, tensors)] != changes:
             raise ValueError(
-                f"{function.__name__}.forward changes its arguments, an operator may not"
+                f"{function.__name__}.forward changes its arguments, which an operator may not"
             )
 
         def own(result: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def op_from_function(
         # An operator may not return its arguments, nor two views of one memory.
         return pytree.tree_map_only(Tensor, own, results)
 
-    def forward_without_chance(*args: Any) -> Any:
+    def deterministic_forward(*args: Any) -> Any:
         before = _random_states(args)
         results = forward(*args)
         if _random_states(args) != before:
@@ -137,7 +137,7 @@ def op_from_function(
         else:
             with torch.no_grad():
                 again = function.forward(ctx, *inputs)
-            _mean_the_results(ctx, inputs, again, output)
+            _keep_operators_results(ctx, inputs, again, output)
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         found = function.backward(ctx, *gradients)
@@ -145,7 +145,7 @@ def op_from_function(
         # Arguments that equal their defaults are not among the inputs.
         return found[: ctx.dynamo_moe_inputs]
 
-    kernel = forward if split else forward_without_chance
+    kernel = forward if split else deterministic_forward
     op = torch.library.custom_op(name, kernel, mutates_args=(), schema=text)
     op.register_fake(fake or forward)
     op.register_autograd(backward, setup_context=setup_context)
@@ -154,7 +154,7 @@ def op_from_function(
 
 @dataclass
 class _Context:
-    """Where a forward may keep what it wants for a backward that does not come."""
+    """A ``ctx`` for a forward whose backward never runs."""
 
     needs_input_grad: tuple[bool, ...]
 
@@ -167,8 +167,8 @@ class _Context:
         """Changes nothing: there are no gradients."""
 
 
-def _mean_the_results(ctx: Any, inputs: Any, again: Any, output: Any) -> None:
-    """Replaces what forward gave ``ctx`` of the results of its second run by the operator's own."""
+def _keep_operators_results(ctx: Any, inputs: Any, again: Any, output: Any) -> None:
+    """Makes ``ctx`` hold the operator's own results instead of those of forward's second run."""
     known = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
     pairs = zip(pytree.tree_leaves(again), pytree.tree_leaves(output), strict=True)
     results = {id(second): first for second, first in pairs if id(second) not in known}

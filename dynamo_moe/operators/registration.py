@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import onnx.defs
 import torch
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
 
 from dynamo_moe.operators import private, registry, user_bodies
-from dynamo_moe.operators.reserved_names import check_name
 from dynamo_moe.operators.schemas import (
+    OWN_DOMAIN,
     Constant,
     check_constants,
     check_schema,
     derive_schema,
+    is_own_domain,
     plugin_attributes,
     scalar_arguments,
 )
@@ -27,6 +30,11 @@ from dynamo_moe.private import OpOverload, OpOverloadPacket, schema_of
 __all__ = ["register_op"]
 
 _LIKE = "like:"
+
+_DOMAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+_OP_TYPE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+# Domains whose operators a standard or a runtime defines.
+_RESERVED_DOMAINS = ("ai.onnx", "com.microsoft", "com.ms", "org.pytorch", "pkg")
 
 Attributes = Mapping[str, str] | Callable[[registry.Arguments], Mapping[str, Any]] | None
 Inference = str | Callable[[InferenceContext], None] | None
@@ -59,13 +67,14 @@ def register_op(
     of them are attributes with the same defaults, and absent where they are None.
 
     Args:
-        torch_op: An ``OpOverload``, an ``OpOverloadPacket`` of one overload, or what
-            ``torch.library.custom_op`` returns. It needs a fake kernel, must neither change nor
-            return its arguments, and has no complex tensors. It draws no random numbers, which
-            only the tag ``torch.Tag.nondeterministic_seeded`` tells.
-        domain: Of the node; your own.
-        op_type: Of the node, and the name of the TensorRT plugin. No standard operator has it.
-        version: Of the domain.
+        torch_op: An ``OpOverload``, an ``OpOverloadPacket`` with one overload, or the result of
+            ``torch.library.custom_op``. It needs a fake kernel, must neither change nor return its
+            arguments, and must not have complex tensors. It must not draw random numbers; the check
+            relies on the tag ``torch.Tag.nondeterministic_seeded``.
+        domain: The node's domain, your own.
+        op_type: The node's operator type, which is also the name of the TensorRT plugin. No
+            standard operator may have it.
+        version: Version of the domain.
         inputs: The tensor arguments in the node's order; None: the operator's.
         outputs: Names of the results; None: the operator's.
         attributes: The attributes' names by argument, where they differ. Or, with ``schema``, a
@@ -74,25 +83,26 @@ def register_op(
         constants: More attributes, the same at every node.
         schema: The node's whole schema, in place of one derived, with its inference; its inputs
             are the tensor arguments, in any order. ``inputs``, ``outputs``, ``shape_inference`` and
-            ``doc`` say nothing then, and are refused.
+            ``doc`` are refused then.
         shape_inference: ``"fake"``: by the fake kernel; ``"like:x"``: the only result has the type
             and shape of input x; a function of onnx's ``InferenceContext``; None: nothing is
-            inferred. Whatever it is, :func:`export` writes the shapes that the trace has.
+            inferred. In any case :func:`export` writes the shapes that the trace has.
         body: What the node computes, in standard operators: an onnxscript function, an
             ``onnx.FunctionProto``, or an ``onnx_ir.Function``, whose inputs and attributes are the
             node's. Or a function of a node, the opset and the target that returns such a function
             of onnx_ir; functions that differ get a domain each, named by their ``overload``. With
             the target ``plugin`` the body is in the file beside the node; with the others it takes
             the node's place. None: the node stays, and only a runtime that knows it runs the file.
-        fill: What stands for an absent optional input that others follow: a function of its name
-            and the call's arguments returns sizes and dtype of zeros. None: it is left out.
-        plugin_version: By which TensorRT finds the plugin.
-        plugin_namespace: By which TensorRT finds the plugin.
+        fill: A function that returns sizes and dtype of the zeros that stand for an absent optional
+            input with others behind it, from its name and the call's arguments. None: the input is
+            left out.
+        plugin_version: Version by which TensorRT finds the plugin.
+        plugin_namespace: Namespace by which TensorRT finds the plugin.
         doc: What the operator computes, in words.
 
     Raises:
-        TypeError: If an argument or a result of the operator is nothing that a node can have, or
-            ``torch_op`` or ``body`` is nothing of the above.
+        TypeError: If an argument or a result of the operator has a type that nodes cannot have, or
+            ``torch_op`` or ``body`` is none of the kinds above.
         ValueError: If the declaration contradicts the operator, a name is taken, the operator
             changes its arguments or has the tag of random numbers, or it is registered already
             with another declaration.
@@ -112,7 +122,7 @@ def register_op(
     """
     declaration = {**locals(), "torch_op": _overload(torch_op), "body": _comparable(body)}
     overload = _overload(torch_op)
-    check_name(overload, domain, op_type)
+    _check_name(overload, domain, op_type)
     _check_functional(overload)
     _check_deterministic(overload)
     _check_fake_kernel(overload)
@@ -188,6 +198,29 @@ def _overload(torch_op: Any) -> OpOverload:
         "torch_op must be an operator such as torch.ops.my.relu, or what torch.library.custom_op "
         f"returns; got {type(torch_op).__name__}"
     )
+
+
+def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
+    """Checks that a node's name is one, and that no standard or runtime has given it a meaning.
+
+    TensorRT's own plugins are no clash: a node may be meant for one of them.
+    """
+    if not _DOMAIN.fullmatch(domain):
+        raise ValueError(
+            f"domain must be letters, digits, '_', '-' and '.', and not empty; got {domain!r}"
+        )
+    if not _OP_TYPE.fullmatch(op_type):
+        raise ValueError(f"op_type must be letters, digits and '_', got {op_type!r}")
+    for reserved in _RESERVED_DOMAINS:
+        if domain == reserved or domain.startswith(f"{reserved}."):
+            raise ValueError(f"domain {domain!r} is not yours to extend: choose a name of your own")
+    if is_own_domain(domain) and torch_op.namespace != OWN_DOMAIN:
+        raise ValueError(f"domain {domain!r} is dynamo_moe's own: choose another name")
+    if onnx.defs.has(op_type):
+        raise ValueError(
+            f"{op_type} is a standard ONNX operator, and TensorRT's parser ignores the domain: "
+            f"choose another op_type than {domain}::{op_type}"
+        )
 
 
 def _check_functional(torch_op: OpOverload) -> None:

@@ -1,4 +1,4 @@
-"""The registry of PyTorch operators that become one ONNX node each, and how they become it."""
+"""The registry of PyTorch operators that become one ONNX node each, and how nodes are made."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Operator:
         schema: The node's schema; its inputs have the names of the operator's tensor arguments.
         attributes: From the arguments of a call to the node's attributes; None is left out.
         fixed: Attributes that every node has.
-        body: What computes a node elsewhere; None: nothing does.
-        fill: What stands for an absent input that others follow; None: it is left out.
-        declaration: What it was declared by, to be compared with another declaration.
+        body: Makes the function that computes a node in standard operators; None: there is none.
+        fill: Gives the zeros for an absent input with others behind it; None: it is left out.
+        declaration: The arguments of its registration, to compare with those of another one.
     """
 
     torch_op: OpOverload
@@ -72,7 +72,7 @@ class Operator:
         return f"{self.schema.domain}::{self.schema.name}"
 
     def translation(self) -> Callable[..., Any]:
-        """Returns what PyTorch's exporter calls to make a node of a call."""
+        """Returns the function by which PyTorch's exporter turns a call into a node."""
 
         # A function, since the exporter writes attributes to it.
         def translate(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class Operator:
         opset = onnxscript.values.Opset(self.schema.domain, self.schema.since_version)
         node = getattr(opset, self.schema.name)
         if any(formal.option == _VARIADIC for formal in self.schema.inputs):
-            # Of inputs by position, the exporter would give all to the variadic one.
+            # The exporter would give all inputs passed by position to the variadic one.
             return node(**inputs, **given)
         return node(*inputs.values(), **given)
 
@@ -176,7 +176,7 @@ def operators() -> tuple[Operator, ...]:
 
 
 def find(node: ir.Node) -> Operator | None:
-    """Returns the operator that a node is of; None if it is not registered."""
+    """Returns the node's operator; None if it is not registered."""
     for operator in _OPERATORS.values():
         if (operator.schema.domain, operator.schema.name) == (node.domain, node.op_type):
             return operator

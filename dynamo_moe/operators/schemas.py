@@ -11,14 +11,19 @@ from onnx.defs import OpSchema
 from dynamo_moe.private import OpOverload, schema_of
 
 __all__ = [
+    "OWN_DOMAIN",
     "PLUGIN_ATTRIBUTES",
     "Constant",
     "check_constants",
     "check_schema",
     "derive_schema",
+    "is_own_domain",
     "plugin_attributes",
     "scalar_arguments",
 ]
+
+OWN_DOMAIN = "moe"
+"""The domain of the project's own operators, in PyTorch and in ONNX."""
 
 Constant = int | float | str | Sequence[int] | Sequence[float] | Sequence[str]
 
@@ -51,6 +56,11 @@ _INPUT_OPTIONS = {
 }
 
 
+def is_own_domain(domain: str) -> bool:
+    """Whether a domain is the project's own: ``moe``, or ``moe.`` and a configuration's name."""
+    return domain.split(".", maxsplit=1)[0] == OWN_DOMAIN
+
+
 def derive_schema(
     torch_op: OpOverload,
     *,
@@ -68,10 +78,10 @@ def derive_schema(
 
     Args:
         torch_op: The operator.
-        domain: Of the node.
-        op_type: Of the node.
-        version: Of the node's domain.
-        doc: What it computes, in words.
+        domain: The node's domain.
+        op_type: The node's operator type.
+        version: Version of the domain.
+        doc: What the operator computes, in words.
         inputs: The tensor arguments in the node's order; None: the operator's.
         outputs: The results' names; None: the operator's, or ``y``.
         renamed: The attributes' names by argument, where they differ.
@@ -79,7 +89,7 @@ def derive_schema(
         like: The input whose type the only result has; None: types are not related.
 
     Raises:
-        TypeError: If an argument or a result has a type that ONNX nodes have not.
+        TypeError: If an argument or a result has a type that ONNX nodes cannot have.
         ValueError: If a name is unknown, missing or given twice.
     """
     tensors = _tensor_arguments(torch_op)
@@ -205,7 +215,7 @@ def scalar_arguments(torch_op: OpOverload) -> dict[str, Any]:
     """Returns the arguments of an operator's schema that are no tensors, by name.
 
     Raises:
-        TypeError: If the type of one is none of ONNX's.
+        TypeError: If ONNX has no such type.
     """
     found = {}
     for argument in schema_of(torch_op).arguments:

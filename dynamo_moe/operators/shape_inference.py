@@ -1,9 +1,11 @@
 """Types and shapes of a node's results, by the fake kernel of its PyTorch operator.
 
-The fake kernel says the shape for given sizes. Where an input's size is unknown, a symbol stands
-for it; PyTorch's tracer notes every decision that the kernel takes by a symbol's value. What was
-decided by no symbol holds for all sizes. A decision by whether a size is a certain number, mostly
-1, is tried both ways. Anything else is not claimed.
+The fake kernel gives the shape for given sizes. Where an input's size is unknown, a symbol stands
+for it, and PyTorch's tracer records every decision that the kernel bases on a symbol's value. A
+shape without such decisions holds for all sizes. A decision on whether a size is a certain number
+is tried both ways: nearly every kernel asks whether a size is 1, since strides depend on it, so
+without this no symbolic size would be inferred (not even that of ``torch.clone``). With any other
+decision nothing is claimed.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ def by_fake_kernel(
 
     Args:
         torch_op: The operator.
-        schema: Of its node.
-        attributes: The attribute of each argument that is no tensor.
+        schema: The node's schema.
+        attributes: Attribute by argument, for the arguments that are no tensors.
     """
 
     def infer(context: InferenceContext) -> None:
@@ -89,7 +91,7 @@ class _Input:
             if size.HasField("dim_value"):
                 self.sizes.append(size.dim_value)
             else:
-                # A name with a space is none that a file could hold.
+                # A name in a file has no space.
                 name = size.dim_param or f" {number} {axis}"
                 names[name] = None
                 self.sizes.append(name)
@@ -133,7 +135,7 @@ def _claims(
     names: tuple[str, ...],
     known: Mapping[str, int] | None = None,
 ) -> _Shapes | None:
-    """Returns the results' dtypes and shapes as far as they hold for all sizes; None if unsure."""
+    """Returns the results' dtypes and shapes; None if they do not hold for all sizes."""
     known = known or {}
     if len(known) > _MAX_DECISIONS or len(names) > len(_HINTS):
         return None
@@ -156,18 +158,18 @@ def _claims(
     of = {symbol.node.expr: name for name, symbol in symbols.items()}
     claims = [(r.dtype, tuple(_size(size, of) for size in r.shape)) for r in results]
     for decision in decisions:
-        told = _is_not(decision, of)
-        if told is None:
+        excluded = _excluded_size(decision, of)
+        if excluded is None:
             return None
-        name, number = told
+        name, number = excluded
         other = _claims(torch_op, arguments, names, {**known, name: number})
         if other != [(dtype, _at(shape, name, number)) for dtype, shape in claims]:
             return None
     return claims
 
 
-def _is_not(decision: Any, of: Mapping[Any, str]) -> tuple[str, int] | None:
-    """Returns the size's name and the number of a decision that they differ."""
+def _excluded_size(decision: Any, of: Mapping[Any, str]) -> tuple[str, int] | None:
+    """Returns name and number where the decision is that a size is not that number."""
     if isinstance(decision, sympy.Ne):
         for symbol, number in (decision.args, decision.args[::-1]):
             if symbol in of and number.is_Integer:
@@ -176,7 +178,7 @@ def _is_not(decision: Any, of: Mapping[Any, str]) -> tuple[str, int] | None:
 
 
 def _size(size: Any, of: Mapping[Any, str]) -> Any:
-    """Returns a size as a number or an expression of names; None if the inputs do not tell it."""
+    """Returns a size as a number or an expression of names; None if it depends on values."""
     if isinstance(size, int):
         return size
     named = {symbol: sympy.Symbol(name) for symbol, name in of.items()}

@@ -38,7 +38,7 @@ def body_of(body: Any, schema: OpSchema) -> Body:
     Args:
         body: An onnxscript function, ``onnx.FunctionProto`` or ``onnx_ir.Function``; or a function
             of a node, which is returned as it is.
-        schema: Of the operator.
+        schema: The operator's schema.
 
     Raises:
         TypeError: If the body is none of these.
@@ -115,7 +115,7 @@ def prepare_body(function: ir.Function, node: ir.Node, schema: OpSchema, opset: 
 def omit_absent_inputs(function: ir.Function, node: ir.Node, name: str) -> None:
     """Removes from a node's body what the node leaves out, in place, and notes it in ``overload``.
 
-    ONNX Runtime 1.31 crashes on a function that uses an input that its node has not.
+    ONNX Runtime 1.31 crashes on a function that uses an input that its node does not have.
 
     Raises:
         ValueError: If the body cannot do without such an input.
@@ -178,7 +178,7 @@ def _check_valid(function: onnx.FunctionProto, name: str) -> None:
         onnx.checker.check_function(function)
     except onnx.checker.ValidationError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"the body of {name} is no valid ONNX function: {reason}") from error
+        raise ValueError(f"the body of {name} is not a valid ONNX function: {reason}") from error
     computed = {*function.input, *(name for node in function.node for name in node.output)}
     for output in function.output:
         if output not in computed:
@@ -198,8 +198,8 @@ def _check(function: ir.Function, name: str, attributes: Collection[str]) -> Non
     unknown = sorted(str(attribute) for attribute in given if attribute not in attributes)
     if unknown:
         raise ValueError(
-            f"the body of {name} refers to the attribute {unknown[0]!r}, which the operator has "
-            f"not; it has {', '.join(attributes)}"
+            f"the body of {name} refers to the attribute {unknown[0]!r}, which the operator "
+            f"does not have; it has {', '.join(attributes)}"
         )
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from dynamo_moe.progress import phases
@@ -14,7 +15,7 @@ from dynamo_moe.progress import phases
 __all__ = ["shown"]
 
 DELAY_S = 2.0
-"""An export that ends before shows nothing."""
+"""A shorter export shows nothing."""
 
 _DOING = {
     "capture": "Tracing",
@@ -28,7 +29,7 @@ _DOING = {
 
 @contextlib.contextmanager
 def shown(name: str, console: Console, delay: float = DELAY_S) -> Iterator[phases.Progress]:
-    """Shows the phase that an export is in; yields what the export calls.
+    """Shows the phase that an export is in; yields the function that the export calls.
 
     Nothing is shown where the console is a file, or quiet.
     """
@@ -49,7 +50,7 @@ def shown(name: str, console: Console, delay: float = DELAY_S) -> Iterator[phase
             description=f"{place}/{len(phases.PHASES)} {_DOING[phase]} {name}",
             completed=done,
             total=total or None,
-            amount=f"{done / 1e6:.0f}/{total / 1e6:.0f} MB" if total else "",
+            amount=f"{decimal(done)} of {decimal(total)}" if total else "",
         )
 
     timer.start()

@@ -1,10 +1,6 @@
 """``verify``: an ONNX file in ONNX Runtime against its model in PyTorch."""
 
-from dynamo_moe.verification.comparison import (
-    CaseResult,
-    VerificationError,
-    VerificationReport,
-    verify,
-)
+from dynamo_moe.verification.comparison import verify
+from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
 
 __all__ = ["CaseResult", "VerificationError", "VerificationReport", "verify"]

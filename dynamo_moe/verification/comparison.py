@@ -5,18 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
-from onnx import external_data_helper
 from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
 
@@ -26,103 +25,18 @@ from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.files.model_files import all_nodes, load_graph
 from dynamo_moe.tolerances import Tolerance, tolerance_for
-from dynamo_moe.verification.routing import RoutingRecorder, agreement, layers_of, routing_graph
+from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
+from dynamo_moe.verification.routing import (
+    RoutingRecorder,
+    add_routing_outputs,
+    agreement,
+    layers_of,
+)
 from dynamo_moe.verification.runtime import RefusedError, Runtime, RuntimeProcess, describe
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-__all__ = ["CaseResult", "VerificationError", "VerificationReport", "verify"]
-
-# Of operators that ONNX Runtime has.
-_RUNTIME_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
+__all__ = ["verify"]
 
 Case = tuple[Any, ...] | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """One set of inputs.
-
-    Attributes:
-        shapes: The inputs' shapes by ONNX input.
-        max_error: Worst element's error over all outputs, relative to the expected output's RMS.
-        rms_error: RMS of the errors, relative likewise.
-        routing_agreement: Fraction of (token, layer) pairs whose set of experts agrees, 0 to 1;
-            None where the file names no MoE layers.
-        passed: Whether the errors keep the tolerance.
-        model_error: With a reference, the worst element's error of the model itself: what of
-            ``max_error`` is the conversion's.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    max_error: float
-    rms_error: float
-    routing_agreement: float | None
-    passed: bool
-    model_error: float | None = None
-
-
-@dataclass(frozen=True)
-class VerificationReport:
-    """What :func:`verify` saw."""
-
-    path: Path
-    runtime: str
-    tolerance: Tolerance
-    cases: tuple[CaseResult, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether every case keeps the tolerance."""
-        return all(case.passed for case in self.cases)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain values, for JSON."""
-        return {**asdict(self), "path": str(self.path), "passed": self.passed}
-
-    def __rich__(self) -> Table:
-        """Returns a table for the terminal."""
-        from rich.markup import escape
-        from rich.table import Table
-
-        verdict = "[green]agrees[/]" if self.passed else "[red]DIFFERS[/]"
-        title = f"{escape(str(self.path))} in {self.runtime}: {verdict}"
-        table = Table(title=title, title_justify="left")
-        own = ["model's error"] if any(case.model_error is not None for case in self.cases) else []
-        for column in ("inputs", "max error", "RMS error", *own, "same routing", ""):
-            table.add_column(column)
-        for case in self.cases:
-            inputs = [f"{name} {list(shape)}" for name, shape in case.shapes.items()]
-            more = [f"and {len(inputs) - 3} more"] if len(inputs) > 4 else []
-            shapes = ", ".join(inputs[:3] + more if more else inputs)
-            same = case.routing_agreement
-            table.add_row(
-                shapes,
-                f"{case.max_error:.1e}",
-                f"{case.rms_error:.1e}",
-                *([] if case.model_error is None else [f"{case.model_error:.1e}"]),
-                "-" if same is None else f"{same:.2%}",
-                "[green]ok[/]" if case.passed else "[red]fails[/]",
-            )
-        table.caption = f"tolerance: max {self.tolerance.max:.0e}, RMS {self.tolerance.rms:.0e}"
-        return table
-
-
-class VerificationError(AssertionError):
-    """The file does not compute what the model computes; ``report`` says where."""
-
-    def __init__(self, report: VerificationReport) -> None:
-        worst = max(report.cases, key=lambda case: (not case.passed, case.max_error))
-        other, own = "model", ""
-        if worst.model_error is not None:
-            other, own = "reference", f"; the model's own error is {worst.model_error:.1e}"
-        super().__init__(
-            f"{report.path} differs from the {other}: max error {worst.max_error:.1e} "
-            f"(tolerance {report.tolerance.max:.0e}), RMS {worst.rms_error:.1e} "
-            f"({report.tolerance.rms:.0e}) on inputs {worst.shapes}{own}"
-        )
-        self.report = report
 
 
 def verify(
@@ -137,34 +51,35 @@ def verify(
 ) -> VerificationReport:
     """Runs an exported file in ONNX Runtime and the model in PyTorch, and compares.
 
-    A model of transformers is run as its file was exported: that of :func:`export_language_model`
-    with its cache, on a prompt and on further tokens. What ``torch.compile`` or ``AveragedModel``
-    wraps is run without them.
+    A file of :func:`export_language_model` is compared with the model of transformers that it was
+    exported from, cache included, on a prompt and on further tokens. A model wrapped by
+    ``torch.compile`` or ``AveragedModel`` runs without the wrapper.
 
     Args:
         path: The ONNX file.
         model: The model that it was exported from, on the CPU; run as in ``eval()``.
-        inputs: Cases to run, each positional arguments or a mapping of keyword arguments. None:
-            random ones of several batch sizes and lengths, drawn from the file's inputs: floats
-            from a normal distribution, booleans true, integers below the size of what they index,
-            else between the least and the greatest of the example's (0..9 where these are unknown
-            or 0; all 1 where that is the greatest, as in a mask).
-        reference: A model with the same arguments that the file is to agree with instead, such as
-            a copy made before :func:`convert`. ``model`` then gives the routing, and an error of
-            its own.
+        inputs: Cases to run, each a tuple of positional arguments or a mapping of keyword
+            arguments. None: random ones of several batch sizes and lengths, drawn for the file's
+            inputs: floats from a normal distribution; booleans true; integers below the size of
+            what they index, else between the least and the greatest of the example's (0..9 where
+            these are unknown or 0; all 1 where the greatest is 1, as in a mask).
+        reference: A model with the same arguments that the file must agree with instead, such as
+            a copy made before :func:`convert`. The routing is still compared with ``model``, whose
+            own error is reported too.
         tolerance: None: by the lowest precision among the file's weights.
-        isolated: ONNX Runtime runs in a process of its own, so that its crash is an error here.
-        timeout: Seconds that it then may take to load the file, and to run each case.
+        isolated: ONNX Runtime runs in a separate process, so that its crash is an error here.
+        timeout: Seconds that this process may take to load the file, and to run each case.
 
     Returns:
         Errors and routing agreement of every case, all within the tolerance.
 
     Raises:
-        VerificationError: If an error passes the tolerance.
+        VerificationError: If an error exceeds the tolerance.
         FileNotFoundError: If the file does not exist.
         ModuleNotFoundError: If ONNX Runtime is not installed.
         ValueError: If a case does not fit the file's inputs or the model, or ONNX Runtime cannot
-            run the file, such as for a node that it does not know and that has no body.
+            run the file, for instance because of a node that it does not know and that has no
+            body.
         TypeError: If the model is not a module, or ``inputs`` is not a sequence of tuples or
             mappings.
         ChildProcessError: If ONNX Runtime, isolated, died.
@@ -173,19 +88,19 @@ def verify(
     check_model(model)
     path = Path(path)
     if timeout is not None and not isolated:
-        raise ValueError("timeout needs isolated=True: only a process of its own can be ended")
-    name = describe()
+        raise ValueError("timeout needs isolated=True: only a separate process can be ended")
+    runtime_name = describe()
     proto = load_graph(path)
+    tolerance = tolerance or tolerance_for(
+        _weight_dtypes(proto), approximate_gelu=_approximates_gelu(proto)
+    )
     model = unwrapped(model)
     reference = None if reference is None else unwrapped(reference)
     with ExitStack() as stack:
-        drawn = _perform(stack, proto, [model] if reference is None else [model, reference])
+        drawn = _prepare(stack, proto, [model] if reference is None else [model, reference])
         cases = drawn if inputs is None else _checked(inputs)
-        bound = tolerance or tolerance_for(
-            _weight_dtypes(proto), approximate_gelu=_approximates_gelu(proto)
-        )
         runtime = stack.enter_context(RuntimeProcess(timeout) if isolated else Runtime())
-        file = _File(path, proto, runtime)
+        file = _LoadedFile(path, proto, runtime)
         results = []
         for case in cases:
             feeds = _feeds(file.inputs, case)
@@ -194,25 +109,52 @@ def verify(
             except Exception as error:  # The model's own code runs.
                 if inputs is None or isinstance(error, IndexError):  # Ids beyond an embedding.
                     raise ValueError(
-                        f"the model takes no such inputs ({error}): pass inputs of your own"
+                        f"the model does not take these inputs ({error}): pass inputs of your own"
                     ) from error
                 raise
-            results.append(_compare(file, feeds, expected, bound))
-    report = VerificationReport(path, name, bound, tuple(results))
+            results.append(_compare(file, feeds, expected, tolerance))
+    report = VerificationReport(path, runtime_name, tolerance, tuple(results))
     if not report.passed:
         raise VerificationError(report)
     return report
 
 
-def _perform(stack: ExitStack, proto: onnx.ModelProto, models: Sequence[Any]) -> list[Any]:
-    """Lets the models do what the file does, as long as the stack lasts; returns random cases."""
+# --- What the file's weights and layers allow as errors ---
+
+
+def _weight_dtypes(proto: onnx.ModelProto) -> set[torch.dtype]:
+    dtypes = {from_torch_dtype(dtype).value: dtype for dtype in FLOATS}
+    # Constants made by the exporter are small and may be wider than the weights.
+    found = {t.data_type for t in proto.graph.initializer if len(t.dims) >= 2}
+    return {dtypes[data_type] for data_type in found if data_type in dtypes}
+
+
+def _approximates_gelu(proto: onnx.ModelProto) -> bool:
+    """Whether ``com.microsoft::MoE`` computes a layer that asks for the exact GELU."""
+    activations = {layer.attributes["activation"] for layer in layers_of(proto)}
+    return "gelu" in activations and _has_runtimes_moe(proto)
+
+
+def _has_runtimes_moe(proto: onnx.ModelProto) -> bool:
+    return any((n.domain, n.op_type) == ("com.microsoft", "MoE") for n in proto.graph.node)
+
+
+# --- The cases ---
+
+
+def _prepare(stack: ExitStack, proto: onnx.ModelProto, models: Sequence[Any]) -> list[Any]:
+    """Makes the models' forwards do what the file does while the stack lasts.
+
+    Returns:
+        Random cases.
+    """
     from dynamo_moe import language_models
 
     graph = proto.graph
     inputs, outputs = ([value.name for value in values] for values in (graph.input, graph.output))
     task = language_models.task_of(models[0], inputs, outputs)
     if task is None:
-        return random_inputs(proto)
+        return random_inputs(ir.from_proto(proto))
     for model in models:
         stack.enter_context(language_models.performing(model, task))
     return language_models.verification_cases(models[0])
@@ -231,32 +173,108 @@ def _checked(inputs: Sequence[Case]) -> list[Case]:
     return cases
 
 
-class _File:
-    """The file in ONNX Runtime; beside it, what decides the routing of its layers, if known.
+def _feeds(names: Sequence[str], case: Case) -> dict[str, np.ndarray]:
+    if isinstance(case, Mapping) and set(case) == set(names):
+        return {name: _to_numpy(value) for name, value in case.items()}
+    leaves = [leaf for leaf in pytree.tree_leaves(case) if isinstance(leaf, Tensor)]
+    if len(leaves) != len(names):
+        raise ValueError(
+            f"a case must hold one tensor per input of the file ({', '.join(names)}); "
+            f"got {len(leaves)}"
+        )
+    return {name: _to_numpy(leaf) for name, leaf in zip(names, leaves, strict=True)}
 
-    The latter is a session of its own: another output changes how ONNX Runtime uses memory, which
-    has hidden an error in its MoE.
+
+# --- PyTorch ---
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What PyTorch computes: outputs of the model and of the reference, if there is one."""
+
+    model: list[Tensor]
+    reference: list[Tensor] | None
+    routing: list[Tensor]
+
+
+def _run_torch(model: torch.nn.Module, reference: torch.nn.Module | None, case: Case) -> _Expected:
+    with RoutingRecorder() as recorder:
+        outputs = _outputs(model, case)
+    referenced = None if reference is None else _outputs(reference, case)
+    return _Expected(outputs, referenced, recorder.ids)
+
+
+def _outputs(model: torch.nn.Module, case: Case) -> list[Tensor]:
+    # Copies: a forward may write into its arguments.
+    copied = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, case)
+    args, kwargs = _arguments(model, copied)
+    # Compiled parts run eagerly: a dispatch mode sees every operator.
+    with torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
+        result = model(*args, **kwargs)
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _arguments(model: torch.nn.Module, case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a case as the model's forward takes it: by name where the names are its own."""
+    if not isinstance(case, Mapping):
+        return case, {}
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return (), dict(case)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return ((), dict(case)) if set(case) <= named else (tuple(case.values()), {})
+
+
+# --- ONNX Runtime ---
+
+
+class _LoadedFile:
+    """The file in ONNX Runtime, with its layers' expert ids as further outputs, if they are known.
+
+    One session gives both, unless the file has nodes of ``com.microsoft::MoE``. ONNX Runtime lets
+    such a node write its result over its input while still reading it, if nothing reads that input
+    afterwards (seen with 1.31.1: errors of 2 and more). Computing the routing reads it, which hides
+    the error (from 1.4 to 0.8 in a file of two layers). So such a file runs as it is, and the
+    routing comes from a session of its own.
     """
 
     def __init__(self, path: Path, proto: onnx.ModelProto, runtime: Runtime) -> None:
         self._path, self._runtime = path, runtime
+        self._outputs = [value.name for value in proto.graph.output]
+        separate = _has_runtimes_moe(proto)
+        self._routed = add_routing_outputs(proto)
         try:
-            self._session, self.inputs = runtime.load(str(path))
+            if self._routed and not separate:
+                self._session, self.inputs = self._load_changed(proto)
+            else:
+                self._session, self.inputs = runtime.load(str(path))
         except RefusedError as error:
             raise ValueError(
                 f"ONNX Runtime cannot run {path}: {_reason(str(error), proto)}"
             ) from error
-        self._routing = _load_routing(path, proto, runtime)
+        self._routing_session = self._session
+        if self._routed and separate:
+            self._routing_session, _ = self._load_changed(proto)
 
-    def run(self, feeds: Mapping[str, np.ndarray]) -> list[Tensor]:
-        return self._run(self._session, feeds)
+    def run(
+        self, feeds: Mapping[str, np.ndarray], *, routing: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the outputs, and each layer's expert ids if they are wanted and known."""
+        routed = self._routed if routing else []
+        if self._routing_session != self._session:
+            outputs = self._run(self._session, feeds, self._outputs)
+            return outputs, self._run(self._routing_session, feeds, routed) if routed else []
+        results = self._run(self._session, feeds, [*self._outputs, *routed])
+        return results[: len(self._outputs)], results[len(self._outputs) :]
 
-    def routing(self, feeds: Mapping[str, np.ndarray]) -> list[Tensor]:
-        return [] if self._routing is None else self._run(self._routing, feeds)
+    def _load_changed(self, proto: onnx.ModelProto) -> tuple[int, list[str]]:
+        return self._runtime.load(proto.SerializeToString(), str(self._path.parent))
 
-    def _run(self, session: int, feeds: Mapping[str, np.ndarray]) -> list[Tensor]:
+    def _run(
+        self, session: int, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]
+    ) -> list[Tensor]:
         try:
-            return [_to_torch(array) for array in self._runtime.run(session, feeds)]
+            return [_to_torch(array) for array in self._runtime.run(session, feeds, outputs)]
         except RefusedError as error:
             shapes = {name: list(array.shape) for name, array in feeds.items()}
             raise ValueError(
@@ -264,8 +282,12 @@ class _File:
             ) from error
 
 
+# Domains of the operators that ONNX Runtime has.
+_RUNTIME_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
+
+
 def _reason(error: str, proto: onnx.ModelProto) -> str:
-    """Why ONNX Runtime cannot load a file."""
+    """Returns why ONNX Runtime cannot load a file."""
     functions = {(function.domain, function.name) for function in proto.functions}
     for node in all_nodes(proto.graph.node):
         if node.domain not in _RUNTIME_DOMAINS and (node.domain, node.op_type) not in functions:
@@ -283,69 +305,6 @@ def _reason(error: str, proto: onnx.ModelProto) -> str:
     return error
 
 
-def _load_routing(path: Path, proto: onnx.ModelProto, runtime: Runtime) -> int | None:
-    watched = routing_graph(proto)
-    if watched is None:
-        return None
-    if not any(external_data_helper.uses_external_data(t) for t in watched.graph.initializer):
-        return runtime.load(watched.SerializeToString())[0]
-    # External data is found relative to the model's folder.
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".verify.", suffix=".onnx") as beside:
-        beside.write(watched.SerializeToString())
-        beside.flush()
-        return runtime.load(beside.name)[0]
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """What PyTorch computes: the model and, if there is one, the reference."""
-
-    model: list[Tensor]
-    reference: list[Tensor] | None
-    routing: list[Tensor]
-
-
-def _compare(
-    file: _File, feeds: Mapping[str, np.ndarray], expected: _Expected, bound: Tolerance
-) -> CaseResult:
-    max_error, rms_error = _worst("file", file.run(feeds), expected.reference or expected.model)
-    model_error = None
-    if expected.reference is not None:
-        model_error, _ = _worst("model", expected.model, expected.reference)
-    return CaseResult(
-        shapes={name: tuple(value.shape) for name, value in feeds.items()},
-        max_error=max_error,
-        rms_error=rms_error,
-        routing_agreement=agreement(expected.routing, file.routing(feeds)),
-        passed=max_error <= bound.max and rms_error <= bound.rms,
-        model_error=model_error,
-    )
-
-
-def _worst(what: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float]:
-    """The worst errors over all outputs."""
-    if not expected:
-        raise ValueError("the model returns no tensor: nothing would be verified")
-    if len(results) != len(expected):
-        raise ValueError(f"the {what} has {len(results)} outputs, the model {len(expected)}")
-    errors = [_errors(result, wanted) for result, wanted in zip(results, expected, strict=True)]
-    # Not Python's max, which loses a NaN that is not first.
-    max_error, rms_error = torch.tensor(errors, dtype=torch.float64).amax(dim=0).tolist()
-    return max_error, rms_error
-
-
-def _feeds(names: Sequence[str], case: Case) -> dict[str, np.ndarray]:
-    if isinstance(case, Mapping) and set(case) == set(names):
-        return {name: _to_numpy(value) for name, value in case.items()}
-    leaves = [leaf for leaf in pytree.tree_leaves(case) if isinstance(leaf, Tensor)]
-    if len(leaves) != len(names):
-        raise ValueError(
-            f"a case must hold one tensor per input of the file ({', '.join(names)}); "
-            f"got {len(leaves)}"
-        )
-    return {name: _to_numpy(leaf) for name, leaf in zip(names, leaves, strict=True)}
-
-
 def _to_numpy(tensor: Tensor) -> np.ndarray:
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy(force=True)
@@ -358,34 +317,38 @@ def _to_torch(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
-def _run_torch(model: torch.nn.Module, reference: torch.nn.Module | None, case: Case) -> _Expected:
-    recorder = RoutingRecorder()
-    with recorder:
-        results = _outputs(model, case)
-    return _Expected(
-        results, None if reference is None else _outputs(reference, case), recorder.ids
+# --- Both ---
+
+
+def _compare(
+    file: _LoadedFile, feeds: Mapping[str, np.ndarray], expected: _Expected, bound: Tolerance
+) -> CaseResult:
+    outputs, routing = file.run(feeds, routing=bool(expected.routing))
+    max_error, rms_error = _worst_errors("file", outputs, expected.reference or expected.model)
+    model_error = None
+    if expected.reference is not None:
+        model_error, _ = _worst_errors("model", expected.model, expected.reference)
+    return CaseResult(
+        shapes={name: tuple(value.shape) for name, value in feeds.items()},
+        max_error=max_error,
+        rms_error=rms_error,
+        routing_agreement=agreement(expected.routing, routing),
+        passed=max_error <= bound.max and rms_error <= bound.rms,
+        model_error=model_error,
     )
 
 
-def _outputs(model: torch.nn.Module, case: Case) -> list[Tensor]:
-    # Copies: a forward may write into its arguments.
-    copied = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, case)
-    args, kwargs = _arguments(model, copied)
-    # Compiled parts run eagerly: a dispatch mode looks at every operator.
-    with torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
-        result = model(*args, **kwargs)
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
-def _arguments(model: torch.nn.Module, case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a case as the model's forward takes it: by name where the names are its own."""
-    if not isinstance(case, Mapping):
-        return case, {}
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return (), dict(case)
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return ((), dict(case)) if set(case) <= named else (tuple(case.values()), {})
+def _worst_errors(
+    what: str, results: Sequence[Tensor], expected: Sequence[Tensor]
+) -> tuple[float, float]:
+    if not expected:
+        raise ValueError("the model returns no tensor: nothing would be verified")
+    if len(results) != len(expected):
+        raise ValueError(f"the {what} has {len(results)} outputs, the model {len(expected)}")
+    errors = [_errors(result, wanted) for result, wanted in zip(results, expected, strict=True)]
+    # Not Python's max, which loses a NaN that is not first.
+    max_error, rms_error = torch.tensor(errors, dtype=torch.float64).amax(dim=0).tolist()
+    return max_error, rms_error
 
 
 def _errors(result: Tensor, expected: Tensor) -> tuple[float, float]:
@@ -398,16 +361,3 @@ def _errors(result: Tensor, expected: Tensor) -> tuple[float, float]:
     difference = (result.double() - expected.double()).abs()
     scale = expected.double().square().mean().sqrt().clamp_min(1e-30)
     return float(difference.max() / scale), float(difference.square().mean().sqrt() / scale)
-
-
-def _weight_dtypes(proto: onnx.ModelProto) -> set[torch.dtype]:
-    dtypes = {from_torch_dtype(dtype).value: dtype for dtype in FLOATS}
-    # Constants made by the exporter are small and may be wider than the weights.
-    found = {t.data_type for t in proto.graph.initializer if len(t.dims) >= 2}
-    return {dtypes[data_type] for data_type in found if data_type in dtypes}
-
-
-def _approximates_gelu(proto: onnx.ModelProto) -> bool:
-    """Whether ``com.microsoft::MoE`` computes a layer that asks for the exact GELU."""
-    activations = {layer.attributes["activation"] for layer in layers_of(proto)}
-    return "gelu" in activations and any(n.domain == "com.microsoft" for n in proto.graph.node)

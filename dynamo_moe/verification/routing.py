@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
@@ -15,41 +16,43 @@ from dynamo_moe.files import metadata
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
 from dynamo_moe.private import TorchDispatchMode
 
-__all__ = ["RoutingRecorder", "agreement", "layers_of", "routing_graph"]
+__all__ = ["RoutingRecorder", "add_routing_outputs", "agreement", "layers_of"]
 
 
 def layers_of(proto: onnx.ModelProto) -> list[metadata.Layer]:
-    """Returns what a file's metadata says of its MoE layers."""
+    """Returns the MoE layers that a file's metadata records."""
     return metadata.from_metadata({prop.key: prop.value for prop in proto.metadata_props})
 
 
-def routing_graph(proto: onnx.ModelProto) -> onnx.ModelProto | None:
-    """Makes the file's outputs the expert ids of its layers, in order, in place.
+def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:
+    """Makes the expert ids of the file's layers further outputs of its graph, in place.
 
-    None where the file names no layers, or optimisation removed a value that decides the routing.
+    Returns:
+        Their names, in the layers' order; none where the file names no layers, or an optimisation
+        removed a value that decides the routing.
     """
     layers = layers_of(proto)
     known = {name for node in proto.graph.node for name in node.output}
     known |= {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
     used = {name for layer in layers for name in _routing_inputs(layer)}
-    if not layers or not used <= known:
-        return None
-    del proto.graph.output[:]
-    for place, layer in enumerate(layers):
-        _watch(proto.graph, layer, f"dynamo_moe.layer{place}")
-    return proto
+    if not used <= known:
+        return []
+    return [
+        _add_routing_output(proto.graph, layer, f"dynamo_moe.layer{place}")
+        for place, layer in enumerate(layers)
+    ]
 
 
 def _routing_inputs(layer: metadata.Layer) -> list[str]:
-    """The values of the graph that decide the layer's routing."""
+    """Returns the values of the graph that decide the layer's routing."""
     inputs = dict(zip(INPUTS[layer.op_type], layer.inputs, strict=False))
     if layer.op_type == EXPERTS:
         return [inputs["expert_ids"]]
     return [inputs[name] for name in ("x", "router_weight", "router_bias") if inputs.get(name)]
 
 
-def _watch(graph: onnx.GraphProto, layer: metadata.Layer, name: str) -> None:
-    """Adds the layer's expert ids, as the file's own tokens and router give them, as an output.
+def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str) -> str:
+    """Adds an output: the layer's expert ids, as the file's own tokens and router give them.
 
     The top-k of logits is that of their scores: every scoring is monotonic.
     """
@@ -68,16 +71,18 @@ def _watch(graph: onnx.GraphProto, layer: metadata.Layer, name: str) -> None:
             logits = add("Add", logits, value)
         top_k = add("Constant", value_ints=[layer.attributes["top_k"]])
         ids = add("TopK", logits, top_k, outputs=2)
-    graph.output.append(onnx.ValueInfoProto(name=add("Identity", ids)))
+    output = add("Identity", ids)
+    graph.output.append(onnx.ValueInfoProto(name=output))
+    return output
 
 
 class RoutingRecorder(TorchDispatchMode):
-    """Notes the routing of every MoE operator that runs inside it, but for branches of cond."""
+    """Records the routing of every MoE operator that runs inside it, except in branches of cond."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates it not.
+        super().__init__()  # type: ignore[no-untyped-call]  # It has no annotations.
         self.ids: list[Tensor] = []
 
     def __torch_dispatch__(
@@ -94,12 +99,12 @@ class RoutingRecorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def agreement(routed: list[Tensor], watched: list[Tensor]) -> float | None:
+def agreement(routed: Sequence[Tensor], in_file: Sequence[Tensor]) -> float | None:
     """Returns the fraction of (token, layer) pairs whose sets of experts agree."""
-    if not watched or len(watched) != len(routed):
+    if not in_file or len(in_file) != len(routed):
         return None
     same = []
-    for ours, file in zip(routed, watched, strict=True):
-        ids, other = (value.reshape(-1, ours.shape[-1]).sort(dim=-1)[0] for value in (ours, file))
+    for ours, theirs in zip(routed, in_file, strict=True):
+        ids, other = (value.reshape(-1, ours.shape[-1]).sort(dim=-1)[0] for value in (ours, theirs))
         same.append((ids == other).all(dim=-1))
     return float(torch.cat(same).double().mean())

@@ -1,8 +1,8 @@
-"""ONNX files in ONNX Runtime, in this process or in one of its own.
+"""ONNX files in ONNX Runtime, in this process or in a separate one.
 
-What ONNX Runtime makes of a file can end the process: segmentation faults and failed assertions
-have been seen as it loads one. Run as a script, this module is a process that loads and runs files
-for another. So it imports neither PyTorch, which takes seconds, nor anything of dynamo_moe.
+ONNX Runtime can end the process: segmentation faults and failed assertions have been seen while it
+loaded a file. Run as a script, this module is a process that loads and runs files for another one.
+So it imports neither PyTorch, which takes seconds, nor anything of dynamo_moe.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ __all__ = ["Runtime", "RuntimeProcess", "RefusedError", "describe"]
 
 _BFLOAT16 = 16
 """``onnx.TensorProto.BFLOAT16``, without onnx."""
+
+_EXTERNAL_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 class RefusedError(ValueError):
@@ -54,8 +56,12 @@ class Runtime(AbstractContextManager["Runtime"]):
     def __exit__(self, *_: object) -> None:
         self._sessions.clear()
 
-    def load(self, model: str | bytes) -> tuple[int, list[str]]:
+    def load(self, model: str | bytes, folder: str = "") -> tuple[int, list[str]]:
         """Makes a session of a file, or of a serialised model.
+
+        Args:
+            model: The file's path, or the model itself.
+            folder: Where a serialised model's external data is.
 
         Returns:
             The session's number, and the names of the file's inputs.
@@ -67,6 +73,8 @@ class Runtime(AbstractContextManager["Runtime"]):
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        if folder:
+            options.add_session_config_entry(_EXTERNAL_DATA_FOLDER, folder)
         try:
             session = onnxruntime.InferenceSession(
                 model, options, providers=["CPUExecutionProvider"]
@@ -76,8 +84,10 @@ class Runtime(AbstractContextManager["Runtime"]):
         self._sessions.append(session)
         return len(self._sessions) - 1, [value.name for value in session.get_inputs()]
 
-    def run(self, number: int, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Runs a session; bfloat16 is that of ml_dtypes.
+    def run(
+        self, number: int, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]
+    ) -> list[np.ndarray]:
+        """Runs a session, and returns the named outputs; bfloat16 is that of ml_dtypes.
 
         Raises:
             RefusedError: If ONNX Runtime cannot run the file on these inputs.
@@ -85,13 +95,13 @@ class Runtime(AbstractContextManager["Runtime"]):
         session = self._sessions[number]
         try:
             values = {name: _to_ort(array) for name, array in feeds.items()}
-            return [_to_numpy(value) for value in session.run_with_ort_values(None, values)]
+            return [_to_numpy(value) for value in session.run_with_ort_values(outputs, values)]
         except Exception as error:
             raise RefusedError(str(error)) from error
 
 
 class RuntimeProcess(Runtime):
-    """The same in a process of its own, whose end is an error of this one.
+    """The same in a separate process, whose end is an error in this one.
 
     Args:
         timeout: Seconds that a load or a run may take; None: any number.
@@ -115,7 +125,7 @@ class RuntimeProcess(Runtime):
         self._process.communicate()
         self._stderr.close()
 
-    def load(self, model: str | bytes) -> tuple[int, list[str]]:
+    def load(self, model: str | bytes, folder: str = "") -> tuple[int, list[str]]:
         """As :meth:`Runtime.load`.
 
         Raises:
@@ -123,12 +133,15 @@ class RuntimeProcess(Runtime):
             ChildProcessError: If the process ended.
             TimeoutError: If it took too long.
         """
-        found: tuple[int, list[str]] = self._ask("loading the file", "load", model)
+        found: tuple[int, list[str]] = self._ask("loading the file", "load", model, folder)
         return found
 
-    def run(self, number: int, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    def run(
+        self, number: int, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]
+    ) -> list[np.ndarray]:
         """As :meth:`Runtime.run`; raises as :meth:`load`."""
-        results: list[np.ndarray] = self._ask("running the file", "run", number, dict(feeds))
+        asked = "run", number, dict(feeds), list(outputs)
+        results: list[np.ndarray] = self._ask("running the file", *asked)
         return results
 
     def _ask(self, doing: str, method: str, *args: Any) -> Any:
@@ -160,15 +173,16 @@ class RuntimeProcess(Runtime):
             return TimeoutError(f"ONNX Runtime took more than {self._timeout:g} s for {doing}")
         end = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         self._stderr.seek(0)
-        *_, said = [b"", *filter(None, self._stderr.read().splitlines())]
-        reason = f": {said.decode(errors='replace').strip()}" if said else ""
+        *_, last = [b"", *filter(None, self._stderr.read().splitlines())]
+        reason = f": {last.decode(errors='replace').strip()}" if last else ""
         return ChildProcessError(f"ONNX Runtime {end} while {doing}{reason}")
 
 
 def _to_ort(array: np.ndarray) -> onnxruntime.OrtValue:
     import onnxruntime
 
-    array = np.ascontiguousarray(array).reshape(array.shape)  # Without axes it would get one.
+    # ascontiguousarray gives a scalar an axis.
+    array = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.name != "bfloat16":
         return onnxruntime.OrtValue.ortvalue_from_numpy(array)
     bits = array.view(np.uint16)
@@ -181,7 +195,7 @@ def _to_numpy(value: onnxruntime.OrtValue) -> np.ndarray:
         return result
     import ml_dtypes
 
-    # ONNX Runtime has no way from it to NumPy.
+    # ONNX Runtime cannot convert it to NumPy.
     shape = value.shape()
     size = 2 * int(np.prod(shape))
     content = ctypes.string_at(value.data_ptr(), size)

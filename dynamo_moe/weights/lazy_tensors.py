@@ -37,7 +37,7 @@ class Stored:
 
     Attributes:
         path: The file.
-        offset: Of its first byte.
+        offset: Offset of its first byte.
         shape: Its shape.
         dtype: Its dtype.
     """

@@ -269,7 +269,7 @@ def test_a_file_may_have_the_name_of_a_package(tmp_path: Path) -> None:
         ("empty.py", "empty.py has no 'model' or 'build': write empty.py:FACTORY"),
         ("models.py:needs", "'needs' needs arguments (width); name a factory that needs none"),
         ("models.py:number", "'number' must return a torch.nn.Module or (module, args), got int"),
-        ("models.py:answer", "'answer' is no factory: it is of type int, and cannot be called"),
+        ("models.py:answer", "'answer' is not a factory: it is of type int, and cannot be called"),
         ("models.py:with_a_list", "'with_a_list' must return a tuple of arguments, got list"),
     ],
 )

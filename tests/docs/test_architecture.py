@@ -104,6 +104,13 @@ def test_contracts_forbid(tree: Path, module: str, imported: str) -> None:
     assert f"{module}.bad -> {imported}" in result.stdout
 
 
+def test_contracts_forbid_imports_of_a_folder_above(tree: Path) -> None:
+    (tree / "dynamo_moe" / "weights" / "__init__.py").write_text("import dynamo_moe.graph\n")
+    result = _lint_imports(tree)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "dynamo_moe.weights -> dynamo_moe.graph" in result.stdout
+
+
 def test_contracts_hold_the_order_of_the_conversion(tree: Path) -> None:
     folder = "dynamo_moe.conversion"
     module = tree / "dynamo_moe" / "conversion" / "layer_spec.py"

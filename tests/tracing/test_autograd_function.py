@@ -433,9 +433,9 @@ def sizes_of_a_type(g: Any, x: Any, slope: float) -> Any:
 @pytest.mark.parametrize(
     ("symbolic", "message"),
     [
-        (branch, "computes the attribute 'half' from 'slope'"),
-        (special_value, "computes the attribute 'slope' from 'slope'"),
-        (other_name, "makes other nodes for other 'slope'"),
+        (branch, "compares 'slope'.*symbolic=False"),
+        (special_value, "compares 'slope'"),
+        (other_name, "compares 'slope'"),
         (given_twice, "gives 'slope' to the attributes slope, again; it must be one"),
         (sizes_of_a_type, r"asks for x\.type\(\)\.sizes"),
         (two_nodes, r"must make one node, it makes 2 \(functions::First, functions::Second\)"),
@@ -447,7 +447,7 @@ def sizes_of_a_type(g: Any, x: Any, slope: float) -> Any:
         (looks, r"asks for x\.rank"),
         (other_calls, r"uses g\.constant; only g\.op"),
         (two_results, "must return the 1 results of its node.*has 2"),
-        (depends, "makes other nodes for other 'slope'"),
+        (depends, "compares 'slope'"),
     ],
 )
 def test_symbolics_that_are_refused(symbolic: Any, message: str) -> None:
@@ -494,14 +494,29 @@ def test_optional_arguments_of_symbolic() -> None:
             op_from_function(function(optional, symbolic), "functions::refused")
 
 
-def test_a_symbolic_that_refuses_some_values() -> None:
-    def symbolic(g: Any, x: Any, slope: float) -> Any:
-        if slope <= 0:
-            raise RuntimeError("slope must be positive")
-        return g.op("functions::One", x, slope_f=slope)
+def test_a_symbolic_that_cannot_take_none() -> None:
+    def symbolic(g: Any, x: Any, bias: Any, slope: float | None, sizes: list[int]) -> Any:
+        inputs = [x] if bias is None else [x, bias]
+        return g.op("functions::Given", *inputs, slope_f=float(slope), sizes_i=sizes)
 
-    made = op_from_function(function(plain, symbolic), "functions::positive")
-    assert made.declaration["attributes"] == {"slope": "slope"}
+    made = op_from_function(function(optional, symbolic), "functions::given")
+    assert made.declaration["attributes"] == {"slope": "slope", "sizes": "sizes"}
+
+
+def test_flags_of_symbolic() -> None:
+    def forward(ctx: Any, x: Tensor, first: bool, second: bool) -> Tensor:
+        return x
+
+    def follows(g: Any, x: Any, first: bool, second: bool) -> Any:
+        return g.op("functions::Flags", x, first_i=int(first), other_i=1 if second else 0)
+
+    def branches(g: Any, x: Any, first: bool, second: bool) -> Any:
+        return g.op("functions::First" if first else "functions::Second", x)
+
+    made = op_from_function(function(forward, follows), "functions::flags")
+    assert made.declaration["attributes"] == {"first": "first", "second": "other"}
+    with pytest.raises(ValueError, match="makes other nodes for other 'first'"):
+        op_from_function(function(forward, branches), "functions::refused")
 
 
 def test_a_forward_that_changes_its_argument_unsaid() -> None:

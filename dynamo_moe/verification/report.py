@@ -1,0 +1,107 @@
+"""What ``verify`` found: the errors of each case, and their table for a terminal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynamo_moe.tolerances import Tolerance
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["CaseResult", "VerificationError", "VerificationReport"]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One set of inputs.
+
+    Attributes:
+        shapes: Shapes of the inputs, by name of the ONNX input.
+        max_error: The worst element's error over all outputs, relative to the expected output's
+            RMS.
+        rms_error: RMS of the errors, relative to the same.
+        routing_agreement: Fraction of (token, layer) pairs whose set of experts agrees, 0 to 1;
+            None if the file names no MoE layers.
+        passed: Whether both errors are within the tolerance.
+        model_error: With a reference, the worst element's error of the model itself: the part of
+            ``max_error`` that the conversion causes.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    max_error: float
+    rms_error: float
+    routing_agreement: float | None
+    passed: bool
+    model_error: float | None = None
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """The result of :func:`verify`.
+
+    Attributes:
+        path: The ONNX file.
+        runtime: Name and version of the runtime.
+        tolerance: The bounds on every case's errors.
+        cases: One result for each set of inputs.
+    """
+
+    path: Path
+    runtime: str
+    tolerance: Tolerance
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every case is within the tolerance."""
+        return all(case.passed for case in self.cases)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain values, for JSON."""
+        return {**asdict(self), "path": str(self.path), "passed": self.passed}
+
+    def __rich__(self) -> Table:
+        """Returns a table for the terminal."""
+        from rich.markup import escape
+        from rich.table import Table
+
+        verdict = "[green]agrees[/]" if self.passed else "[red]DIFFERS[/]"
+        title = f"{escape(str(self.path))} in {self.runtime}: {verdict}"
+        table = Table(title=title, title_justify="left")
+        own = ["model's error"] if any(case.model_error is not None for case in self.cases) else []
+        for column in ("inputs", "max error", "RMS error", *own, "same routing", ""):
+            table.add_column(column)
+        for case in self.cases:
+            inputs = [f"{name} {list(shape)}" for name, shape in case.shapes.items()]
+            if len(inputs) > 4:
+                inputs[3:] = [f"and {len(inputs) - 3} more"]
+            same = case.routing_agreement
+            table.add_row(
+                ", ".join(inputs),
+                f"{case.max_error:.1e}",
+                f"{case.rms_error:.1e}",
+                *([] if case.model_error is None else [f"{case.model_error:.1e}"]),
+                "-" if same is None else f"{same:.2%}",
+                "[green]ok[/]" if case.passed else "[red]fails[/]",
+            )
+        table.caption = f"tolerance: max {self.tolerance.max:.0e}, RMS {self.tolerance.rms:.0e}"
+        return table
+
+
+class VerificationError(AssertionError):
+    """The file does not compute what the model computes; ``report`` says where."""
+
+    def __init__(self, report: VerificationReport) -> None:
+        worst = max(report.cases, key=lambda case: (not case.passed, case.max_error))
+        other, own = "model", ""
+        if worst.model_error is not None:
+            other, own = "reference", f"; the model's own error is {worst.model_error:.1e}"
+        super().__init__(
+            f"{report.path} differs from the {other}: max error {worst.max_error:.1e} "
+            f"(tolerance {report.tolerance.max:.0e}), RMS {worst.rms_error:.1e} "
+            f"({report.tolerance.rms:.0e}) on inputs {worst.shapes}{own}"
+        )
+        self.report = report
