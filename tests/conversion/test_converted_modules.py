@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -229,7 +230,7 @@ def test_trials_leave_nothing_behind() -> None:
     class Caches(Listed):
         def __init__(self) -> None:
             super().__init__()
-            self._shapes = []
+            self._shapes: list[Any] = []
 
         def forward(self, x: Tensor) -> Tensor:
             self._shapes.append(x.shape)

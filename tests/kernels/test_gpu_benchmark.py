@@ -14,6 +14,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -468,7 +469,8 @@ def test_the_peer_is_compiled_for_what_it_launches(monkeypatch, name):
     def noting(to):
         return lambda kernel, grid, **given: to.append((kernel.fn.__name__, kinds(given)))
 
-    compiled, launched = [], []
+    compiled: list[Any] = []
+    launched: list[Any] = []
     fused_moe.compile_for(shape, torch.float32, config, noting(compiled), device="cpu")
     parameters = parameters_of(shape, torch.float32, "cpu")
     x, start = torch.randn(37, 32), noting(launched)
