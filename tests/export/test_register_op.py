@@ -609,7 +609,10 @@ def test_bodies_that_do_not_fit() -> None:
     refused(calling, ValueError, "uses registered::helper, which is no ONNX operator")
     for node, message in (
         (onnx.helper.make_node("Relu", ["q"], ["y"]), "not a valid ONNX function: .*input 'q'"),
-        (onnx.helper.make_node("Relu", ["x"], ["y"], a=1), "not a valid .*Unrecognized attribute: a"),
+        (
+            onnx.helper.make_node("Relu", ["x"], ["y"], a=1),
+            "not a valid .*Unrecognized attribute: a",
+        ),
         (onnx.helper.make_node("Relu", ["x"], ["z"]), "computes no output 'y'"),
     ):
         opsets = [onnx.helper.make_opsetid("", 20)]
