@@ -91,8 +91,6 @@ def with_casts(program: ExportedProgram, *, strict: bool) -> ExportedProgram:
     if not any(_enables(node) for module in _graphs(program) for node in module.graph.nodes):
         return program
     try:
-        if private.missing() is not None:
-            raise NotImplementedError("private names of PyTorch")
         if strict:
             _Retyped.retype(program.graph_module)
         _Casts().insert(program.graph_module, {})
