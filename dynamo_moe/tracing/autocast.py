@@ -33,20 +33,20 @@ __all__ = ["autocast_inside", "with_casts"]
 _LOG = logging.getLogger(__name__)
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
-# Its arguments: device type, dtype, enabled, whether casts are cached, the region, its arguments.
+# Arguments: device type, dtype, enabled, whether casts are cached, the region, its arguments.
 _wrap_with_autocast = torch.ops.higher_order.wrap_with_autocast
 _SYMBOLIC = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 State = Mapping[str, torch.dtype]
-"""By device type, the dtype of the autocast that is enabled for it."""
+"""The dtype of the autocast that is enabled, by device type."""
 
 
 @contextlib.contextmanager
 def autocast_inside(model: nn.Module) -> Iterator[None]:
     """Moves the autocast that is active into the model's forward.
 
-    A trace sees an autocast that is entered, none that is active already; and what an export
-    computes with tensors of its own has no part in it.
+    A trace sees an autocast that is entered, but not one that is active already. What the export
+    itself computes is not to be cast.
     """
     active = {
         device: torch.get_autocast_dtype(device)
@@ -86,13 +86,11 @@ def with_casts(program: ExportedProgram, *, strict: bool) -> ExportedProgram:
 
     Args:
         program: A traced program, which may be changed in place.
-        strict: Whether it was traced so: its values then have the dtypes without autocast.
+        strict: Whether the trace was strict: its values then have their dtypes without autocast.
     """
     if not any(_enables(node) for module in _graphs(program) for node in module.graph.nodes):
         return program
     try:
-        if private.missing() is not None:
-            raise NotImplementedError("private names of PyTorch")
         if strict:
             _Retyped.retype(program.graph_module)
         _Casts().insert(program.graph_module, {})
@@ -195,7 +193,7 @@ class _Casts:
 
 
 def _may_be_cast(target: OpOverload, values: Sequence[Any], result: Any) -> bool:
-    """Whether an operator computes with floating-point numbers; what makes sizes of data, not."""
+    """Whether an operator computes with floating-point numbers, and makes no sizes from data."""
     if any(argument.alias_info is not None for argument in schema_of(target).arguments):
         return False  # Views and changes in place are never cast.
     if not any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
@@ -212,7 +210,7 @@ def _from_data(values: Sequence[Any]) -> set[Any]:
 
 
 def _description(value: Any) -> tuple[Any, ...]:
-    """What makes two arguments lead to the same calls."""
+    """Returns the same for two arguments that lead to the same calls."""
     if isinstance(value, Tensor):
         return (tuple(map(str, value.shape)), value.dtype, value.device)
     return (type(value), str(value))

@@ -16,7 +16,7 @@ from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import private
 from dynamo_moe.tracing.autocast import with_casts
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
-from dynamo_moe.tracing.fixed_sizes import SizeTrials, of_model, of_program
+from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 from dynamo_moe.tracing.state_space import exportable_scans
@@ -42,10 +42,10 @@ _CASTS = {
 
 @phase("capture")
 def capture(model: torch.nn.Module, example: DynamicExample, trials: SizeTrials) -> ExportedProgram:
-    """Traces the model: without Python's control flow first, as that is faster; then with it.
+    """Traces the model: by running it, which is faster, or else by reading its code.
 
-    Plain routers are part of their layers' nodes in what is returned. Code that takes a size for a
-    number keeps it symbolic in the second way only: ``int(math.ceil(1.25 * tokens))``.
+    Plain routers are part of their layers' nodes in the returned program. Code that turns a size
+    into a number, such as ``int(math.ceil(1.25 * tokens))``, keeps it symbolic only when read.
 
     Raises:
         Exception: Whatever the model's code or the tracer raises, from the first attempt.
@@ -76,7 +76,7 @@ def _checked_trace(
                     error.add_note(decision.place)
             raise
     decisions = decisions_of(program, noted)
-    trials.check(program, decisions, of_model(model, example), of_program(program))
+    trials.check(program, decisions, model_run(model, example), program_run(program))
     return with_casts(program, strict=strict)
 
 
@@ -170,7 +170,7 @@ def _nodes(program: ExportedProgram) -> list[fx.Node]:
 def _widen_norms(program: ExportedProgram) -> None:
     """Casts the inputs of norms whose parameters have another dtype, as PyTorch does inside.
 
-    ONNX wants one dtype. On a CPU, autocast brings norms into this state.
+    ONNX allows one dtype only. On a CPU, autocast leaves norms in this state.
     """
     for node in _nodes(program):
         if node.target not in _NORMS:

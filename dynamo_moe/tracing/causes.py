@@ -26,7 +26,7 @@ def model_line(error: BaseException) -> str | None:
     """Returns the line of the model that an error comes from, like ``net.py:12 (`y.item()`)``.
 
     That is the last line in a method of a module that is neither PyTorch's own nor a converted
-    module's; None: there is none.
+    module's. None if there is no such line.
     """
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -59,7 +59,7 @@ def own_failure(
         model: Run once, unless it is known from the failure that no operator refused the example.
         args: Positional example arguments.
         kwargs: Keyword example arguments.
-        failure: Of the trace.
+        failure: What the trace raised.
     """
     *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
     by_an_operator = _is_in(frame, _TORCH) and not casts_a_module(failure)

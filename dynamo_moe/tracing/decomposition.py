@@ -33,8 +33,8 @@ __all__ = ["NeedsRetraceError", "decomposed"]
 _aten = torch.ops.aten
 _higher_order = torch.ops.higher_order
 
-# Regions that change a mode which no longer matters once traced, and once autocast's casts are
-# nodes: where their function is among the arguments. Its own arguments follow.
+# Regions that only change a mode, which no longer matters once the program is traced and autocast's
+# casts are nodes: the place of the region's function among the arguments. Its own arguments follow.
 _REGIONS: Mapping[Any, int] = {
     _higher_order.wrap_with_set_grad_enabled: 1,
     _higher_order.wrap_with_autocast: 4,
@@ -53,8 +53,8 @@ _FRESH = frozenset(
     }
 )
 
-# What a node's metadata say of its own values: these, and where new sizes are in them.
-_OF_VALUES = ("val", "unbacked_bindings")
+# The entries of a node's metadata that describe its values, and the new sizes in them.
+_VALUE_KEYS = ("val", "unbacked_bindings")
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -75,8 +75,8 @@ def decomposed(
     Args:
         module: The traced program, with values in its nodes' metadata; left as it is.
         is_translated: Whether an operator has a translation.
-        decompositions: Of operators, by operator; composite ones need none.
-        mode: The mode of the values.
+        decompositions: Decompositions by operator; composite operators need none.
+        mode: The mode of the fake tensors that are the nodes' values.
 
     Raises:
         NeedsRetraceError: If the program has control flow, or changes tensors in ways that cannot
@@ -167,7 +167,7 @@ class _Decomposer:
     def _decomposes(self, target: OpOverload) -> bool:
         composite = private.can_decompose(target)
         if composite and any(value.alias_info is not None for value in schema_of(target).arguments):
-            return True  # Views: one of the few that they come down to has the better translation.
+            return True  # Views come down to a few operators, whose translations are better.
         if self._is_translated(target):
             return False
         return composite or target in self._decompositions
@@ -200,7 +200,7 @@ class _Decomposer:
                 raise NeedsRetraceError(f"{target} makes a constant")
             else:
                 copies[inner] = copy = self._graph.node_copy(inner, copies.__getitem__)
-                own = {name: inner.meta.get(name) for name in _OF_VALUES}
+                own = {name: inner.meta.get(name) for name in _VALUE_KEYS}
                 copy.meta = {**node.meta, **own}
         raise AssertionError("a graph ends with its output")
 
@@ -323,7 +323,7 @@ def _has_new_sizes(traced: fx.GraphModule) -> bool:
 
 
 def _keep_values(node: fx.Node, result: Any, given: Sequence[Any]) -> None:
-    """Lets what takes a node's place have the node's sizes, by the names that others know."""
+    """Gives what replaces a node the node's own sizes, whose names other nodes use."""
     values = pytree.tree_leaves(node.meta["val"])
     for copy, value in zip(pytree.tree_leaves(result), values, strict=True):
         if isinstance(copy, fx.Node) and copy not in given:
@@ -346,7 +346,7 @@ def _compact(value: Any) -> Any:
 
 
 def _identity(value: Any) -> Any:
-    """What makes two arguments lead to the same trace."""
+    """Returns the same for two arguments that lead to the same trace."""
     if isinstance(value, Tensor):
         return (tuple(map(str, value.shape)), value.dtype, value.device)
     return (type(value), str(value))
@@ -376,7 +376,7 @@ class _Cut(NamedTuple):
 
 
 def _written_whole(write: fx.Node) -> Any:
-    """Returns the tensor one of whose slices a node overwrites, if they serve nothing else."""
+    """Returns the tensor of which a node overwrites a slice, if the slice has no other use."""
     if write.target not in _OVERWRITE or write.users:
         return None
     views = _views(write)
@@ -386,7 +386,7 @@ def _written_whole(write: fx.Node) -> Any:
 
 
 def _only_written(node: Any) -> bool:
-    """Whether a node is a slice, of known bounds, that serves to be overwritten."""
+    """Whether a node is a slice of known bounds that is made only to be overwritten."""
     return (
         isinstance(node, fx.Node)
         and node.target is _aten.slice.Tensor

@@ -26,7 +26,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Decomposition:
-    """What takes an operator's place; called for nothing, it returns NotImplemented.
+    """A replacement for an operator; returns NotImplemented for a call that does not need it.
 
     Attributes:
         function: Takes the operator's arguments, and returns its result.
@@ -42,13 +42,13 @@ class Decomposition:
 
 
 DECOMPOSITIONS: dict[OpOverload, Decomposition] = {}
-"""By operator."""
+"""The decompositions, by operator."""
 
 
 def decomposes(
     *operators: OpOverload, when: Callable[..., bool] = lambda *_, **__: True
 ) -> Callable[[Function], Function]:
-    """Registers a function as the decomposition of operators, of their calls ``when`` is true."""
+    """Registers a function as the decomposition of operators, for the calls that ``when`` takes."""
 
     def register(function: Function) -> Function:
         DECOMPOSITIONS.update(dict.fromkeys(operators, Decomposition(function, when)))
@@ -153,16 +153,16 @@ def _relu_of_integers(x: Tensor) -> Tensor:
     return x.clamp(min=0)
 
 
-def _of_integers(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> bool:
+def _converts_integers(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> bool:
     return dtype is not None and not x.is_floating_point()
 
 
-@decomposes(_aten.softmax.int, when=_of_integers)
+@decomposes(_aten.softmax.int, when=_converts_integers)
 def _softmax_of_integers(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).softmax(dim)
 
 
-@decomposes(_aten.log_softmax.int, when=_of_integers)
+@decomposes(_aten.log_softmax.int, when=_converts_integers)
 def _log_softmax_of_integers(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).log_softmax(dim)
 
@@ -339,12 +339,14 @@ def _embedding_bag(
     return result, None, None, None
 
 
-def _of_the_batch(*arguments: Any) -> bool:
+def _in_training(*arguments: Any) -> bool:
     return bool(arguments[5])
 
 
 @decomposes(
-    _aten.native_batch_norm.default, _aten._native_batch_norm_legit.default, when=_of_the_batch
+    _aten.native_batch_norm.default,
+    _aten._native_batch_norm_legit.default,
+    when=_in_training,
 )
 def _native_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any
@@ -364,7 +366,7 @@ def _native_batch_norm(
     return result, mean.reshape(-1), scale.reshape(-1)
 
 
-@decomposes(_aten.batch_norm.default, when=_of_the_batch)
+@decomposes(_aten.batch_norm.default, when=_in_training)
 def _batch_norm(*arguments: Any) -> Any:
     return _native_batch_norm(*arguments[:-1])[0]  # The last: whether cuDNN is enabled.
 
@@ -412,7 +414,7 @@ def _pad(x: Tensor, pad: Sequence[int], mode: str, value: float | None = None) -
         dim = x.ndim - 1 - place
         last = x.shape[dim] - 1
         index = torch.arange(last + 1 + before + after, device=x.device) - before
-        if mode == "circular":  # Of what is left.
+        if mode == "circular":  # Around what cropping leaves.
             begin, end = max(-before, 0), last - max(-after, 0)
             index = torch.where(index < begin, index + (end - begin + 1), index)
             index = torch.where(index > end, index - (end - begin + 1), index)

@@ -24,7 +24,7 @@ from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.size_decisions import Decision
 
-__all__ = ["FixedSizeError", "SizeTrials", "of_model", "of_program"]
+__all__ = ["FixedSizeError", "SizeTrials", "model_run", "program_run"]
 
 # Sizes that are tried, beside those next to the example's and to numbers in a condition.
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 64, 65, 100, 129)
@@ -34,7 +34,7 @@ _TRIALS = 3
 # tokens with T5's 32128 logits each took 7 GB.
 _LARGE = 16
 _LARGEST = 4096
-# What an operator sees of sizes alone.
+# Assertions about sizes, which do not hold at others.
 _ASSERTIONS = frozenset(
     {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_tensor_metadata.default}
 )
@@ -89,10 +89,10 @@ class SizeTrials:
         """Compares two computations at sizes where decisions come out differently.
 
         Args:
-            program: Whose inputs have the decisions' symbols as sizes.
+            program: A program whose inputs' sizes are the decisions' symbols.
             decisions: What was decided by sizes when ``candidate`` was made.
-            reference: What is right, or raises an error where it does not take such sizes.
-            candidate: What is compared with it.
+            reference: Gives the right results, or raises an error for sizes that it does not take.
+            candidate: The computation that is compared with it.
 
         Raises:
             FixedSizeError: With the line of the model that decides.
@@ -130,7 +130,7 @@ class SizeTrials:
             self.notes.append(note)
 
     def _running(self, run: Run) -> Run:
-        """Returns what runs without gradients, and with the random numbers of every other run."""
+        """Returns a run without gradients, in which each run draws the same random numbers."""
 
         def running(leaves: Sequence[Any]) -> Sequence[Any]:
             with contextlib.ExitStack() as stack:
@@ -143,8 +143,8 @@ class SizeTrials:
         return running
 
 
-def of_model(model: nn.Module, example: DynamicExample) -> Run:
-    """Returns what runs a model, and leaves its buffers as they are."""
+def model_run(model: nn.Module, example: DynamicExample) -> Run:
+    """Returns a run of a model, which leaves its buffers as they are."""
     _, spec = pytree.tree_flatten((example.args, example.kwargs))
 
     def run(leaves: Sequence[Any]) -> Sequence[Any]:
@@ -157,15 +157,17 @@ def of_model(model: nn.Module, example: DynamicExample) -> Run:
     return run
 
 
-def of_program(program: ExportedProgram, module: fx.GraphModule | None = None) -> Run:
-    """Returns what runs a traced program, or another module of its signature, without asserting."""
+def program_run(program: ExportedProgram, module: fx.GraphModule | None = None) -> Run:
+    """Returns a run of a traced program, or of another module with its signature."""
     signature = program.graph_signature
     values = {**program.state_dict, **program.constants}
 
     def run(leaves: Sequence[Any]) -> Sequence[Any]:
         remaining = iter(leaves)
         given = [
-            next(remaining) if spec.kind is InputKind.USER_INPUT else _own(values[str(spec.target)])
+            next(remaining)
+            if spec.kind is InputKind.USER_INPUT
+            else _copied(values[str(spec.target)])
             for spec in signature.input_specs
         ]
         results = _Run(module or program.graph_module).run(*given)
@@ -178,8 +180,8 @@ def of_program(program: ExportedProgram, module: fx.GraphModule | None = None) -
     return run
 
 
-def _own(value: Any) -> Any:
-    """Returns what may be changed in place."""
+def _copied(value: Any) -> Any:
+    """Returns a copy of what a run may change in place."""
     return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
 
 
@@ -307,8 +309,8 @@ class _Trials:
     def _holds(self, condition: Any, sizes: Sizes) -> bool | None:
         """Whether a condition holds; None if that cannot be told.
 
-        The search for sizes that fit asks the same again and again: remembering the answers takes
-        40 % off the export of a Mixtral with its cache.
+        The search for sizes that fit asks the same questions again and again: remembering the answers
+        takes a fifth off the export of a small Mixtral with its cache.
         """
         symbols = self._symbols.setdefault(condition, sorted(condition.free_symbols, key=str))
         key = condition, tuple(sizes.get(symbol) for symbol in symbols)
@@ -334,7 +336,7 @@ class _Trials:
             return _Outcome.REFUSED
         try:
             results = self._candidate(leaves)
-        except Exception:  # Not what has just run.
+        except Exception:  # The reference has just run at these sizes.
             return _Outcome.WRONG
         if len(results) == len(expected) and all(map(_equal, results, expected)):
             return _Outcome.RIGHT

@@ -106,7 +106,7 @@ _ARITHMETIC = ("_add", "_mul", "_sub", "_sym_max", "_eq", "_ne", "_ge", "_gt", "
 
 @functools.cache
 def _changed() -> str:
-    """Returns what is unlike what our steps call, if anything; each name is looked up."""
+    """Returns the first name that is absent or takes other arguments; empty if none is."""
     try:
         parameters = {
             "ShapeEnv._log_guard": (ShapeEnv._log_guard, ("self", "prefix", "g")),

@@ -53,15 +53,15 @@ _SCORINGS = (
 _TOLERANCE, _TOLERANCE_FLOAT64 = 1e-5, 1e-12
 _TOKENS = 64
 _SYMBOLIC_SIZE = 8
-# Of the source, in a trial with an example of fixed sizes.
+# The largest source of a trial, in numbers, where the example's sizes are fixed.
 _MOST_NUMBERS = 1 << 25
 
 
 class _Part(NamedTuple):
-    """What computes the routing of an ``experts`` node.
+    """The nodes that compute the routing of an ``experts`` node.
 
     Attributes:
-        experts: That node.
+        experts: The ``experts`` node.
         source: What both the routing and the experts' tokens are computed from.
         weight: A parameter ``[E, D]``.
         bias: A parameter ``[E]``, or None.
@@ -76,7 +76,7 @@ class _Part(NamedTuple):
 
 
 def fuse_routers(program: ExportedProgram) -> None:
-    """Makes ``moe.experts`` ``moe.dropless`` where that has the program's router, in place."""
+    """Turns ``moe.experts`` into ``moe.dropless`` where that has the program's router, in place."""
     parameters = program.graph_signature.inputs_to_parameters
     writes = [node for node in program.graph.nodes if _may_write(node)]
     known: dict[str, RouterOptions | None] = {}
@@ -95,7 +95,7 @@ def fuse_routers(program: ExportedProgram) -> None:
 
 
 def _fuse(part: _Part, options: RouterOptions) -> None:
-    """Makes the part one node; what nobody uses then, the translation leaves out."""
+    """Turns the part into one node; the translation leaves out what has no use any more."""
     experts = part.experts
     x, _, _, *parameters = experts.args
     experts.target = _moe.dropless.default

@@ -61,7 +61,7 @@ _watched = private.sizes_watched(_note)
 
 @contextmanager
 def decisions_noted() -> Iterator[list[Decision]]:
-    """Notes the decisions of what is traced meanwhile, in this thread."""
+    """Collects the decisions of what this thread traces inside the context."""
     noted: list[Decision] = []
     token = _noted.set(noted)
     try:

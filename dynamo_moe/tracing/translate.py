@@ -25,7 +25,7 @@ from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import private
 from dynamo_moe.tracing.decomposition import NeedsRetraceError, decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
-from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, of_program
+from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_run
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
 __all__ = ["note_on_the_exporter", "translate"]
@@ -110,7 +110,7 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
             module = decomposed(program.graph_module, registry.is_registered, decompositions, mode)
         if noted:
             decisions = decisions_of(program, noted)
-            trials.check(program, decisions, of_program(program), of_program(program, module))
+            trials.check(program, decisions, program_run(program), program_run(program, module))
         private.promote_dtypes(module)
         module = private.remove_assertions(module)
     stepped = private.with_graph(program, module, _renamed(program, module))

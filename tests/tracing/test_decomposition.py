@@ -510,7 +510,7 @@ def test_equal_arguments_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return F.rms_norm(x[:, :4], (4,)) + F.rms_norm(x.transpose(0, 1)[:4].transpose(0, 1), (4,))
 
     count = 0
-    original = decomposition.private.make_fx
+    original = private.make_fx
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -518,7 +518,7 @@ def test_equal_arguments_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return original(*args, **kwargs)
 
     program = traced(Call(repeated), torch.randn(3, 6))
-    monkeypatch.setattr(decomposition.private, "make_fx", counted)
+    monkeypatch.setattr(private, "make_fx", counted)
     result = decompose(program)
     assert count == 2
     x = torch.randn(4, 6)
