@@ -309,8 +309,8 @@ class _Trials:
     def _holds(self, condition: Any, sizes: Sizes) -> bool | None:
         """Whether a condition holds; None if that cannot be told.
 
-        The search for sizes that fit asks the same questions again and again: remembering the answers
-        takes a fifth off the export of a small Mixtral with its cache.
+        The search for sizes that fit asks the same questions again and again. Remembering the
+        answers takes a fifth off the export of a small Mixtral with its cache.
         """
         symbols = self._symbols.setdefault(condition, sorted(condition.free_symbols, key=str))
         key = condition, tuple(sizes.get(symbol) for symbol in symbols)
