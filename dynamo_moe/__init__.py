@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dynamo_moe.conversion.upcycling import UpcyclingReport, upcycle
     from dynamo_moe.drawing.picture import draw, draw_comparison
     from dynamo_moe.exporting import ExportError, ExportReport, export
-    from dynamo_moe.inspection.summary import ModelSummary, inspect
+    from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
     from dynamo_moe.moe_nodes.translation import onnx_translation_table
     from dynamo_moe.operators.functions import FunctionOp, op_from_function

@@ -22,8 +22,8 @@ from scipy.optimize import linprog
 from scipy.sparse import lil_array
 
 from dynamo_moe.files.model_files import all_nodes
-from dynamo_moe.inspection.summary import is_layer, moe_layer
-from dynamo_moe.inspection.view import readable_count
+from dynamo_moe.inspection.reading import is_layer, moe_layer
+from dynamo_moe.inspection.summary import readable_count
 
 __all__ = [
     "FONT_SIZE",

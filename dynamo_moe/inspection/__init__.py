@@ -1,12 +1,12 @@
 """``inspect``: what is in an ONNX file, as values and as tables."""
 
+from dynamo_moe.inspection.reading import inspect
 from dynamo_moe.inspection.summary import (
     FunctionSummary,
     ModelSummary,
     MoELayer,
     ValueSummary,
     WeightsSummary,
-    inspect,
 )
 
 __all__ = [

@@ -1,8 +1,6 @@
 """What `dynamo_moe.inspect` reports about a file, and which files it refuses."""
 
 import json
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 
@@ -282,13 +280,3 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 def test_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it is not a file"):
         dynamo_moe.inspect(tmp_path)
-
-
-def test_it_needs_no_rich_until_it_prints(tmp_path: Path) -> None:
-    path = save(moe_model(), tmp_path / "m.onnx")
-    code = (
-        "import sys; sys.modules['rich'] = None\n"
-        f"import dynamo_moe; print(dynamo_moe.inspect({str(path)!r}).nodes)"
-    )
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "7\n"
