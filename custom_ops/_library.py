@@ -17,8 +17,6 @@ __all__ = ["LIBRARY", "check_keywords", "register_autocast", "schema_of", "with_
 LIBRARY = torch.library.Library("moe", "FRAGMENT")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# The options that a function takes, by its name.
-_KEYWORDS: dict[str, frozenset[str]] = {}
 
 
 def schema_of(options: tuple[Option, ...]) -> str:
@@ -53,26 +51,26 @@ def with_options(options: tuple[Option, ...]) -> Callable[[_F], _F]:
     ]
 
     def decorate(function: _F) -> _F:
-        _KEYWORDS[function.__name__] = frozenset(option.name for option in options)
         signature = inspect.signature(function)
         *own, _ = signature.parameters.values()
         function.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*own, *keywords]
         )
         function.__doc__ = list_options(function.__doc__, options)
+        function.__keywords__ = frozenset(row.name for row in options)  # type: ignore[attr-defined]
         return function
 
     return decorate
 
 
-def check_keywords(function: Callable[..., Any], given: dict[str, Any]) -> None:
+def check_keywords(function: Any, given: dict[str, Any]) -> None:
     """Checks the keywords of a function made by :func:`with_options`, as Python does.
 
     Raises:
         TypeError: If there is no such option.
     """
     for name in given:
-        if name not in _KEYWORDS[function.__name__]:
+        if name not in function.__keywords__:
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
 
 

@@ -107,17 +107,15 @@ class SizeTrials:
         trials = _Trials(program, self._example, conditions, *runs)
         for decision in decisions:
             what = decision.place or trials.described(decision.condition)
-            for sizes in trials.against(decision.condition):
-                outcome = trials.outcome(sizes)
+            for where, outcome in trials.against(decision.condition):
                 if outcome is _Outcome.WRONG:
                     raise FixedSizeError(
-                        f"{what} was decided for the example, and is wrong where "
-                        f"{trials.named(sizes)}"
+                        f"{what} was decided for the example, and is wrong where {where}"
                     )
                 if outcome is _Outcome.OTHER_RANK:
                     self._note(
-                        f"{what}: a result of the model has another rank where "
-                        f"{trials.named(sizes)}, which a file cannot have"
+                        f"{what}: a result of the model has another rank where {where}, which a "
+                        "file cannot have"
                     )
                 if outcome is _Outcome.UNKNOWN and decision.place:
                     self._note(
@@ -218,7 +216,8 @@ class _Trials:
         self._outcomes: dict[tuple[int, ...], _Outcome] = {}
         self._answers: dict[Any, bool | None] = {}
         self._symbols: dict[Any, list[Any]] = {}
-        self._base = self._smaller_example()
+        smaller = self._smaller_example()
+        self._bases = [self._example] if smaller == self._example else [smaller, self._example]
 
     def _smaller_example(self) -> Sizes:
         """Returns sizes for which all decisions are the example's, and none is large."""
@@ -231,32 +230,48 @@ class _Trials:
                     break
         return base
 
-    def against(self, condition: Any) -> list[Sizes]:
-        """Returns sizes for which a condition does not hold, near the example's and far."""
+    def against(self, condition: Any) -> Iterator[tuple[str, _Outcome]]:
+        """Runs both at sizes for which a condition does not hold.
+
+        They are near small sizes, for which every decision is the example's. Where there are none,
+        or the model takes none of them, they are near the example's own.
+
+        Yields:
+            The sizes in words, and the outcome: unknown if the two differ already at the sizes that
+            these are near to.
+        """
         condition = condition.xreplace(self._same)
-        if condition not in self._others:
-            return []
-        found = list(self._violations(condition))
-        if found and self._outcome(self._base) is not _Outcome.RIGHT:
-            self._base = self._example  # The model may refuse small sizes.
-            found = list(self._violations(condition))
-        # Rather those that change this decision alone.
+        for base in self._bases if condition in self._others else []:
+            compared = False
+            for sizes in self._violating(condition, base):
+                right = self._outcome(base) is _Outcome.RIGHT
+                outcome = self._outcome(sizes) if right else _Outcome.UNKNOWN
+                if base is self._example or outcome not in {_Outcome.REFUSED, _Outcome.UNKNOWN}:
+                    compared = True
+                    yield self._named(sizes, base), outcome
+            if compared:
+                return
+
+    def _violating(self, condition: Any, base: Sizes) -> list[Sizes]:
+        """Returns a few sizes for which a condition does not hold, near the given ones and far."""
+        found = list(self._violations(condition, base))
+        # Those that change as few other decisions as possible.
         found.sort(key=lambda sizes: sum(self._holds(c, sizes) is False for c in self._others))
         broken = [sum(self._holds(c, sizes) is False for c in self._others) for sizes in found]
         found = [sizes for sizes, count in zip(found, broken, strict=True) if count == broken[0]]
         step = max(1, (len(found) - 1) // (_TRIALS - 1))
         return [*found[:1], *found[step::step][: _TRIALS - 1]]
 
-    def _violations(self, condition: Any) -> Iterator[Sizes]:
+    def _violations(self, condition: Any, base: Sizes) -> Iterator[Sizes]:
         symbols = sorted(condition.free_symbols, key=str)
         near = {number + more for number in _numbers(condition) for more in (-1, 0, 1)}
         together = [symbols] if len(symbols) > 1 else []
         for group in [*([symbol] for symbol in symbols), *together]:
-            own = self._base[group[0]]
+            own = base[group[0]]
             for size in sorted(
                 {*_SIZES, *near, own - 1, own + 1}, key=lambda size: abs(size - own)
             ):
-                sizes = {**self._base, **dict.fromkeys(group, size)}
+                sizes = {**base, **dict.fromkeys(group, size)}
                 if 0 < size <= _LARGEST and self._holds(condition, sizes) is False:
                     related = self._related(sizes, set(group))
                     if related is not None and self._holds(condition, related) is False:
@@ -283,13 +298,13 @@ class _Trials:
                 return None
         return None if any(self._holds(c, sizes) is False for c in self._relations) else sizes
 
-    def named(self, sizes: Sizes) -> str:
-        """Says which sizes differ from the example's."""
+    def _named(self, sizes: Sizes, base: Sizes) -> str:
+        """Says which sizes differ from others."""
         return " and ".join(
             f"{name}.shape[{dimension}] is {_at(size, sizes)}"
-            for (name, shape), leaf in zip(self._shapes, self._leaves, strict=True)
+            for name, shape in self._shapes
             for dimension, size in enumerate(shape or ())
-            if _at(size, sizes) != leaf.shape[dimension]
+            if _at(size, sizes) != _at(size, base)
         )
 
     def described(self, condition: Any) -> str:
@@ -300,11 +315,6 @@ class _Trials:
             for dimension, size in enumerate(shape or ())
         }
         return str(condition.xreplace(self._same).xreplace(names))
-
-    def outcome(self, sizes: Sizes) -> _Outcome:
-        """Runs both at the sizes; unknown if they differ where every decision is the example's."""
-        right = self._outcome(self._base) is _Outcome.RIGHT
-        return self._outcome(sizes) if right else _Outcome.UNKNOWN
 
     def _holds(self, condition: Any, sizes: Sizes) -> bool | None:
         """Whether a condition holds; None if that cannot be told.

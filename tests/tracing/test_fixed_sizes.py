@@ -326,6 +326,28 @@ def test_trials_of_a_large_example_are_small(tmp_path: Path) -> None:
     assert max(seen) <= 16
 
 
+@pytest.mark.parametrize("rows", [199, 4, 16])
+def test_decisions_that_are_the_same_at_all_small_sizes(tmp_path: Path, rows: int) -> None:
+    class Large(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[0] * x.shape[1] > 20000 else x + 1
+
+    x = torch.zeros(rows, 19999 // rows)
+    with pytest.raises(dynamo_moe.ExportError, match=r"20000 .* is wrong where"):
+        dynamo_moe.export(Large(), x, tmp_path / "m.onnx", dynamic_shapes={"x": {1: "columns"}})
+
+
+def test_a_model_that_refuses_small_sizes(tmp_path: Path) -> None:
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(x.shape[0], int) and x.shape[0] < 100:
+                raise ValueError("too few rows")
+            return x * 2 if x.shape[0] % 2 == 0 else x + 1
+
+    with pytest.raises(dynamo_moe.ExportError, match=r"is wrong where x.shape.0. is"):
+        dynamo_moe.export(Picky(), torch.zeros(256, 16), tmp_path / "m.onnx")
+
+
 def test_lazy_weights_have_shapes_alone() -> None:
     """If weights have no values, results are compared only by shape and dtype."""
     example = dynamic_shapes.resolve(Model(branch), (torch.randn(TOKENS, 16),), {}, "batch")
