@@ -140,9 +140,14 @@ def rename_model(files: Sequence[Path], path: Path) -> list[Path]:
         for entry in tensor.external_data:
             if (entry.key, entry.value) == ("location", old.name):
                 entry.value = new.name
-    with replacing(path) as part:
-        part.write_bytes(proto.SerializeToString())
-        old.replace(new)
+    try:
+        with replacing(path) as part:
+            part.write_bytes(proto.SerializeToString())
+            old.replace(new)
+    except OSError:
+        if not old.exists():
+            new.replace(old)
+        raise
     model.unlink()
     return [path, new]
 

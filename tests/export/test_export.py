@@ -652,3 +652,13 @@ def test_norm_and_residual_in_the_layer(tmp_path: Path, form: str) -> None:
             ["rms", 0.25, 1],
             ["rms", 0.5, 1],
         ]
+
+
+def test_a_model_that_cannot_be_renamed_stays_whole(tmp_path: Path) -> None:
+    model = op_model(OpLayer())
+    report = dynamo_moe.export(model, torch.randn(3, 16), tmp_path / "a", external_data=True)
+    taken = tmp_path / "b"
+    (taken / "folder").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        model_files.rename_model(report.files, taken)
+    onnxruntime.InferenceSession(str(report.path))
