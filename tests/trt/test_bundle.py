@@ -487,7 +487,7 @@ def tree(stored: Expression) -> expressions.Expression:
     """The plan's expression that is stored like this."""
     stack: list[expressions.Expression] = []
     for opcode, value in stored.instructions:
-        operation = records.OPERATIONS[opcode]
+        operation = expressions.OPERATIONS[opcode]
         if operation == "const":
             stack.append(expressions.Expression.of(value))
         elif operation == "symbol":

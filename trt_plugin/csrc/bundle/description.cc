@@ -110,8 +110,8 @@ std::string Describe(const format::TensorMap& map) {
 }
 
 // Shared records are described once and referred to by index; a string is repeated, but has at most
-// kMaxText bytes. A record thus takes at most 17 KiB of the text: a kernel with two such strings, each
-// byte of which is escaped.
+// kMaxText bytes. A record thus takes at most 17 KiB of the text: a kernel with two such strings,
+// each byte of which is escaped.
 std::string Describe(const Program& program, std::size_t offset) {
   const auto describe = [](const auto& record) { return Describe(record); };
   const auto buffer = [&](const format::Buffer& each) {

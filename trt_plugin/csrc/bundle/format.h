@@ -191,8 +191,6 @@ enum Opcode : std::uint32_t {
   kMaximum,
   kOpcodes,
 };
-inline constexpr const char* kOpcodeNames[kOpcodes] = {"const",    "symbol", "add", "sub", "mul",
-                                                       "floordiv", "cdiv",   "min", "max"};
 
 enum Symbol : std::uint32_t {
   kTokens,

@@ -20,6 +20,7 @@ static_assert(sizeof(dynamo_moe_layer) == 16 * sizeof(std::uint32_t));
 static_assert(offsetof(dynamo_moe_layer, flags) == format::kFlagsWord * sizeof(std::uint32_t));
 static_assert(std::size(format::kTensorNames) == format::kTensors);
 static_assert(std::size(format::kSymbolNames) == format::kSymbols);
+static_assert(std::size(format::kOpcodeNames) == format::kOpcodes);
 
 std::uint32_t WordOf(const dynamo_moe_layer& layer, std::uint32_t index) {
   std::uint32_t word = 0;
