@@ -86,7 +86,8 @@ Status CheckOptions(const dynamo_moe_layer& layer) {
   }
   for (const format::Option& option : format::kOptions) {
     const bool number = option.type == format::Option::kFloat;
-    const double value = number ? NumberOf(layer, option) : CodeOf(layer, option);
+    const auto code = static_cast<double>(CodeOf(layer, option));
+    const double value = number ? NumberOf(layer, option) : code;
     if (!std::isfinite(value)) {
       return Wrong(option.name, " must be finite, got ", value);
     }
@@ -106,7 +107,10 @@ std::uint32_t SizeOf(const dynamo_moe_layer& layer, const format::Size& size) {
 
 std::uint32_t CodeOf(const dynamo_moe_layer& layer, const format::Option& option) {
   const std::uint32_t word = WordOf(layer, option.word);
-  return option.bit == 0 ? word : (word & option.bit) != 0 ? 1 : 0;
+  if (option.bit == 0) {
+    return word;
+  }
+  return (word & option.bit) != 0 ? 1 : 0;
 }
 
 float NumberOf(const dynamo_moe_layer& layer, const format::Option& option) {
