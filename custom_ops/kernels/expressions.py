@@ -13,6 +13,7 @@ from typing import ClassVar
 from custom_ops.options import SIZES
 
 __all__ = [
+    "OPERATIONS",
     "SYMBOLS",
     "Expression",
     "IntLike",
@@ -26,6 +27,8 @@ __all__ = [
     "minimum",
 ]
 
+#: An operation's place is its code in a bundle.
+OPERATIONS = ("const", "symbol", "add", "sub", "mul", "floordiv", "cdiv", "min", "max")
 #: The number of tokens, and a layer's sizes. A symbol's place is its code in a bundle.
 SYMBOLS = ("T", *(s.symbol for s in sorted(SIZES, key=lambda size: size.slot.index)))
 
@@ -35,8 +38,8 @@ class Expression:
     """An integer expression; write it with ``+ - * //``, :func:`cdiv` and the like.
 
     Attributes:
-        operation: ``const``, ``symbol``, or one of ``add sub mul floordiv cdiv min max``.
-        operands: The two operands of an operation.
+        operation: One of :data:`OPERATIONS`.
+        operands: The two operands; ``const`` and ``symbol`` have none.
         value: A constant's value, or a symbol's name.
     """
 

@@ -241,7 +241,9 @@ def fake_cubin(content: bytes) -> bytes:
 
 def build(name: str, sources: list[Path], *flags: str, compiler: str = "g++") -> Path:
     """Compiles C++ sources into build/tests, unless they are already compiled."""
-    headers = sorted([*CSRC.rglob("*.h"), *(ROOT / "tests" / "native").glob("*.h")])
+    headers = sorted(
+        [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), *(ROOT / "tests" / "native").glob("*.h")]
+    )
     digest = hashlib.sha256(repr((compiler, flags)).encode())
     for file in [*sources, *headers]:
         digest.update(file.read_bytes())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -95,7 +97,7 @@ steps = st.recursive(
     ),
     max_leaves=8,
 ).map(Expression)
-names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1)
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1, max_size=1024)
 maps = st.builds(
     lambda rank, tensor, swizzle, sizes, strides, box: TensorMap(
         tensor,
@@ -234,6 +236,25 @@ def test_reading_needs_neither_torch_nor_triton(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(tmp_path / "a.moek")]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "set()\n"
+
+
+@pytest.mark.skipif(shutil.which("localedef") is None, reason="localedef writes the locale")
+def test_a_decimal_comma_of_the_host_program_is_not_in_the_json(tmp_path: Path) -> None:
+    layer = SMALL.programs[0].layer._replace(flags=128, norm_eps=0.5, routed_scaling=2.5)
+    path = tmp_path / "a.moek"
+    Bundle((program(layer=layer),)).save(path)
+    write_locale = ["localedef", "-i", "de_DE", "-f", "UTF-8", str(tmp_path / "comma")]
+    if subprocess.run(write_locale, capture_output=True, check=False).returncode:
+        pytest.skip("localedef lacks the sources of de_DE")
+    code = (
+        "import locale, sys, trt_plugin; locale.setlocale(locale.LC_NUMERIC, 'comma'); "
+        "layer = trt_plugin.read(sys.argv[1]).programs[0].layer; words = layer.to_dict(); "
+        "print(locale.str(1.5), layer.norm_eps, words['norm_eps'], words['routed_scaling'])"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    environment = {**os.environ, "LOCPATH": str(tmp_path)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout == "1,5 0.5 0.5 2.5\n"
 
 
 # --- What is not a bundle ---
@@ -466,7 +487,7 @@ def tree(stored: Expression) -> expressions.Expression:
     """The plan's expression that is stored like this."""
     stack: list[expressions.Expression] = []
     for opcode, value in stored.instructions:
-        operation = records.OPERATIONS[opcode]
+        operation = expressions.OPERATIONS[opcode]
         if operation == "const":
             stack.append(expressions.Expression.of(value))
         elif operation == "symbol":
@@ -601,6 +622,19 @@ def launching(*arguments: Argument, times: int = 1) -> Program:
             lambda count: launching(*[Argument("tensor_map", MAP)] * count),
             4,
             "launch 0: the number of tensor maps must be in 0..4, got 5",
+        ),
+        (
+            # Kernels that share a string take 56 bytes each, but are described with all of it.
+            lambda size: program(
+                kernels=(kernel("down"), *[replace(kernel(), description="x" * size)] * 50)
+            ),
+            4096,
+            "kernel 1: the description's bytes must be at most 4096, got 4097",
+        ),
+        (
+            lambda size: program(kernels=(kernel("x" * size), kernel("down"))),
+            4096,
+            "kernel 0: the name's bytes must be at most 4096, got 4097",
         ),
     ],
 )

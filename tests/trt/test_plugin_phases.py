@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def build_engine(tensorrt, case, bundle, most: int):
     assert timed.tactics() == 0
     size = timed.workspace(inputs, output)
     fields = timed.serialize()
-    stored = {name: field._replace(data=bytes(field.data)) for name, field in fields.items()}
+    stored = {name: replace(field, data=bytes(field.data)) for name, field in fields.items()}
     timed.destroy()
     return stored, size
 

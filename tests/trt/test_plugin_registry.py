@@ -129,7 +129,7 @@ def test_bad_fields_are_refused_with_a_reason(version):
 def test_loading_twice(version):
     report, _ = run(version)
     assert report["loaded twice"] == (
-        "TensorRT's registry has DroplessMoE and DroplessMoEExperts already: load the library "
+        "TensorRT's registry already has DroplessMoE and DroplessMoEExperts: load the library "
         "once, by trt_plugin.load() or by an engine that holds it"
     )
 

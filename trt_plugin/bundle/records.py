@@ -1,6 +1,11 @@
 """The records and codes of the bundle format, as docs/reference/bundle.md describes them.
 
-The writer packs them. The native library reads them: csrc/bundle has the same tables in C++.
+The writer packs them. The native library reads them: csrc/bundle/format.h has the same records,
+limits and kinds of arguments, written by hand. The names of tensors and symbols come from
+``custom_ops``, and so do those in csrc/bundle/layer_table.inc, which ``make tables`` writes. They
+are repeated here because a bundle is read, shown and written again without PyTorch; a test
+compares them. What only the compiler of bundles needs lies in ``custom_ops`` and in
+:mod:`trt_plugin.compiling`.
 """
 
 from __future__ import annotations
@@ -36,8 +41,6 @@ __all__ = [
     "DEPENDENT_LAUNCH",
     "FLAGS_WITHOUT_OPTION",
     "FLAGS_WORD",
-    "MAP_DTYPES",
-    "OPERATIONS",
     "SYMBOLS",
     "TENSORS",
     # The layer
@@ -95,21 +98,18 @@ TABLES = {
 }
 PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_ENTRY.size
 
-# A code is the index of its name. The library has the layer's names.
+# A code is the index of its name. The library has the names of the layer's codes.
 TENSORS = (
     *("x", "router_weight", "router_bias", "expert_ids", "expert_weights"),
     *("w1", "b1", "w2", "b2", "y"),
 )
 ARGUMENT_KINDS = ("null", "tensor", "workspace", "i32", "i64", "tensor_map")
 SYMBOLS = ("T", "E", "K", "D", "H")
-OPERATIONS = ("const", "symbol", "add", "sub", "mul", "floordiv", "cdiv", "min", "max")
 #: The layer's word of flags, and the bits of those that are no options.
 FLAGS_WORD = 5
 FLAGS_WITHOUT_OPTION = {"b1": 1, "b2": 2, "tf32": 64}
 #: Bit of a kernel's flags.
 DEPENDENT_LAUNCH = 1
-#: ``CUtensorMapDataType``: name and bytes of an element.
-MAP_DTYPES = {6: ("float16", 2), 7: ("float32", 4), 9: ("bfloat16", 2)}
 
 
 class LayerRecord(NamedTuple):

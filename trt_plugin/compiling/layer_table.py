@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from custom_ops.dtypes import CODES, dtype_name
-from custom_ops.kernels.expressions import SYMBOLS
+from custom_ops.kernels.expressions import OPERATIONS, SYMBOLS
 from custom_ops.kernels.layer import MAX_EXPERTS, MAX_TOP_K, SIZE_MULTIPLE
 from custom_ops.kernels.spec import TENSORS
 from custom_ops.options import CLAMPED, EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Flag, Option
@@ -53,6 +53,7 @@ def _lines(options: tuple[Option, ...], router: tuple[Option, ...]) -> Iterator[
     yield _names("kDataTypeNames", map(dtype_name, CODES))
     yield _names("kTensorNames", TENSORS)
     yield _names("kSymbolNames", SYMBOLS)
+    yield _names("kOpcodeNames", OPERATIONS)
     for option in options:
         if option.names:
             yield _names(f"{_constant(option.name)}Names", option.names)

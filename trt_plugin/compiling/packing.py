@@ -11,7 +11,6 @@ from custom_ops.kernels.layer import Layer
 from custom_ops.options import SIZES, Flag
 from trt_plugin.bundle import (
     PARAMETER_BYTES,
-    SYMBOLS,
     Argument,
     Buffer,
     Expression,
@@ -22,12 +21,14 @@ from trt_plugin.bundle import (
     Range,
     TensorMap,
 )
-from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, MAP_DTYPES, OPERATIONS
+from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION
 from trt_plugin.compiling.tasks import Compiled, CompileError, MapLayout, Task, task_for
 
 __all__ = ["layer_record", "program_for", "stored_expression"]
 
 _FLOAT32 = Struct("<f")
+# By CUtensorMapDataType: name and bytes of an element.
+_MAP_DTYPES = {6: ("float16", 2), 7: ("float32", 4), 9: ("bfloat16", 2)}
 # Triton's kernels end with two pointers to scratch memory, which ours do not use.
 _SCRATCH = (Argument("null"), Argument("null"))
 
@@ -122,7 +123,7 @@ def _arguments(
 
 
 def _tensor_map(argument: spec.TensorMap, layout: MapLayout) -> TensorMap:
-    name, element = MAP_DTYPES[layout.dtype]
+    name, element = _MAP_DTYPES[layout.dtype]
     if name != str(argument.dtype).removeprefix("torch."):
         raise ValueError(f"the tensor map of {argument.tensor} has {argument.dtype}, not {name}")
     inner, *outer = argument.strides[::-1]
@@ -140,8 +141,9 @@ def stored_expression(value: expressions.Expression) -> Expression:
     """Returns an expression as a bundle stores it."""
     instructions = []
     for part in value.postfix():
-        opcode = OPERATIONS.index(part.operation)
-        operand = SYMBOLS.index(str(part.value)) if part.operation == "symbol" else int(part.value)
+        opcode = expressions.OPERATIONS.index(part.operation)
+        symbol = part.operation == "symbol"
+        operand = expressions.SYMBOLS.index(str(part.value)) if symbol else int(part.value)
         instructions.append((opcode, operand))
     return Expression(tuple(instructions), str(value))
 

@@ -2,7 +2,8 @@
 // memory.
 #pragma once
 
-#include <cstdio>
+#include <charconv>
+#include <iterator>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -25,7 +26,7 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// Joins the parts of a message.
+// Joins the parts of a message. Numbers do not depend on the host program's locale.
 template <typename... Parts>
 std::string Text(const Parts&... parts) {
   std::string text;
@@ -35,8 +36,9 @@ std::string Text(const Parts&... parts) {
       text += std::to_string(static_cast<std::underlying_type_t<Part>>(part));
     } else if constexpr (std::is_floating_point_v<Part>) {
       char shortest[32];
-      std::snprintf(shortest, sizeof(shortest), "%g", static_cast<double>(part));
-      text += shortest;
+      text.append(
+          shortest,
+          std::to_chars(shortest, std::end(shortest), part, std::chars_format::general, 6).ptr);
     } else if constexpr (std::is_arithmetic_v<Part>) {
       text += std::to_string(part);
     } else {

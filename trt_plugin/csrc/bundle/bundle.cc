@@ -192,6 +192,9 @@ class ProgramChecker {
   Status CheckText(const char* field, const format::String& string) const {
     DYNAMO_MOE_RETURN_IF_ERROR(
         CheckWithin(field, string.offset, string.size, program_.strings_.size()));
+    if (string.size > format::kMaxText) {
+      return InvalidBundle(field, " must be at most ", format::kMaxText, ", got ", string.size);
+    }
     const std::size_t wrong = FindInvalidText(program_.text(string));
     return wrong == string.size
                ? Status()

@@ -1,7 +1,7 @@
 #include "bundle/description.h"
 
-#include <cstdio>
-#include <cstring>
+#include <charconv>
+#include <iterator>
 #include <string_view>
 #include <type_traits>
 #include <utility>
@@ -27,9 +27,12 @@ std::string Json(const T& value) {
   } else if constexpr (std::is_same_v<T, bool>) {
     return value ? "true" : "false";
   } else if constexpr (std::is_same_v<T, float>) {
+    // As a double, because that is what a reader of JSON makes of it. Unlike printf, to_chars does
+    // not write the decimal comma of the host program's locale.
     char digits[32];
-    std::snprintf(digits, sizeof(digits), "%.17g", static_cast<double>(value));
-    return Text(digits, std::strpbrk(digits, ".e") == nullptr ? ".0" : "");
+    const double number = value;
+    const std::string text(digits, std::to_chars(digits, std::end(digits), number).ptr);
+    return text.find_first_of(".e") == std::string::npos ? text + ".0" : text;
   } else {
     return std::to_string(value);
   }
@@ -106,8 +109,9 @@ std::string Describe(const format::TensorMap& map) {
                  {"box", Numbers(Span<std::uint32_t>(map.box, map.rank))}});
 }
 
-// Shared records are described once and referred to by index, so that the text's size is
-// proportional to the program's.
+// Shared records are described once and referred to by index; a string is repeated, but has at most
+// kMaxText bytes. A record thus takes at most 17 KiB of the text: a kernel with two such strings,
+// each byte of which is escaped.
 std::string Describe(const Program& program, std::size_t offset) {
   const auto describe = [](const auto& record) { return Describe(record); };
   const auto buffer = [&](const format::Buffer& each) {

@@ -25,10 +25,12 @@ inline constexpr std::uint32_t kMaxRank = 5;
 inline constexpr std::uint32_t kMaxArguments = 64;
 inline constexpr std::uint32_t kMaxTensorMaps = 4;
 inline constexpr std::uint32_t kMaxBuffers = 32;
-// Records may be shared. Without these limits, checking a small file could take very long.
+// Records and strings may be shared. Without these limits, checking a small file could take very
+// long, and describing it could take all memory.
 inline constexpr std::uint32_t kMaxRanges = 256;
 inline constexpr std::uint32_t kMaxLaunches = 64;
 inline constexpr std::uint32_t kMaxInstructions = 256;
+inline constexpr std::uint32_t kMaxText = 4096;  // Bytes of a name or description.
 inline constexpr std::int64_t kMaxTokens = 2147483647;
 inline constexpr std::uint32_t kMaxWarps = 32;
 inline constexpr std::uint32_t kMaxSharedMemory = 1U << 20;
@@ -189,8 +191,6 @@ enum Opcode : std::uint32_t {
   kMaximum,
   kOpcodes,
 };
-inline constexpr const char* kOpcodeNames[kOpcodes] = {"const",    "symbol", "add", "sub", "mul",
-                                                       "floordiv", "cdiv",   "min", "max"};
 
 enum Symbol : std::uint32_t {
   kTokens,

@@ -20,6 +20,7 @@ static_assert(sizeof(dynamo_moe_layer) == 16 * sizeof(std::uint32_t));
 static_assert(offsetof(dynamo_moe_layer, flags) == format::kFlagsWord * sizeof(std::uint32_t));
 static_assert(std::size(format::kTensorNames) == format::kTensors);
 static_assert(std::size(format::kSymbolNames) == format::kSymbols);
+static_assert(std::size(format::kOpcodeNames) == format::kOpcodes);
 
 std::uint32_t WordOf(const dynamo_moe_layer& layer, std::uint32_t index) {
   std::uint32_t word = 0;
@@ -85,7 +86,8 @@ Status CheckOptions(const dynamo_moe_layer& layer) {
   }
   for (const format::Option& option : format::kOptions) {
     const bool number = option.type == format::Option::kFloat;
-    const double value = number ? NumberOf(layer, option) : CodeOf(layer, option);
+    const auto code = static_cast<double>(CodeOf(layer, option));
+    const double value = number ? NumberOf(layer, option) : code;
     if (!std::isfinite(value)) {
       return Wrong(option.name, " must be finite, got ", value);
     }
@@ -105,7 +107,10 @@ std::uint32_t SizeOf(const dynamo_moe_layer& layer, const format::Size& size) {
 
 std::uint32_t CodeOf(const dynamo_moe_layer& layer, const format::Option& option) {
   const std::uint32_t word = WordOf(layer, option.word);
-  return option.bit == 0 ? word : (word & option.bit) != 0 ? 1 : 0;
+  if (option.bit == 0) {
+    return word;
+  }
+  return (word & option.bit) != 0 ? 1 : 0;
 }
 
 float NumberOf(const dynamo_moe_layer& layer, const format::Option& option) {
