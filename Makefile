@@ -109,12 +109,13 @@ browser: ## Install Chromium, for the tests of Netron and `make pictures`; root 
 	$(APT_GET) update && $(APT_GET) install --yes --no-install-recommends chromium || \
 		{ echo "make browser: apt-get could not install chromium" >&2; exit 1; }
 
-lint: $(INSTALLED) ## Check style, types, which package imports which, and the C++ sources
+lint: $(INSTALLED) ## Check style, types, imports, private names of other packages, and the C++ sources
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q tests/docs/test_private_names.py
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	printf '%s\n' $(CSRC) | \
 		xargs -P $(JOBS) -I {} $(BIN)/clang-tidy --quiet {} -- -std=c++17 -Itrt_plugin/csrc

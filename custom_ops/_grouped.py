@@ -19,8 +19,6 @@ from custom_ops.options import ExpertOptions, RouterOptions
 from custom_ops.routing import route
 
 __all__ = [
-    "ExpertGradients",
-    "accumulation_dtype",
     "dropless_forward",
     "experts_backward",
     "experts_forward",
@@ -42,7 +40,7 @@ class ExpertGradients(NamedTuple):
     b2: Tensor
 
 
-def accumulation_dtype(x: Tensor, w1: Tensor) -> torch.dtype:
+def _accumulation_dtype(x: Tensor, w1: Tensor) -> torch.dtype:
     """Returns float64 where tokens or experts are float64, else float32."""
     return torch.float64 if torch.float64 in (x.dtype, w1.dtype) else torch.float32
 
@@ -94,7 +92,7 @@ def _forward_block(
     b2_ED: Tensor | None,
     options: ExpertOptions,
 ) -> Tensor:
-    dtype = accumulation_dtype(x_TD, w1_EFD)
+    dtype = _accumulation_dtype(x_TD, w1_EFD)
     top_k = ids_TK.shape[1]
     order_N, rows_by_expert = _sort_slots(ids_TK, w1_EFD.shape[0])
     weights_N1 = weights_TK.reshape(-1, 1).to(dtype).index_select(0, order_N)
@@ -158,7 +156,7 @@ def experts_backward(
         options: See above.
         parameters: Whether the experts' parameters need gradients.
     """
-    dtype = accumulation_dtype(x_TD, w1_EFD)
+    dtype = _accumulation_dtype(x_TD, w1_EFD)
     top_k = ids_TK.shape[1]
     weights_N = weights_TK.reshape(-1).to(dtype)
     dx_TD = _residual_gradient(dy_TD, dtype, options)

@@ -8,11 +8,11 @@ import torch
 
 __all__ = ["CODES", "FLOATS", "IDS", "KERNEL_FLOATS", "SHORT_NAMES", "dtype_name"]
 
-#: Of tokens, routers and experts in the kernels.
+#: Dtypes of tokens, routers and experts in the kernels.
 KERNEL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-#: Of tokens, routers and experts in the operators.
+#: Dtypes of tokens, routers and experts in the operators.
 FLOATS = (*KERNEL_FLOATS, torch.float64)
-#: Of expert ids.
+#: Dtypes of expert ids.
 IDS = (torch.int32, torch.int64)
 
 #: A dtype's place is its code in a bundle; None: there is no such tensor.

@@ -22,7 +22,6 @@ __all__ = [
     "PRE_NORMS",
     "SCORINGS",
     "Activation",
-    "PreNorm",
     "Scoring",
     # The table
     "EXPERT_OPTIONS",
@@ -45,12 +44,11 @@ __all__ = [
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu"]
 Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
-PreNorm = Literal["none", "rms"]
 
 # A name's place is its code in a bundle: a new one comes last.
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 SCORINGS: tuple[str, ...] = get_args(Scoring)
-PRE_NORMS: tuple[str, ...] = get_args(PreNorm)
+PRE_NORMS: tuple[str, ...] = ("none", "rms")
 #: The gatings that clamp gate and up.
 CLAMPED = ("clamped_swiglu", "clamped_silu")
 #: The functions of one number, with or without gating.

@@ -57,12 +57,12 @@ OURS = "plugin"
 LAYERS = 2
 VOCABULARY = 1000
 MAX_ERROR = 1e-3
-# A turn begins no further run of a phase after so long.
+# A turn begins no further run of a phase after this time.
 PHASE_MS = 1500
 # Turns in which other processes used more of the cores than this count only if all turns did.
 QUIET = 0.1
-# The machine rests after a turn that took so much memory: while a virtual machine gives it back to
-# its host, the next turn takes up to 1.4 times as long.
+# The machine rests after a turn that took this much memory: while a virtual machine gives it back
+# to its host, the next turn takes up to 1.4 times as long.
 MUCH_MEMORY = 2e9
 REST_S = 5
 

@@ -14,7 +14,7 @@ from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig
 from custom_ops.kernels.layer import Layer
 
 _BLOCKS_M = (16, 32, 64, 128, 256)
-# Beyond so many float32 accumulators a thread, registers spill.
+# With more float32 accumulators per thread, registers spill.
 _ACCUMULATORS = 160
 # What a kernel needs besides its stages: barriers, and the tile that it stores.
 _OTHER_SHARED = 4096

@@ -63,7 +63,7 @@ class Cell:
         return self.routing == "uniform"
 
     def floor(self, active: float, rates: Rates, itemsize: int) -> Floor:
-        """The shortest times where so many experts get a token."""
+        """The shortest times if ``active`` experts get a token."""
         return floor(self.shape, self.tokens, active, rates, itemsize=itemsize, router=self.routes)
 
     def __str__(self) -> str:

@@ -59,11 +59,11 @@ class Timer(Protocol):
     def __call__(
         self, calls: Mapping[str, Call], *, cold: bool = True, samples: int | None = None
     ) -> Results:
-        """Times calls in turns, each as often as :func:`samples_for` says where not told."""
+        """Times calls in turns, ``samples`` times each, by default as :func:`samples_for` says."""
 
 
 def samples_for(microseconds: float) -> int:
-    """Returns how often to time a call that takes so long."""
+    """Returns how often to time a call that takes this long."""
     return 60 if microseconds < 10_000 else 15
 
 

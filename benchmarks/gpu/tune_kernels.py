@@ -199,7 +199,7 @@ def plan_config(ranges: Iterable[RangeConfig], tokens: int) -> RangeConfig:
 def compile_candidates(
     layer: Layer, device: Architecture, tokens: Sequence[int], limit: int, seconds: float
 ) -> None:
-    """Compiles what :func:`tune` will launch, in parallel, for so many seconds."""
+    """Compiles what :func:`tune` will launch, in parallel, for at most ``seconds``."""
     jobs: dict[str, Job] = {}
     for count in tokens:
         for config in candidates(layer, device, count, limit):

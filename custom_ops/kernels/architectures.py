@@ -75,8 +75,8 @@ def nearest_architecture(major: int, minor: int) -> Architecture:
     """Returns what to plan by on a device: its own architecture, else the nearest older one.
 
     Args:
-        major: Of the device's compute capability.
-        minor: Of the device's compute capability.
+        major: Major number of the device's compute capability.
+        minor: Minor number of the device's compute capability.
 
     Raises:
         ValueError: If the device is older than all of them.

@@ -92,8 +92,8 @@ class RangeConfig:
         last_tokens: Most tokens.
         path: ``few``: vector products without a sort; ``gemm``: two grouped products; ``mlp``:
             both in one kernel.
-        up: Of the first product, or of the whole expert (``mlp``).
-        down: Of the second product; None for ``mlp``.
+        up: Blocks of the first product, or of the whole expert (``mlp``).
+        down: Blocks of the second product; None for ``mlp``.
     """
 
     last_tokens: int

@@ -63,7 +63,7 @@ def index_sort_reference(ids_N: Tensor, experts: int, block_m: int) -> SortedSlo
     """What the kernels compute, in torch; ``slot_of_row`` has R elements, unused tiles row -1.
 
     Args:
-        ids_N: Expert ids; one outside ``0..experts-1`` is no expert.
+        ids_N: Expert ids; one outside ``0..experts-1`` names no expert.
         experts: E.
         block_m: Rows of a tile.
     """
@@ -260,10 +260,10 @@ def place_kernel(
 
 # Slots that a program ranks at a time, by comparing each two of them in registers.
 _BLOCK_SLOTS = 64
-# One program takes so many sooner than a second kernel starts (estimated, as is all here).
+# One program handles this many sooner than a second kernel starts (an estimate, like all here).
 _ONE_PROGRAM_SLOTS = 512
 # Two or three programs for each multiprocessor. Each reads the counts of all, at most 128 KiB, and
-# so many in one go.
+# this many in one go.
 _MAX_PROGRAMS = 256
 _COUNTS = 32 * 1024
 _COUNTS_AT_ONCE = 4096

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from custom_ops.dtypes import IDS, KERNEL_FLOATS, dtype_name
+from custom_ops.dtypes import IDS, KERNEL_FLOATS
 from custom_ops.options import SIZES, ExpertOptions, RouterOptions
 
 __all__ = ["MAX_EXPERTS", "MAX_TOP_K", "SIZE_MULTIPLE", "Layer"]
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
-#: Of the model width and the hidden width.
+#: The model width and the hidden width are multiples of this.
 SIZE_MULTIPLE = 8
 
 
@@ -26,12 +26,13 @@ class Layer:
         width: D, a multiple of 8.
         hidden: H, a multiple of 8.
         top_k: K, in ``1..min(E, 32)``; without a router E does not bound it.
-        tokens_dtype: Of x and y: float32, float16 or bfloat16.
-        experts_dtype: Of w1, b1, w2, b2: the same choice.
+        tokens_dtype: Dtype of x and y: float32, float16 or bfloat16.
+        experts_dtype: Dtype of w1, b1, w2 and b2: the same choice.
         options: What an expert computes.
         router: The router's options, or None where routing comes from outside (``moe::experts``).
-        routing_dtype: Of ``router_weight``, or of ``expert_ids`` where there is no router.
-        weights_dtype: Of ``router_bias`` (None: there is none), or of ``expert_weights``.
+        routing_dtype: Dtype of ``router_weight``; without a router, of ``expert_ids``.
+        weights_dtype: Dtype of ``router_bias``, None if there is none; without a router, of
+            ``expert_weights``.
         b1: Whether the first product has a bias.
         b2: Whether the second product has a bias.
         tf32: Whether products of float32 experts may round their inputs to TF32.
@@ -87,7 +88,7 @@ class Layer:
     def _check_dtype(self, name: str, allowed: tuple[torch.dtype | None, ...]) -> None:
         value = getattr(self, name)
         if value not in allowed:
-            names = ", ".join(dtype_name(dtype) for dtype in allowed)
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
             raise TypeError(f"the kernels need {name} to be one of {names}; got {value}")
 
     @property

@@ -74,8 +74,8 @@ def rms_norm_spec(
 
     Args:
         width: D, at least 1.
-        tokens_dtype: Of x and y: float32, float16 or bfloat16.
-        weight_dtype: The same choice.
+        tokens_dtype: Dtype of x and y: float32, float16 or bfloat16.
+        weight_dtype: Dtype of the weight: the same choice.
         eps: Added to the mean of the squares.
         weight_plus_one: Whether the factor is ``1 + weight``.
         round_before_weight: Whether to round to x's dtype before the factor.

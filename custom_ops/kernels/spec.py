@@ -110,8 +110,8 @@ class Buffer:
     """A part of the workspace.
 
     Attributes:
-        name: By which :class:`WorkspacePointer` refers to it.
-        dtype: Of its elements.
+        name: The name by which :class:`WorkspacePointer` refers to it.
+        dtype: Dtype of its elements.
         count: Number of elements, at least 1.
     """
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "DEFAULT_FACTORIES",
     "UsageError",
     "check_example",
     "load_model",
@@ -30,7 +29,7 @@ __all__ = [
     "users_code",
 ]
 
-DEFAULT_FACTORIES = ("model", "build")
+_DEFAULT_FACTORIES = ("model", "build")
 """What a module is searched for where the command line names no factory."""
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "bool")
@@ -126,7 +125,8 @@ def check_example(
     """Checks the arguments' number, and the names of symbolic dimensions.
 
     Raises:
-        UsageError: The model's forward does not take so many, or has no such dimension.
+        UsageError: The model's forward does not take this number of arguments, or ``dynamic`` names
+            an input or a dimension that does not exist.
     """
     from dynamo_moe.tracing import dynamic_shapes
 
@@ -214,11 +214,11 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _find(module: ModuleType, name: str, location: str) -> tuple[str, Any]:
-    for candidate in (name,) if name else DEFAULT_FACTORIES:
+    for candidate in (name,) if name else _DEFAULT_FACTORIES:
         if hasattr(module, candidate):
             return candidate, getattr(module, candidate)
     if not name:
-        expected = " or ".join(repr(default) for default in DEFAULT_FACTORIES)
+        expected = " or ".join(repr(default) for default in _DEFAULT_FACTORIES)
         raise UsageError(f"{location} has no {expected}: write {location}:FACTORY")
     close = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")], 1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

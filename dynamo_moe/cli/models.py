@@ -353,7 +353,7 @@ def _convert(
         raise ValueError(
             f"--strict: {number} of the model's MoE modules {'is' if number == 1 else 'are'} not "
             f"converted: {unconverted.listing(report.unrecognised)}; {ADAPTER_PAGE} "
-            "tells how to convert them"
+            "says how to convert them"
         )
 
 

@@ -93,7 +93,7 @@ def compile(  # noqa: A001  The command's name.
         Path | None,
         typer.Argument(
             metavar="[FILE.onnx]",
-            help="A file of target plugin, whose MoE nodes are compiled for.",
+            help="A file of target plugin; the kernels of its MoE nodes are compiled.",
             show_default=False,
         ),
     ] = None,
@@ -146,7 +146,7 @@ def compile(  # noqa: A001  The command's name.
             "-j",
             metavar="N",
             min=1,
-            help="Compile so many kernels at a time. Default: one for each core.",
+            help="Number of kernels to compile at a time. Default: one for each core.",
             show_default=False,
         ),
     ] = None,
@@ -154,7 +154,7 @@ def compile(  # noqa: A001  The command's name.
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compile the kernels that MoE layers need, for GPUs that need not be there."""
+    """Compile the kernels that MoE layers need; no GPU is required."""
     console = Console(file=sys.stderr, quiet=quiet)
     with failures(debug):
         if file:

@@ -76,7 +76,7 @@ def _convert_candidate(
     Layers identified before, by class and shapes, are tried first.
 
     Returns:
-        What was done; None if it is no MoE layer, as far as can be seen.
+        What was done; None if it does not look like an MoE layer.
     """
     reasons: dict[str, ValueError] = {}
     for path in candidate.paths:
@@ -144,7 +144,7 @@ def _prove(module: nn.Module, identified: IdentifiedLayer, values: bool) -> Iden
     candidate = on_tokens(partial(spec, module), channels_first=spec.channels_first)
     thresholds = _thresholds(module)
     builtin = spec.routing.builtin()
-    # The operator tells sigmoids apart by their logits; the sigmoids of large tokens are all 1.
+    # The operator compares logits; the module compares sigmoids, which are all 1 for large tokens.
     scales = _SCALES if builtin is None or builtin[1].scoring != "sigmoid" else _SCALES[:1]
     proved: list[set[int]] = []
     for weights in (identified.weights, {}):

@@ -108,7 +108,7 @@ def identify_layer(module: nn.Module, experts: ExpertList | ExpertStacks) -> Ide
 
     Raises:
         NotRoutedError: If it does not route, as far as can be seen.
-        ValueError: If it is no MoE layer that the operators compute; with the reason.
+        ValueError: If it is not an MoE layer that the operators compute; with the reason.
     """
     candidates = identify_experts(module, experts)
     hidden = [module.get_submodule(experts.path)] if isinstance(experts, ExpertList) else []
@@ -281,7 +281,9 @@ class _Trial:
         leaves, structure = pytree.tree_flatten(self.seen.result)
         results = [place for place, leaf in enumerate(leaves) if _is_like_tokens(leaf, self.x)]
         if not results:
-            raise NotRoutedError(f"it returns no tensor of its tokens' shape {list(self.x.shape)}")
+            raise NotRoutedError(
+                f"it does not return a tensor of its tokens' shape {list(self.x.shape)}"
+            )
         routings = self._routings()
         if not routings:
             raise NotRoutedError(

@@ -1,7 +1,7 @@
 """Where a model may have MoE layers, by the shapes and names of its modules and weights alone.
 
-Experts are a list of alike modules, or stacks of weights; the layer is a module around them that
-has what may choose among them.
+Experts are a list of modules of the same structure, or stacks of weights. The layer is a module
+around them that also has something which may choose among them.
 
 Legend: D model width, E experts.
 """

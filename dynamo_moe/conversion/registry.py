@@ -39,7 +39,7 @@ class Adapter(Protocol):
     name: str
 
     def recognise(self, module: nn.Module) -> str | None:
-        """Returns None if the module has this structure, else what speaks against it."""
+        """Returns None if the module has this structure, else the reason why it does not."""
 
     def convert(self, module: nn.Module) -> ConvertedModule:
         """Returns the replacement, sharing the module's parameters."""

@@ -27,7 +27,7 @@ class ConversionReport:
         if self.unrecognised:
             return (
                 "Modules that are left become many nodes, or fail to export: "
-                f"{ADAPTER_PAGE} tells how to convert them."
+                f"{ADAPTER_PAGE} says how to convert them."
             )
         if not self.replaced:
             return (

@@ -49,7 +49,7 @@ _IMPLEMENTATION = "dynamo_moe"
 Experts = Any
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
-# The attributes that tell the implementation how to compute a module.
+# The attributes that say how the implementation computes a module.
 _OPTIONS, _FALLBACK = "_dynamo_moe_options", "_dynamo_moe_fallback"
 
 

@@ -32,7 +32,7 @@ _Origins = Mapping[ir.Value, int]
 
 
 def index_limits(graph: ir.Graph) -> dict[str, int]:
-    """Returns, by input, what each of its integers must stay below, where the graph tells.
+    """Returns, by input, what each of its integers must stay below, where the graph shows it.
 
     An input is followed to what it indexes, such as the rows of an embedding; on the way it may be
     moved, cast or shifted by a constant.

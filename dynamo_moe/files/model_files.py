@@ -26,7 +26,6 @@ __all__ = [
     "load_graph",
     "model_bytes",
     "rename_model",
-    "replacing",
     "save_model",
     "subgraphs",
 ]
@@ -92,7 +91,7 @@ def save_model(
         raise OSError(errno.ENOSPC, reason)
     data = path.with_name(f"{path.name}.data")
     # The weights take their place first, so that the new model never refers to old ones.
-    with replacing(path) as model_part, replacing(data) as data_part:
+    with _replacing(path) as model_part, _replacing(data) as data_part:
         large = [value for value in values if not is_small(value)]
         if external_data:
             _move_out(large, data_part, weights)
@@ -103,7 +102,7 @@ def save_model(
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def _replacing(path: Path) -> Iterator[Path]:
     """Yields a path in a folder beside ``path``; the file written there takes its place.
 
     A reader of ``path`` sees the old file or the new one, never half of either. If the body raises,
@@ -141,7 +140,7 @@ def rename_model(files: Sequence[Path], path: Path) -> list[Path]:
             if (entry.key, entry.value) == ("location", old.name):
                 entry.value = new.name
     try:
-        with replacing(path) as part:
+        with _replacing(path) as part:
             part.write_bytes(proto.SerializeToString())
             old.replace(new)
     except OSError:

@@ -153,7 +153,7 @@ def _share_constants(graph: ir.Graph, weights: Collection[str]) -> None:
 
 
 def _forget_invented_names(graph: ir.Graph) -> None:
-    """Drops the names that onnx gives to dimensions: what follows may tell more of them."""
+    """Drops the names that onnx gives to unknown dimensions, so that later steps can infer them."""
     for node in graph:
         for output in node.outputs:
             if output.shape is not None and "unk__" in str(output.shape):

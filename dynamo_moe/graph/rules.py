@@ -1,7 +1,7 @@
 """Rewrite rules for what PyTorch's exporter leaves where shapes are symbolic.
 
-A dimension that stays symbolic is a name here, or an expression of names. Two that read alike are
-alike in every run, as the tracer has named them.
+A symbolic dimension is a name here, or an expression of names. The tracer gives equal sizes equal
+names, so two dimensions with the same text are equal in every run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Experts' weights that a model has apart: in the file, one weight for all of them.
+"""Experts' weights that are separate in the model become one weight in the file.
 
 A layer whose experts are modules of their own stacks their weights on the way into its node. What
-is computed from weights alone is a weight too: its values come about as the file is written, a few
-rows at a time, and its name tells which weights it is made of.
+is computed from weights alone is a weight too: its values are computed while the file is written, a
+few rows at a time, and its name lists the weights that it is made of.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dynamo_moe.moe_nodes.nodes import moe_nodes
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.placeholders import as_ir
 
-__all__ = ["fold_stacked_weights", "name_of_all"]
+__all__ = ["fold_stacked_weights"]
 
 
 def fold_stacked_weights(model: ir.Model) -> None:
@@ -38,7 +38,7 @@ def fold_stacked_weights(model: ir.Model) -> None:
                 user not in made_by for leaf in leaves for user, _ in leaf.uses()
             ):
                 continue
-            name = name_of_all([str(leaf.name) for leaf in leaves])
+            name = _name_of_all([str(leaf.name) for leaf in leaves])
             weight = ir.Value(
                 name=name,
                 shape=ir.Shape(lazy.shape),
@@ -55,11 +55,11 @@ def fold_stacked_weights(model: ir.Model) -> None:
             model.graph.register_initializer(weight)
 
 
-def name_of_all(names: Sequence[str]) -> str:
+def _name_of_all(names: Sequence[str]) -> str:
     """Returns a name for what is made of several weights, from theirs.
 
     Example:
-        >>> name_of_all([f"mlp.experts.{e}.{w}.weight" for e in range(8) for w in ("w1", "w3")])
+        >>> _name_of_all([f"mlp.experts.{e}.{w}.weight" for e in range(8) for w in ("w1", "w3")])
         'mlp.experts.0-7.w1+w3.weight'
     """
     parts = [name.split(".") for name in names]

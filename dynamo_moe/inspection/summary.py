@@ -75,7 +75,7 @@ class MoELayer:
         node: The node's name, or its first output's if it has none.
         domain: ``moe``, ``moe.<configuration>`` or ``com.microsoft``.
         op_type: ``DroplessMoE``, ``DroplessMoEExperts`` or ``MoE``.
-        num_experts: Experts, or None where neither attribute nor weight tells.
+        num_experts: Experts, or None if neither attributes nor weights say.
         top_k: Experts per token, or None if the node does not say.
         in_features: Width of a token, or None.
         hidden_features: Hidden width of an expert, or None.
@@ -142,7 +142,7 @@ class ModelSummary:
             domains are ``domain::Name``.
         moe_layers: The nodes that are MoE layers, in the graph's order.
         weights: dtype -> initializers of that dtype, largest first.
-        parameters: Elements of all initializers; ``weights`` tells integers apart.
+        parameters: Elements of all initializers; ``weights`` lists integers separately.
         weight_bytes: Their size.
         functions: Model-local functions.
     """

@@ -25,7 +25,7 @@ Value = ir.Value
 def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Returns the translations of all registered operators for ``torch.onnx.export``.
 
-    These are ``torch.ops.moe`` and what :func:`register_op` has been told. Each becomes one node.
+    These are ``torch.ops.moe`` and what :func:`register_op` has registered. Each becomes one node.
     :func:`dynamo_moe.export` uses this table and adds to the file what runtimes without the
     operator need.
 

@@ -57,12 +57,12 @@ def op_from_function(
     Args:
         function: The Function's class; its ``forward`` takes ``ctx`` first, or has a
             ``setup_context`` beside it. Without the latter, forward runs once more where gradients
-            are wanted, to learn what it keeps for backward; so it may not draw random numbers,
-            which would be others: a call that draws them raises ValueError.
+            are wanted, to learn what it keeps for backward. So it may not draw random numbers, as
+            the second run would draw different ones: a call that draws them raises ValueError.
         name: The operator's name, such as ``"my::op"``.
         schema: ``"(Tensor x, float slope) -> Tensor"``; None: from forward's annotations.
-        fake: Returns the results' shapes, given forward's arguments; None: forward itself tells
-            them, which it can if it calls operators of PyTorch alone.
+        fake: Returns the results' shapes, given forward's arguments; None: forward itself is
+            run on fake tensors, which works if it only calls operators of PyTorch.
         symbolic: Whether to look at the Function's ``symbolic``.
 
     Returns:
@@ -184,7 +184,7 @@ def _random_states(args: Any) -> list[bytes]:
     leaves = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     devices = {leaf.device for leaf in leaves if leaf.is_cuda}
     states = [torch.get_rng_state()]
-    # A generator does not tell its state during a capture.
+    # The state of a generator cannot be read during a capture.
     if devices and not torch.cuda.is_current_stream_capturing():
         states += [torch.cuda.get_rng_state(device) for device in devices]
     return [state.numpy().tobytes() for state in states]
@@ -223,7 +223,7 @@ def _schema_of(function: Function, split: bool) -> str:
         )
 
     def prototype() -> None:
-        """Has the signature that the schema is of."""
+        """Carries the signature from which the schema is inferred."""
 
     annotated = [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
     prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

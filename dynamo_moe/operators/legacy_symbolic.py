@@ -1,9 +1,9 @@
 """The ONNX node that the ``symbolic`` of a ``torch.autograd.Function`` declares.
 
-PyTorch's old exporter called it with a graph. Here it is called with a graph that only records, and
-with two values of each argument that is no tensor: an attribute that takes the same two is that
-argument, one that stays is a constant. A ``symbolic`` that compares an argument is refused, since
-it might make another node of another value.
+PyTorch's old exporter called it with a graph. Here it is called with a graph that only records:
+once, and then once more for each argument that is not a tensor, with another value of it. An
+attribute that takes both values is that argument; one that never changes is a constant. If a
+``symbolic`` compares an argument it is refused, since another value might make a different node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["declaration_of"]
 
 # Kinds of attributes by the suffix of their keyword, and the arguments that they can hold.
 _KINDS = {"f": ("float",), "i": ("int", "bool"), "s": ("str",)}
-# Two values by the type of an argument, which equal nothing that a symbolic makes by itself.
+# Two values by the type of an argument; they equal nothing that a symbolic makes by itself.
 _VALUES: Mapping[str, tuple[Any, Any]] = {
     "int": (1000003, 1000033),
     "bool": (False, True),
@@ -245,7 +245,9 @@ def _values(argument: Any, name: str) -> tuple[str, tuple[Any, Any]]:
     kind = str(argument.real_type).removeprefix("Optional[").rstrip("]")
     plain = kind.removeprefix("List[")
     if plain not in _VALUES:
-        raise ValueError(f"{name}: the argument {argument.name!r} has a type of no attribute")
+        raise ValueError(
+            f"{name}: the argument {argument.name!r} has a type that an attribute cannot have"
+        )
     first, second = _VALUES[plain]
     return plain, ([first], [second]) if "List[" in kind else (first, second)
 
@@ -254,6 +256,6 @@ def _check_domain(node: _Node, name: str) -> None:
     domain = node.op.rpartition("::")[0]
     if domain in ("", "onnx", "aten", "prim"):
         raise ValueError(
-            f"{name}.symbolic makes {node.op!r}, which is no operator of your own: name it "
-            "'domain::Name'"
+            f"{name}.symbolic makes {node.op!r}, which is not an operator of your own: name "
+            "it 'domain::Name'"
         )

@@ -201,9 +201,9 @@ def _overload(torch_op: Any) -> OpOverload:
 
 
 def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
-    """Checks that a node's name is one, and that no standard or runtime has given it a meaning.
+    """Checks that a node's name is valid, and that no standard or runtime has given it a meaning.
 
-    TensorRT's own plugins are no clash: a node may be meant for one of them.
+    The names of TensorRT's own plugins are allowed: a node may be meant for one of them.
     """
     if not _DOMAIN.fullmatch(domain):
         raise ValueError(

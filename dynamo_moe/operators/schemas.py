@@ -85,7 +85,7 @@ def derive_schema(
         inputs: The tensor arguments in the node's order; None: the operator's.
         outputs: The results' names; None: the operator's, or ``y``.
         renamed: The attributes' names by argument, where they differ.
-        constants: Attributes that are no arguments, with the value that they always have.
+        constants: Attributes that are not arguments, with the value that they always have.
         like: The input whose type the only result has; None: types are not related.
 
     Raises:
@@ -112,8 +112,8 @@ def derive_schema(
     unknown = [name for name in renamed if name not in scalars]
     if unknown:
         raise ValueError(
-            f"attributes names {unknown[0]!r}, which is no argument of {torch_op} that becomes an "
-            f"attribute; these are: {', '.join(scalars) or 'none'}"
+            f"attributes names {unknown[0]!r}, but only these arguments of {torch_op} become "
+            f"attributes: {', '.join(scalars) or 'none'}"
         )
     attributes = [
         _attribute(argument, renamed.get(name, name)) for name, argument in scalars.items()
@@ -212,7 +212,7 @@ def check_constants(constants: Mapping[str, Constant]) -> None:
 
 
 def scalar_arguments(torch_op: OpOverload) -> dict[str, Any]:
-    """Returns the arguments of an operator's schema that are no tensors, by name.
+    """Returns the arguments of an operator's schema that are not tensors, by name.
 
     Raises:
         TypeError: If ONNX has no such type.

@@ -57,7 +57,7 @@ def by_fake_kernel(
     Args:
         torch_op: The operator.
         schema: The node's schema.
-        attributes: Attribute by argument, for the arguments that are no tensors.
+        attributes: Attribute by argument, for the arguments that are not tensors.
     """
 
     def infer(context: InferenceContext) -> None:

@@ -76,7 +76,7 @@ def body_of(body: Any, schema: OpSchema) -> Body:
 
 
 def proto_of(body: Any) -> onnx.FunctionProto | None:
-    """Returns a function as onnx has it; None if it is of no kind that can be one."""
+    """Returns a function as an onnx ``FunctionProto``; None if it is not a kind of function."""
     if isinstance(body, onnxscript.OnnxFunction):
         proto: onnx.FunctionProto = body.to_function_proto()
         return proto
@@ -192,8 +192,8 @@ def _check(function: ir.Function, name: str, attributes: Collection[str]) -> Non
         standard = node.domain in _STANDARD_DOMAINS and onnx.defs.has(node.op_type, node.domain)
         if not standard and not node.domain.startswith("com.microsoft"):
             raise ValueError(
-                f"the body of {name} uses {node.domain or 'ai.onnx'}::{node.op_type}, which is no "
-                "ONNX operator: write what it computes into the body itself"
+                f"the body of {name} uses {node.domain or 'ai.onnx'}::{node.op_type}, which is "
+                "not an ONNX operator: write what it computes into the body itself"
             )
     unknown = sorted(str(attribute) for attribute in given if attribute not in attributes)
     if unknown:

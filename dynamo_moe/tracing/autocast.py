@@ -1,8 +1,8 @@
 """Autocast in a traced program: its casts become operators of the program.
 
-``torch.export`` keeps ``with torch.autocast(...)`` as a region of operators without their casts:
-only whoever runs the region casts. What autocast does to an operator, PyTorch's dispatcher tells:
-the operator is called as in the region, on tensors without values, and its calls are noted.
+``torch.export`` keeps ``with torch.autocast(...)`` as a region of operators without their casts,
+which are only made when the region runs. To find the casts of an operator, it is called under the
+same autocast, on tensors without values, and the calls that reach PyTorch's dispatcher are noted.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def decomposed(
         mode: The mode of the fake tensors that are the nodes' values.
 
     Raises:
-        NeedsRetraceError: If the program has control flow, or changes tensors in ways that cannot
-            be told from a single node.
+        NeedsRetraceError: If the program has control flow, or changes tensors in ways that a
+            single node does not show.
     """
     work = _Decomposer(module, is_translated, decompositions)
     with mode, private.enable_python_dispatcher():
@@ -380,7 +380,7 @@ def _written_whole(write: fx.Node) -> Any:
     if write.target not in _OVERWRITE or write.users:
         return None
     views = _views(write)
-    # Of a slice of a slice, the part is no range of the whole.
+    # A slice of a slice is not one range of the whole.
     parts = [view for view in views if not _cut(view).is_whole]
     return views[-1].args[0] if views and len(parts) <= 1 else None
 

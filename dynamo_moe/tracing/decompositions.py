@@ -461,13 +461,13 @@ def _amin(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
     return x.amin([*range(x.ndim)], keepdim) if x.ndim else x.clone()
 
 
-# The exporter's translation forgets that ONNX scatters into no scalars.
+# ONNX cannot scatter into a scalar, which the exporter's translation does not consider.
 @decomposes(_aten.scatter_add.default, when=lambda x, *_: not x.ndim)
 def _scatter_add_to_scalar(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     return x.scatter_reduce(dim, index, src, "sum")
 
 
-# ONNX has no mean among what it scatters by.
+# ONNX's ScatterElements has no reduction "mean".
 @decomposes(_aten.scatter_reduce.two, when=lambda *arguments, **_: "mean" in arguments[4:5])
 def _scatter_mean(
     x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True

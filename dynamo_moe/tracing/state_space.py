@@ -20,7 +20,7 @@ from torch import Tensor
 from dynamo_moe.process_state import replaced
 from dynamo_moe.tracing import private
 
-__all__ = ["exportable_scans", "selective_scan"]
+__all__ = ["exportable_scans"]
 
 # Where transformers' models look the function up.
 _MODULES = ("transformers.models.jamba.modeling_jamba",)
@@ -29,7 +29,7 @@ _NAME = "mamba_selective_scan"
 
 @contextmanager
 def exportable_scans() -> Iterator[None]:
-    """Lets those of transformers' models that are loaded use :func:`selective_scan`.
+    """Lets those of transformers' models that are loaded use :func:`_selective_scan`.
 
     Without PyTorch's ``scan`` they keep their own loop, whose length is the example's.
     """
@@ -37,11 +37,11 @@ def exportable_scans() -> Iterator[None]:
         for name in _MODULES if private.scan is not None else ():
             module = sys.modules.get(name)
             if hasattr(module, _NAME):
-                changes.enter_context(replaced(module, _NAME, lambda _: selective_scan))
+                changes.enter_context(replaced(module, _NAME, lambda _: _selective_scan))
         yield
 
 
-def selective_scan(
+def _selective_scan(
     u_BCL: Tensor,
     dt_BCL: Tensor,
     A_CN: Tensor,

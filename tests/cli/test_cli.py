@@ -539,7 +539,7 @@ def test_strict_fails_where_a_module_is_left(flags: list[str]) -> None:
     error = result.stderr.splitlines()[-1].removeprefix("error: ")
     assert error == (
         "--strict: 1 of the model's MoE modules is not converted: '1' (Listed); "
-        "docs/how-to/add_an_adapter.md tells how to convert them"
+        "docs/how-to/add_an_adapter.md says how to convert them"
     )
     if flags == ["--json"]:
         report = json.loads(result.stdout)

@@ -217,7 +217,7 @@ def test_weights_outside_the_file_are_not_read(tmp_path: Path) -> None:
         ({"num_experts": 2000}, "the kernels need experts in 1..1024, got 2000"),
         ({"top_k": 5}, "top_k must be the router's"),
         ({"activation": "swish"}, "activation must be one of gelu, "),
-        ({"scoring": 3}, "its attribute scoring has type INT, another than the operator's"),
+        ({"scoring": 3}, "its attribute scoring must be of type STRING, got INT"),
         ({"inputs": "x router w1 w2  b1"}, "b1 must have the dtype of w1"),
         ({"inputs": "x router w1"}, "it has no input w2"),
         ({"inputs": "x  w1 w2"}, "it has no input router_weight"),

@@ -286,7 +286,7 @@ def test_advice_after_a_conversion() -> None:
     advice = dynamo_moe.convert(left).advice
     assert advice == (
         "Modules that are left become many nodes, or fail to export: "
-        f"{PAGE} tells how to convert them."
+        f"{PAGE} says how to convert them."
     )
 
 

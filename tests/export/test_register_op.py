@@ -603,10 +603,10 @@ def test_bodies_that_do_not_fit() -> None:
     def nested(x):
         return _opset.Scaled(x)
 
-    refused(nested, ValueError, "uses registered::Scaled, which is no ONNX operator")
+    refused(nested, ValueError, "uses registered::Scaled, which is not an ONNX operator")
     refused(two, ValueError, r"must have 1 inputs \(x\), got 2 \(x, y\)")
     refused(foreign, ValueError, "the attribute 'slope', which the operator does not have")
-    refused(calling, ValueError, "uses registered::helper, which is no ONNX operator")
+    refused(calling, ValueError, "uses registered::helper, which is not an ONNX operator")
     for node, message in (
         (onnx.helper.make_node("Relu", ["q"], ["y"]), "not a valid ONNX function: .*input 'q'"),
         (
@@ -753,7 +753,7 @@ def test_a_custom_op_without_a_fake_kernel() -> None:
         ({"domain": "ai.onnx"}, "'ai.onnx' is not yours"),
         ({"domain": "com.microsoft"}, "'com.microsoft' is not yours"),
         ({"domain": "moe"}, "'moe' is dynamo_moe's own"),
-        ({"attributes": {"slop": "alpha"}}, "names 'slop', which is no argument .*: none"),
+        ({"attributes": {"slop": "alpha"}}, "names 'slop', but only these arguments of .*: none"),
         ({"attributes": lambda arguments: {}}, "pass both or neither"),
         ({"outputs": ["a", "b"]}, "outputs must name the 1 results"),
         ({"shape_inference": "like:z"}, "'like:z' needs one result and a Tensor argument 'z'"),

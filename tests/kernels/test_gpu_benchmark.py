@@ -548,6 +548,7 @@ def test_the_check_needs_nothing_but_torch_triton_numpy_and_pytest():
         "benchmarks.gpu.check benchmarks.gpu.speed trt_plugin.compiling.ahead_of_time "
         "test_gpu test_gpu_launcher"
     )
+    folders = (ROOT, *(ROOT / "tests" / name for name in ("support", "ops", "trt")))
     code = (
         f"import importlib, sys; sys.modules |= dict.fromkeys({absent.split()})\n"
         f"for name in {needed.split()}: importlib.import_module(name)"
@@ -555,7 +556,7 @@ def test_the_check_needs_nothing_but_torch_triton_numpy_and_pytest():
     found = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
         capture_output=True,
         text=True,
         check=False,

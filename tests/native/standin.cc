@@ -255,7 +255,7 @@ EXPORT void standin_on_launch(Callback callback) {
   state().callback = callback;
 }
 
-// Makes one later call of a function fail, after so many that do not.
+// Makes one later call of a function fail, after a number of calls that succeed.
 EXPORT void standin_fail(const char* function, int calls_before, int result) {
   const std::lock_guard<std::mutex> lock(state().mutex);
   state().failures[function] = {calls_before, result};

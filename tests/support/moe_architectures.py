@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["ARCHITECTURES", "UNAVAILABLE", "Architecture", "example_inputs"]
+__all__ = ["ARCHITECTURES", "Architecture", "example_inputs"]
 
 _VOCABULARY = 64
 
@@ -526,6 +526,3 @@ ARCHITECTURES: dict[str, Architecture] = {item.name: item for item in _TABLE} | 
         inputs=_embedded,
     ),
 }
-
-# Architectures that cannot run here, and why.
-UNAVAILABLE: dict[str, str] = {}

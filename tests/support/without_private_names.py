@@ -96,7 +96,7 @@ def main() -> None:
     _check("operators", model)
     architecture = ARCHITECTURES["mixtral"]
     language_model = architecture.build()
-    # The interface of transformers' experts has moved too: their structure tells what they are.
+    # The interface of transformers' experts has moved too: they are recognised by structure.
     conversion.private._IMPLEMENTATION = "_moved"
     [converted] = {each.adapter for each in dynamo_moe.convert(language_model).replaced}
     assert converted != "transformers-experts"

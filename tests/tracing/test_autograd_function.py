@@ -443,7 +443,7 @@ def sizes_of_a_type(g: Any, x: Any, slope: float) -> Any:
         (computed, "computes the attribute 'slope' from 'slope'"),
         (wrong_kind, "'slope' as _i, but the argument 'slope' is float: annotate it int"),
         (tensor_attribute, "gives the attribute 'slope_t'; only _f, _i and _s"),
-        (standard, "makes 'LeakyRelu', which is no operator of your own"),
+        (standard, "makes 'LeakyRelu', which is not an operator of your own"),
         (looks, r"asks for x\.rank"),
         (other_calls, r"uses g\.constant; only g\.op"),
         (two_results, "must return the 1 results of its node.*has 2"),

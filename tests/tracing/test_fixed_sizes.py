@@ -126,7 +126,7 @@ def test_symbolic_sizes_stay_so(tmp_path: Path, function) -> None:
         try:
             expected = model(x)
         except (AssertionError, RuntimeError, ValueError):
-            continue  # The model does not accept so many.
+            continue  # The model does not accept this number.
         (actual,) = session.run(None, {"x": x.numpy()})
         torch.testing.assert_close(
             torch.from_numpy(actual), expected.detach(), rtol=1e-4, atol=1e-4

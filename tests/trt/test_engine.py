@@ -332,7 +332,7 @@ def runner(tensorrt, tmp_path, monkeypatch):
 
 
 def aligned(*shape: int, offset: int = 0) -> torch.Tensor:
-    """A tensor so many bytes behind a multiple of 256."""
+    """A tensor that begins ``offset`` bytes after a multiple of 256."""
     memory = torch.zeros(1024)
     begin = (-memory.data_ptr() % 256 + offset) // 4
     return memory[begin : begin + shape[0]].as_subclass(OnGpu)

@@ -105,7 +105,7 @@ TENSORS = (
 )
 ARGUMENT_KINDS = ("null", "tensor", "workspace", "i32", "i64", "tensor_map")
 SYMBOLS = ("T", "E", "K", "D", "H")
-#: The layer's word of flags, and the bits of those that are no options.
+#: The layer's word of flags, and the bits of the flags that are not options.
 FLAGS_WORD = 5
 FLAGS_WITHOUT_OPTION = {"b1": 1, "b2": 2, "tf32": 64}
 #: Bit of a kernel's flags.

@@ -44,7 +44,7 @@ inline Status CheckWithin(const char* field, std::uint64_t first, std::uint64_t 
 }
 
 // Checks that an image is a 64-bit ELF file for CUDA whose tables and sections lie within it: the
-// driver reads an image without being told its size.
+// driver reads an image without knowing its size.
 Status CheckImage(const void* image, std::size_t size);
 
 // Checks that cuTensorMapEncodeTiled takes a record.
