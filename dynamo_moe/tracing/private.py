@@ -124,9 +124,8 @@ _USED: dict[str, tuple[str, ...]] = {
     "type_promotion.TypePromotionTable": (),
     "type_promotion.InsertTypePromotion": (),
     "type_promotion.get_type_promotion_rule": (),
-    "type_promotion._TypePromotionInterpreter.run_node": ("self",),
     "type_promotion._TypePromotionInterpreter._maybe_promote_node": ("self", "node", "rule"),
-    "type_promotion._TypePromotionInterpreter._set_current_node": ("self",),
+    "type_promotion._TypePromotionInterpreter._set_current_node": (),
     **{f"SymNode.{name}": ("self", "other") for name in _ARITHMETIC},
 }
 
