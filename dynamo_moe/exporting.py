@@ -35,7 +35,7 @@ from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
-from dynamo_moe.tracing.translate import note_on_the_exporter, translate
+from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
 
 if TYPE_CHECKING:
@@ -156,7 +156,9 @@ def export(
                     example = resolve(model, args, kwargs or {}, dynamic_shapes)
                     trials = SizeTrials(example, has_values=not lazies)
                     given = (args, kwargs or {})
-                    model_ir = _trace(model, given, example, trials, opset, runs=not lazies)
+                    model_ir, exporter = _trace(
+                        model, given, example, trials, opset, runs=not lazies
+                    )
                 _rename("input_names", model_ir.graph.inputs, input_names)
                 placeholders.attach(model_ir, lazies)
                 layers = _optimize(model_ir, target, body, link_weights)
@@ -176,7 +178,6 @@ def export(
         warned.append(unconverted.own_forward_warning(own))
     for message in warned:
         warnings.warn(message, stacklevel=2)
-    exporter = note_on_the_exporter()
     activations = {layer.attributes["activation"] for layer in layers}
     return ExportReport(
         path=path,
@@ -270,8 +271,8 @@ def _trace(
     opset: int,
     *,
     runs: bool,
-) -> ir.Model:
-    """Returns the model's graph, its MoE layers as bare nodes.
+) -> tuple[ir.Model, str | None]:
+    """Returns the model's graph, its MoE layers as bare nodes, and a note on who translated it.
 
     Args:
         model: The model.
@@ -293,14 +294,14 @@ def _trace(
                 raise ExportError(_explain_own(own, causes.described(model, *given))) from own
             raise ExportError(_explain(error)) from error
         try:
-            traced = translate(captured, opset, trials)
+            traced, note = translate(captured, opset, trials)
         except (FixedSizeError, torch.onnx.OnnxExporterError) as error:
             raise ExportError(_explain(_first_cause(error))) from error
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
     name_dimensions(traced, example.labels)
-    return traced
+    return traced, note
 
 
 def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | None) -> None:

@@ -2,7 +2,8 @@
 
 Names that only capture and translation need are in ``dynamo_moe.tracing.private``, those of
 registered operators in ``dynamo_moe.operators.private``, nested containers in
-``dynamo_moe.pytree``. No other module uses a private name of PyTorch; a test holds that.
+``dynamo_moe.pytree``. No other module of this package uses a private name of PyTorch; a test
+checks that, and docs/explanation/architecture.md lists these modules with those of other packages.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "OperatorBase",
+    "ShapeEnv",
     "TorchDispatchMode",
     "change_count",
     "compiled_module",
+    "enable_python_dispatcher",
     "has_forward_hooks",
     "hooks_removed",
     "own_tensors",
@@ -69,6 +72,13 @@ except ImportError:
     class FakeTensor(Tensor):  # type: ignore[no-redef]
         """Stands for the class that this PyTorch has elsewhere: no tensor is one."""
 
+
+try:  # Symbolic sizes, and the dispatcher that computes with them.
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+except ImportError:
+    ShapeEnv = None  # type: ignore[assignment, misc]
+    enable_python_dispatcher = None  # type: ignore[assignment, misc]
 
 try:  # Sees the operators that run, after autograd and autocast.
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,7 +8,7 @@ turns. The lock is re-entrant: a model's forward and a progress callback may exp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import RLock
 from typing import Any
 
@@ -23,7 +23,9 @@ class ProcessState:
     """A set of changes that hold while its context is entered, once or several times.
 
     The first to enter makes the changes, the last to leave undoes them in reverse, in whatever
-    order the contexts in between end, and on exceptions too.
+    order the contexts in between end, and on exceptions too. That order is free among the contexts
+    of one state alone: if two states need the same change, it is a state itself, which both take as
+    one of their changes.
 
     Example:
         >>> class Settings:
@@ -35,28 +37,39 @@ class ProcessState:
         1
     """
 
-    def __init__(self, *changes: Change) -> None:
-        """Keeps the changes; none is made yet."""
+    def __init__(self, *changes: Change, side_by_side: bool = False) -> None:
+        """Keeps the changes; none is made yet.
+
+        Args:
+            changes: Functions that return the context of a change.
+            side_by_side: Whether threads may be in the context together. Then a lock of its own is
+                held only while the changes are made or undone, by whichever threads come first and
+                last.
+        """
         self._changes = changes
+        self._while_inside: AbstractContextManager[Any] = nullcontext() if side_by_side else _LOCK
+        self._at_the_ends = RLock() if side_by_side else _LOCK
         self._entered = 0
         self._undo = ExitStack()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Makes the changes, and waits for other threads first."""
-        with _LOCK:
-            if not self._entered:
-                with ExitStack() as stack:
-                    for change in self._changes:
-                        stack.enter_context(change())
-                    self._undo = stack.pop_all()
-            self._entered += 1
+        """Makes the changes, and waits for other threads first unless they may be inside, too."""
+        with self._while_inside:
+            with self._at_the_ends:
+                if not self._entered:
+                    with ExitStack() as stack:
+                        for change in self._changes:
+                            stack.enter_context(change())
+                        self._undo = stack.pop_all()
+                self._entered += 1
             try:
                 yield
             finally:
-                self._entered -= 1
-                if not self._entered:
-                    self._undo.close()
+                with self._at_the_ends:
+                    self._entered -= 1
+                    if not self._entered:
+                        self._undo.close()
 
 
 exclusive = ProcessState()

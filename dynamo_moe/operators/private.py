@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from dynamo_moe.private import FakeTensorMode, OpOverload, schema_of
+from dynamo_moe.private import (
+    FakeTensorMode,
+    OpOverload,
+    ShapeEnv,
+    enable_python_dispatcher,
+    schema_of,
+)
 
 __all__ = ["SymbolicSizes", "has_fake_kernel", "overload_of", "parsed_schema"]
 
@@ -20,11 +26,10 @@ except ImportError:
     OPDEFS = None  # type: ignore[assignment]
 
 try:  # Symbolic sizes without a tracer.
-    from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
 except ImportError:
-    ShapeEnv = None  # type: ignore[assignment, misc]
+    ConstantSource = None  # type: ignore[assignment, misc]
 
 _COUNT = itertools.count()
 
@@ -46,14 +51,17 @@ def has_fake_kernel(torch_op: OpOverload) -> bool:
     if OPDEFS is None:
         return True
     name = schema_of(torch_op).name
-    definition = OPDEFS.get(name)
-    if definition is not None:
-        return definition._abstract_fn is not None
     kernels = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
-    return (
-        any(torch._C._dispatch_has_kernel_for_dispatch_key(torch_op.name(), k) for k in kernels)
-        or singleton.find(name).fake_impl.kernel is not None
-    )
+    try:
+        definition = OPDEFS.get(name)
+        if definition is not None:
+            return definition._abstract_fn is not None
+        return (
+            any(torch._C._dispatch_has_kernel_for_dispatch_key(torch_op.name(), k) for k in kernels)
+            or singleton.find(name).fake_impl.kernel is not None
+        )
+    except AttributeError:
+        return True
 
 
 def parsed_schema(text: str) -> Any:
@@ -88,7 +96,7 @@ class SymbolicSizes:
             NotImplementedError: If this PyTorch has its symbolic sizes elsewhere; then nothing is
                 known of results' shapes.
         """
-        if ShapeEnv is None or FakeTensorMode is None:
+        if None in (ShapeEnv, FakeTensorMode, ConstantSource):
             raise NotImplementedError("symbolic sizes without a tracer")
         self._environment: Any = ShapeEnv(duck_shape=False, specialize_zero_one=False)
         self.symbols: dict[str, Any] = {}

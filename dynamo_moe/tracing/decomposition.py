@@ -121,8 +121,11 @@ class _Decomposer:
             elif node.op == "get_attr" and _is_region(module, node):
                 continue
             elif node.op != "call_function":
-                if arguments is not None or isinstance(_attribute(module, node), fx.GraphModule):
-                    raise NeedsRetraceError(f"{node.format_node()}")
+                if arguments is not None:
+                    raise NeedsRetraceError(f"{node.format_node()} is in a region")
+                if isinstance(_attribute(module, node), fx.GraphModule):
+                    operators = ", ".join(dict.fromkeys(str(user.target) for user in node.users))
+                    raise NeedsRetraceError(f"{operators} is control flow")
                 new[node] = copy = self._graph.node_copy(node)
                 copy.name = node.name  # A new graph would rename what Python calls input.
             else:

@@ -101,6 +101,11 @@ class SizeTrials:
         if not decisions or self._example.shapes is None:
             return
         if not self._has_values and FakeTensorMode is None:
+            self._note(
+                f"{len(decisions)} decisions by sizes could not be compared at other sizes than "
+                "the example's: the weights have no values, and PyTorch's fake tensors, with which "
+                "shapes could be compared, have moved"
+            )
             return
         conditions = [decision.condition for decision in decisions]
         runs = self._running(reference), self._running(candidate)

@@ -24,6 +24,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
 
+from dynamo_moe.private import ShapeEnv, enable_python_dispatcher
 from dynamo_moe.process_state import ProcessState, replaced
 
 __all__ = [
@@ -62,15 +63,14 @@ KNOWN_VERSIONS = ((2, 11), (2, 15))
 _absent = ""
 try:
     # Fake tensors of a trace, and the frames of code that Dynamo reads and does not run.
-    from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, detect_fake_mode
 
     # Symbolic sizes: the tracer of one operator, arithmetic, conditions.
     from torch.fx.experimental import _config
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
     from torch.fx.experimental.sym_node import SymNode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     # The steps of torch.onnx.export.
     from torch.onnx._internal.exporter import _core, _decomp, _fx_passes
@@ -82,6 +82,9 @@ except ImportError as error:
     def detect_fake_mode(inputs: Any = None) -> None:  # type: ignore[misc]
         """Finds no mode of fake tensors."""
 
+
+if not _absent and (ShapeEnv is None or enable_python_dispatcher is None):
+    _absent = "no torch.fx.experimental.symbolic_shapes.ShapeEnv"
 
 try:  # LSTMs and GRUs as loops.
     from torch.export._patches import (
@@ -104,35 +107,42 @@ SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
 _ARITHMETIC = ("_add", "_mul", "_sub", "_sym_max", "_eq", "_ne", "_ge", "_gt", "_le", "_lt")
 
 
+# What our steps call or replace, and the first parameters of what is replaced or takes arguments by
+# name. Attributes of single objects, such as a program's, only show when a step uses them.
+_USED: dict[str, tuple[str, ...]] = {
+    "ShapeEnv._log_guard": ("self", "prefix", "g"),
+    "TracingContext.extract_stack": (),
+    "_config.patch": (),
+    "_config.backed_size_oblivious": (),
+    "_core._exported_program_to_onnx_program": ("exported_program", "registry"),
+    "ONNXRegistry.from_torchlib": ("opset_version",),
+    "ONNXRegistry.register_op": ("self", "target", "function"),
+    "ONNXRegistry.is_registered": ("self", "target"),
+    "_decomp.get_onnx_implemented_overloads": (),
+    "_decomp.create_onnx_friendly_decomposition_table": ("onnx_registered_ops",),
+    "_fx_passes.remove_assertion_nodes": (),
+    "type_promotion.TypePromotionTable": (),
+    "type_promotion.InsertTypePromotion": (),
+    "type_promotion.get_type_promotion_rule": (),
+    "type_promotion._TypePromotionInterpreter._maybe_promote_node": ("self", "node", "rule"),
+    "type_promotion._TypePromotionInterpreter._set_current_node": (),
+    **{f"SymNode.{name}": ("self", "other") for name in _ARITHMETIC},
+}
+
+
 @functools.cache
 def _changed() -> str:
     """Returns the first name that is absent or takes other arguments; empty if none is."""
-    try:
-        parameters = {
-            "ShapeEnv._log_guard": (ShapeEnv._log_guard, ("self", "prefix", "g")),
-            "_exported_program_to_onnx_program": (
-                _core._exported_program_to_onnx_program,
-                ("exported_program", "registry"),
-            ),
-            "ONNXRegistry.from_torchlib": (ONNXRegistry.from_torchlib, ("opset_version",)),
-            "ONNXRegistry.register_op": (ONNXRegistry.register_op, ("self", "target", "function")),
-            "ONNXRegistry.is_registered": (ONNXRegistry.is_registered, ("self", "target")),
-            "create_onnx_friendly_decomposition_table": (
-                _decomp.create_onnx_friendly_decomposition_table,
-                ("onnx_registered_ops",),
-            ),
-            "_TypePromotionInterpreter._maybe_promote_node": (
-                type_promotion._TypePromotionInterpreter._maybe_promote_node,
-                ("self", "node", "rule"),
-            ),
-            **{f"SymNode.{n}": (getattr(SymNode, n), ("self", "other")) for n in _ARITHMETIC},
-        }
-    except AttributeError as error:
-        return str(error)
-    for name, (function, expected) in parameters.items():
-        found = tuple(inspect.signature(function).parameters)
-        if found[: len(expected)] != expected:
-            return f"{name} takes {', '.join(found)}"
+    for name, expected in _USED.items():
+        module, *attributes = name.split(".")
+        try:
+            found = functools.reduce(getattr, attributes, globals()[module])
+        except AttributeError as error:
+            return str(error)
+        if expected:
+            parameters = tuple(inspect.signature(found).parameters)
+            if parameters[: len(expected)] != expected:
+                return f"{name} takes {', '.join(parameters)}"
     return ""
 
 
@@ -259,7 +269,7 @@ def _remembered(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
 
 
 @contextlib.contextmanager
-def _cheap_tracing() -> Iterator[None]:
+def _tracing_made_cheap() -> Iterator[None]:
     """Remembers size arithmetic, and keeps no stack traces."""
     with contextlib.ExitStack() as changes:
         if missing() is None:
@@ -275,7 +285,7 @@ def _cheap_tracing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sizes_of_one() -> Iterator[None]:
+def _sizes_of_one_symbolic() -> Iterator[None]:
     """Treats sizes of 0 and 1 as any other, as torch.onnx.export does around torch.export."""
     if missing() is not None:
         yield
@@ -318,6 +328,10 @@ def _unfused_transformers() -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
 
+
+# States of their own: captures and decompositions that overlap share one of each.
+_cheap_tracing = ProcessState(_tracing_made_cheap)
+_sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
@@ -401,14 +415,9 @@ def _promotions() -> Any:
 
 def promote_dtypes(module: fx.GraphModule) -> None:
     """Makes the promotion of dtypes explicit, and runs only the nodes that this changes."""
-    promotion = type_promotion.InsertTypePromotion(module)
-    promotion.interpreter = _Promotion(module, _promotions())
-    promotion.run()
 
-
-if not _absent:
-
-    class _Promotion(type_promotion._TypePromotionInterpreter):
+    # Defined here, since the module is imported where the base class has moved, too.
+    class Promotion(type_promotion._TypePromotionInterpreter):
         def run_node(self, node: fx.Node) -> Any:
             if node.op == "output":
                 return None
@@ -419,3 +428,7 @@ if not _absent:
                 with self._set_current_node(node):
                     self._maybe_promote_node(node, rule)
             return node.meta["val"]
+
+    promotion = type_promotion.InsertTypePromotion(module)
+    promotion.interpreter = Promotion(module, _promotions())
+    promotion.run()

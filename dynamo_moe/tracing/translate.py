@@ -28,41 +28,49 @@ from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_run
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
-__all__ = ["note_on_the_exporter", "translate"]
+__all__ = ["translate"]
 
 _LOG = logging.getLogger(__name__)
 
-
-def note_on_the_exporter() -> str | None:
-    """Returns what a report says where PyTorch's exporter does all the work; None: it does not."""
-    reason = private.missing()
-    if reason is None:
-        return None
-    return (
-        f"PyTorch {torch.__version__} is traced and translated by its own exporter alone, which "
-        f"takes several times as long: {reason}"
-    )
+_TAKES_OVER = (
+    "torch.onnx.export traced the whole program again to translate it, which takes several times "
+    "as long"
+)
 
 
 @phase("translation")
-def translate(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Model:
-    """Returns the program's graph as ONNX nodes, its MoE layers as bare nodes.
+def translate(
+    program: ExportedProgram, opset: int, trials: SizeTrials
+) -> tuple[ir.Model, str | None]:
+    """Translates a traced program.
+
+    Returns:
+        The program's graph as ONNX nodes, its MoE layers as bare nodes; and, for the report, why
+        ``torch.onnx.export`` did the work, None if our own steps did.
 
     Raises:
         FixedSizeError: If an operator becomes nodes that are right at the example's sizes only.
         torch.onnx.OnnxExporterError: If an operator has no translation.
     """
     with private.quiet():
-        if private.missing() is None:
+        reason = private.missing()
+        if reason is not None:
+            note = (
+                f"PyTorch {torch.__version__} is traced and translated by its own exporter alone, "
+                f"which takes several times as long: {reason}"
+            )
+        else:
             try:
-                return _translate_in_steps(program, opset, trials)
+                return _translate_in_steps(program, opset, trials), None
             except FixedSizeError:
                 raise
-            except NeedsRetraceError as reason:
-                _LOG.info("The whole program is traced again: %s", reason)
-            except Exception:  # Whatever it is, the public way reports it, or can do without.
+            except NeedsRetraceError as error:
+                note = f"{_TAKES_OVER}: {error}"
+            except Exception as error:  # The public way reports it too, or can do without.
+                headline = str(error).partition("\n")[0]
+                note = f"{_TAKES_OVER}: {type(error).__name__}: {headline}"
                 _LOG.info("torch.onnx.export takes over", exc_info=True)
-        return _translate_by_torch(program, opset)
+        return _translate_by_torch(program, opset), note
 
 
 # --- The public way ---

@@ -24,6 +24,7 @@ from dynamo_moe import pytree
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.files.model_files import all_nodes, load_graph
+from dynamo_moe.process_state import exclusive
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
 from dynamo_moe.verification.routing import (
@@ -198,7 +199,8 @@ class _Expected:
 
 
 def _run_torch(model: torch.nn.Module, reference: torch.nn.Module | None, case: Case) -> _Expected:
-    with RoutingRecorder() as recorder:
+    recorder = RoutingRecorder()
+    with recorder:
         outputs = _outputs(model, case)
     referenced = None if reference is None else _outputs(reference, case)
     return _Expected(outputs, referenced, recorder.ids)
@@ -208,8 +210,14 @@ def _outputs(model: torch.nn.Module, case: Case) -> list[Tensor]:
     # Copies: a forward may write into its arguments.
     copied = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, case)
     args, kwargs = _arguments(model, copied)
-    # Compiled parts run eagerly: a dispatch mode sees every operator.
-    with torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
+    # Compiled parts run eagerly: a dispatch mode sees every operator. The stance is the process's,
+    # and so are the methods of nn.Module that another thread's export has replaced.
+    with (
+        exclusive(),
+        torch.no_grad(),
+        evaluating(model),
+        torch.compiler.set_stance("force_eager"),
+    ):
         result = model(*args, **kwargs)
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 

@@ -12,6 +12,7 @@ import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -163,16 +164,26 @@ def _placeholder(lazy: LazyTensor) -> Tensor:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keeps PyTorch from starting threads: they would wait in a loop on the core that writes."""
+    """Keeps new threads from starting PyTorch's, which wait in a loop on the core that writes.
+
+    A thread takes the number that was set last when it first computes, and keeps it. So the number
+    is set in a thread that ends: those that run already keep theirs, whoever is the last to leave.
+    """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    _set_for_new_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        _set_for_new_threads(threads)
 
 
-_single_threaded = ProcessState(_one_thread)
+def _set_for_new_threads(count: int) -> None:
+    thread = Thread(target=torch.set_num_threads, args=(count,))
+    thread.start()
+    thread.join()
+
+
+_single_threaded = ProcessState(_one_thread, side_by_side=True)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

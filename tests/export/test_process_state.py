@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import logging
 import threading
 import warnings
@@ -24,6 +25,9 @@ from torch.nn.modules import transformer
 import dynamo_moe
 from dynamo_moe.process_state import ProcessState, exclusive, replaced
 from dynamo_moe.tracing import private
+from dynamo_moe.verification.comparison import _outputs
+from dynamo_moe.weights.lazy_tensors import LazyTensor
+from dynamo_moe.weights.placeholders import as_ir
 from small_models import OpLayer, OwnRouter, mlp_model, op_model
 
 
@@ -90,6 +94,45 @@ def test_threads_take_turns() -> None:
     assert settings() == (1, 2)
 
 
+def test_threads_side_by_side() -> None:
+    """Also beside a thread that holds the lock of the others."""
+    state = ProcessState(
+        lambda: replaced(Settings, "first", lambda value: value + 10), side_by_side=True
+    )
+    inside, leave = threading.Event(), threading.Event()
+
+    def first_in_last_out() -> None:
+        with state():
+            inside.set()
+            assert leave.wait(timeout=60)
+
+    def others() -> None:
+        with state():
+            assert settings() == (11, 2)
+
+    with exclusive():
+        thread = threading.Thread(target=first_in_last_out)
+        thread.start()
+        assert inside.wait(timeout=60)
+        in_other_thread(others)
+        assert settings() == (11, 2)
+        leave.set()
+        thread.join(timeout=60)
+    assert settings() == (1, 2)
+
+
+def test_states_that_share_a_change() -> None:
+    shared = ProcessState(lambda: replaced(Settings, "first", lambda value: value + 10))
+    one, other = ProcessState(shared)(), ProcessState(shared)()
+    one.__enter__()
+    other.__enter__()
+    assert settings() == (11, 2)
+    one.__exit__(None, None, None)
+    assert settings() == (11, 2)
+    other.__exit__(None, None, None)
+    assert settings() == (1, 2)
+
+
 def in_other_thread(run: Callable[[], Any]) -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -120,6 +163,76 @@ def process() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "random": torch.get_rng_state().numpy().tobytes(),
     }
+
+
+def test_capture_and_decomposition_may_end_in_any_order() -> None:
+    before = process()
+    one, other = private.capturing(), private.decomposing()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert vars(SymNode)["_add"] is not before["_add"]
+    assert _config.backed_size_oblivious
+    other.__exit__(None, None, None)
+    assert process() == before
+
+
+def threads_of_a_new_thread() -> int:
+    counts: list[int] = []
+    in_other_thread(lambda: counts.append(torch.get_num_threads()))
+    return counts[0]
+
+
+def test_lazy_weights_are_written_beside_an_export_and_each_other() -> None:
+    """The number of PyTorch's threads is restored, for each thread that runs."""
+    own = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        weight = as_ir(LazyTensor.held(torch.arange(12.0)), "weight")
+        file = io.BytesIO()
+        with exclusive():
+            in_other_thread(lambda: weight.tofile(file))
+        assert file.getvalue() == weight.tobytes()
+        entered, leave = threading.Event(), threading.Event()
+        after: list[int] = []
+
+        class Slow(io.BytesIO):
+            def write(self, data: Any) -> int:
+                entered.set()
+                assert leave.wait(timeout=60)
+                return super().write(data)
+
+        def write_slowly() -> None:
+            torch.set_num_threads(2)
+            weight.tofile(Slow())
+            after.append(torch.get_num_threads())
+
+        thread = threading.Thread(target=write_slowly)
+        thread.start()
+        assert entered.wait(timeout=60)
+        assert threads_of_a_new_thread() == 1
+        weight.tofile(io.BytesIO())
+        leave.set()
+        thread.join(timeout=60)
+        assert (after, torch.get_num_threads(), threads_of_a_new_thread()) == ([2], 3, 2)
+    finally:
+        torch.set_num_threads(own)
+
+
+def test_verify_runs_a_model_while_no_other_thread_exports() -> None:
+    ran = threading.Event()
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            ran.set()
+            return x
+
+    with exclusive():
+        thread = threading.Thread(target=_outputs, args=(Model(), (torch.ones(1),)))
+        thread.start()
+        assert not ran.wait(timeout=0.2)
+    thread.join(timeout=60)
+    assert ran.is_set()
 
 
 class Fails(nn.Module):

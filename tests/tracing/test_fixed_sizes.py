@@ -361,6 +361,15 @@ def test_lazy_weights_have_shapes_alone() -> None:
                 capture(model, example, trials)
 
 
+def test_lazy_weights_without_fake_tensors_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_sizes, "FakeTensorMode", None)
+    example = dynamic_shapes.resolve(Model(branch), (torch.randn(TOKENS, 16),), {}, "batch")
+    trials = fixed_sizes.SizeTrials(example, has_values=False)
+    capture(Model(special_size).eval(), example, trials)
+    [note] = trials.notes
+    assert "could not be compared at other sizes" in note
+
+
 @pytest.mark.filterwarnings("ignore:.* MoE modules are not converted")
 def test_a_size_that_went_into_a_tensor_made_in_the_forward(tmp_path: Path) -> None:
     """PyTorch computes DeepSpeed's capacity once, and records no condition on the size."""

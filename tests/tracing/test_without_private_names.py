@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import operator
 import os
+import re
 import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 import dynamo_moe
 from custom_ops import _checks
 from dynamo_moe import private, pytree
+from dynamo_moe.operators import private as operators_private
 from dynamo_moe.operators.private import has_fake_kernel, parsed_schema
 from dynamo_moe.tracing import private as tracing_private
 from dynamo_moe.weights.lazy_tensors import LazyTensor
@@ -86,6 +91,63 @@ def test_another_signature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "'_log_guard'" in str(tracing_private.missing())
     finally:
         tracing_private._changed.cache_clear()
+
+
+# The configuration hides its attributes in ways of its own.
+@pytest.mark.parametrize("name", [n for n in tracing_private._USED if not n.startswith("_config")])
+def test_an_attribute_that_moved_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    owner, _, attribute = name.rpartition(".")
+    held: Any = operator.attrgetter(owner)(tracing_private)
+    for each in getattr(held, "__mro__", [held]):
+        if attribute in vars(each):
+            monkeypatch.delattr(each, attribute)
+    spec: Any = importlib.util.spec_from_file_location("imported_anew", tracing_private.__file__)
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    assert f"'{attribute}'" in str(anew.missing())
+
+
+def test_an_export_without_the_interpreter_of_promotions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # PyTorch itself still has it.
+    names = {**vars(tracing_private.type_promotion)}
+    del names["_TypePromotionInterpreter"]
+    monkeypatch.setattr(tracing_private, "type_promotion", SimpleNamespace(**names))
+    tracing_private._changed.cache_clear()
+    try:
+        model, path = op_model(OpLayer()), tmp_path / "m.onnx"
+        [note] = dynamo_moe.export(model, torch.randn(3, 16), path).notes
+        assert "its own exporter alone" in note
+        assert "'_TypePromotionInterpreter'" in note
+        assert dynamo_moe.verify(path, model).passed
+    finally:
+        tracing_private._changed.cache_clear()
+
+
+def test_the_report_names_a_step_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(module: Any) -> None:
+        raise AttributeError("no such attribute\nand more")
+
+    monkeypatch.setattr(tracing_private, "promote_dtypes", failing)
+    model, path = op_model(OpLayer()), tmp_path / "m.onnx"
+    [note] = dynamo_moe.export(model, torch.randn(3, 16), path).notes
+    assert note == (
+        "torch.onnx.export traced the whole program again to translate it, which takes several "
+        "times as long: AttributeError: no such attribute"
+    )
+    assert dynamo_moe.verify(path, model).passed
+
+
+def test_the_report_names_what_needs_a_second_trace(tmp_path: Path) -> None:
+    class Chooses(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x.cos(), lambda x: x * 2, (x,))
+
+    [note] = dynamo_moe.export(Chooses(), torch.randn(3, 16), tmp_path / "m.onnx").notes
+    assert re.fullmatch(r"torch.onnx.export traced .* as long: cond is control flow", note)
 
 
 def test_lazy_weights_need_a_version_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +222,19 @@ def test_a_fake_kernel_is_taken_for_granted_where_nothing_tells(
 ) -> None:
     library = torch.library.Library("private_names", "FRAGMENT")
     library.define("without_fake(Tensor x) -> Tensor")
-    operator = torch.ops.private_names.without_fake.default
-    assert not has_fake_kernel(operator)
-    monkeypatch.setattr("dynamo_moe.operators.private.OPDEFS", None)
-    assert has_fake_kernel(operator)
+    without = torch.ops.private_names.without_fake.default
+    assert not has_fake_kernel(without)
+    with monkeypatch.context() as moved:
+        moved.setattr("dynamo_moe.operators.private.OPDEFS", None)
+        assert has_fake_kernel(without)
+    with monkeypatch.context() as moved:  # Its definition has no _abstract_fn.
+        moved.setattr("dynamo_moe.operators.private.OPDEFS", {without._schema.name: object()})
+        assert has_fake_kernel(without)
+    for owner, name in (
+        (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
+        (type(operators_private.singleton), "find"),
+    ):
+        with monkeypatch.context() as moved:
+            moved.delattr(owner, name)
+            assert has_fake_kernel(without)
+    assert not has_fake_kernel(without)
