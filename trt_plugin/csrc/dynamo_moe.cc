@@ -139,7 +139,8 @@ dynamo_moe_status dynamo_moe_layer_describe(const dynamo_moe_layer* layer, char*
   });
 }
 
-// NOLINTNEXTLINE(readability-non-const-parameter): it frees what dynamo_moe_bundle_describe() gave.
+// It frees what dynamo_moe_bundle_describe() gave.
+// NOLINTNEXTLINE(misc-const-correctness,readability-non-const-parameter)
 void dynamo_moe_json_free(char* json) { delete[] json; }
 
 dynamo_moe_status dynamo_moe_expression_evaluate(const void* instructions, size_t count,

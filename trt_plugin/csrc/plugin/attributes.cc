@@ -21,9 +21,11 @@ struct Spec {
 };
 
 constexpr PluginFieldType TypeOf(const format::Option& option) {
-  return option.type == format::Option::kName    ? PluginFieldType::kCHAR
-         : option.type == format::Option::kFloat ? PluginFieldType::kFLOAT32
-                                                 : PluginFieldType::kINT32;
+  if (option.type == format::Option::kName) {
+    return PluginFieldType::kCHAR;
+  }
+  return option.type == format::Option::kFloat ? PluginFieldType::kFLOAT32
+                                               : PluginFieldType::kINT32;
 }
 
 // The router's attributes come last: DroplessMoEExperts does not have them.
