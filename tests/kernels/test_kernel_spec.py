@@ -182,7 +182,7 @@ def test_sizes_without_kernels_are_refused(changes, message):
         ({"router": RouterOptions(2)}, "routing_dtype to be one of float32"),
         (
             {"router": RouterOptions(2), "routing_dtype": FLOAT, "weights_dtype": torch.int32},
-            "weights_dtype .* none; got",
+            "weights_dtype .* None; got",
         ),
     ],
 )
