@@ -40,3 +40,15 @@ def _interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         interpreter.repair(patch)
         yield
+
+
+@pytest.fixture
+def driver():
+    """The stand-in for the driver; whatever a test loads, it must unload."""
+    from standin import standin
+
+    driver = standin()
+    driver.reset()
+    yield driver
+    driver.reset()
+    assert driver.live_modules == 0

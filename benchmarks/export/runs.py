@@ -79,7 +79,7 @@ def run(
             found |= count_nodes(path)
             try:
                 found |= subject.check(path)
-            except Exception as error:
+            except Exception as error:  # The runtime may refuse the file: that is a result.
                 found["check failed"] = reason(error)
     return found
 

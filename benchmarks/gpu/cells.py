@@ -250,7 +250,7 @@ class Bench:
         """Compares results row by row, so that only equal work is timed."""
         try:
             expected = calls[OURS]().float()
-        except Exception as error:
+        except Exception as error:  # That ours fails is a result.
             result.wrong[OURS] = str(error)
             del calls[OURS]
             return
@@ -260,7 +260,7 @@ class Bench:
         for name in [name for name in calls if name != OURS]:
             try:
                 actual = calls[name]().float()
-            except Exception as error:
+            except Exception as error:  # Another kernel may not take the shape.
                 result.left_out[name] = reason(error)
                 del calls[name]
                 continue

@@ -156,6 +156,6 @@ def _failure(job: Job) -> str:
     """Runs a job; returns why it failed, as text, since not every error can be pickled."""
     try:
         job()
-    except Exception as error:
+    except Exception as error:  # A compiler may fail in any way.
         return reason(error)
     return ""

@@ -108,7 +108,7 @@ class Device:
 def _driver() -> str | None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True)  # noqa: S603
+        found = subprocess.run(query, capture_output=True, text=True, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.partition("\n")[0].strip() or None

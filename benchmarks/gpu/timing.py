@@ -96,7 +96,7 @@ class GraphTimer:
             try:
                 graphs[name] = self._capture(call, cold)
                 graphs[name].run()
-            except Exception as error:
+            except Exception as error:  # The others are timed all the same.
                 results.failed[name] = reason(error)
                 graphs.pop(name, None)
                 torch.cuda.synchronize()
@@ -205,7 +205,7 @@ class HostTimer:
         for name, call in calls.items():
             try:
                 results.times[name] = Times.of([1e3 * milliseconds(call)])
-            except Exception as error:
+            except Exception as error:  # The others are timed all the same.
                 results.failed[name] = reason(error)
         return results
 

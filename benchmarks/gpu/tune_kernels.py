@@ -149,7 +149,7 @@ class Tuner:
                 part = wanted.get(product_of(name))
                 try:
                     call()
-                except Exception as error:
+                except Exception as error:  # This tile may not fit the device.
                     if part is not None:
                         self.failed[part] = str(error)
                     continue

@@ -34,15 +34,6 @@ if not os.environ.get("TRITON_INTERPRET"):
 ALIGNMENT = 256
 
 
-@pytest.fixture
-def driver():
-    driver = standin()
-    driver.reset()
-    yield driver
-    driver.reset()
-    assert driver.live_modules == 0
-
-
 class Gpu:
     """A device with a context and the programs of some cases."""
 

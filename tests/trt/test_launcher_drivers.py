@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from test_bundle import LAYER, MAP, ONE, program
 
-from standin import LAUNCH_FAILED, ROOT, build, standin
+from standin import LAUNCH_FAILED, ROOT, build
 from trt_plugin import Bundle
 from trt_plugin.bundle import Argument, Expression, Launch, Program, Range, TensorMap
 from trt_plugin.launcher import LauncherError, OpenProgram, find_program
@@ -22,15 +22,6 @@ if not os.environ.get("TRITON_INTERPRET"):
 INVALID_VALUE = 1
 MEMORY = 1 << 40  # Nothing is read from where tensors are.
 TENSORS = {"x": MEMORY, "w1": MEMORY, "y": MEMORY}
-
-
-@pytest.fixture
-def driver():
-    driver = standin()
-    driver.reset()
-    yield driver
-    driver.reset()
-    assert driver.live_modules == 0
 
 
 def launching(*arguments: Argument, architecture: int = 90) -> Program:

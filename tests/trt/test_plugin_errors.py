@@ -24,7 +24,7 @@ from plugin_host import (
     inputs_of,
     serialized,
 )
-from standin import LAUNCH_FAILED, OUT_OF_MEMORY, standin
+from standin import LAUNCH_FAILED, OUT_OF_MEMORY
 from standin_gpu import StandinGpu
 from trt_plugin.native import library_path
 
@@ -32,15 +32,6 @@ if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
 
 INVALID_ARGUMENT, INVALID_BUNDLE, NOT_FOUND, NO_DRIVER, CUDA_ERROR, NO_MEMORY = range(1, 7)
-
-
-@pytest.fixture
-def driver():
-    driver = standin()
-    driver.reset()
-    yield driver
-    driver.reset()
-    assert driver.live_modules == 0
 
 
 @pytest.fixture(params=VERSIONS)

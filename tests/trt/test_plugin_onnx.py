@@ -21,7 +21,6 @@ from interpreted_gpu import uncompiled_program
 from moe_cases import assert_matches
 from plugin_host import RUNTIME, VERSIONS, describe, host
 from small_models import OpLayer, OwnRouter, mlp_model, op_model
-from standin import standin
 from standin_gpu import StandinGpu
 from trt_plugin.bundle import Bundle
 
@@ -34,15 +33,6 @@ NAMES = {
 }
 # What is computed in the graph; the other inputs are parameters.
 ACTIVATIONS = {"DroplessMoE": 1, "DroplessMoEExperts": 3}
-
-
-@pytest.fixture
-def driver():
-    driver = standin()
-    driver.reset()
-    yield driver
-    driver.reset()
-    assert driver.live_modules == 0
 
 
 class Call(NamedTuple):

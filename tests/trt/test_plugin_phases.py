@@ -22,7 +22,6 @@ from plugin_host import (
     inputs_of,
     serialized,
 )
-from standin import standin
 from standin_gpu import StandinGpu
 from trt_plugin.bundle import Bundle
 
@@ -30,15 +29,6 @@ if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
 
 DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 7}
-
-
-@pytest.fixture
-def driver():
-    driver = standin()
-    driver.reset()
-    yield driver
-    driver.reset()
-    assert driver.live_modules == 0
 
 
 @pytest.fixture(params=VERSIONS)
