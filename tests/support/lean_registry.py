@@ -1,6 +1,6 @@
 """A script that tests the plugin with a real TensorRT registry and prints its results as JSON.
 
-It runs in an environment of its own. Arguments: the native library, a bundle, a program in it,
+It runs in a process of its own. Arguments: the native library, a bundle, a program in it,
 attributes as JSON.
 """
 

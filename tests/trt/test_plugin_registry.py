@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -21,60 +20,27 @@ from kernel_runs import layer_of
 from moe_cases import make_case
 from plugin_host import attributes_of
 from standin import ROOT
+from tensorrt_wheels import LEAN, environment, install
 from trt_plugin.bundle import Bundle
 from trt_plugin.native import library_path
 
-# TensorRT's runtime without the builder, from PyPI. It needs no GPU to be imported.
-LEAN = {"10.16": "cu12", "11.4": "cu13"}
-PIP_SECONDS = 540
 REGISTERED = ["DroplessMoE", "DroplessMoEExperts"]
-
-
-def environment(version: str) -> Path:
-    """The Python of an environment with that TensorRT, which is made once."""
-    folder = ROOT / "build" / "tensorrt" / version
-    folder.mkdir(parents=True, exist_ok=True)
-    python = folder / "venv" / "bin" / "python"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "complete").exists():
-            cuda = LEAN[version]
-            packages = [
-                f"tensorrt-lean-{cuda}-{part}=={version}.*" for part in ("libs", "bindings")
-            ]
-            commands = (
-                [sys.executable, "-m", "venv", "--clear", str(folder / "venv")],
-                [str(python), "-m", "pip", "install", "--quiet", "numpy", *packages],
-            )
-            for command in commands:
-                try:
-                    subprocess.run(
-                        command, check=True, capture_output=True, text=True, timeout=PIP_SECONDS
-                    )
-                except subprocess.CalledProcessError as error:
-                    reason = error.stderr.strip().splitlines()[-1:]
-                    pytest.skip(f"TensorRT {version} cannot be installed: {reason}")
-                except subprocess.TimeoutExpired:
-                    pytest.skip(f"TensorRT {version} takes too long to be installed")
-            (folder / "complete").touch()
-    return python
 
 
 @cache
 def run(version: str) -> tuple[dict, list[str]]:
     """What tests/support/lean_registry.py reports, and what the library wrote to stderr."""
-    python = environment(version)
+    folder = install(version).parent
     case = make_case("dropless", (5,), width=16, hidden=24)
     program = uncompiled_program(plan(layer_of(case), architecture("sm_80")))
-    folder = python.parent.parent.parent
     bundle = folder / f"model.{os.getpid()}.moek"
     bundle.write_bytes(Bundle((program,)).data)
     stored = folder / f"program.{os.getpid()}"
     stored.write_bytes(program.data)
     arguments = [library_path(), bundle, stored, json.dumps(attributes_of(case))]
     done = subprocess.run(
-        [python, ROOT / "tests" / "support" / "lean_registry.py", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, ROOT / "tests" / "support" / "lean_registry.py", *map(str, arguments)],
+        env=environment(version),
         capture_output=True,
         text=True,
         check=False,
