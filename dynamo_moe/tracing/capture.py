@@ -17,6 +17,7 @@ from dynamo_moe.tracing import private
 from dynamo_moe.tracing.autocast import with_casts
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
+from dynamo_moe.tracing.nodes import add_call, all_nodes
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 from dynamo_moe.tracing.state_space import exportable_scans
@@ -141,18 +142,14 @@ def _exportable_sizes(program: ExportedProgram) -> None:
 
     ``a // b`` becomes ONNX's Div, which rounds towards zero: ``-(-tokens // 4)`` would be off.
     """
-    for node in _nodes(program):
+    for node in all_nodes(program):
         if node.target is private.SYMBOLIC_SQUARE_ROOT:
             node.target, node.args = operator.pow, (node.args[0], 0.5)
         elif node.target is operator.floordiv and not _is_natural(node.args[0]):
-            arguments: Any = node.args
-            dividend, divisor = arguments
+            dividend, divisor = node.args
             with node.graph.inserting_before(node):
-                rest = node.graph.call_function(operator.mod, (dividend, divisor))
-                whole = node.graph.call_function(operator.sub, (dividend, rest))
-            for new, function in ((rest, operator.mod), (whole, operator.sub)):
-                values: Any = fx.map_arg(new.args, lambda argument: argument.meta["val"])
-                new.meta = {**node.meta, "val": function(*values)}
+                rest = add_call(node.graph, node, operator.mod, dividend, divisor)
+                whole = add_call(node.graph, node, operator.sub, dividend, rest)
             node.args = (whole, divisor)
 
 
@@ -161,18 +158,12 @@ def _is_natural(size: Any) -> bool:
     return isinstance(value, torch.Tensor) or private.is_never_negative(value)
 
 
-def _nodes(program: ExportedProgram) -> list[fx.Node]:
-    """Returns the nodes of all the program's graphs."""
-    graphs = (each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule))
-    return [node for each in graphs for node in each.graph.nodes]
-
-
 def _widen_norms(program: ExportedProgram) -> None:
     """Casts the inputs of norms whose parameters have another dtype, as PyTorch does inside.
 
     ONNX allows one dtype only. On a CPU, autocast leaves norms in this state.
     """
-    for node in _nodes(program):
+    for node in all_nodes(program):
         if node.target not in _NORMS:
             continue
         x: Any = node.args[0]
@@ -180,9 +171,8 @@ def _widen_norms(program: ExportedProgram) -> None:
         if len(dtypes) != 1:
             continue
         with node.graph.inserting_before(node):
-            wide = node.graph.call_function(_aten.to.dtype, (x, *dtypes))
+            wide = add_call(node.graph, node, _aten.to.dtype, x, *dtypes)
             norm = node.graph.call_function(node.target, (wide, *node.args[1:]), node.kwargs)
-        wide.meta = {**node.meta, "val": x.meta["val"].to(*dtypes)}
         norm.meta = {**node.meta, "val": node.meta["val"].to(*dtypes)}
         # The node itself keeps its name, which may be that of a result.
         node.target, node.args, node.kwargs = _aten.to.dtype, (norm, node.meta["val"].dtype), {}

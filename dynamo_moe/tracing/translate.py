@@ -26,6 +26,7 @@ from dynamo_moe.tracing import private
 from dynamo_moe.tracing.decomposition import NeedsRetraceError, decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_run
+from dynamo_moe.tracing.nodes import all_nodes
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
 __all__ = ["translate"]
@@ -92,8 +93,7 @@ def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
 
 def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
     """Returns the program without the operators that PyTorch's exporter translates wrongly."""
-    modules = (m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule))
-    targets = {node.target for module in modules for node in module.graph.nodes}
+    targets: set[Any] = {node.target for node in all_nodes(program)}
     own = {target: DECOMPOSITIONS[target] for target in targets & DECOMPOSITIONS.keys()}
     return program.run_decompositions(own) if own else program
 
