@@ -35,9 +35,9 @@ __all__ = [
     "capturing",
     "decomposing",
     "decomposition_table",
-    "detect_fake_mode",
     "enable_python_dispatcher",
     "example_sizes",
+    "fake_mode",
     "free_unbacked_symbols",
     "is_module_cast",
     "is_never_negative",
@@ -79,10 +79,6 @@ try:
 except ImportError as error:
     _absent = str(error)
 
-    def detect_fake_mode(inputs: Any = None) -> None:  # type: ignore[misc]
-        """Finds no mode of fake tensors."""
-
-
 if not _absent and (ShapeEnv is None or enable_python_dispatcher is None):
     _absent = "no torch.fx.experimental.symbolic_shapes.ShapeEnv"
 
@@ -104,6 +100,7 @@ except ImportError:
 SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
 """What a trace makes of ``math.sqrt`` of a size."""
 
+_IS_CAUSAL = "_detect_is_causal_mask"
 _ARITHMETIC = ("_add", "_mul", "_sub", "_sym_max", "_eq", "_ne", "_ge", "_gt", "_le", "_lt")
 
 
@@ -151,13 +148,10 @@ def missing() -> str | None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     oldest, newest = KNOWN_VERSIONS
     if not oldest <= version <= newest:
-        return f"it is not one of the versions {_text(oldest)} to {_text(newest)}"
+        versions = " to ".join(".".join(map(str, each)) for each in KNOWN_VERSIONS)
+        return f"it is not one of the versions {versions}"
     absent = _absent or _changed()
     return f"it has other private names: {absent}" if absent else None
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 # --- Values of a trace ---
@@ -176,6 +170,13 @@ def free_unbacked_symbols(value: Any) -> set[Any]:
 def is_never_negative(size: Any) -> bool:
     """Whether a symbolic size is known to be 0 or more."""
     return not _absent and bool(statically_known_true(size >= 0))
+
+
+def fake_mode(program: ExportedProgram) -> Any:
+    """Returns the mode of the fake tensors that are a program's values; None if it has none."""
+    if _absent:
+        return None
+    return detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
 
 
 def example_sizes(mode: Any) -> dict[Any, Any]:
@@ -284,24 +285,11 @@ def _tracing_made_cheap() -> Iterator[None]:
 # --- Capture ---
 
 
-@contextlib.contextmanager
-def _sizes_of_one_symbolic() -> Iterator[None]:
+def _sizes_of_one_symbolic() -> Any:
     """Treats sizes of 0 and 1 as any other, as torch.onnx.export does around torch.export."""
     if missing() is not None:
-        yield
-        return
-    patch: Any = _config.patch  # type: ignore[attr-defined]
-    with patch(backed_size_oblivious=True):
-        yield
-
-
-@contextlib.contextmanager
-def _rnn_loops() -> Iterator[None]:
-    """Makes LSTMs and GRUs loops, whose number of steps may be symbolic."""
-    with contextlib.ExitStack() as changes:
-        for register in _RNN_LOOPS:
-            changes.enter_context(register())
-        yield
+        return contextlib.nullcontext()
+    return _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -312,18 +300,15 @@ def _unfused_transformers() -> Iterator[None]:
     compare a mask's values with those of a causal one, only to choose a faster kernel.
     """
 
-    def believe(_: Any) -> Any:
-        def is_causal(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-            return is_causal is True
-
-        return is_causal
+    def believed(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+        return is_causal is True
 
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with contextlib.ExitStack() as changes:
-            if hasattr(transformer, "_detect_is_causal_mask"):
-                changes.enter_context(replaced(transformer, "_detect_is_causal_mask", believe))
+            if hasattr(transformer, _IS_CAUSAL):
+                changes.enter_context(replaced(transformer, _IS_CAUSAL, lambda _: believed))
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
@@ -336,30 +321,24 @@ _sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
 
-rnn_loops = ProcessState(_rnn_loops)
-"""How it traces recurrent networks where sizes are symbolic."""
+rnn_loops = ProcessState(*_RNN_LOOPS)
+"""Makes LSTMs and GRUs loops, whose number of steps may be symbolic."""
 
 
 # --- Translation ---
 
 
-@contextlib.contextmanager
-def _signatures_once() -> Iterator[None]:
+def _derived_once(original: Any) -> Any:
     """Derives an ONNX operator's signature once; PyTorch does so for every node."""
+    signatures: dict[Any, OpSignature] = {}
 
-    def once(original: Any) -> Any:
-        signatures: dict[Any, OpSignature] = {}
+    def derived(schema: OpSchema) -> OpSignature:
+        key = schema.domain, schema.name, schema.since_version
+        if key not in signatures:
+            signatures[key] = original.__get__(None, OpSignature)(schema)
+        return signatures[key]
 
-        def derived(schema: OpSchema) -> OpSignature:
-            key = schema.domain, schema.name, schema.since_version
-            if key not in signatures:
-                signatures[key] = original.__get__(None, OpSignature)(schema)
-            return signatures[key]
-
-        return staticmethod(derived)
-
-    with replaced(OpSignature, "from_op_schema", once):
-        yield
+    return staticmethod(derived)
 
 
 @contextlib.contextmanager
@@ -382,7 +361,7 @@ quiet = ProcessState(_quiet)
 decomposing = ProcessState(_cheap_tracing, _sizes_of_one)
 """How PyTorch traces single operators of a traced program."""
 
-translating = ProcessState(_signatures_once)
+translating = ProcessState(lambda: replaced(OpSignature, "from_op_schema", _derived_once))
 """How it makes ONNX nodes of them."""
 
 

@@ -83,7 +83,7 @@ def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[De
             Decision(sympy.And(symbol >= values.lower, symbol <= values.upper), "")
             for symbol, values in program.range_constraints.items()
         ]
-    mode: Any = private.detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
+    mode = private.fake_mode(program)
     if mode is not None and program.tensor_constants:
         # What is computed of sizes and a tensor made in Python is computed once, unnoticed.
         sizes = private.example_sizes(mode).items()

@@ -110,7 +110,7 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
         Exception: Whatever a step raises.
     """
     registry, decompositions = _registered(max(opset, 18), operators())
-    mode = private.detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
+    mode = private.fake_mode(program)
     if mode is None:
         raise NeedsRetraceError("the program has no values")
     with private.decomposing():
