@@ -80,30 +80,25 @@ def decomposed(
         NeedsRetraceError: If the program has control flow, or changes tensors in ways that a
             single node does not show.
     """
-    work = _Decomposer(module, is_translated, decompositions)
+    decomposer = _Decomposer(is_translated, decompositions)
     with mode, private.enable_python_dispatcher():
-        return work.run()
+        return decomposer.run(module)
 
 
 class _Decomposer:
     def __init__(
-        self,
-        module: fx.GraphModule,
-        is_translated: Callable[[Any], bool],
-        decompositions: Decompositions,
+        self, is_translated: Callable[[Any], bool], decompositions: Decompositions
     ) -> None:
-        self._module = module
         self._is_translated = is_translated
         self._decompositions: dict[Any, Callable[..., Any]] = {**decompositions, **DECOMPOSITIONS}
         self._graph = fx.Graph()
         self._traces: dict[Any, fx.Graph] = {}
 
-    def run(self) -> fx.GraphModule:
-        outputs = self._copy(self._module, None)
-        output = self._graph.output(outputs)
-        output.meta = dict(next(iter(reversed(self._module.graph.nodes))).meta)
-        result = fx.GraphModule(self._module, self._graph)
-        result.meta.update(self._module.meta)
+    def run(self, module: fx.GraphModule) -> fx.GraphModule:
+        output = self._graph.output(self._copy(module, None))
+        output.meta = dict(module.graph.output_node().meta)
+        result = fx.GraphModule(module, self._graph)
+        result.meta.update(module.meta)
         return result
 
     def _copy(self, module: fx.GraphModule, arguments: Sequence[Any] | None) -> Any:
@@ -190,8 +185,6 @@ class _Decomposer:
     def _trace(self, call: Call, target: Callable[..., Any]) -> fx.Graph:
         trace = private.make_fx(call, decomposition_table=self._decompositions)
         traced: fx.Graph = trace(*map(_compact, call.given)).graph
-        if traced.find_nodes(op="get_attr"):
-            raise NeedsRetraceError(f"{target} makes a constant")
         written = _Written(traced.nodes)
         for node in traced.nodes:
             names = written.names(node)
@@ -202,6 +195,8 @@ class _Decomposer:
             for name in names:
                 name.replace_all_uses_with(node, partial(operator.lt, node))
         traced.eliminate_dead_code()
+        if traced.find_nodes(op="get_attr"):
+            raise NeedsRetraceError(f"{target} makes a constant")
         return traced
 
 
