@@ -20,7 +20,6 @@ from dynamo_moe.operators.schemas import (
     check_schema,
     derive_schema,
     is_own_domain,
-    plugin_attributes,
     scalar_arguments,
 )
 from dynamo_moe.operators.shape_inference import by_fake_kernel
@@ -123,9 +122,7 @@ def register_op(
     declaration = {**locals(), "torch_op": _overload(torch_op), "body": _comparable(body)}
     overload = _overload(torch_op)
     _check_name(overload, domain, op_type)
-    _check_functional(overload)
-    _check_deterministic(overload)
-    _check_fake_kernel(overload)
+    _check_operator(overload)
     if callable(attributes) != (schema is not None):
         raise ValueError(
             f"{domain}::{op_type}: attributes that a function computes must be declared in a "
@@ -161,7 +158,8 @@ def register_op(
         if inference is not None:
             schema.set_type_and_shape_inference_function(inference)
         compute = functools.partial(_renamed, names)
-    fixed = {**(constants or {}), **plugin_attributes(plugin_version, plugin_namespace)}
+    plugin = {"plugin_version": plugin_version, "plugin_namespace": plugin_namespace}
+    fixed = {**(constants or {}), **plugin}
     undeclared = [name for name in fixed if name not in schema.attributes]
     if undeclared:
         raise ValueError(
@@ -223,7 +221,8 @@ def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
         )
 
 
-def _check_functional(torch_op: OpOverload) -> None:
+def _check_operator(torch_op: OpOverload) -> None:
+    """Checks that an operator only computes new values from its arguments; fake ones, too."""
     schema = schema_of(torch_op)
     for value in (*schema.arguments, *schema.returns):
         if value.alias_info is not None:
@@ -232,22 +231,15 @@ def _check_functional(torch_op: OpOverload) -> None:
                 f"{torch_op} {does} {value.name!r}: an ONNX node only computes new values; "
                 "register an operator that returns them"
             )
-
-
-def _check_deterministic(torch_op: OpOverload) -> None:
     if torch.Tag.nondeterministic_seeded in torch_op.tags:
         raise ValueError(
             f"{torch_op} draws random numbers: two equal nodes would be merged into one; pass the "
             "random tensor to an operator instead"
         )
-
-
-def _check_fake_kernel(torch_op: OpOverload) -> None:
     if not private.has_fake_kernel(torch_op):
         raise ValueError(
             f"{torch_op} has no fake kernel, so its results have no shape when a model is traced: "
-            "register one with "
-            f'torch.library.register_fake("{schema_of(torch_op).name}")'
+            f'register one with torch.library.register_fake("{schema.name}")'
         )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 import sympy
 import torch
@@ -65,7 +64,7 @@ def by_fake_kernel(
             sizes: dict[str, None] = {}
             inputs = _inputs(context, schema, sizes)
             scalars = {
-                argument.name: _scalar(context, schema, argument, attributes[argument.name])
+                argument.name: _scalar(context, argument, attributes[argument.name])
                 for argument in schema_of(torch_op).arguments
                 if argument.name in attributes
             }
@@ -114,18 +113,13 @@ def _inputs(context: InferenceContext, schema: OpSchema, names: dict[str, None])
     return found
 
 
-def _scalar(context: InferenceContext, schema: OpSchema, argument: Any, name: str) -> Any:
+def _scalar(context: InferenceContext, argument: Any, name: str) -> Any:
     proto = context.get_attribute(name)
     if proto is None:
         return argument.default_value
-    value = onnx.helper.get_attribute_value(proto)
-    kind = str(argument.real_type)
-    if isinstance(value, bytes):
-        return value.decode()
-    if "bool" in kind:
-        return [bool(item) for item in value] if "List" in kind else bool(value)
-    if isinstance(value, (list, tuple)):
-        return [item.decode() if isinstance(item, bytes) else item for item in value]
+    value = ir.serde.deserialize_attribute(proto).value
+    if "bool" in str(argument.real_type):
+        return [*map(bool, value)] if isinstance(value, (list, tuple)) else bool(value)
     return value
 
 
