@@ -85,9 +85,8 @@ def _forward_under_autocast(
 def with_casts(program: ExportedProgram, *, strict: bool) -> ExportedProgram:
     """Returns the program with autocast's casts as nodes, and autocast disabled in all regions.
 
-    Args:
-        program: A traced program, which may be changed in place.
-        strict: Whether the trace was strict: its values then have their dtypes without autocast.
+    The program may be changed in place. The values of a strict trace have their dtypes without
+    autocast.
     """
     if not any(map(_enables, all_nodes(program))):
         return program
@@ -141,12 +140,7 @@ class _Casts:
         self._known: dict[Any, fx.Graph | None] = {}
 
     def insert(self, module: fx.GraphModule, state: State) -> None:
-        """Inserts the casts of a graph, and of those that it calls.
-
-        Args:
-            module: The graph.
-            state: The autocast around it.
-        """
+        """Inserts the casts of a graph and of those that it calls, given the autocast around it."""
         for node in list(module.graph.nodes):
             inner = state
             if node.target is _wrap_with_autocast:
@@ -190,10 +184,8 @@ def _may_be_cast(node: fx.Node, given: Sequence[Any]) -> bool:
 
 def _from_data(values: Sequence[Any]) -> set[Any]:
     """Returns the symbols of sizes that are read from data."""
-    found = (
-        private.free_unbacked_symbols(value) for value in values if isinstance(value, _SYMBOLIC)
-    )
-    return set().union(*found)
+    symbolic = (value for value in values if isinstance(value, _SYMBOLIC))
+    return set().union(*map(private.free_unbacked_symbols, symbolic))
 
 
 def _under_autocast(call: Call, state: State) -> fx.Graph | None:

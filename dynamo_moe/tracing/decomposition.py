@@ -259,9 +259,10 @@ def _is_fresh(node: fx.Node) -> bool:
 
 def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
     """Returns the operator that gives what an operator such as ``add_`` writes."""
-    namespace, _, name = schema_of(target).name.partition("::")
+    schema = schema_of(target)
+    namespace, _, name = schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name[-1] == "_" else None
-    functional = getattr(packet, private.overload_name(target), None)
+    functional = getattr(packet, schema.overload_name or "default", None)
     if not isinstance(functional, OpOverload) or schema_of(functional).is_mutable:
         raise NeedsRetraceError(f"{target} changes a tensor")
     if functional(*values(node.args), **values(node.kwargs)).dtype != node.meta["val"].dtype:
@@ -356,13 +357,9 @@ def _only_written(node: Any) -> bool:
 
 
 def _join(graph: fx.Graph, write: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
-    """Adds the tensor that a write leaves behind.
+    """Adds the tensor that a write leaves behind: its ``_written_whole`` with the value in it.
 
-    Args:
-        graph: Where to add it.
-        write: A node with a ``_written_whole``.
-        whole: That tensor before the write, in ``graph``.
-        value: What has been written, in ``graph``.
+    Both, ``whole`` from before the write, are nodes of ``graph``.
     """
     parts = [view for view in _views(write) if not _cut(view).is_whole]
     bounds = _bounds(parts[0]) if parts else None

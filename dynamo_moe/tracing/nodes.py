@@ -35,13 +35,9 @@ def add_call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node
 
 
 def add_graph(graph: fx.Graph, like: fx.Node, added: fx.Graph, given: Sequence[Any]) -> Any:
-    """Adds a graph's calls with their values, and returns what its results are there.
+    """Adds the calls of a graph whose inputs are ``given``, with their values; returns its results.
 
-    Args:
-        graph: Where to add them.
-        like: The rest of the calls' metadata is that of this node.
-        added: The graph.
-        given: What takes the place of its inputs.
+    The rest of the calls' metadata is another node's.
     """
     copies: dict[fx.Node, Any] = dict(zip(added.find_nodes(op="placeholder"), given, strict=True))
     results = graph.graph_copy(added, copies)
@@ -57,7 +53,7 @@ class Call:
     Attributes:
         nodes: These arguments.
         given: Their values.
-        key: Equal for calls that lead to the same traces.
+        key: Equal for calls that lead to equal traces.
     """
 
     def __init__(self, target: Any, node: fx.Node) -> None:

@@ -36,7 +36,6 @@ __all__ = [
     "decomposing",
     "decomposition_table",
     "enable_python_dispatcher",
-    "example_sizes",
     "fake_mode",
     "free_unbacked_symbols",
     "is_module_cast",
@@ -44,17 +43,14 @@ __all__ = [
     "make_fx",
     "missing",
     "onnx_program",
-    "overload_name",
     "promote_dtypes",
     "quiet",
-    "remove_assertions",
     "rnn_loops",
     "scan",
     "sizes_watched",
     "stack",
     "torchlib",
     "translating",
-    "with_graph",
 ]
 
 KNOWN_VERSIONS = ((2, 11), (2, 15))
@@ -179,26 +175,9 @@ def fake_mode(program: ExportedProgram) -> Any:
     return detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
 
 
-def example_sizes(mode: Any) -> dict[Any, Any]:
-    """Returns the sizes that the symbols of a trace have in its example."""
-    return dict(mode.shape_env.backed_var_to_val)
-
-
 def can_decompose(operator: Any) -> bool:
     """Whether an operator is composite: PyTorch computes it by others."""
     return bool(operator._can_decompose())
-
-
-def overload_name(operator: Any) -> str:
-    """Returns ``Tensor`` of ``aten.add.Tensor``."""
-    return str(operator._overloadname)
-
-
-def with_graph(program: ExportedProgram, module: fx.GraphModule, signature: Any) -> ExportedProgram:
-    """Returns the program with another graph; unlike a new program, it is not checked."""
-    changed = copy.copy(program)
-    changed._graph_module, changed._graph_signature = module, signature
-    return changed
 
 
 # --- Decisions by sizes ---
@@ -207,8 +186,7 @@ def with_graph(program: ExportedProgram, module: fx.GraphModule, signature: Any)
 def sizes_watched(noting: Callable[[Any, str], None]) -> ProcessState:
     """Returns what calls a function with each condition on sizes that a trace depends on.
 
-    Args:
-        noting: Takes the condition, and what kind of condition PyTorch says it is.
+    The function also takes what kind of condition PyTorch says it is.
     """
 
     def watching(original: Any) -> Any:
@@ -377,14 +355,14 @@ def decomposition_table(registry: Any) -> dict[Any, Any]:
     return _decomp.create_onnx_friendly_decomposition_table(translated)
 
 
-def remove_assertions(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns the module without its assertions about sizes."""
-    return _fx_passes.remove_assertion_nodes(module)
-
-
-def onnx_program(program: ExportedProgram, registry: Any) -> Any:
-    """Returns a decomposed program as ONNX nodes."""
-    return _core._exported_program_to_onnx_program(program, registry=registry)
+def onnx_program(
+    program: ExportedProgram, module: fx.GraphModule, signature: Any, registry: Any
+) -> Any:
+    """Returns a decomposed program, whose graph and signature are given, as ONNX nodes."""
+    changed = copy.copy(program)  # Unlike a new program, it is not checked.
+    changed._graph_module = _fx_passes.remove_assertion_nodes(module)
+    changed._graph_signature = signature
+    return _core._exported_program_to_onnx_program(changed, registry=registry)
 
 
 @functools.cache

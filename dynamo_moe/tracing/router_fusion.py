@@ -111,10 +111,7 @@ def _fuse(part: _Part, options: RouterOptions) -> None:
 def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) -> _Part | None:
     """Returns what computes a node's routing, if it is what a plain router is made of.
 
-    Args:
-        experts: The node.
-        parameters: Names of the placeholders that are parameters.
-        writes: Nodes that may change a tensor in place.
+    ``parameters`` are names of placeholders, ``writes`` nodes that may change a tensor in place.
     """
     arguments: Any = experts.args
     x, ids, weights, w1, *_ = arguments

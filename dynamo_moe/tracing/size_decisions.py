@@ -72,12 +72,7 @@ def decisions_noted() -> Iterator[list[Decision]]:
 
 
 def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[Decision]:
-    """Returns the different decisions of a program by its inputs' sizes.
-
-    Args:
-        program: The program.
-        noted: What was noted as it was traced.
-    """
+    """Returns the different decisions of a program by its inputs' sizes, noted as it was traced."""
     if not noted:
         noted = [
             Decision(sympy.And(symbol >= values.lower, symbol <= values.upper), "")
@@ -86,10 +81,9 @@ def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[De
     mode = private.fake_mode(program)
     if mode is not None and program.tensor_constants:
         # What is computed of sizes and a tensor made in Python is computed once, unnoticed.
-        sizes = private.example_sizes(mode).items()
-        symbols = set(program.range_constraints)
-        example = [Decision(sympy.Eq(s, size), "") for s, size in sizes if s in symbols]
-        noted = [*noted, *example]
+        sizes = mode.shape_env.backed_var_to_val
+        symbols = [symbol for symbol in sizes if symbol in program.range_constraints]
+        noted = [*noted, *(Decision(sympy.Eq(each, sizes[each]), "") for each in symbols)]
     found: dict[Any, Decision] = {}
     for condition, place in noted:
         # Sizes that turned out to be equal since have one symbol.

@@ -120,10 +120,9 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
             decisions = decisions_of(program, noted)
             trials.check(program, decisions, program_run(program), program_run(program, module))
         private.promote_dtypes(module)
-        module = private.remove_assertions(module)
-    stepped = private.with_graph(program, module, _renamed(program, module))
     with private.translating():
-        model: ir.Model = private.onnx_program(stepped, registry).model
+        signature = _renamed(program, module)
+        model: ir.Model = private.onnx_program(program, module, signature, registry).model
     onnxscript.version_converter.convert_version(model, opset, fallback=True)
     return model
 
