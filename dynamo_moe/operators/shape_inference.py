@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import sympy
 import torch
@@ -53,10 +54,7 @@ def by_fake_kernel(
 ) -> Inference:
     """Returns the inference that asks the operator's fake kernel.
 
-    Args:
-        torch_op: The operator.
-        schema: The node's schema.
-        attributes: Attribute by argument, for the arguments that are not tensors.
+    ``attributes`` has the name by argument, for the arguments that are not tensors.
     """
 
     def infer(context: InferenceContext) -> None:
@@ -80,10 +78,10 @@ def by_fake_kernel(
 class _Input:
     """An input's dtype and sizes, unknown ones by name."""
 
-    def __init__(self, proto: TypeProto, number: int, names: dict[str, None]) -> None:
-        tensor = proto.tensor_type
-        if not tensor.HasField("shape"):
+    def __init__(self, proto: TypeProto | None, number: int, names: dict[str, None]) -> None:
+        if proto is None or not proto.tensor_type.HasField("shape"):
             raise ValueError("an input's rank is unknown")
+        tensor = proto.tensor_type
         self.dtype = tensor_adapters.to_torch_dtype(ir.DataType(tensor.elem_type))
         self.sizes: list[int | str] = []
         for axis, size in enumerate(tensor.shape.dim):
@@ -97,20 +95,15 @@ class _Input:
 
 
 def _inputs(context: InferenceContext, schema: OpSchema, names: dict[str, None]) -> dict[str, Any]:
-    formals = list(schema.inputs)
-    given: list[_Input | None] = []
-    for number in range(context.get_num_inputs()):
-        proto = context.get_input_type(number) if context.has_input(number) else None
-        if proto is None and context.has_input(number):
-            raise ValueError("an input's type is unknown")
-        given.append(None if proto is None else _Input(proto, number, names))
-    found: dict[str, Any] = {}
-    for place, formal in enumerate(formals):
-        if formal.option == OpSchema.FormalParameterOption.Variadic:
-            found[formal.name] = given[place:]
-        else:
-            found[formal.name] = given[place] if place < len(given) else None
-    return found
+    given = [
+        _Input(context.get_input_type(number), number, names) if context.has_input(number) else None
+        for number in range(context.get_num_inputs())
+    ]
+    variadic = OpSchema.FormalParameterOption.Variadic
+    return {
+        formal.name: given[place:] if formal.option == variadic else next(iter(given[place:]), None)
+        for place, formal in enumerate(schema.inputs)
+    }
 
 
 def _scalar(context: InferenceContext, argument: Any, name: str) -> Any:
@@ -187,13 +180,9 @@ def _at(shape: tuple[Any, ...], name: str, number: int) -> tuple[Any, ...]:
 
 
 def _type_of(dtype: torch.dtype, shape: tuple[Any, ...], names: Collection[str]) -> TypeProto:
-    proto = TypeProto()
-    proto.tensor_type.elem_type = int(tensor_adapters.from_torch_dtype(dtype))
-    proto.tensor_type.shape.SetInParent()
+    sizes: list[int | str | None] = []
     for size in shape:
-        dim = proto.tensor_type.shape.dim.add()
-        if isinstance(size, int):
-            dim.dim_value = size
-        elif isinstance(size, sympy.Symbol) and size.name in names and size.name[0] != " ":
-            dim.dim_param = size.name
-    return proto
+        of_a_file = isinstance(size, sympy.Symbol) and size.name in names and size.name[0] != " "
+        sizes.append(size if isinstance(size, int) else size.name if of_a_file else None)
+    elem_type = int(tensor_adapters.from_torch_dtype(dtype))
+    return onnx.helper.make_tensor_type_proto(elem_type, sizes)
