@@ -88,10 +88,9 @@ def notes(model: ir.Model, activations: Collection[str], target: str) -> list[st
                 f"{count} configurations of {name}: TensorRT's parser finds functions by name "
                 "alone, so it needs a plugin for it"
             )
-    known = {find(node) for node in model.graph.all_nodes()} - {None}
-    found += sorted(
-        f"{operator.name} has no body: only a runtime that knows the operator runs the file"
-        for operator in known
-        if operator is not None and operator.body is None
-    )
-    return found
+    known = (find(node) for node in model.graph.all_nodes())
+    bodiless = {each.name for each in known if each is not None and each.body is None}
+    return found + [
+        f"{name} has no body: only a runtime that knows the operator runs the file"
+        for name in sorted(bodiless)
+    ]

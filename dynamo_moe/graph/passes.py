@@ -63,11 +63,8 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     """Simplifies the graph in place and infers what shapes are still missing.
 
     These are the passes of ``onnxscript.optimizer.optimize``, with rules of our own, and without
-    merging weights of equal values, which loses names.
-
-    Args:
-        model: The model to simplify.
-        keep: Weights that nothing is folded with, so that they are stored as they are.
+    merging weights of equal values, which loses names. Nothing is folded with the weights to keep,
+    so that they are stored as they are.
     """
 
     def should_fold(node: ir.Node) -> bool | None:

@@ -41,9 +41,9 @@ class Decision(NamedTuple):
 
     def fixes_a_size(self) -> bool:
         """Whether the condition leaves a symbol one value."""
-        one, other = (*self.condition.args, None, None)[:2]
-        return isinstance(self.condition, sympy.Eq) and (
-            (one.is_Symbol and other.is_Integer) or (one.is_Integer and other.is_Symbol)
+        sides = self.condition.args
+        return isinstance(self.condition, sympy.Eq) and any(
+            one.is_Symbol and other.is_Integer for one, other in (sides, sides[::-1])
         )
 
 
