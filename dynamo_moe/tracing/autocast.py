@@ -88,7 +88,7 @@ def with_casts(program: ExportedProgram, *, strict: bool) -> ExportedProgram:
     The program may be changed in place. The values of a strict trace have their dtypes without
     autocast.
     """
-    if not any(map(_enables, all_nodes(program))):
+    if not any(n.target is _wrap_with_autocast and n.args[2] for n in all_nodes(program)):
         return program
     try:
         if strict:
@@ -99,10 +99,6 @@ def with_casts(program: ExportedProgram, *, strict: bool) -> ExportedProgram:
         traced_again: ExportedProgram = program.run_decompositions({})
         return traced_again
     return program
-
-
-def _enables(node: fx.Node) -> bool:
-    return node.target is _wrap_with_autocast and bool(node.args[2])
 
 
 @contextlib.contextmanager

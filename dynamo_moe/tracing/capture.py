@@ -27,19 +27,9 @@ __all__ = ["capture"]
 
 _aten = torch.ops.aten
 _NORMS = frozenset(
-    {
-        _aten.batch_norm.default,
-        _aten.group_norm.default,
-        _aten.instance_norm.default,
-        _aten.layer_norm.default,
-    }
+    getattr(_aten, name).default
+    for name in ("batch_norm", "group_norm", "instance_norm", "layer_norm")
 )
-_CASTS = {
-    "bfloat16": torch.bfloat16,
-    "double": torch.float64,
-    "float": torch.float32,
-    "half": torch.float16,
-}
 
 
 @phase("capture")
@@ -115,8 +105,8 @@ def _casting(
 _exportable_models = ProcessState(
     exportable_scans,
     *(
-        partial(replaced, nn.Module, name, partial(_casting, dtype))
-        for name, dtype in _CASTS.items()
+        partial(replaced, nn.Module, name, partial(_casting, getattr(torch, name)))
+        for name in ("bfloat16", "double", "float", "half")
     ),
 )
 
@@ -160,7 +150,8 @@ def _widen_norms(program: ExportedProgram) -> None:
     ONNX allows one dtype only. On a CPU, autocast leaves norms in this state.
     """
     for node in all_nodes(program):
-        if node.target not in _NORMS:
+        target: Any = node.target
+        if target not in _NORMS:
             continue
         x, *others = values(node.args)
         dtypes = {value.dtype for value in others if isinstance(value, Tensor)} - {x.dtype}
@@ -168,7 +159,7 @@ def _widen_norms(program: ExportedProgram) -> None:
             continue
         with node.graph.inserting_before(node):
             wide = add_call(node.graph, node, _aten.to.dtype, node.args[0], *dtypes)
-            norm = node.graph.call_function(node.target, (wide, *node.args[1:]), node.kwargs)
+            norm = node.graph.call_function(target, (wide, *node.args[1:]), node.kwargs)
         norm.meta = {**node.meta, "val": node.meta["val"].to(*dtypes)}
         # The node itself keeps its name, which may be that of a result.
         node.target, node.args, node.kwargs = _aten.to.dtype, (norm, node.meta["val"].dtype), {}

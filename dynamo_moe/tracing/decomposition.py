@@ -42,16 +42,11 @@ _REGIONS: Mapping[Any, int] = {
 }
 # Composites whose results are new tensors, though nothing in their schema says so.
 _FRESH = frozenset(
-    {
-        _aten.batch_norm.default,
-        _aten.conv1d.default,
-        _aten.conv2d.default,
-        _aten.conv3d.default,
-        _aten.group_norm.default,
-        _aten.layer_norm.default,
-        _aten.linear.default,
-        _aten.matmul.default,
-    }
+    getattr(_aten, name).default
+    for name in (
+        *("batch_norm", "group_norm", "layer_norm"),
+        *("conv1d", "conv2d", "conv3d", "linear", "matmul"),
+    )
 )
 
 Decompositions = Mapping[Any, Callable[..., Any]]

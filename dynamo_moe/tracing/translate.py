@@ -102,13 +102,6 @@ def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
 
 
 def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Model:
-    """Returns the program's graph as ONNX nodes.
-
-    Raises:
-        FixedSizeError: If a decomposition is right at the example's sizes only.
-        NeedsRetraceError: If the program cannot be decomposed operator by operator.
-        Exception: Whatever a step raises.
-    """
     registry, decompositions = _registered(max(opset, 18), operators())
     mode = private.fake_mode(program)
     if mode is None:
