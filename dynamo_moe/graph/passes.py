@@ -20,13 +20,7 @@ from dynamo_moe.operators.registry import find
 from dynamo_moe.weights import placeholders
 from dynamo_moe.weights.lazy_tensors import lazy_cast
 
-__all__ = [
-    "fold_weight_casts",
-    "fold_weight_transposes",
-    "name_nodes_by_module",
-    "optimize",
-    "shapes_are_complete",
-]
+__all__ = ["fold_weight_casts", "fold_weight_transposes", "name_nodes_by_module", "optimize"]
 
 
 class _ForOperator:
@@ -162,7 +156,7 @@ def _forget_invented_names(graph: ir.Graph) -> None:
 def _infer_shapes(model: ir.Model) -> None:
     # onnx_ir's pass (1.1) would take sequences for tensors, and make the file invalid.
     sequences = any("Sequence" in node.op_type for node in model.graph.all_nodes())
-    if not sequences and not shapes_are_complete(model):
+    if not sequences and not _shapes_are_complete(model):
         common_passes.ShapeInferencePass()(model)
         if _type_foreign_results(model):
             common_passes.ShapeInferencePass()(model)
@@ -248,7 +242,7 @@ def name_nodes_by_module(model: ir.Model) -> None:
         node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"
 
 
-def shapes_are_complete(model: ir.Model) -> bool:
+def _shapes_are_complete(model: ir.Model) -> bool:
     """Whether every value of the main graph has a type and a shape of sizes and names."""
     values = (output for node in model.graph for output in node.outputs)
     return all(

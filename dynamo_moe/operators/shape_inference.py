@@ -21,6 +21,7 @@ from onnx import TypeProto
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
 from onnx_ir import tensor_adapters
+from torch import Tensor
 
 from dynamo_moe import pytree
 from dynamo_moe.operators.private import SymbolicSizes
@@ -34,8 +35,6 @@ _MAX_DECISIONS = 4
 
 # Sizes at which fake kernels are unlikely to do anything special; their values claim nothing.
 _HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
-
-_Shapes = list[tuple[torch.dtype, tuple[Any, ...]]]
 
 
 def like(place: int) -> Inference:
@@ -121,7 +120,7 @@ def _claims(
     arguments: Mapping[str, Any],
     names: tuple[str, ...],
     known: Mapping[str, int] | None = None,
-) -> _Shapes | None:
+) -> list[tuple[torch.dtype, tuple[Any, ...]]] | None:
     """Returns the results' dtypes and shapes; None if they do not hold for all sizes."""
     known = known or {}
     if len(known) > _MAX_DECISIONS or len(names) > len(_HINTS):
@@ -131,14 +130,12 @@ def _claims(
     symbols = environment.symbols
     sizes = {**symbols, **known}
 
-    def fake(value: Any) -> Any:
-        if not isinstance(value, _Input):
-            return value
+    def fake(value: _Input) -> Tensor:
         shape = [sizes[size] if isinstance(size, str) else size for size in value.sizes]
         return torch.empty(shape, dtype=value.dtype)
 
     with environment.fake_tensors(), torch.no_grad():
-        given = pytree.tree_map(fake, dict(arguments))
+        given = pytree.tree_map_only(_Input, fake, dict(arguments))
         before = len(environment.decisions())
         results = pytree.tree_leaves(torch_op(**given))
         decisions = environment.decisions()[before:]

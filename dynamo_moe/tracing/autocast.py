@@ -19,13 +19,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
-from dynamo_moe.private import (
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    TorchDispatchMode,
-    schema_of,
-)
+from dynamo_moe.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, schema_of
 from dynamo_moe.tracing import private
 from dynamo_moe.tracing.nodes import Call, add_graph, all_nodes
 

@@ -169,7 +169,7 @@ def _divided_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int = 1,
-) -> Tensor:
+) -> Any:
     """The sum in each window, divided by a given number."""
     kernels = kernel_size if len(kernel_size) > 1 else [*kernel_size] * (x.ndim - 2)
     pool = _aten.avg_pool2d if len(kernels) == 2 else _aten.avg_pool3d
@@ -182,8 +182,7 @@ def _divided_pool(
         end = (result.shape[place - dims] - 1) * step + kernel
         pads = [before, end - before - x.shape[place - dims], *pads]
     x = _aten.constant_pad_nd(x, pads)
-    average: Tensor = pool(x, kernels, stride)
-    return average * (math.prod(kernels) / divisor_override)
+    return pool(x, kernels, stride) * (math.prod(kernels) / divisor_override)
 
 
 def _windows(size: int, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,9 +321,7 @@ def _in_training(*arguments: Any) -> bool:
 
 
 @decomposes(
-    _aten.native_batch_norm.default,
-    _aten._native_batch_norm_legit.default,
-    when=_in_training,
+    _aten.native_batch_norm.default, _aten._native_batch_norm_legit.default, when=_in_training
 )
 def _native_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any
@@ -350,8 +347,7 @@ def _batch_norm(*arguments: Any) -> Any:
 
 
 @decomposes(
-    _aten.scaled_dot_product_attention.default,
-    when=lambda query, *_, **__: query.ndim != 4,
+    _aten.scaled_dot_product_attention.default, when=lambda query, *_, **__: query.ndim != 4
 )
 def _attention(
     query: Tensor,
@@ -360,16 +356,12 @@ def _attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    **options: Any,
+) -> Any:
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
-    result: Tensor = _aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return result
+    attention = _aten._scaled_dot_product_attention_math
+    return attention(query, key, value, attn_mask, 0.0, is_causal, **options)[0]
 
 
 # --- Padding and cropping ---
