@@ -142,19 +142,13 @@ def has_forward_hooks(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def hooks_removed(module: nn.Module) -> Iterator[None]:
     """Lets a module and its submodules run without their hooks."""
-    held = [
-        (part, name, vars(part)[name])
-        for part in module.modules()
-        for name in _HOOKS
-        if name in vars(part)
-    ]
-    for part, name, _ in held:
-        setattr(part, name, OrderedDict())
-    try:
+    with contextlib.ExitStack() as restored:
+        for part in module.modules():
+            for name in _HOOKS:
+                if name in vars(part):
+                    restored.callback(setattr, part, name, vars(part)[name])
+                    setattr(part, name, OrderedDict())
         yield
-    finally:
-        for part, name, hooks in held:
-            setattr(part, name, hooks)
 
 
 def own_tensors(module: nn.Module) -> tuple[dict[str, Any], ...]:

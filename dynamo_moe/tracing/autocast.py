@@ -51,18 +51,14 @@ def autocast_inside(model: nn.Module) -> Iterator[None]:
     if not active:
         yield
         return
-    own = vars(model).get("forward")
-    for device, dtype in active.items():
-        model.forward = _forward_under_autocast(model.forward, device, dtype)
-    try:
-        with contextlib.ExitStack() as stack:
-            for device in active:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            yield
-    finally:
-        del model.forward
-        if own is not None:
-            model.forward = own
+    with contextlib.ExitStack() as stack:
+        if "forward" in vars(model):
+            stack.callback(setattr, model, "forward", model.forward)
+        stack.callback(delattr, model, "forward")
+        for device, dtype in active.items():
+            model.forward = _forward_under_autocast(model.forward, device, dtype)
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _forward_under_autocast(

@@ -281,15 +281,13 @@ def _unfused_transformers() -> Iterator[None]:
     def believed(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
         return is_causal is True
 
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with contextlib.ExitStack() as changes:
-            if hasattr(transformer, _IS_CAUSAL):
-                changes.enter_context(replaced(transformer, _IS_CAUSAL, lambda _: believed))
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
+    mha = torch.backends.mha
+    with contextlib.ExitStack() as changes:
+        changes.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+        if hasattr(transformer, _IS_CAUSAL):
+            changes.enter_context(replaced(transformer, _IS_CAUSAL, lambda _: believed))
+        yield
 
 
 # States of their own: captures and decompositions that overlap share one of each.
