@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
+from onnxscript.rewriter import RewriteRuleClassBase
 
 __all__ = ["RULES"]
 
@@ -257,21 +257,19 @@ def _constants(value: ir.Value) -> list[int]:
     return [-1] if tensor is None else [int(item) for item in tensor.numpy().flat]
 
 
-RULES = RewriteRuleSet(
-    [
-        _SameShape.rule("Reshape"),
-        _SameShape.rule("Expand"),
-        _SwappedMatrices.rule(),
-        _CopiedDimensions.rule(),
-        *(_ReshapedAgain.rule(op_type) for op_type in ("Reshape", "Squeeze", "Unsqueeze")),
-        _UnsqueezedAgain.rule(remove_nodes=False),
-        _SlicedAgain.rule(remove_nodes=False),
-        _AndTrue.rule(),
-        _NoPadding.rule(),
-        _SameType.rule(),
-        _OverRoot.rule(root_first=False),
-        _OverRoot.rule(root_first=True),
-        _NeverNaN.rule(),
-    ]
-).rules
+RULES = [
+    _SameShape.rule("Reshape"),
+    _SameShape.rule("Expand"),
+    _SwappedMatrices.rule(),
+    _CopiedDimensions.rule(),
+    *(_ReshapedAgain.rule(op_type) for op_type in ("Reshape", "Squeeze", "Unsqueeze")),
+    _UnsqueezedAgain.rule(remove_nodes=False),
+    _SlicedAgain.rule(remove_nodes=False),
+    _AndTrue.rule(),
+    _NoPadding.rule(),
+    _SameType.rule(),
+    _OverRoot.rule(root_first=False),
+    _OverRoot.rule(root_first=True),
+    _NeverNaN.rule(),
+]
 """The rules, in the order in which they are tried."""

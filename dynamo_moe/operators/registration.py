@@ -33,7 +33,7 @@ _LIKE = "like:"
 _DOMAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 _OP_TYPE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # Domains whose operators a standard or a runtime defines.
-_RESERVED_DOMAINS = ("ai.onnx", "com.microsoft", "com.ms", "org.pytorch", "pkg")
+_RESERVED_DOMAINS = ("ai.onnx.", "com.microsoft.", "com.ms.", "org.pytorch.", "pkg.")
 
 Attributes = Mapping[str, str] | Callable[[registry.Arguments], Mapping[str, Any]] | None
 Inference = str | Callable[[InferenceContext], None] | None
@@ -209,9 +209,8 @@ def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
         )
     if not _OP_TYPE.fullmatch(op_type):
         raise ValueError(f"op_type must be letters, digits and '_', got {op_type!r}")
-    for reserved in _RESERVED_DOMAINS:
-        if domain == reserved or domain.startswith(f"{reserved}."):
-            raise ValueError(f"domain {domain!r} is not yours to extend: choose a name of your own")
+    if f"{domain}.".startswith(_RESERVED_DOMAINS):
+        raise ValueError(f"domain {domain!r} is not yours to extend: choose a name of your own")
     if is_own_domain(domain) and torch_op.namespace != OWN_DOMAIN:
         raise ValueError(f"domain {domain!r} is dynamo_moe's own: choose another name")
     if onnx.defs.has(op_type):

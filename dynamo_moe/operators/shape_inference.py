@@ -82,15 +82,12 @@ class _Input:
             raise ValueError("an input's rank is unknown")
         tensor = proto.tensor_type
         self.dtype = tensor_adapters.to_torch_dtype(ir.DataType(tensor.elem_type))
-        self.sizes: list[int | str] = []
-        for axis, size in enumerate(tensor.shape.dim):
-            if size.HasField("dim_value"):
-                self.sizes.append(size.dim_value)
-            else:
-                # A name in a file has no space.
-                name = size.dim_param or f" {number} {axis}"
-                names[name] = None
-                self.sizes.append(name)
+        # A name in a file has no space.
+        self.sizes: list[int | str] = [
+            size.dim_value if size.HasField("dim_value") else size.dim_param or f" {number} {axis}"
+            for axis, size in enumerate(tensor.shape.dim)
+        ]
+        names.update((size, None) for size in self.sizes if isinstance(size, str))
 
 
 def _inputs(context: InferenceContext, schema: OpSchema, names: dict[str, None]) -> dict[str, Any]:
