@@ -78,20 +78,13 @@ def resolve(
         name: _dimensions(name, value, requested.get(name, {}), batched)
         for name, value in arguments.items()
     }
-    labels = {
-        id(leaf): dimensions
-        for name, value in arguments.items()
-        for leaf, dimensions in _tensors(value, shapes[name])
-    }
-
-    def grow(leaf: Any) -> Any:
-        return _grow(leaf, labels[id(leaf)]) if id(leaf) in labels else leaf
-
-    args, kwargs = pytree.tree_map(grow, (args, kwargs))
-    dynamic = pytree.tree_map(
-        lambda label: Dim.DYNAMIC if isinstance(label, str) else label, shapes
+    found = {id(leaf): dimensions for leaf, dimensions in _tensors(arguments, shapes)}
+    labels = [found.get(id(leaf), {}) for leaf in leaves]
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda leaf: _grow(leaf, found.get(id(leaf), {})), (args, kwargs)
     )
-    return DynamicExample(args, kwargs, dynamic, [labels.get(id(leaf), {}) for leaf in leaves])
+    dynamic = pytree.tree_map_only(str, lambda label: Dim.DYNAMIC, shapes)
+    return DynamicExample(args, kwargs, dynamic, labels)
 
 
 def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> None:

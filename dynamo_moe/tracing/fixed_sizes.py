@@ -63,18 +63,15 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 class SizeTrials:
     """Trials of a model's trace, and of what becomes of it, at other sizes than the example's.
 
+    Without ``has_values`` the model's weights have none, and only the shapes and dtypes of results
+    are compared.
+
     Attributes:
         notes: Decisions that could not be tried, for the user of the file.
     """
 
     def __init__(self, example: DynamicExample, *, has_values: bool = True) -> None:
-        """Makes trials.
-
-        Args:
-            example: What the model is traced with.
-            has_values: Whether the model's weights have values; if not, only the shapes and dtypes
-                of results are compared.
-        """
+        """Makes trials of what is traced with an example."""
         self.notes: list[str] = []
         self._example = example
         self._has_values = has_values
@@ -147,12 +144,10 @@ def model_run(model: nn.Module, example: DynamicExample) -> Run:
     """Returns a run of a model, which leaves its buffers as they are."""
     _, spec = pytree.tree_flatten((example.args, example.kwargs))
 
-    def run(leaves: Sequence[Any]) -> Sequence[Any]:
+    def run(leaves: Sequence[Any]) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        result = torch.func.functional_call(model, buffers, args, kwargs)
-        leaves_of_result: list[Any] = pytree.tree_leaves(result)
-        return leaves_of_result
+        return pytree.tree_leaves(torch.func.functional_call(model, buffers, args, kwargs))
 
     return run
 
