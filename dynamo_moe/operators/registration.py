@@ -221,7 +221,7 @@ def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
 
 
 def _check_operator(torch_op: OpOverload) -> None:
-    """Checks that an operator only computes new values from its arguments; fake ones, too."""
+    """Checks that an operator has a fake kernel, and computes nothing but new values."""
     schema = schema_of(torch_op)
     for value in (*schema.arguments, *schema.returns):
         if value.alias_info is not None:
