@@ -24,7 +24,7 @@ __all__ = ["Decision", "decisions_noted", "decisions_of"]
 
 _HERE = Path(__file__).parent
 # Where traces begin, and files whose frames are not the model's.
-_BEGINNINGS = (str(_HERE / "capture.py"), str(_HERE / "decomposition.py"))
+_BEGINNINGS = tuple(str(_HERE / f"{name}.py") for name in ("capture", "decomposition", "nodes"))
 _OTHERS = (str(Path(torch.__file__).parent), str(private.__file__), __file__, "<")
 
 
