@@ -56,10 +56,7 @@ def schema_of(operator: OpOverload) -> Any:
     Raises:
         RuntimeError: If this PyTorch does not tell; there is no public way.
     """
-    try:
-        return operator._schema
-    except AttributeError:
-        raise _missing("OpOverload._schema") from None
+    return _held(operator, "_schema", "OpOverload._schema")
 
 
 # --- Tensors without values, and modes ---
@@ -106,16 +103,12 @@ _Wrapper = TypeVar("_Wrapper", bound=Tensor)
 def wrapper_subclass(cls: type[_Wrapper], like: Tensor) -> _Wrapper:
     """Returns a tensor on the CPU without memory, of a class that handles its operators itself.
 
-    Args:
-        cls: The class.
-        like: Has its shape, strides and dtype.
+    It has the shape, strides and dtype of ``like``.
 
     Raises:
         RuntimeError: If this PyTorch cannot make one; there is no public way.
     """
-    make = getattr(Tensor, "_make_wrapper_subclass", None)
-    if make is None:
-        raise _missing("torch.Tensor._make_wrapper_subclass")
+    make = _held(Tensor, "_make_wrapper_subclass", "torch.Tensor._make_wrapper_subclass")
     wrapper: _Wrapper = make(
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
     )
@@ -149,19 +142,13 @@ def has_forward_hooks(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def hooks_removed(module: nn.Module) -> Iterator[None]:
     """Lets a module and its submodules run without their hooks."""
-    held = [
-        (part, name, vars(part)[name])
-        for part in module.modules()
-        for name in _HOOKS
-        if name in vars(part)
-    ]
-    for part, name, _ in held:
-        setattr(part, name, OrderedDict())
-    try:
+    with contextlib.ExitStack() as restored:
+        for part in module.modules():
+            for name in _HOOKS:
+                if name in vars(part):
+                    restored.callback(setattr, part, name, vars(part)[name])
+                    setattr(part, name, OrderedDict())
         yield
-    finally:
-        for part, name, hooks in held:
-            setattr(part, name, hooks)
 
 
 def own_tensors(module: nn.Module) -> tuple[dict[str, Any], ...]:
@@ -170,10 +157,8 @@ def own_tensors(module: nn.Module) -> tuple[dict[str, Any], ...]:
     Raises:
         RuntimeError: If this PyTorch keeps them elsewhere.
     """
-    try:
-        return module._parameters, module._buffers
-    except AttributeError:
-        raise _missing("torch.nn.Module._parameters") from None
+    names = ("_parameters", "_buffers")
+    return tuple(_held(module, name, "torch.nn.Module._parameters") for name in names)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -182,12 +167,10 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     Raises:
         RuntimeError: If this PyTorch keeps submodules elsewhere.
     """
-    if not hasattr(module, "_modules"):
-        raise _missing("torch.nn.Module._modules")
+    children = _held(module, "_modules", "torch.nn.Module._modules")
     twin = copy.copy(module)
     twin._modules = {
-        name: None if child is None else shallow_copy(child)
-        for name, child in module._modules.items()
+        name: None if child is None else shallow_copy(child) for name, child in children.items()
     }
     return twin
 
@@ -197,8 +180,11 @@ def compiled_module(model: nn.Module) -> nn.Module | None:
     return dict(model.named_children()).get("_orig_mod")
 
 
-def _missing(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"PyTorch {torch.__version__} has no {name}, which dynamo_moe cannot do without: install "
-        "a version of PyTorch that the README names"
-    )
+def _held(owner: Any, name: str, shown: str) -> Any:
+    """Returns an attribute that nothing stands in for."""
+    if not hasattr(owner, name):
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} has no {shown}, which dynamo_moe cannot do without: "
+            "install a version of PyTorch that the README names"
+        )
+    return getattr(owner, name)

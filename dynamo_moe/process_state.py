@@ -27,6 +27,9 @@ class ProcessState:
     of one state alone: if two states need the same change, it is a state itself, which both take as
     one of their changes.
 
+    With ``side_by_side``, threads may be in the context together. Then a lock of its own is held
+    only while the changes are made or undone, by whichever threads come first and last.
+
     Example:
         >>> class Settings:
         ...     limit = 1
@@ -38,14 +41,7 @@ class ProcessState:
     """
 
     def __init__(self, *changes: Change, side_by_side: bool = False) -> None:
-        """Keeps the changes; none is made yet.
-
-        Args:
-            changes: Functions that return the context of a change.
-            side_by_side: Whether threads may be in the context together. Then a lock of its own is
-                held only while the changes are made or undone, by whichever threads come first and
-                last.
-        """
+        """Keeps functions that return the context of a change each; none is made yet."""
         self._changes = changes
         self._while_inside: AbstractContextManager[Any] = nullcontext() if side_by_side else _LOCK
         self._at_the_ends = RLock() if side_by_side else _LOCK

@@ -14,13 +14,7 @@ __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unf
 
 
 class _Container(NamedTuple):
-    """A container's structure.
-
-    Attributes:
-        kind: Its class.
-        keys: The keys of a mapping; None for a sequence.
-        items: What is inside, each a container or None for a leaf.
-    """
+    """A container's class, the keys of a mapping, and its items: containers, or None for leaves."""
 
     kind: type
     keys: tuple[Any, ...] | None
@@ -51,10 +45,6 @@ def _unflatten(leaves: Any, structure: Any) -> Any:
     return build(structure)
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return _flatten(tree)[0]
-
-
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
     leaves, structure = _flatten(tree)
     return _unflatten(map(function, leaves), structure)
@@ -66,7 +56,7 @@ def _map_only(kinds: Any, function: Callable[[Any], Any], tree: Any) -> Any:
 
 OWN: Mapping[str, Callable[..., Any]] = {
     "tree_flatten": _flatten,
-    "tree_leaves": _leaves,
+    "tree_leaves": lambda tree: _flatten(tree)[0],
     "tree_map": _map,
     "tree_map_only": _map_only,
     "tree_unflatten": _unflatten,

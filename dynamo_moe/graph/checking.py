@@ -30,14 +30,12 @@ def check(model: ir.Model) -> None:
     initializers = model.graph.initializers.values()
     weights = [value for value in initializers if not model_files.is_small(value)]
     proto = protobuf.without(model, weights)
-    for weight in weights:
-        tensor = weight.const_value
-        if tensor is not None:
-            proto.graph.input.append(
-                onnx.helper.make_tensor_value_info(
-                    weight.name or "", tensor.dtype.value, tensor.shape.numpy()
-                )
-            )
+    tensors = {str(weight.name): weight.const_value for weight in weights}
+    proto.graph.input.extend(
+        onnx.helper.make_tensor_value_info(name, tensor.dtype.value, tensor.shape.numpy())
+        for name, tensor in tensors.items()
+        if tensor is not None
+    )
     try:
         onnx.checker.check_model(proto, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:

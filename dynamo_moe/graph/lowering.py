@@ -12,12 +12,7 @@ import onnx_ir.passes.common as common_passes
 from dynamo_moe.moe_nodes.bodies.of_node import unrolled_moe_body
 from dynamo_moe.moe_nodes.nodes import INPUTS, moe_nodes
 from dynamo_moe.operators.registry import find
-from dynamo_moe.operators.user_bodies import (
-    check_absent_attributes,
-    content,
-    omit_absent_inputs,
-    prepare_body,
-)
+from dynamo_moe.operators.user_bodies import content, omit_absent, prepare_body
 
 __all__ = ["BODIES", "TARGETS", "Body", "Target", "lower", "notes"]
 
@@ -45,8 +40,7 @@ def lower(model: ir.Model, target: str, body: str = "loop") -> None:
             function = unrolled_moe_body(node, opset)
         else:
             function = operator.body(node, opset, target)
-        omit_absent_inputs(function, node, operator.name)
-        check_absent_attributes(function, node, operator.name)
+        omit_absent(function, node, operator.name)
         # A function is found by domain and name. Overloads, ONNX's own way to have several, are
         # lost in onnxslim (seen with 0.1.98); TensorRT's parser ignores the domain.
         overload, function.overload = function.overload, ""
@@ -94,10 +88,9 @@ def notes(model: ir.Model, activations: Collection[str], target: str) -> list[st
                 f"{count} configurations of {name}: TensorRT's parser finds functions by name "
                 "alone, so it needs a plugin for it"
             )
-    known = {find(node) for node in model.graph.all_nodes()} - {None}
-    found += sorted(
-        f"{operator.name} has no body: only a runtime that knows the operator runs the file"
-        for operator in known
-        if operator is not None and operator.body is None
-    )
-    return found
+    known = (find(node) for node in model.graph.all_nodes())
+    bodiless = {each.name for each in known if each is not None and each.body is None}
+    return found + [
+        f"{name} has no body: only a runtime that knows the operator runs the file"
+        for name in sorted(bodiless)
+    ]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
-import torch
 from onnx_ir import tensor_adapters
 from onnxscript import optimizer, rewriter
 from onnxscript.rewriter.rules.common import slice_split_rule
+from torch import Tensor
 
 from dynamo_moe.graph import rules
 from dynamo_moe.graph.private import default_rules, operator_of
@@ -20,13 +20,7 @@ from dynamo_moe.operators.registry import find
 from dynamo_moe.weights import placeholders
 from dynamo_moe.weights.lazy_tensors import lazy_cast
 
-__all__ = [
-    "fold_weight_casts",
-    "fold_weight_transposes",
-    "name_nodes_by_module",
-    "optimize",
-    "shapes_are_complete",
-]
+__all__ = ["fold_weight_casts", "fold_weight_transposes", "name_nodes_by_module", "optimize"]
 
 
 class _ForOperator:
@@ -63,11 +57,8 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     """Simplifies the graph in place and infers what shapes are still missing.
 
     These are the passes of ``onnxscript.optimizer.optimize``, with rules of our own, and without
-    merging weights of equal values, which loses names.
-
-    Args:
-        model: The model to simplify.
-        keep: Weights that nothing is folded with, so that they are stored as they are.
+    merging weights of equal values, which loses names. Nothing is folded with the weights to keep,
+    so that they are stored as they are.
     """
 
     def should_fold(node: ir.Node) -> bool | None:
@@ -165,7 +156,7 @@ def _forget_invented_names(graph: ir.Graph) -> None:
 def _infer_shapes(model: ir.Model) -> None:
     # onnx_ir's pass (1.1) would take sequences for tensors, and make the file invalid.
     sequences = any("Sequence" in node.op_type for node in model.graph.all_nodes())
-    if not sequences and not shapes_are_complete(model):
+    if not sequences and not _shapes_are_complete(model):
         common_passes.ShapeInferencePass()(model)
         if _type_foreign_results(model):
             common_passes.ShapeInferencePass()(model)
@@ -188,30 +179,12 @@ def fold_weight_transposes(model: ir.Model, *, link: bool = False) -> None:
     tensor is a view that becomes contiguous when it is written. A weight that is also used as it
     is keeps its Transpose, and so does, with ``link``, a matrix that lies in a file as it is.
     """
-    for weight in list(model.graph.initializers.values()):
-        users = [node for node, _ in weight.uses()]
-        tensor = weight.const_value
-        if not users or not isinstance(tensor, ir.Tensor) or weight.is_graph_output():
-            continue
-        if not isinstance(tensor.raw, torch.Tensor):
-            continue
-        perms = {
-            tuple(user.attributes["perm"].as_ints())
-            if user.op_type == "Transpose"
-            and "perm" in user.attributes
-            and not user.outputs[0].is_graph_output()
-            else None
-            for user in users
-        }
-        if link and tensor.raw.ndim == 2 and getattr(tensor.raw, "origin", None):
-            continue
-        perm = perms.pop()
-        if perms or perm is None:
-            continue
-        view = tensor.raw.detach().permute(perm)
-        weight.const_value = placeholders.as_ir(view, weight.name)
-        weight.shape = ir.Shape(view.shape)
-        _replace_by(weight, users)
+
+    def transposed(weight: Tensor, perm: Sequence[int]) -> Tensor | None:
+        linked = link and weight.ndim == 2 and _lies_in_a_file(weight)
+        return None if linked else weight.detach().permute(*perm)
+
+    _fold_into_weights(model, "Transpose", "perm", transposed)
 
 
 def fold_weight_casts(model: ir.Model, *, link: bool = False) -> None:
@@ -220,35 +193,44 @@ def fold_weight_casts(model: ir.Model, *, link: bool = False) -> None:
     Autocast leaves such nodes. A weight that is also used as it is keeps its Cast, and so does,
     with ``link``, one that lies in a file as it is.
     """
+
+    def cast(weight: Tensor, dtype: int) -> Tensor | None:
+        if not weight.is_floating_point() or (link and _lies_in_a_file(weight)):
+            return None
+        return lazy_cast(weight, tensor_adapters.to_torch_dtype(ir.DataType(dtype)))
+
+    _fold_into_weights(model, "Cast", "to", cast)
+
+
+def _lies_in_a_file(weight: Tensor) -> bool:
+    return bool(getattr(weight, "origin", None))
+
+
+def _fold_into_weights(
+    model: ir.Model, op_type: str, attribute: str, folded: Callable[[Tensor, Any], Tensor | None]
+) -> None:
+    """Puts ``folded(weight, attribute)`` in the place of weights that only equal nodes use."""
     for weight in list(model.graph.initializers.values()):
         users = [node for node, _ in weight.uses()]
         tensor = weight.const_value
         if not users or not isinstance(tensor, ir.Tensor) or weight.is_graph_output():
             continue
-        if not isinstance(tensor.raw, torch.Tensor) or not tensor.dtype.is_floating_point():
+        given = [node.attributes.get(attribute) for node in users if node.op_type == op_type]
+        values = [each.value for each in given if each is not None]
+        if len(values) < len(users) or any(value != values[0] for value in values):
             continue
-        dtypes = {
-            user.attributes["to"].as_int()
-            if user.op_type == "Cast" and not user.outputs[0].is_graph_output()
-            else None
-            for user in users
-        }
-        if link and getattr(tensor.raw, "origin", None):
+        if any(user.outputs[0].is_graph_output() for user in users):
             continue
-        dtype = dtypes.pop()
-        if dtypes or dtype is None:
+        new = folded(tensor.raw, values[0]) if isinstance(tensor.raw, Tensor) else None
+        if new is None:
             continue
-        cast = lazy_cast(tensor.raw, tensor_adapters.to_torch_dtype(ir.DataType(dtype)))
-        weight.const_value = placeholders.as_ir(cast, weight.name)
-        weight.type = ir.TensorType(ir.DataType(dtype))
-        _replace_by(weight, users)
-
-
-def _replace_by(weight: ir.Value, users: Collection[ir.Node]) -> None:
-    for user in users:
-        user.outputs[0].replace_all_uses_with(weight)
-        if user.graph is not None:  # The branch of an If has a graph of its own.
-            user.graph.remove(user, safe=True)
+        weight.const_value = placeholders.as_ir(new, weight.name)
+        weight.shape = ir.Shape(new.shape)
+        weight.type = ir.TensorType(tensor_adapters.from_torch_dtype(new.dtype))
+        for user in users:
+            user.outputs[0].replace_all_uses_with(weight)
+            if user.graph is not None:  # The branch of an If has a graph of its own.
+                user.graph.remove(user, safe=True)
 
 
 def name_nodes_by_module(model: ir.Model) -> None:
@@ -260,7 +242,7 @@ def name_nodes_by_module(model: ir.Model) -> None:
         node.name = name if seen[name] == 1 else f"{name}_{seen[name]}"
 
 
-def shapes_are_complete(model: ir.Model) -> bool:
+def _shapes_are_complete(model: ir.Model) -> bool:
     """Whether every value of the main graph has a type and a shape of sizes and names."""
     values = (output for node in model.graph for output in node.outputs)
     return all(

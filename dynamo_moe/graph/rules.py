@@ -10,14 +10,21 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
+from onnxscript.rewriter import RewriteRuleClassBase
 
 __all__ = ["RULES"]
 
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
-class _SameShape(RewriteRuleClassBase):
+class _Unchanged(RewriteRuleClassBase):
+    """A rule for a node that gives ``x`` as it is."""
+
+    def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
+        return op.Identity(x)
+
+
+class _SameShape(_Unchanged):
     """``Reshape`` or ``Expand`` to the shape that the tensor has."""
 
     def __init__(self, op_type: str) -> None:
@@ -30,9 +37,6 @@ class _SameShape(RewriteRuleClassBase):
     def check(self, context: Any, x: ir.Value, y: ir.Value, **_: Any) -> bool:
         dimensions = _dimensions(x)
         return dimensions is not None and dimensions == _dimensions(y)
-
-    def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
-        return op.Identity(x)
 
 
 class _CopiedDimensions(RewriteRuleClassBase):
@@ -80,7 +84,7 @@ class _SwappedMatrices(RewriteRuleClassBase):
         return op.Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
 
 
-class _NoPadding(RewriteRuleClassBase):
+class _NoPadding(_Unchanged):
     """``Pad`` by nothing."""
 
     def pattern(self, op: Any, x: Any, pads: Any) -> Any:
@@ -88,9 +92,6 @@ class _NoPadding(RewriteRuleClassBase):
 
     def check(self, context: Any, x: ir.Value, pads: ir.Value) -> bool:
         return pads.const_value is not None and not pads.const_value.numpy().any()
-
-    def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
-        return op.Identity(x)
 
 
 class _ReshapedAgain(RewriteRuleClassBase):
@@ -116,9 +117,6 @@ class _ReshapedAgain(RewriteRuleClassBase):
 class _UnsqueezedAgain(RewriteRuleClassBase):
     """``Unsqueeze`` of an ``Unsqueeze``, of any axes."""
 
-    def __init__(self) -> None:
-        super().__init__(remove_nodes=False)
-
     def pattern(self, op: Any, x: Any, first: Any, second: Any) -> Any:
         return op.Unsqueeze(op.Unsqueeze(x, first), second, _outputs=["y"])
 
@@ -135,9 +133,6 @@ class _UnsqueezedAgain(RewriteRuleClassBase):
 
 class _SlicedAgain(RewriteRuleClassBase):
     """``Slice`` of a ``Slice`` along other axes."""
-
-    def __init__(self) -> None:
-        super().__init__(remove_nodes=False)
 
     def pattern(self, op: Any, x: Any, s1: Any, e1: Any, a1: Any, t1: Any,
                 s2: Any, e2: Any, a2: Any, t2: Any) -> Any:  # fmt: skip
@@ -183,7 +178,7 @@ class _AndTrue(RewriteRuleClassBase):
         return None
 
 
-class _SameType(RewriteRuleClassBase):
+class _SameType(_Unchanged):
     """``CastLike`` to the type that the tensor has."""
 
     def pattern(self, op: Any, x: Any, like: Any) -> Any:
@@ -191,9 +186,6 @@ class _SameType(RewriteRuleClassBase):
 
     def check(self, context: Any, x: ir.Value, like: ir.Value) -> bool:
         return x.dtype is not None and x.dtype == like.dtype
-
-    def rewrite(self, op: Any, x: ir.Value, **_: Any) -> Any:
-        return op.Identity(x)
 
 
 class _OverRoot(RewriteRuleClassBase):
@@ -214,28 +206,25 @@ class _OverRoot(RewriteRuleClassBase):
         return op.Div(x, op.Sqrt(v))
 
 
-class _NeverNaN(RewriteRuleClassBase):
-    """Zeros in place of NaN, in attention weights whose mask is finite.
+class _NeverNaN(_Unchanged):
+    """Zeros in place of NaN, in attention weights ``x`` whose mask is finite.
 
     The exporter guards against rows of minus infinity, but masks by the dtype's least number. In
     half precision a score can take that to minus infinity, in float32 only one below -1e31.
     """
 
-    def pattern(self, op: Any, weights: Any, zero: Any) -> Any:
-        return op.Where(op.IsNaN(weights), zero, weights)
+    def pattern(self, op: Any, x: Any, zero: Any) -> Any:
+        return op.Where(op.IsNaN(x), zero, x)
 
-    def check(self, context: Any, weights: ir.Value, zero: ir.Value) -> bool:
-        softmax = _producer(weights, "Softmax")
+    def check(self, context: Any, x: ir.Value, zero: ir.Value) -> bool:
+        softmax = _producer(x, "Softmax")
         scores = _producer(softmax.inputs[0], "Add") if softmax is not None else None
-        if scores is None or weights.dtype not in _WIDE or not _is_finite_scalar(zero):
+        if scores is None or x.dtype not in _WIDE or not _is_finite_scalar(zero):
             return False
         return any(
             _producer(product, "MatMul") is not None and self._is_finite_mask(mask)
             for product, mask in (scores.inputs, reversed(scores.inputs))
         )
-
-    def rewrite(self, op: Any, weights: ir.Value, **_: Any) -> Any:
-        return op.Identity(weights)
 
     @staticmethod
     def _is_finite_mask(value: ir.Value | None) -> bool:
@@ -268,21 +257,19 @@ def _constants(value: ir.Value) -> list[int]:
     return [-1] if tensor is None else [int(item) for item in tensor.numpy().flat]
 
 
-RULES = RewriteRuleSet(
-    [
-        _SameShape.rule("Reshape"),
-        _SameShape.rule("Expand"),
-        _SwappedMatrices.rule(),
-        _CopiedDimensions.rule(),
-        *(_ReshapedAgain.rule(op_type) for op_type in ("Reshape", "Squeeze", "Unsqueeze")),
-        _UnsqueezedAgain.rule(),
-        _SlicedAgain.rule(),
-        _AndTrue.rule(),
-        _NoPadding.rule(),
-        _SameType.rule(),
-        _OverRoot.rule(root_first=False),
-        _OverRoot.rule(root_first=True),
-        _NeverNaN.rule(),
-    ]
-).rules
+RULES = [
+    _SameShape.rule("Reshape"),
+    _SameShape.rule("Expand"),
+    _SwappedMatrices.rule(),
+    _CopiedDimensions.rule(),
+    *(_ReshapedAgain.rule(op_type) for op_type in ("Reshape", "Squeeze", "Unsqueeze")),
+    _UnsqueezedAgain.rule(remove_nodes=False),
+    _SlicedAgain.rule(remove_nodes=False),
+    _AndTrue.rule(),
+    _NoPadding.rule(),
+    _SameType.rule(),
+    _OverRoot.rule(root_first=False),
+    _OverRoot.rule(root_first=True),
+    _NeverNaN.rule(),
+]
 """The rules, in the order in which they are tried."""

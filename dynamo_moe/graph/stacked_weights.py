@@ -7,8 +7,9 @@ few rows at a time, and its name lists the weights that it is made of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -34,16 +35,12 @@ def fold_stacked_weights(model: ir.Model) -> None:
             made_by: list[ir.Node] = []
             leaves: list[ir.Value] = []
             lazy = _expression(value, made_by, leaves)
-            if lazy is None or any(
-                user not in made_by for leaf in leaves for user, _ in leaf.uses()
-            ):
+            users = [user for leaf in leaves for user, _ in leaf.uses()]
+            if lazy is None or any(user not in made_by for user in users):
                 continue
-            name = _name_of_all([str(leaf.name) for leaf in leaves])
+            tensor = as_ir(lazy, _name_of_all([str(leaf.name) for leaf in leaves]))
             weight = ir.Value(
-                name=name,
-                shape=ir.Shape(lazy.shape),
-                type=value.type,
-                const_value=as_ir(lazy, name),
+                name=tensor.name, shape=ir.Shape(lazy.shape), type=value.type, const_value=tensor
             )
             value.replace_all_uses_with(weight)
             for maker in made_by:
@@ -80,10 +77,7 @@ def _expression(
 ) -> LazyTensor | None:
     """Returns what a value is, computed from weights; None if it is not, or in no known way.
 
-    Args:
-        value: The value.
-        made_by: Its nodes are added, each after those that use it.
-        leaves: Its weights are added.
+    Its nodes are added to ``made_by``, each after those that use it, its weights to ``leaves``.
     """
     raw = getattr(value.const_value, "raw", None)
     if value.is_initializer():
@@ -115,15 +109,6 @@ def _concat(node: ir.Node, operands: list[Tensor]) -> Tensor:
     return torch.cat(operands, axis)
 
 
-def _unsqueeze(node: ir.Node, operands: list[Tensor]) -> Tensor:
-    (axis,) = _constant(node.inputs[1])
-    return operands[0].unsqueeze(axis)
-
-
-def _transpose(node: ir.Node, operands: list[Tensor]) -> Tensor:
-    return operands[0].permute(*node.attributes["perm"].as_ints())
-
-
 def _reshape(node: ir.Node, operands: list[Tensor]) -> Tensor | None:
     sizes = _constant(node.inputs[1])
     return operands[0].reshape(sizes) if sizes and 0 not in sizes else None
@@ -140,10 +125,10 @@ def _constant(value: ir.Value | None) -> list[int]:
     return [] if tensor is None else tensor.numpy().reshape(-1).tolist()
 
 
-_MEANINGS = {
+_MEANINGS: dict[str, Callable[[ir.Node, list[Any]], Any]] = {
     "Concat": _concat,
     "Identity": lambda node, operands: operands[0],
     "Reshape": _reshape,
-    "Transpose": _transpose,
-    "Unsqueeze": _unsqueeze,
+    "Transpose": lambda node, operands: operands[0].permute(*node.attributes["perm"].as_ints()),
+    "Unsqueeze": lambda node, operands: operands[0].unsqueeze(*_constant(node.inputs[1])),
 }

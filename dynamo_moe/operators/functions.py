@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,9 +112,9 @@ def op_from_function(
             )
 
         def own(result: Tensor) -> Tensor:
-            result = result.clone() if _shares(result, tensors) else result
-            tensors.append(result)
-            return result
+            shares = storage_key(result) in map(storage_key, tensors)
+            tensors.append(result.clone() if shares else result)
+            return tensors[-1]
 
         # An operator may not return its arguments, nor two views of one memory.
         return pytree.tree_map_only(Tensor, own, results)
@@ -188,10 +188,6 @@ def _random_states(args: Any) -> list[bytes]:
     if devices and not torch.cuda.is_current_stream_capturing():
         states += [torch.cuda.get_rng_state(device) for device in devices]
     return [state.numpy().tobytes() for state in states]
-
-
-def _shares(result: Tensor, tensors: Sequence[Tensor]) -> bool:
-    return storage_key(result) in map(storage_key, tensors)
 
 
 def _schema_of(function: Function, split: bool) -> str:

@@ -40,7 +40,12 @@ def declaration_of(symbolic: Callable[..., Any], schema: Any, name: str) -> dict
     """
     arguments, results = schema.arguments, len(schema.returns)
     base = _record(symbolic, arguments, {}, results, name)
-    _check_domain(base, name)
+    domain, _, op_type = base.op.rpartition("::")
+    if domain in ("", "onnx", "aten", "prim"):
+        raise ValueError(
+            f"{name}.symbolic makes {base.op!r}, which is not an operator of your own: name "
+            "it 'domain::Name'"
+        )
     tensors = [argument.name for argument in arguments if "Tensor" in str(argument.type)]
     if sorted(base.inputs) != sorted(tensors):
         raise ValueError(
@@ -67,7 +72,6 @@ def declaration_of(symbolic: Callable[..., Any], schema: Any, name: str) -> dict
         for attribute, (_, value) in base.attributes.items()
         if attribute not in renamed.values()
     }
-    domain, _, op_type = base.op.rpartition("::")
     found: dict[str, Any] = {
         "domain": domain,
         "op_type": op_type,
@@ -250,12 +254,3 @@ def _values(argument: Any, name: str) -> tuple[str, tuple[Any, Any]]:
         )
     first, second = _VALUES[plain]
     return plain, ([first], [second]) if "List[" in kind else (first, second)
-
-
-def _check_domain(node: _Node, name: str) -> None:
-    domain = node.op.rpartition("::")[0]
-    if domain in ("", "onnx", "aten", "prim"):
-        raise ValueError(
-            f"{name}.symbolic makes {node.op!r}, which is not an operator of your own: name "
-            "it 'domain::Name'"
-        )

@@ -87,10 +87,7 @@ class SymbolicSizes:
     """
 
     def __init__(self, values: Mapping[str, int]) -> None:
-        """Makes the symbols.
-
-        Args:
-            values: For each symbol by name, the size that it has for now.
+        """Makes symbols of these names, which have these sizes for now.
 
         Raises:
             NotImplementedError: If this PyTorch has its symbolic sizes elsewhere; then nothing is

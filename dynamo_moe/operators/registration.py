@@ -20,7 +20,6 @@ from dynamo_moe.operators.schemas import (
     check_schema,
     derive_schema,
     is_own_domain,
-    plugin_attributes,
     scalar_arguments,
 )
 from dynamo_moe.operators.shape_inference import by_fake_kernel
@@ -34,7 +33,7 @@ _LIKE = "like:"
 _DOMAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 _OP_TYPE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # Domains whose operators a standard or a runtime defines.
-_RESERVED_DOMAINS = ("ai.onnx", "com.microsoft", "com.ms", "org.pytorch", "pkg")
+_RESERVED_DOMAINS = ("ai.onnx.", "com.microsoft.", "com.ms.", "org.pytorch.", "pkg.")
 
 Attributes = Mapping[str, str] | Callable[[registry.Arguments], Mapping[str, Any]] | None
 Inference = str | Callable[[InferenceContext], None] | None
@@ -123,9 +122,7 @@ def register_op(
     declaration = {**locals(), "torch_op": _overload(torch_op), "body": _comparable(body)}
     overload = _overload(torch_op)
     _check_name(overload, domain, op_type)
-    _check_functional(overload)
-    _check_deterministic(overload)
-    _check_fake_kernel(overload)
+    _check_operator(overload)
     if callable(attributes) != (schema is not None):
         raise ValueError(
             f"{domain}::{op_type}: attributes that a function computes must be declared in a "
@@ -161,7 +158,8 @@ def register_op(
         if inference is not None:
             schema.set_type_and_shape_inference_function(inference)
         compute = functools.partial(_renamed, names)
-    fixed = {**(constants or {}), **plugin_attributes(plugin_version, plugin_namespace)}
+    plugin = {"plugin_version": plugin_version, "plugin_namespace": plugin_namespace}
+    fixed = {**(constants or {}), **plugin}
     undeclared = [name for name in fixed if name not in schema.attributes]
     if undeclared:
         raise ValueError(
@@ -211,9 +209,8 @@ def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
         )
     if not _OP_TYPE.fullmatch(op_type):
         raise ValueError(f"op_type must be letters, digits and '_', got {op_type!r}")
-    for reserved in _RESERVED_DOMAINS:
-        if domain == reserved or domain.startswith(f"{reserved}."):
-            raise ValueError(f"domain {domain!r} is not yours to extend: choose a name of your own")
+    if f"{domain}.".startswith(_RESERVED_DOMAINS):
+        raise ValueError(f"domain {domain!r} is not yours to extend: choose a name of your own")
     if is_own_domain(domain) and torch_op.namespace != OWN_DOMAIN:
         raise ValueError(f"domain {domain!r} is dynamo_moe's own: choose another name")
     if onnx.defs.has(op_type):
@@ -223,7 +220,8 @@ def _check_name(torch_op: OpOverload, domain: str, op_type: str) -> None:
         )
 
 
-def _check_functional(torch_op: OpOverload) -> None:
+def _check_operator(torch_op: OpOverload) -> None:
+    """Checks that an operator has a fake kernel, and computes nothing but new values."""
     schema = schema_of(torch_op)
     for value in (*schema.arguments, *schema.returns):
         if value.alias_info is not None:
@@ -232,22 +230,15 @@ def _check_functional(torch_op: OpOverload) -> None:
                 f"{torch_op} {does} {value.name!r}: an ONNX node only computes new values; "
                 "register an operator that returns them"
             )
-
-
-def _check_deterministic(torch_op: OpOverload) -> None:
     if torch.Tag.nondeterministic_seeded in torch_op.tags:
         raise ValueError(
             f"{torch_op} draws random numbers: two equal nodes would be merged into one; pass the "
             "random tensor to an operator instead"
         )
-
-
-def _check_fake_kernel(torch_op: OpOverload) -> None:
     if not private.has_fake_kernel(torch_op):
         raise ValueError(
             f"{torch_op} has no fake kernel, so its results have no shape when a model is traced: "
-            "register one with "
-            f'torch.library.register_fake("{schema_of(torch_op).name}")'
+            f'register one with torch.library.register_fake("{schema.name}")'
         )
 
 

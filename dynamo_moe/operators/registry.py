@@ -99,19 +99,15 @@ class Operator:
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         formals = schema_of(self.torch_op).arguments
-        positional = dict(zip((formal.name for formal in formals), args, strict=False))
-        return {
-            formal.name: {**positional, **kwargs}.get(formal.name, formal.default_value)
-            for formal in formals
-        }
+        given = {**dict(zip((formal.name for formal in formals), args, strict=False)), **kwargs}
+        return {formal.name: given.get(formal.name, formal.default_value) for formal in formals}
 
     def _inputs(self, arguments: Arguments) -> dict[str, Any]:
-        formals = list(self.schema.inputs)
-        given = [arguments[formal.name] for formal in formals]
-        last = max((place for place, value in enumerate(given) if value is not None), default=-1)
-        inputs = dict(zip((formal.name for formal in formals[: last + 1]), given, strict=False))
+        inputs = {formal.name: arguments[formal.name] for formal in self.schema.inputs}
+        while inputs and next(reversed(inputs.values())) is None:
+            inputs.popitem()
         if self.fill is not None:
-            for formal in formals[: last + 1]:
+            for formal in list(self.schema.inputs)[: len(inputs)]:
                 if formal.option == _OPTIONAL and inputs[formal.name] is None:
                     inputs[formal.name] = _zeros(*self.fill(formal.name, arguments))
         return inputs

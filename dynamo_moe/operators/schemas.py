@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -18,7 +18,6 @@ __all__ = [
     "check_schema",
     "derive_schema",
     "is_own_domain",
-    "plugin_attributes",
     "scalar_arguments",
 ]
 
@@ -74,19 +73,10 @@ def derive_schema(
     constants: Mapping[str, Constant],
     like: str | None,
 ) -> OpSchema:
-    """Returns the schema of an operator's ONNX node.
+    """Returns the schema of an operator's ONNX node, from what ``register_op`` is given.
 
-    Args:
-        torch_op: The operator.
-        domain: The node's domain.
-        op_type: The node's operator type.
-        version: Version of the domain.
-        doc: What the operator computes, in words.
-        inputs: The tensor arguments in the node's order; None: the operator's.
-        outputs: The results' names; None: the operator's, or ``y``.
-        renamed: The attributes' names by argument, where they differ.
-        constants: Attributes that are not arguments, with the value that they always have.
-        like: The input whose type the only result has; None: types are not related.
+    ``renamed`` has the attributes' names by argument, where they differ. With ``like`` the only
+    result has the type of that input; otherwise types are not related.
 
     Raises:
         TypeError: If an argument or a result has a type that ONNX nodes cannot have.
@@ -124,16 +114,14 @@ def derive_schema(
             f"shape_inference 'like:{like}' needs one result and a Tensor argument {like!r}; "
             f"{torch_op} is {schema_of(torch_op)}"
         )
-    attributes += [
-        OpSchema.Attribute(name, onnx.helper.make_attribute(name, value), "Always the same.")
-        for name, value in constants.items()
-    ]
-    attributes += [
-        OpSchema.Attribute(
-            name, onnx.helper.make_attribute(name, value), "Read by TensorRT's ONNX parser."
-        )
-        for name, value in PLUGIN_ATTRIBUTES.items()
-    ]
+    for fixed, note in (
+        (constants, "Always the same."),
+        (PLUGIN_ATTRIBUTES, "Read by TensorRT's ONNX parser."),
+    ):
+        attributes += [
+            OpSchema.Attribute(name, onnx.helper.make_attribute(name, value), note)
+            for name, value in fixed.items()
+        ]
     _check_unique(torch_op, [*order, *(attribute.name for attribute in attributes)])
     _check_unique(torch_op, results)
     types = {name: f"T_{name}" for name in order}
@@ -232,11 +220,6 @@ def scalar_arguments(torch_op: OpOverload) -> dict[str, Any]:
     return found
 
 
-def plugin_attributes(version: str, namespace: str) -> dict[str, str]:
-    """Returns the attributes by which TensorRT finds a plugin."""
-    return dict(zip(PLUGIN_ATTRIBUTES, (version, namespace), strict=True))
-
-
 def _tensor_arguments(torch_op: OpOverload) -> dict[str, OpSchema.FormalParameterOption]:
     kinds = {a.name: str(a.real_type) for a in schema_of(torch_op).arguments}
     return {name: _INPUT_OPTIONS[kind] for name, kind in kinds.items() if kind in _INPUT_OPTIONS}
@@ -273,12 +256,7 @@ def _attribute(argument: Any, name: str) -> OpSchema.Attribute:
         required = not argument.has_default_value() and not kind.startswith("Optional[")
         return OpSchema.Attribute(name, declared, required=required)
     value = argument.default_value
-    convert: Callable[[Any], Any] = {
-        OpSchema.AttrType.FLOAT: float,
-        OpSchema.AttrType.FLOATS: float,
-        OpSchema.AttrType.STRING: str,
-        OpSchema.AttrType.STRINGS: str,
-    }.get(declared, int)
+    convert = {"FLOAT": float, "STRING": str}.get(declared.name.removesuffix("S"), int)
     plain = [convert(item) for item in value] if isinstance(value, list) else convert(value)
     return OpSchema.Attribute(
         name, onnx.helper.make_attribute(name, plain, attr_type=int(declared.value))

@@ -21,6 +21,7 @@ from onnx import TypeProto
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
 from onnx_ir import tensor_adapters
+from torch import Tensor
 
 from dynamo_moe import pytree
 from dynamo_moe.operators.private import SymbolicSizes
@@ -34,8 +35,6 @@ _MAX_DECISIONS = 4
 
 # Sizes at which fake kernels are unlikely to do anything special; their values claim nothing.
 _HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
-
-_Shapes = list[tuple[torch.dtype, tuple[Any, ...]]]
 
 
 def like(place: int) -> Inference:
@@ -54,10 +53,7 @@ def by_fake_kernel(
 ) -> Inference:
     """Returns the inference that asks the operator's fake kernel.
 
-    Args:
-        torch_op: The operator.
-        schema: The node's schema.
-        attributes: Attribute by argument, for the arguments that are not tensors.
+    ``attributes`` has the name by argument, for the arguments that are not tensors.
     """
 
     def infer(context: InferenceContext) -> None:
@@ -65,7 +61,7 @@ def by_fake_kernel(
             sizes: dict[str, None] = {}
             inputs = _inputs(context, schema, sizes)
             scalars = {
-                argument.name: _scalar(context, schema, argument, attributes[argument.name])
+                argument.name: _scalar(context, argument, attributes[argument.name])
                 for argument in schema_of(torch_op).arguments
                 if argument.name in attributes
             }
@@ -81,51 +77,38 @@ def by_fake_kernel(
 class _Input:
     """An input's dtype and sizes, unknown ones by name."""
 
-    def __init__(self, proto: TypeProto, number: int, names: dict[str, None]) -> None:
-        tensor = proto.tensor_type
-        if not tensor.HasField("shape"):
+    def __init__(self, proto: TypeProto | None, number: int, names: dict[str, None]) -> None:
+        if proto is None or not proto.tensor_type.HasField("shape"):
             raise ValueError("an input's rank is unknown")
+        tensor = proto.tensor_type
         self.dtype = tensor_adapters.to_torch_dtype(ir.DataType(tensor.elem_type))
-        self.sizes: list[int | str] = []
-        for axis, size in enumerate(tensor.shape.dim):
-            if size.HasField("dim_value"):
-                self.sizes.append(size.dim_value)
-            else:
-                # A name in a file has no space.
-                name = size.dim_param or f" {number} {axis}"
-                names[name] = None
-                self.sizes.append(name)
+        # A name in a file has no space.
+        self.sizes: list[int | str] = [
+            size.dim_value if size.HasField("dim_value") else size.dim_param or f" {number} {axis}"
+            for axis, size in enumerate(tensor.shape.dim)
+        ]
+        names.update((size, None) for size in self.sizes if isinstance(size, str))
 
 
 def _inputs(context: InferenceContext, schema: OpSchema, names: dict[str, None]) -> dict[str, Any]:
-    formals = list(schema.inputs)
-    given: list[_Input | None] = []
-    for number in range(context.get_num_inputs()):
-        proto = context.get_input_type(number) if context.has_input(number) else None
-        if proto is None and context.has_input(number):
-            raise ValueError("an input's type is unknown")
-        given.append(None if proto is None else _Input(proto, number, names))
-    found: dict[str, Any] = {}
-    for place, formal in enumerate(formals):
-        if formal.option == OpSchema.FormalParameterOption.Variadic:
-            found[formal.name] = given[place:]
-        else:
-            found[formal.name] = given[place] if place < len(given) else None
-    return found
+    given = [
+        _Input(context.get_input_type(number), number, names) if context.has_input(number) else None
+        for number in range(context.get_num_inputs())
+    ]
+    variadic = OpSchema.FormalParameterOption.Variadic
+    return {
+        formal.name: given[place:] if formal.option == variadic else next(iter(given[place:]), None)
+        for place, formal in enumerate(schema.inputs)
+    }
 
 
-def _scalar(context: InferenceContext, schema: OpSchema, argument: Any, name: str) -> Any:
+def _scalar(context: InferenceContext, argument: Any, name: str) -> Any:
     proto = context.get_attribute(name)
     if proto is None:
         return argument.default_value
-    value = onnx.helper.get_attribute_value(proto)
-    kind = str(argument.real_type)
-    if isinstance(value, bytes):
-        return value.decode()
-    if "bool" in kind:
-        return [bool(item) for item in value] if "List" in kind else bool(value)
-    if isinstance(value, (list, tuple)):
-        return [item.decode() if isinstance(item, bytes) else item for item in value]
+    value = ir.serde.deserialize_attribute(proto).value
+    if "bool" in str(argument.real_type):
+        return [*map(bool, value)] if isinstance(value, (list, tuple)) else bool(value)
     return value
 
 
@@ -134,7 +117,7 @@ def _claims(
     arguments: Mapping[str, Any],
     names: tuple[str, ...],
     known: Mapping[str, int] | None = None,
-) -> _Shapes | None:
+) -> list[tuple[torch.dtype, tuple[Any, ...]]] | None:
     """Returns the results' dtypes and shapes; None if they do not hold for all sizes."""
     known = known or {}
     if len(known) > _MAX_DECISIONS or len(names) > len(_HINTS):
@@ -144,14 +127,12 @@ def _claims(
     symbols = environment.symbols
     sizes = {**symbols, **known}
 
-    def fake(value: Any) -> Any:
-        if not isinstance(value, _Input):
-            return value
+    def fake(value: _Input) -> Tensor:
         shape = [sizes[size] if isinstance(size, str) else size for size in value.sizes]
         return torch.empty(shape, dtype=value.dtype)
 
     with environment.fake_tensors(), torch.no_grad():
-        given = pytree.tree_map(fake, dict(arguments))
+        given = pytree.tree_map_only(_Input, fake, dict(arguments))
         before = len(environment.decisions())
         results = pytree.tree_leaves(torch_op(**given))
         decisions = environment.decisions()[before:]
@@ -193,13 +174,9 @@ def _at(shape: tuple[Any, ...], name: str, number: int) -> tuple[Any, ...]:
 
 
 def _type_of(dtype: torch.dtype, shape: tuple[Any, ...], names: Collection[str]) -> TypeProto:
-    proto = TypeProto()
-    proto.tensor_type.elem_type = int(tensor_adapters.from_torch_dtype(dtype))
-    proto.tensor_type.shape.SetInParent()
+    sizes: list[int | str | None] = []
     for size in shape:
-        dim = proto.tensor_type.shape.dim.add()
-        if isinstance(size, int):
-            dim.dim_value = size
-        elif isinstance(size, sympy.Symbol) and size.name in names and size.name[0] != " ":
-            dim.dim_param = size.name
-    return proto
+        of_a_file = isinstance(size, sympy.Symbol) and size.name in names and size.name[0] != " "
+        sizes.append(size if isinstance(size, int) else size.name if of_a_file else None)
+    elem_type = int(tensor_adapters.from_torch_dtype(dtype))
+    return onnx.helper.make_tensor_type_proto(elem_type, sizes)

@@ -15,14 +15,7 @@ from onnxscript import version_converter
 
 from dynamo_moe.operators.registry import Body, attribute_type
 
-__all__ = [
-    "body_of",
-    "check_absent_attributes",
-    "content",
-    "omit_absent_inputs",
-    "prepare_body",
-    "proto_of",
-]
+__all__ = ["body_of", "content", "omit_absent", "prepare_body", "proto_of"]
 
 _OPTIONAL = OpSchema.FormalParameterOption.Optional
 
@@ -112,51 +105,39 @@ def prepare_body(function: ir.Function, node: ir.Node, schema: OpSchema, opset: 
             function.attributes[attribute] = ir.Attr(attribute, attribute_type(declared), None)
 
 
-def omit_absent_inputs(function: ir.Function, node: ir.Node, name: str) -> None:
-    """Removes from a node's body what the node leaves out, in place, and notes it in ``overload``.
+def omit_absent(function: ir.Function, node: ir.Node, name: str) -> None:
+    """Removes from a node's body the inputs that the node leaves out; ``overload`` notes them.
 
     ONNX Runtime 1.31 crashes on a function that uses an input that its node does not have.
 
     Raises:
-        ValueError: If the body cannot do without such an input.
+        ValueError: If the body cannot do without such an input, or such an attribute.
     """
+
+    def refusal(what: str, user: ir.Node) -> ValueError:
+        return ValueError(
+            f"the body of {name} cannot do without the {what}, which node {node.name!r} leaves "
+            f"out: {user.op_type} needs it; pass a function that returns the body of a given node"
+        )
+
     given = [*node.inputs, *[None] * len(function.inputs)]
     absent = [value for value, got in zip(function.inputs, given, strict=False) if got is None]
     for value in absent:
         for user, place in list(value.uses()):
             if not _may_lack(user, place):
-                raise ValueError(
-                    f"the body of {name} cannot do without the input {value.name!r}, which node "
-                    f"{node.name!r} leaves out: {user.op_type} needs it; pass a function that "
-                    "returns the body of a given node"
-                )
+                raise refusal(f"input {value.name!r}", user)
             user.replace_input_with(place, None)
     while len(function.inputs) > len(node.inputs):
         function.inputs.pop()
     if absent:
         parts = [function.overload, "without", *(str(value.name) for value in absent)]
         function.overload = "_".join(filter(None, parts))
-
-
-def check_absent_attributes(function: ir.Function, node: ir.Node, name: str) -> None:
-    """Checks that a node's body can do without the attributes that the node leaves out.
-
-    Raises:
-        ValueError: If it cannot.
-    """
-    given = {
-        *node.attributes,
-        *(a.name for a in function.attributes.values() if a.value is not None),
-    }
+    defaults = (a.name for a in function.attributes.values() if a.value is not None)
+    known = {None, *node.attributes, *defaults}
     for user in function.all_nodes():
         for attribute in user.attributes.values():
-            if attribute.ref_attr_name in {None, *given} or not _needs(user, attribute.name):
-                continue
-            raise ValueError(
-                f"the body of {name} cannot do without the attribute {attribute.ref_attr_name!r}, "
-                f"which node {node.name!r} leaves out: {user.op_type} needs it; pass a function "
-                "that returns the body of a given node"
-            )
+            if attribute.ref_attr_name not in known and _needs(user, attribute.name):
+                raise refusal(f"attribute {attribute.ref_attr_name!r}", user)
 
 
 def _needs(node: ir.Node, attribute: str) -> bool:

@@ -19,14 +19,9 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
-from dynamo_moe.private import (
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    TorchDispatchMode,
-    schema_of,
-)
+from dynamo_moe.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, schema_of
 from dynamo_moe.tracing import private
+from dynamo_moe.tracing.nodes import Call, add_graph, all_nodes
 
 __all__ = ["autocast_inside", "with_casts"]
 
@@ -56,18 +51,14 @@ def autocast_inside(model: nn.Module) -> Iterator[None]:
     if not active:
         yield
         return
-    own = vars(model).get("forward")
-    for device, dtype in active.items():
-        model.forward = _forward_under_autocast(model.forward, device, dtype)
-    try:
-        with contextlib.ExitStack() as stack:
-            for device in active:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            yield
-    finally:
-        del model.forward
-        if own is not None:
-            model.forward = own
+    with contextlib.ExitStack() as stack:
+        if "forward" in vars(model):
+            stack.callback(setattr, model, "forward", model.forward)
+        stack.callback(delattr, model, "forward")
+        for device, dtype in active.items():
+            model.forward = _forward_under_autocast(model.forward, device, dtype)
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _forward_under_autocast(
@@ -84,29 +75,20 @@ def _forward_under_autocast(
 def with_casts(program: ExportedProgram, *, strict: bool) -> ExportedProgram:
     """Returns the program with autocast's casts as nodes, and autocast disabled in all regions.
 
-    Args:
-        program: A traced program, which may be changed in place.
-        strict: Whether the trace was strict: its values then have their dtypes without autocast.
+    The program may be changed in place. The values of a strict trace have their dtypes without
+    autocast.
     """
-    if not any(_enables(node) for module in _graphs(program) for node in module.graph.nodes):
+    if not any(n.target is _wrap_with_autocast and n.args[2] for n in all_nodes(program)):
         return program
     try:
         if strict:
-            _Retyped.retype(program.graph_module)
+            _retype(program.graph_module)
         _Casts().insert(program.graph_module, {})
     except Exception:  # Whatever it is, a second trace of the program casts too.
         _LOG.info("The whole program is traced again for its casts", exc_info=True)
         traced_again: ExportedProgram = program.run_decompositions({})
         return traced_again
     return program
-
-
-def _graphs(program: ExportedProgram) -> Iterator[fx.GraphModule]:
-    return (each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule))
-
-
-def _enables(node: fx.Node) -> bool:
-    return node.target is _wrap_with_autocast and bool(node.args[2])
 
 
 @contextlib.contextmanager
@@ -117,24 +99,24 @@ def _autocast(state: State) -> Iterator[None]:
         yield
 
 
-class _Retyped(fx.Interpreter):
+class _Valued(fx.Interpreter):
     """Runs a graph on tensors without values, and gives its nodes the values that they have."""
-
-    @classmethod
-    def retype(cls, module: fx.GraphModule) -> None:
-        given = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-        with _mode(given), private.enable_python_dispatcher(), torch.no_grad():
-            cls(module).run(*given)
 
     def run_node(self, node: fx.Node) -> Any:
         result = super().run_node(node)
-        if "val" in node.meta:
+        if node.op == "call_function":
             node.meta["val"] = result
         return result
 
     def get_attr(self, *args: Any) -> Any:
         found = super().get_attr(*args)
         return type(self)(found).run if isinstance(found, fx.GraphModule) else found
+
+
+def _retype(module: fx.GraphModule) -> None:
+    given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with _mode(given), private.enable_python_dispatcher(), torch.no_grad():
+        _Valued(module).run(*given)
 
 
 class _Casts:
@@ -144,12 +126,7 @@ class _Casts:
         self._known: dict[Any, fx.Graph | None] = {}
 
     def insert(self, module: fx.GraphModule, state: State) -> None:
-        """Inserts the casts of a graph, and of those that it calls.
-
-        Args:
-            module: The graph.
-            state: The autocast around it.
-        """
+        """Inserts the casts of a graph and of those that it calls, given the autocast around it."""
         for node in list(module.graph.nodes):
             inner = state
             if node.target is _wrap_with_autocast:
@@ -168,73 +145,52 @@ class _Casts:
         module.recompile()
 
     def _cast(self, node: fx.Node, state: State) -> None:
-        target: Any = node.target
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        values = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-        devices = {value.device.type for value in values if isinstance(value, Tensor)}
+        call = Call(node.target, node)
+        devices = {value.device.type for value in call.given if isinstance(value, Tensor)}
         state = {device: state[device] for device in state if device in devices}
-        if not state or not _may_be_cast(target, values, node.meta.get("val")):
+        if not state or not _may_be_cast(node, call.given):
             return
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
-
-        def call(*given: Any) -> Any:
-            whole = list(values)
-            for place, value in zip(places, given, strict=True):
-                whole[place] = value
-            args, kwargs = pytree.tree_unflatten(whole, spec)
-            return target(*args, **kwargs)
-
-        key = (target, spec, tuple(map(_description, values)), tuple(state.items()))
+        key = call.key, tuple(state.items())
         if key not in self._known:
-            self._known[key] = _under_autocast(call, [values[place] for place in places], state)
+            self._known[key] = _under_autocast(call, state)
         graph = self._known[key]
         if graph is not None:
-            _replace(node, graph, [leaves[place] for place in places])
+            _replace(node, graph, call.nodes)
 
 
-def _may_be_cast(target: OpOverload, values: Sequence[Any], result: Any) -> bool:
+def _may_be_cast(node: fx.Node, given: Sequence[Any]) -> bool:
     """Whether an operator computes with floating-point numbers, and makes no sizes from data."""
+    target: Any = node.target
     if any(argument.alias_info is not None for argument in schema_of(target).arguments):
         return False  # Views and changes in place are never cast.
-    if not any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
+    if not any(isinstance(value, Tensor) and value.is_floating_point() for value in given):
         return False
-    return _from_data(pytree.tree_leaves(result)) <= _from_data(values)
+    return _from_data(pytree.tree_leaves(node.meta.get("val"))) <= _from_data(given)
 
 
 def _from_data(values: Sequence[Any]) -> set[Any]:
     """Returns the symbols of sizes that are read from data."""
-    found = (
-        private.free_unbacked_symbols(value) for value in values if isinstance(value, _SYMBOLIC)
-    )
-    return set().union(*found)
+    symbolic = (value for value in values if isinstance(value, _SYMBOLIC))
+    return set().union(*map(private.free_unbacked_symbols, symbolic))
 
 
-def _description(value: Any) -> tuple[Any, ...]:
-    """Returns the same for two arguments that lead to the same calls."""
-    if isinstance(value, Tensor):
-        return (tuple(map(str, value.shape)), value.dtype, value.device)
-    return (type(value), str(value))
-
-
-def _under_autocast(
-    call: Callable[..., Any], given: Sequence[Any], state: State
-) -> fx.Graph | None:
+def _under_autocast(call: Call, state: State) -> fx.Graph | None:
     """Returns what an operator comes to under autocast; None if that is the operator alone.
 
     Either it is cast as a whole, or it decomposes into operators that are.
     """
-    recorder = _Recorder(given)
-    with _mode(given), private.enable_python_dispatcher(), torch.no_grad():
+    recorder = _Recorder(call.given)
+    with _mode(call.given), private.enable_python_dispatcher(), torch.no_grad():
         with _autocast(state), torch.inference_mode(), recorder:
             # In another mode, operators decompose before they are seen.
-            result = call(*given)
+            result = call(*call.given)
         if len(recorder.calls) > 1:
             return recorder.finish(result)
         if not private.can_decompose(recorder.calls[0]):
             return None
-        plain = private.make_fx(call)(*given).graph
+        plain = private.make_fx(call)(*call.given).graph
         with _autocast(state):
-            cast = private.make_fx(call)(*given).graph
+            cast = private.make_fx(call)(*call.given).graph
     return None if _targets(cast) == _targets(plain) else cast
 
 
@@ -248,18 +204,8 @@ def _targets(graph: fx.Graph) -> list[Any]:
 
 def _replace(node: fx.Node, graph: fx.Graph, given: Sequence[fx.Node]) -> None:
     """Puts a graph's nodes in the place of one."""
-    copies: dict[fx.Node, Any] = {}
-    remaining = iter(given)
-    results: Any = None
-    for inner in graph.nodes:
-        if inner.op == "output":
-            results = fx.map_arg(inner.args[0], copies.__getitem__)
-        elif inner.op == "placeholder":
-            copies[inner] = next(remaining)
-        else:
-            with node.graph.inserting_before(node):
-                copies[inner] = node.graph.node_copy(inner, copies.__getitem__)
-            copies[inner].meta = {**node.meta, "val": inner.meta["val"]}
+    with node.graph.inserting_before(node):
+        results = add_graph(node.graph, node, graph, given)
     if isinstance(results, fx.Node):
         node.replace_all_uses_with(results)
     else:
@@ -293,15 +239,7 @@ class _Recorder(TorchDispatchMode):
         """Returns the graph that gives ``result``, with the values of its nodes."""
         self._graph.output(*self._nodes_of(result))
         self._graph.eliminate_dead_code()
-        given = iter(self._given)
-        values: dict[fx.Node, Any] = {}
-        for node in self._graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op != "output":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                target: Any = node.target
-                values[node] = node.meta["val"] = target(*args, **kwargs)
+        _Valued(nn.Module(), graph=self._graph).run(*self._given)
         return self._graph
 
     def _note(self, value: Any, node: fx.Node) -> None:

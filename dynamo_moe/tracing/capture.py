@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dynamo_moe.tracing import private
 from dynamo_moe.tracing.autocast import with_casts
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
+from dynamo_moe.tracing.nodes import add_call, all_nodes, values
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 from dynamo_moe.tracing.state_space import exportable_scans
@@ -25,19 +27,9 @@ __all__ = ["capture"]
 
 _aten = torch.ops.aten
 _NORMS = frozenset(
-    {
-        _aten.batch_norm.default,
-        _aten.group_norm.default,
-        _aten.instance_norm.default,
-        _aten.layer_norm.default,
-    }
+    getattr(_aten, name).default
+    for name in ("batch_norm", "group_norm", "instance_norm", "layer_norm")
 )
-_CASTS = {
-    "bfloat16": torch.bfloat16,
-    "double": torch.float64,
-    "float": torch.float32,
-    "half": torch.float16,
-}
 
 
 @phase("capture")
@@ -82,11 +74,8 @@ def _checked_trace(
 
 def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> ExportedProgram:
     # What torch.onnx.export does around torch.export, and more.
-    with ExitStack() as stack:
-        stack.enter_context(_exportable_models())
-        stack.enter_context(private.capturing())
-        if example.shapes:
-            stack.enter_context(private.rnn_loops())
+    loops = private.rnn_loops() if example.shapes else nullcontext()
+    with _exportable_models(), private.capturing(), loops:
         return torch.export.export(
             model,
             example.args,
@@ -97,31 +86,29 @@ def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> 
         )
 
 
-@contextmanager
-def _exportable_casts() -> Iterator[None]:
+def _casting(
+    dtype: torch.dtype, original: Callable[[nn.Module], nn.Module]
+) -> Callable[[nn.Module], nn.Module]:
     """Lets a forward cast a module to the dtype that it has, as ``self.router.float()`` does.
 
     Such a cast would assign the parameters anew, which a trace does not allow.
     """
 
-    def casting(dtype: torch.dtype) -> Callable[[Any], Any]:
-        def replacement(original: Callable[[nn.Module], nn.Module]) -> Any:
-            def cast(module: nn.Module) -> nn.Module:
-                held = (*module.parameters(), *module.buffers())
-                dtypes = {tensor.dtype for tensor in held if tensor.is_floating_point()}
-                return module if dtypes <= {dtype} else original(module)
+    def cast(module: nn.Module) -> nn.Module:
+        held = (*module.parameters(), *module.buffers())
+        dtypes = {tensor.dtype for tensor in held if tensor.is_floating_point()}
+        return module if dtypes <= {dtype} else original(module)
 
-            return cast
-
-        return replacement
-
-    with ExitStack() as changes:
-        for name, dtype in _CASTS.items():
-            changes.enter_context(replaced(nn.Module, name, casting(dtype)))
-        yield
+    return cast
 
 
-_exportable_models = ProcessState(exportable_scans, _exportable_casts)
+_exportable_models = ProcessState(
+    exportable_scans,
+    *(
+        partial(replaced, nn.Module, name, partial(_casting, getattr(torch, name)))
+        for name in ("bfloat16", "double", "float", "half")
+    ),
+)
 
 
 def _unsqueeze_complex(program: ExportedProgram) -> None:
@@ -141,18 +128,14 @@ def _exportable_sizes(program: ExportedProgram) -> None:
 
     ``a // b`` becomes ONNX's Div, which rounds towards zero: ``-(-tokens // 4)`` would be off.
     """
-    for node in _nodes(program):
+    for node in all_nodes(program):
         if node.target is private.SYMBOLIC_SQUARE_ROOT:
             node.target, node.args = operator.pow, (node.args[0], 0.5)
         elif node.target is operator.floordiv and not _is_natural(node.args[0]):
-            arguments: Any = node.args
-            dividend, divisor = arguments
+            dividend, divisor = node.args
             with node.graph.inserting_before(node):
-                rest = node.graph.call_function(operator.mod, (dividend, divisor))
-                whole = node.graph.call_function(operator.sub, (dividend, rest))
-            for new, function in ((rest, operator.mod), (whole, operator.sub)):
-                values: Any = fx.map_arg(new.args, lambda argument: argument.meta["val"])
-                new.meta = {**node.meta, "val": function(*values)}
+                rest = add_call(node.graph, node, operator.mod, dividend, divisor)
+                whole = add_call(node.graph, node, operator.sub, dividend, rest)
             node.args = (whole, divisor)
 
 
@@ -161,36 +144,22 @@ def _is_natural(size: Any) -> bool:
     return isinstance(value, torch.Tensor) or private.is_never_negative(value)
 
 
-def _nodes(program: ExportedProgram) -> list[fx.Node]:
-    """Returns the nodes of all the program's graphs."""
-    graphs = (each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule))
-    return [node for each in graphs for node in each.graph.nodes]
-
-
 def _widen_norms(program: ExportedProgram) -> None:
     """Casts the inputs of norms whose parameters have another dtype, as PyTorch does inside.
 
     ONNX allows one dtype only. On a CPU, autocast leaves norms in this state.
     """
-    for node in _nodes(program):
-        if node.target not in _NORMS:
+    for node in all_nodes(program):
+        target: Any = node.target
+        if target not in _NORMS:
             continue
-        x: Any = node.args[0]
-        dtypes = _dtypes(node.args[1:]) - {x.meta["val"].dtype}
+        x, *others = values(node.args)
+        dtypes = {value.dtype for value in others if isinstance(value, Tensor)} - {x.dtype}
         if len(dtypes) != 1:
             continue
         with node.graph.inserting_before(node):
-            wide = node.graph.call_function(_aten.to.dtype, (x, *dtypes))
-            norm = node.graph.call_function(node.target, (wide, *node.args[1:]), node.kwargs)
-        wide.meta = {**node.meta, "val": x.meta["val"].to(*dtypes)}
+            wide = add_call(node.graph, node, _aten.to.dtype, node.args[0], *dtypes)
+            norm = node.graph.call_function(target, (wide, *node.args[1:]), node.kwargs)
         norm.meta = {**node.meta, "val": node.meta["val"].to(*dtypes)}
         # The node itself keeps its name, which may be that of a result.
         node.target, node.args, node.kwargs = _aten.to.dtype, (norm, node.meta["val"].dtype), {}
-
-
-def _dtypes(arguments: Iterable[Any]) -> set[torch.dtype]:
-    return {
-        each.meta["val"].dtype
-        for each in arguments
-        if isinstance(each, fx.Node) and isinstance(each.meta["val"], Tensor)
-    }

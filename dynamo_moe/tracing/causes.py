@@ -55,11 +55,7 @@ def own_failure(
 ) -> Exception | None:
     """Returns what the model raises in PyTorch too, where an operator failed in a trace.
 
-    Args:
-        model: Run once, unless it is known from the failure that no operator refused the example.
-        args: Positional example arguments.
-        kwargs: Keyword example arguments.
-        failure: What the trace raised.
+    The model runs once, unless the trace's failure shows that no operator refused the example.
     """
     *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
     by_an_operator = _is_in(frame, _TORCH) and not casts_a_module(failure)

@@ -27,6 +27,7 @@ from dynamo_moe.private import (
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import private
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
+from dynamo_moe.tracing.nodes import Call, add_call, add_graph, values
 
 __all__ = ["NeedsRetraceError", "decomposed"]
 
@@ -41,20 +42,12 @@ _REGIONS: Mapping[Any, int] = {
 }
 # Composites whose results are new tensors, though nothing in their schema says so.
 _FRESH = frozenset(
-    {
-        _aten.batch_norm.default,
-        _aten.conv1d.default,
-        _aten.conv2d.default,
-        _aten.conv3d.default,
-        _aten.group_norm.default,
-        _aten.layer_norm.default,
-        _aten.linear.default,
-        _aten.matmul.default,
-    }
+    getattr(_aten, name).default
+    for name in (
+        *("batch_norm", "group_norm", "layer_norm"),
+        *("conv1d", "conv2d", "conv3d", "linear", "matmul"),
+    )
 )
-
-# The entries of a node's metadata that describe its values, and the new sizes in them.
-_VALUE_KEYS = ("val", "unbacked_bindings")
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -82,30 +75,25 @@ def decomposed(
         NeedsRetraceError: If the program has control flow, or changes tensors in ways that a
             single node does not show.
     """
-    work = _Decomposer(module, is_translated, decompositions)
+    decomposer = _Decomposer(is_translated, decompositions)
     with mode, private.enable_python_dispatcher():
-        return work.run()
+        return decomposer.run(module)
 
 
 class _Decomposer:
     def __init__(
-        self,
-        module: fx.GraphModule,
-        is_translated: Callable[[Any], bool],
-        decompositions: Decompositions,
+        self, is_translated: Callable[[Any], bool], decompositions: Decompositions
     ) -> None:
-        self._module = module
         self._is_translated = is_translated
         self._decompositions: dict[Any, Callable[..., Any]] = {**decompositions, **DECOMPOSITIONS}
         self._graph = fx.Graph()
-        self._traces: dict[Any, fx.GraphModule] = {}
+        self._traces: dict[Any, fx.Graph] = {}
 
-    def run(self) -> fx.GraphModule:
-        outputs = self._copy(self._module, None)
-        output = self._graph.output(outputs)
-        output.meta = dict(next(iter(reversed(self._module.graph.nodes))).meta)
-        result = fx.GraphModule(self._module, self._graph)
-        result.meta.update(self._module.meta)
+    def run(self, module: fx.GraphModule) -> fx.GraphModule:
+        output = self._graph.output(self._copy(module, None))
+        output.meta = dict(module.graph.output_node().meta)
+        result = fx.GraphModule(module, self._graph)
+        result.meta.update(module.meta)
         return result
 
     def _copy(self, module: fx.GraphModule, arguments: Sequence[Any] | None) -> Any:
@@ -159,7 +147,7 @@ class _Decomposer:
             elif schema_of(target).is_mutable:
                 target = _functional(target, node)
             better = DECOMPOSITIONS.get(target)
-            if better is not None and better.applies(*_values(node.args), **_values(node.kwargs)):
+            if better is not None and better.applies(*values(node.args), **values(node.kwargs)):
                 return self._traced(better.function, node, new)
             if self._decomposes(target):
                 return self._traced(target, node, new)
@@ -177,51 +165,23 @@ class _Decomposer:
 
     def _traced(self, target: Callable[..., Any], node: fx.Node, new: dict[fx.Node, Any]) -> Any:
         """Copies the nodes that an operator decomposes into."""
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        values = [
-            _compact(leaf.meta["val"]) if isinstance(leaf, fx.Node) else leaf for leaf in leaves
-        ]
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
-        key = (target, spec, tuple(map(_identity, values)))
-        traced = self._traces.get(key)
+        call = Call(target, node)
+        traced = self._traces.get(call.key)
         if traced is None:
-            traced = self._trace(target, values, places, spec)
+            traced = self._trace(call, target)
             if not _has_new_sizes(traced):
-                self._traces[key] = traced
-        copies: dict[fx.Node, Any] = {}
-        given = [new[leaves[place]] for place in places]
-        remaining = iter(given)
-        for inner in traced.graph.nodes:
-            if inner.op == "output":
-                result = fx.map_arg(inner.args[0], copies.__getitem__)
-                if key not in self._traces:
-                    _keep_values(node, result, given)
-                return result
-            if inner.op == "placeholder":
-                copies[inner] = next(remaining)
-            elif inner.op == "get_attr":
-                raise NeedsRetraceError(f"{target} makes a constant")
-            else:
-                copies[inner] = copy = self._graph.node_copy(inner, copies.__getitem__)
-                own = {name: inner.meta.get(name) for name in _VALUE_KEYS}
-                copy.meta = {**node.meta, **own}
-        raise AssertionError("a graph ends with its output")
+                self._traces[call.key] = traced
+        given = [new[each] for each in call.nodes]
+        result = add_graph(self._graph, node, traced, given)
+        if call.key not in self._traces:
+            _keep_values(node, result, given)
+        return result
 
-    def _trace(
-        self, target: Callable[..., Any], values: Sequence[Any], places: Sequence[int], spec: Any
-    ) -> fx.GraphModule:
-        def call(*given: Any) -> Any:
-            leaves = list(values)
-            for place, value in zip(places, given, strict=True):
-                leaves[place] = value
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
-            return target(*args, **kwargs)
-
-        traced: fx.GraphModule = private.make_fx(call, decomposition_table=self._decompositions)(
-            *(values[place] for place in places)
-        )
-        written = _Written(traced.graph.nodes)
-        for node in traced.graph.nodes:
+    def _trace(self, call: Call, target: Callable[..., Any]) -> fx.Graph:
+        trace = private.make_fx(call, decomposition_table=self._decompositions)
+        traced: fx.Graph = trace(*map(_compact, call.given)).graph
+        written = _Written(traced.nodes)
+        for node in traced.nodes:
             names = written.names(node)
             if names:
                 if _written_whole(node) is not None:
@@ -229,7 +189,9 @@ class _Decomposer:
                 node.target = _functional(node.target, node)
             for name in names:
                 name.replace_all_uses_with(node, partial(operator.lt, node))
-        traced.graph.eliminate_dead_code()
+        traced.eliminate_dead_code()
+        if traced.find_nodes(op="get_attr"):
+            raise NeedsRetraceError(f"{target} makes a constant")
         return traced
 
 
@@ -292,20 +254,15 @@ def _is_fresh(node: fx.Node) -> bool:
 
 def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
     """Returns the operator that gives what an operator such as ``add_`` writes."""
-    namespace, _, name = schema_of(target).name.partition("::")
+    schema = schema_of(target)
+    namespace, _, name = schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name[-1] == "_" else None
-    functional = getattr(packet, private.overload_name(target), None)
+    functional = getattr(packet, schema.overload_name or "default", None)
     if not isinstance(functional, OpOverload) or schema_of(functional).is_mutable:
         raise NeedsRetraceError(f"{target} changes a tensor")
-    args, kwargs = _values((node.args, node.kwargs))
-    if functional(*args, **kwargs).dtype != node.meta["val"].dtype:
+    if functional(*values(node.args), **values(node.kwargs)).dtype != node.meta["val"].dtype:
         raise NeedsRetraceError(f"{target} changes a tensor of another dtype")
     return functional
-
-
-def _values(arguments: Any) -> Any:
-    """Returns arguments with values in place of nodes."""
-    return fx.map_arg(arguments, lambda argument: argument.meta["val"])
 
 
 def _copied(changed: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -313,13 +270,13 @@ def _copied(changed: Tensor, source: Tensor, non_blocking: bool = False) -> Tens
     return source.to(changed.dtype).expand(changed.shape)
 
 
-def _has_new_sizes(traced: fx.GraphModule) -> bool:
+def _has_new_sizes(traced: fx.Graph) -> bool:
     """Whether a trace makes sizes that depend on values, as ``nonzero`` does.
 
     Another call makes others, though its arguments have the same sizes.
     """
     given, found = set[Any](), set[Any]()
-    for node in traced.graph.nodes:
+    for node in traced.nodes:
         sizes = found if node.op == "call_function" else given
         sizes.update(private.free_unbacked_symbols(node.meta.get("val")))
     return not found <= given
@@ -346,13 +303,6 @@ def _attribute(module: fx.GraphModule, node: Any) -> Any:
 def _compact(value: Any) -> Any:
     """Returns a tensor of the same sizes in row-major order, as all of ONNX's are."""
     return value.new_empty(value.shape) if isinstance(value, Tensor) else value
-
-
-def _identity(value: Any) -> Any:
-    """Returns the same for two arguments that lead to the same trace."""
-    if isinstance(value, Tensor):
-        return (tuple(map(str, value.shape)), value.dtype, value.device)
-    return (type(value), str(value))
 
 
 # --- Tensors that a program fills slice by slice: without writing, their parts joined ---
@@ -402,13 +352,9 @@ def _only_written(node: Any) -> bool:
 
 
 def _join(graph: fx.Graph, write: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
-    """Adds the tensor that a write leaves behind.
+    """Adds the tensor that a write leaves behind: its ``_written_whole`` with the value in it.
 
-    Args:
-        graph: Where to add it.
-        write: A node with a ``_written_whole``.
-        whole: That tensor before the write, in ``graph``.
-        value: What has been written, in ``graph``.
+    Both, ``whole`` from before the write, are nodes of ``graph``.
     """
     parts = [view for view in _views(write) if not _cut(view).is_whole]
     bounds = _bounds(parts[0]) if parts else None
@@ -420,7 +366,7 @@ def _join(graph: fx.Graph, write: fx.Node, whole: fx.Node, value: fx.Node) -> fx
         value,
         *_rest(graph, write, whole, (dimension, end, size)),
     ]
-    return _added(graph, write, _aten.cat.default, joined, dimension)
+    return add_call(graph, write, _aten.cat.default, joined, dimension)
 
 
 def _rest(
@@ -437,7 +383,7 @@ def _rest(
         starts = [0, *ends]
         if start in starts and end in ends:
             return list(joined[starts.index(start) : ends.index(end) + 1])
-    return [_added(graph, write, _aten.slice.Tensor, whole, dimension, start, end)]
+    return [add_call(graph, write, _aten.slice.Tensor, whole, dimension, start, end)]
 
 
 def _joined_along(cat: Any) -> int:
@@ -445,14 +391,6 @@ def _joined_along(cat: Any) -> int:
     dimension: int = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
     rank: int = cat.meta["val"].ndim
     return dimension % rank
-
-
-def _added(graph: fx.Graph, write: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Adds a call on behalf of a write."""
-    node = graph.call_function(target, args)
-    values: Any = fx.map_arg(args, lambda argument: argument.meta["val"])
-    node.meta = {**write.meta, "val": target(*values)}
-    return node
 
 
 def _views(write: fx.Node) -> list[Any]:

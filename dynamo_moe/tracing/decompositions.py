@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,18 +108,14 @@ def _atan2(y: Tensor, x: Tensor) -> Tensor:
     return torch.where((x == 0) & (y == 0), at_zero, torch.where(x == 0, half / 2, angle))
 
 
-@decomposes(_prims.fmax.default)
-def _fmax(x: Tensor, y: Tensor) -> Tensor:
+def _ignoring_nan(choose: Function, x: Tensor, y: Tensor) -> Any:
     if not x.is_floating_point():
-        return torch.maximum(x, y)
-    return torch.where(x.isnan(), y, torch.where(y.isnan(), x, torch.maximum(x, y)))
+        return choose(x, y)
+    return torch.where(x.isnan(), y, torch.where(y.isnan(), x, choose(x, y)))
 
 
-@decomposes(_prims.fmin.default)
-def _fmin(x: Tensor, y: Tensor) -> Tensor:
-    if not x.is_floating_point():
-        return torch.minimum(x, y)
-    return torch.where(x.isnan(), y, torch.where(y.isnan(), x, torch.minimum(x, y)))
+decomposes(_prims.fmax.default)(partial(_ignoring_nan, torch.maximum))
+decomposes(_prims.fmin.default)(partial(_ignoring_nan, torch.minimum))
 
 
 @decomposes(_prims.hypot.default)
@@ -130,41 +127,28 @@ def _hypot(x: Tensor, y: Tensor) -> Tensor:
 
 
 # ONNX has these for floating point only.
-@decomposes(
-    *(getattr(_aten, name).default for name in ("ceil", "floor", "round", "trunc")),
-    when=lambda x: not x.is_floating_point(),
+_of_integers = partial(decomposes, when=lambda x: not x.is_floating_point())
+_of_integers(*(getattr(_aten, name).default for name in ("ceil", "floor", "round", "trunc")))(
+    torch.clone
 )
-def _integers(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-@decomposes(_aten.isnan.default, _aten.isinf.default, when=lambda x: not x.is_floating_point())
-def _never(x: Tensor) -> Tensor:
-    return torch.zeros_like(x, dtype=torch.bool)
-
-
-@decomposes(_aten.isfinite.default, when=lambda x: not x.is_floating_point())
-def _always(x: Tensor) -> Tensor:
-    return torch.ones_like(x, dtype=torch.bool)
-
-
-@decomposes(_aten.relu.default, when=lambda x: not x.is_floating_point())
-def _relu_of_integers(x: Tensor) -> Tensor:
-    return x.clamp(min=0)
+_of_integers(_aten.relu.default)(partial(torch.clamp, min=0))
+_of_integers(_aten.isnan.default, _aten.isinf.default)(partial(torch.zeros_like, dtype=torch.bool))
+_of_integers(_aten.isfinite.default)(partial(torch.ones_like, dtype=torch.bool))
 
 
 def _converts_integers(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> bool:
     return dtype is not None and not x.is_floating_point()
 
 
-@decomposes(_aten.softmax.int, when=_converts_integers)
-def _softmax_of_integers(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).softmax(dim)
+def _of_converted(function: Function, x: Tensor, dim: int, dtype: torch.dtype) -> Any:
+    return function(x.to(dtype), dim)
 
 
-@decomposes(_aten.log_softmax.int, when=_converts_integers)
-def _log_softmax_of_integers(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).log_softmax(dim)
+for _operator, _function in (
+    (_aten.softmax.int, torch.softmax),
+    (_aten.log_softmax.int, torch.log_softmax),
+):
+    decomposes(_operator, when=_converts_integers)(partial(_of_converted, _function))
 
 
 # --- Pooling ---
@@ -185,7 +169,7 @@ def _divided_pool(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int = 1,
-) -> Tensor:
+) -> Any:
     """The sum in each window, divided by a given number."""
     kernels = kernel_size if len(kernel_size) > 1 else [*kernel_size] * (x.ndim - 2)
     pool = _aten.avg_pool2d if len(kernels) == 2 else _aten.avg_pool3d
@@ -198,8 +182,7 @@ def _divided_pool(
         end = (result.shape[place - dims] - 1) * step + kernel
         pads = [before, end - before - x.shape[place - dims], *pads]
     x = _aten.constant_pad_nd(x, pads)
-    average: Tensor = pool(x, kernels, stride)
-    return average * (math.prod(kernels) / divisor_override)
+    return pool(x, kernels, stride) * (math.prod(kernels) / divisor_override)
 
 
 def _windows(size: int, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,14 +225,8 @@ def _adaptive_max_pool2d(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor,
 # --- Resizing ---
 
 
-def _by_scale(
-    x: Tensor,
-    output_size: Sequence[int],
-    align_corners: bool,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> bool:
-    return align_corners or scales_h is not None or scales_w is not None
+def _by_scale(x: Tensor, size: Sequence[int], align_corners: bool, *scales: float | None) -> bool:
+    return align_corners or any(scale is not None for scale in scales)
 
 
 @decomposes(_aten._upsample_bilinear2d_aa.default, when=_by_scale)
@@ -344,9 +321,7 @@ def _in_training(*arguments: Any) -> bool:
 
 
 @decomposes(
-    _aten.native_batch_norm.default,
-    _aten._native_batch_norm_legit.default,
-    when=_in_training,
+    _aten.native_batch_norm.default, _aten._native_batch_norm_legit.default, when=_in_training
 )
 def _native_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *arguments: Any
@@ -372,8 +347,7 @@ def _batch_norm(*arguments: Any) -> Any:
 
 
 @decomposes(
-    _aten.scaled_dot_product_attention.default,
-    when=lambda query, *_, **__: query.ndim != 4,
+    _aten.scaled_dot_product_attention.default, when=lambda query, *_, **__: query.ndim != 4
 )
 def _attention(
     query: Tensor,
@@ -382,16 +356,12 @@ def _attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    **options: Any,
+) -> Any:
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
-    result: Tensor = _aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return result
+    attention = _aten._scaled_dot_product_attention_math
+    return attention(query, key, value, attn_mask, 0.0, is_causal, **options)[0]
 
 
 # --- Padding and cropping ---
@@ -451,14 +421,12 @@ def _over_all(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> bool
     return not dim or not x.ndim
 
 
-@decomposes(_aten.amax.default, when=_over_all)
-def _amax(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
-    return x.amax([*range(x.ndim)], keepdim) if x.ndim else x.clone()
+def _over_every(reduce: Function, x: Tensor, dim: Any = (), keepdim: bool = False) -> Any:
+    return reduce(x, [*range(x.ndim)], keepdim) if x.ndim else x.clone()
 
 
-@decomposes(_aten.amin.default, when=_over_all)
-def _amin(x: Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
-    return x.amin([*range(x.ndim)], keepdim) if x.ndim else x.clone()
+decomposes(_aten.amax.default, when=_over_all)(partial(_over_every, torch.amax))
+decomposes(_aten.amin.default, when=_over_all)(partial(_over_every, torch.amin))
 
 
 # ONNX cannot scatter into a scalar, which the exporter's translation does not consider.
@@ -548,8 +516,5 @@ def _searchsorted(
 
 
 @decomposes(_aten.bucketize.Tensor)
-def _bucketize(
-    x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False
-) -> Tensor:
-    above = boundaries > x.unsqueeze(-1) if right else boundaries >= x.unsqueeze(-1)
-    return (~above).sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
+def _bucketize(x: Tensor, boundaries: Tensor, **options: bool) -> Any:
+    return _searchsorted(boundaries, x, **options)

@@ -58,7 +58,7 @@ def resolve(
         ValueError: If ``requested`` names an unknown argument or dimension.
         TypeError: If the example does not fit the model's forward.
     """
-    args, kwargs = _distinct(args, kwargs)
+    args, kwargs = _distinct((args, kwargs))
     arguments = _bound(model, args, kwargs)
     if requested is None:
         return DynamicExample(args, kwargs, None, [])
@@ -71,29 +71,20 @@ def resolve(
         known = ", ".join(arguments)
         raise ValueError(f"dynamic_shapes names {unknown[0]!r}; the example's arguments: {known}")
 
-    batched = _has_batch(arguments)
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    # In an example of a larger batch, a first dimension of 1 only broadcasts.
+    batched = any(leaf.ndim and leaf.shape[0] > 1 for leaf in leaves)
     shapes = {
         name: _dimensions(name, value, requested.get(name, {}), batched)
         for name, value in arguments.items()
     }
-    labels = {
-        id(leaf): dimensions
-        for name, value in arguments.items()
-        for leaf, dimensions in _tensors(value, shapes[name])
-    }
-
-    def grow(leaf: Any) -> Any:
-        return _grow(leaf, labels[id(leaf)]) if id(leaf) in labels else leaf
-
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    return DynamicExample(
-        args=pytree.tree_map(grow, args),
-        kwargs=pytree.tree_map(grow, kwargs),
-        shapes=pytree.tree_map(
-            lambda label: Dim.DYNAMIC if isinstance(label, str) else label, shapes
-        ),
-        labels=[labels.get(id(leaf), {}) for leaf in leaves],
+    found = {id(leaf): dimensions for leaf, dimensions in _tensors(arguments, shapes)}
+    labels = [found.get(id(leaf), {}) for leaf in leaves]
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda leaf: _grow(leaf, found.get(id(leaf), {})), (args, kwargs)
     )
+    dynamic = pytree.tree_map_only(str, lambda label: Dim.DYNAMIC, shapes)
+    return DynamicExample(args, kwargs, dynamic, labels)
 
 
 def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> None:
@@ -131,9 +122,7 @@ def _bound(
         ) from None
 
 
-def _distinct(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _distinct(example: Any) -> Any:
     """Returns the example with copies of tensors that it holds twice: they trace as one input."""
     seen: set[int] = set()
 
@@ -143,14 +132,7 @@ def _distinct(
             return leaf
         return leaf.clone()
 
-    both: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(own, (args, kwargs))
-    return both
-
-
-def _has_batch(arguments: Mapping[str, Any]) -> bool:
-    """Whether the example's batch exceeds 1, so that a first dimension of 1 only broadcasts."""
-    tensors = [leaf for leaf in pytree.tree_leaves(dict(arguments)) if isinstance(leaf, Tensor)]
-    return any(tensor.ndim and tensor.shape[0] > 1 for tensor in tensors)
+    return pytree.tree_map(own, example)
 
 
 def _dimensions(name: str, value: Any, requested: Any, batched: bool) -> Any:

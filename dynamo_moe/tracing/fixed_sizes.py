@@ -8,7 +8,7 @@ model refuses such sizes, or gives what the program gives.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -63,18 +63,15 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 class SizeTrials:
     """Trials of a model's trace, and of what becomes of it, at other sizes than the example's.
 
+    Without ``has_values`` the model's weights have none, and only the shapes and dtypes of results
+    are compared.
+
     Attributes:
         notes: Decisions that could not be tried, for the user of the file.
     """
 
     def __init__(self, example: DynamicExample, *, has_values: bool = True) -> None:
-        """Makes trials.
-
-        Args:
-            example: What the model is traced with.
-            has_values: Whether the model's weights have values; if not, only the shapes and dtypes
-                of results are compared.
-        """
+        """Makes trials of what is traced with an example."""
         self.notes: list[str] = []
         self._example = example
         self._has_values = has_values
@@ -136,11 +133,8 @@ class SizeTrials:
         """Returns a run without gradients, in which each run draws the same random numbers."""
 
         def running(leaves: Sequence[Any]) -> Sequence[Any]:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(torch.random.fork_rng(devices=()))
-                if not self._has_values:
-                    stack.enter_context(without_values())
+            values = contextlib.nullcontext() if self._has_values else without_values()
+            with torch.no_grad(), torch.random.fork_rng(devices=()), values:
                 return run(leaves)
 
         return running
@@ -150,12 +144,10 @@ def model_run(model: nn.Module, example: DynamicExample) -> Run:
     """Returns a run of a model, which leaves its buffers as they are."""
     _, spec = pytree.tree_flatten((example.args, example.kwargs))
 
-    def run(leaves: Sequence[Any]) -> Sequence[Any]:
+    def run(leaves: Sequence[Any]) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        result = torch.func.functional_call(model, buffers, args, kwargs)
-        leaves_of_result: list[Any] = pytree.tree_leaves(result)
-        return leaves_of_result
+        return pytree.tree_leaves(torch.func.functional_call(model, buffers, args, kwargs))
 
     return run
 
@@ -212,12 +204,10 @@ class _Trials:
             (name, shape and [size.xreplace(self._same) for size in shape])
             for name, shape in shapes
         ]
-        conditions = list(dict.fromkeys(c.xreplace(self._same) for c in conditions))
-        conditions = [
-            c for c in conditions if c.free_symbols and c.free_symbols <= {*self._example}
-        ]
-        self._relations = [c for c in conditions if _is_relation(c)]
-        self._others = [c for c in conditions if not _is_relation(c)]
+        known = dict.fromkeys(c.xreplace(self._same) for c in conditions)
+        tried = [c for c in known if c.free_symbols and c.free_symbols <= {*self._example}]
+        self._relations = [c for c in tried if _is_relation(c)]
+        self._others = [c for c in tried if not _is_relation(c)]
         self._outcomes: dict[tuple[int, ...], _Outcome] = {}
         self._answers: dict[Any, bool | None] = {}
         self._symbols: dict[Any, list[Any]] = {}
@@ -259,23 +249,22 @@ class _Trials:
 
     def _violating(self, condition: Any, base: Sizes) -> list[Sizes]:
         """Returns a few sizes for which a condition does not hold, near the given ones and far."""
-        found = list(self._violations(condition, base))
+        violations = self._violations(condition, base)
+        broken = [(len(self._broken(self._others, sizes)), sizes) for sizes in violations]
         # Those that change as few other decisions as possible.
-        found.sort(key=lambda sizes: sum(self._holds(c, sizes) is False for c in self._others))
-        broken = [sum(self._holds(c, sizes) is False for c in self._others) for sizes in found]
-        found = [sizes for sizes, count in zip(found, broken, strict=True) if count == broken[0]]
+        fewest = min((count for count, _ in broken), default=0)
+        found = [sizes for count, sizes in broken if count == fewest]
         step = max(1, (len(found) - 1) // (_TRIALS - 1))
         return [*found[:1], *found[step::step][: _TRIALS - 1]]
 
     def _violations(self, condition: Any, base: Sizes) -> Iterator[Sizes]:
         symbols = sorted(condition.free_symbols, key=str)
-        near = {number + more for number in _numbers(condition) for more in (-1, 0, 1)}
+        numbers = map(int, condition.atoms(sympy.Integer))
+        near = {number + more for number in numbers for more in (-1, 0, 1)}
         together = [symbols] if len(symbols) > 1 else []
         for group in [*([symbol] for symbol in symbols), *together]:
             own = base[group[0]]
-            for size in sorted(
-                {*_SIZES, *near, own - 1, own + 1}, key=lambda size: abs(size - own)
-            ):
+            for size in _by_distance({*_SIZES, *near, own - 1, own + 1}, own):
                 sizes = {**base, **dict.fromkeys(group, size)}
                 if 0 < size <= _LARGEST and self._holds(condition, sizes) is False:
                     related = self._related(sizes, set(group))
@@ -285,23 +274,25 @@ class _Trials:
     def _related(self, sizes: Sizes, fixed: set[Any]) -> Sizes | None:
         """Changes other sizes until those that must fit each other do."""
         for _ in self._relations:
-            broken = [c for c in self._relations if self._holds(c, sizes) is False]
+            broken = self._broken(self._relations, sizes)
             if not broken:
                 return sizes
             changed = (
                 {**sizes, symbol: size}
                 for symbol in sorted(broken[0].free_symbols - fixed, key=str)
-                for size in sorted(_SIZES, key=lambda size: abs(size - sizes[symbol]))
+                for size in _by_distance(_SIZES, sizes[symbol])
             )
-            fitting = (each for each in changed if self._holds(broken[0], each))
             sizes = min(
-                fitting,
-                key=lambda each: sum(self._holds(c, each) is False for c in self._relations),
+                (each for each in changed if self._holds(broken[0], each)),
+                key=lambda each: len(self._broken(self._relations, each)),
                 default={},
             )
             if not sizes:
                 return None
-        return None if any(self._holds(c, sizes) is False for c in self._relations) else sizes
+        return None if self._broken(self._relations, sizes) else sizes
+
+    def _broken(self, conditions: Sequence[Any], sizes: Sizes) -> list[Any]:
+        return [condition for condition in conditions if self._holds(condition, sizes) is False]
 
     def _named(self, sizes: Sizes, base: Sizes) -> str:
         """Says which sizes differ from others."""
@@ -330,7 +321,11 @@ class _Trials:
         symbols = self._symbols.setdefault(condition, sorted(condition.free_symbols, key=str))
         key = condition, tuple(sizes.get(symbol) for symbol in symbols)
         if key not in self._answers:
-            self._answers[key] = _holds(condition, sizes)
+            try:
+                value = condition.subs(sizes)
+            except (ArithmeticError, ValueError):  # Such as a remainder by 0.
+                value = None
+            self._answers[key] = {sympy.true: True, sympy.false: False}.get(value)
         return self._answers[key]
 
     def _outcome(self, sizes: Sizes) -> _Outcome:
@@ -362,24 +357,18 @@ class _Trials:
 
 def _input_shapes(program: ExportedProgram) -> list[tuple[str, list[Any] | None]]:
     """Returns the inputs' names and shapes, as expressions; None for what is no tensor."""
-    inputs = {
-        spec.arg.name
-        for spec in program.graph_signature.input_specs
+    placeholders = program.graph.find_nodes(op="placeholder")
+    return [
+        (node.name, _shape(node.meta.get("val")))
+        for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True)
         if spec.kind is InputKind.USER_INPUT
-    }
-    found: list[tuple[str, list[Any] | None]] = []
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in inputs:
-            value = node.meta.get("val")
-            shape = (
-                [_expression(size) for size in value.shape] if isinstance(value, Tensor) else None
-            )
-            found.append((node.name, shape))
-    return found
+    ]
 
 
-def _expression(size: int | torch.SymInt) -> Any:
-    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+def _shape(value: Any) -> list[Any] | None:
+    if not isinstance(value, Tensor):
+        return None
+    return [sympy.Integer(s) if isinstance(s, int) else s.node.expr for s in value.shape]
 
 
 def _sizes(
@@ -409,21 +398,12 @@ def _is_relation(condition: Any) -> bool:
     return not any(side.is_number and side != 0 for side in condition.args)
 
 
-def _numbers(condition: Any) -> list[int]:
-    return [int(number) for number in condition.atoms(sympy.Integer)]
+def _by_distance(sizes: Collection[int], own: int) -> list[int]:
+    return sorted(sizes, key=lambda size: abs(size - own))
 
 
 def _at(size: Any, sizes: Sizes) -> int:
     return int(size.subs(sizes))
-
-
-def _holds(condition: Any, sizes: Sizes) -> bool | None:
-    """Whether a condition holds; None if that cannot be told."""
-    try:
-        value = condition.subs(sizes)
-    except (ArithmeticError, ValueError):  # Such as a remainder by 0.
-        return None
-    return None if value not in (sympy.true, sympy.false) else bool(value)
 
 
 def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -35,26 +35,22 @@ __all__ = [
     "capturing",
     "decomposing",
     "decomposition_table",
-    "detect_fake_mode",
     "enable_python_dispatcher",
-    "example_sizes",
+    "fake_mode",
     "free_unbacked_symbols",
     "is_module_cast",
     "is_never_negative",
     "make_fx",
     "missing",
     "onnx_program",
-    "overload_name",
     "promote_dtypes",
     "quiet",
-    "remove_assertions",
     "rnn_loops",
     "scan",
     "sizes_watched",
     "stack",
     "torchlib",
     "translating",
-    "with_graph",
 ]
 
 KNOWN_VERSIONS = ((2, 11), (2, 15))
@@ -79,10 +75,6 @@ try:
 except ImportError as error:
     _absent = str(error)
 
-    def detect_fake_mode(inputs: Any = None) -> None:  # type: ignore[misc]
-        """Finds no mode of fake tensors."""
-
-
 if not _absent and (ShapeEnv is None or enable_python_dispatcher is None):
     _absent = "no torch.fx.experimental.symbolic_shapes.ShapeEnv"
 
@@ -104,6 +96,7 @@ except ImportError:
 SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
 """What a trace makes of ``math.sqrt`` of a size."""
 
+_IS_CAUSAL = "_detect_is_causal_mask"
 _ARITHMETIC = ("_add", "_mul", "_sub", "_sym_max", "_eq", "_ne", "_ge", "_gt", "_le", "_lt")
 
 
@@ -151,13 +144,10 @@ def missing() -> str | None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     oldest, newest = KNOWN_VERSIONS
     if not oldest <= version <= newest:
-        return f"it is not one of the versions {_text(oldest)} to {_text(newest)}"
+        versions = " to ".join(".".join(map(str, each)) for each in KNOWN_VERSIONS)
+        return f"it is not one of the versions {versions}"
     absent = _absent or _changed()
     return f"it has other private names: {absent}" if absent else None
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
 
 
 # --- Values of a trace ---
@@ -178,26 +168,16 @@ def is_never_negative(size: Any) -> bool:
     return not _absent and bool(statically_known_true(size >= 0))
 
 
-def example_sizes(mode: Any) -> dict[Any, Any]:
-    """Returns the sizes that the symbols of a trace have in its example."""
-    return dict(mode.shape_env.backed_var_to_val)
+def fake_mode(program: ExportedProgram) -> Any:
+    """Returns the mode of the fake tensors that are a program's values; None if it has none."""
+    if _absent:
+        return None
+    return detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
 
 
 def can_decompose(operator: Any) -> bool:
     """Whether an operator is composite: PyTorch computes it by others."""
     return bool(operator._can_decompose())
-
-
-def overload_name(operator: Any) -> str:
-    """Returns ``Tensor`` of ``aten.add.Tensor``."""
-    return str(operator._overloadname)
-
-
-def with_graph(program: ExportedProgram, module: fx.GraphModule, signature: Any) -> ExportedProgram:
-    """Returns the program with another graph; unlike a new program, it is not checked."""
-    changed = copy.copy(program)
-    changed._graph_module, changed._graph_signature = module, signature
-    return changed
 
 
 # --- Decisions by sizes ---
@@ -206,8 +186,7 @@ def with_graph(program: ExportedProgram, module: fx.GraphModule, signature: Any)
 def sizes_watched(noting: Callable[[Any, str], None]) -> ProcessState:
     """Returns what calls a function with each condition on sizes that a trace depends on.
 
-    Args:
-        noting: Takes the condition, and what kind of condition PyTorch says it is.
+    The function also takes what kind of condition PyTorch says it is.
     """
 
     def watching(original: Any) -> Any:
@@ -284,24 +263,11 @@ def _tracing_made_cheap() -> Iterator[None]:
 # --- Capture ---
 
 
-@contextlib.contextmanager
-def _sizes_of_one_symbolic() -> Iterator[None]:
+def _sizes_of_one_symbolic() -> Any:
     """Treats sizes of 0 and 1 as any other, as torch.onnx.export does around torch.export."""
     if missing() is not None:
-        yield
-        return
-    patch: Any = _config.patch  # type: ignore[attr-defined]
-    with patch(backed_size_oblivious=True):
-        yield
-
-
-@contextlib.contextmanager
-def _rnn_loops() -> Iterator[None]:
-    """Makes LSTMs and GRUs loops, whose number of steps may be symbolic."""
-    with contextlib.ExitStack() as changes:
-        for register in _RNN_LOOPS:
-            changes.enter_context(register())
-        yield
+        return contextlib.nullcontext()
+    return _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -312,21 +278,16 @@ def _unfused_transformers() -> Iterator[None]:
     compare a mask's values with those of a causal one, only to choose a faster kernel.
     """
 
-    def believe(_: Any) -> Any:
-        def is_causal(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-            return is_causal is True
+    def believed(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+        return is_causal is True
 
-        return is_causal
-
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with contextlib.ExitStack() as changes:
-            if hasattr(transformer, "_detect_is_causal_mask"):
-                changes.enter_context(replaced(transformer, "_detect_is_causal_mask", believe))
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
+    mha = torch.backends.mha
+    with contextlib.ExitStack() as changes:
+        changes.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+        if hasattr(transformer, _IS_CAUSAL):
+            changes.enter_context(replaced(transformer, _IS_CAUSAL, lambda _: believed))
+        yield
 
 
 # States of their own: captures and decompositions that overlap share one of each.
@@ -336,30 +297,24 @@ _sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
 
-rnn_loops = ProcessState(_rnn_loops)
-"""How it traces recurrent networks where sizes are symbolic."""
+rnn_loops = ProcessState(*_RNN_LOOPS)
+"""Makes LSTMs and GRUs loops, whose number of steps may be symbolic."""
 
 
 # --- Translation ---
 
 
-@contextlib.contextmanager
-def _signatures_once() -> Iterator[None]:
+def _derived_once(original: Any) -> Any:
     """Derives an ONNX operator's signature once; PyTorch does so for every node."""
+    signatures: dict[Any, OpSignature] = {}
 
-    def once(original: Any) -> Any:
-        signatures: dict[Any, OpSignature] = {}
+    def derived(schema: OpSchema) -> OpSignature:
+        key = schema.domain, schema.name, schema.since_version
+        if key not in signatures:
+            signatures[key] = original.__get__(None, OpSignature)(schema)
+        return signatures[key]
 
-        def derived(schema: OpSchema) -> OpSignature:
-            key = schema.domain, schema.name, schema.since_version
-            if key not in signatures:
-                signatures[key] = original.__get__(None, OpSignature)(schema)
-            return signatures[key]
-
-        return staticmethod(derived)
-
-    with replaced(OpSignature, "from_op_schema", once):
-        yield
+    return staticmethod(derived)
 
 
 @contextlib.contextmanager
@@ -382,7 +337,7 @@ quiet = ProcessState(_quiet)
 decomposing = ProcessState(_cheap_tracing, _sizes_of_one)
 """How PyTorch traces single operators of a traced program."""
 
-translating = ProcessState(_signatures_once)
+translating = ProcessState(lambda: replaced(OpSignature, "from_op_schema", _derived_once))
 """How it makes ONNX nodes of them."""
 
 
@@ -398,14 +353,14 @@ def decomposition_table(registry: Any) -> dict[Any, Any]:
     return _decomp.create_onnx_friendly_decomposition_table(translated)
 
 
-def remove_assertions(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns the module without its assertions about sizes."""
-    return _fx_passes.remove_assertion_nodes(module)
-
-
-def onnx_program(program: ExportedProgram, registry: Any) -> Any:
-    """Returns a decomposed program as ONNX nodes."""
-    return _core._exported_program_to_onnx_program(program, registry=registry)
+def onnx_program(
+    program: ExportedProgram, module: fx.GraphModule, signature: Any, registry: Any
+) -> Any:
+    """Returns a decomposed program, whose graph and signature are given, as ONNX nodes."""
+    changed = copy.copy(program)  # Unlike a new program, it is not checked.
+    changed._graph_module = _fx_passes.remove_assertion_nodes(module)
+    changed._graph_signature = signature
+    return _core._exported_program_to_onnx_program(changed, registry=registry)
 
 
 @functools.cache

@@ -41,13 +41,8 @@ _PLAIN = (
     *("add", "addmm", "div", "linear", "matmul", "mm", "mul", "sum"),
     *("gather", "sigmoid", "softmax", "topk"),
 )
-_SCORINGS = (
-    ("softmax", True),
-    ("softmax", False),
-    ("topk_softmax", True),
-    ("sigmoid", True),
-    ("sigmoid", False),
-)
+# Ways to score, and whether the weights may be renormalised.
+_SCORINGS = {"softmax": (True, False), "topk_softmax": (True,), "sigmoid": (True, False)}
 # The last bit of a logit of 20 is 2e-6 in float32, which is what its weight is off by, relatively.
 # Logits in half precision are off by 1e-3.
 _TOLERANCE, _TOLERANCE_FLOAT64 = 1e-5, 1e-12
@@ -111,10 +106,7 @@ def _fuse(part: _Part, options: RouterOptions) -> None:
 def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) -> _Part | None:
     """Returns what computes a node's routing, if it is what a plain router is made of.
 
-    Args:
-        experts: The node.
-        parameters: Names of the placeholders that are parameters.
-        writes: Nodes that may change a tensor in place.
+    ``parameters`` are names of placeholders, ``writes`` nodes that may change a tensor in place.
     """
     arguments: Any = experts.args
     x, ids, weights, w1, *_ = arguments
@@ -239,7 +231,8 @@ def _scorings(part: _Part) -> list[tuple[str, bool]]:
     """
     order = [node for node in part.nodes if _is_aten(node, ("softmax", "topk"))]
     topk_first = bool(order) and _is_aten(order[0], ("topk",))
-    return sorted(_SCORINGS, key=lambda each: (each[0] == "topk_softmax") != topk_first)
+    scorings = sorted(_SCORINGS, key=lambda scoring: (scoring == "topk_softmax") != topk_first)
+    return [(scoring, each) for scoring in scorings for each in _SCORINGS[scoring]]
 
 
 def _scalings(part: _Part) -> Iterator[float]:

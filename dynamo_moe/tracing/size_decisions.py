@@ -24,7 +24,7 @@ __all__ = ["Decision", "decisions_noted", "decisions_of"]
 
 _HERE = Path(__file__).parent
 # Where traces begin, and files whose frames are not the model's.
-_BEGINNINGS = (str(_HERE / "capture.py"), str(_HERE / "decomposition.py"))
+_BEGINNINGS = tuple(str(_HERE / f"{name}.py") for name in ("capture", "decomposition", "nodes"))
 _OTHERS = (str(Path(torch.__file__).parent), str(private.__file__), __file__, "<")
 
 
@@ -41,9 +41,9 @@ class Decision(NamedTuple):
 
     def fixes_a_size(self) -> bool:
         """Whether the condition leaves a symbol one value."""
-        one, other = (*self.condition.args, None, None)[:2]
-        return isinstance(self.condition, sympy.Eq) and (
-            (one.is_Symbol and other.is_Integer) or (one.is_Integer and other.is_Symbol)
+        sides = self.condition.args
+        return isinstance(self.condition, sympy.Eq) and any(
+            one.is_Symbol and other.is_Integer for one, other in (sides, sides[::-1])
         )
 
 
@@ -72,24 +72,18 @@ def decisions_noted() -> Iterator[list[Decision]]:
 
 
 def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[Decision]:
-    """Returns the different decisions of a program by its inputs' sizes.
-
-    Args:
-        program: The program.
-        noted: What was noted as it was traced.
-    """
+    """Returns the different decisions of a program by its inputs' sizes, noted as it was traced."""
     if not noted:
         noted = [
             Decision(sympy.And(symbol >= values.lower, symbol <= values.upper), "")
             for symbol, values in program.range_constraints.items()
         ]
-    mode: Any = private.detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
+    mode = private.fake_mode(program)
     if mode is not None and program.tensor_constants:
         # What is computed of sizes and a tensor made in Python is computed once, unnoticed.
-        sizes = private.example_sizes(mode).items()
-        symbols = set(program.range_constraints)
-        example = [Decision(sympy.Eq(s, size), "") for s, size in sizes if s in symbols]
-        noted = [*noted, *example]
+        sizes = mode.shape_env.backed_var_to_val
+        symbols = [symbol for symbol in sizes if symbol in program.range_constraints]
+        noted = [*noted, *(Decision(sympy.Eq(each, sizes[each]), "") for each in symbols)]
     found: dict[Any, Decision] = {}
     for condition, place in noted:
         # Sizes that turned out to be equal since have one symbol.

@@ -9,8 +9,7 @@ Legend: B batch, L length, C channels, N size of a channel's state.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,23 +21,19 @@ from dynamo_moe.tracing import private
 
 __all__ = ["exportable_scans"]
 
-# Where transformers' models look the function up.
-_MODULES = ("transformers.models.jamba.modeling_jamba",)
-_NAME = "mamba_selective_scan"
+# Where transformers looks the function up.
+_MODULE, _NAME = "transformers.models.jamba.modeling_jamba", "mamba_selective_scan"
 
 
-@contextmanager
-def exportable_scans() -> Iterator[None]:
-    """Lets those of transformers' models that are loaded use :func:`_selective_scan`.
+def exportable_scans() -> AbstractContextManager[None]:
+    """Lets transformers' models, if they are loaded, use :func:`_selective_scan`.
 
     Without PyTorch's ``scan`` they keep their own loop, whose length is the example's.
     """
-    with ExitStack() as changes:
-        for name in _MODULES if private.scan is not None else ():
-            module = sys.modules.get(name)
-            if hasattr(module, _NAME):
-                changes.enter_context(replaced(module, _NAME, lambda _: _selective_scan))
-        yield
+    module = sys.modules.get(_MODULE)
+    if private.scan is None or not hasattr(module, _NAME):
+        return nullcontext()
+    return replaced(module, _NAME, lambda _: _selective_scan)
 
 
 def _selective_scan(

@@ -26,6 +26,7 @@ from dynamo_moe.tracing import private
 from dynamo_moe.tracing.decomposition import NeedsRetraceError, decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_run
+from dynamo_moe.tracing.nodes import all_nodes
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
 __all__ = ["translate"]
@@ -92,8 +93,7 @@ def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
 
 def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
     """Returns the program without the operators that PyTorch's exporter translates wrongly."""
-    modules = (m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule))
-    targets = {node.target for module in modules for node in module.graph.nodes}
+    targets: set[Any] = {node.target for node in all_nodes(program)}
     own = {target: DECOMPOSITIONS[target] for target in targets & DECOMPOSITIONS.keys()}
     return program.run_decompositions(own) if own else program
 
@@ -102,15 +102,8 @@ def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
 
 
 def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Model:
-    """Returns the program's graph as ONNX nodes.
-
-    Raises:
-        FixedSizeError: If a decomposition is right at the example's sizes only.
-        NeedsRetraceError: If the program cannot be decomposed operator by operator.
-        Exception: Whatever a step raises.
-    """
     registry, decompositions = _registered(max(opset, 18), operators())
-    mode = private.detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
+    mode = private.fake_mode(program)
     if mode is None:
         raise NeedsRetraceError("the program has no values")
     with private.decomposing():
@@ -120,10 +113,9 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
             decisions = decisions_of(program, noted)
             trials.check(program, decisions, program_run(program), program_run(program, module))
         private.promote_dtypes(module)
-        module = private.remove_assertions(module)
-    stepped = private.with_graph(program, module, _renamed(program, module))
     with private.translating():
-        model: ir.Model = private.onnx_program(stepped, registry).model
+        signature = _renamed(program, module)
+        model: ir.Model = private.onnx_program(program, module, signature, registry).model
     onnxscript.version_converter.convert_version(model, opset, fallback=True)
     return model
 

@@ -1,0 +1,77 @@
+"""Nodes of traced programs: what they are called with, and how others are added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+
+from dynamo_moe import pytree
+
+__all__ = ["Call", "add_call", "add_graph", "all_nodes", "values"]
+
+# The entries of a node's metadata that describe its values, and the new sizes in them.
+_VALUE_KEYS = ("val", "unbacked_bindings")
+
+
+def all_nodes(program: ExportedProgram) -> list[fx.Node]:
+    """Returns the nodes of all the program's graphs."""
+    graphs = (each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule))
+    return [node for each in graphs for node in each.graph.nodes]
+
+
+def values(arguments: Any) -> Any:
+    """Returns arguments with values in place of nodes."""
+    return fx.map_arg(arguments, lambda node: node.meta["val"])
+
+
+def add_call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Adds a call with its value; the rest of its metadata is another node's."""
+    node = graph.call_function(target, args)
+    node.meta = {**like.meta, "val": target(*values(args))}
+    return node
+
+
+def add_graph(graph: fx.Graph, like: fx.Node, added: fx.Graph, given: Sequence[Any]) -> Any:
+    """Adds the calls of a graph whose inputs are ``given``, with their values; returns its results.
+
+    The rest of the calls' metadata is another node's.
+    """
+    copies: dict[fx.Node, Any] = dict(zip(added.find_nodes(op="placeholder"), given, strict=True))
+    results = graph.graph_copy(added, copies)
+    for node, copy in copies.items():
+        if node.op == "call_function":
+            copy.meta = {**like.meta, **{key: node.meta.get(key) for key in _VALUE_KEYS}}
+    return results
+
+
+class Call:
+    """A node's call, as a function of those of its arguments that are nodes.
+
+    Attributes:
+        nodes: These arguments.
+        given: Their values.
+        key: Equal for calls that lead to equal traces.
+    """
+
+    def __init__(self, target: Any, node: fx.Node) -> None:
+        self._target = target
+        self._leaves, self._spec = pytree.tree_flatten((node.args, node.kwargs))
+        self.nodes = [leaf for leaf in self._leaves if isinstance(leaf, fx.Node)]
+        self.given = values(self.nodes)
+        self.key = target, self._spec, tuple(map(_description, values(self._leaves)))
+
+    def __call__(self, *given: Any) -> Any:
+        """Calls the node's target with other values."""
+        remaining = iter(given)
+        leaves = [next(remaining) if isinstance(x, fx.Node) else x for x in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return self._target(*args, **kwargs)
+
+
+def _description(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return (tuple(map(str, value.shape)), value.dtype, value.device)
+    return (type(value), str(value))
