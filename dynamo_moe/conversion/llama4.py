@@ -24,8 +24,7 @@ class Llama4Adapter:
 
     def recognise(self, module: nn.Module) -> str | None:
         """Returns None for a ``router``, ``experts`` of stacked weights and a ``shared_expert``."""
-        parts = {name: getattr(module, name, None) for name in ("router", "experts")}
-        router, experts = parts["router"], parts["experts"]
+        router, experts = (getattr(module, name, None) for name in ("router", "experts"))
         if not isinstance(getattr(module, "shared_expert", None), nn.Module):
             return "no module shared_expert"
         if not isinstance(router, nn.Linear) or router.bias is not None:
