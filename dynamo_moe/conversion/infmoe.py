@@ -57,8 +57,7 @@ class InfMoELayer(ConvertedModule):
         self, router_weight: nn.Parameter, w1: nn.Parameter, w2: nn.Parameter, *, mixes: bool
     ) -> None:
         super().__init__()
-        self.router_weight = router_weight
-        self.w1, self.w2 = w1, w2
+        self.router_weight, self.w1, self.w2 = router_weight, w1, w2
         self.mixes = mixes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,12 +151,8 @@ def load_infmoe(
     router_weight_ED = _router_weight(centroids, layernorm_weight)
     experts, width = router_weight_ED.shape
     w1, w2 = _experts(Path(npz_path), experts, width, experts_dtype)
-    return InfMoELayer(
-        nn.Parameter(router_weight_ED),
-        nn.Parameter(w1),
-        nn.Parameter(w2),
-        mixes=variant == "base_layer",
-    )
+    parameters = map(nn.Parameter, (router_weight_ED, w1, w2))
+    return InfMoELayer(*parameters, mixes=variant == "base_layer")
 
 
 def _router_weight(
@@ -191,7 +186,9 @@ def _experts(path: Path, experts: int, width: int, dtype: torch.dtype) -> tuple[
         _check_names(path, archive.files, experts, width)
 
         def read(name: str, form: str, *shape: int) -> Array:
-            array = _read(path, archive, name)
+            with _reading(path, name):
+                array = archive[name]
+            array = _floating(f"{path}: {name}", array)
             wanted = shape or (*array.shape[:1], width)
             if array.shape != wanted:
                 raise ValueError(
@@ -272,31 +269,25 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _read(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> Array:
-    try:
-        array = archive[name]
-    except (*_UNREADABLE, zlib.error) as error:
-        raise ValueError(f"{path}: {_why_unreadable(name, error)}") from error
-    return _floating(f"{path}: {name}", array)
-
-
 def _read_npy(path: Path) -> Array:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
-    try:
-        with path.open("rb") as file:
-            array = np.load(file, allow_pickle=False)
-    except _UNREADABLE as error:
-        raise ValueError(f"{path}: {_why_unreadable('centroids', error)}") from error
+    with _reading(path, "centroids"), path.open("rb") as file:
+        array = np.load(file, allow_pickle=False)
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: centroids must be one array of numpy.save, not an archive")
     return array
 
 
-def _why_unreadable(name: str, error: Exception) -> str:
-    if "pickle" in str(error):
-        return f"{name} is not a plain array; pickled objects can run any code and are not loaded"
-    return f"{name} cannot be read: {error}"
+@contextlib.contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (*_UNREADABLE, zlib.error) as error:
+        why = f"cannot be read: {error}"
+        if "pickle" in str(error):
+            why = "is not a plain array; pickled objects can run any code and are not loaded"
+        raise ValueError(f"{path}: {name} {why}") from error
 
 
 def _floating(name: str, given: Array | Tensor) -> Array:

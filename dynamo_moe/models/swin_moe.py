@@ -18,14 +18,7 @@ from torch import Tensor, nn
 from dynamo_moe.models.dropless_mlp import DroplessMoEMlp
 from dynamo_moe.models.window_attention import WindowAttention
 
-__all__ = [
-    "DroplessMoEMlp",
-    "SwinMoE",
-    "SwinMoEConfig",
-    "swin_moe_cifar",
-    "swin_moe_digits",
-    "swin_moe_tiny",
-]
+__all__ = ["SwinMoE", "SwinMoEConfig", "swin_moe_cifar", "swin_moe_digits", "swin_moe_tiny"]
 
 
 @dataclass(frozen=True)
