@@ -172,11 +172,7 @@ def _check_dtype(module: nn.Module, identified: IdentifiedLayer) -> None:
 
 
 def _thresholds(module: nn.Module) -> list[int]:
-    """Returns the numbers of tokens above which a module may compute something else.
-
-    Raises:
-        ValueError: If there is one that is too large to try.
-    """
+    """Returns the numbers of tokens above which a module may compute something else."""
     found = sorted(value for _, value in _capacities(module) if type(value) is int and value > 1)
     if found and found[-1] > _MOST_TOKENS:
         raise ValueError(f"a capacity of {found[-1]} tokens is more than can be tried")

@@ -99,11 +99,7 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
 
 
 def _stacks_of_one(parameters: Mapping[str, Tensor]) -> list[ParameterStack]:
-    """Returns the stacks of a single expert.
-
-    Raises:
-        ValueError: If they are not two or three matrices and vectors.
-    """
+    """Returns the stacks of a single expert; raises ValueError unless it is an MLP's."""
     if any("parametrizations" in name for name in parameters):
         raise ValueError(
             "an expert's weights are parametrized: make them parameters first, with "

@@ -283,8 +283,9 @@ class _Trial:
                     expected = expected - attrgetter(bias)(self.module)
                 if not expected.any():  # Any experts that give zeros would do.
                     continue
+                expected_TD = expected.reshape_as(y_RTD[0])
                 scaled = not experts.options.weight_on_input
-                number, scale, error = self._best(y_RTD, expected.reshape_as(y_RTD[0]), scaled=scaled)
+                number, scale, error = self._best(y_RTD, expected_TD, scaled=scaled)
                 if error > _TOLERANCE:
                     continue
                 routing, routed = routings[number]
@@ -440,11 +441,7 @@ class _Trial:
         return [None, *(name for name in names if name not in self.expert_parameters)]
 
     def _return_value(self, value: Any, routed: Routed) -> ReturnValue:
-        """Returns how a value that the layer returns beside its result comes about.
-
-        Raises:
-            ValueError: If it is not known.
-        """
+        """Returns how a value beside the result comes about, or raises ValueError."""
         if not isinstance(value, Tensor):
             return ReturnValue("constant", value)
         if value.ndim == 0 and value.is_floating_point():

@@ -117,11 +117,7 @@ def convert_by_adapters(
 
 
 def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, bool]:
-    """Returns what replaces a module, and whether the two were compared.
-
-    Raises:
-        ValueError: If it cannot be replaced; with the reason.
-    """
+    """Returns what replaces a module, and whether the two were compared, or raises ValueError."""
     check_no_hooks(module)
     replacement = adapter.convert(module).train(module.training)
     _check_arguments(module, replacement)

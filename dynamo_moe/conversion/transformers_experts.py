@@ -118,11 +118,7 @@ def _first_weight(module: Experts) -> str:
 
 
 def _identify(module: Experts) -> tuple[ExpertOptions, bool]:
-    """Returns how ``torch.ops.moe.experts`` computes a module, and whether both were compared.
-
-    Raises:
-        ValueError: If it cannot; with the reason.
-    """
+    """Returns how ``torch.ops.moe.experts`` computes a module, and whether both were compared."""
     check_no_hooks(module)
     options = identify_options(module)
     if not has_values(module):

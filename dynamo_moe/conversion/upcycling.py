@@ -238,11 +238,7 @@ def _get(module: nn.Module, path: str) -> Any:
 def _moe_layer(
     module: nn.Module, mlp: _Mlp, num_experts: int, top_k: int, generator: torch.Generator
 ) -> DroplessMoE:
-    """Returns the layer whose experts are copies of the module's MLP.
-
-    Raises:
-        ValueError: If ``torch.ops.moe`` cannot compute it.
-    """
+    """Returns the layer whose experts are copies of the module's MLP, or raises ValueError."""
     first, second = _get(module, mlp.first), _get(module, mlp.second)
     for part in (_get(module, path) for path in (mlp.place, *mlp.emptied)):
         if isinstance(part, nn.Module):
@@ -283,11 +279,7 @@ def _put(module: nn.Module, mlp: _Mlp, layer: nn.Module) -> None:
 
 
 def _check(module: nn.Module, mlp: _Mlp, layer: DroplessMoE) -> None:
-    """Compares the module with a twin that has the MoE layer.
-
-    Raises:
-        ValueError: If they do not give the same numbers.
-    """
+    """Raises ValueError unless a twin that has the MoE layer gives the module's numbers."""
     if layer.w1.dtype.itemsize < 4:
         # Half precision would hide what differs, or differ itself.
         module, layer = copy.deepcopy(module).float(), copy.deepcopy(layer).float()

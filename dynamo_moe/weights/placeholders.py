@@ -145,12 +145,10 @@ def _origin(value: ir.Value) -> Stored | None:
 
 
 def _placeholder(lazy: LazyTensor) -> Tensor:
-    size = lazy.numel() * lazy.dtype.itemsize
+    flags = {}
     if hasattr(mmap, "MAP_ANONYMOUS"):
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-        buffer = mmap.mmap(-1, max(size, 1), flags=flags)
-    else:
-        buffer = mmap.mmap(-1, max(size, 1))
+        flags["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    buffer = mmap.mmap(-1, max(1, lazy.numel() * lazy.dtype.itemsize), **flags)
     tensor = torch.frombuffer(buffer, dtype=lazy.dtype, count=lazy.numel()).view(lazy.shape)
     if isinstance(lazy, nn.Parameter):
         return nn.Parameter(tensor, lazy.requires_grad)
