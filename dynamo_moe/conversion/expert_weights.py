@@ -94,19 +94,18 @@ class ExpertsSpec:
     def weights(self, module: nn.Module) -> ExpertWeights:
         """Returns the weights as the operators take them: views where the layout allows it."""
 
-        def joined(stacks: tuple[ParameterStack, ...], *, up_first: bool = False) -> Any:
+        def joined(stacks: tuple[ParameterStack, ...]) -> Any:
             parts = [stack.tensor(module) for stack in stacks]
-            if up_first and parts:
-                up, gate = parts[0].chunk(2, dim=1)
-                parts = [gate, up]
             return torch.cat(parts, dim=1) if len(parts) > 1 else next(iter(parts), None)
 
-        return ExpertWeights(
-            joined(self.w1, up_first=self.up_first),
-            joined(self.b1, up_first=self.up_first),
-            joined(self.w2),
-            joined(self.b2),
-        )
+        def gate_first(rows: Tensor | None) -> Any:
+            if rows is None or not self.up_first:
+                return rows
+            up, gate = rows.chunk(2, dim=1)
+            return torch.cat([gate, up], dim=1)
+
+        w1, b1, w2, b2 = map(joined, (self.w1, self.b1, self.w2, self.b2))
+        return ExpertWeights(gate_first(w1), gate_first(b1), w2, b2)
 
     def parameter_names(self) -> list[str]:
         """Returns the paths of the parameters."""
@@ -127,10 +126,7 @@ class CachedWeights:
         self._weights: ExpertWeights | None = None
         self._key: Any = None
 
-    def __deepcopy__(self, memo: Any) -> CachedWeights:
-        return CachedWeights()
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # Copies and pickles begin without weights.
         return CachedWeights, ()
 
     def get(self, experts: ExpertsSpec, module: nn.Module) -> ExpertWeights:

@@ -68,7 +68,7 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
     parameters = dict(first.named_parameters())
     stacks = _stacks_of_one(parameters)
     _check_same_structure(children, parameters)
-    weights = random_weights(first, [*parameters, *dict(first.named_buffers())])
+    weights = random_weights(first)
     prefix = f"{path}." if path else ""
 
     def of_all(stack: ParameterStack) -> ParameterStack:

@@ -116,7 +116,7 @@ def identify_layer(module: nn.Module, experts: LocatedExperts) -> IdentifiedLaye
     candidates = identify_experts(module, experts)
     # A list of experts holds neither gates nor shared experts.
     hidden = [] if experts.stacks else [module.get_submodule(experts.path)]
-    weights = random_weights(module, _names_to_draw(module, candidates))
+    weights = random_weights(module, _names_to_keep(module, candidates))
     _enlarge_every_second_expert(weights, candidates[0])
     refusals: list[ValueError] = []
     failures: list[ValueError] = []
@@ -173,15 +173,14 @@ def side_effects(
 # --- Weights for the trials ---
 
 
-def _names_to_draw(module: nn.Module, candidates: list[ExpertsSpec]) -> set[str]:
-    """Returns the names of the parameters and buffers to draw at random."""
-    named = dict((*module.named_parameters(), *module.named_buffers()))
-    if sum(tensor.numel() for tensor in named.values()) <= _MOST_RANDOM:
-        return set(named)
+def _names_to_keep(module: nn.Module, candidates: list[ExpertsSpec]) -> set[str]:
+    """Returns the names of the parameters that are not drawn at random."""
+    if sum(t.numel() for t in (*module.parameters(), *module.buffers())) <= _MOST_RANDOM:
+        return set()
     kept = {name for experts in candidates for name in experts.parameter_names()}
-    if any(named[name].is_meta for name in kept):
+    if any(module.get_parameter(name).is_meta for name in kept):
         raise ValueError("it is too large for a trial without its weights")
-    return set(named) - kept
+    return kept
 
 
 def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpec) -> None:

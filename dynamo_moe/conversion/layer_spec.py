@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -118,24 +118,17 @@ class LayerSpec:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         x = given.pop(names[0], None)
         defaults = dict(self.arguments)
-        if not all(
-            name in defaults and _is_default(value, defaults[name]) for name, value in given.items()
-        ):
+        if not all(_is_default(value, defaults.get(name, ...)) for name, value in given.items()):
             return None
         return x if isinstance(x, Tensor) and x.ndim in self.dimensions else None
 
-    def calls(self) -> Iterator[SubmoduleCall]:
-        """Yields the calls of submodules that it makes."""
-        if isinstance(self.routing.source, SubmoduleCall):
-            yield self.routing.source
-        for shared in self.shared:
-            yield shared.call
-            if shared.gate is not None:
-                yield shared.gate
-
     def still_runs(self, path: str) -> bool:
         """Whether a submodule runs, or is part of one that does."""
-        return any(f"{path}.".startswith(f"{call.path}.") for call in self.calls())
+        shared = [call for each in self.shared for call in (each.call, each.gate)]
+        return any(
+            isinstance(call, SubmoduleCall) and f"{path}.".startswith(f"{call.path}.")
+            for call in (self.routing.source, *shared)
+        )
 
     def return_values(self) -> list[ReturnValue]:
         """Returns all values that the forward returns or sets on its result."""

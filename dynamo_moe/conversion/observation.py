@@ -224,16 +224,17 @@ def random_tokens(*shape: int, like: Tensor, generator: torch.Generator | None =
     return x.to("cpu" if like.is_meta else like.device, like.dtype)
 
 
-def random_weights(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Draws parameters and buffers anew: an initial value of 0 or 1 hides what it is used for.
+def random_weights(module: nn.Module, kept: Collection[str] = ()) -> dict[str, Tensor]:
+    """Draws parameters and buffers anew, except those that are kept.
 
+    An initial value of 0 or 1 hides what it is used for.
     Matrices keep the size of what passes through them; anything else, such as a temperature or a
     bias, stays near its value.
     """
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, Tensor] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name not in names or not tensor.is_floating_point():
+        if name in kept or not tensor.is_floating_point():
             continue
         random = torch.randn(tensor.shape, generator=generator)
         if tensor.ndim >= 2 and min(tensor.shape) > 1:
