@@ -403,7 +403,7 @@ class _Trial:
             yield experts, torch.einsum("rte,ted->rtd", dense_RTE, y_TED)
         for each in candidates:
             experts = replace(each, options=replace(each.options, weight_on_input=True))
-            results = [compute(experts, x_TD, each.ids, each.weights) for _, each in routings]
+            results = [compute(experts, x_TD, chosen.ids, chosen.weights) for _, chosen in routings]
             yield experts, torch.stack(results)
 
     def _best(
