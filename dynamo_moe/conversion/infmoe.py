@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import custom_ops
+from dynamo_moe.conversion.reports import few
 from dynamo_moe.modules import ConvertedModule
 
 __all__ = ["InfMoELayer", "Sublayer", "Variant", "load_infmoe"]
@@ -133,12 +134,9 @@ def load_infmoe(
             is missing, unknown or has the wrong shape; if a weight is not finite in the dtype that
             it is stored in; or an option is unknown or does not fit.
     """
-    for name, value, known in (
-        ("sublayer", sublayer, get_args(Sublayer)),
-        ("variant", variant, get_args(Variant)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+    for name, value, known in (("sublayer", sublayer, Sublayer), ("variant", variant, Variant)):
+        if value not in get_args(known):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(known))}; got {value!r}")
     if experts_dtype not in _EXPERTS_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _EXPERTS_DTYPES)
         raise TypeError(f"experts_dtype must be one of {names}; got {experts_dtype}")
@@ -246,27 +244,22 @@ def _check_names(path: Path, names: Iterable[str], experts: int, width: int) -> 
     unknown = sorted(name for name in given if not _NAME.fullmatch(name))
     if unknown:
         raise ValueError(
-            f"{path}: unknown arrays {_some(unknown)}; a T5_FF layer has {', '.join(_WEIGHTS)}, "
-            "each named n/name for expert n"
+            f"{path}: unknown arrays {few(unknown, _SHOWN)}; a T5_FF layer has "
+            f"{', '.join(_WEIGHTS)}, each named n/name for expert n"
         )
     rows_are_experts = len({name.split("/")[0] for name in given}) == width != experts
     hint = "; they look like [E, D]: pass the transpose" if rows_are_experts else ""
     missing = [name for name in wanted if name not in given]
     if missing:
         raise ValueError(
-            f"{path}: missing {_some(missing)}; centroids [D, E] have {experts} experts{hint}"
+            f"{path}: missing {few(missing, _SHOWN)}; centroids [D, E] have {experts} experts{hint}"
         )
     extra = sorted({int(name.split("/")[0]) for name in given.difference(wanted)})
     if extra:
         raise ValueError(
-            f"{path}: has weights of expert {_some(map(str, extra))}, but centroids [D, E] have "
-            f"only the experts 0..{experts - 1}{hint}"
+            f"{path}: has weights of expert {few([*map(str, extra)], _SHOWN)}, but centroids "
+            f"[D, E] have only the experts 0..{experts - 1}{hint}"
         )
-
-
-def _some(names: Iterable[str]) -> str:
-    first, rest = (names := list(names))[:_SHOWN], len(names) - _SHOWN
-    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _read_npy(path: Path) -> Array:
