@@ -20,16 +20,9 @@ class Row:
     blocks: int = 6
     batch: int = 2
     length: int = 16
-    dynamic: bool = True
-    """Whether batch and length are symbolic."""
-    cache: bool = False
-    """Whether the keys and values of earlier tokens are inputs and outputs."""
-    quick: bool = False
-    """Whether a quick run has it."""
-
-    def shrunk(self) -> Row:
-        """The same with few blocks, for a quick run."""
-        return replace(self, blocks=max(1, self.blocks // 12))
+    dynamic: bool = True  # whether batch and length are symbolic
+    cache: bool = False  # whether the keys and values of earlier tokens are inputs and outputs
+    quick: bool = False  # whether a quick run has it
 
 
 @dataclass(frozen=True)
@@ -41,8 +34,10 @@ class Case:
     rows: tuple[Row, ...]
 
     def shrunk(self) -> Case:
-        """The rows of a quick run."""
-        return replace(self, rows=tuple(row.shrunk() for row in self.rows if row.quick))
+        """The rows of a quick run, with few blocks."""
+        quick = [row for row in self.rows if row.quick]
+        rows = tuple(replace(row, blocks=max(1, row.blocks // 12)) for row in quick)
+        return replace(self, rows=rows)
 
 
 CASES = (

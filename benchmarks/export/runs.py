@@ -52,13 +52,8 @@ def run(
 ) -> dict[str, Any]:
     """Exports in this process, and returns what that took or why it failed.
 
-    Args:
-        model: The name of one of :data:`benchmarks.export.models.SUBJECTS`.
-        row: Its sizes.
-        exporter: The name of one of :data:`benchmarks.export.exporters.EXPORTERS`.
-        quick: Whether to export a tiny model, and nothing before it.
-        check: Whether to compare the file with PyTorch.
-        folder: Where to write, else the system's folder for temporary files.
+    A quick run exports a tiny model, and nothing before it. With ``check`` the file is compared
+    with PyTorch. It is written to ``folder``, else to the system's for temporary files.
     """
     _silence()
     found: dict[str, Any] = {}
