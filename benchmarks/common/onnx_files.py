@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.common.timing import milliseconds
 
+PACKAGES = ("torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscript")
 Array = np.ndarray[Any, np.dtype[Any]]
 
 

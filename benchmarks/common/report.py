@@ -106,7 +106,11 @@ def write_json(path: Path | None, result: Result) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Returns a Markdown table; columns of numbers are aligned to the right, None is empty."""
-    body = [["" if cell is None else str(cell) for cell in row] for row in rows]
+
+    def text(cell: object) -> str:
+        return "" if cell is None else digits(cell) if isinstance(cell, float) else str(cell)
+
+    body = [[text(cell) for cell in row] for row in rows]
     forms = []
     for cells in zip(columns, *body, strict=True):
         numeric = all(cell[:1] in "-0123456789" for cell in cells[1:])

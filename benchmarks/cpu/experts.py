@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
 from benchmarks.common.layers import LayerCase
-from benchmarks.common.report import conditions, digits, parser, table, write_json
+from benchmarks.common.report import conditions, parser, table, write_json
 from benchmarks.common.timing import (
     Timing,
     fresh_processes,
@@ -138,9 +138,8 @@ def time_cases(runs: int) -> list[dict[str, Any]]:
         timings = measure(checked_calls(case), runs)
         results.append(asdict(case) | {name: asdict(t) for name, t in timings.items()})
         for name, timing in timings.items():
-            ratio = timing.median / timings[OURS].median
-            times = digits(timing.median), digits(timing.best), f"{ratio:.2f}x"
-            rows.append([case.name, case.tokens, name, *times])
+            ratio = f"{timing.median / timings[OURS].median:.2f}x"
+            rows.append([case.name, case.tokens, name, timing.median, timing.best, ratio])
         if BATCHED not in timings:
             copies = f"left out: copies {case.gathered_bytes / 1e9:.0f} GB"
             rows.append([case.name, case.tokens, f"{BATCHED}, {copies}", None, None, None])
@@ -161,7 +160,7 @@ def time_one_token(runs: int) -> dict[str, Any]:
         low, high = timings[name, few], timings[name, many]
         ratio = high.median / low.median
         results[name] = {few: asdict(low), many: asdict(high), "ratio": ratio}
-        rows.append([name, digits(low.median), digits(high.median), f"{ratio:.2f}"])
+        rows.append([name, low.median, high.median, f"{ratio:.2f}"])
     print(table("one token", ["version", f"{few}, ms", f"{many}, ms", "ratio"], rows))
     return results
 

@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from benchmarks.common.layers import LayerCase
 from benchmarks.common.onnx_files import Array, open_session, time_runs
-from benchmarks.common.report import conditions, digits, matching_cases, parser, table, write_json
+from benchmarks.common.report import conditions, matching_cases, parser, table, write_json
 from benchmarks.common.timing import Timing, fresh_processes, turns
 from dynamo_moe.moe_nodes.bodies import (
     BodyConfig,
@@ -213,7 +213,7 @@ def main() -> None:
         results.append(asdict(case) | {name: asdict(t) for name, t in timings.items()})
         for name, timing in timings.items():
             ratio = f"{timings['dense'].median / timing.median:.1f}x"
-            rows.append([case.name, name, digits(timing.median), digits(timing.best), ratio])
+            rows.append([case.name, name, timing.median, timing.best, ratio])
     columns = ["case", "body", "median ms", "best ms", "dense / this"]
     print(table("one MoE layer", columns, rows))
     described = conditions(["onnxruntime", "onnx", "onnx-ir", "numpy"])

@@ -3,10 +3,8 @@
     python -m benchmarks.cpu.language_models --json result.json --plot result.png
 
 Each model has two layers, random float32 weights and a file per variant that takes any batch and
-length. ``plugin`` and ``com.microsoft::MoE`` are ours; ``grouped_mm`` and ``batched_mm`` are
-transformers' own ``OnnxExporter`` with that implementation of the experts, which unrolls the first
-into one product per expert and gives the second a copy of both weights for every (token, expert)
-pair. ``+ fusions`` is ``OnnxConfig(ort_fusions="cpu")``, which transformers has for ONNX Runtime.
+length; docs/explanation/performance.md says what the variants are. ``--redraw`` only draws
+``--plot``, from the results in ``--json``.
 
 Each turn of a file is a process of its own that loads it and runs all phases: the waiting threads
 of other sessions would take the cores, and what ``batched_mm`` copies would not fit beside them.
@@ -31,7 +29,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import report
 from benchmarks.common.onnx_files import (
+    PACKAGES,
     Array,
     count_nodes,
     file_bytes,
@@ -40,16 +40,6 @@ from benchmarks.common.onnx_files import (
     time_runs,
 )
 from benchmarks.common.plots import SMALL, panels, ratio_bars
-from benchmarks.common.report import (
-    conditions,
-    digits,
-    matching_cases,
-    merged,
-    parse,
-    parser,
-    table,
-    write_json,
-)
 from benchmarks.common.timing import Timing, fresh_processes, resident_bytes, turns
 from benchmarks.export.exporters import by_transformers
 from benchmarks.export.models import causal_lm
@@ -134,10 +124,8 @@ class Phase:
     """Prompts of one length, one a run."""
 
     length: int
-    count: int
-    """How many different prompts there are."""
-    runs: int
-    """Timed runs of a turn at most, after an untimed run of each prompt and one more."""
+    count: int  # different prompts
+    runs: int  # timed runs of a turn at most, after an untimed run of each prompt and one more
 
     def feeds(self) -> list[dict[str, Array]]:
         """Random tokens, so that runs of one token use other experts each."""
@@ -221,8 +209,7 @@ class Turn:
 
     load_ms: float
     peak_bytes: int
-    others: float
-    """Share of the machine's cores that was used by other processes."""
+    others: float  # share of the machine's cores that was used by other processes
     ms: dict[str, list[float]]
     logits: dict[str, list[Array]]
 
@@ -318,13 +305,14 @@ def show(cases: Sequence[Mapping[str, Any]]) -> None:
             for phase in PHASES:
                 mine, base = result[f"{phase} ms"], ours.get(f"{phase} ms", {}).get("median")
                 ratio = f" {mine['median'] / base:.2f}x" if base else ""
-                times.append(f"{digits(mine['median'])} ({digits(mine['best'])}){ratio}")
+                median, best = report.digits(mine["median"]), report.digits(mine["best"])
+                times.append(f"{median} ({best}){ratio}")
             rows.append([
                 case["name"],
                 name,
                 *times,
                 result["turns"],
-                digits(result["load ms"]["median"]),
+                result["load ms"]["median"],
                 f"{result['file bytes'] / 1e6:.0f}",
                 f"{result['peak bytes'] / 1e6:.0f}",
                 result["nodes, functions inlined"],
@@ -332,7 +320,7 @@ def show(cases: Sequence[Mapping[str, Any]]) -> None:
             ])  # fmt: skip
     phases = [f"{phase}, ms (best)" for phase in PHASES]
     rest = ["turns", "load, ms", "file, MB", "peak, MB", "nodes", "export, s"]
-    print(table("language models", ["model", "variant", *phases, *rest], rows))
+    print(report.table("language models", ["model", "variant", *phases, *rest], rows))
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
@@ -365,14 +353,14 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Times our ONNX files of language models against those of transformers' exporter."""
-    known = parser(__doc__, "json", "plot")
+    known = report.parser(__doc__, "json", "plot")
     known.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of a session")
     known.add_argument("--turns", type=int, default=5, help="processes of each file")
     known.add_argument("--case", default="", help="only models whose name contains this")
     known.add_argument("--quick", action="store_true", help="narrow models, one turn")
-    given = parse(known, plot)
-    chosen = matching_cases(known, CASES, given.case)
-    result = conditions(["torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscript"])
+    given = report.parse(known, plot)
+    chosen = report.matching_cases(known, CASES, given.case)
+    result = report.conditions(PACKAGES)
     result |= {"threads": given.threads, "turns": 1 if given.quick else given.turns}
     result |= {"layers": LAYERS, "vocabulary": VOCABULARY, "dtype": "float32", "batch": 1}
     result["phases"] = {name: asdict(phase) for name, phase in PHASES.items()}
@@ -386,9 +374,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             variants = measure(size, Path(folder), given.threads, result["turns"])
         new.append(asdict(size) | {"variants": variants})
-    result["cases"] = merged(new, CASES, given)
+    result["cases"] = report.merged(new, CASES, given)
     show(result["cases"])
-    write_json(given.json, result)
+    report.write_json(given.json, result)
     if given.plot:
         plot(result, given.plot)
 

@@ -80,10 +80,7 @@ CASES = (
     Case(
         "checkpoint",
         "qwen3",
-        (
-            Row("logits", blocks=48),
-            Row("logits and cache", blocks=48, cache=True, quick=True),
-        ),
+        (Row("logits", blocks=48), Row("logits and cache", blocks=48, cache=True, quick=True)),
     ),
     Case("Swin-MoE", "swin", (Row("Swin-T", (OURS, ONE_NODE), quick=True),)),
 )

@@ -28,19 +28,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import report
+from benchmarks.common.onnx_files import PACKAGES
 from benchmarks.common.plots import SMALL, panels, ratio_bars
-from benchmarks.common.report import (
-    conditions,
-    matching_cases,
-    merged,
-    parse,
-    parser,
-    table,
-    write_json,
-)
 from benchmarks.common.timing import turns
 from benchmarks.export.cases import (
     CASES,
@@ -54,7 +48,6 @@ from benchmarks.export.cases import (
 )
 from benchmarks.export.runs import OWN_STEPS, Runner, runner
 
-PACKAGES = ("torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscript")
 COLORS = {
     OURS: "#0b6e4f",
     DYNAMO: "#c2570c",
@@ -181,7 +174,7 @@ def show(cases: Sequence[Mapping[str, Any]]) -> None:
                     remarks(one),
                 ])  # fmt: skip
     numbers = ["time, s", "x ours", "CPU, s", "memory, MB", "x ours", "nodes", "error"]
-    print(table("exports", ["case", "exporter", *numbers, "remarks"], rows))
+    print(report.table("exports", ["case", "exporter", *numbers, "remarks"], rows))
 
 
 def remarks(found: Mapping[str, Any]) -> str:
@@ -211,8 +204,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     drawn = [
         (draw, rows)
         for draw, rows in (
-            (_draw_times, compared),
-            (_draw_memory, compared),
+            (partial(_draw_ratios, key="seconds"), compared),
+            (partial(_draw_ratios, key="peak bytes"), compared),
             (_draw_growth, _rows(cases.get("Llama"))),
             (_draw_sizes, _rows(cases.get("example size"))),
         )
@@ -244,22 +237,18 @@ def _rows(case: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     return [row for row in rows if "error" not in row["exporters"][OURS]]
 
 
-def _draw_ratios(panel: Any, rows: Sequence[Mapping[str, Any]], key: str, ours: str) -> None:
+def _draw_ratios(panel: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None:
     groups = []
     for row in rows:
-        scaled = _median(row["exporters"][OURS], key) * (1e-6 if key == "peak bytes" else 1)
-        groups.append((f"{row['label']}\nours: {ours.format(scaled)}", ratios(row, key)))
+        median = _median(row["exporters"][OURS], key)
+        ours = f"{median:.3g} s" if key == "seconds" else f"{median / 1e6:.0f} MB"
+        groups.append((f"{row['label']}\nours: {ours}", ratios(row, key)))
     ratio_bars(panel, groups, COLORS)
-
-
-def _draw_times(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    _draw_ratios(panel, rows, "seconds", "{:.3g} s")
-    panel.set_title("export time / ours (right: slower than ours)")
-
-
-def _draw_memory(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    _draw_ratios(panel, rows, "peak bytes", "{:.0f} MB")
-    panel.set_title("peak memory over the start / ours")
+    titles = {
+        "seconds": "export time / ours (right: slower than ours)",
+        "peak bytes": "peak memory over the start / ours",
+    }
+    panel.set_title(titles[key])
 
 
 def _draw_growth(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -306,26 +295,26 @@ def _draw_sizes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def main() -> None:
     """Times exports to ONNX, ours and others."""
-    known = parser(__doc__, "json", "plot")
+    known = report.parser(__doc__, "json", "plot")
     known.add_argument("--turns", type=int, default=1, help="processes of each export")
     known.add_argument("--case", default="", help="only cases whose name contains this")
     known.add_argument("--folder", type=Path, help="where to write the files")
     known.add_argument("--quick", action="store_true", help="tiny models, one turn, no warm-up")
-    given = parse(known, plot)
-    chosen = matching_cases(known, CASES, given.case)
+    given = report.parse(known, plot)
+    chosen = report.matching_cases(known, CASES, given.case)
     rounds = 1 if given.quick else given.turns
     new: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
     with runner(given.quick) as runs:
         for case in chosen:
-            run = conditions(PACKAGES) | {"turns": rounds, "quick": given.quick}
+            run = report.conditions(PACKAGES) | {"turns": rounds, "quick": given.quick}
             size = case.shrunk() if given.quick else case
             rows = measure(size, rounds, runs, quick=given.quick, folder=given.folder)
             new.append({"name": case.name, "run": run, "rows": rows})
-            cases = merged(new, CASES, given)
+            cases = report.merged(new, CASES, given)
             result = {"cases": cases, "summary": summary(cases)}
             # Written after each case: a long run that is interrupted is not lost.
-            write_json(given.json, result)
+            report.write_json(given.json, result)
     show(result["cases"])
     if given.plot:
         plot(result, given.plot)

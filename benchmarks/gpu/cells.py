@@ -24,7 +24,7 @@ from benchmarks.gpu.layers import (
     random_routing,
     random_tokens,
 )
-from benchmarks.gpu.peers import dense, dense_bytes, grouped, torch_router
+from benchmarks.gpu.peers import dense, grouped, torch_router
 from benchmarks.gpu.timing import Timer, Times, reason
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.spec import ForwardPlan
@@ -210,12 +210,12 @@ class Bench:
 
     def _without_dense(self, cell: Cell, itemsize: int) -> str:
         """Why every expert on every token is left out, or nothing."""
-        operations = 2 * cell.tokens * self.shape.experts * self.shape.width
-        operations *= self.shape.rows + self.shape.hidden
-        microseconds = 1e6 * operations / self.rates.flops
+        rows, D, inner = cell.tokens * self.shape.experts, self.shape.width, self.shape.hidden
+        inner += self.shape.rows
+        microseconds = 1e6 * 2 * rows * D * inner / self.rates.flops
         if microseconds > _DENSE_MICROSECONDS:
             return f"would take over {microseconds / 1e3:.0f} ms"
-        needed = dense_bytes(self.shape, cell.tokens, itemsize)
+        needed = itemsize * rows * (inner + 2 * D)
         return f"needs {needed / 1e9:.0f} GB" if needed > _DENSE_BYTES else ""
 
     def _compare(self, calls: dict[str, Call], result: Result) -> None:

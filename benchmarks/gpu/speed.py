@@ -2,13 +2,8 @@
 
     python -m benchmarks.gpu.speed --json result.json --plot result.png
 
-Copy bandwidth and the rate of a large matrix product are measured first; from them follows the
-floor of every cell, the time that no implementation can beat. Then ours (``torch.ops.moe.*``),
-PyTorch's ``grouped_mm`` in the order of transformers, a Triton MoE of the usual structure, and
-every expert on every token are timed in turns, each captured in a CUDA graph, with a cold and with
-a warm L2 cache. Inputs are random. With uniform routing each version has its router; with Zipf's
-law, and with all on one expert, all get the same expert ids and weights. Results are compared
-before anything is timed.
+docs/explanation/performance.md says what is compared, how it is timed, and what the floor of a
+cell is: the time that no implementation can beat. Ours is ``torch.ops.moe.*``.
 
 ``--breakdown qwen3:1024`` times each launch of ours by itself. ``--dry-run`` runs the harness
 without a GPU, on a tiny layer; its times mean nothing.
@@ -22,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -33,7 +28,7 @@ import torch
 import triton
 
 from benchmarks.common.plots import panels
-from benchmarks.common.report import conditions, digits, parse, parser, table, write_json
+from benchmarks.common.report import conditions, parse, parser, table, write_json
 from benchmarks.gpu import HAS_GPU
 from benchmarks.gpu.cells import (
     DENSE,
@@ -198,10 +193,10 @@ def shape_table(results: Sequence[Result]) -> str:
         rows.append([
             result.cell.count,
             result.cell.routing,
-            digits(result.cold[OURS].median) if OURS in result.cold else "failed",
-            digits(result.warm[OURS].median) if OURS in result.warm else None,
-            digits(result.floor.fused),
-            digits(result.floor.split),
+            result.cold[OURS].median if OURS in result.cold else "failed",
+            result.warm[OURS].median if OURS in result.warm else None,
+            result.floor.fused,
+            result.floor.split,
             None if result.share is None else f"{100 * result.share:.0f} %",
             *(None if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
             f"WRONG: {wrong}" if wrong else result.verdict,
@@ -245,9 +240,8 @@ def launches_table(title: str, launches: Sequence[LaunchTime]) -> str:
     """Returns each launch of a layer."""
     rows = []
     for each in launches:
-        share = f"{100 * each.floor / each.cold:.0f} %"
-        bound = [digits(each.floor), share] if each.floor else [None, None]
-        rows.append([each.kernel, each.programs, digits(each.cold), digits(each.warm), *bound])
+        share = f"{100 * each.floor / each.cold:.0f} %" if each.floor else None
+        rows.append([*astuple(each)[:-1], each.floor or None, share])
     columns = ["kernel", "programs", "cold", "warm", "floor", "share"]
     return table(f"{title}, each launch by itself, us", columns, rows)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.common.report import digits, table
 from benchmarks.gpu.candidates import blocks_m, few_candidates, gemm_candidates, mlp_candidates
 from benchmarks.gpu.cells import launches_alone
-from benchmarks.gpu.compiling import Job, compile_jobs, plan_jobs
+from benchmarks.gpu.compiling import compile_jobs, plan_jobs
 from benchmarks.gpu.goals import geometric_mean
 from benchmarks.gpu.layers import Shape, call_tensors, parameters_of
 from benchmarks.gpu.selection import Part, choose_ranges, neighbours, parts_of, promising
@@ -166,18 +166,6 @@ def plan_config(ranges: Iterable[RangeConfig], tokens: int) -> RangeConfig:
     return replace(found, last_tokens=MAX_TOKENS)
 
 
-def compile_candidates(
-    layer: Layer, device: Architecture, tokens: Sequence[int], limit: int, seconds: float
-) -> None:
-    """Compiles what :func:`tune` will launch, in parallel, for at most ``seconds``."""
-    jobs: dict[str, Job] = {}
-    for count in tokens:
-        for config in candidates(layer, device, count, limit):
-            for key, job in plan_jobs(layer, device, [count], (config,)):
-                jobs.setdefault(key, job)
-    compile_jobs(jobs, seconds=seconds)
-
-
 def write(path: Path, layer: Layer, ranges: Ranges, conditions: Mapping[str, Any]) -> None:
     """Adds a layer's ranges to a table of tuned data, or replaces them."""
     data = json.loads(path.read_text()) if path.exists() else {"shapes": {}}
@@ -197,7 +185,13 @@ def tune_shape(shape: Shape, device: Device, given: Namespace, path: Path) -> No
     tokens = given.tokens or TOKENS
     print(f"{shape.title}:", flush=True)
     if device.name == "cuda":
-        compile_candidates(layer, on, tokens, given.limit, COMPILE_SHARE * given.budget)
+        jobs = {
+            key: job
+            for count in tokens
+            for config in candidates(layer, on, count, given.limit)
+            for key, job in plan_jobs(layer, on, [count], (config,))
+        }
+        compile_jobs(jobs, seconds=COMPILE_SHARE * given.budget)
     tensors_for = partial(call_tensors, parameters_of(shape, given.dtype, device.name))
     tuner = Tuner(layer, on, device.timer, tensors_for, started + given.budget)
     plans = {"default": default_ranges(layer, on), "tuned": tune(tuner, tokens, given.limit)}
@@ -208,8 +202,7 @@ def tune_shape(shape: Shape, device: Device, given: Namespace, path: Path) -> No
         times = tuner.compare(count, plans)
         ratios.append(times["default"] / times["tuned"])
         chosen = _short(plan_config(plans["tuned"], count))
-        each = digits(times["default"]), digits(times["tuned"]), f"{ratios[-1]:.2f}x"
-        rows.append([count, *each, chosen])
+        rows.append([count, times["default"], times["tuned"], f"{ratios[-1]:.2f}x", chosen])
     columns = ["T", "default", "tuned", "ratio", "configuration"]
     print(table(f"{shape.title}, us", columns, rows))
     ratio = geometric_mean(ratios)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -152,6 +153,20 @@ def test_plot(cases, kept, tmp_path):
     path = tmp_path / "plot.png"
     speed.plot({"cases": cases[:kept]}, path)
     assert path.stat().st_size > 1000
+
+
+def test_a_picture_is_drawn_from_an_earlier_run(cases, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    results, picture = tmp_path / "result.json", tmp_path / "plot.png"
+    results.write_text(json.dumps({"cases": cases}))
+    monkeypatch.setattr("sys.argv", ["speed", "--redraw", "--json", str(results)])
+    with pytest.raises(SystemExit, match="2"):
+        speed.main()
+    assert "--redraw needs --json, the results, and --plot" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--plot", str(picture)])
+    with pytest.raises(SystemExit, match="0"):
+        speed.main()
+    assert picture.stat().st_size > 1000
 
 
 def test_one_case_keeps_the_others_of_the_file(monkeypatch, tmp_path):
