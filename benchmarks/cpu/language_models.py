@@ -241,7 +241,7 @@ def _used_seconds() -> float:
 
 
 def measure(case: Case, folder: Path, threads: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Exports, compares and times the variants of one model; finds why there is none."""
+    """Exports, compares and times the variants of one model, or finds why one has no file."""
     found: dict[str, dict[str, Any]] = {}
     taken: dict[str, list[Turn]] = {}
     for name, variant in VARIANTS.items():

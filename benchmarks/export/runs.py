@@ -97,8 +97,8 @@ def _export(
         found["cpu seconds"] = time.process_time() - used
     found["peak bytes"] = resident_bytes(peak=True) - before
     if exporter == OURS:
-        theirs_and_why = ": ".join(["torch.onnx.export", *reasons])
-        found["way"] = theirs_and_why if theirs.called else OWN_STEPS
+        taken_over = ": ".join(["torch.onnx.export", *reasons])
+        found["way"] = taken_over if theirs.called else OWN_STEPS
     return folder / "model.onnx"
 
 

@@ -103,8 +103,7 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for case in cases:
         for row in case["rows"]:
             for key, title in (("seconds", "time / ours"), ("peak bytes", "memory / ours")):
-                peers = ratios(row, key)
-                if peers:
+                if peers := ratios(row, key):
                     result[title][f"{case['name']}, {row['label']}"] = peers
         ours = [row["exporters"][OURS] for row in _rows(case)]
         if case["name"] == "example size" and ours:

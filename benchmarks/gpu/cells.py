@@ -169,15 +169,12 @@ class Bench:
 
     def _calls(self, cell: Cell, x_TD: Tensor, routing: Routing, result: Result) -> dict[str, Call]:
         given = None if cell.routes else routing
+        layer = self.shape, self.parameters, x_TD
 
         def with_router(
             router: Callable[..., Routing], experts: Callable[..., Tensor], *more: object
         ) -> Call:
-            def call() -> Tensor:
-                chosen = given or router(self.shape, self.parameters, x_TD)
-                return experts(self.shape, self.parameters, x_TD, chosen, *more)
-
-            return call
+            return lambda: experts(*layer, given or router(*layer), *more)
 
         calls: dict[str, Call] = {OURS: self._ours(x_TD, given)}
         if GROUPED in self.versions:
@@ -210,8 +207,8 @@ class Bench:
 
     def _without_dense(self, cell: Cell, itemsize: int) -> str:
         """Why every expert on every token is left out, or nothing."""
-        rows, D, inner = cell.tokens * self.shape.experts, self.shape.width, self.shape.hidden
-        inner += self.shape.rows
+        rows, D = cell.tokens * self.shape.experts, self.shape.width
+        inner = self.shape.rows + self.shape.hidden
         microseconds = 1e6 * 2 * rows * D * inner / self.rates.flops
         if microseconds > _DENSE_MICROSECONDS:
             return f"would take over {microseconds / 1e3:.0f} ms"
