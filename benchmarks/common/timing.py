@@ -30,12 +30,9 @@ class Timing:
 
 
 def turns(items: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Yields items in rounds, each of which starts with another: A B, B A, ...
+    """Yields the round, from 0, and an item; each round starts with another: A B, B A, ...
 
     A slow minute of the machine then hits all of them.
-
-    Yields:
-        The number of the round, from 0, and an item.
     """
     order = list(items)
     for number in range(rounds):

@@ -9,6 +9,13 @@ DYNAMO = "dynamo"
 ONE_NODE = "dynamo, one node a layer"
 TORCHSCRIPT = "TorchScript"
 TRANSFORMERS = "transformers"
+COLORS = {
+    OURS: "#0b6e4f",
+    DYNAMO: "#c2570c",
+    ONE_NODE: "#f2a65a",
+    TORCHSCRIPT: "#3b5bdb",
+    TRANSFORMERS: "#9c36b5",
+}
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def export(checkpoint: Path, file: Path) -> dict[str, float]:
     """Exports in this process, which should be new, and returns what that took."""
     import dynamo_moe
 
-    for name in ("onnxscript", "dynamo_moe.language_models", MODEL):
+    for name in ("onnxscript", MODEL, "dynamo_moe.exporting", "dynamo_moe.language_models"):
         importlib.import_module(name)
     baseline, started = resident_bytes(peak=True), time.perf_counter()
     calls: list[tuple[float, int]] = []

@@ -36,25 +36,9 @@ from benchmarks.common import report
 from benchmarks.common.onnx_files import PACKAGES
 from benchmarks.common.plots import SMALL, panels, ratio_bars
 from benchmarks.common.timing import turns
-from benchmarks.export.cases import (
-    CASES,
-    DYNAMO,
-    ONE_NODE,
-    OURS,
-    TORCHSCRIPT,
-    TRANSFORMERS,
-    Case,
-    Row,
-)
+from benchmarks.export.cases import CASES, COLORS, OURS, Case, Row
 from benchmarks.export.runs import OWN_STEPS, Runner, runner
 
-COLORS = {
-    OURS: "#0b6e4f",
-    DYNAMO: "#c2570c",
-    ONE_NODE: "#f2a65a",
-    TORCHSCRIPT: "#3b5bdb",
-    TRANSFORMERS: "#9c36b5",
-}
 MAX_ERROR = 1e-3
 # The limits for an export of the case "checkpoint".
 GOAL_SECONDS, GOAL_BYTES = 60, 2e9

@@ -10,8 +10,6 @@ from typing import Any
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
 from custom_ops.kernels.spec import MAX_TOKENS
 
-PartConfig = FewConfig | GemmConfig | MlpConfig
-
 # A configuration may be this much slower than the fastest if it serves more token counts: each
 # range has kernels of its own to compile, ship and load.
 TOLERANCE = 0.02
@@ -28,7 +26,7 @@ class Part:
 
     path: str  # of its RangeConfig
     product: str  # "up" for the first product or for both in one kernel, "down" for the second
-    config: PartConfig
+    config: FewConfig | GemmConfig | MlpConfig
 
     @property
     def group(self) -> tuple[str, int]:
