@@ -212,7 +212,7 @@ class Bench:
         microseconds = 1e6 * 2 * rows * D * inner / self.rates.flops
         if microseconds > _DENSE_MICROSECONDS:
             return f"would take over {microseconds / 1e3:.0f} ms"
-        needed = itemsize * rows * (inner + 2 * D)
+        needed = itemsize * rows * (inner + 2 * D)  # bytes of what `dense` allocates
         return f"needs {needed / 1e9:.0f} GB" if needed > _DENSE_BYTES else ""
 
     def _compare(self, calls: dict[str, Call], result: Result) -> None:
