@@ -41,9 +41,8 @@ class LayerCase:
 
     def parameters(self) -> dict[str, Tensor]:
         """Returns random float32 parameters."""
-        return random_parameters(
-            self.experts, self.width, self.hidden, self.rows, biases=not self.gated
-        )
+        sizes = self.experts, self.width, self.hidden, self.rows
+        return random_parameters(*sizes, biases=not self.gated)
 
 
 def random_parameters(

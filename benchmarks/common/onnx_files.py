@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.common.timing import milliseconds
+
+PACKAGES = ("torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscript")
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -37,9 +40,7 @@ def time_runs(
     for feed in islice(cycle(feeds), runs):
         if sum(times) > limit:
             break
-        start = time.perf_counter()
-        session.run(outputs, feed)
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(milliseconds(partial(session.run, outputs, feed)))
     return times
 
 

@@ -7,44 +7,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
+SMALL = 7.5  # points
 
 
 @contextmanager
 def panels(
     path: Path, count: int, columns: int, size: tuple[float, float], title: str
 ) -> Iterator[list[Any]]:
-    """Yields matplotlib's axes, then writes them as one figure.
-
-    Args:
-        path: A file that matplotlib can write.
-        count: How many axes.
-        columns: Most of them in a row.
-        size: Inches of each.
-        title: The figure's.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    """Yields matplotlib's axes of a size in inches, a few a row, then writes them as one figure."""
+    from matplotlib.figure import Figure
 
     columns = max(1, min(columns, count))
     rows = max(1, -(-count // columns))
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(size[0] * columns, size[1] * rows),
-        squeeze=False,
-        layout="constrained",
-    )
-    for unused in axes.flat[count:]:
-        unused.set_axis_off()
-    yield list(axes.flat[:count])
-    for used in axes.flat[:count]:
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
+    yield axes
+    for used in axes:
         used.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def ratio_bars(
@@ -52,11 +33,10 @@ def ratio_bars(
 ) -> None:
     """Draws ratios to ours as horizontal bars that begin at 1; to the right is more than ours.
 
-    Args:
-        panel: Matplotlib's axes.
-        groups: A label and the ratios by name; bars of a group stand together.
-        colors: By name, ours first.
+    Bars of a group stand together, beside its label. The first of the colors is ours.
     """
+    from matplotlib.ticker import LogLocator
+
     labels: dict[float, str] = {}
     place = 0.0
     named: set[str] = set()
@@ -73,7 +53,7 @@ def ratio_bars(
                 textcoords="offset points",
                 ha="left" if ratio >= 1 else "right",
                 va="center",
-                fontsize=7.5,
+                fontsize=SMALL,
             )
             place += 1
         place += 0.8
@@ -82,9 +62,10 @@ def ratio_bars(
     panel.set_xscale("log")
     panel.margins(x=0.12)
     low, high = panel.get_xlim()
-    ticks = [tick for tick in _TICKS if low <= tick <= high]
-    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.xaxis.set_major_locator(
+        LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 5, 7))
+    )
+    panel.xaxis.set_major_formatter("{x:g}")
     panel.minorticks_off()
-    panel.set_yticks(list(labels), list(labels.values()), fontsize=7.5)
+    panel.set_yticks(list(labels), list(labels.values()), fontsize=SMALL)
     panel.invert_yaxis()
-    panel.legend(fontsize=7.5)

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,19 +14,34 @@ from typing import Any, Protocol, TypeVar
 
 
 def parser(doc: str | None, *outputs: str) -> argparse.ArgumentParser:
-    """Returns a parser with an option for each output.
-
-    Args:
-        doc: A module's docstring; its first line describes the command.
-        outputs: Options that take a file to write, such as ``json`` and ``plot``.
-    """
+    """Returns a parser, described by a docstring's first line, with an option for each output."""
     made = argparse.ArgumentParser(
         description=(doc or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for output in outputs:
         made.add_argument(f"--{output}", type=Path, help="write results to this file")
+    if "plot" in outputs:
+        made.add_argument(
+            "--redraw", action="store_true", help="measure nothing; draw --plot from --json"
+        )
     return made
+
+
+Result = Mapping[str, Any]
+
+
+def parse(
+    command: argparse.ArgumentParser, plot: Callable[[Result, Path], None]
+) -> argparse.Namespace:
+    """Reads the command line; where it asks only for the plot, draws it and ends the command."""
+    given = command.parse_args()
+    if given.redraw:
+        if given.json is None or given.plot is None:
+            command.error("--redraw needs --json, the results, and --plot, the picture to draw")
+        plot(json.loads(given.json.read_text()), given.plot)
+        command.exit()
+    return given
 
 
 def conditions(packages: Iterable[str]) -> dict[str, Any]:
@@ -62,10 +77,9 @@ CaseT = TypeVar("CaseT", bound=Named)
 
 
 def matching_cases(
-    command: argparse.ArgumentParser, cases: Iterable[CaseT], text: str
+    command: argparse.ArgumentParser, cases: Sequence[CaseT], text: str
 ) -> list[CaseT]:
     """Returns the cases whose name contains a text; ends the command where there are none."""
-    cases = list(cases)
     found = [case for case in cases if text.lower() in case.name.lower()]
     if not found:
         names = ", ".join(case.name for case in cases)
@@ -73,44 +87,43 @@ def matching_cases(
     return found
 
 
-def read_cases(path: Path | None) -> list[dict[str, Any]]:
-    """Returns the cases of an earlier run's results, where there are any."""
-    if path is None or not path.exists():
-        return []
-    cases: list[dict[str, Any]] = json.loads(path.read_text())["cases"]
-    return cases
+def merged(
+    new: Iterable[Result], cases: Iterable[Named], given: argparse.Namespace
+) -> list[Result]:
+    """Returns results in the order of the cases; with ``--case``, the file's other ones stay."""
+    known = []
+    if given.case and given.json and given.json.exists():
+        known = json.loads(given.json.read_text())["cases"]
+    by_name = {result["name"]: result for result in (*known, *new)}
+    return [by_name[case.name] for case in cases if case.name in by_name]
 
 
-def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
+def write_json(path: Path | None, result: Result) -> None:
     """Writes results, where a file is asked for."""
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Returns a Markdown table; columns of numbers are aligned to the right.
+    """Returns a Markdown table; columns of numbers are aligned to the right, None is empty."""
 
-    Args:
-        title: The line above it.
-        columns: The columns' titles.
-        rows: A cell for each column; None is an empty one.
-    """
-    body = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    by_column = list(zip(columns, *body, strict=True))
-    widths = [max(3, *map(len, cells)) for cells in by_column]
-    numeric = [all(cell[:1] in "-0123456789" for cell in cells[1:]) for cells in by_column]
-    rule = [
-        "-" * (width - 1) + ("-", ":")[right] for width, right in zip(widths, numeric, strict=True)
-    ]
+    def text(cell: object) -> str:
+        return "" if cell is None else digits(cell) if isinstance(cell, float) else str(cell)
+
+    body = [[text(cell) for cell in row] for row in rows]
+    forms = []
+    for cells in zip(columns, *body, strict=True):
+        numeric = all(cell[:1] in "-0123456789" for cell in cells[1:])
+        forms.append((">" if numeric else "<", max(3, *map(len, cells))))
+    rule = ["-" * (width - 1) + (":" if align == ">" else "-") for align, width in forms]
 
     def line(cells: Sequence[str]) -> str:
         aligned = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(cells, widths, numeric, strict=True)
+            f"{cell:{align}{width}}" for cell, (align, width) in zip(cells, forms, strict=True)
         ]
         return f"| {' | '.join(aligned)} |"
 
-    return "\n".join([title, "", line(columns), line(rule), *map(line, body), ""])
+    return "\n".join([title, "", *map(line, [columns, rule, *body]), ""])
 
 
 def digits(value: float) -> str:

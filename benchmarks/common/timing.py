@@ -30,12 +30,9 @@ class Timing:
 
 
 def turns(items: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Yields items in rounds, each of which starts with another: A B, B A, ...
+    """Yields the round, from 0, and an item; each round starts with another: A B, B A, ...
 
     A slow minute of the machine then hits all of them.
-
-    Yields:
-        The number of the round, from 0, and an item.
     """
     order = list(items)
     for number in range(rounds):
@@ -51,21 +48,13 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def time_in_turns(
-    calls: Mapping[str, Callable[[], object]],
-    runs: int,
-    before: Callable[[], object] = lambda: None,
-) -> dict[str, Timing]:
-    """Times calls in turns, after two untimed calls of each.
-
-    Args:
-        calls: What to time, by name.
-        runs: Timed calls of each.
-        before: Called before every timed call, for instance to flush caches.
-    """
+    calls: Mapping[T, Callable[[], object]], runs: int, before: Callable[[], object]
+) -> dict[T, Timing]:
+    """Times calls in turns, after two untimed calls of each; ``before`` each may flush caches."""
     for call in calls.values():
         for _ in range(2):
             call()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[T, list[float]] = {name: [] for name in calls}
     for _, name in turns(calls, runs):
         before()
         samples[name].append(milliseconds(calls[name]))

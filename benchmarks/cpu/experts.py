@@ -12,10 +12,10 @@ resident set just before it, result included, parameters and inputs not (Linux).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
 from benchmarks.common.layers import LayerCase
-from benchmarks.common.report import conditions, digits, parser, table, write_json
+from benchmarks.common.report import conditions, parser, table, write_json
 from benchmarks.common.timing import (
     Timing,
     fresh_processes,
@@ -37,7 +37,8 @@ OURS, GROUPED, BATCHED = "ours", "grouped_mm", "batched_mm"
 # batched_mm copies both weights of every (token, expert) pair.
 GATHERED_LIMIT = 8e9
 
-Calls = dict[str, Callable[[], Tensor]]
+T = TypeVar("T")
+Call = Callable[[], Tensor]
 
 
 class Case(LayerCase):
@@ -64,7 +65,7 @@ MEMORY_CASES = (
 )
 
 
-def calls(case: Case) -> Calls:
+def calls(case: Case) -> dict[str, Call]:
     """Returns the implementations on one set of random weights, whose results are near 1."""
     torch.manual_seed(0)
     p = case.parameters()
@@ -94,7 +95,7 @@ def calls(case: Case) -> Calls:
         _apply_gate=apply_gate,
     )
     form: dict[str, Any] = {"activation": case.activation, "gated": case.gated}
-    found: Calls = {
+    found: dict[str, Call] = {
         OURS: lambda: experts(x, ids, weights, w1, b1, w2, b2, **form),
         GROUPED: lambda: grouped_mm_experts_forward(module, x, ids, weights),
     }
@@ -103,14 +104,15 @@ def calls(case: Case) -> Calls:
     return found
 
 
-def measure(found: Calls, runs: int) -> dict[str, Timing]:
+def measure(found: Mapping[T, Call], runs: int) -> dict[T, Timing]:
     """Times calls with cold caches."""
     other_data = torch.zeros(32 * 2**20)
     return time_in_turns(found, runs, before=lambda: other_data.add_(1))
 
 
-def checked(found: Calls) -> Calls:
+def checked_calls(case: Case) -> dict[str, Call]:
     """Compares the results, so that only equal work is timed."""
+    found = calls(case)
     expected = found[OURS]()
     for name, call in found.items():
         torch.testing.assert_close(call(), expected, atol=1e-4, rtol=1e-4, msg=name)
@@ -133,12 +135,11 @@ def time_cases(runs: int) -> list[dict[str, Any]]:
     """Times each case's implementations against ours."""
     results, rows = [], []
     for case in CASES:
-        timings = measure(checked(calls(case)), runs)
+        timings = measure(checked_calls(case), runs)
         results.append(asdict(case) | {name: asdict(t) for name, t in timings.items()})
         for name, timing in timings.items():
-            ratio = timing.median / timings[OURS].median
-            times = digits(timing.median), digits(timing.best), f"{ratio:.2f}x"
-            rows.append([case.name, case.tokens, name, *times])
+            ratio = f"{timing.median / timings[OURS].median:.2f}x"
+            rows.append([case.name, case.tokens, name, timing.median, timing.best, ratio])
         if BATCHED not in timings:
             copies = f"left out: copies {case.gathered_bytes / 1e9:.0f} GB"
             rows.append([case.name, case.tokens, f"{BATCHED}, {copies}", None, None, None])
@@ -151,17 +152,15 @@ def time_one_token(runs: int) -> dict[str, Any]:
     """Times what idle experts cost: one token with 8 experts in all, and with 8 of 128."""
     few, many = (case.name for case in ONE_TOKEN)
     found = {
-        (case.name, name): call for case in ONE_TOKEN for name, call in checked(calls(case)).items()
+        (name, case.name): call for case in ONE_TOKEN for name, call in checked_calls(case).items()
     }
-    timings = measure({f"{case} {name}": call for (case, name), call in found.items()}, runs)
-    results: dict[str, Any] = {}
-    for name in dict.fromkeys(name for _, name in found):
-        low, high = timings[f"{few} {name}"], timings[f"{many} {name}"]
-        results[name] = {few: asdict(low), many: asdict(high), "ratio": high.median / low.median}
-    rows = (
-        [name, digits(each[few]["median"]), digits(each[many]["median"]), f"{each['ratio']:.2f}"]
-        for name, each in results.items()
-    )
+    timings = measure(found, runs)
+    results, rows = {}, []
+    for name in dict.fromkeys(name for name, _ in found):
+        low, high = timings[name, few], timings[name, many]
+        ratio = high.median / low.median
+        results[name] = {few: asdict(low), many: asdict(high), "ratio": ratio}
+        rows.append([name, low.median, high.median, f"{ratio:.2f}"])
     print(table("one token", ["version", f"{few}, ms", f"{many}, ms", "ratio"], rows))
     return results
 

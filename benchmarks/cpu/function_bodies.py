@@ -12,9 +12,8 @@ two ways of ``body`` are also timed alone: ``gathered`` copies the weights that 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,7 @@ import onnx_ir as ir
 
 from benchmarks.common.layers import LayerCase
 from benchmarks.common.onnx_files import Array, open_session, time_runs
-from benchmarks.common.report import (
-    conditions,
-    digits,
-    matching_cases,
-    parser,
-    table,
-    write_json,
-)
+from benchmarks.common.report import conditions, matching_cases, parser, table, write_json
 from benchmarks.common.timing import Timing, fresh_processes, turns
 from dynamo_moe.moe_nodes.bodies import (
     BodyConfig,
@@ -61,12 +53,6 @@ class Case(LayerCase):
             return BodyConfig(activation=self.activation, gated=True)
         return BodyConfig(has_router_bias=True, has_b1=True, has_b2=True)
 
-    @property
-    def bodies(self) -> list[str]:
-        """What is timed."""
-        few = ["gathered", "visited"] if self.tokens <= FEW else []
-        return ["dense", "body", "unrolled", "naive", *few]
-
 
 CASES = (
     Case("Swin stage 1", 3136, 96, 384, 8, 2),
@@ -96,13 +82,9 @@ def torch_layer(case: Case) -> Any:
 
         def forward(self, x: Tensor) -> Tensor:
             p = dict(self.named_parameters())
-            experts = p["w1"], p.get("b1"), p["w2"], p.get("b2")
-            form: dict[str, Any] = {
-                "activation": case.activation,
-                "gated": case.gated,
-                "router_bias": p.get("router_bias"),
-            }
-            return dropless(x, p["router_weight"], *experts, case.top_k, **form)
+            parameters = p["router_weight"], p["w1"], p.get("b1"), p["w2"], p.get("b2")
+            form: dict[str, Any] = {"activation": case.activation, "gated": case.gated}
+            return dropless(x, *parameters, case.top_k, p.get("router_bias"), **form)
 
     return Layer()
 
@@ -143,31 +125,29 @@ def naive_experts(
     return outer.Loop(experts, true, zeros_TD, body=graph, out="y_TD")
 
 
-def written_with(experts: Experts, config: BodyConfig, opset: int) -> ir.Function:
-    """A body with a given way to run the experts."""
-    return function(config, opset, "moe", routed(experts))
-
-
-def branch(experts: Experts, config: BodyConfig, opset: int) -> ir.Function:
-    """``body`` with one of its branches for every number of slots."""
+def branch(experts: Experts) -> Experts:
+    """One of the branches of ``body``, for every number of slots."""
 
     def alone(op: Ops, config: BodyConfig, *values: Any) -> ir.Value:
         return op.Squeeze(experts(op, config, *values), [1], out="y_TD")
 
-    return written_with(alone, config, opset)
+    return alone
 
 
-def build(name: str, case: Case, opset: int) -> ir.Function:
-    """Returns a body by its name."""
-    bodies: Mapping[str, Callable[[BodyConfig, int], ir.Function]] = {
-        "dense": dense_body,
-        "body": body,
-        "unrolled": partial(unrolled_body, num_experts=case.experts),
-        "naive": partial(written_with, naive_experts),
-        "gathered": partial(branch, gathered.experts),
-        "visited": partial(branch, dropless.one_by_one),
+def bodies(case: Case, opset: int) -> dict[str, ir.Function]:
+    """Returns what is timed."""
+    config = case.config
+    found = {
+        "dense": dense_body(config, opset),
+        "body": body(config, opset),
+        "unrolled": unrolled_body(config, opset, num_experts=case.experts),
     }
-    return bodies[name](case.config, opset)
+    experts: dict[str, Experts] = {"naive": naive_experts}
+    if case.tokens <= FEW:
+        experts["gathered"] = branch(gathered.experts)
+        experts["visited"] = branch(dropless.one_by_one)
+    written = {name: function(config, opset, "moe", routed(way)) for name, way in experts.items()}
+    return found | written
 
 
 def export(case: Case, folder: Path) -> dict[str, Path]:
@@ -178,15 +158,15 @@ def export(case: Case, folder: Path) -> dict[str, Path]:
 
     example = torch.zeros(2, case.width)
     dynamo_moe.export(torch_layer(case), example, folder / "exported.onnx")
-    paths = {name: folder / f"{name}.onnx" for name in case.bodies}
-    for name, path in paths.items():
-        model = ir.load(folder / "exported.onnx")
-        replaced = build(name, case, model.opset_imports[""])
-        (exported,) = model.functions
+    model = ir.load(folder / "exported.onnx")
+    (exported,) = model.functions
+    paths = {}
+    for name, replaced in bodies(case, model.opset_imports[""]).items():
         if replaced.identifier() != exported:
             raise ValueError(f"{name} is {replaced.identifier()}, the file's body {exported}")
         model.functions[exported] = replaced
-        ir.save(model, path)
+        paths[name] = folder / f"{name}.onnx"
+        ir.save(model, paths[name])
     return paths
 
 
@@ -233,7 +213,7 @@ def main() -> None:
         results.append(asdict(case) | {name: asdict(t) for name, t in timings.items()})
         for name, timing in timings.items():
             ratio = f"{timings['dense'].median / timing.median:.1f}x"
-            rows.append([case.name, name, digits(timing.median), digits(timing.best), ratio])
+            rows.append([case.name, name, timing.median, timing.best, ratio])
     columns = ["case", "body", "median ms", "best ms", "dense / this"]
     print(table("one MoE layer", columns, rows))
     described = conditions(["onnxruntime", "onnx", "onnx-ir", "numpy"])

@@ -3,10 +3,8 @@
     python -m benchmarks.cpu.language_models --json result.json --plot result.png
 
 Each model has two layers, random float32 weights and a file per variant that takes any batch and
-length. ``plugin`` and ``com.microsoft::MoE`` are ours; ``grouped_mm`` and ``batched_mm`` are
-transformers' own ``OnnxExporter`` with that implementation of the experts, which unrolls the first
-into one product per expert and gives the second a copy of both weights for every (token, expert)
-pair. ``+ fusions`` is ``OnnxConfig(ort_fusions="cpu")``, which transformers has for ONNX Runtime.
+length; docs/explanation/performance.md says what the variants are. ``--redraw`` only draws
+``--plot``, from the results in ``--json``.
 
 Each turn of a file is a process of its own that loads it and runs all phases: the waiting threads
 of other sessions would take the cores, and what ``batched_mm`` copies would not fit beside them.
@@ -31,7 +29,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import report
 from benchmarks.common.onnx_files import (
+    PACKAGES,
     Array,
     count_nodes,
     file_bytes,
@@ -39,17 +39,8 @@ from benchmarks.common.onnx_files import (
     relative_error,
     time_runs,
 )
-from benchmarks.common.plots import panels, ratio_bars
-from benchmarks.common.report import (
-    conditions,
-    digits,
-    matching_cases,
-    parser,
-    read_cases,
-    table,
-    write_json,
-)
-from benchmarks.common.timing import Timing, fresh_processes, milliseconds, resident_bytes, turns
+from benchmarks.common.plots import SMALL, panels, ratio_bars
+from benchmarks.common.timing import Timing, fresh_processes, resident_bytes, turns
 from benchmarks.export.exporters import by_transformers
 from benchmarks.export.models import causal_lm
 
@@ -110,21 +101,21 @@ CASES = (
 class Variant:
     """A way to the ONNX file: one of our targets, or an implementation of transformers."""
 
+    color: str
     target: str = ""
     body: str = "loop"
     experts: str = "eager"
     fusions: str | None = None
-    color: str = ""
 
 
 VARIANTS = {
-    OURS: Variant(target="plugin", color="#0b6e4f"),
-    "plugin, unrolled": Variant(target="plugin", body="unrolled", color="#2fa37b"),
-    "com.microsoft::MoE": Variant(target="onnxruntime", color="#8fd3b6"),
-    "grouped_mm": Variant(experts="grouped_mm", color="#c2570c"),
-    "grouped_mm + fusions": Variant(experts="grouped_mm", fusions="cpu", color="#f2a65a"),
-    "batched_mm": Variant(experts="batched_mm", color="#3b5bdb"),
-    "batched_mm + fusions": Variant(experts="batched_mm", fusions="cpu", color="#91a7ff"),
+    OURS: Variant("#0b6e4f", target="plugin"),
+    "plugin, unrolled": Variant("#2fa37b", target="plugin", body="unrolled"),
+    "com.microsoft::MoE": Variant("#8fd3b6", target="onnxruntime"),
+    "grouped_mm": Variant("#c2570c", experts="grouped_mm"),
+    "grouped_mm + fusions": Variant("#f2a65a", experts="grouped_mm", fusions="cpu"),
+    "batched_mm": Variant("#3b5bdb", experts="batched_mm"),
+    "batched_mm + fusions": Variant("#91a7ff", experts="batched_mm", fusions="cpu"),
 }
 
 
@@ -133,15 +124,14 @@ class Phase:
     """Prompts of one length, one a run."""
 
     length: int
-    count: int
-    """How many different prompts there are."""
-    runs: int
-    """Timed runs of a turn at most, after an untimed run of each prompt and one more."""
+    count: int  # different prompts
+    runs: int  # timed runs of a turn at most, after an untimed run of each prompt and one more
 
-    def prompts(self) -> list[Array]:
+    def feeds(self) -> list[dict[str, Array]]:
         """Random tokens, so that runs of one token use other experts each."""
         rng = np.random.default_rng(self.length)
-        return [rng.integers(VOCABULARY, size=(1, self.length)) for _ in range(self.count)]
+        prompts = [rng.integers(VOCABULARY, size=(1, self.length)) for _ in range(self.count)]
+        return [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in prompts]
 
 
 PHASES = {"prefill": Phase(256, 1, 8), "decode": Phase(1, 16, 64)}
@@ -168,11 +158,13 @@ def expected(case: Case) -> dict[str, list[Array]]:
     import torch
 
     model = build(case, "eager")
+
+    def logits(feed: Mapping[str, Array]) -> Array:
+        found: Array = model(input_ids=torch.from_numpy(feed["input_ids"])).logits.numpy()
+        return found
+
     with torch.inference_mode():
-        return {
-            name: [model(input_ids=torch.from_numpy(ids)).logits.numpy() for ids in phase.prompts()]
-            for name, phase in PHASES.items()
-        }
+        return {name: [*map(logits, phase.feeds())] for name, phase in PHASES.items()}
 
 
 def export(case: Case, variant: Variant, folder: Path) -> dict[str, Any]:
@@ -217,8 +209,7 @@ class Turn:
 
     load_ms: float
     peak_bytes: int
-    others: float
-    """Share of the machine's cores that was used by other processes."""
+    others: float  # share of the machine's cores that was used by other processes
     ms: dict[str, list[float]]
     logits: dict[str, list[Array]]
 
@@ -226,13 +217,12 @@ class Turn:
 def turn(path: Path, threads: int) -> Turn:
     """Loads a file in this process and runs every phase."""
     began, used, own = time.perf_counter(), _used_seconds(), time.process_time()
-    sessions: list[Any] = []
-    load_ms = milliseconds(lambda: sessions.append(open_session(path, threads)))
-    (session,) = sessions
+    session = open_session(path, threads)
+    load_ms = (time.perf_counter() - began) * 1e3
     times: dict[str, list[float]] = {}
     logits: dict[str, list[Array]] = {}
     for name, phase in PHASES.items():
-        feeds = [{"input_ids": ids, "attention_mask": np.ones_like(ids)} for ids in phase.prompts()]
+        feeds = phase.feeds()
         logits[name] = [session.run(["logits"], feed)[0] for feed in feeds]
         # The second run of a shape still allocates, one block for all that the first one used.
         session.run(["logits"], feeds[0])
@@ -250,33 +240,26 @@ def _used_seconds() -> float:
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def export_all(case: Case, folder: Path) -> dict[str, dict[str, Any]]:
-    """Writes each variant's file, or finds why there is none."""
+def measure(case: Case, folder: Path, threads: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Exports, compares and times the variants of one model, or finds why one has no file."""
     found: dict[str, dict[str, Any]] = {}
-    for place, (name, variant) in enumerate(VARIANTS.items()):
+    taken: dict[str, list[Turn]] = {}
+    for name, variant in VARIANTS.items():
         print(f"{case.name}: exporting {name}", flush=True)
-        target = folder / str(place)
         try:
             with quiet():
-                found[name] = export(case, variant, target) | {"path": target / "model.onnx"}
+                found[name] = export(case, variant, folder / name)
+            taken[name] = []
         except Exception as error:  # Any layer may be refused, for whatever reason.
             found[name] = {"error": f"{type(error).__name__}: {error}"}
-    return found
-
-
-def measure(case: Case, folder: Path, threads: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Exports, compares and times the variants of one model."""
-    found = export_all(case, folder)
     with quiet():
         wanted = expected(case)
-    paths = {name: result.pop("path") for name, result in found.items() if "path" in result}
-    taken: dict[str, list[Turn]] = {name: [] for name in paths}
     with fresh_processes() as processes:
-        for number, name in turns(paths, rounds):
+        for number, name in turns(taken, rounds):
             if "error" in found[name]:
                 continue
             print(f"{case.name}: turn {number + 1} of {rounds}, {name}", flush=True)
-            one = processes.submit(turn, paths[name], threads).result()
+            one = processes.submit(turn, folder / name / "model.onnx", threads).result()
             taken[name].append(one)
             errors = {
                 phase: max(map(relative_error, one.logits[phase], wanted[phase]))
@@ -322,13 +305,14 @@ def show(cases: Sequence[Mapping[str, Any]]) -> None:
             for phase in PHASES:
                 mine, base = result[f"{phase} ms"], ours.get(f"{phase} ms", {}).get("median")
                 ratio = f" {mine['median'] / base:.2f}x" if base else ""
-                times.append(f"{digits(mine['median'])} ({digits(mine['best'])}){ratio}")
+                median, best = report.digits(mine["median"]), report.digits(mine["best"])
+                times.append(f"{median} ({best}){ratio}")
             rows.append([
                 case["name"],
                 name,
                 *times,
                 result["turns"],
-                digits(result["load ms"]["median"]),
+                result["load ms"]["median"],
                 f"{result['file bytes'] / 1e6:.0f}",
                 f"{result['peak bytes'] / 1e6:.0f}",
                 result["nodes, functions inlined"],
@@ -336,7 +320,7 @@ def show(cases: Sequence[Mapping[str, Any]]) -> None:
             ])  # fmt: skip
     phases = [f"{phase}, ms (best)" for phase in PHASES]
     rest = ["turns", "load, ms", "file, MB", "peak, MB", "nodes", "export, s"]
-    print(table("language models", ["model", "variant", *phases, *rest], rows))
+    print(report.table("language models", ["model", "variant", *phases, *rest], rows))
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
@@ -361,36 +345,38 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
                     ratios = {name: ms / ours for name, ms in times.items()}
                     groups.append((f"{case['name']}\nours: {ours:.3g} ms", ratios))
             ratio_bars(panel, groups, colors)
-            panel.set_title(f"{phase}, {inputs.length} tokens: time / ours (right: slower)")
+            tokens = "1 token" if inputs.length == 1 else f"{inputs.length} tokens"
+            panel.set_title(f"{phase}, {tokens}: time / ours (right: slower)")
+        names = drawn[0].get_legend_handles_labels()
+        drawn[0].figure.legend(*names, loc="outside lower center", ncols=7, fontsize=SMALL)
 
 
 def main() -> None:
     """Times our ONNX files of language models against those of transformers' exporter."""
-    known = parser(__doc__, "json", "plot")
+    known = report.parser(__doc__, "json", "plot")
     known.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of a session")
     known.add_argument("--turns", type=int, default=5, help="processes of each file")
     known.add_argument("--case", default="", help="only models whose name contains this")
     known.add_argument("--quick", action="store_true", help="narrow models, one turn")
-    given = known.parse_args()
-    chosen = matching_cases(known, CASES, given.case)
-    result = conditions(["torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscript"])
+    given = report.parse(known, plot)
+    chosen = report.matching_cases(known, CASES, given.case)
+    result = report.conditions(PACKAGES)
     result |= {"threads": given.threads, "turns": 1 if given.quick else given.turns}
     result |= {"layers": LAYERS, "vocabulary": VOCABULARY, "dtype": "float32", "batch": 1}
     result["phases"] = {name: asdict(phase) for name, phase in PHASES.items()}
-    # With --case, the file's other models stay.
-    cases = {one["name"]: one for one in read_cases(given.json if given.case else None)}
     print("importing the exporters", flush=True)
     with tempfile.TemporaryDirectory() as folder, quiet():
         for name in (OURS, "grouped_mm + fusions"):  # The first export of a process is slower.
             export(CASES[0].shrunk(), VARIANTS[name], Path(folder))
+    new = []
     for case in chosen:
         size = case.shrunk() if given.quick else case
         with tempfile.TemporaryDirectory() as folder:
             variants = measure(size, Path(folder), given.threads, result["turns"])
-        cases[size.name] = asdict(size) | {"variants": variants}
-    result["cases"] = [cases[one.name] for one in CASES if one.name in cases]
+        new.append(asdict(size) | {"variants": variants})
+    result["cases"] = report.merged(new, CASES, given)
     show(result["cases"])
-    write_json(given.json, result)
+    report.write_json(given.json, result)
     if given.plot:
         plot(result, given.plot)
 

@@ -9,6 +9,13 @@ DYNAMO = "dynamo"
 ONE_NODE = "dynamo, one node a layer"
 TORCHSCRIPT = "TorchScript"
 TRANSFORMERS = "transformers"
+COLORS = {
+    OURS: "#0b6e4f",
+    DYNAMO: "#c2570c",
+    ONE_NODE: "#f2a65a",
+    TORCHSCRIPT: "#3b5bdb",
+    TRANSFORMERS: "#9c36b5",
+}
 
 
 @dataclass(frozen=True)
@@ -20,16 +27,9 @@ class Row:
     blocks: int = 6
     batch: int = 2
     length: int = 16
-    dynamic: bool = True
-    """Whether batch and length are symbolic."""
-    cache: bool = False
-    """Whether the keys and values of earlier tokens are inputs and outputs."""
-    quick: bool = False
-    """Whether a quick run has it."""
-
-    def shrunk(self) -> Row:
-        """The same with few blocks, for a quick run."""
-        return replace(self, blocks=max(1, self.blocks // 12))
+    dynamic: bool = True  # whether batch and length are symbolic
+    cache: bool = False  # whether the keys and values of earlier tokens are inputs and outputs
+    quick: bool = False  # whether a quick run has it
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ class Case:
     rows: tuple[Row, ...]
 
     def shrunk(self) -> Case:
-        """The rows of a quick run."""
-        return replace(self, rows=tuple(row.shrunk() for row in self.rows if row.quick))
+        """The rows of a quick run, with few blocks."""
+        quick = [row for row in self.rows if row.quick]
+        rows = tuple(replace(row, blocks=max(1, row.blocks // 12)) for row in quick)
+        return replace(self, rows=rows)
 
 
 CASES = (
@@ -85,10 +87,7 @@ CASES = (
     Case(
         "checkpoint",
         "qwen3",
-        (
-            Row("logits", blocks=48),
-            Row("logits and cache", blocks=48, cache=True, quick=True),
-        ),
+        (Row("logits", blocks=48), Row("logits and cache", blocks=48, cache=True, quick=True)),
     ),
     Case("Swin-MoE", "swin", (Row("Swin-T", (OURS, ONE_NODE), quick=True),)),
 )

@@ -8,12 +8,10 @@ in turn, from a cold page cache; measures memory in the process that exports, an
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,43 +19,17 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.report import conditions, parser, write_json
+from benchmarks.common.timing import fresh_processes, resident_bytes
 from benchmarks.export.models import qwen3_config, safetensors_header, tensor_shapes
 
 PACKAGES = ("torch", "transformers", "onnx-ir", "onnxscript", "safetensors")
+MODEL = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 EXPERTS = 128
 WIDTH, HIDDEN = 1024, 768
 BLOCK = 2**24
 # A virtual machine may return freed memory to its host within seconds, and getting it back takes
 # time. An export traces first and would find less of it than a copy, which begins at once.
 SETTLE_S = 20
-
-EXPORT = """
-import json, resource, sys, time
-import torch
-import onnxscript, transformers.models.qwen3_moe.modeling_qwen3_moe
-import dynamo_moe.exporting, dynamo_moe.language_models
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-baseline, started, calls = peak(), time.perf_counter(), []
-model = dynamo_moe.open_checkpoint(sys.argv[1])
-dynamo_moe.convert(model)
-report = dynamo_moe.export_language_model(
-    model, sys.argv[2], external_data=True,
-    progress=lambda phase, done, total: total and calls.append((time.perf_counter(), done))
-)
-(first, _), (last, written) = calls[0], calls[-1]
-print(json.dumps({
-    "baseline_bytes": baseline,
-    "peak_bytes": peak(),
-    "seconds": time.perf_counter() - started,
-    "writing_seconds": last - first,
-    "written_bytes": written,
-    "nodes": sum(report.nodes.values()),
-    "layers": len(report.layers),
-}))
-"""
 
 
 def make_checkpoint(folder: Path, gigabytes: float) -> int:
@@ -99,14 +71,32 @@ def forget(path: Path) -> None:
     time.sleep(SETTLE_S)
 
 
-def export(checkpoint: Path, folder: Path) -> dict[str, float]:
-    """Exports in a new process, and returns what it measured."""
-    command = [sys.executable, "-c", EXPORT, str(checkpoint), str(folder / "model.onnx")]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    for file in folder.glob("model.onnx*"):
-        file.unlink()
-    found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
-    return found
+def export(checkpoint: Path, file: Path) -> dict[str, float]:
+    """Exports in this process, which should be new, and returns what that took."""
+    import dynamo_moe
+
+    for name in ("onnxscript", MODEL, "dynamo_moe.exporting", "dynamo_moe.language_models"):
+        importlib.import_module(name)
+    baseline, started = resident_bytes(peak=True), time.perf_counter()
+    calls: list[tuple[float, int]] = []
+
+    def note(_: str, done: int, total: int) -> None:
+        if total:
+            calls.append((time.perf_counter(), done))
+
+    model = dynamo_moe.open_checkpoint(checkpoint)
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export_language_model(model, file, external_data=True, progress=note)
+    (first, _), (last, written) = calls[0], calls[-1]
+    return {
+        "baseline_bytes": baseline,
+        "peak_bytes": resident_bytes(peak=True),
+        "seconds": time.perf_counter() - started,
+        "writing_seconds": last - first,
+        "written_bytes": written,
+        "nodes": sum(report.nodes.values()),
+        "layers": len(report.layers),
+    }
 
 
 def main() -> None:
@@ -136,7 +126,11 @@ def main() -> None:
             (folder / "copy").unlink()
             print(f"Turn {turn + 1} of {given.turns}: exporting ...", flush=True)
             forget(stored)
-            exports.append(export(checkpoint, folder))
+            with fresh_processes() as processes:
+                job = processes.submit(export, checkpoint, folder / "model.onnx")
+                exports.append(job.result())
+            for file in folder.glob("model.onnx*"):
+                file.unlink()
     rate = statistics.median(run["written_bytes"] / run["writing_seconds"] for run in exports)
     copy_rate = statistics.median(copies)
     above = max(run["peak_bytes"] - run["baseline_bytes"] for run in exports)

@@ -21,43 +21,27 @@ def _by_ours(model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Pa
 
 
 def _by_dynamo(
-    model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path, **options: Any
+    _: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path, **options: Any
 ) -> None:
     import torch
 
-    del model
-    torch.onnx.export(
-        module,
-        (),
-        path,
-        kwargs=inputs,
-        dynamo=True,
-        verbose=False,
-        dynamic_shapes=_symbolic(dynamic),
-        **options,
-    )
+    options |= {"dynamo": True, "verbose": False, "dynamic_shapes": _symbolic(dynamic)}
+    torch.onnx.export(module, (), path, kwargs=inputs, **options)
 
 
-def _by_one_node(model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path) -> None:
+def _by_one_node(*arguments: Any) -> None:
     import dynamo_moe
 
-    table = dynamo_moe.onnx_translation_table()
-    _by_dynamo(model, module, inputs, dynamic, path, custom_translation_table=table)
+    _by_dynamo(*arguments, custom_translation_table=dynamo_moe.onnx_translation_table())
 
 
-def _by_torchscript(model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path) -> None:
+def _by_torchscript(_: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path) -> None:
     import torch
 
-    del model
-    torch.onnx.export(
-        module,
-        tuple(inputs.values()),
-        path,
-        dynamo=False,
-        input_names=list(inputs),
-        output_names=["logits"],
-        dynamic_axes=dynamic and {**dynamic, "logits": list(dynamic.values())[-1]},
-    )
+    names: Any = {"input_names": list(inputs), "output_names": ["logits"]}
+    axes = dynamic and {**dynamic, "logits": list(dynamic.values())[-1]}
+    values = tuple(inputs.values())
+    torch.onnx.export(module, values, path, dynamo=False, dynamic_axes=axes, **names)
 
 
 def by_transformers(

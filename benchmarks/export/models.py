@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.onnx_files import open_session, relative_error
-from benchmarks.export.cases import DYNAMO, ONE_NODE, TORCHSCRIPT, TRANSFORMERS, Row
+from benchmarks.export.cases import ONE_NODE, OURS, Row
 from benchmarks.export.exporters import EXPORTERS
 
 VOCABULARY = 1000
@@ -63,32 +63,21 @@ def safetensors_header(shapes: Mapping[str, Sequence[int]]) -> tuple[bytes, int]
 
 @dataclass
 class Subject:
-    """A model in memory, with an example.
-
-    Attributes:
-        row: The sizes of the model and of its example.
-        model: The model; :func:`dynamo_moe.convert` and the peers' settings are for it.
-        module: What is exported: from named inputs to one tensor.
-        inputs: Random inputs by name, for a batch, a length and a seed.
-        dynamic: Names of the symbolic dimensions by input.
-    """
+    """A model in memory, with an example."""
 
     row: Row
-    model: Any
-    module: Any
-    inputs: Callable[[int, int, int], dict[str, Any]]
-    dynamic: Mapping[str, Mapping[int, str]]
+    model: Any  # what dynamo_moe.convert and the peers' settings are for
+    module: Any  # what is exported: from named inputs to one tensor
+    inputs: Callable[[int, int, int], dict[str, Any]]  # random, for a batch, a length and a seed
+    dynamic: Mapping[str, Mapping[int, str]]  # names of the symbolic dimensions by input
 
-    def prepare(self, exporter: str, folder: Path) -> None:
+    def prepare(self, exporter: str, _: Path) -> None:
         """Does what an exporter needs and what is not timed."""
         import dynamo_moe
 
-        del folder
         if exporter == ONE_NODE:
             dynamo_moe.convert(self.model)
-        elif exporter in {DYNAMO, TORCHSCRIPT, TRANSFORMERS} and hasattr(
-            self.model.config, "num_local_experts"
-        ):
+        elif exporter != OURS and hasattr(self.model.config, "num_local_experts"):
             self.model.set_experts_implementation("batched_mm")
 
     def export(self, exporter: str, folder: Path) -> None:
@@ -127,30 +116,34 @@ def _prompt(batch: int, length: int, seed: int) -> dict[str, Any]:
 _DYNAMIC_PROMPT = {name: {0: "batch", 1: "length"} for name in ("input_ids", "attention_mask")}
 
 
-def _t5(row: Row, tiny: bool) -> Subject:
-    """T5-small with random weights."""
-    import torch
+def _logits_of(model: Any) -> Any:
     from torch import nn
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    width: Any = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4} if tiny else {}
-    model: Any = T5ForConditionalGeneration(
-        T5Config(**width, num_layers=row.blocks, use_cache=False)
-    )
 
     class Logits(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
 
-        def forward(self, input_ids: Any, attention_mask: Any, decoder_input_ids: Any) -> Any:
+        def forward(
+            self, input_ids: Any, attention_mask: Any, decoder_input_ids: Any = None
+        ) -> Any:
+            decoder = {} if decoder_input_ids is None else {"decoder_input_ids": decoder_input_ids}
             return self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                decoder_input_ids=decoder_input_ids,
-                use_cache=False,
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **decoder
             ).logits
+
+    return Logits().eval()
+
+
+def _t5(row: Row, tiny: bool) -> Subject:
+    """T5-small with random weights."""
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    width: Any = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4} if tiny else {}
+    config = T5Config(**width, num_layers=row.blocks, use_cache=False)
+    model: Any = T5ForConditionalGeneration(config)
 
     def inputs(batch: int, length: int, seed: int) -> dict[str, Any]:
         # With different lengths, a file that takes only equal ones is found.
@@ -159,15 +152,13 @@ def _t5(row: Row, tiny: bool) -> Subject:
         return {**_prompt(batch, length, seed), "decoder_input_ids": decoder}
 
     dynamic = _DYNAMIC_PROMPT | {"decoder_input_ids": {0: "batch", 1: "decoder_length"}}
-    return Subject(row, model.eval(), Logits().eval(), inputs, dynamic)
+    return Subject(row, model.eval(), _logits_of(model), inputs, dynamic)
 
 
 def _decoder(
     row: Row, tiny: bool, *, architecture: str, intermediate: int, **options: int
 ) -> Subject:
     """A language model of narrow blocks: their number of nodes is what takes time."""
-    from torch import nn
-
     width = 32 if tiny else 256
     model = causal_lm(
         architecture,
@@ -180,18 +171,7 @@ def _decoder(
         head_dim=width // 8,
         **options,
     )
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-            return self.model(
-                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-            ).logits
-
-    return Subject(row, model, Logits().eval(), _prompt, _DYNAMIC_PROMPT)
+    return Subject(row, model, _logits_of(model), _prompt, _DYNAMIC_PROMPT)
 
 
 def _swin(row: Row, tiny: bool) -> Subject:
@@ -204,8 +184,7 @@ def _swin(row: Row, tiny: bool) -> Subject:
     narrow: Any = {"embed_dim": 12, "depths": (2, 2, 2, 2), "mlp_ratio": 1, "num_experts": 4}
     model = SwinMoE(SwinMoEConfig(**narrow) if tiny else SwinMoEConfig()).eval()
 
-    def inputs(batch: int, length: int, seed: int) -> dict[str, Any]:
-        del length
+    def inputs(batch: int, _: int, seed: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
         size = model.config.image_size
         return {"images": torch.randn(batch, 3, size, size, generator=generator)}
@@ -222,9 +201,8 @@ class Checkpoint:
     bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def prepare(self, exporter: str, folder: Path) -> None:
+    def prepare(self, _: str, folder: Path) -> None:
         """Writes the checkpoint; its weights take no room on file systems that have holes."""
-        del exporter
         width = 64 if self.tiny else 2048
         config = qwen3_config(
             hidden_size=width, moe_intermediate_size=width * 3 // 8, intermediate_size=width * 3,
@@ -242,11 +220,10 @@ class Checkpoint:
         if allocated > len(header) + 2**20:
             raise OSError(f"{folder}: the file system has no holes, {allocated} bytes are taken")
 
-    def export(self, exporter: str, folder: Path) -> None:
+    def export(self, _: str, folder: Path) -> None:
         """Writes ``model.onnx``."""
         import dynamo_moe
 
-        del exporter
         task: Any = "text-generation-with-past" if self.row.cache else "text-generation"
         started = time.perf_counter()
         model = dynamo_moe.open_checkpoint(folder)

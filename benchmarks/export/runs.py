@@ -52,13 +52,8 @@ def run(
 ) -> dict[str, Any]:
     """Exports in this process, and returns what that took or why it failed.
 
-    Args:
-        model: The name of one of :data:`benchmarks.export.models.SUBJECTS`.
-        row: Its sizes.
-        exporter: The name of one of :data:`benchmarks.export.exporters.EXPORTERS`.
-        quick: Whether to export a tiny model, and nothing before it.
-        check: Whether to compare the file with PyTorch.
-        folder: Where to write, else the system's folder for temporary files.
+    A quick run exports a tiny model, and nothing before it. With ``check`` the file is compared
+    with PyTorch. It is written to ``folder``, else to the system's for temporary files.
     """
     _silence()
     found: dict[str, Any] = {}
@@ -95,23 +90,23 @@ def _export(
     gc.collect()
     reset_peak()
     before = resident_bytes()
-    with _watched() as way, torch.no_grad():
+    with _watched() as (theirs, reasons), torch.no_grad():
         started, used = time.perf_counter(), time.process_time()
         subject.export(exporter, folder)
         found["seconds"] = time.perf_counter() - started
         found["cpu seconds"] = time.process_time() - used
     found["peak bytes"] = resident_bytes(peak=True) - before
     if exporter == OURS:
-        found["way"] = way[-1] if way else OWN_STEPS
+        taken_over = ": ".join(["torch.onnx.export", *reasons])
+        found["way"] = taken_over if theirs.called else OWN_STEPS
     return folder / "model.onnx"
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[list[str]]:
+def _watched() -> Iterator[tuple[mock.Mock, list[str]]]:
     """Notes when ``dynamo_moe.export`` leaves the work to ``torch.onnx.export``, and why."""
     import torch
 
-    way: list[str] = []
     reasons: list[str] = []
 
     class Listener(logging.Handler):
@@ -119,22 +114,14 @@ def _watched() -> Iterator[list[str]]:
             cause = record.exc_info[1] if record.exc_info else None
             reasons.append(record.getMessage() if cause is None else reason(cause))
 
-    original = torch.onnx.export
-
-    def noting(*args: Any, **options: Any) -> Any:
-        way.append(": ".join(["torch.onnx.export", *reasons]))
-        return original(*args, **options)
-
     log, listener = logging.getLogger("dynamo_moe"), Listener()
-    level = log.level
     log.setLevel(logging.INFO)
     log.addHandler(listener)
     try:
-        with mock.patch.object(torch.onnx, "export", noting):
-            yield way
+        with mock.patch.object(torch.onnx, "export", wraps=torch.onnx.export) as theirs:
+            yield theirs, reasons
     finally:
         log.removeHandler(listener)
-        log.setLevel(level)
 
 
 def reason(error: BaseException) -> str:

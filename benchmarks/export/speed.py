@@ -26,18 +26,24 @@ with such weights; onnx checks the ONNX file, and the result says how many bytes
 
 from __future__ import annotations
 
-import argparse
+import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import conditions, matching_cases, parser, read_cases, write_json
+from benchmarks.common import report
+from benchmarks.common.onnx_files import PACKAGES
+from benchmarks.common.plots import SMALL, panels, ratio_bars
 from benchmarks.common.timing import turns
-from benchmarks.export.cases import CASES, Case
-from benchmarks.export.report import plot, show, summary, together
-from benchmarks.export.runs import Runner, runner
+from benchmarks.export.cases import CASES, COLORS, OURS, Case, Row
+from benchmarks.export.runs import OWN_STEPS, Runner, runner
 
-PACKAGES = ("torch", "transformers", "onnxruntime", "onnx", "onnx-ir", "onnxscript")
+MAX_ERROR = 1e-3
+# The limits for an export of the case "checkpoint".
+GOAL_SECONDS, GOAL_BYTES = 60, 2e9
+
+_PER_TURN = ("seconds", "cpu seconds", "peak bytes", "first export s")
 
 
 def measure(
@@ -45,11 +51,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Runs the exports of a case in turn."""
     jobs = [(row, exporter) for row in case.rows for exporter in row.exporters]
-    taken: dict[tuple[str, str], list[dict[str, Any]]] = {
-        (row.label, exporter): [] for row, exporter in jobs
-    }
+    taken: dict[tuple[Row, str], list[dict[str, Any]]] = {job: [] for job in jobs}
     for number, (row, exporter) in turns(jobs, rounds):
-        done = taken[row.label, exporter]
+        done = taken[row, exporter]
         if any("error" in one for one in done):
             continue
         print(f"{case.name}, {row.label}: turn {number + 1} of {rounds}, {exporter}", flush=True)
@@ -58,56 +62,242 @@ def measure(
             print(f"  {one['error']}")
         done.append(one)
     return [
-        {
-            "label": row.label,
-            "blocks": row.blocks,
-            "batch": row.batch,
-            "length": row.length,
-            "dynamic": row.dynamic,
-            "exporters": {
-                exporter: together(taken[row.label, exporter]) for exporter in row.exporters
-            },
-        }
+        {key: getattr(row, key) for key in ("label", "blocks", "batch", "length", "dynamic")}
+        | {"exporters": {exporter: together(taken[row, exporter]) for exporter in row.exporters}}
         for row in case.rows
     ]
 
 
-def merged(known: Sequence[Any], new: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The cases of two runs in their usual order, the new ones in place of the known."""
-    by_name = {case["name"]: case for case in (*known, *new)}
-    return [by_name[case.name] for case in CASES if case.name in by_name]
+def together(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns medians of an exporter's turns, each turn's value, and what its first turn found."""
+    for one in turns:
+        if "error" in one:
+            return {"error": one["error"]}
+    result = {name: value for name, value in turns[0].items() if name not in _PER_TURN}
+    for name in _PER_TURN:
+        values = [one[name] for one in turns if name in one]
+        if values:
+            result[name] = {"median": statistics.median(values), "turns": values}
+    return result
 
 
-def arguments() -> argparse.Namespace:
-    """Reads the command line."""
-    known = parser(__doc__, "json", "plot")
-    known.add_argument("--turns", type=int, default=1, help="processes of each export")
-    known.add_argument("--case", default="", help="only cases whose name contains this")
-    known.add_argument("--folder", type=Path, help="where to write the files")
-    known.add_argument("--quick", action="store_true", help="tiny models, one turn, no warm-up")
-    given = known.parse_args()
-    given.chosen = matching_cases(known, CASES, given.case)
-    return given
+def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns ratios to ours, and how much times of ours spread."""
+    result: dict[str, Any] = {"time / ours": {}, "memory / ours": {}}
+    for case in cases:
+        for row in case["rows"]:
+            for key, title in (("seconds", "time / ours"), ("peak bytes", "memory / ours")):
+                if peers := ratios(row, key):
+                    result[title][f"{case['name']}, {row['label']}"] = peers
+        ours = [row["exporters"][OURS] for row in _rows(case)]
+        if case["name"] == "example size" and ours:
+            sizes = result["example size"] = {}
+            for title, key in (("time", "seconds"), ("memory", "peak bytes")):
+                between = spread([_median(one, key) for one in ours])
+                sizes[f"{title} between sizes, percent"] = between
+                sizes[f"{title} between turns of a size, percent"] = statistics.median(
+                    spread(one[key]["turns"]) for one in ours
+                )
+        if case["name"] == "checkpoint" and ours:
+            result["checkpoint"] = {
+                "seconds": max(_median(one, "seconds") for one in ours),
+                "peak bytes": max(_median(one, "peak bytes") for one in ours),
+                "goal": {"seconds": GOAL_SECONDS, "peak bytes": GOAL_BYTES},
+            }
+    return result
+
+
+def _median(found: Mapping[str, Any], key: str) -> float:
+    return float(found[key]["median"])
+
+
+def ratios(row: Mapping[str, Any], key: str) -> dict[str, float]:
+    """The peers' medians over ours."""
+    found = row["exporters"]
+    if "error" in found[OURS]:
+        return {}
+    ours = _median(found[OURS], key)
+    if not ours:  # Memory, in a quick run: an earlier export left enough.
+        return {}
+    return {
+        name: _median(one, key) / ours
+        for name, one in found.items()
+        if name != OURS and "error" not in one
+    }
+
+
+def spread(values: Sequence[float]) -> float:
+    """From the least to the largest, in percent of the median."""
+    middle = statistics.median(values)
+    return 100 * (max(values) - min(values)) / middle if middle else 0.0
+
+
+def show(cases: Sequence[Mapping[str, Any]]) -> None:
+    """Prints all results, a row an exporter."""
+    rows = []
+    for case in cases:
+        for row in case["rows"]:
+            label = f"{case['name']}, {row['label']}"
+            times, memory = ratios(row, "seconds"), ratios(row, "peak bytes")
+            for name, one in row["exporters"].items():
+                if "error" in one:
+                    print(f"{label}, {name} failed: {one['error']}")
+                    continue
+                error = one.get("max relative error")
+                rows.append([
+                    label,
+                    name,
+                    f"{_median(one, 'seconds'):.1f}",
+                    f"{times[name]:.2f}" if name in times else None,
+                    f"{_median(one, 'cpu seconds'):.1f}",
+                    f"{_median(one, 'peak bytes') / 1e6:.0f}",
+                    f"{memory[name]:.2f}" if name in memory else None,
+                    one.get("nodes"),
+                    None if error is None else f"{error:.0e}",
+                    remarks(one),
+                ])  # fmt: skip
+    numbers = ["time, s", "x ours", "CPU, s", "memory, MB", "x ours", "nodes", "error"]
+    print(report.table("exports", ["case", "exporter", *numbers, "remarks"], rows))
+
+
+def remarks(found: Mapping[str, Any]) -> str:
+    """Returns what a reader of an exporter's times should know."""
+    parts = []
+    if "check failed" in found:
+        parts.append(f"the file fails: {found['check failed']}")
+    if found.get("max relative error", 0) > MAX_ERROR:
+        parts.append("the file's results are wrong")
+    if found.get("way", OWN_STEPS) != OWN_STEPS:
+        parts.append(found["way"])
+    if "linked bytes" in found:
+        linked, weights = found["linked bytes"], found["weights bytes"]
+        parts.append(f"{linked / 1e9:.2f} of {weights / 1e9:.2f} GB linked")
+    return "; ".join(parts)
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draws what ``--json`` writes: ratios of time and memory, growth, and example sizes."""
+    cases = {case["name"]: case for case in result["cases"]}
+    compared = [
+        {**row, "label": f"{case['name']}, {row['label']}"}
+        for case in result["cases"]
+        for row in case["rows"]
+        if ratios(row, "seconds") and ratios(row, "peak bytes")
+    ]
+    drawn = [
+        (draw, rows)
+        for draw, rows in (
+            (partial(_draw_ratios, key="seconds"), compared),
+            (partial(_draw_ratios, key="peak bytes"), compared),
+            (_draw_growth, _rows(cases.get("Llama"))),
+            (_draw_sizes, _rows(cases.get("example size"))),
+        )
+        if rows
+    ]
+    with panels(path, len(drawn), 2, (7.5, 4.8), _title(result["cases"])) as axes:
+        for panel, (draw, rows) in zip(axes, drawn, strict=True):
+            draw(panel, rows)
+            panel.legend(fontsize=SMALL)
+
+
+def _title(cases: Sequence[Mapping[str, Any]]) -> str:
+    if not cases:
+        return ""
+    one = cases[-1]["run"]
+    versions = one["versions"]
+    turns = sorted({case["run"]["turns"] for case in cases})
+    return (
+        f"PyTorch {versions['torch']}, onnxscript {versions['onnxscript']}, transformers "
+        f"{versions['transformers']}; {one['cpu']}, {one['cores']} cores, "
+        f"medians of {turns[0]} to {turns[-1]} turns, "
+        f"{one['date'][:10]}{', quick' * one['quick']}"
+    )
+
+
+def _rows(case: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The rows of which ours did not fail."""
+    rows = case["rows"] if case else []
+    return [row for row in rows if "error" not in row["exporters"][OURS]]
+
+
+def _draw_ratios(panel: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None:
+    groups = []
+    for row in rows:
+        median = _median(row["exporters"][OURS], key)
+        ours = f"{median:.3g} s" if key == "seconds" else f"{median / 1e6:.0f} MB"
+        groups.append((f"{row['label']}\nours: {ours}", ratios(row, key)))
+    ratio_bars(panel, groups, COLORS)
+    titles = {
+        "seconds": "export time / ours (right: slower than ours)",
+        "peak bytes": "peak memory over the start / ours",
+    }
+    panel.set_title(titles[key])
+
+
+def _draw_growth(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    for name, color in COLORS.items():
+        points = [
+            (row["blocks"], _median(row["exporters"][name], "seconds"))
+            for row in rows
+            if "error" not in row["exporters"].get(name, {"error": ""})
+        ]
+        if points:
+            panel.plot(*zip(*points, strict=True), "o-", color=color, label=name)
+    ticks = [row["blocks"] for row in rows]
+    panel.set(title="Llama: export time", xlabel="blocks", ylabel="s")
+    panel.set_xticks(ticks, map(str, ticks))
+    panel.set_ylim(bottom=0)
+
+
+def _draw_sizes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    for key, line in (("seconds", "-"), ("peak bytes", "--")):
+        every = [_median(row["exporters"][OURS], key) for row in rows]
+        middle = statistics.median(every)
+        name = f"{middle:.1f} s" if key == "seconds" else f"{middle / 1e6:.0f} MB"
+        for batch, color in zip(
+            sorted({row["batch"] for row in rows}), COLORS.values(), strict=False
+        ):
+            points = [
+                (row["length"], 100 * _median(row["exporters"][OURS], key) / middle)
+                for row in rows
+                if row["batch"] == batch
+            ]
+            label = f"{'time' if key == 'seconds' else 'memory'}, batch {batch} (100 % = {name})"
+            panel.plot(*zip(*points, strict=True), f"o{line}", color=color, label=label)
+    panel.set(
+        title="ours, T5-small: the example's size",
+        xlabel="length of the example",
+        ylabel="% of the median of all",
+        xscale="log",
+        ylim=(0, 150),
+    )
+    ticks = sorted({row["length"] for row in rows})
+    panel.set_xticks(ticks, map(str, ticks))
+    panel.minorticks_off()
 
 
 def main() -> None:
     """Times exports to ONNX, ours and others."""
-    given = arguments()
+    known = report.parser(__doc__, "json", "plot")
+    known.add_argument("--turns", type=int, default=1, help="processes of each export")
+    known.add_argument("--case", default="", help="only cases whose name contains this")
+    known.add_argument("--folder", type=Path, help="where to write the files")
+    known.add_argument("--quick", action="store_true", help="tiny models, one turn, no warm-up")
+    given = report.parse(known, plot)
+    chosen = report.matching_cases(known, CASES, given.case)
     rounds = 1 if given.quick else given.turns
-    # With --case, the file's other cases stay.
-    known = read_cases(given.json if given.case else None)
     new: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
     with runner(given.quick) as runs:
-        for case in given.chosen:
-            run = conditions(PACKAGES) | {"turns": rounds, "quick": given.quick}
+        for case in chosen:
+            run = report.conditions(PACKAGES) | {"turns": rounds, "quick": given.quick}
             size = case.shrunk() if given.quick else case
             rows = measure(size, rounds, runs, quick=given.quick, folder=given.folder)
             new.append({"name": case.name, "run": run, "rows": rows})
-            cases = merged(known, new)
+            cases = report.merged(new, CASES, given)
             result = {"cases": cases, "summary": summary(cases)}
             # Written after each case: a long run that is interrupted is not lost.
-            write_json(given.json, result)
+            report.write_json(given.json, result)
     show(result["cases"])
     if given.plot:
         plot(result, given.plot)

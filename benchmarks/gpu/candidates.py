@@ -5,7 +5,6 @@ Legend: T tokens, D model width, H hidden width, E experts, K = top_k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
 from benchmarks.gpu.goals import expected_active
@@ -46,26 +45,11 @@ def fits(layer: Layer, architecture: Architecture, config: GemmConfig, gates: in
 def gemm_candidates(
     layer: Layer, architecture: Architecture, block_m: int, columns: int, depth: int, gates: int
 ) -> tuple[GemmConfig, ...]:
-    """Returns tiles of a grouped product.
+    """Returns tiles, ``block_m`` rows high, of a grouped product with an inner dimension ``depth``.
 
-    Args:
-        layer: The layer.
-        architecture: Where it runs.
-        block_m: Rows of a tile.
-        columns: Columns of the result.
-        depth: The inner dimension of the product.
-        gates: 2 where a tile holds the gate's and the up half's columns, else 1.
+    There are 2 gates where a tile holds the gate's and the up half's columns, else 1.
     """
-    found = sorted(
-        _gemms(layer, architecture, block_m, columns, depth, gates),
-        key=lambda config: _badness(layer, config, gates),
-    )
-    return tuple(dict.fromkeys(found))
-
-
-def _gemms(
-    layer: Layer, architecture: Architecture, block_m: int, columns: int, depth: int, gates: int
-) -> Iterator[GemmConfig]:
+    found = []
     maps = (True, False) if architecture.has_tensor_maps else (False,)
     widest = max(16, 1 << (columns - 1).bit_length())
     for block_n, block_k, num_warps, num_stages, tensor_maps in product(
@@ -84,7 +68,8 @@ def _gemms(
                 block_m, block_n, block_k, num_warps, num_stages, group_m, tensor_maps
             )
             if fits(layer, architecture, config, gates):
-                yield config
+                found.append(config)
+    return tuple(sorted(found, key=lambda config: _badness(layer, config, gates)))
 
 
 def _badness(layer: Layer, config: GemmConfig, gates: int) -> tuple[float, ...]:

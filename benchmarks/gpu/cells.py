@@ -16,8 +16,15 @@ from torch import Tensor
 
 from benchmarks.gpu.fused_moe import Config, candidates, fused_moe, fused_router
 from benchmarks.gpu.goals import Floor, Rates, Verdict, expected_active, floor, judge
-from benchmarks.gpu.layers import Parameters, Routing, Shape, random_routing, random_tokens
-from benchmarks.gpu.peers import dense, dense_bytes, grouped, torch_router
+from benchmarks.gpu.layers import (
+    Parameters,
+    Routing,
+    Shape,
+    call_tensors,
+    random_routing,
+    random_tokens,
+)
+from benchmarks.gpu.peers import dense, grouped, torch_router
 from benchmarks.gpu.timing import Timer, Times, reason
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.spec import ForwardPlan
@@ -41,15 +48,12 @@ _CHOOSING_SAMPLES = 7
 class Cell:
     """What is measured.
 
-    Attributes:
-        shape: The layer.
-        count: Tokens, or images.
-        routing: One of :data:`benchmarks.gpu.layers.ROUTINGS`. With ``uniform`` a version
-            contains its router; with others all get the same expert ids and weights.
+    With ``uniform`` routing a version contains its router; with the others of
+    :data:`benchmarks.gpu.layers.ROUTINGS` all get the same expert ids and weights.
     """
 
     shape: Shape
-    count: int
+    count: int  # tokens, or images
     routing: str = "uniform"
 
     @property
@@ -72,27 +76,16 @@ class Cell:
 
 @dataclass
 class Result:
-    """What was measured in a cell.
-
-    Attributes:
-        cell: The cell.
-        active: Experts that got a token.
-        floor: The shortest times.
-        cold: Microseconds with a cold L2 cache, by version.
-        warm: Microseconds with a warm one.
-        left_out: Why a version is missing.
-        wrong: How a version's results differ from ours.
-        config: The blocks of ``fused_moe``, the fastest of some.
-    """
+    """What was measured in a cell, by version: microseconds with a cold and a warm L2 cache."""
 
     cell: Cell
-    active: int
+    active: int  # experts that got a token
     floor: Floor
     cold: dict[str, Times] = field(default_factory=dict)
     warm: dict[str, Times] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    wrong: dict[str, str] = field(default_factory=dict)
-    config: Config | None = None
+    left_out: dict[str, str] = field(default_factory=dict)  # why a version is missing
+    wrong: dict[str, str] = field(default_factory=dict)  # how results differ from ours
+    config: Config | None = None  # the blocks of `fused_moe`, the fastest of some
 
     @property
     def share(self) -> float | None:
@@ -134,23 +127,14 @@ class Result:
 
 @dataclass
 class Bench:
-    """Measures the cells of one layer.
-
-    Attributes:
-        shape: The layer.
-        parameters: Its parameters, all of one dtype.
-        timer: What to time with.
-        rates: What the device does at best.
-        versions: Which to time besides ours.
-        configs: The blocks that ``fused_moe`` may take; None: those worth trying.
-    """
+    """Measures the cells of one layer, whose parameters have one dtype."""
 
     shape: Shape
     parameters: Parameters
     timer: Timer
     rates: Rates
-    versions: tuple[str, ...] = PEERS
-    configs: tuple[Config, ...] | None = None
+    versions: tuple[str, ...] = PEERS  # besides ours
+    configs: tuple[Config, ...] | None = None  # blocks of `fused_moe`; None: those worth trying
     _fastest: dict[int, Config] = field(default_factory=dict)
 
     def measure(self, cell: Cell) -> Result:
@@ -174,38 +158,25 @@ class Bench:
         bias = self.parameters.get("router_bias")
         return route(x_TD, self.parameters["router_weight"], bias, self.shape.router)
 
-    def _ours(self, x_TD: Tensor, routing: Routing | None) -> Tensor:
-        p, options, router = self.parameters, self.shape.options, self.shape.router
+    def _ours(self, x_TD: Tensor, routing: Routing | None) -> Call:
+        p, options = self.parameters, asdict(self.shape.options)
         experts = (p["w1"], p.get("b1"), p["w2"], p.get("b2"))
-        form = {
-            "activation": options.activation,
-            "gated": options.gated,
-            "interleaved": options.interleaved,
-        }
-        result: Tensor
         if routing is not None:
-            result = torch.ops.moe.experts(x_TD, *routing, *experts, **form)
-        else:
-            result = torch.ops.moe.dropless(
-                x_TD, p["router_weight"], *experts, router.top_k, p.get("router_bias"),
-                scoring=router.scoring, renormalize=router.renormalize,
-                routed_scaling=router.routed_scaling, **form,
-            )  # fmt: skip
-        return result
+            return partial(torch.ops.moe.experts, x_TD, *routing, *experts, **options)
+        router = asdict(self.shape.router) | {"router_bias": p.get("router_bias")}
+        dropless: Any = torch.ops.moe.dropless
+        return partial(dropless, x_TD, p["router_weight"], *experts, **router, **options)
 
     def _calls(self, cell: Cell, x_TD: Tensor, routing: Routing, result: Result) -> dict[str, Call]:
         given = None if cell.routes else routing
+        layer = self.shape, self.parameters, x_TD
 
         def with_router(
             router: Callable[..., Routing], experts: Callable[..., Tensor], *more: object
         ) -> Call:
-            def call() -> Tensor:
-                chosen = given or router(self.shape, self.parameters, x_TD)
-                return experts(self.shape, self.parameters, x_TD, chosen, *more)
+            return lambda: experts(*layer, given or router(*layer), *more)
 
-            return call
-
-        calls: dict[str, Call] = {OURS: partial(self._ours, x_TD, given)}
+        calls: dict[str, Call] = {OURS: self._ours(x_TD, given)}
         if GROUPED in self.versions:
             calls[GROUPED] = with_router(torch_router, grouped)
         if FUSED in self.versions:
@@ -228,22 +199,20 @@ class Bench:
     def _choose(self, cell: Cell, tried: Mapping[Config, Call]) -> Config | None:
         """The fastest configuration, chosen once for each number of tokens."""
         if cell.count not in self._fastest:
-            names = {str(config): config for config in tried}
-            calls = {name: tried[config] for name, config in names.items()}
-            times = self.timer(calls, samples=_CHOOSING_SAMPLES).times
+            times = self.timer(tried, samples=_CHOOSING_SAMPLES).times
             if not times:
                 return None
-            self._fastest[cell.count] = names[min(times, key=lambda name: times[name].median)]
+            self._fastest[cell.count] = min(times, key=lambda config: times[config].median)
         return self._fastest[cell.count]
 
     def _without_dense(self, cell: Cell, itemsize: int) -> str:
         """Why every expert on every token is left out, or nothing."""
-        operations = 2 * cell.tokens * self.shape.experts * self.shape.width
-        operations *= self.shape.rows + self.shape.hidden
-        microseconds = 1e6 * operations / self.rates.flops
+        rows, D = cell.tokens * self.shape.experts, self.shape.width
+        inner = self.shape.rows + self.shape.hidden
+        microseconds = 1e6 * 2 * rows * D * inner / self.rates.flops
         if microseconds > _DENSE_MICROSECONDS:
             return f"would take over {microseconds / 1e3:.0f} ms"
-        needed = dense_bytes(self.shape, cell.tokens, itemsize)
+        needed = itemsize * rows * (inner + 2 * D)  # bytes of what `dense` allocates
         return f"needs {needed / 1e9:.0f} GB" if needed > _DENSE_BYTES else ""
 
     def _compare(self, calls: dict[str, Call], result: Result) -> None:
@@ -286,33 +255,21 @@ _STAGES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class LaunchTime:
-    """One launch by itself.
-
-    Attributes:
-        kernel: Its name.
-        programs: The programs of its grid.
-        cold: Microseconds with a cold L2 cache.
-        warm: Microseconds with a warm one.
-        floor: The floor of the stages that it computes, 0 if it computes none.
-    """
+    """Microseconds of one launch by itself, with a cold and with a warm L2 cache."""
 
     kernel: str
-    programs: int
+    programs: int  # of its grid
     cold: float
     warm: float
-    floor: float
+    floor: float  # of the stages that it computes, 0 if it computes none
 
 
 def launches_alone(
     plan: ForwardPlan, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yields each launch's kernel, and a call that makes this launch alone.
+    """Yields each launch's kernel, and a call that makes this launch alone, on tensors with y.
 
     All share a workspace: a call needs those before it to have run once.
-
-    Args:
-        plan: The layer's plan.
-        tensors: The call's, with y.
     """
     span = plan.at(len(tensors["x"]))
     size = plan.workspace_size(len(tensors["x"]))
@@ -330,11 +287,10 @@ def time_launches(
     The sum is not the layer's time: alone, a launch neither finds its inputs in the cache where the
     one before left them, nor starts while that one ends.
     """
-    x = random_tokens(parameters, cell.tokens)
-    tensors = {**parameters, "x": x, "y": torch.empty_like(x)}
+    tensors = call_tensors(parameters, cell.tokens)
     sizes = {**plan.layer.sizes, "T": cell.tokens}
     active = expected_active(cell.shape.experts, cell.shape.top_k, cell.tokens)
-    shortest = cell.floor(active, rates, x.element_size())
+    shortest = cell.floor(active, rates, tensors["x"].element_size())
     alone = list(launches_alone(plan, tensors))
     for _, call in alone:
         call()

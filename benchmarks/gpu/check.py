@@ -47,30 +47,17 @@ trt_plugin.compile(layers, [device.name], sys.argv[1], progress=False)
 
 @dataclass(frozen=True)
 class Step:
-    """Commands that run one after another, as long as they succeed.
-
-    Attributes:
-        name: Its name for ``--only``.
-        commands: The commands.
-        seconds: The time limit; time that a step leaves goes to the later ones.
-        environment: Variables added to the process's.
-        missing: Why it is skipped; empty where it is not.
-    """
+    """Commands that run one after another, as long as they succeed."""
 
     name: str
     commands: tuple[tuple[str, ...], ...]
-    seconds: float
-    environment: Mapping[str, str] = field(default_factory=dict)
-    missing: str = ""
+    seconds: float  # the limit; time that a step leaves goes to the later ones
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the process's
+    missing: str = ""  # why it is skipped, if it is
 
 
 def steps(output: Path, budget: float) -> list[Step]:
-    """Returns what is run.
-
-    Args:
-        output: Folder for results.
-        budget: Seconds for all of it.
-    """
+    """Returns what writes results to a folder, in a budget of seconds for all of it."""
     python = sys.executable
     workers = str(min(MOST_WORKERS, len(os.sched_getaffinity(0))))
     pytest = [python, "-m", "pytest", "-c", "tests/gpu.ini", "--rootdir", ".", "-q"]
@@ -165,11 +152,11 @@ def main() -> None:
             continue
         started = time.monotonic()
         left = deadline - started
+        commands = step.commands
         if step.name == "measure":
             budget = str(max(20.0, left - MEASURE_RESERVE))
-            limited = replace(step, commands=((*step.commands[0], budget),))
-        else:
-            limited = step
+            commands = ((*commands[0], budget),)
+        limited = replace(step, commands=commands)
         print(f"=== {step.name}", flush=True)
         result = run(limited, min(step.seconds, left), BUILD / f"{step.name}.log")
         results.append(f"{step.name:<10} {time.monotonic() - started:6.0f} s  {result}")

@@ -7,17 +7,15 @@ compile without launching; the measuring process then finds the kernels in the c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.gpu.fused_moe import Config, compile_for
-from benchmarks.gpu.layers import Shape
 from benchmarks.gpu.timing import reason
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.configs import RangeConfig
@@ -34,25 +32,18 @@ from custom_ops.kernels.spec import (
 )
 
 Job = Callable[[], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PlanJob:
-    """Compiles one launch of a layer's plan.
-
-    Attributes:
-        layer: The layer.
-        architecture: Where it runs.
-        ranges: Its configurations; None for the plan that the operators use.
-        span: The number of the range of tokens.
-        index: The number of the launch in it.
-    """
+    """Compiles one launch of a layer's plan."""
 
     layer: Layer
     architecture: Architecture
-    ranges: tuple[RangeConfig, ...] | None
-    span: int
-    index: int
+    ranges: tuple[RangeConfig, ...] | None  # None for the plan that the operators use
+    span: int  # the number of the range of tokens
+    index: int  # the number of the launch in it
 
     @property
     def spec(self) -> KernelSpec:
@@ -93,11 +84,6 @@ def compile_only(kernel: Any, grid: tuple[int, ...], **arguments: object) -> Non
     kernel.warmup(grid=grid, **arguments)
 
 
-def peer_job(shape: Shape, dtype: torch.dtype, config: Config) -> Job:
-    """Returns what compiles the kernels of :mod:`benchmarks.gpu.fused_moe` for a layer."""
-    return partial(compile_for, shape, dtype, config, compile_only)
-
-
 def kernel_key(spec: KernelSpec) -> str:
     """Returns the same for launches that share their compiled kernel."""
     arguments = {
@@ -127,28 +113,23 @@ def _plan(
     return plan(layer, architecture) if ranges is None else plan_with(layer, architecture, ranges)
 
 
-def compile_jobs(jobs: Sequence[Job], *, seconds: float | None = None) -> dict[int, str]:
-    """Runs jobs in a process for each core.
+def compile_jobs(jobs: Mapping[T, Job], *, seconds: float | None = None) -> dict[T, str]:
+    """Runs jobs, the most important first, in a process for each core; returns why some failed.
 
-    Args:
-        jobs: What compiles, the most important first.
-        seconds: Jobs that have not begun by then are left out.
-
-    Returns:
-        Why jobs failed or were left out, by their index.
+    Jobs that have not begun after ``seconds`` are left out, and returned too.
     """
-    failed: dict[int, str] = {}
+    failed: dict[T, str] = {}
     spawn = get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=spawn) as pool:
-        indices = {pool.submit(_failure, job): index for index, job in enumerate(jobs)}
+        names = {pool.submit(_failure, job): name for name, job in jobs.items()}
         try:
-            for future in as_completed(indices, timeout=seconds):
+            for future in as_completed(names, timeout=seconds):
                 if problem := future.exception() or future.result():
-                    failed[indices[future]] = str(problem)
+                    failed[names[future]] = str(problem)
         except TimeoutError:
-            for future, index in indices.items():
+            for future, name in names.items():
                 if future.cancel():
-                    failed[index] = "not compiled in time"
+                    failed[name] = "not compiled in time"
     return failed
 
 

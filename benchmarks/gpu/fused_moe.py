@@ -319,15 +319,7 @@ def fused_moe(
 def compile_for(
     shape: Shape, dtype: torch.dtype, config: Config, start: Start, device: str = "cuda"
 ) -> None:
-    """Compiles all kernels for a layer and a configuration.
-
-    Args:
-        shape: The layer.
-        dtype: Its dtype.
-        config: The blocks.
-        start: Compiles a kernel; takes what :func:`launch` takes.
-        device: Where the kernels would run.
-    """
+    """Compiles all kernels for a layer; ``start``, which compiles one, is called as ``launch``."""
 
     def empty(*size: int) -> Tensor:
         # Kernels are compiled for a pointer's dtype and alignment; sizes are passed beside it.

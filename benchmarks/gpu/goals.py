@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.common.report import digits
@@ -31,23 +31,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Floor:
-    """Shortest times in microseconds.
+    """Shortest times in microseconds."""
 
-    Attributes:
-        fused: The whole layer as one kernel, in which every tensor touches memory once.
-        router: The logits.
-        up: The first product.
-        down: The second product.
-        combine: The sum over a token's choices.
-        memory_bound: Whether bytes rather than operations bound ``fused``.
-    """
-
-    fused: float
-    router: float
-    up: float
-    down: float
-    combine: float
-    memory_bound: bool
+    fused: float  # the whole layer as one kernel, in which every tensor touches memory once
+    router: float  # the logits
+    up: float  # the first product
+    down: float  # the second product
+    combine: float  # the sum over a token's choices
+    memory_bound: bool  # whether bytes rather than operations bound `fused`
 
     @property
     def split(self) -> float:
@@ -69,16 +60,7 @@ def floor(
     itemsize: int = 2,
     router: bool = True,
 ) -> Floor:
-    """Returns the shortest times for a number of tokens.
-
-    Args:
-        shape: The layer.
-        tokens: T.
-        active: Experts that get a token.
-        rates: What the device does at best.
-        itemsize: Bytes of an element.
-        router: Whether the layer routes by itself.
-    """
+    """Returns the shortest times if ``active`` experts get a token, with or without the router."""
     D, H, F = shape.width, shape.hidden, shape.rows
     slots = tokens * shape.top_k
     biases = int(shape.biases)
@@ -108,70 +90,37 @@ def floor(
 
 
 @dataclass(frozen=True)
-class Goal:
-    """A bound on the time of those cells to which it applies.
-
-    Attributes:
-        title: The goal in words.
-        applies: Whether a shape, count (tokens, or images) and floor have this goal.
-        limit: The most microseconds that meet it, for a floor.
-    """
-
-    title: str
-    applies: Callable[[Shape, int, Floor], bool]
-    limit: Callable[[Floor], float]
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """Whether a measurement meets its goal.
-
-    Attributes:
-        goal: The goal's title.
-        limit: The most microseconds that meet it.
-        met: Whether the measurement was within the limit.
-        possible: Whether the floor is.
-    """
+    """Whether a measurement meets its goal."""
 
     goal: str
-    limit: float
+    limit: float  # the most microseconds that meet it
     met: bool
-    possible: bool
+    possible: bool  # whether the floor is within the limit
 
     def __str__(self) -> str:
         word = "met" if self.met else "missed"
         return f"{word}{'' if self.possible else ', below the floor'} (<= {digits(self.limit)})"
 
 
-# The first that applies to a cell counts.
-GOALS = (
-    Goal(
-        "one token: floor + 8 us",
-        lambda s, n, _: not s.is_vision and n == 1,
-        lambda floor: floor.split + 8,
-    ),
-    Goal(
-        "memory-bound, T >= 16: 92 % of the floor",
-        lambda s, n, f: not s.is_vision and n >= 16 and f.memory_bound,
-        lambda floor: floor.split / 0.92,
-    ),
-    Goal(
-        "Mixtral and gpt-oss, T >= 4096: 80 % of the floor",
-        lambda s, n, _: s.name in ("mixtral", "gpt-oss") and n >= 4096,
-        lambda floor: floor.split / 0.8,
-    ),
-    Goal(
-        "Qwen3, T = 16384: 70 % of the floor",
-        lambda s, n, _: s.name == "qwen3" and n == 16384,
-        lambda floor: floor.split / 0.7,
-    ),
-    Goal("Swin, batch 1: 15 us", lambda s, n, _: s.is_vision and n == 1, lambda _: 15.0),
-    Goal(
-        "Swin, batch 64: 60 % of the floor",
-        lambda s, n, _: s.is_vision and n == 64,
-        lambda floor: floor.split / 0.6,
-    ),
-)
+def _goal(shape: Shape, count: int, floor: Floor) -> tuple[str, float] | None:
+    """Returns a cell's goal in words and in microseconds; the count is of tokens, or of images."""
+    if shape.is_vision:
+        images = {
+            1: ("Swin, batch 1: 15 us", 15.0),
+            64: ("Swin, batch 64: 60 % of the floor", floor.split / 0.6),
+        }
+        return images.get(count)
+    if count == 1:
+        return "one token: floor + 8 us", floor.split + 8
+    if count >= 16 and floor.memory_bound:
+        return "memory-bound, T >= 16: 92 % of the floor", floor.split / 0.92
+    if shape.name in ("mixtral", "gpt-oss") and count >= 4096:
+        return "Mixtral and gpt-oss, T >= 4096: 80 % of the floor", floor.split / 0.8
+    if shape.name == "qwen3" and count == 16384:
+        return "Qwen3, T = 16384: 70 % of the floor", floor.split / 0.7
+    return None
+
 
 #: A peer's time over ours, as the geometric mean over all cells.
 PEER_GOALS = {"grouped_mm": 1.5, "fused_moe": 1.2}
@@ -179,11 +128,11 @@ PEER_GOALS = {"grouped_mm": 1.5, "fused_moe": 1.2}
 
 def judge(shape: Shape, count: int, floor: Floor, microseconds: float) -> Verdict | None:
     """Returns whether a cell's time meets its goal; None where it has none."""
-    for goal in GOALS:
-        if goal.applies(shape, count, floor):
-            limit = goal.limit(floor)
-            return Verdict(goal.title, limit, microseconds <= limit, floor.split <= limit)
-    return None
+    goal = _goal(shape, count, floor)
+    if goal is None:
+        return None
+    title, limit = goal
+    return Verdict(title, limit, microseconds <= limit, floor.split <= limit)
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:

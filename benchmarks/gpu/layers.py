@@ -27,23 +27,9 @@ ROUTINGS = ("uniform", "zipf", "one")
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer, and how many tokens it is measured with.
+    """One layer, and how many tokens it is measured with."""
 
-    Attributes:
-        name: Its name on the command line.
-        title: The model that has it.
-        width: D.
-        hidden: H.
-        experts: E.
-        top_k: K.
-        options: What an expert computes.
-        router: How tokens choose experts.
-        biases: Whether router and experts have biases.
-        counts: Tokens, or images where ``per_image`` is not 1.
-        per_image: Tokens of an image.
-    """
-
-    name: str
+    name: str  # on the command line
     title: str
     width: int
     hidden: int
@@ -51,9 +37,9 @@ class Shape:
     top_k: int
     options: ExpertOptions
     router: RouterOptions
-    biases: bool = False
-    counts: tuple[int, ...] = LLM_TOKENS
-    per_image: int = 1
+    biases: bool = False  # of router and experts
+    counts: tuple[int, ...] = LLM_TOKENS  # tokens, or images where `per_image` is not 1
+    per_image: int = 1  # tokens of an image
 
     @property
     def is_vision(self) -> bool:
@@ -149,19 +135,20 @@ def random_tokens(parameters: Parameters, tokens: int) -> Tensor:
     return torch.randn(size, generator=generator, dtype=like.dtype, device=like.device)
 
 
+def call_tensors(parameters: Parameters, tokens: int) -> dict[str, Tensor]:
+    """Returns the tensors of a plan's launch, with ``y`` for its result."""
+    x_TD = random_tokens(parameters, tokens)
+    return {**parameters, "x": x_TD, "y": torch.empty_like(x_TD)}
+
+
 def random_routing(
     kind: str, tokens: int, experts: int, top_k: int, device: torch.device | str = "cpu"
 ) -> Routing:
     """Returns expert ids ``[T, K]`` int64 and weights ``[T, K]`` float32 that sum to 1.
 
-    Args:
-        kind: ``uniform``: K different experts, all as likely; ``zipf``: K different experts, drawn
-            one after another with probabilities in proportion to 1, 1/2, 1/3, ..., where the
-            order of the experts is random; ``one``: every slot of every token is expert 0's.
-        tokens: T.
-        experts: E.
-        top_k: K.
-        device: Where the result is.
+    With ``uniform`` the K experts of a token differ, and all are as likely. With ``zipf`` they
+    differ and are drawn one after another with probabilities in proportion to 1, 1/2, 1/3, ...,
+    where the order of the experts is random. With ``one`` every slot of every token is expert 0's.
 
     Raises:
         ValueError: If the kind is unknown.

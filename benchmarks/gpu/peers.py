@@ -76,8 +76,3 @@ def dense(shape: Shape, parameters: Parameters, x_TD: Tensor, routing: Routing) 
         y_ETD += parameters["b2"][:, None]
     share_TE = weights_TK.new_zeros(len(x_TD), shape.experts).scatter_add(-1, ids_TK, weights_TK)
     return torch.einsum("etd,te->td", y_ETD, share_TE.to(y_ETD.dtype))
-
-
-def dense_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
-    """What :func:`dense` allocates for its results."""
-    return itemsize * shape.experts * tokens * (shape.rows + shape.hidden + 2 * shape.width)

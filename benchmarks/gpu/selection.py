@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
 from custom_ops.kernels.spec import MAX_TOKENS
-
-PartConfig = FewConfig | GemmConfig | MlpConfig
 
 # A configuration may be this much slower than the fastest if it serves more token counts: each
 # range has kernels of its own to compile, ship and load.
@@ -24,17 +22,11 @@ def boundary(below: int, above: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """A launch by which configurations differ.
+    """A launch by which configurations differ."""
 
-    Attributes:
-        path: The path of its :class:`RangeConfig`.
-        product: ``up`` for the first product or for both in one kernel, ``down`` for the second.
-        config: Its block.
-    """
-
-    path: str
-    product: str
-    config: PartConfig
+    path: str  # of its RangeConfig
+    product: str  # "up" for the first product or for both in one kernel, "down" for the second
+    config: FewConfig | GemmConfig | MlpConfig
 
     @property
     def group(self) -> tuple[str, int]:
@@ -53,26 +45,23 @@ def promising(times: Mapping[Part, float], count: int) -> list[RangeConfig]:
 
     Times of parts cannot be compared across groups: the rest of their plans differs.
     """
+
+    def rank(parts: Iterable[Part]) -> tuple[float, str]:
+        return sum(times[part] for part in parts), "".join(repr(part.config) for part in parts)
+
     found: list[RangeConfig] = []
     for group in dict.fromkeys(part.group for part in times):
         ups, downs = (
             sorted(
-                (time, repr(part.config), part.config)
-                for part, time in times.items()
-                if part.group == group and part.product == product
+                ((part,) for part in times if part.group == group and part.product == wanted),
+                key=rank,
             )[:count]
-            for product in ("up", "down")
+            for wanted in ("up", "down")
         )
-        path: Any = group[0]
-        if path == "mlp":
-            found += [RangeConfig(MAX_TOKENS, path, up) for _, _, up in ups]
-            continue
-        pairs = sorted(
-            ((u[0] + d[0], u[1] + d[1], u[2], d[2]) for u in ups for d in downs),
-            key=lambda pair: pair[:2],
-        )
-        best: list[Any] = pairs[:count]
-        found += [RangeConfig(MAX_TOKENS, path, up, down) for _, _, up, down in best]
+        both = ups if group[0] == "mlp" else [up + down for up in ups for down in downs]
+        for parts in sorted(both, key=rank)[:count]:
+            path_and_configs: Any = (group[0], *(part.config for part in parts))
+            found.append(RangeConfig(MAX_TOKENS, *path_and_configs))
     return found
 
 

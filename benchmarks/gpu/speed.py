@@ -2,13 +2,8 @@
 
     python -m benchmarks.gpu.speed --json result.json --plot result.png
 
-Copy bandwidth and the rate of a large matrix product are measured first; from them follows the
-floor of every cell, the time that no implementation can beat. Then ours (``torch.ops.moe.*``),
-PyTorch's ``grouped_mm`` in the order of transformers, a Triton MoE of the usual structure, and
-every expert on every token are timed in turns, each captured in a CUDA graph, with a cold and with
-a warm L2 cache. Inputs are random. With uniform routing each version has its router; with Zipf's
-law, and with all on one expert, all get the same expert ids and weights. Results are compared
-before anything is timed.
+docs/explanation/performance.md says what is compared, how it is timed, and what the floor of a
+cell is: the time that no implementation can beat. Ours is ``torch.ops.moe.*``.
 
 ``--breakdown qwen3:1024`` times each launch of ours by itself. ``--dry-run`` runs the harness
 without a GPU, on a tiny layer; its times mean nothing.
@@ -22,7 +17,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -32,7 +28,7 @@ import torch
 import triton
 
 from benchmarks.common.plots import panels
-from benchmarks.common.report import conditions, digits, parser, table, write_json
+from benchmarks.common.report import conditions, parse, parser, table, write_json
 from benchmarks.gpu import HAS_GPU
 from benchmarks.gpu.cells import (
     DENSE,
@@ -46,8 +42,8 @@ from benchmarks.gpu.cells import (
     Result,
     time_launches,
 )
-from benchmarks.gpu.compiling import Job, compile_jobs, peer_job, plan_jobs
-from benchmarks.gpu.fused_moe import Config, candidates
+from benchmarks.gpu.compiling import Job, compile_jobs, compile_only, plan_jobs
+from benchmarks.gpu.fused_moe import Config, candidates, compile_for
 from benchmarks.gpu.goals import PEER_GOALS, Rates, geometric_mean
 from benchmarks.gpu.layers import ROUTINGS, SHAPES, Shape, matching, parameters_of
 from benchmarks.gpu.timing import GraphTimer, HostTimer, Timer, measure_rates, release
@@ -63,16 +59,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass
 class Device:
-    """What is measured on: the GPU, or the host's stand-in for it.
+    """What is measured on: the GPU, or the host's stand-in for it."""
 
-    Attributes:
-        name: As PyTorch calls it.
-        architecture: What kernels are planned for.
-        timer: What to time with.
-    """
-
-    name: str
-    architecture: Architecture
+    name: str  # as PyTorch calls it
+    architecture: Architecture  # what kernels are planned for
     timer: Timer
 
     @classmethod
@@ -134,29 +124,23 @@ def compile_ahead(cells: Sequence[Cell], device: Device, dtype: torch.dtype) -> 
         layer = cell.shape.layer(dtype, router=cell.routes)
         jobs |= plan_jobs(layer, device.architecture, [cell.tokens])
         for config in candidates(cell.shape, cell.tokens):
-            jobs[cell.shape.name, config] = peer_job(cell.shape, dtype, config)
+            job = partial(compile_for, cell.shape, dtype, config, compile_only)
+            jobs[cell.shape.name, config] = job
     started = time.monotonic()
-    failed = compile_jobs(list(jobs.values()))
+    failed = compile_jobs(jobs)
     print(f"{len(jobs)} compilations in {time.monotonic() - started:.0f} s")
-    for index, why in failed.items():
-        print(f"not compiled ahead: {list(jobs)[index]}: {why}")
+    for name, why in failed.items():
+        print(f"not compiled ahead: {name}: {why}")
 
 
 @dataclass
 class Results:
-    """All that a run found.
-
-    Attributes:
-        rates: What the device does at best.
-        cells: The measured cells.
-        left_out: Cells that were not measured, for lack of time or memory.
-        launches: The launches of single layers.
-    """
+    """All that a run found."""
 
     rates: Rates
     cells: list[Result] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    launches: dict[str, list[LaunchTime]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)  # cells, for lack of time or memory
+    launches: dict[str, list[LaunchTime]] = field(default_factory=dict)  # of single layers
 
     def to_json(self) -> dict[str, Any]:
         """The results as JSON's types."""
@@ -167,10 +151,7 @@ class Results:
             },
             "geometric means": peer_means(self.cells),
             "cells": [result.to_json() for result in self.cells],
-            "breakdowns": {
-                name: [asdict(each) for each in launches]
-                for name, launches in self.launches.items()
-            },
+            "breakdowns": {name: [*map(asdict, each)] for name, each in self.launches.items()},
             "left out": self.left_out,
         }
 
@@ -203,39 +184,28 @@ def measure_cells(
         release()
 
 
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
-
-
 def shape_table(results: Sequence[Result]) -> str:
     """Returns the cells of one layer."""
+    rows = []
+    for result in results:
+        wrong = "; ".join(f"{name} {why}" for name, why in result.wrong.items())
+        ratios = [result.ratio(name) for name in PEERS]
+        rows.append([
+            result.cell.count,
+            result.cell.routing,
+            result.cold[OURS].median if OURS in result.cold else "failed",
+            result.warm[OURS].median if OURS in result.warm else None,
+            result.floor.fused,
+            result.floor.split,
+            None if result.share is None else f"{100 * result.share:.0f} %",
+            *(None if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
+            f"WRONG: {wrong}" if wrong else result.verdict,
+        ])  # fmt: skip
     shape = results[0].cell.shape
     sizes = f"D {shape.width}, H {shape.hidden}, E {shape.experts}, k {shape.top_k}"
-    return table(
-        f"{shape.title} ({sizes}), us",
-        ["batch" if shape.is_vision else "T", "routing", "ours", "warm", "floor", "split floor",
-         "share", *PEERS, "goal"],
-        (
-            [
-                result.cell.count,
-                result.cell.routing,
-                digits(result.cold[OURS].median) if OURS in result.cold else "failed",
-                digits(result.warm[OURS].median) if OURS in result.warm else None,
-                digits(result.floor.fused),
-                digits(result.floor.split),
-                None if result.share is None else f"{100 * result.share:.0f} %",
-                *(_times(result.ratio(name)) for name in PEERS),
-                _goal(result),
-            ]
-            for result in results
-        ),
-    )  # fmt: skip
-
-
-def _goal(result: Result) -> str:
-    if result.wrong:
-        return "WRONG: " + "; ".join(f"{name} {why}" for name, why in result.wrong.items())
-    return str(result.verdict or "")
+    columns = ["batch" if shape.is_vision else "T", "routing", "ours", "warm", "floor"]
+    columns += ["split floor", "share", *PEERS, "goal"]
+    return table(f"{shape.title} ({sizes}), us", columns, rows)
 
 
 def peer_means(results: Iterable[Result]) -> dict[str, dict[str, Any]]:
@@ -268,21 +238,12 @@ def goals_table(results: Sequence[Result]) -> str:
 
 def launches_table(title: str, launches: Sequence[LaunchTime]) -> str:
     """Returns each launch of a layer."""
-    return table(
-        f"{title}, each launch by itself, us",
-        ["kernel", "programs", "cold", "warm", "floor", "share"],
-        (
-            [
-                each.kernel,
-                each.programs,
-                digits(each.cold),
-                digits(each.warm),
-                digits(each.floor) if each.floor else None,
-                f"{100 * each.floor / each.cold:.0f} %" if each.floor else None,
-            ]
-            for each in launches
-        ),
-    )
+    rows = []
+    for each in launches:
+        share = f"{100 * each.floor / each.cold:.0f} %" if each.floor else None
+        rows.append([*astuple(each)[:-1], each.floor or None, share])
+    columns = ["kernel", "programs", "cold", "warm", "floor", "share"]
+    return table(f"{title}, each launch by itself, us", columns, rows)
 
 
 _STYLES: Mapping[str, Any] = {
@@ -332,9 +293,8 @@ def gpu_parser(doc: str | None, budget: float, *outputs: str) -> argparse.Argume
     return known
 
 
-def parsed(known: argparse.ArgumentParser) -> argparse.Namespace:
-    """Reads the command line: shapes, numbers of tokens and dtypes as objects."""
-    given = known.parse_args()
+def parsed(known: argparse.ArgumentParser, given: argparse.Namespace) -> argparse.Namespace:
+    """Returns the command line with shapes, numbers of tokens and dtypes as objects."""
     try:
         given.shapes = matching("tiny" if given.dry_run and not given.shapes else given.shapes)
         given.tokens = sorted({int(count) for count in given.tokens.split(",") if count})
@@ -351,7 +311,7 @@ def arguments() -> argparse.Namespace:
     known.add_argument(
         "--breakdown", action="append", default=[], help="layer and count, such as qwen3:1024"
     )
-    given = parsed(known)
+    given = parsed(known, parse(known, plot))
     given.routing = given.routing.split(",")
     if unknown := set(given.routing) - set(ROUTINGS):
         known.error(f"--routing takes {', '.join(ROUTINGS)}; got {', '.join(sorted(unknown))}")
@@ -367,16 +327,14 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measures both operators on a GPU."""
     started, given = time.monotonic(), arguments()
-    device = Device.chosen(given.dry_run)
-    dtype = given.dtype
-    described = device.conditions() | {
-        "dtype": str(dtype).removeprefix("torch."),
-        "method": device.timer.method,
-    }
-    results = Results(rates=measure_rates(device.timer, device.name))
+    device, dtype = Device.chosen(given.dry_run), given.dtype
+    described = device.conditions() | {"dtype": str(dtype).removeprefix("torch.")}
+    described["method"] = device.timer.method
+    rates = measure_rates(device.timer, device.name)
+    results = Results(rates)
     print(
-        f"{described['hardware']}: copy {results.rates.bandwidth / 1e12:.2f} TB/s, 8192^3 bf16 "
-        f"product {results.rates.flops / 1e12:.0f} TFLOP/s; times by {device.timer.method}"
+        f"{described['hardware']}: copy {rates.bandwidth / 1e12:.2f} TB/s, 8192^3 bf16 "
+        f"product {rates.flops / 1e12:.0f} TFLOP/s; times by {device.timer.method}"
     )
     cells = list(cells_of(given.shapes, given.tokens, given.routing))
     if not given.dry_run:
@@ -386,9 +344,8 @@ def main() -> None:
         name = f"{cell.shape.name}:{cell.count}"
         planned = plan(cell.shape.layer(dtype), device.architecture)
         parameters = parameters_of(cell.shape, dtype, device.name)
-        launches = time_launches(cell, planned, parameters, device.timer, results.rates)
-        results.launches[name] = launches
-        print(launches_table(name, launches))
+        results.launches[name] = time_launches(cell, planned, parameters, device.timer, rates)
+        print(launches_table(name, results.launches[name]))
         del parameters
     if not given.dry_run:
         print(goals_table(results.cells))

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -45,21 +45,10 @@ class Times(Timing):
 
 @dataclass
 class Results:
-    """Some calls' times, by name, or why they failed."""
+    """Calls' times, or why they failed, by what the calls go by."""
 
-    times: dict[str, Times] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-class Timer(Protocol):
-    """Times calls."""
-
-    method: str
-
-    def __call__(
-        self, calls: Mapping[str, Call], *, cold: bool = True, samples: int | None = None
-    ) -> Results:
-        """Times calls in turns, ``samples`` times each, by default as :func:`samples_for` says."""
+    times: dict[Any, Times] = field(default_factory=dict)
+    failed: dict[Any, str] = field(default_factory=dict)
 
 
 def samples_for(microseconds: float) -> int:
@@ -73,11 +62,7 @@ def reason(error: BaseException) -> str:
 
 
 class GraphTimer:
-    """Times on the current CUDA device.
-
-    Attributes:
-        method: Where the timing events are.
-    """
+    """Times on the current CUDA device."""
 
     def __init__(self) -> None:
         self._flushed = torch.randn(_FLUSHED_BYTES // 4, device="cuda")
@@ -87,11 +72,11 @@ class GraphTimer:
         self.method = "events inside the graph" if self._inside else "events around a graph replay"
 
     def __call__(
-        self, calls: Mapping[str, Call], *, cold: bool = True, samples: int | None = None
+        self, calls: Mapping[Any, Call], *, cold: bool = True, samples: int | None = None
     ) -> Results:
-        """See :class:`Timer`."""
+        """Times calls in turns, ``samples`` times each, by default as :func:`samples_for` says."""
         results = Results()
-        graphs: dict[str, _Timed] = {}
+        graphs: dict[Any, _Timed] = {}
         for name, call in calls.items():
             try:
                 graphs[name] = self._capture(call, cold)
@@ -102,7 +87,7 @@ class GraphTimer:
                 torch.cuda.synchronize()
         once = {name: min(graph.run(), graph.run()) for name, graph in graphs.items()}
         wanted = {name: samples or samples_for(us) for name, us in once.items()}
-        microseconds: dict[str, list[float]] = {name: [] for name in graphs}
+        microseconds: dict[Any, list[float]] = {name: [] for name in graphs}
         for turn, name in turns(graphs, max(wanted.values(), default=0)):
             if turn < wanted[name]:
                 microseconds[name].append(graphs[name].run())
@@ -117,19 +102,15 @@ class GraphTimer:
             call()
         graph = torch.cuda.CUDAGraph()
         start, end = self._event(), self._event()
-        if not self._inside:
-            with _captured(graph):
-                kept = call()
-            return _Timed(graph, start, end, kept, before=self._flush if cold else graph.replay)
         with _captured(graph):
-            if cold:
-                self._flush()
-            else:
-                call()
-            start.record()
+            if self._inside:
+                (self._flush if cold else call)()
+                start.record()
             kept = call()
-            end.record()
-        return _Timed(graph, start, end, kept)
+            if self._inside:
+                end.record()
+        before = None if self._inside else self._flush if cold else graph.replay
+        return _Timed(graph, start, end, kept, before)
 
     def _event(self) -> torch.cuda.Event:
         if self._inside:
@@ -175,17 +156,16 @@ class _Timed:
     start: torch.cuda.Event
     end: torch.cuda.Event
     kept: object
-    before: Call | None = None
+    before: Call | None  # None where the events are in the graph
 
     def run(self) -> float:
         """Replays and returns microseconds."""
         if self.before is not None:
             self.before()
             self.start.record()
-            self.graph.replay()
+        self.graph.replay()
+        if self.before is not None:
             self.end.record()
-        else:
-            self.graph.replay()
         torch.cuda.synchronize()
         ms: float = self.start.elapsed_time(self.end)
         return 1e3 * ms
@@ -197,9 +177,9 @@ class HostTimer:
     method = "host clock, a trial of the harness"
 
     def __call__(
-        self, calls: Mapping[str, Call], *, cold: bool = True, samples: int | None = None
+        self, calls: Mapping[Any, Call], *, cold: bool = True, samples: int | None = None
     ) -> Results:
-        """See :class:`Timer`."""
+        """Takes what :class:`GraphTimer` takes."""
         del cold, samples
         results = Results()
         for name, call in calls.items():
@@ -208,6 +188,9 @@ class HostTimer:
             except Exception as error:  # The others are timed all the same.
                 results.failed[name] = reason(error)
         return results
+
+
+Timer = GraphTimer | HostTimer
 
 
 def measure_rates(timer: Timer, device: str) -> Rates:

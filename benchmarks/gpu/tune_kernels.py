@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import json
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,29 +29,32 @@ from torch import Tensor
 from benchmarks.common.report import digits, table
 from benchmarks.gpu.candidates import blocks_m, few_candidates, gemm_candidates, mlp_candidates
 from benchmarks.gpu.cells import launches_alone
-from benchmarks.gpu.compiling import Job, compile_jobs, plan_jobs
+from benchmarks.gpu.compiling import compile_jobs, plan_jobs
 from benchmarks.gpu.goals import geometric_mean
-from benchmarks.gpu.layers import Shape, parameters_of, random_tokens
+from benchmarks.gpu.layers import Shape, call_tensors, parameters_of
 from benchmarks.gpu.selection import Part, choose_ranges, neighbours, parts_of, promising
 from benchmarks.gpu.speed import Device, gpu_parser, parsed
 from benchmarks.gpu.timing import Timer, release
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.configs import (
-    RangeConfig,
-    default_ranges,
-    shape_key,
-    write_ranges,
-)
+from custom_ops.kernels.configs import RangeConfig, default_ranges, shape_key, write_ranges
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
+
+T = TypeVar("T")
+Ranges = tuple[RangeConfig, ...]
 
 TOKENS = tuple(2**power for power in range(15))
 TUNED = Path(__file__).parents[2] / "custom_ops" / "kernels" / "tuned"
 SAMPLES, FINAL_SAMPLES = 9, 40
 # Whole plans that are timed for each path and height of tiles.
 WHOLE_PLANS = 4
+#: Which product a kernel computes.
+PRODUCTS = {
+    **dict.fromkeys(("few_up_kernel", "expert_up_kernel", "expert_mlp_kernel"), "up"),
+    **dict.fromkeys(("few_down_kernel", "expert_down_kernel"), "down"),
+}
 # Share of a layer's time; what is not compiled by then is compiled when it is launched.
 COMPILE_SHARE = 0.6
 
@@ -58,13 +64,8 @@ def candidates(
 ) -> Iterator[RangeConfig]:
     """Yields what may be fastest for a number of tokens; each part comes at least once.
 
-    First and second products are paired one by one: they are timed by themselves.
-
-    Args:
-        layer: The layer.
-        device: Where it runs.
-        tokens: T.
-        limit: Most candidates of each product, for each height of tiles.
+    First and second products are paired one by one: they are timed by themselves. There are at most
+    ``limit`` candidates of each, for each height of tiles.
     """
     gates = layer.options.rows_per_hidden
     few = few_candidates(layer, tokens)[:limit]
@@ -82,23 +83,14 @@ def candidates(
 
 @dataclass
 class Tuner:
-    """Times candidates for one layer.
-
-    Attributes:
-        layer: The layer.
-        device: Where it runs.
-        timer: What to time with.
-        tensors_for: Makes a call's tensors, with y, for a number of tokens.
-        deadline: The :func:`time.monotonic` after which no further part is timed.
-        failed: Why parts have no time.
-    """
+    """Times candidates for one layer."""
 
     layer: Layer
     device: Architecture
     timer: Timer
-    tensors_for: Callable[[int], Mapping[str, Tensor]]
-    deadline: float = float("inf")
-    failed: dict[Part, str] = field(default_factory=dict)
+    tensors_for: Callable[[int], Mapping[str, Tensor]]  # of a number of tokens; with y
+    deadline: float = float("inf")  # time.monotonic() after which no further part is timed
+    failed: dict[Part, str] = field(default_factory=dict)  # why parts have no time
 
     def times(self, tokens: int, tried: Sequence[RangeConfig]) -> dict[RangeConfig, float]:
         """Returns microseconds of those whole plans whose parts are fastest."""
@@ -107,29 +99,21 @@ class Tuner:
 
     def whole_times(self, tokens: int, tried: Iterable[RangeConfig]) -> dict[RangeConfig, float]:
         """Returns microseconds of whole plans, without those that do not run."""
-        names = {repr(config): config for config in tried}
-        plans = {name: (config,) for name, config in names.items()}
-        return {names[name]: us for name, us in self.compare(tokens, plans, SAMPLES).items()}
+        return self.compare(tokens, {config: (config,) for config in tried}, SAMPLES)
 
     def compare(
-        self,
-        tokens: int,
-        plans: Mapping[str, tuple[RangeConfig, ...]],
-        samples: int = FINAL_SAMPLES,
-    ) -> dict[str, float]:
-        """Returns microseconds of whole plans by name, timed in turns."""
+        self, tokens: int, plans: Mapping[T, Ranges], samples: int = FINAL_SAMPLES
+    ) -> dict[T, float]:
+        """Returns microseconds of whole plans, timed in turns."""
         tensors = self.tensors_for(tokens)
         calls = {name: self._call(ranges, tensors) for name, ranges in plans.items()}
         found = self.timer(calls, samples=samples).times
         return {name: each.median for name, each in found.items()}
 
-    def _call(
-        self, ranges: tuple[RangeConfig, ...], tensors: Mapping[str, Tensor]
-    ) -> Callable[[], None]:
+    def _call(self, ranges: Ranges, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         planned = plan_with(self.layer, self.device, ranges)
-        x = tensors["x"]
-        size = planned.workspace_size(len(x))
-        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+        size = planned.workspace_size(len(tensors["x"]))
+        workspace = torch.empty(size, dtype=torch.uint8, device=tensors["x"].device)
         return lambda: launch(planned, tensors, workspace)
 
     def _part_times(self, tokens: int, tried: Sequence[RangeConfig]) -> dict[Part, float]:
@@ -142,40 +126,26 @@ class Tuner:
             wanted = {p.product: p for p in parts_of(config) if p not in found | self.failed}
             if not wanted:
                 continue
-            calls: dict[str, Callable[[], None]] = {}
-            for name, call in launches_alone(
-                plan_with(self.layer, self.device, (config,)), tensors
-            ):
-                part = wanted.get(product_of(name))
+            calls: dict[Part, Callable[[], None]] = {}
+            planned = plan_with(self.layer, self.device, (config,))
+            for name, call in launches_alone(planned, tensors):
+                part = wanted.get(PRODUCTS.get(name, ""))
                 try:
                     call()
                 except Exception as error:  # This tile may not fit the device.
                     if part is not None:
                         self.failed[part] = str(error)
-                    continue
-                if part is not None:
-                    calls[part.product] = call
+                else:
+                    if part is not None:
+                        calls[part] = call
             timed = self.timer(calls, samples=SAMPLES)
-            self.failed |= {wanted[name]: why for name, why in timed.failed.items()}
-            found |= {wanted[name]: each.median for name, each in timed.times.items()}
+            self.failed |= timed.failed
+            found |= {part: each.median for part, each in timed.times.items()}
         return found
 
 
-def product_of(kernel: str) -> str:
-    """Returns which product a kernel computes: ``up``, ``down``, or neither, ``""``."""
-    if kernel in ("few_up_kernel", "expert_up_kernel", "expert_mlp_kernel"):
-        return "up"
-    return "down" if kernel in ("few_down_kernel", "expert_down_kernel") else ""
-
-
-def tune(tuner: Tuner, tokens: Sequence[int], limit: int) -> tuple[RangeConfig, ...]:
-    """Returns the ranges of the fastest configurations that were found.
-
-    Args:
-        tuner: What times candidates.
-        tokens: Numbers of tokens to look at.
-        limit: Most candidates of each product.
-    """
+def tune(tuner: Tuner, tokens: Sequence[int], limit: int) -> Ranges:
+    """Returns the ranges of the fastest configurations that were found, for numbers of tokens."""
     times: dict[int, dict[RangeConfig, float]] = {}
     for count in tokens:
         tried = list(candidates(tuner.layer, tuner.device, count, limit))
@@ -196,21 +166,7 @@ def plan_config(ranges: Iterable[RangeConfig], tokens: int) -> RangeConfig:
     return replace(found, last_tokens=MAX_TOKENS)
 
 
-def compile_candidates(
-    layer: Layer, device: Architecture, tokens: Sequence[int], limit: int, seconds: float
-) -> None:
-    """Compiles what :func:`tune` will launch, in parallel, for at most ``seconds``."""
-    jobs: dict[str, Job] = {}
-    for count in tokens:
-        for config in candidates(layer, device, count, limit):
-            for key, job in plan_jobs(layer, device, [count], (config,)):
-                jobs.setdefault(key, job)
-    compile_jobs(list(jobs.values()), seconds=seconds)
-
-
-def write(
-    path: Path, layer: Layer, ranges: tuple[RangeConfig, ...], conditions: Mapping[str, Any]
-) -> None:
+def write(path: Path, layer: Layer, ranges: Ranges, conditions: Mapping[str, Any]) -> None:
     """Adds a layer's ranges to a table of tuned data, or replaces them."""
     data = json.loads(path.read_text()) if path.exists() else {"shapes": {}}
     shapes = data["shapes"] | {shape_key(layer): write_ranges(ranges)}
@@ -222,57 +178,34 @@ def write(
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def tensors_of(
-    shape: Shape, dtype: torch.dtype, device: str
-) -> Callable[[int], Mapping[str, Tensor]]:
-    """Returns what makes a call's tensors, on parameters made once."""
-    parameters = parameters_of(shape, dtype, device)
-
-    def tensors(tokens: int) -> Mapping[str, Tensor]:
-        x = random_tokens(parameters, tokens)
-        return {**parameters, "x": x, "y": torch.empty_like(x)}
-
-    return tensors
-
-
-def tune_shape(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: Device,
-    tokens: Sequence[int],
-    limit: int,
-    budget: float,
-    path: Path,
-) -> None:
+def tune_shape(shape: Shape, device: Device, given: Namespace, path: Path) -> None:
     """Tunes one layer, reports what came of it, and writes it if it is faster than the default."""
     started = time.monotonic()
-    layer, on = shape.layer(dtype).canonical(), device.architecture
+    layer, on = shape.layer(given.dtype).canonical(), device.architecture
+    tokens = given.tokens or TOKENS
     print(f"{shape.title}:", flush=True)
     if device.name == "cuda":
-        compile_candidates(layer, on, tokens, limit, COMPILE_SHARE * budget)
-    tensors_for = tensors_of(shape, dtype, device.name)
-    tuner = Tuner(layer, on, device.timer, tensors_for, started + budget)
-    plans = {"default": default_ranges(layer, on), "tuned": tune(tuner, tokens, limit)}
-    if device.name == "cuda":
         jobs = {
-            key: job for each in plans.values() for key, job in plan_jobs(layer, on, tokens, each)
+            key: job
+            for count in tokens
+            for config in candidates(layer, on, count, given.limit)
+            for key, job in plan_jobs(layer, on, [count], (config,))
         }
-        compile_jobs(list(jobs.values()))
-    times = {count: tuner.compare(count, plans) for count in tokens}
-    ratios = {count: each["default"] / each["tuned"] for count, each in times.items()}
-    rows = (
-        [
-            count,
-            digits(each["default"]),
-            digits(each["tuned"]),
-            f"{ratios[count]:.2f}x",
-            _short(plan_config(plans["tuned"], count)),
-        ]
-        for count, each in times.items()
-    )
+        compile_jobs(jobs, seconds=COMPILE_SHARE * given.budget)
+    tensors_for = partial(call_tensors, parameters_of(shape, given.dtype, device.name))
+    tuner = Tuner(layer, on, device.timer, tensors_for, started + given.budget)
+    plans = {"default": default_ranges(layer, on), "tuned": tune(tuner, tokens, given.limit)}
+    if device.name == "cuda":
+        compile_jobs(dict(chain(*(plan_jobs(layer, on, tokens, each) for each in plans.values()))))
+    ratios, rows = [], []
+    for count in tokens:
+        times = tuner.compare(count, plans)
+        ratios.append(times["default"] / times["tuned"])
+        chosen = _short(plan_config(plans["tuned"], count))
+        rows.append([count, times["default"], times["tuned"], f"{ratios[-1]:.2f}x", chosen])
     columns = ["T", "default", "tuned", "ratio", "configuration"]
     print(table(f"{shape.title}, us", columns, rows))
-    ratio = geometric_mean(ratios.values())
+    ratio = geometric_mean(ratios)
     print(
         f"{shape.name}: {ratio:.3f}x faster than the default, in "
         f"{time.monotonic() - started:.0f} s; {len(tuner.failed)} parts did not run"
@@ -295,14 +228,13 @@ def main() -> None:
         "--limit", type=int, default=24, help="candidates of each product and tile height"
     )
     known.add_argument("--output", type=Path, help="file to write, else the package's")
-    given = parsed(known)
+    given = parsed(known, known.parse_args())
     if given.dry_run and given.output is None:
         known.error("--dry-run needs --output: its times mean nothing")
     device = Device.chosen(given.dry_run)
     path = given.output or TUNED / f"{device.architecture.name}.json"
     for shape in given.shapes:
-        tokens = given.tokens or TOKENS
-        tune_shape(shape, given.dtype, device, tokens, given.limit, given.budget, path)
+        tune_shape(shape, device, given, path)
         release()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from benchmarks.export import models, report, runs, speed
+from benchmarks.export import models, runs, speed
 from benchmarks.export.cases import CASES, DYNAMO, ONE_NODE, OURS, TORCHSCRIPT, TRANSFORMERS
 from dynamo_moe import open_tensors
 
@@ -60,7 +61,7 @@ def _rows(cases, name):
 
 def test_medians_keep_each_turn():
     turns = [{"seconds": value, "peak bytes": 7, "nodes": 5} for value in (4.0, 1.0, 2.0)]
-    assert report.together(turns) == {
+    assert speed.together(turns) == {
         "nodes": 5,
         "seconds": {"median": 2.0, "turns": [4.0, 1.0, 2.0]},
         "peak bytes": {"median": 7, "turns": [7, 7, 7]},
@@ -68,7 +69,7 @@ def test_medians_keep_each_turn():
 
 
 def test_a_failure_of_one_turn_is_one_of_all():
-    assert report.together([{"seconds": 1.0}, {"error": "X: y"}]) == {"error": "X: y"}
+    assert speed.together([{"seconds": 1.0}, {"error": "X: y"}]) == {"error": "X: y"}
 
 
 def test_a_case_in_turns(cases):
@@ -98,22 +99,22 @@ def test_who_fails_has_no_second_turn():
 
 def test_ratios(cases):
     rows = _rows(cases, "T5-small")
-    assert report.ratios(rows["L 16"], "seconds") == pytest.approx(
+    assert speed.ratios(rows["L 16"], "seconds") == pytest.approx(
         {DYNAMO: 4, TORCHSCRIPT: 0.5, TRANSFORMERS: 5}
     )
-    assert report.ratios(rows["L 16, static"], "peak bytes") == {DYNAMO: 4}
+    assert speed.ratios(rows["L 16, static"], "peak bytes") == {DYNAMO: 4}
     rows["L 16"]["exporters"][OURS] = {"error": "X: y"}
-    assert report.ratios(rows["L 16"], "seconds") == {}
+    assert speed.ratios(rows["L 16"], "seconds") == {}
 
 
 def test_no_ratios_to_nothing():
     nothing = {"peak bytes": {"median": 0}}
-    assert report.ratios({"exporters": {OURS: nothing, DYNAMO: nothing}}, "peak bytes") == {}
-    assert report.spread([0, 0]) == 0
+    assert speed.ratios({"exporters": {OURS: nothing, DYNAMO: nothing}}, "peak bytes") == {}
+    assert speed.spread([0, 0]) == 0
 
 
 def test_summary(cases):
-    found = report.summary(cases)
+    found = speed.summary(cases)
     assert found["time / ours"]["Llama, 48 blocks"] == {DYNAMO: 4}
     assert found["example size"]["time between sizes, percent"] == pytest.approx(10)
     assert found["example size"]["time between turns of a size, percent"] == 0
@@ -126,11 +127,11 @@ def test_summary_where_all_of_ours_failed(cases):
     for case in cases:
         for row in case["rows"]:
             row["exporters"][OURS] = {"error": "X: y"}
-    assert report.summary(cases) == {"time / ours": {}, "memory / ours": {}}
+    assert speed.summary(cases) == {"time / ours": {}, "memory / ours": {}}
 
 
 def test_tables_show_failures_and_remarks(cases, capsys):
-    report.show(cases)
+    speed.show(cases)
     text = capsys.readouterr().out
     assert "T5-small, L 16, static, TorchScript failed: ValueError: a [reason]" in text
     assert "the file fails: Fail: not a registered function/op" in text
@@ -139,9 +140,9 @@ def test_tables_show_failures_and_remarks(cases, capsys):
 
 
 def test_remarks():
-    assert not report.remarks({"way": runs.OWN_STEPS, "max relative error": 1e-6})
+    assert not speed.remarks({"way": runs.OWN_STEPS, "max relative error": 1e-6})
     way = "torch.onnx.export: NeedsRetraceError: control flow"
-    assert report.remarks({"way": way, "max relative error": 0.1}) == (
+    assert speed.remarks({"way": way, "max relative error": 0.1}) == (
         f"the file's results are wrong; {way}"
     )
 
@@ -150,8 +151,22 @@ def test_remarks():
 def test_plot(cases, kept, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
-    report.plot({"cases": cases[:kept]}, path)
+    speed.plot({"cases": cases[:kept]}, path)
     assert path.stat().st_size > 1000
+
+
+def test_a_picture_is_drawn_from_an_earlier_run(cases, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    results, picture = tmp_path / "result.json", tmp_path / "plot.png"
+    results.write_text(json.dumps({"cases": cases}))
+    monkeypatch.setattr("sys.argv", ["speed", "--redraw", "--json", str(results)])
+    with pytest.raises(SystemExit, match="2"):
+        speed.main()
+    assert "--redraw needs --json, the results, and --plot" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--plot", str(picture)])
+    with pytest.raises(SystemExit, match="0"):
+        speed.main()
+    assert picture.stat().st_size > 1000
 
 
 def test_one_case_keeps_the_others_of_the_file(monkeypatch, tmp_path):

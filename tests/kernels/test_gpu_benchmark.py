@@ -38,7 +38,7 @@ from benchmarks.gpu.cells import (
 )
 from benchmarks.gpu.compiling import kernel_key, plan_jobs
 from benchmarks.gpu.fused_moe import CONFIGS, Config, candidates, fused_router
-from benchmarks.gpu.goals import GOALS, Rates, expected_active, floor, geometric_mean, judge
+from benchmarks.gpu.goals import Rates, expected_active, floor, geometric_mean, judge
 from benchmarks.gpu.layers import (
     LLM_TOKENS,
     ROUTINGS,
@@ -116,7 +116,6 @@ def test_goals(name, count, goal, limit):
     shape = SHAPES[name]
     tokens = count * shape.per_image
     found = floor(shape, tokens, expected_active(shape.experts, shape.top_k, tokens), RATES)
-    assert any(each.title == goal for each in GOALS) == (goal is not None)
     if goal is None:
         assert judge(shape, count, found, 1.0) is None
         return
@@ -490,13 +489,13 @@ class FakeJob:
 
 
 def test_jobs_that_fail_are_told_apart():
-    jobs = [FakeJob(), FakeJob("no registers left"), FakeJob()]
-    assert compiling.compile_jobs(jobs) == {1: "RuntimeError: no registers left"}
-    assert compiling.compile_jobs([]) == {}
+    jobs = {"a": FakeJob(), "b": FakeJob("no registers left"), "c": FakeJob()}
+    assert compiling.compile_jobs(jobs) == {"b": "RuntimeError: no registers left"}
+    assert compiling.compile_jobs({}) == {}
 
 
 def test_jobs_that_do_not_begin_in_time_are_left_out():
-    jobs = [partial(time.sleep, 0.01)] * 500
+    jobs = dict.fromkeys(range(500), partial(time.sleep, 0.01))
     late = compiling.compile_jobs(jobs, seconds=0.0)
     assert late
     assert set(late.values()) == {"not compiled in time"}
