@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -18,17 +18,10 @@ from dynamo_moe.moe_nodes.nodes import DOMAIN, is_moe, moe_nodes, parse
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.operators.schemas import is_own_domain
 
-__all__ = ["NamedLayer", "kernel_layers"]
+__all__ = ["kernel_layers"]
 
 
-class NamedLayer(NamedTuple):
-    """A layer and the name of its node."""
-
-    name: str
-    layer: Layer
-
-
-def kernel_layers(path: str | PathLike[str]) -> list[NamedLayer]:
+def kernel_layers(path: str | PathLike[str]) -> list[Layer]:
     """Reads what kernels the MoE nodes of a file need, without its external data.
 
     Nodes in branches, loops and functions are found too; ``com.microsoft::MoE`` is not one of ours.
@@ -50,18 +43,17 @@ def kernel_layers(path: str | PathLike[str]) -> list[NamedLayer]:
         raise ValueError(
             f"{Path(path)} has no MoE nodes of domain {DOMAIN!r}, as files of target plugin do"
         )
-    return [_layer(node) for node in nodes]
+    layers = []
+    for node in nodes:
+        try:
+            layers.append(_layer(node).canonical())
+        except (ValueError, TypeError) as error:
+            name = node.name or next((output.name for output in node.outputs if output.name), "")
+            raise ValueError(f"node {name!r}: {error}") from None
+    return layers
 
 
-def _layer(node: ir.Node) -> NamedLayer:
-    name = node.name or next((output.name for output in node.outputs if output.name), "")
-    try:
-        return NamedLayer(name, _checked_layer(node).canonical())
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"node {name!r}: {error}") from None
-
-
-def _checked_layer(node: ir.Node) -> Layer:
+def _layer(node: ir.Node) -> Layer:
     parsed = parse(node)
     dtypes = {name: _dtype(name, value) for name, value in parsed.inputs.items()}
     shared: dict[str, str] = {}
