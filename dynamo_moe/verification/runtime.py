@@ -57,11 +57,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         self._sessions.clear()
 
     def load(self, model: str | bytes, folder: str = "") -> tuple[int, list[str]]:
-        """Makes a session of a file, or of a serialised model.
-
-        Args:
-            model: The file's path, or the model itself.
-            folder: Where a serialised model's external data is.
+        """Makes a session of a file, or of a serialised model with external data in a folder.
 
         Returns:
             The session's number, and the names of the file's inputs.
@@ -119,6 +115,8 @@ class RuntimeProcess(Runtime):
             stdout=subprocess.PIPE,
             stderr=self._stderr,
         )
+        self._stdin: Any = self._process.stdin
+        self._stdout: Any = self._process.stdout
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
@@ -145,16 +143,13 @@ class RuntimeProcess(Runtime):
         return results
 
     def _ask(self, doing: str, method: str, *args: Any) -> Any:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None:
-            raise ValueError("the process has no pipes")
         timer = threading.Timer(self._timeout or 0, self._expire)
         if self._timeout is not None:
             timer.start()
         try:
-            pickle.dump((method, args), stdin, protocol=5)
-            stdin.flush()
-            refused, answer = pickle.load(stdout)  # noqa: S301  Our own process wrote it.
+            pickle.dump((method, args), self._stdin, protocol=5)
+            self._stdin.flush()
+            refused, answer = pickle.load(self._stdout)  # noqa: S301  Our own process wrote it.
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             raise self._end(doing) from error
         finally:
