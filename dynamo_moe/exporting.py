@@ -147,6 +147,7 @@ def export(
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple or one tensor, got {type(args).__name__}")
 
+    given = args, kwargs or {}
     remaining = unconverted.unconverted_modules(model)
     with _progress(progress, path) as progressed, profiled(profile) as sampled:
         watch = Stopwatch(progressed)
@@ -154,9 +155,8 @@ def export(
             with _exporting(), _naming_unconverted(remaining, model), autocast_inside(model):
                 with placeholders.placeholders(model) as lazies:
                     _check_values(model)
-                    example = resolve(model, args, kwargs or {}, dynamic_shapes)
+                    example = resolve(model, *given, dynamic_shapes)
                     trials = SizeTrials(example, has_values=not lazies)
-                    given = (args, kwargs or {})
                     model_ir, exporter = _trace(
                         model, given, example, trials, opset, runs=not lazies
                     )
@@ -165,7 +165,7 @@ def export(
                 layers = _optimize(model_ir, target, body, link_weights)
                 _rename("output_names", model_ir.graph.outputs, output_names)
                 metadata.store(model_ir, layers)
-                leaves = pytree.tree_leaves((args, kwargs or {}))
+                leaves = pytree.tree_leaves(given)
                 inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
                 if link_weights:
                     placeholders.link(model_ir, path.parent)

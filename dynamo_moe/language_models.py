@@ -216,9 +216,7 @@ def _with_past(original: Callable[..., Any]) -> Callable[..., Any]:
     takes_positions = "position_ids" in inspect.signature(original).parameters
 
     def forward(
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        past_key_values: Sequence[tuple[Tensor, Tensor]],
+        input_ids: Tensor, attention_mask: Tensor, past_key_values: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         cache = DynamicCache()
         layers: list[Any] = [_filled(*layer) for layer in past_key_values]

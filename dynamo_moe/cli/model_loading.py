@@ -101,9 +101,7 @@ def parse_dynamic(dimensions: Sequence[str]) -> dict[str, dict[int, str | None]]
 
 
 def check_example(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    dynamic: Mapping[str, Mapping[int, str | None]] | None,
+    model: nn.Module, args: tuple[Any, ...], dynamic: Mapping[str, Mapping[int, str | None]] | None
 ) -> None:
     """Checks the arguments' number, and the names of symbolic dimensions.
 

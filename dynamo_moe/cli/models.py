@@ -358,11 +358,7 @@ def _load(
 
 
 def _convert(
-    console: Console,
-    module: nn.Module,
-    conversion: dict[str, Any],
-    strict: bool,
-    outcome: _Outcome,
+    console: Console, module: nn.Module, conversion: dict[str, Any], strict: bool, outcome: _Outcome
 ) -> None:
     from dynamo_moe.conversion import ADAPTER_PAGE, unconverted
 

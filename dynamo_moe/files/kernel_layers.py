@@ -20,6 +20,8 @@ from dynamo_moe.operators.schemas import is_own_domain
 
 __all__ = ["kernel_layers"]
 
+_DTYPES = {tensor_adapters.from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *IDS)}
+
 
 def kernel_layers(path: str | PathLike[str]) -> list[Layer]:
     """Reads what kernels the MoE nodes of a file need, without its external data.
@@ -65,9 +67,8 @@ def _layer(node: ir.Node) -> Layer:
                     f"{formal.name} must have the dtype of {first}, {dtypes[first]}; "
                     f"got {dtypes[formal.name]}"
                 )
-    routing, weights = (
-        ("router_weight", "router_bias") if parsed.router else ("expert_ids", "expert_weights")
-    )
+    given = ("expert_ids", "expert_weights")
+    routing, weights = ("router_weight", "router_bias") if parsed.router else given
     sizes: dict[str, Any] = dict(parsed.sizes)
     return Layer(
         **sizes,
@@ -85,13 +86,9 @@ def _layer(node: ir.Node) -> Layer:
 def _dtype(formal: str, value: ir.Value) -> torch.dtype:
     if value.dtype is None:
         raise ValueError(f"the dtype of its input {formal}, {value.name!r}, is not known")
-    try:
-        dtype = tensor_adapters.to_torch_dtype(value.dtype)
-    except TypeError:
-        dtype = None
-    if dtype not in (*FLOATS, *IDS):
+    if value.dtype not in _DTYPES:
         raise ValueError(
             f"there are no kernels for its input {formal}, {value.name!r}, of "
             f"{value.dtype.name.lower()}"
         )
-    return dtype
+    return _DTYPES[value.dtype]

@@ -141,11 +141,7 @@ def _has_runtimes_moe(proto: onnx.ModelProto) -> bool:
 
 
 def _prepare(stack: ExitStack, proto: onnx.ModelProto, models: Sequence[Any]) -> list[Any]:
-    """Makes the models' forwards do what the file does while the stack lasts.
-
-    Returns:
-        Random cases.
-    """
+    """Makes the models' forwards do what the file does while the stack lasts; returns cases."""
     graph = proto.graph
     inputs, outputs = ([value.name for value in values] for values in (graph.input, graph.output))
     task = language_models.task_of(models[0], inputs, outputs)
@@ -190,12 +186,7 @@ def _outputs(model: torch.nn.Module, case: Case) -> list[Tensor]:
     args, kwargs = _arguments(model, copied)
     # Compiled parts run eagerly: a dispatch mode sees every operator. The stance is the process's,
     # and so are the methods of nn.Module that another thread's export has replaced.
-    with (
-        exclusive(),
-        torch.no_grad(),
-        evaluating(model),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    with exclusive(), torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
         result = model(*args, **kwargs)
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
