@@ -125,7 +125,10 @@ def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
     with _REPLACING:
         performed: Any = model.forward
         if getattr(performed, "task", None) != task:
-            performed = _performed(model, task)
+            if task == "text-generation-with-past":
+                performed = _with_past(model)
+            else:
+                performed = _without_past(model, _RESULTS[task])
             performed.task, performed.contexts = task, 0
             performed.own = vars(model).get("forward")  # accelerate's hooks set one.
             model.forward = performed
@@ -202,17 +205,11 @@ def _cache_names(prefix: str, layers: int) -> list[str]:
     return [f"{prefix}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
 
 
-def _performed(model: PreTrainedModel, task: Task) -> Callable[..., Any]:
-    """Returns a forward for a task, which calls the model's own."""
-    if task != "text-generation-with-past":
-        return _without_past(model.forward, _RESULTS[task])
-    _check_cache(model)
-    return _with_past(model.forward)
-
-
-def _with_past(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_past(model: PreTrainedModel) -> Callable[..., Any]:
     from transformers import DynamicCache
 
+    _check_cache(model)
+    original = model.forward
     takes_positions = "position_ids" in inspect.signature(original).parameters
 
     def forward(
@@ -233,7 +230,8 @@ def _with_past(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _without_past(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _without_past(model: PreTrainedModel, name: str) -> Callable[..., Any]:
+    original = model.forward
     takes_cache = "use_cache" in inspect.signature(original).parameters
     options = {"use_cache": False} if takes_cache else {}
 

@@ -97,10 +97,10 @@ class Runtime(AbstractContextManager["Runtime"]):
 
 
 class RuntimeProcess(Runtime):
-    """The same in a separate process, whose end is an error in this one.
+    """The same in a separate process; if that dies, the call raises ChildProcessError.
 
     Args:
-        timeout: Seconds that a load or a run may take; None: any number.
+        timeout: Seconds after which a load or a run raises TimeoutError; None: any number.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -124,20 +124,14 @@ class RuntimeProcess(Runtime):
         self._stderr.close()
 
     def load(self, model: str | bytes, folder: str = "") -> tuple[int, list[str]]:
-        """As :meth:`Runtime.load`.
-
-        Raises:
-            RefusedError: As there.
-            ChildProcessError: If the process ended.
-            TimeoutError: If it took too long.
-        """
+        """As :meth:`Runtime.load`."""
         found: tuple[int, list[str]] = self._ask("loading the file", "load", model, folder)
         return found
 
     def run(
         self, number: int, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]
     ) -> list[np.ndarray]:
-        """As :meth:`Runtime.run`; raises as :meth:`load`."""
+        """As :meth:`Runtime.run`."""
         asked = "run", number, dict(feeds), list(outputs)
         results: list[np.ndarray] = self._ask("running the file", *asked)
         return results
