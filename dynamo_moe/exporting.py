@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import re
 import time
@@ -12,15 +13,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx.defs
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
 
 from dynamo_moe import pytree
-from dynamo_moe.conversion import unconverted
+from dynamo_moe.conversion import Unrecognised, unconverted
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.graph import lowering, passes
@@ -28,6 +33,7 @@ from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
 from dynamo_moe.operators.registry import NodeError
 from dynamo_moe.process_state import ProcessState
+from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch, phase
 from dynamo_moe.progress.profiling import profiled, save_profile
 from dynamo_moe.tracing import causes
@@ -37,11 +43,6 @@ from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimens
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dynamo_moe.conversion import Unrecognised
 
 __all__ = ["ExportError", "ExportReport", "export"]
 
@@ -146,16 +147,16 @@ def export(
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple or one tensor, got {type(args).__name__}")
 
+    given = args, kwargs or {}
     remaining = unconverted.unconverted_modules(model)
-    with _progress(progress, path) as shown, profiled(profile) as sampled:
-        watch = Stopwatch(shown)
+    with _progress(progress, path) as progressed, profiled(profile) as sampled:
+        watch = Stopwatch(progressed)
         with watch.running():
             with _exporting(), _naming_unconverted(remaining, model), autocast_inside(model):
                 with placeholders.placeholders(model) as lazies:
                     _check_values(model)
-                    example = resolve(model, args, kwargs or {}, dynamic_shapes)
+                    example = resolve(model, *given, dynamic_shapes)
                     trials = SizeTrials(example, has_values=not lazies)
-                    given = (args, kwargs or {})
                     model_ir, exporter = _trace(
                         model, given, example, trials, opset, runs=not lazies
                     )
@@ -164,7 +165,7 @@ def export(
                 layers = _optimize(model_ir, target, body, link_weights)
                 _rename("output_names", model_ir.graph.outputs, output_names)
                 metadata.store(model_ir, layers)
-                leaves = pytree.tree_leaves((args, kwargs or {}))
+                leaves = pytree.tree_leaves(given)
                 inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
                 if link_weights:
                     placeholders.link(model_ir, path.parent)
@@ -204,17 +205,12 @@ def export(
 # --- The steps of an export ---
 
 
-@contextlib.contextmanager
-def _progress(wanted: bool | Progress, path: Path) -> Iterator[Progress | None]:
-    if wanted is True:
-        from rich.console import Console
-
-        from dynamo_moe.progress.display import shown
-
-        with shown(path.name, Console(stderr=True)) as update:
-            yield update
-    else:
-        yield wanted or None
+def _progress(
+    wanted: bool | Progress, path: Path
+) -> contextlib.AbstractContextManager[Progress | None]:
+    if wanted is not True:
+        return contextlib.nullcontext(wanted or None)
+    return shown(path.name, Console(stderr=True))
 
 
 @contextlib.contextmanager
@@ -274,16 +270,7 @@ def _trace(
 ) -> tuple[ir.Model, str | None]:
     """Returns the model's graph, its MoE layers as bare nodes, and a note on who translated it.
 
-    Args:
-        model: The model.
-        given: Positional and keyword arguments, as the user gave them.
-        example: The arguments and sizes that it is traced with.
-        trials: Runs of the trace at other sizes.
-        opset: The graph's version of the standard operators.
-        runs: Whether the model has its weights, so that it can be run to explain a failure.
-
-    Raises:
-        ExportError: If PyTorch's exporter cannot take the model.
+    If the model ``runs``, because it has its weights, it is run as ``given`` to explain a failure.
     """
     with evaluating(model):
         try:
@@ -296,7 +283,10 @@ def _trace(
         try:
             traced, note = translate(captured, opset, trials)
         except (FixedSizeError, torch.onnx.OnnxExporterError) as error:
-            raise ExportError(_explain(_first_cause(error))) from error
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # The exporter's own errors are pages long.
+                cause = cause.__cause__
+            raise ExportError(_explain(cause)) from error
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
@@ -313,25 +303,25 @@ def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | No
         value.name = name
 
 
+@phase("optimization")
 def _optimize(
     model: ir.Model, target: lowering.Target, body: lowering.Body, link: bool
 ) -> list[metadata.Layer]:
     """Gives the traced graph the form of its target, in place; returns its MoE layers."""
-    with phase("optimization"):
-        passes.fold_weight_casts(model, link=link)
-        passes.fold_weight_transposes(model, link=link)
-        fold_stacked_weights(model)
-        passes.name_nodes_by_module(model)
-        layers = metadata.record(model)
-        if target != "plugin":
-            lowering.lower(model, target)
-        kept = {name for layer in layers for name in layer.inputs[1:]}
-        if link:
-            kept |= placeholders.linkable(model)
-        passes.optimize(model, keep=kept)
-        if target == "plugin":
-            lowering.lower(model, target, body)
-        common_passes.ClearMetadataAndDocStringPass()(model)
+    passes.fold_weight_casts(model, link=link)
+    passes.fold_weight_transposes(model, link=link)
+    fold_stacked_weights(model)
+    passes.name_nodes_by_module(model)
+    layers = metadata.record(model)
+    if target != "plugin":
+        lowering.lower(model, target)
+    kept = {name for layer in layers for name in layer.inputs[1:]}
+    if link:
+        kept |= placeholders.linkable(model)
+    passes.optimize(model, keep=kept)
+    if target == "plugin":
+        lowering.lower(model, target, body)
+    common_passes.ClearMetadataAndDocStringPass()(model)
     return layers
 
 
@@ -355,13 +345,6 @@ def _qualified(node: ir.Node) -> str:
 
 
 # --- Why PyTorch's exporter failed ---
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Returns the cause of the exporter's own errors, which are several pages long."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _explain_own(error: Exception, given: str) -> str:
@@ -466,18 +449,11 @@ class ExportReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, for JSON."""
-        plain = asdict(self)
-        plain["path"] = str(self.path)
-        for name in ("files", "profile"):
-            plain[name] = [str(file) for file in plain[name]]
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return plain
 
     def __rich__(self) -> Table:
         """Returns a table for the terminal."""
-        from rich.filesize import decimal
-        from rich.markup import escape
-        from rich.table import Table
-
         title = f"Exported {escape(str(self.path))}"
         table = Table(show_header=False, title=title, title_justify="left")
         unrolled = ", body unrolled" if self.body == "unrolled" else ""

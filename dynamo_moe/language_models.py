@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.exporting import ExportReport, export
 from dynamo_moe.private import without_values
+from dynamo_moe.tracing.dynamic_shapes import BATCH
 from dynamo_moe.weights import placeholders
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ _RESULTS = {
     "text-generation": "logits",
     "feature-extraction": "last_hidden_state",
 }
-_BATCH, _SEQUENCE, _PAST, _TOTAL = "batch", "sequence", "past", "total_sequence"
+# Held while a forward is replaced or restored.
+_REPLACING = Lock()
 
 
 def export_language_model(
@@ -84,17 +87,14 @@ def export_language_model(
     check_model(model)
     with performing(model, task):
         case = example_case(model)
-        dynamic: dict[str, Any] = {
-            "input_ids": {1: _SEQUENCE},
-            "attention_mask": {1: _SEQUENCE},
-        }
         inputs, outputs = ["input_ids", "attention_mask"], [_RESULTS[task]]
+        dynamic: dict[str, Any] = {name: {1: "sequence"} for name in inputs}
         if "past_key_values" in case:
-            dynamic["attention_mask"] = {1: _TOTAL}
-            layer = {0: _BATCH, 2: _PAST}
-            dynamic["past_key_values"] = [(layer, layer)] * len(case["past_key_values"])
-            inputs += _cache_names("past_key_values", len(case["past_key_values"]))
-            outputs += _cache_names("present", len(case["past_key_values"]))
+            layers, layer = len(case["past_key_values"]), {0: BATCH, 2: "past"}
+            dynamic["attention_mask"] = {1: "total_sequence"}
+            dynamic["past_key_values"] = [(layer, layer)] * layers
+            inputs += _cache_names("past_key_values", layers)
+            outputs += _cache_names("present", layers)
         return export(
             model,
             (),
@@ -113,32 +113,35 @@ def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
 
     For ``text-generation-with-past`` that is ``forward(input_ids, attention_mask,
     past_key_values)``, with a list of (keys, values) per layer; it returns (logits, list of (keys,
-    values)). For the others ``forward(input_ids, attention_mask)`` returns one tensor. Nothing
-    changes where the model performs the task already. :func:`verify` does this itself.
+    values)). For the others ``forward(input_ids, attention_mask)`` returns one tensor. Contexts of
+    one task may overlap, also in several threads; the last to end restores the forward.
+    :func:`verify` does this itself.
 
     Raises:
         ValueError: As :func:`export_language_model`.
     """
     if task not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
-    original = model.forward
-    if getattr(original, "task", None) == task:
-        yield
-        return
-    if task == "text-generation-with-past":
-        _check_cache(model)
-        performed = _with_past(original)
-    else:
-        performed = _without_past(original, _RESULTS[task])
-    performed.task = task  # type: ignore[attr-defined]
-    own = vars(model).get("forward")  # accelerate's hooks set one.
-    model.forward = performed
+    with _REPLACING:
+        performed: Any = model.forward
+        if getattr(performed, "task", None) != task:
+            if task == "text-generation-with-past":
+                performed = _with_past(model)
+            else:
+                performed = _without_past(model, _RESULTS[task])
+            performed.task, performed.contexts = task, 0
+            performed.own = vars(model).get("forward")  # accelerate's hooks set one.
+            model.forward = performed
+        performed.contexts += 1
     try:
         yield
     finally:
-        del model.forward
-        if own is not None:
-            model.forward = own
+        with _REPLACING:
+            performed.contexts -= 1
+            if not performed.contexts:
+                del model.forward
+                if performed.own is not None:
+                    model.forward = performed.own
 
 
 def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> Task | None:
@@ -151,11 +154,10 @@ def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str
     layers = len(outputs) // 2
     if layers and list(outputs[1:]) == _cache_names("present", layers):
         return "text-generation-with-past" if outputs[0] == "logits" else None
-    tasks: dict[str, Task] = {
-        "logits": "text-generation",
-        "last_hidden_state": "feature-extraction",
-    }
-    return tasks.get(outputs[0]) if len(inputs) == 2 and len(outputs) == 1 else None
+    if len(inputs) != 2 or len(outputs) != 1:
+        return None
+    tasks: tuple[Task, ...] = ("text-generation", "feature-extraction")
+    return next((task for task in tasks if outputs[0] == _RESULTS[task]), None)
 
 
 def verification_cases(model: PreTrainedModel) -> list[dict[str, Any]]:
@@ -163,12 +165,10 @@ def verification_cases(model: PreTrainedModel) -> list[dict[str, Any]]:
 
     The third has padding before a part of its tokens, where the task has a cache.
     """
-    prompt, step, part = (
-        example_case(model, *sizes) for sizes in ((1, 5, 0), (3, 1, 6), (2, 4, 3))
-    )
-    if "past_key_values" in part:
-        part["attention_mask"][-1, :2] = 0
-    return [prompt, step, part]
+    cases = [example_case(model, *sizes) for sizes in ((1, 5, 0), (3, 1, 6), (2, 4, 3))]
+    if "past_key_values" in cases[-1]:
+        cases[-1]["attention_mask"][-1, :2] = 0
+    return cases
 
 
 def example_case(
@@ -205,15 +205,15 @@ def _cache_names(prefix: str, layers: int) -> list[str]:
     return [f"{prefix}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
 
 
-def _with_past(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_past(model: PreTrainedModel) -> Callable[..., Any]:
     from transformers import DynamicCache
 
+    _check_cache(model)
+    original = model.forward
     takes_positions = "position_ids" in inspect.signature(original).parameters
 
     def forward(
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        past_key_values: Sequence[tuple[Tensor, Tensor]],
+        input_ids: Tensor, attention_mask: Tensor, past_key_values: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         cache = DynamicCache()
         layers: list[Any] = [_filled(*layer) for layer in past_key_values]
@@ -223,26 +223,21 @@ def _with_past(original: Callable[..., Any]) -> Callable[..., Any]:
             # As generate() does: padding on the left does not count.
             positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
             options["position_ids"] = positions[:, -input_ids.shape[1] :]
-        result = original(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            use_cache=True,
-            **options,
-        )
+        options |= {"past_key_values": cache, "use_cache": True}
+        result = original(input_ids=input_ids, attention_mask=attention_mask, **options)
         return result.logits, [(layer.keys, layer.values) for layer in layers]
 
     return forward
 
 
-def _without_past(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _without_past(model: PreTrainedModel, name: str) -> Callable[..., Any]:
+    original = model.forward
     takes_cache = "use_cache" in inspect.signature(original).parameters
     options = {"use_cache": False} if takes_cache else {}
 
-    def forward(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(input_ids: Tensor, attention_mask: Tensor) -> Any:
         outputs = original(input_ids=input_ids, attention_mask=attention_mask, **options)
-        result: Tensor = getattr(outputs, name)
-        return result
+        return getattr(outputs, name)
 
     return forward
 

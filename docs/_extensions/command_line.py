@@ -52,9 +52,9 @@ def _spelling(option: Any) -> str:
 
 
 def _explained(option: Any) -> str:
-    if option.is_flag or not option.show_default:
-        return str(option.help)
     default = option.show_default if isinstance(option.show_default, str) else option.default
+    if option.is_flag or default is None:
+        return str(option.help)
     return f"{option.help} Default: `{default}`."
 
 

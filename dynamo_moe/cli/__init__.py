@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-# Importing them registers their commands, in the help's order.
 from dynamo_moe.cli import engines, models, products  # noqa: F401  Importing adds the commands.
 from dynamo_moe.cli.common import app
 

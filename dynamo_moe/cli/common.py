@@ -27,6 +27,7 @@ __all__ = [
     "need_file",
     "need_place",
     "print_json",
+    "print_report",
     "step",
 ]
 
@@ -57,23 +58,19 @@ def failures(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
-        text = Text.assemble(("error: ", "bold red"), _one_line(error))
+        line = message_of(error, hint=" (--debug shows where)")
+        text = Text.assemble(("error: ", "bold red"), line)
         Console(stderr=True).print(text, soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
 
 
-def message_of(error: BaseException) -> str:
-    """Returns an exception's message and notes in one line."""
-    return _message(error)[0]
+def message_of(error: BaseException, *, hint: str = "") -> str:
+    """Returns an exception's message and notes in one line.
 
-
-def _one_line(error: BaseException) -> str:
-    line, made_for_users = _message(error)
-    return line if made_for_users else f"{line} (--debug shows where)"
-
-
-def _message(error: BaseException) -> tuple[str, bool]:
-    """The message in one line, and whether it says all that a user needs."""
+    Args:
+        error: The exception.
+        hint: Added where the message does not say all that a user needs.
+    """
     # The messages of these, and our own, are made for users. The others need their type and their
     # cause to be understood: torch wraps what a model's own forward raised.
     made_for_users = isinstance(error, (AssertionError, ImportError, OSError, ValueError))
@@ -86,7 +83,7 @@ def _message(error: BaseException) -> tuple[str, bool]:
         line = f"{type(error).__name__}: {line}"
     # Notes of many lines, such as a compiler's output, are for --debug.
     short = [note for note in notes if "\n" not in note]
-    return "; ".join((line, *short)), made_for_users and bool(line)
+    return "; ".join((line, *short)) + ("" if made_for_users and line else hint)
 
 
 @contextmanager
@@ -116,6 +113,14 @@ def need_place(path: Path) -> None:
         raise UsageError(f"no such folder: {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"cannot write into folder: {path.parent}")
+
+
+def print_report(report: Any, *, as_json: bool, quiet: bool, **beside: Any) -> None:
+    """Prints a report as JSON, behind what stands ``beside`` it there, or for a terminal."""
+    if as_json:
+        print_json({**beside, **report.to_dict()})
+    elif not quiet:
+        Console().print(report)
 
 
 def print_json(report: Mapping[str, Any]) -> None:

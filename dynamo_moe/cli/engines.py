@@ -29,7 +29,6 @@ def engine(
             "-o",
             metavar="OUT.engine",
             help="The file to write. Default: FILE.engine beside FILE.onnx.",
-            show_default=False,
         ),
     ] = None,
     shapes: Annotated[
@@ -37,7 +36,6 @@ def engine(
         typer.Option(
             metavar="NAME=MIN:USUAL:MAX",
             help="Shapes of an input, like [cyan]x=1x64:16x64:128x64[/]; may be repeated.",
-            show_default=False,
         ),
     ] = None,
     kernels: Annotated[
@@ -45,7 +43,6 @@ def engine(
         typer.Option(
             metavar="FILE.moek",
             help="The bundle of the layers' kernels. Default: FILE.moek if it is there.",
-            show_default=False,
         ),
     ] = None,
     timing_cache: Annotated[

@@ -9,16 +9,15 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+import torch
+from torch import Tensor, nn
 
 __all__ = [
     "UsageError",
@@ -30,8 +29,6 @@ __all__ = [
 ]
 
 _DEFAULT_FACTORIES = ("model", "build")
-"""What a module is searched for where the command line names no factory."""
-
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "bool")
 
 
@@ -40,15 +37,11 @@ class UsageError(ValueError):
 
 
 def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """Imports a module and calls its factory.
+    """Returns the model of ``package.module:factory`` or ``path/to/file.py:factory``.
 
-    The random seed is 0 when the factory runs, so one that draws its weights draws the same ones
-    each time.
-
-    Args:
-        spec: ``package.module:factory`` or ``path/to/file.py:factory``. The factory is a model, or
-            a callable without required arguments that returns a model or (model, arguments).
-            Without ``:factory`` it is called ``model``, or else ``build``.
+    The factory is a model, or a callable without required arguments that returns a model or
+    (model, arguments). Without ``:factory`` it is called ``model``, or else ``build``. The random
+    seed is 0 when it runs, so one that draws its weights draws the same ones each time.
 
     Returns:
         The model and its example arguments, or None if there are none.
@@ -56,8 +49,6 @@ def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     Raises:
         UsageError: There is no such module or factory, or what the name means is not a factory.
     """
-    import torch
-
     location, _, name = spec.partition(":")
     # A drive letter is not a module.
     if len(location) == 1 and name[:1] in ("\\", "/"):
@@ -73,9 +64,6 @@ def load_model(spec: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
 def parse_shapes(shapes: Sequence[str]) -> tuple[Tensor, ...]:
     """Makes a tensor of random values for each shape, the same in every run.
 
-    Args:
-        shapes: Like ``1,3,224,224`` for float32, or ``2,128:int64``.
-
     Raises:
         UsageError: A shape is not a list of sizes, or its dtype is unknown.
 
@@ -83,17 +71,12 @@ def parse_shapes(shapes: Sequence[str]) -> tuple[Tensor, ...]:
         >>> [(list(x.shape), x.dtype) for x in parse_shapes(["1,3", "2,8:int64"])]
         [([1, 3], torch.float32), ([2, 8], torch.int64)]
     """
-    import torch
-
     generator = torch.Generator().manual_seed(0)
     return tuple(_random(text, generator) for text in shapes)
 
 
 def parse_dynamic(dimensions: Sequence[str]) -> dict[str, dict[int, str | None]]:
-    """Returns the ``dynamic_shapes`` of dimensions like ``tokens:1=sequence``.
-
-    Args:
-        dimensions: ``NAME:DIM=LABEL``; without a label the dimension is static.
+    """Returns the ``dynamic_shapes`` of ``NAME:DIM=LABEL``; without a label one is static.
 
     Raises:
         UsageError: One has another form, or a dimension is there twice.
@@ -118,9 +101,7 @@ def parse_dynamic(dimensions: Sequence[str]) -> dict[str, dict[int, str | None]]
 
 
 def check_example(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    dynamic: Mapping[str, Mapping[int, str | None]] | None,
+    model: nn.Module, args: tuple[Any, ...], dynamic: Mapping[str, Mapping[int, str | None]] | None
 ) -> None:
     """Checks the arguments' number, and the names of symbolic dimensions.
 
@@ -162,8 +143,6 @@ def users_code(*, quiet: bool, mute: bool) -> Iterator[None]:
 
 
 def _random(text: str, generator: torch.Generator) -> Tensor:
-    import torch
-
     sizes, colon, dtype_name = text.partition(":")
     if colon and dtype_name not in _DTYPES:
         raise UsageError(f"shape {text!r}: the dtype must be one of {', '.join(_DTYPES)}")
@@ -226,12 +205,12 @@ def _find(module: ModuleType, name: str, location: str) -> tuple[str, Any]:
 
 
 def _call(factory: Any, name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    from torch import Tensor, nn
-
     from dynamo_moe.evaluation import check_model
 
-    made = factory if isinstance(factory, nn.Module) else _checked(factory, name)()
-    args: Any = None
+    made, args = factory, None
+    if not isinstance(factory, nn.Module):
+        _check_factory(factory, name)
+        made = factory()
     if isinstance(made, tuple) and len(made) == 2:
         made, args = made
         if isinstance(args, Tensor):
@@ -249,18 +228,17 @@ def _call(factory: Any, name: str) -> tuple[nn.Module, tuple[Any, ...] | None]:
     return made, args
 
 
-def _checked(factory: Any, name: str) -> Callable[[], Any]:
+def _check_factory(factory: Any, name: str) -> None:
     if not callable(factory):
         kind = type(factory).__name__
         raise UsageError(f"{name!r} is not a factory: it is of type {kind}, and cannot be called")
     try:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # Some builtins have none.
-        return factory  # type: ignore[no-any-return]
+        return
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
     if required:
         raise UsageError(
             f"{name!r} needs arguments ({', '.join(required)}); name a factory that needs none"
         )
-    return factory  # type: ignore[no-any-return]

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from enum import StrEnum
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from rich.console import Console
+from rich.text import Text
+from torch import nn
 
+import dynamo_moe
 from dynamo_moe.cli.common import (
     Debug,
     Json,
     Quiet,
     app,
     failures,
+    message_of,
     need_file,
     need_place,
     print_json,
+    print_report,
     step,
 )
 from dynamo_moe.cli.model_loading import (
@@ -30,69 +38,17 @@ from dynamo_moe.cli.model_loading import (
     parse_dynamic,
     parse_shapes,
 )
-from dynamo_moe.cli.outcome import Outcome, named_finally, unverified
 from dynamo_moe.progress.display import shown
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from transformers import PreTrainedModel
-
-    from dynamo_moe.exporting import ExportReport
-    from dynamo_moe.verification import VerificationReport
 
 __all__ = ["export", "verify"]
 
 
-class Target(StrEnum):
-    """What runs the file."""
+Dtype = Literal["float32", "float16", "bfloat16"]
 
-    plugin = "plugin"
-    dense = "dense"
-    onnxruntime = "onnxruntime"
-
-
-class Body(StrEnum):
-    """What computes a layer without the plugin."""
-
-    loop = "loop"
-    unrolled = "unrolled"
-
-
-class Task(StrEnum):
-    """What the file of a checkpoint does."""
-
-    with_past = "text-generation-with-past"
-    text_generation = "text-generation"
-    features = "feature-extraction"
-
-
-class ExpertsDtype(StrEnum):
-    """The dtype that weights are stored in."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="[cyan]package.module:factory[/] or [cyan]file.py:factory[/]. The factory returns the "
-        "model, or (model, args). Without [cyan]:factory[/] it is called model or build.",
-        show_default=False,
-    ),
-]
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="SIZES",
-        help="Shape of an example input, once for each input: [cyan]1,3,224,224[/] or "
-        "[cyan]2,128:int64[/]. Default: the args of the factory.",
-        show_default=False,
-    ),
-]
+_FACTORY = (
+    "[cyan]package.module:factory[/] or [cyan]file.py:factory[/]. The factory returns the model, "
+    "or (model, args). Without [cyan]:factory[/] it is called model or build."
+)
 
 
 @app.command(
@@ -106,40 +62,42 @@ def export(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL",
-            help="[cyan]package.module:factory[/] or [cyan]file.py:factory[/]. The factory returns "
-            "the model, or (model, args). Without [cyan]:factory[/] it is called model or build. "
-            "With [cyan]--hf[/]: a checkpoint's folder.",
-            show_default=False,
+            metavar="MODEL", help=f"{_FACTORY} With [cyan]--hf[/]: a checkpoint's folder."
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
     target: Annotated[
-        Target,
+        Literal["plugin", "dense", "onnxruntime"],
         typer.Option(
             metavar="TARGET",
             help="[cyan]plugin[/]: one node per MoE layer, for the TensorRT plugin and ONNX "
             "Runtime. [cyan]dense[/]: standard operators only, every expert on every token. "
             "[cyan]onnxruntime[/]: com.microsoft::MoE.",
         ),
-    ] = Target.plugin,
+    ] = "plugin",
     body: Annotated[
-        Body,
+        Literal["loop", "unrolled"],
         typer.Option(
             metavar="BODY",
             help="With target plugin, what ONNX Runtime runs. [cyan]loop[/]: over the experts, "
             "whose weights stay in the file. [cyan]unrolled[/]: products for each expert, packed "
             "at load; faster for few rows per expert, but loads for seconds and holds a copy.",
         ),
-    ] = Body.loop,
-    shape: Shapes = None,
+    ] = "loop",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZES",
+            help="Shape of an example input, once for each input: [cyan]1,3,224,224[/] or "
+            "[cyan]2,128:int64[/]. Default: the args of the factory.",
+        ),
+    ] = None,
     dynamic: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME:DIM=LABEL",
             help="Make a dimension of an input symbolic, besides the batch; may be repeated: "
             "[cyan]ids:1=sequence[/]. Without a label it is static: [cyan]scale:0=[/]",
-            show_default=False,
         ),
     ] = None,
     static: Annotated[
@@ -152,12 +110,11 @@ def export(
         ),
     ] = None,
     experts_dtype: Annotated[
-        ExpertsDtype | None,
+        Dtype | None,
         typer.Option(
             metavar="DTYPE",
             help="Cast the experts' weights: [cyan]float32[/], [cyan]float16[/] or "
             "[cyan]bfloat16[/].",
-            show_default=False,
         ),
     ] = None,
     hf: Annotated[
@@ -169,7 +126,7 @@ def export(
         ),
     ] = False,
     task: Annotated[
-        Task | None,
+        Literal["text-generation-with-past", "text-generation", "feature-extraction"] | None,
         typer.Option(
             metavar="TASK",
             help="With --hf, what the file does: [cyan]text-generation-with-past[/], "
@@ -178,11 +135,9 @@ def export(
         ),
     ] = None,
     dtype: Annotated[
-        ExpertsDtype | None,
+        Dtype | None,
         typer.Option(
-            metavar="DTYPE",
-            help="With --hf: cast all weights. Default: as in the checkpoint.",
-            show_default=False,
+            metavar="DTYPE", help="With --hf: cast all weights. Default: as in the checkpoint."
         ),
     ] = None,
     fallback: Annotated[
@@ -191,7 +146,6 @@ def export(
             metavar="NAME",
             help="transformers' implementation of experts that no MoE operator can compute, such "
             "as [cyan]batched_mm[/].",
-            show_default=False,
         ),
     ] = None,
     link_weights: Annotated[
@@ -207,7 +161,6 @@ def export(
         typer.Option(
             "--external-data/--no-external-data",
             help="Weights in a file beside OUT.onnx, or inside it. Default: beside it above 2 GB.",
-            show_default=False,
         ),
     ] = None,
     strict: Annotated[
@@ -247,17 +200,19 @@ def export(
             raise UsageError("--shape, --dynamic and --static do not go with --hf")
         if not hf and (task or dtype or link_weights):
             raise UsageError("--task, --dtype and --link-weights need --hf")
-        options: dict[str, Any] = {} if opset is None else {"opset": _known_opset(opset)}
-        options |= {"target": target.value, "body": body.value}
-        options |= {"external_data": external_data, "profile": profile}
-        if body is not Body.loop and target is not Target.plugin:
+        options: dict[str, Any] = {"target": target, "body": body, "profile": profile}
+        options["external_data"] = external_data
+        if opset is not None:
+            options["opset"] = _known_opset(opset)
+        if body != "loop" and target != "plugin":
             raise UsageError("--body needs --target plugin: other targets have none")
         need_place(out)
         if verify:
             _need_onnxruntime()
         conversion = {"experts_dtype": _torch_dtype(experts_dtype), "fallback": fallback}
-        place = unverified(out) if verify else out
-        outcome = Outcome()
+        # A file gets its name only once it is verified.
+        place = out.with_name(f"{out.stem}.unverified{out.suffix}") if verify else out
+        outcome = _Outcome()
         with outcome.printed(as_json=as_json, quiet=quiet):
             module: Any
             args: tuple[Any, ...] | None = None
@@ -265,20 +220,23 @@ def export(
             if hf:
                 folder, weights_dtype = Path(model), _torch_dtype(dtype)
                 module = _open_checkpoint(console, folder, weights_dtype)
-                options |= {"task": (task or Task.with_past).value, "link_weights": link_weights}
+                options |= {
+                    "task": task or "text-generation-with-past",
+                    "link_weights": link_weights,
+                }
             else:
                 if static or dynamic:
                     options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
                 module, args = _load(console, model, shape, needed=True)
                 check_example(module, args or (), options.get("dynamic_shapes"))
             _convert(console, module, conversion, strict, outcome)
-            outcome.exported = _export(console, module, args, place, options, mute=mute)
+            outcome.exported = exported = _export(console, module, args, place, options, mute=mute)
             if verify:
-                with named_finally(outcome, out):
+                with _named_finally(outcome, exported, out):
                     if hf:
                         module = _load_checkpoint(console, folder, weights_dtype, conversion)
-                    outcome.verification = _verify(console, place, module, None)
-                    _check(outcome.verification)
+                    report = outcome.verification = _verify(console, place, module, None)
+                    _check(report)
 
 
 @app.command(
@@ -288,14 +246,13 @@ def export(
 )
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="An exported file.")],
-    model: Model,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_FACTORY)],
     shape: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SIZES",
             help="Shape to try, once for each input: [cyan]4,3,224,224[/]. "
             "Default: several batch sizes and lengths.",
-            show_default=False,
         ),
     ] = None,
     quiet: Quiet = False,
@@ -309,19 +266,84 @@ def verify(
         _need_onnxruntime()
         module, args = _load(console, model, shape)
         report = _verify(console, file, module, [args] if shape and args else None)
-        if as_json:
-            print_json(report.to_dict())
-        elif not quiet:
-            Console().print(report)
+        print_report(report, as_json=as_json, quiet=quiet)
         _check(report)
 
 
-def _torch_dtype(dtype: ExpertsDtype | None) -> torch.dtype | None:
+@dataclass
+class _Outcome:
+    """The reports of the steps of an export so far, also of one that fails.
+
+    Attributes:
+        conversion: None if the model was not loaded.
+        unmerged: One line about weights that are not merged, or nothing.
+        exported: None if nothing was written.
+        verification: None if it was not asked for, or did not finish.
+    """
+
+    conversion: dynamo_moe.ConversionReport | None = None
+    unmerged: str = ""
+    exported: dynamo_moe.ExportReport | None = None
+    verification: dynamo_moe.VerificationReport | None = None
+
+    @contextmanager
+    def printed(self, *, as_json: bool, quiet: bool) -> Iterator[None]:
+        """Prints the reports when the body ends, and also when it raises."""
+        try:
+            with warnings.catch_warnings():
+                # export's warning, which the reports hold too.
+                warnings.filterwarnings("ignore", r"\d+ MoE modules? (is|are) not converted")
+                yield
+        except Exception as error:
+            self._print(as_json, quiet, message_of(error))
+            raise
+        self._print(as_json, quiet, None)
+
+    def _print(self, as_json: bool, quiet: bool, error: str | None) -> None:
+        if self.conversion is None:
+            return
+        if as_json:
+            plain: dict[str, Any] = self.exported.to_dict() if self.exported else {}
+            plain["conversion"] = self.conversion.to_dict()
+            plain["verification"] = self.verification and self.verification.to_dict()
+            print_json({**plain, "error": error})
+        elif not quiet:
+            console = Console()
+            console.print(self.conversion)
+            if self.unmerged:
+                console.print(Text(self.unmerged), soft_wrap=True)
+            for report in filter(None, (self.exported, self.verification)):
+                console.print(report)
+
+
+@contextmanager
+def _named_finally(
+    outcome: _Outcome, exported: dynamo_moe.ExportReport, out: Path
+) -> Iterator[None]:
+    """Gives the exported files their names after the body; if it raises, says where they are."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"the file is left at {exported.path}, {out} was not written")
+        raise
+    from dynamo_moe.files import model_files
+
+    files = model_files.rename_model(exported.files, out)
+    profile = [
+        out.with_name(out.name + file.name.removeprefix(exported.path.name))
+        for file in exported.profile
+    ]
+    for old, new in zip(exported.profile, profile, strict=True):
+        old.replace(new)
+    outcome.exported = replace(exported, path=out, files=tuple(files), profile=tuple(profile))
+    if outcome.verification is not None:
+        outcome.verification = replace(outcome.verification, path=out)
+
+
+def _torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
     if dtype is None:
         return None
-    import torch
-
-    return getattr(torch, dtype.value)  # type: ignore[no-any-return]
+    return getattr(torch, dtype)  # type: ignore[no-any-return]
 
 
 def _load(
@@ -336,13 +358,8 @@ def _load(
 
 
 def _convert(
-    console: Console,
-    module: nn.Module,
-    conversion: dict[str, Any],
-    strict: bool,
-    outcome: Outcome,
+    console: Console, module: nn.Module, conversion: dict[str, Any], strict: bool, outcome: _Outcome
 ) -> None:
-    import dynamo_moe
     from dynamo_moe.conversion import ADAPTER_PAGE, unconverted
 
     with step(console, "Converting"):
@@ -357,21 +374,18 @@ def _convert(
         )
 
 
-def _open_checkpoint(console: Console, folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Returns the model of a checkpoint, whose weights stay in their files."""
+def _open_checkpoint(console: Console, folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    """Returns a checkpoint's model of transformers, whose weights stay in their files."""
     if not folder.is_dir():
         raise UsageError(f"--hf takes a checkpoint's folder; there is no folder {folder}")
-    import dynamo_moe
-
     with step(console, f"Opening {folder}"):
         return dynamo_moe.open_checkpoint(folder, dtype=dtype)
 
 
 def _load_checkpoint(
     console: Console, folder: Path, dtype: torch.dtype | None, conversion: dict[str, Any]
-) -> PreTrainedModel:
+) -> nn.Module:
     """Returns the same model with its weights in memory, converted."""
-    import dynamo_moe
     from dynamo_moe.weights.checkpoints import load_checkpoint
 
     with step(console, f"Loading {folder}"):
@@ -388,9 +402,7 @@ def _export(
     options: dict[str, Any],
     *,
     mute: bool,
-) -> ExportReport:
-    import dynamo_moe
-
+) -> dynamo_moe.ExportReport:
     task = options.get("task")
     doing = f"Exporting for {task or 'target ' + options['target']}"
     with step(console, doing, mute=mute, status=False), shown(out.name, console) as progress:
@@ -401,9 +413,7 @@ def _export(
 
 def _verify(
     console: Console, file: Path, module: nn.Module, inputs: Sequence[tuple[Any, ...]] | None
-) -> VerificationReport:
-    import dynamo_moe
-
+) -> dynamo_moe.VerificationReport:
     with step(console, "Verifying in ONNX Runtime"):
         try:
             return dynamo_moe.verify(file, module, inputs, isolated=True)
@@ -411,11 +421,9 @@ def _verify(
             return error.report
 
 
-def _check(report: VerificationReport | None) -> None:
+def _check(report: dynamo_moe.VerificationReport) -> None:
     """Fails where a verification, already shown, did."""
-    import dynamo_moe
-
-    if report is not None and not report.passed:
+    if not report.passed:
         raise dynamo_moe.VerificationError(report)
 
 

@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+import dynamo_moe
+import trt_plugin
 from dynamo_moe.cli.common import (
     Debug,
     Json,
@@ -21,7 +23,7 @@ from dynamo_moe.cli.common import (
     failures,
     need_file,
     need_place,
-    print_json,
+    print_report,
 )
 from dynamo_moe.cli.model_loading import UsageError
 
@@ -43,11 +45,7 @@ def inspect(
     ],
     picture: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PICTURE",
-            help="Draw an ONNX file's graph to a .svg or .png file.",
-            show_default=False,
-        ),
+        typer.Option(metavar="PICTURE", help="Draw an ONNX file's graph to a .svg or .png file."),
     ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -60,23 +58,14 @@ def inspect(
             raise UsageError(f"a picture is a .svg or .png file, got {picture.name!r}")
         if picture:
             need_place(picture)
-        import dynamo_moe
-        import trt_plugin
-
         if trt_plugin.is_bundle(file):
             if picture:
                 raise UsageError(f"{file} is a bundle of kernels: there is no graph to draw")
             bundle = trt_plugin.read(file)
-            if as_json:
-                print_json({"path": file, **bundle.to_dict()})
-            elif not quiet:
-                Console().print(bundle)
+            print_report(bundle, as_json=as_json, quiet=quiet, path=file)
             return
         summary = dynamo_moe.inspect(file)
-        if as_json:
-            print_json(summary.to_dict())
-        elif not quiet:
-            Console().print(summary)
+        print_report(summary, as_json=as_json, quiet=quiet)
         if picture:
             dynamo_moe.draw(file, picture)
             Console(stderr=True, quiet=quiet).print(Text(f"Drew {picture}"), soft_wrap=True)
@@ -94,15 +83,12 @@ def compile(  # noqa: A001  The command's name.
         typer.Argument(
             metavar="[FILE.onnx]",
             help="A file of target plugin; the kernels of its MoE nodes are compiled.",
-            show_default=False,
         ),
     ] = None,
     arch: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ARCH",
-            help="GPU architecture, [cyan]sm_90[/] or [cyan]90[/]; may be repeated.",
-            show_default=False,
+            metavar="ARCH", help="GPU architecture, [cyan]sm_90[/] or [cyan]90[/]; may be repeated."
         ),
     ] = None,
     out: Annotated[
@@ -112,7 +98,6 @@ def compile(  # noqa: A001  The command's name.
             "-o",
             metavar="OUT.moek",
             help="The file to write. Default: FILE.moek beside FILE.onnx.",
-            show_default=False,
         ),
     ] = None,
     spec: Annotated[
@@ -120,7 +105,6 @@ def compile(  # noqa: A001  The command's name.
         typer.Option(
             metavar="KEY=VALUE,...",
             help="A layer to compile for, with or without a file; may be repeated.",
-            show_default=False,
         ),
     ] = None,
     max_tokens: Annotated[
@@ -129,7 +113,6 @@ def compile(  # noqa: A001  The command's name.
             metavar="N",
             min=1,
             help="Most tokens that a layer is run with; kernels for more are left out.",
-            show_default=False,
         ),
     ] = None,
     tf32: Annotated[
@@ -147,7 +130,6 @@ def compile(  # noqa: A001  The command's name.
             metavar="N",
             min=1,
             help="Number of kernels to compile at a time. Default: one for each core.",
-            show_default=False,
         ),
     ] = None,
     quiet: Quiet = False,
@@ -171,16 +153,12 @@ def compile(  # noqa: A001  The command's name.
         devices = _architectures(arch)
         started = time.perf_counter()
         layers = [replace(each, tf32=each.tf32 or tf32) for each in _layers(file, spec or [])]
-        import trt_plugin
-
         bundle = trt_plugin.compile(
             layers, devices, out, max_tokens=max_tokens, jobs=jobs, progress=not quiet
         )
         seconds = time.perf_counter() - started
-        if as_json:
-            print_json({"path": out, "seconds": round(seconds, 3), **bundle.to_dict()})
-        elif not quiet:
-            Console().print(bundle)
+        measured = {"path": out, "seconds": round(seconds, 3)}
+        print_report(bundle, as_json=as_json, quiet=quiet, **measured)
         console.print(Text.assemble(f"Wrote {out} ", (f"{seconds:.1f} s", "dim")), soft_wrap=True)
 
 
@@ -197,12 +175,11 @@ def _architectures(names: list[str] | None) -> list[str]:
 
 
 def _layers(file: Path | None, specs: list[str]) -> list[Layer]:
-    import trt_plugin
     from dynamo_moe.files.kernel_layers import kernel_layers
 
     try:
         given = [trt_plugin.parse_spec(spec) for spec in specs]
     except ValueError as error:
         raise UsageError(f"--spec: {error}") from None
-    found = [each.layer for each in kernel_layers(file)] if file else []
+    found = kernel_layers(file) if file else []
     return found + given

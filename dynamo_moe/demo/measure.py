@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -43,17 +42,9 @@ class ImageComparison:
         """Differing predictions at the batch size that has the most."""
         return max(self.differing.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the comparison as plain values, for JSON."""
-        return asdict(self)
-
 
 def in_onnxruntime(path: Path) -> Classifier:
-    """Returns the file as a classifier, on the CPU and on one thread.
-
-    It uses one thread, as in training: the matrices are too small for more, and timings stay
-    meaningful on a busy machine.
-    """
+    """Returns the file as a classifier on one CPU thread, as :func:`train` uses one."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
@@ -88,11 +79,11 @@ def compare(
     """Classifies all images once per batch size; the last batch holds the rest.
 
     Args:
-        classify: The classifier to compare.
-        reference: Logits of the reference ``[images, classes]``.
+        classify: The classifier to compare with the reference.
+        reference: Its logits ``[images, classes]``.
         images: ``[images, C, H, W]``.
         labels: True classes ``[images]``.
-        batch_sizes: At least one batch size, each at least 1.
+        batch_sizes: At least one.
     """
     expected = reference.argmax(dim=-1)
     right = torch.ones(len(images), dtype=torch.bool)

@@ -7,7 +7,6 @@ import json
 import math
 import platform
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -63,7 +62,11 @@ _VARIANTS = (
 
 
 class _Converted(NamedTuple):
-    """A converted model, the conversion's report, and the logits its files have to reproduce."""
+    """A converted model, the conversion's report, and the logits its files have to reproduce.
+
+    With float32 experts these are the trained model's, which check the conversion too; with float16
+    experts the converted model's.
+    """
 
     model: nn.Module
     report: ConversionReport
@@ -78,9 +81,8 @@ class FileResult:
         variant: The requested variant.
         exported: Report of the export.
         verified: Report on random inputs, against the converted model; it may have failed.
-        compared: Comparison on the test images. float32 files are compared with the trained model
-            before conversion, float16 experts with the converted model with float16 experts.
-        compared_float32: The same against the trained float32 model, for information only.
+        compared: Comparison on the test images with :attr:`_Converted.reference`.
+        compared_float32: The same with the trained float32 model, for information only.
         milliseconds: Batch size -> median time per image in ONNX Runtime.
     """
 
@@ -89,7 +91,7 @@ class FileResult:
     verified: VerificationReport
     compared: ImageComparison
     compared_float32: ImageComparison
-    milliseconds: Mapping[int, float]
+    milliseconds: dict[int, float]
 
     @property
     def nodes(self) -> int:
@@ -99,17 +101,17 @@ class FileResult:
     @property
     def failures(self) -> list[str]:
         """What is wrong with the file, one line each."""
+        path, compared = self.exported.path, self.compared
         failures = []
         if not self.verified.passed:
             failures.append(str(VerificationError(self.verified)))
-        if self.compared.worst:
+        if compared.worst:
             failures.append(
-                f"{self.exported.path}: {self.compared.worst} of {self.compared.images} "
-                f"predictions differ from PyTorch's, logits by up to "
-                f"{self.compared.max_logit_difference:.1e}"
+                f"{path}: {compared.worst} of {compared.images} predictions differ from "
+                f"PyTorch's, logits by up to {compared.max_logit_difference:.1e}"
             )
-        if not math.isfinite(self.compared.max_logit_difference):
-            failures.append(f"{self.exported.path}: logits that are not numbers")
+        if not math.isfinite(compared.max_logit_difference):
+            failures.append(f"{path}: logits that are not numbers")
         return failures
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,33 +119,24 @@ class FileResult:
         return {
             "file": self.variant.file,
             "target": self.variant.target,
-            "experts_dtype": _name(self.variant.experts),
+            "experts_dtype": str(self.variant.experts).removeprefix("torch."),
             "nodes": self.nodes,
             "operators": dict(self.exported.nodes),
             "bytes": self.exported.file_bytes,
             "notes": list(self.exported.notes),
             "verification": {**self.verified.to_dict(), "path": self.variant.file},
-            "test_images": self.compared.to_dict(),
-            "test_images_against_float32": self.compared_float32.to_dict(),
-            "milliseconds_per_image": dict(self.milliseconds),
+            "test_images": asdict(self.compared),
+            "test_images_against_float32": asdict(self.compared_float32),
+            "milliseconds_per_image": self.milliseconds,
             "failures": self.failures,
         }
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The result of the demo.
+    """The result of the demo, which took ``seconds`` and wrote ``files`` and ``pictures``.
 
-    Attributes:
-        folder: Folder with the files.
-        epochs: Epochs of the training.
-        seed: Seed of the split, the initial weights and the training.
-        training: Result of the training; its accuracy is PyTorch's.
-        conversion: Report of the conversion.
-        files: The exported files.
-        pictures: Names of the pictures in the folder.
-        milliseconds: Batch size -> median time per image of the converted model in PyTorch.
-        seconds: Wall time of the whole demo.
+    ``milliseconds`` are the converted model's in PyTorch, as :attr:`FileResult.milliseconds`.
     """
 
     folder: Path
@@ -152,8 +145,8 @@ class DemoResult:
     training: TrainingResult
     conversion: ConversionReport
     files: tuple[FileResult, ...]
-    pictures: tuple[str, ...]
-    milliseconds: Mapping[int, float]
+    pictures: tuple[Path, ...]
+    milliseconds: dict[int, float]
     seconds: float
 
     @property
@@ -170,9 +163,9 @@ class DemoResult:
             "seed": self.seed,
             "training": asdict(self.training),
             "conversion": self.conversion.to_dict(),
-            "pytorch_milliseconds_per_image": dict(self.milliseconds),
+            "pytorch_milliseconds_per_image": self.milliseconds,
             "files": [file.to_dict() for file in self.files],
-            "pictures": list(self.pictures),
+            "pictures": [path.name for path in self.pictures],
             "seconds": self.seconds,
             "python": platform.python_version(),
             "versions": {package: version(package) for package in packages},
@@ -189,20 +182,15 @@ def run(
 ) -> DemoResult:
     """Runs the whole demo. Creates the folder and replaces files from an earlier run.
 
-    Args:
-        folder: Destination of the ONNX files, the pictures and ``summary.json``.
-        epochs: Epochs of the training; 40 reach 99 %. After 3 to 12, the two best logits of every
-            image are at least 6e-4 apart, twice as much as a file changes them (5 seeds).
-        seed: Seed of the split, the initial weights and the training.
-        min_accuracy: Required accuracy on the test images in PyTorch, 0 to 1; below it, nothing is
-            exported.
-        console: Where to print reports and progress; None prints nothing.
+    40 epochs reach 99 %. After 3 to 12, the two best logits of every image are at least 6e-4 apart,
+    twice as much as a file changes them (5 seeds). Without a console nothing is printed.
 
     Returns:
         The result, even if a file failed: see :attr:`DemoResult.failures`.
 
     Raises:
-        DemoError: The folder cannot be created, or the accuracy is below ``min_accuracy``.
+        DemoError: The folder cannot be created, or the accuracy on the test images is below
+            ``min_accuracy``, 0 to 1; then nothing is exported.
     """
     started = time.perf_counter()
     out = console or Console(quiet=True)
@@ -230,7 +218,7 @@ def run(
         training=training,
         conversion=float32.report,
         files=tuple(files),
-        pictures=tuple(pictures),
+        pictures=pictures,
         milliseconds=milliseconds,
         seconds=time.perf_counter() - started,
     )
@@ -263,7 +251,6 @@ def _train(
 def _convert(trained: nn.Module, experts: torch.dtype, images: Tensor) -> _Converted:
     model = copy.deepcopy(trained)
     if experts == torch.float32:
-        # The model as trained is the stricter reference: it checks the conversion too.
         return _Converted(model, dynamo_moe.convert(model), in_torch(trained)(images))
     report = dynamo_moe.convert(model, experts_dtype=experts)
     return _Converted(model, report, in_torch(model)(images))
@@ -274,7 +261,7 @@ def _export_and_check(
 ) -> tuple[list[FileResult], dict[int, float]]:
     out.rule("Export, verify, run on the test images")
     classifiers: dict[str, Classifier] = {PYTORCH: in_torch(float32.model)}
-    steps = []
+    files = []
     for variant in _VARIANTS:
         converted = float32 if variant.experts == torch.float32 else float16
         path = folder / variant.file
@@ -292,17 +279,15 @@ def _export_and_check(
                 compare(classify, reference, split.test_images, split.test_labels, _BATCH_SIZES)
                 for reference in (converted.reference, float32.reference)
             )
-        steps.append((variant, exported, verified, compared, compared_float32))
+        files.append(FileResult(variant, exported, verified, compared, compared_float32, {}))
+    milliseconds = {}
     with out.status("Timing"), one_thread():
-        times = {
-            size: time_all(classifiers, split.test_images, size, rounds)
-            for size, rounds in _TIMED.items()
-        }
-
-    def milliseconds(name: str) -> dict[int, float]:
-        return {size: by_name[name] for size, by_name in times.items()}
-
-    return [FileResult(*step, milliseconds(step[0].file)) for step in steps], milliseconds(PYTORCH)
+        for size, rounds in _TIMED.items():
+            times = time_all(classifiers, split.test_images, size, rounds)
+            milliseconds[size] = times[PYTORCH]
+            for file in files:
+                file.milliseconds[size] = times[file.variant.file]
+    return files, milliseconds
 
 
 def _verify(path: Path, model: nn.Module) -> VerificationReport:
@@ -312,7 +297,7 @@ def _verify(path: Path, model: nn.Module) -> VerificationReport:
         return error.report
 
 
-def _draw(folder: Path) -> list[str]:
+def _draw(folder: Path) -> tuple[Path, ...]:
     dense, plugin = folder / "dense.onnx", folder / "plugin.onnx"
     drawn = []
     for suffix in (".svg", ".png"):
@@ -323,8 +308,4 @@ def _draw(folder: Path) -> list[str]:
                 [(dense.name, dense), (plugin.name, plugin)], folder / f"comparison{suffix}"
             ),
         ]
-    return [path.name for path in drawn]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return tuple(drawn)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dynamo_moe.demo.pipeline import PYTORCH, DemoResult, FileResult
+from dynamo_moe.demo.pipeline import PYTORCH, DemoResult
 
 __all__ = ["final_view"]
 
@@ -41,22 +41,18 @@ def _table(result: DemoResult) -> Table:
     times = _times(result.milliseconds)
     table.add_row(f"  {PYTORCH}", "-", "-", accuracy, "-", "-", *times, end_section=True)
     for file in result.files:
-        table.add_row(*_row(file))
+        name, compared = file.variant.file, file.compared
+        color = "red" if compared.worst else "green"
+        table.add_row(
+            f"[red]✗ {name}[/]" if file.failures else f"[green]✓[/] {name}",
+            str(file.nodes),
+            decimal(file.exported.file_bytes),
+            f"{compared.accuracy:.1%}",
+            f"[{color}]{compared.worst}[/]",
+            f"{compared.max_logit_difference:.0e}",
+            *_times(file.milliseconds),
+        )
     return table
-
-
-def _row(file: FileResult) -> list[str]:
-    name = file.variant.file
-    color = "red" if file.compared.worst else "green"
-    return [
-        f"[red]✗ {name}[/]" if file.failures else f"[green]✓[/] {name}",
-        str(file.nodes),
-        decimal(file.exported.file_bytes),
-        f"{file.compared.accuracy:.1%}",
-        f"[{color}]{file.compared.worst}[/]",
-        f"{file.compared.max_logit_difference:.0e}",
-        *_times(file.milliseconds),
-    ]
 
 
 def _times(milliseconds: Mapping[int, float]) -> list[str]:

@@ -62,7 +62,7 @@ _KIND_OF = {name: kind for kind, names in _OPERATORS.items() for name in names.s
 
 @dataclass(eq=False)
 class Box:
-    """One or several nodes, an input or output, or a bend of a line.
+    """One or several nodes, an input or output, or a bend of a line; (x, y) is its centre.
 
     Attributes:
         kind: The kind of operator, which gives the colour; empty for a bend.
@@ -71,10 +71,6 @@ class Box:
         stacked: Whether it multiplies by a stack of matrices, as a layer of experts does.
         prepared: Number of nodes, not drawn, that prepare weights or sizes for it and for no box
             before it.
-        width: Width of the box.
-        height: Height of the box.
-        x: Its centre's x.
-        y: Its centre's y.
         reach: Height of its layer.
     """
 
@@ -98,13 +94,9 @@ class Box:
 
 @dataclass
 class Column:
-    """A part of the layers, one above the other.
+    """A part of the layers, one above the other; ``left`` is its least x.
 
-    Attributes:
-        boxes: Boxes and bends; their x counts from the graph's left, their y from the column's top.
-        left: The least x.
-        width: Width of the column.
-        height: Height of the column.
+    Its boxes and bends count x from the graph's left, and y from the column's top.
     """
 
     boxes: list[Box]

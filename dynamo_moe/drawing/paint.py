@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import onnx
@@ -212,25 +213,9 @@ def _rounded(
 
 
 def _text(
-    axes: Axes,
-    x: float,
-    y: float,
-    text: str,
-    size: float,
-    *,
-    color: str = _INK,
-    bold: bool = False,
-    ha: str = "center",
+    axes: Axes, x: float, y: float, text: str, size: float, *, bold: bool = False, **style: Any
 ) -> None:
+    style = {"color": _INK, "ha": "center", "va": "center_baseline"} | style
     # matplotlib's sizes are points, 72 to the inch. A name may hold "$", which it takes for TeX.
-    axes.text(
-        x,
-        y,
-        text,
-        size=size * 0.75,
-        color=color,
-        weight="bold" if bold else "normal",
-        ha=ha,
-        va="center_baseline",
-        parse_math=False,
-    )
+    weight = "bold" if bold else "normal"
+    axes.text(x, y, text, size=size * 0.75, weight=weight, parse_math=False, **style)

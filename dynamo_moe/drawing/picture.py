@@ -1,8 +1,7 @@
 """Pictures of ONNX graphs, with the MoE layers marked.
 
 A graph is laid out in layers from top to bottom and folded into columns, like a page of text, at
-one fixed text size: a larger graph gives a larger picture, not smaller letters. Weights, and
-the nodes that prepare weights or sizes, are not drawn; a chain of shape operators is one box.
+one fixed text size: a larger graph gives a larger picture, not smaller letters.
 """
 
 from __future__ import annotations

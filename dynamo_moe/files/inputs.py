@@ -31,16 +31,12 @@ _DTYPES = {
 
 
 def store(model: ir.Model, example: Sequence[Tensor]) -> None:
-    """Writes the least and the greatest of the example's integers into the metadata.
-
-    Args:
-        model: The graph.
-        example: A tensor for each of its inputs.
-    """
+    """Writes the least and the greatest integer of an example, a tensor by input, as metadata."""
     ranges = {
         str(value.name): [int(tensor.min()), int(tensor.max())]
         for value, tensor in zip(model.graph.inputs, example, strict=False)
-        if tensor.dtype in _INTS and tensor.numel() and _has_values(tensor)
+        if tensor.dtype in _INTS and tensor.numel()
+        if not tensor.is_meta and not isinstance(tensor, FakeTensor)
     }
     if ranges:
         model.metadata_props[KEY] = json.dumps(ranges)
@@ -76,10 +72,6 @@ def random_inputs(model: ir.Model) -> list[dict[str, Tensor]]:
     return cases
 
 
-def _has_values(tensor: Tensor) -> bool:
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
 def _ranges(model: ir.Model) -> dict[str, tuple[int, int]]:
     """Returns the integers that an input may hold: by the graph, or else by the example."""
     ranges: dict[str, tuple[int, int]] = {}
@@ -93,14 +85,12 @@ def _ranges(model: ir.Model) -> dict[str, tuple[int, int]]:
 
 def _sizes(value: ir.Value) -> list[int | str]:
     """Returns an input's sizes, the symbolic ones by name."""
-    sizes: list[int | str] = []
-    for size in value.shape or ():
-        name = size if isinstance(size, int) else str(size.value or "")
-        if isinstance(name, str) and not name.isidentifier():
+    sizes = [size if isinstance(size, int) else str(size.value or "") for size in value.shape or ()]
+    for size in sizes:
+        if isinstance(size, str) and not size.isidentifier():
             raise ValueError(
-                f"input {value.name!r} has a dimension {name!r}: pass inputs of your own"
+                f"input {value.name!r} has a dimension {size!r}: pass inputs of your own"
             )
-        sizes.append(name)
     return sizes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
@@ -18,17 +18,12 @@ from dynamo_moe.moe_nodes.nodes import DOMAIN, is_moe, moe_nodes, parse
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.operators.schemas import is_own_domain
 
-__all__ = ["NamedLayer", "kernel_layers"]
+__all__ = ["kernel_layers"]
+
+_DTYPES = {tensor_adapters.from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *IDS)}
 
 
-class NamedLayer(NamedTuple):
-    """A layer and the name of its node."""
-
-    name: str
-    layer: Layer
-
-
-def kernel_layers(path: str | PathLike[str]) -> list[NamedLayer]:
+def kernel_layers(path: str | PathLike[str]) -> list[Layer]:
     """Reads what kernels the MoE nodes of a file need, without its external data.
 
     Nodes in branches, loops and functions are found too; ``com.microsoft::MoE`` is not one of ours.
@@ -50,18 +45,17 @@ def kernel_layers(path: str | PathLike[str]) -> list[NamedLayer]:
         raise ValueError(
             f"{Path(path)} has no MoE nodes of domain {DOMAIN!r}, as files of target plugin do"
         )
-    return [_layer(node) for node in nodes]
+    layers = []
+    for node in nodes:
+        try:
+            layers.append(_layer(node).canonical())
+        except (ValueError, TypeError) as error:
+            name = node.name or next((output.name for output in node.outputs if output.name), "")
+            raise ValueError(f"node {name!r}: {error}") from None
+    return layers
 
 
-def _layer(node: ir.Node) -> NamedLayer:
-    name = node.name or next((output.name for output in node.outputs if output.name), "")
-    try:
-        return NamedLayer(name, _checked_layer(node).canonical())
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"node {name!r}: {error}") from None
-
-
-def _checked_layer(node: ir.Node) -> Layer:
+def _layer(node: ir.Node) -> Layer:
     parsed = parse(node)
     dtypes = {name: _dtype(name, value) for name, value in parsed.inputs.items()}
     shared: dict[str, str] = {}
@@ -73,9 +67,8 @@ def _checked_layer(node: ir.Node) -> Layer:
                     f"{formal.name} must have the dtype of {first}, {dtypes[first]}; "
                     f"got {dtypes[formal.name]}"
                 )
-    routing, weights = (
-        ("router_weight", "router_bias") if parsed.router else ("expert_ids", "expert_weights")
-    )
+    given = ("expert_ids", "expert_weights")
+    routing, weights = ("router_weight", "router_bias") if parsed.router else given
     sizes: dict[str, Any] = dict(parsed.sizes)
     return Layer(
         **sizes,
@@ -93,13 +86,9 @@ def _checked_layer(node: ir.Node) -> Layer:
 def _dtype(formal: str, value: ir.Value) -> torch.dtype:
     if value.dtype is None:
         raise ValueError(f"the dtype of its input {formal}, {value.name!r}, is not known")
-    try:
-        dtype = tensor_adapters.to_torch_dtype(value.dtype)
-    except TypeError:
-        dtype = None
-    if dtype not in (*FLOATS, *IDS):
+    if value.dtype not in _DTYPES:
         raise ValueError(
             f"there are no kernels for its input {formal}, {value.name!r}, of "
             f"{value.dtype.name.lower()}"
         )
-    return dtype
+    return _DTYPES[value.dtype]

@@ -10,12 +10,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 
 from dynamo_moe.moe_nodes.nodes import module_of, moe_nodes
 from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
 
-__all__ = ["KEY", "Layer", "from_metadata", "record", "store"]
+__all__ = ["KEY", "Layer", "layers_of", "record", "store"]
 
 KEY = "dynamo_moe.layers"
 
@@ -63,10 +64,10 @@ def store(model: ir.Model, layers: list[Layer]) -> None:
         model.metadata_props[KEY] = json.dumps([asdict(layer) for layer in layers])
 
 
-def from_metadata(metadata: dict[str, str]) -> list[Layer]:
+def layers_of(proto: onnx.ModelProto) -> list[Layer]:
     """Reads what :func:`store` wrote; a file of another origin has none."""
-    entries = json.loads(metadata.get(KEY, "[]"))
-    return [Layer(**{**entry, "inputs": tuple(entry["inputs"])}) for entry in entries]
+    stored = next((entry.value for entry in proto.metadata_props if entry.key == KEY), "[]")
+    return [Layer(**{**each, "inputs": tuple(each["inputs"])}) for each in json.loads(stored)]
 
 
 def _name(value: ir.Value | None) -> str:

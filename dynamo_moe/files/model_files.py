@@ -55,19 +55,10 @@ def model_bytes(model: ir.Model) -> int:
 
 
 @phases.phase("serialization")
-def save_model(
-    model: ir.Model,
-    path: Path,
-    external_data: bool | None,
-) -> list[Path]:
-    """Writes the model, and its weights to ``<name>.data`` where asked for or needed.
+def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[Path]:
+    """Writes the model, and its weights to ``<name>.data`` if asked for, or (None) above 2 GB.
 
     Weights that are external tensors already stay where they are.
-
-    Args:
-        model: The model to write.
-        path: Where to; its folder must exist.
-        external_data: Weights in a file beside the model; None: only above 2 GB.
 
     Returns:
         The files written, the model first.
@@ -116,17 +107,10 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def rename_model(files: Sequence[Path], path: Path) -> list[Path]:
-    """Gives what :func:`save_model` wrote the name that it was meant for, in the same folder.
+    """Gives the files of :func:`save_model` the name that they were meant for, in the same folder.
 
     A reader of ``path`` sees the old file or the new one. Where the weights lie beside the model,
-    their new name is all that changes in it.
-
-    Args:
-        files: As :func:`save_model` returned them.
-        path: The model's new name.
-
-    Returns:
-        The files, the model first.
+    their new name is all that changes in it. Returns the files, the model first.
     """
     model, *beside = files
     if not beside:
@@ -153,6 +137,9 @@ def rename_model(files: Sequence[Path], path: Path) -> list[Path]:
 
 def _move_out(values: Sequence[ir.Value], path: Path, total: int) -> None:
     """Writes weights to a file; the values then refer to it."""
+    tensors = [value.const_value for value in values if value.const_value is not None]
+    if not tensors:
+        return
     done = 0
 
     def began(tensor: ir.TensorProtocol, _: ir.external_data.CallbackInfo) -> None:
@@ -160,9 +147,6 @@ def _move_out(values: Sequence[ir.Value], path: Path, total: int) -> None:
         phases.report(done, total)
         done += tensor.nbytes
 
-    tensors = [value.const_value for value in values if value.const_value is not None]
-    if not tensors:
-        return
     moved = ir.external_data.convert_tensors_to_external(
         tensors, path.parent, path.name, callback=began
     )

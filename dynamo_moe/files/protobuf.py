@@ -22,13 +22,7 @@ _RAW_DATA = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
 
 
 def write(model: ir.Model, path: Path, weights: Sequence[ir.Value]) -> None:
-    """Writes a model.
-
-    Args:
-        model: The model.
-        path: The file.
-        weights: Those of the main graph's initializers to write so; the others must be small.
-    """
+    """Writes a model; the main graph's initializers that are not in ``weights`` must be small."""
     proto = without(model, weights)
     graph = proto.graph.SerializeToString()
     proto.ClearField("graph")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from rich import box
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.filesize import decimal, pick_unit_and_suffix
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 __all__ = [
     "AttributeValue",
@@ -166,34 +164,19 @@ class ModelSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dicts, lists, strings and numbers, ready for ``json.dumps``."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         return plain
 
     def table(self) -> RenderableType:
-        """The summary as tables for a terminal."""
-        return _tables(self)
+        """The file's facts, its MoE layers, its weights and its operators, for a terminal."""
+        return Group(_facts(self), "", _moe_layers(self), "", _weights(self), "", _operators(self))
 
     def __rich__(self) -> RenderableType:
         """What rich prints."""
         return self.table()
 
 
-def _plain(value: object) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
 # --- Tables ---
-
-
-def _tables(summary: ModelSummary) -> RenderableType:
-    """The facts about the file, its MoE layers, its weights and its operators."""
-    return Group(
-        _facts(summary), "", _moe_layers(summary), "", _weights(summary), "", _operators(summary)
-    )
 
 
 def readable_count(count: int) -> str:
@@ -237,7 +220,7 @@ def _value(value: ValueSummary) -> Text:
     return Text.assemble((value.name, "cyan"), f"  {kind}")
 
 
-def _table(title: str, left: tuple[str, ...], right: tuple[str, ...] = ()) -> Table:
+def _table(title: str, left: str, right: tuple[str, ...]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         title=title,
@@ -248,8 +231,7 @@ def _table(title: str, left: tuple[str, ...], right: tuple[str, ...] = ()) -> Ta
         show_edge=False,
         collapse_padding=True,
     )
-    for heading in left:
-        table.add_column(heading, overflow="fold")
+    table.add_column(left, overflow="fold")
     for heading in right:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
@@ -260,11 +242,9 @@ def _moe_layers(summary: ModelSummary) -> RenderableType:
     if not layers:
         return Text("No MoE nodes", style="bold")
     operators = sorted({f"{layer.domain}::{layer.op_type}" for layer in layers})
-    table = _table(
-        f"{len(layers)} MoE layer{'s' * (len(layers) > 1)}: {', '.join(operators)}",
-        ("Layer",),
-        ("Experts", "Width", "Activation", "Weights", "Params", "Size"),
-    )
+    title = f"{len(layers)} MoE layer{'s' * (len(layers) > 1)}: {', '.join(operators)}"
+    right = ("Experts", "Width", "Activation", "Weights", "Params", "Size")
+    table = _table(title, "Layer", right)
     for layer in layers:
         gated = "gated " if layer.attributes.get("gated") else ""
         table.add_row(
@@ -284,7 +264,7 @@ def _or_unknown(number: int | None) -> str:
 
 
 def _weights(summary: ModelSummary) -> RenderableType:
-    table = _table("Weights", ("Type",), ("Tensors", "Elements", "Size"))
+    table = _table("Weights", "Type", ("Tensors", "Elements", "Size"))
     for name, weights in summary.weights.items():
         size = decimal(weights.bytes)
         table.add_row(name, str(weights.tensors), readable_count(weights.elements), size)
@@ -297,7 +277,7 @@ def _weights(summary: ModelSummary) -> RenderableType:
 
 
 def _operators(summary: ModelSummary) -> RenderableType:
-    table = _table("Operators", ("In",), ("Nodes",))
+    table = _table("Operators", "In", ("Nodes",))
     table.add_column("Operators", overflow="fold")
     table.add_row("graph", str(summary.nodes), _counts(summary.operators))
     for function in summary.functions:

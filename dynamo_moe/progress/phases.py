@@ -26,17 +26,17 @@ class Stopwatch:
         self._entered: list[str] = []
         self._since = 0.0
 
-    def enter(self, name: str) -> None:
-        """Begins a phase."""
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charges the time of the context's body to a phase."""
         self._charge()
         self._entered.append(name)
-        if self.progress is not None:
-            self.progress(name, 0, 0)
-
-    def leave(self) -> None:
-        """Ends the innermost phase."""
-        self._charge()
-        self._entered.pop()
+        self.report(0, 0)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._entered.pop()
 
     def report(self, done: int, total: int) -> None:
         """Passes on how much of the innermost phase is done."""
@@ -66,18 +66,11 @@ _running: ContextVar[Stopwatch | None] = ContextVar("running", default=None)
 def phase(name: str) -> Iterator[None]:
     """A phase of the export that is running, if one is."""
     watch = _running.get()
-    if watch is None:
+    with watch.phase(name) if watch else contextlib.nullcontext():
         yield
-        return
-    watch.enter(name)
-    try:
-        yield
-    finally:
-        watch.leave()
 
 
 def report(done: int, total: int) -> None:
     """Says how much of the current phase is done."""
-    watch = _running.get()
-    if watch is not None:
+    if watch := _running.get():
         watch.report(done, total)

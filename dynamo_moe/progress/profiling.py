@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["profiled", "save_profile"]
 
-INTERVAL_S = 0.005
-"""Between two samples."""
+INTERVAL_S = 0.005  # Between two samples.
 
 
 @contextlib.contextmanager

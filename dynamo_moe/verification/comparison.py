@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,15 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 from torch import Tensor
 
 from custom_ops.dtypes import FLOATS
-from dynamo_moe import pytree
+from dynamo_moe import language_models, pytree
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.files.inputs import random_inputs
+from dynamo_moe.files.metadata import layers_of
 from dynamo_moe.files.model_files import all_nodes, load_graph
 from dynamo_moe.process_state import exclusive
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
-from dynamo_moe.verification.routing import (
-    RoutingRecorder,
-    add_routing_outputs,
-    agreement,
-    layers_of,
-)
+from dynamo_moe.verification.routing import RoutingRecorder, add_routing_outputs, agreement
 from dynamo_moe.verification.runtime import RefusedError, Runtime, RuntimeProcess, describe
 
 __all__ = ["verify"]
@@ -106,14 +101,16 @@ def verify(
         for case in cases:
             feeds = _feeds(file.inputs, case)
             try:
-                expected = _run_torch(model, reference, case)
+                with RoutingRecorder() as recorder:
+                    own = _outputs(model, case)
+                expected = own if reference is None else _outputs(reference, case)
             except Exception as error:  # The model's own code runs.
                 if inputs is None or isinstance(error, IndexError):  # Ids beyond an embedding.
                     raise ValueError(
                         f"the model does not take these inputs ({error}): pass inputs of your own"
                     ) from error
                 raise
-            results.append(_compare(file, feeds, expected, tolerance))
+            results.append(_compare(file, feeds, own, expected, recorder.ids, tolerance))
     report = VerificationReport(path, runtime_name, tolerance, tuple(results))
     if not report.passed:
         raise VerificationError(report)
@@ -144,13 +141,7 @@ def _has_runtimes_moe(proto: onnx.ModelProto) -> bool:
 
 
 def _prepare(stack: ExitStack, proto: onnx.ModelProto, models: Sequence[Any]) -> list[Any]:
-    """Makes the models' forwards do what the file does while the stack lasts.
-
-    Returns:
-        Random cases.
-    """
-    from dynamo_moe import language_models
-
+    """Makes the models' forwards do what the file does while the stack lasts; returns cases."""
     graph = proto.graph
     inputs, outputs = ([value.name for value in values] for values in (graph.input, graph.output))
     task = language_models.task_of(models[0], inputs, outputs)
@@ -189,35 +180,13 @@ def _feeds(names: Sequence[str], case: Case) -> dict[str, np.ndarray]:
 # --- PyTorch ---
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """What PyTorch computes: outputs of the model and of the reference, if there is one."""
-
-    model: list[Tensor]
-    reference: list[Tensor] | None
-    routing: list[Tensor]
-
-
-def _run_torch(model: torch.nn.Module, reference: torch.nn.Module | None, case: Case) -> _Expected:
-    recorder = RoutingRecorder()
-    with recorder:
-        outputs = _outputs(model, case)
-    referenced = None if reference is None else _outputs(reference, case)
-    return _Expected(outputs, referenced, recorder.ids)
-
-
 def _outputs(model: torch.nn.Module, case: Case) -> list[Tensor]:
     # Copies: a forward may write into its arguments.
     copied = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, case)
     args, kwargs = _arguments(model, copied)
     # Compiled parts run eagerly: a dispatch mode sees every operator. The stance is the process's,
     # and so are the methods of nn.Module that another thread's export has replaced.
-    with (
-        exclusive(),
-        torch.no_grad(),
-        evaluating(model),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    with exclusive(), torch.no_grad(), evaluating(model), torch.compiler.set_stance("force_eager"):
         result = model(*args, **kwargs)
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
@@ -251,18 +220,17 @@ class _LoadedFile:
         self._outputs = [value.name for value in proto.graph.output]
         separate = _has_runtimes_moe(proto)
         self._routed = add_routing_outputs(proto)
+        as_it_is: tuple[Any, ...] = (str(path),)
+        routed = (proto.SerializeToString(), str(path.parent)) if self._routed else as_it_is
         try:
-            if self._routed and not separate:
-                self._session, self.inputs = self._load_changed(proto)
-            else:
-                self._session, self.inputs = runtime.load(str(path))
+            self._session, self.inputs = runtime.load(*(as_it_is if separate else routed))
         except RefusedError as error:
             raise ValueError(
                 f"ONNX Runtime cannot run {path}: {_reason(str(error), proto)}"
             ) from error
         self._routing_session = self._session
         if self._routed and separate:
-            self._routing_session, _ = self._load_changed(proto)
+            self._routing_session, _ = runtime.load(*routed)
 
     def run(
         self, feeds: Mapping[str, np.ndarray], *, routing: bool
@@ -274,9 +242,6 @@ class _LoadedFile:
             return outputs, self._run(self._routing_session, feeds, routed) if routed else []
         results = self._run(self._session, feeds, [*self._outputs, *routed])
         return results[: len(self._outputs)], results[len(self._outputs) :]
-
-    def _load_changed(self, proto: onnx.ModelProto) -> tuple[int, list[str]]:
-        return self._runtime.load(proto.SerializeToString(), str(self._path.parent))
 
     def _run(
         self, session: int, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]
@@ -329,18 +294,21 @@ def _to_torch(array: np.ndarray) -> Tensor:
 
 
 def _compare(
-    file: _LoadedFile, feeds: Mapping[str, np.ndarray], expected: _Expected, bound: Tolerance
+    file: _LoadedFile,
+    feeds: Mapping[str, np.ndarray],
+    own: list[Tensor],
+    expected: list[Tensor],
+    routed: list[Tensor],
+    bound: Tolerance,
 ) -> CaseResult:
-    outputs, routing = file.run(feeds, routing=bool(expected.routing))
-    max_error, rms_error = _worst_errors("file", outputs, expected.reference or expected.model)
-    model_error = None
-    if expected.reference is not None:
-        model_error, _ = _worst_errors("model", expected.model, expected.reference)
+    outputs, in_file = file.run(feeds, routing=bool(routed))
+    max_error, rms_error = _worst_errors("file", outputs, expected)
+    model_error = None if own is expected else _worst_errors("model", own, expected)[0]
     return CaseResult(
         shapes={name: tuple(value.shape) for name, value in feeds.items()},
         max_error=max_error,
         rms_error=rms_error,
-        routing_agreement=agreement(expected.routing, routing),
+        routing_agreement=agreement(routed, in_file),
         passed=max_error <= bound.max and rms_error <= bound.rms,
         model_error=model_error,
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
 
 from dynamo_moe.tolerances import Tolerance
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = ["CaseResult", "VerificationError", "VerificationReport"]
 
@@ -65,9 +65,6 @@ class VerificationReport:
 
     def __rich__(self) -> Table:
         """Returns a table for the terminal."""
-        from rich.markup import escape
-        from rich.table import Table
-
         verdict = "[green]agrees[/]" if self.passed else "[red]DIFFERS[/]"
         title = f"{escape(str(self.path))} in {self.runtime}: {verdict}"
         table = Table(title=title, title_justify="left")

@@ -16,12 +16,7 @@ from dynamo_moe.files import metadata
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
 from dynamo_moe.private import TorchDispatchMode
 
-__all__ = ["RoutingRecorder", "add_routing_outputs", "agreement", "layers_of"]
-
-
-def layers_of(proto: onnx.ModelProto) -> list[metadata.Layer]:
-    """Returns the MoE layers that a file's metadata records."""
-    return metadata.from_metadata({prop.key: prop.value for prop in proto.metadata_props})
+__all__ = ["RoutingRecorder", "add_routing_outputs", "agreement"]
 
 
 def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:
@@ -31,7 +26,7 @@ def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:
         Their names, in the layers' order; none where the file names no layers, or an optimisation
         removed a value that decides the routing.
     """
-    layers = layers_of(proto)
+    layers = metadata.layers_of(proto)
     known = {name for node in proto.graph.node for name in node.output}
     known |= {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
     used = {name for layer in layers for name in _routing_inputs(layer)}

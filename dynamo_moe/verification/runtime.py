@@ -57,11 +57,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         self._sessions.clear()
 
     def load(self, model: str | bytes, folder: str = "") -> tuple[int, list[str]]:
-        """Makes a session of a file, or of a serialised model.
-
-        Args:
-            model: The file's path, or the model itself.
-            folder: Where a serialised model's external data is.
+        """Makes a session of a file, or of a serialised model with external data in a folder.
 
         Returns:
             The session's number, and the names of the file's inputs.
@@ -101,10 +97,10 @@ class Runtime(AbstractContextManager["Runtime"]):
 
 
 class RuntimeProcess(Runtime):
-    """The same in a separate process, whose end is an error in this one.
+    """The same in a separate process; if that dies, the call raises ChildProcessError.
 
     Args:
-        timeout: Seconds that a load or a run may take; None: any number.
+        timeout: Seconds after which a load or a run raises TimeoutError; None: any number.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -119,6 +115,8 @@ class RuntimeProcess(Runtime):
             stdout=subprocess.PIPE,
             stderr=self._stderr,
         )
+        self._stdin: Any = self._process.stdin
+        self._stdout: Any = self._process.stdout
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
@@ -126,35 +124,26 @@ class RuntimeProcess(Runtime):
         self._stderr.close()
 
     def load(self, model: str | bytes, folder: str = "") -> tuple[int, list[str]]:
-        """As :meth:`Runtime.load`.
-
-        Raises:
-            RefusedError: As there.
-            ChildProcessError: If the process ended.
-            TimeoutError: If it took too long.
-        """
+        """As :meth:`Runtime.load`."""
         found: tuple[int, list[str]] = self._ask("loading the file", "load", model, folder)
         return found
 
     def run(
         self, number: int, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]
     ) -> list[np.ndarray]:
-        """As :meth:`Runtime.run`; raises as :meth:`load`."""
+        """As :meth:`Runtime.run`."""
         asked = "run", number, dict(feeds), list(outputs)
         results: list[np.ndarray] = self._ask("running the file", *asked)
         return results
 
     def _ask(self, doing: str, method: str, *args: Any) -> Any:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None:
-            raise ValueError("the process has no pipes")
         timer = threading.Timer(self._timeout or 0, self._expire)
         if self._timeout is not None:
             timer.start()
         try:
-            pickle.dump((method, args), stdin, protocol=5)
-            stdin.flush()
-            refused, answer = pickle.load(stdout)  # noqa: S301  Our own process wrote it.
+            pickle.dump((method, args), self._stdin, protocol=5)
+            self._stdin.flush()
+            refused, answer = pickle.load(self._stdout)  # noqa: S301  Our own process wrote it.
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             raise self._end(doing) from error
         finally:

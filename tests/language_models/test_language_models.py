@@ -111,6 +111,20 @@ def test_the_forward_comes_back(exported: tuple[Any, Path]) -> None:
     assert model.forward.__func__ is forward
 
 
+def test_the_forward_comes_back_after_the_last_of_overlapping_contexts(
+    exported: tuple[Any, Path],
+) -> None:
+    model, _ = exported
+    forward = type(model).forward
+    first, second = performing(model, WITH_PAST), performing(model, WITH_PAST)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert list(inspect.signature(model.forward).parameters)[2:] == ["past_key_values"]
+    second.__exit__(None, None, None)
+    assert model.forward.__func__ is forward
+
+
 def test_hidden_states(tmp_path: Path) -> None:
     model = ARCHITECTURES["mixtral"].build().model
     dynamo_moe.convert(model)

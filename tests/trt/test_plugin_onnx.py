@@ -100,7 +100,7 @@ def nodes_of(path: Path, tensorrt) -> list[Node]:
 def compiled(path: Path, gpu: StandinGpu) -> Path:
     """A bundle of the file's layers."""
     programs = {}
-    for _, layer in kernel_layers(path):
+    for layer in kernel_layers(path):
         planned = plan(layer, gpu.architecture)
         programs[layer] = uncompiled_program(planned)
         gpu.interpreted.register(planned, programs[layer])
