@@ -39,28 +39,6 @@ POISON = 0xFF
 _GUARD = 4096
 _TIE = 1e-4
 
-#: Each path of the forward pass, with blocks that a small layer does not fill.
-PATHS: dict[str, tuple[RangeConfig, ...]] = {
-    "few": (RangeConfig(MAX_TOKENS, "few", FewConfig(8, 128, 4), FewConfig(4, 64, 4)),),
-    "gemm": (
-        RangeConfig(
-            MAX_TOKENS,
-            "gemm",
-            GemmConfig(32, 64, 64, 4, 3),
-            GemmConfig(32, 64, 64, 4, 3, group_m=3),
-        ),
-    ),
-    "tensor-maps": (
-        RangeConfig(
-            MAX_TOKENS,
-            "gemm",
-            GemmConfig(64, 64, 64, 4, 3, tensor_maps=True),
-            GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True),
-        ),
-    ),
-    "mlp": (RangeConfig(MAX_TOKENS, "mlp", MlpConfig(32, 64, 4, 2), None),),
-}
-
 
 def _one_range(
     path: str,
@@ -70,7 +48,7 @@ def _one_range(
     return (RangeConfig(MAX_TOKENS, path, up, down),)
 
 
-#: Configurations for each path.
+#: Each path of the forward pass, with blocks that a small layer does not fill.
 PATHS = {
     "few": _one_range("few", FewConfig(8, 128, 4), FewConfig(4, 64, 4)),
     "gemm": _one_range(
