@@ -65,10 +65,10 @@ def _first_product(
 
 @triton.jit
 def _second_product(
-    h, w2_ptr, y, d, unit, D: tl.constexpr, H: tl.constexpr, PRECISION: tl.constexpr
+    h, w2_ptr, y, d, unit, in_hidden, D: tl.constexpr, H: tl.constexpr, PRECISION: tl.constexpr
 ):
     """Returns ``y + h @ w2.T`` for the columns ``d`` of y."""
-    inside = (d < D)[:, None] & (unit < H)[None, :]
+    inside = (d < D)[:, None] & in_hidden[None, :]
     w2 = tl.load(w2_ptr + d[:, None] * H + unit[None, :], mask=inside, other=0.0)
     return tl.dot(h, w2.T, y, input_precision=PRECISION)
 
@@ -154,6 +154,7 @@ def expert_mlp_kernel(
 
     for start in tl.range(0, H, BLOCK_N):
         unit = start + n
+        in_hidden = unit < H
         w1_row = unit % H * UNIT
         w1_ptrs = w1_base + w1_row[:, None] * D
         b1_at = expert * F + w1_row
@@ -165,11 +166,11 @@ def expert_mlp_kernel(
             up = _first_product(x_a, x_b, a, b, w1_ptrs, b1_ptr, b1_at, scale, D, PRECISION)
         h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT)
         if H % BLOCK_N != 0:
-            h = tl.where((unit < H)[None, :], h, 0.0)
+            h = tl.where(in_hidden[None, :], h, 0.0)
         h = h.to(dtype)
-        y_a = _second_product(h, w2_base, y_a, a, unit, D, H, PRECISION)
+        y_a = _second_product(h, w2_base, y_a, a, unit, in_hidden, D, H, PRECISION)
         if BLOCK_B > 0:
-            y_b = _second_product(h, w2_base, y_b, b, unit, D, H, PRECISION)
+            y_b = _second_product(h, w2_base, y_b, b, unit, in_hidden, D, H, PRECISION)
 
     _store(y_ptrs, b2_ptr, expert, y_a, a, in_expert, D)
     if BLOCK_B > 0:
