@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from custom_ops.activations import activate, activate_backward
+from custom_ops.dtypes import accumulation_dtype
 from custom_ops.options import ExpertOptions, RouterOptions
 from custom_ops.routing import route
 
@@ -32,11 +33,6 @@ class ExpertParameters(NamedTuple):
     b1_EF: Tensor | None
     w2_EDH: Tensor
     b2_ED: Tensor | None
-
-
-def _accumulation_dtype(x: Tensor, w1: Tensor) -> torch.dtype:
-    """Returns float64 where tokens or experts are float64, else float32."""
-    return torch.float64 if torch.float64 in (x.dtype, w1.dtype) else torch.float32
 
 
 def forward(
@@ -81,7 +77,7 @@ def _forward_block(
     options: ExpertOptions,
 ) -> Tensor:
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
-    dtype = _accumulation_dtype(x_TD, w1_EFD)
+    dtype = accumulation_dtype(x_TD, w1_EFD)
     top_k = ids_TK.shape[1]
     order_N, rows_by_expert = _sort_slots(ids_TK, w1_EFD.shape[0])
     weights_N1 = weights_TK.reshape(-1, 1).to(dtype).index_select(0, order_N)
@@ -135,7 +131,7 @@ def experts_backward(
         empty without ``train_parameters``, and where there is no bias.
     """
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
-    dtype = _accumulation_dtype(x_TD, w1_EFD)
+    dtype = accumulation_dtype(x_TD, w1_EFD)
     top_k = ids_TK.shape[1]
     weights_N = weights_TK.reshape(-1).to(dtype)
     dx_TD = _residual_gradient(dy_TD, dtype, options)

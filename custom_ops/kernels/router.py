@@ -16,10 +16,10 @@ import triton.language as tl
 
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import kernel_of
+from custom_ops.kernels.configs import RouterConfig, needs_upcast, router_config
 from custom_ops.kernels.device import load_block, wait_for_previous
 from custom_ops.kernels.expressions import E, K, T, cdiv
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.router_config import RouterConfig, needs_upcast, router_config
 from custom_ops.kernels.spec import (
     Argument,
     Buffer,

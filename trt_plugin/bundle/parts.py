@@ -23,8 +23,6 @@ __all__ = [
 #: Bytes of a kernel's parameter by its kind.
 PARAMETER_BYTES = {"null": 8, "tensor": 8, "workspace": 8, "i32": 4, "i64": 8, "tensor_map": 128}
 
-_WORKSPACE_ALIGNMENT = 256
-
 
 @dataclass(frozen=True)
 class Expression:
@@ -158,10 +156,3 @@ class Range:
     last: int
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
-
-    def workspace_size(self, sizes: Mapping[str, int]) -> int:
-        """Returns the bytes of workspace for the values of all symbols."""
-        return sum(
-            -(-each.size.evaluate(sizes) // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-            for each in self.buffers
-        )

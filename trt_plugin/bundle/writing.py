@@ -8,15 +8,7 @@ from typing import Generic, TypeVar
 from zlib import crc32
 
 from trt_plugin.bundle import records
-from trt_plugin.bundle.parts import (
-    Argument,
-    Buffer,
-    Expression,
-    Kernel,
-    Launch,
-    Range,
-    TensorMap,
-)
+from trt_plugin.bundle.parts import Argument, Buffer, Expression, Kernel, Launch, Range, TensorMap
 
 __all__ = ["bundle_bytes", "program_bytes"]
 

@@ -1,4 +1,4 @@
-"""The vocabulary of layers as C++, written from the tables of ``custom_ops``.
+"""The vocabulary of layers as C++, from the tables of ``custom_ops`` and of the bundle's format.
 
 ``python -m trt_plugin.compiling.layer_table`` writes ``csrc/bundle/layer_table.inc``, which
 ``csrc/bundle/layer.h`` includes; a test holds that the file is up to date.
@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from custom_ops.dtypes import CODES, dtype_name
-from custom_ops.kernels.expressions import OPERATIONS, SYMBOLS
+from custom_ops.kernels.expressions import OPERATIONS
 from custom_ops.kernels.layer import MAX_EXPERTS, MAX_TOP_K, SIZE_MULTIPLE
-from custom_ops.kernels.spec import TENSORS
 from custom_ops.options import CLAMPED, EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Flag, Option
-from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD
+from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD, SYMBOLS, TENSORS
 
 __all__ = ["FILE", "layer_table"]
 
