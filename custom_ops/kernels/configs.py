@@ -7,7 +7,7 @@ the architecture goes before it. Nothing is searched at run time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -176,17 +176,11 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
     Few tokens take vector products, as long as hardly any two of them share an expert. Beyond,
     BLOCK_M is the mean number of rows of an expert, rounded up to 16, 32, 64 or 128.
     """
-    return tuple(_default_ranges(layer, architecture))
-
-
-def _default_ranges(layer: Layer, architecture: Architecture) -> Iterator[RangeConfig]:
     few = _last_few_tokens(layer)
-    yield RangeConfig(
-        few,
-        "few",
-        _few(layer, layer.hidden, depth=layer.width, vectors=layer.top_k),
-        _few(layer, layer.width, depth=layer.hidden, vectors=1),
-    )
+    few_up = _few(layer, layer.hidden, depth=layer.width, vectors=layer.top_k)
+    few_down = _few(layer, layer.width, depth=layer.hidden, vectors=1)
+    ranges = [RangeConfig(few, "few", few_up, few_down)]
+    gates = layer.options.rows_per_hidden
     tensor_cores = _on_tensor_cores(layer, architecture)
     on_chip = tensor_cores and layer.width <= _MLP_WIDTH
     blocks_m = (16, 32, 64, 128) if tensor_cores else (16, 32, 64)
@@ -197,15 +191,12 @@ def _default_ranges(layer: Layer, architecture: Architecture) -> Iterator[RangeC
         if last <= few:
             continue
         if on_chip:
-            yield RangeConfig(last, "mlp", _mlp(layer, architecture, block_m))
-            continue
-        gates = layer.options.rows_per_hidden
-        yield RangeConfig(
-            last,
-            "gemm",
-            _gemm(layer, architecture, block_m, layer.hidden, depth=layer.width, gates=gates),
-            _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden, gates=1),
-        )
+            ranges.append(RangeConfig(last, "mlp", _mlp(layer, architecture, block_m)))
+        else:
+            up = _gemm(layer, architecture, block_m, layer.hidden, depth=layer.width, gates=gates)
+            down = _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden, gates=1)
+            ranges.append(RangeConfig(last, "gemm", up, down))
+    return tuple(ranges)
 
 
 def _last_few_tokens(layer: Layer) -> int:
@@ -270,14 +261,7 @@ def _mlp(layer: Layer, architecture: Architecture, block_m: int) -> MlpConfig:
 def router_config(
     layer: Layer, architecture: Architecture, first_tokens: int, last_tokens: int
 ) -> RouterConfig:
-    """Chooses from sizes alone; nothing here was measured on a GPU.
-
-    Args:
-        layer: A layer with a router.
-        architecture: Where it runs.
-        first_tokens: Fewest tokens that it is launched for.
-        last_tokens: Most tokens.
-    """
+    """Chooses for a range of tokens from sizes alone; nothing here was measured on a GPU."""
     experts = max(16, _power_of_2(layer.experts))
     weight_bytes = layer.experts * layer.width * layer.routing_dtype.itemsize
     few = last_tokens <= _FEW_TOKENS
@@ -341,12 +325,13 @@ def _tuned(name: str) -> dict[str, tuple[RangeConfig, ...]]:
 
 def read_ranges(ranges: list[dict[str, Any]]) -> tuple[RangeConfig, ...]:
     """Returns the configurations that :func:`write_ranges` wrote."""
-    read: list[RangeConfig] = []
-    for each in ranges:
+
+    def read(each: dict[str, Any]) -> RangeConfig:
         config: Any = _CONFIGS[each["path"]]
-        down = None if each["down"] is None else config(**each["down"])
-        read.append(RangeConfig(each["last_tokens"], each["path"], config(**each["up"]), down))
-    return tuple(read)
+        blocks = {name: each[name] and config(**each[name]) for name in ("up", "down")}
+        return RangeConfig(**each | blocks)
+
+    return tuple(map(read, ranges))
 
 
 def write_ranges(ranges: tuple[RangeConfig, ...]) -> list[dict[str, Any]]:

@@ -252,12 +252,6 @@ def router_step(
 ) -> Step:
     """The first stage: x to the buffers ``expert_ids`` (int32) and ``expert_weights`` (float32).
 
-    Args:
-        layer: A layer with a router.
-        architecture: Where it runs.
-        first_tokens: Fewest tokens that it is launched for.
-        last_tokens: Most tokens.
-
     Raises:
         ValueError: If the layer has no router.
     """

@@ -35,10 +35,10 @@ __all__ = [
     "TABLES",
     "TENSOR_MAP",
     # Codes
-    "ARGUMENT_KINDS",
     "DEPENDENT_LAUNCH",
     "FLAGS_WITHOUT_OPTION",
     "FLAGS_WORD",
+    "PARAMETER_BYTES",
     "SYMBOLS",
     "TENSORS",
     # The layer
@@ -102,7 +102,8 @@ TENSORS = (
     *("x", "router_weight", "router_bias", "expert_ids", "expert_weights"),
     *("w1", "b1", "w2", "b2", "y"),
 )
-ARGUMENT_KINDS = ("null", "tensor", "workspace", "i32", "i64", "tensor_map")
+#: Bytes of a kernel's parameter by the argument's kind.
+PARAMETER_BYTES = {"null": 8, "tensor": 8, "workspace": 8, "i32": 4, "i64": 8, "tensor_map": 128}
 #: The number of tokens, and a layer's sizes.
 SYMBOLS = ("T", "E", "K", "D", "H")
 #: The layer's word of flags, and the bits of the flags that are not options.

@@ -143,7 +143,7 @@ class _Writer:
         return (launch.kernel, first, len(launch.arguments), *grid, 0)
 
     def _argument(self, argument: Argument) -> tuple[int, int]:
-        kind = records.ARGUMENT_KINDS.index(argument.kind)
+        kind = list(records.PARAMETER_BYTES).index(argument.kind)
         match argument.value:
             case None:
                 return kind, 0

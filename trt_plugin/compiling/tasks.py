@@ -59,13 +59,8 @@ class Task:
     @property
     def description(self) -> str:
         """JSON for people: module, function and the values compiled in."""
-        fields = {
-            "module": self.module,
-            "function": self.function,
-            "constants": self.constants,
-            "options": self.options,
-        }
-        return json.dumps(fields, separators=(",", ":"))
+        names = ("module", "function", "constants", "options")
+        return json.dumps({name: getattr(self, name) for name in names}, separators=(",", ":"))
 
     @property
     def values(self) -> str:
