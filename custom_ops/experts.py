@@ -80,17 +80,10 @@ def experts(
 
 
 def _check(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    **options: Any,
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
 ) -> ExpertOptions:
     checked = ExpertOptions(**options)
-    check_experts(x, w1, b1, w2, b2, checked)
+    check_experts(x, *ExpertParameters(*parameters), checked)
     check_routing(x, expert_ids, expert_weights)
     return checked
 
@@ -104,21 +97,14 @@ def _experts_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 @torch.library.impl(LIBRARY, "experts", "CPU")
 @torch.library.impl(LIBRARY, "experts", "CUDA")
 def _experts_forward(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    **options: Any,
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
 ) -> Tensor:
-    checked = _check(x, expert_ids, expert_weights, w1, b1, w2, b2, **options)
+    checked = _check(x, expert_ids, expert_weights, *parameters, **options)
     forward = _cuda.forward if x.is_cuda else _grouped.forward
     y_TD = forward(
         _rows(x),
         {"expert_ids": _rows(expert_ids), "expert_weights": _rows(expert_weights)},
-        ExpertParameters(w1, b1, w2, b2),
+        ExpertParameters(*parameters),
         checked,
     )
     return y_TD.view(x.shape)
@@ -144,25 +130,17 @@ def _experts_backward_fake(dy: Tensor, *arguments: Any, **options: Any) -> tuple
 @torch.library.impl(LIBRARY, "experts_backward", "CPU")
 @torch.library.impl(LIBRARY, "experts_backward", "CUDA")
 def _experts_backward(
-    dy: Tensor,
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    parameters: bool,
-    **options: Any,
+    dy: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, ...]:
+    *parameters, needed = rest
     dx, dweights, *dparameters = _grouped.experts_backward(
         _rows(dy),
         _rows(x),
         _rows(expert_ids),
         _rows(expert_weights),
-        ExpertParameters(w1, b1, w2, b2),
+        ExpertParameters(*parameters),
         ExpertOptions(**options),
-        train_parameters=parameters,
+        train_parameters=needed,
     )
     return dx.view(x.shape), dweights.view(expert_weights.shape), *dparameters
 

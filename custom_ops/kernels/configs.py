@@ -145,11 +145,7 @@ class RouterConfig:
     num_stages: int
 
 
-_CONFIGS: Mapping[str, type[FewConfig | GemmConfig | MlpConfig]] = {
-    "few": FewConfig,
-    "gemm": GemmConfig,
-    "mlp": MlpConfig,
-}
+_CONFIGS: Mapping[str, Any] = {"few": FewConfig, "gemm": GemmConfig, "mlp": MlpConfig}
 
 
 def ranges_for(layer: Layer, architecture: Architecture) -> tuple[RangeConfig, ...]:
@@ -327,7 +323,7 @@ def read_ranges(ranges: list[dict[str, Any]]) -> tuple[RangeConfig, ...]:
     """Returns the configurations that :func:`write_ranges` wrote."""
 
     def read(each: dict[str, Any]) -> RangeConfig:
-        config: Any = _CONFIGS[each["path"]]
+        config = _CONFIGS[each["path"]]
         blocks = {name: each[name] and config(**each[name]) for name in ("up", "down")}
         return RangeConfig(**each | blocks)
 

@@ -253,13 +253,9 @@ _COUNTS_AT_ONCE = 4096
 def index_sort_step(
     layer: Layer, architecture: Architecture, block_m: int, last_tokens: int
 ) -> Step:
-    """Sorts the slots by expert: the buffers of :class:`SortedSlots`.
+    """Sorts the slots of up to ``last_tokens`` tokens by expert: :class:`SortedSlots`' buffers.
 
-    Args:
-        layer: The layer.
-        architecture: Where it runs.
-        block_m: Rows of a tile.
-        last_tokens: Most tokens that it is launched for.
+    A tile has ``block_m`` rows.
     """
     block_e = max(32, triton.next_power_of_2(layer.experts))
     counts = (T * K, T * K, E + 1, max_tiles(block_m), max_tiles(block_m))

@@ -29,8 +29,7 @@ def launch(
 
     Args:
         plan: What to run.
-        tensors: The operator's tensors by the names of its arguments, and y; each contiguous; x and
-            y are ``[T, D]``.
+        tensors: The operator's by argument, and y, each contiguous; x and y are ``[T, D]``.
         workspace: uint8 of at least ``plan.workspace_size(T)`` bytes, aligned to 256; allocated
             where None. It need not be initialised.
     """

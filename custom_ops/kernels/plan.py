@@ -25,11 +25,8 @@ def plan(layer: Layer, architecture: Architecture) -> ForwardPlan:
     """Returns what runs for a layer on an architecture.
 
     Router, norm, index sort, first product, second product, combination; few tokens need no sort,
-    small widths have both products in one kernel. Nothing on the host waits for the device.
-
-    Args:
-        layer: The layer; equal ones share a plan.
-        architecture: From :func:`custom_ops.kernels.architectures.architecture`.
+    small widths have both products in one kernel. Nothing on the host waits for the device. Equal
+    layers share a plan.
     """
     layer = layer.canonical()
     return plan_with(layer, architecture, ranges_for(layer, architecture))

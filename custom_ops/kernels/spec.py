@@ -150,8 +150,7 @@ class KernelSpec:
     @property
     def name(self) -> str:
         """The kernel's name."""
-        name: str = self.function.fn.__name__
-        return name
+        return str(self.function.fn.__name__)
 
     @property
     def constants(self) -> dict[str, Any]:

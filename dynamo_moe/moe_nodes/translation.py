@@ -19,8 +19,6 @@ from dynamo_moe.operators.registry import Arguments, operators
 
 __all__ = ["onnx_translation_table"]
 
-Value = ir.Value
-
 
 def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Returns the translations of all registered operators for ``torch.onnx.export``.
@@ -68,7 +66,7 @@ def _fill(name: str, arguments: Arguments) -> tuple[tuple[int, ...], ir.DataType
     return shape, like.dtype
 
 
-def _sizes(value: Value) -> tuple[int, ...]:
+def _sizes(value: ir.Value) -> tuple[int, ...]:
     """Returns the static sizes of a parameter; only expert_ids may have others before its last."""
     if value.shape is None:
         raise ValueError(f"{value.name!r} must have a known shape")

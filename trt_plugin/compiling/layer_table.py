@@ -23,6 +23,7 @@ _HEAD = """\
 // Written from custom_ops by `make tables`, and not by hand: add an option in
 // custom_ops/options.py. clang-format off
 """
+_text = json.dumps
 _LEAST = {
     "positive": "std::numeric_limits<float>::denorm_min()",
     "positive and a normal number of float32": "std::numeric_limits<float>::min()",
@@ -82,8 +83,8 @@ def _fields(option: Option, options: tuple[Option, ...], router: bool) -> Iterat
     yield _text(option.attribute)
     yield "true" if router else "false"
     yield "Option::kName" if option.names else f"Option::{_constant(option.type.__name__)}"
-    yield str(_word(option))
-    yield str(option.slot.bit if isinstance(option.slot, Flag) else 0)
+    slot = option.slot
+    yield from map(str, (FLAGS_WORD, slot.bit) if isinstance(slot, Flag) else (slot.index, 0))
     yield f"{_constant(option.name)}Names" if option.names else "nullptr"
     yield str(len(option.names))
     initial = option.default if option.type is float else option.code(option.default)
@@ -99,20 +100,12 @@ def _fields(option: Option, options: tuple[Option, ...], router: bool) -> Iterat
     yield str(sum(1 << other.code(value) for value in values))
 
 
-def _word(option: Option) -> int:
-    return FLAGS_WORD if isinstance(option.slot, Flag) else option.slot.index
-
-
 def _constant(name: str) -> str:
     return "k" + "".join(part.capitalize() for part in name.split("_"))
 
 
 def _names(constant: str, names: Iterable[str]) -> str:
     return f"inline constexpr const char* {constant}[] = {{{', '.join(map(_text, names))}}};"
-
-
-def _text(value: str) -> str:
-    return json.dumps(value)
 
 
 if __name__ == "__main__":
