@@ -1,60 +1,64 @@
 """The operators on CUDA tensors: the Triton kernels, launched by Triton's JIT.
 
-Legend: T tokens, D model width, E experts, K = top_k.
+Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from custom_ops import _grouped
+from custom_ops._grouped import ExpertParameters
 from custom_ops.options import ExpertOptions, RouterOptions
 
-__all__ = ["dropless_forward", "experts_forward", "rms_norm_forward"]
+__all__ = ["forward", "rms_norm_forward"]
 
 
-def dropless_forward(
+def forward(
     x_TD: Tensor,
-    router_weight_ED: Tensor,
-    router_bias_E: Tensor | None,
-    w1_EFD: Tensor,
-    b1_EF: Tensor | None,
-    w2_EDH: Tensor,
-    b2_ED: Tensor | None,
-    router: RouterOptions,
+    routing: Mapping[str, Any],
+    parameters: ExpertParameters,
     options: ExpertOptions,
+    router: RouterOptions | None = None,
 ) -> Tensor:
-    """Returns ``[T, D]`` in x's dtype; the arguments are those of ``torch.ops.moe.dropless``."""
-    if _needs_float64(x_TD, router_weight_ED, router_bias_E, w1_EFD):
-        return _grouped.dropless_forward(
-            x_TD, router_weight_ED, router_bias_E, w1_EFD, b1_EF, w2_EDH, b2_ED, router, options
-        )
-    return _launch(
-        {"router_weight": router_weight_ED, "router_bias": router_bias_E},
-        x_TD, w1_EFD, b1_EF, w2_EDH, b2_ED, options, router, router.top_k,
-    )  # fmt: skip
+    """Computes what :func:`custom_ops._grouped.forward` computes."""
+    routing_dtype, weights_dtype = (None if t is None else t.dtype for t in routing.values())
+    if torch.float64 in (x_TD.dtype, routing_dtype, weights_dtype, parameters.w1_EFD.dtype):
+        # There are no kernels but PyTorch's own.
+        return _grouped.forward(x_TD, routing, parameters, options, router)
 
+    from custom_ops.kernels.architectures import nearest_architecture
+    from custom_ops.kernels.launch import launch
+    from custom_ops.kernels.layer import Layer
+    from custom_ops.kernels.plan import plan
 
-def experts_forward(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    w1_EFD: Tensor,
-    b1_EF: Tensor | None,
-    w2_EDH: Tensor,
-    b2_ED: Tensor | None,
-    options: ExpertOptions,
-) -> Tensor:
-    """Returns ``[T, D]`` in x's dtype; the arguments are those of ``torch.ops.moe.experts``."""
-    if _needs_float64(x_TD, weights_TK, w1_EFD):
-        return _grouped.experts_forward(
-            x_TD, ids_TK, weights_TK, w1_EFD, b1_EF, w2_EDH, b2_ED, options
-        )
-    return _launch(
-        {"expert_ids": ids_TK, "expert_weights": weights_TK},
-        x_TD, w1_EFD, b1_EF, w2_EDH, b2_ED, options, None, ids_TK.shape[1],
-    )  # fmt: skip
+    w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
+    layer = Layer(
+        experts=w1_EFD.shape[0],
+        width=w1_EFD.shape[2],
+        hidden=w2_EDH.shape[2],
+        top_k=router.top_k if router else routing["expert_ids"].shape[1],
+        tokens_dtype=x_TD.dtype,
+        experts_dtype=w1_EFD.dtype,
+        options=options,
+        router=router,
+        routing_dtype=routing_dtype or torch.int64,
+        weights_dtype=weights_dtype,
+        b1=b1_EF is not None,
+        b2=b2_ED is not None,
+        tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",
+    )
+    y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    tensors = {"x": x_TD, **routing, "w1": w1_EFD, "b1": b1_EF, "w2": w2_EDH, "b2": b2_ED}
+    present = {name: _aligned(tensor) for name, tensor in tensors.items() if tensor is not None}
+    with torch.cuda.device(x_TD.device):
+        architecture = nearest_architecture(*torch.cuda.get_device_capability())
+        launch(plan(layer, architecture), {**present, "y": y_TD})
+    return y_TD
 
 
 def rms_norm_forward(
@@ -76,52 +80,6 @@ def rms_norm_forward(
         )
         with torch.cuda.device(x_TD.device):
             launch_kernel(spec, {"x": _aligned(x_TD), "weight": _aligned(weight_D), "y": y_TD})
-    return y_TD
-
-
-def _needs_float64(*tensors: Tensor | None) -> bool:
-    """Whether a tensor is float64, for which there are no kernels but PyTorch's own."""
-    return any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-
-
-def _launch(
-    routing: dict[str, Tensor | None],
-    x_TD: Tensor,
-    w1_EFD: Tensor,
-    b1_EF: Tensor | None,
-    w2_EDH: Tensor,
-    b2_ED: Tensor | None,
-    options: ExpertOptions,
-    router: RouterOptions | None,
-    top_k: int,
-) -> Tensor:
-    from custom_ops.kernels.architectures import nearest_architecture
-    from custom_ops.kernels.launch import launch
-    from custom_ops.kernels.layer import Layer
-    from custom_ops.kernels.plan import plan
-
-    routing_dtype, weights_dtype = (None if t is None else t.dtype for t in routing.values())
-    layer = Layer(
-        experts=w1_EFD.shape[0],
-        width=w1_EFD.shape[2],
-        hidden=w2_EDH.shape[2],
-        top_k=top_k,
-        tokens_dtype=x_TD.dtype,
-        experts_dtype=w1_EFD.dtype,
-        options=options,
-        router=router,
-        routing_dtype=routing_dtype or torch.int64,
-        weights_dtype=weights_dtype,
-        b1=b1_EF is not None,
-        b2=b2_ED is not None,
-        tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",
-    )
-    y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    tensors = {"x": x_TD, **routing, "w1": w1_EFD, "b1": b1_EF, "w2": w2_EDH, "b2": b2_ED}
-    present = {name: _aligned(tensor) for name, tensor in tensors.items() if tensor is not None}
-    with torch.cuda.device(x_TD.device):
-        architecture = nearest_architecture(*torch.cuda.get_device_capability())
-        launch(plan(layer, architecture), {**present, "y": y_TD})
     return y_TD
 
 

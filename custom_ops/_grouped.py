@@ -8,76 +8,63 @@ N = T*K slots (slot n is choice n % K of token n // K), R rows of one expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from custom_ops.activations import activate, activate_backward
+from custom_ops.dtypes import accumulation_dtype
 from custom_ops.options import ExpertOptions, RouterOptions
 from custom_ops.routing import route
 
-__all__ = [
-    "dropless_forward",
-    "experts_backward",
-    "experts_forward",
-]
+__all__ = ["ExpertParameters", "experts_backward", "forward"]
 
 # Bounds the [block*K, D] buffer of rows; wide enough that 128 experts with top-8 still see 256
 # rows each per product.
 _TOKENS_PER_BLOCK = 4096
 
 
-class ExpertGradients(NamedTuple):
-    """Gradients in the dtypes of the inputs; the parameters' are empty when not asked for."""
+class ExpertParameters(NamedTuple):
+    """The experts' weights and biases."""
 
-    x: Tensor
-    expert_weights: Tensor
-    w1: Tensor
-    b1: Tensor
-    w2: Tensor
-    b2: Tensor
+    w1_EFD: Tensor
+    b1_EF: Tensor | None
+    w2_EDH: Tensor
+    b2_ED: Tensor | None
 
 
-def _accumulation_dtype(x: Tensor, w1: Tensor) -> torch.dtype:
-    """Returns float64 where tokens or experts are float64, else float32."""
-    return torch.float64 if torch.float64 in (x.dtype, w1.dtype) else torch.float32
-
-
-def dropless_forward(
+def forward(
     x_TD: Tensor,
-    router_weight_ED: Tensor,
-    router_bias_E: Tensor | None,
-    w1_EFD: Tensor,
-    b1_EF: Tensor | None,
-    w2_EDH: Tensor,
-    b2_ED: Tensor | None,
-    router: RouterOptions,
+    routing: Mapping[str, Any],
+    parameters: ExpertParameters,
     options: ExpertOptions,
+    router: RouterOptions | None = None,
 ) -> Tensor:
-    """Returns ``[T, D]`` in x's dtype; the arguments are those of ``torch.ops.moe.dropless``."""
-    ids_TK, weights_TK = route(x_TD, router_weight_ED, router_bias_E, router)
-    return experts_forward(x_TD, ids_TK, weights_TK, w1_EFD, b1_EF, w2_EDH, b2_ED, options)
+    """Computes ``torch.ops.moe.dropless``, or ``torch.ops.moe.experts`` without a router.
 
+    Args:
+        x_TD: Tokens ``[T, D]``.
+        routing: The operator's ``router_weight`` and ``router_bias``, or ``expert_ids [T, K]`` and
+            ``expert_weights [T, K]``.
+        parameters: The experts' parameters.
+        options: What an expert computes.
+        router: What the router computes.
 
-def experts_forward(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
-    w1_EFD: Tensor,
-    b1_EF: Tensor | None,
-    w2_EDH: Tensor,
-    b2_ED: Tensor | None,
-    options: ExpertOptions,
-) -> Tensor:
-    """Returns ``[T, D]`` in x's dtype; the arguments are those of ``torch.ops.moe.experts``."""
-    _check_ids(ids_TK, w1_EFD.shape[0])
+    Returns:
+        ``[T, D]`` in x's dtype.
+    """
+    if router is not None:
+        ids_TK, weights_TK = route(x_TD, routing["router_weight"], routing["router_bias"], router)
+    else:
+        ids_TK, weights_TK = routing["expert_ids"], routing["expert_weights"]
+    _check_ids(ids_TK, parameters.w1_EFD.shape[0])
     y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     for start in range(0, x_TD.shape[0], _TOKENS_PER_BLOCK):
         block = slice(start, start + _TOKENS_PER_BLOCK)
         y_TD[block] = _forward_block(
-            x_TD[block], ids_TK[block], weights_TK[block], w1_EFD, b1_EF, w2_EDH, b2_ED, options
+            x_TD[block], ids_TK[block], weights_TK[block], parameters, options
         )
     return y_TD
 
@@ -86,13 +73,11 @@ def _forward_block(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    w1_EFD: Tensor,
-    b1_EF: Tensor | None,
-    w2_EDH: Tensor,
-    b2_ED: Tensor | None,
+    parameters: ExpertParameters,
     options: ExpertOptions,
 ) -> Tensor:
-    dtype = _accumulation_dtype(x_TD, w1_EFD)
+    w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
+    dtype = accumulation_dtype(x_TD, w1_EFD)
     top_k = ids_TK.shape[1]
     order_N, rows_by_expert = _sort_slots(ids_TK, w1_EFD.shape[0])
     weights_N1 = weights_TK.reshape(-1, 1).to(dtype).index_select(0, order_N)
@@ -134,29 +119,19 @@ def experts_backward(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    w1_EFD: Tensor,
-    b1_EF: Tensor | None,
-    w2_EDH: Tensor,
-    b2_ED: Tensor | None,
+    parameters: ExpertParameters,
     options: ExpertOptions,
     *,
-    parameters: bool,
-) -> ExpertGradients:
-    """Gradients of :func:`experts_forward`, recomputing each expert's hidden rows.
+    train_parameters: bool,
+) -> tuple[Tensor, ...]:
+    """Gradients of the forward for ``dy_TD``, recomputing each expert's hidden rows.
 
-    Args:
-        dy_TD: Gradient of the result, ``[T, D]``.
-        x_TD: As in the forward; so are the arguments up to ``options``.
-        ids_TK: See above.
-        weights_TK: See above.
-        w1_EFD: See above.
-        b1_EF: See above.
-        w2_EDH: See above.
-        b2_ED: See above.
-        options: See above.
-        parameters: Whether the experts' parameters need gradients.
+    Returns:
+        Those of x, the routing weights, w1, b1, w2 and b2, in their dtypes; the parameters' are
+        empty without ``train_parameters``, and where there is no bias.
     """
-    dtype = _accumulation_dtype(x_TD, w1_EFD)
+    w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
+    dtype = accumulation_dtype(x_TD, w1_EFD)
     top_k = ids_TK.shape[1]
     weights_N = weights_TK.reshape(-1).to(dtype)
     dx_TD = _residual_gradient(dy_TD, dtype, options)
@@ -166,8 +141,8 @@ def experts_backward(
         inner_T1 = torch.zeros_like(scale_T1)
     dweights_N = torch.zeros_like(weights_N)
     dw1_EFD, db1_EF, dw2_EDH, db2_ED = (
-        w1_EFD.new_zeros(p.shape if parameters and p is not None else (0,))
-        for p in (w1_EFD, b1_EF, w2_EDH, b2_ED)
+        w1_EFD.new_zeros(p.shape if train_parameters and p is not None else (0,))
+        for p in parameters
     )
     order_N, rows_by_expert = _sort_slots(ids_TK, w1_EFD.shape[0])
     for expert, rows in rows_by_expert:
@@ -200,7 +175,7 @@ def experts_backward(
             din_RD = din_RD * weight_R1
         dx_TD.index_add_(0, tokens_R, din_RD)
 
-        if parameters:
+        if train_parameters:
             dw1_EFD[expert] = dz_RF.mT @ x_RD
             dw2_EDH[expert] = dout_RD.mT @ h_RH
             if b1_EF is not None:
@@ -210,7 +185,7 @@ def experts_backward(
     if rms:
         dx_TD -= x_TD * (inner_T1 * scale_T1.square() / x_TD.shape[1])
     dweights_TK = dweights_N.view_as(ids_TK).to(weights_TK.dtype)
-    return ExpertGradients(dx_TD.to(x_TD.dtype), dweights_TK, dw1_EFD, db1_EF, dw2_EDH, db2_ED)
+    return dx_TD.to(x_TD.dtype), dweights_TK, dw1_EFD, db1_EF, dw2_EDH, db2_ED
 
 
 def _check_ids(ids_TK: Tensor, experts: int) -> None:

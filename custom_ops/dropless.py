@@ -9,6 +9,7 @@ from torch import Tensor
 
 from custom_ops import _cuda, _grouped
 from custom_ops._checks import check_experts, check_router
+from custom_ops._grouped import ExpertParameters
 from custom_ops._library import LIBRARY, check_keywords, register_autocast, schema_of, with_options
 from custom_ops.options import (
     EXPERT_OPTIONS,
@@ -99,8 +100,8 @@ def _check(
     w2: Tensor,
     b2: Tensor | None,
     top_k: int,
-    router_bias: Tensor | None,
-    options: dict[str, Any],
+    router_bias: Tensor | None = None,
+    **options: Any,
 ) -> tuple[RouterOptions, ExpertOptions]:
     router_options, rest = _split_options(top_k, options)
     expert_options = ExpertOptions(**rest)
@@ -110,18 +111,8 @@ def _check(
 
 
 @torch.library.register_fake("moe::dropless", lib=LIBRARY)
-def _dropless_fake(
-    x: Tensor,
-    router_weight: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    top_k: int,
-    router_bias: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    _check(x, router_weight, w1, b1, w2, b2, top_k, router_bias, options)
+def _dropless_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    _check(x, *arguments, **options)
     return x.new_empty(x.shape)
 
 
@@ -139,13 +130,16 @@ def _dropless_forward(
     **options: Any,
 ) -> Tensor:
     router_options, expert_options = _check(
-        x, router_weight, w1, b1, w2, b2, top_k, router_bias, options
+        x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
     )
-    forward = _cuda.dropless_forward if x.is_cuda else _grouped.dropless_forward
+    forward = _cuda.forward if x.is_cuda else _grouped.forward
     y_TD = forward(
-        x.reshape(-1, x.shape[-1]), router_weight, router_bias, w1, b1, w2, b2,
-        router_options, expert_options,
-    )  # fmt: skip
+        x.reshape(-1, x.shape[-1]),
+        {"router_weight": router_weight, "router_bias": router_bias},
+        ExpertParameters(w1, b1, w2, b2),
+        expert_options,
+        router_options,
+    )
     return y_TD.view(x.shape)
 
 

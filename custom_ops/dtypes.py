@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["CODES", "FLOATS", "IDS", "KERNEL_FLOATS", "SHORT_NAMES", "dtype_name"]
+__all__ = [
+    "CODES",
+    "FLOATS",
+    "IDS",
+    "KERNEL_FLOATS",
+    "SHORT_NAMES",
+    "accumulation_dtype",
+    "dtype_name",
+]
 
 #: Dtypes of tokens, routers and experts in the kernels.
 KERNEL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,6 +35,11 @@ SHORT_NAMES: Mapping[torch.dtype, str] = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
+
+
+def accumulation_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """Returns float64 where one of the tensors is float64, else float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from custom_ops import _cuda, _grouped
 from custom_ops._checks import check_experts, check_routing
+from custom_ops._grouped import ExpertParameters
 from custom_ops._library import LIBRARY, check_keywords, register_autocast, schema_of, with_options
 from custom_ops.options import EXPERT_OPTIONS, ExpertKeywords, ExpertOptions
 
@@ -79,17 +80,10 @@ def experts(
 
 
 def _check(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    **options: Any,
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
 ) -> ExpertOptions:
     checked = ExpertOptions(**options)
-    check_experts(x, w1, b1, w2, b2, checked)
+    check_experts(x, *ExpertParameters(*parameters), checked)
     check_routing(x, expert_ids, expert_weights)
     return checked
 
@@ -103,79 +97,51 @@ def _experts_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 @torch.library.impl(LIBRARY, "experts", "CPU")
 @torch.library.impl(LIBRARY, "experts", "CUDA")
 def _experts_forward(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    **options: Any,
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
 ) -> Tensor:
-    checked = _check(x, expert_ids, expert_weights, w1, b1, w2, b2, **options)
-    forward = _cuda.experts_forward if x.is_cuda else _grouped.experts_forward
+    checked = _check(x, expert_ids, expert_weights, *parameters, **options)
+    forward = _cuda.forward if x.is_cuda else _grouped.forward
     y_TD = forward(
-        x.reshape(-1, x.shape[-1]),
-        expert_ids.reshape(-1, expert_ids.shape[-1]),
-        expert_weights.reshape(-1, expert_ids.shape[-1]),
-        w1,
-        b1,
-        w2,
-        b2,
+        _rows(x),
+        {"expert_ids": _rows(expert_ids), "expert_weights": _rows(expert_weights)},
+        ExpertParameters(*parameters),
         checked,
     )
     return y_TD.view(x.shape)
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
 @torch.library.register_fake("moe::experts_backward", lib=LIBRARY)
-def _experts_backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    parameters: bool,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    _check(x, expert_ids, expert_weights, w1, b1, w2, b2, **options)
+def _experts_backward_fake(dy: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    *tensors, needed = arguments
+    _check(*tensors, **options)
+    x, _, expert_weights, *parameters = tensors
+    shapes = [p.shape if needed and p is not None else (0,) for p in parameters]
     return (
         x.new_empty(x.shape),
         expert_weights.new_empty(expert_weights.shape),
-        *(
-            w1.new_empty(p.shape if parameters and p is not None else (0,))
-            for p in (w1, b1, w2, b2)
-        ),
+        *(parameters[0].new_empty(shape) for shape in shapes),
     )
 
 
 @torch.library.impl(LIBRARY, "experts_backward", "CPU")
 @torch.library.impl(LIBRARY, "experts_backward", "CUDA")
 def _experts_backward(
-    dy: Tensor,
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    parameters: bool,
-    **options: Any,
+    dy: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, ...]:
-    width, top_k = x.shape[-1], expert_ids.shape[-1]
-    gradients = _grouped.experts_backward(
-        dy.reshape(-1, width),
-        x.reshape(-1, width),
-        expert_ids.reshape(-1, top_k),
-        expert_weights.reshape(-1, top_k),
-        w1, b1, w2, b2,
+    *parameters, needed = rest
+    dx, dweights, *dparameters = _grouped.experts_backward(
+        _rows(dy),
+        _rows(x),
+        _rows(expert_ids),
+        _rows(expert_weights),
+        ExpertParameters(*parameters),
         ExpertOptions(**options),
-        parameters=parameters,
-    )  # fmt: skip
-    dx, dweights, *dparameters = gradients
+        train_parameters=needed,
+    )
     return dx.view(x.shape), dweights.view(expert_weights.shape), *dparameters
 
 

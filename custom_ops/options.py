@@ -12,7 +12,7 @@ import math
 import textwrap
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, Self, TypedDict, TypeVar, get_args
+from typing import Any, ClassVar, Self, TypedDict, TypeVar
 
 __all__ = [
     # Names
@@ -21,8 +21,6 @@ __all__ = [
     "POINTWISE",
     "PRE_NORMS",
     "SCORINGS",
-    "Activation",
-    "Scoring",
     # The table
     "EXPERT_OPTIONS",
     "ROUTER_OPTIONS",
@@ -42,13 +40,10 @@ __all__ = [
     "RouterOptions",
 ]
 
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu"]
-Scoring = Literal["softmax", "topk_softmax", "sigmoid"]
-
 # A name's place is its code in a bundle: a new one comes last.
-ACTIVATIONS: tuple[str, ...] = get_args(Activation)
-SCORINGS: tuple[str, ...] = get_args(Scoring)
-PRE_NORMS: tuple[str, ...] = ("none", "rms")
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu")
+SCORINGS = ("softmax", "topk_softmax", "sigmoid")
+PRE_NORMS = ("none", "rms")
 #: The gatings that clamp gate and up.
 CLAMPED = ("clamped_swiglu", "clamped_silu")
 #: The functions of one number, with or without gating.

@@ -16,6 +16,7 @@ from torch import Tensor
 from custom_ops import _cuda
 from custom_ops._checks import check_rms_norm
 from custom_ops._library import LIBRARY
+from custom_ops.dtypes import accumulation_dtype
 
 __all__ = ["rms_norm"]
 
@@ -88,16 +89,12 @@ def _rms_norm_forward(
             x.reshape(-1, x.shape[-1]), weight, eps, weight_plus_one, round_before_weight
         )
         return y_TD.view(x.shape)
-    wide = _wide(x)
+    wide = accumulation_dtype(x)
     normed = x.to(wide)
     normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
     if round_before_weight:
         normed = normed.to(x.dtype).to(wide)
     return (normed * _factor(weight, wide, weight_plus_one)).to(x.dtype).contiguous()
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _factor(weight: Tensor, wide: torch.dtype, plus_one: bool) -> Tensor:
@@ -118,7 +115,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of ``n * weight``, where ``n = x * rsqrt(mean(x²) + eps)``, as if unrounded."""
     x, weight = ctx.saved_tensors
     with torch.autocast(x.device.type, enabled=False):
-        wide = _wide(x)
+        wide = accumulation_dtype(x)
         scale = torch.rsqrt(x.to(wide).square().mean(-1, keepdim=True) + ctx.eps)
         normed, dy = x.to(wide) * scale, dy.to(wide)
         dx = dweight = None

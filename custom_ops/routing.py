@@ -8,18 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from custom_ops.dtypes import accumulation_dtype
 from custom_ops.options import RouterOptions
 
-__all__ = ["RENORMALIZE_EPS", "route", "route_backward", "router_dtype"]
+__all__ = ["RENORMALIZE_EPS", "route", "route_backward"]
 
 # Keeps a sum of sigmoid scores that all underflowed from dividing zero by zero. DeepSeek-V3 adds it
 # too; in float32 it changes no sum above 1.7e-13, which takes logits below -29.
 RENORMALIZE_EPS = 1e-20
-
-
-def router_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype that the router computes in: float64 for float64 tokens, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def route(
@@ -35,7 +31,7 @@ def route(
 
     Returns:
         ``expert_ids [T, K]`` int64, best first, ties to the lower expert; and
-        ``expert_weights [T, K]`` in :func:`router_dtype`.
+        ``expert_weights [T, K]`` in float32, or float64 where ``x_TD`` is float64.
     """
     logits_TE = _logits(x_TD, router_weight_ED, router_bias_E)
     if options.scoring == "topk_softmax":
@@ -63,8 +59,7 @@ def route_backward(
     """Gradients of :func:`route`'s weights; the choice of experts has none.
 
     Returns:
-        ``dx [T, D]``, ``drouter_weight [E, D]`` and ``drouter_bias [E]`` in
-        :func:`router_dtype`.
+        ``dx [T, D]``, ``drouter_weight [E, D]`` and ``drouter_bias [E]`` in the weights' dtype.
     """
     logits_TE = _logits(x_TD, router_weight_ED, router_bias_E)
     dweights_TK = dweights_TK * options.routed_scaling
@@ -93,7 +88,7 @@ def route_backward(
 
 
 def _logits(x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None) -> Tensor:
-    dtype = router_dtype(x_TD)
+    dtype = accumulation_dtype(x_TD)
     # float64 on CUDA: a float32 product may be TF32 there, which chooses other experts than the
     # router's kernel does.
     wide = torch.float64 if x_TD.is_cuda else dtype

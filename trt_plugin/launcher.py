@@ -78,7 +78,7 @@ class OpenProgram:
         Args:
             tokens: T.
             tensors: Device addresses, multiples of 16, of the tensors that the layer has, by their
-                names in :data:`custom_ops.kernels.spec.TENSORS`.
+                names in :data:`trt_plugin.bundle.TENSORS`.
             workspace: Device address, a multiple of 256.
             workspace_size: Its bytes.
             stream: A ``CUstream``; 0 is the current context's default stream.

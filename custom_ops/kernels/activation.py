@@ -8,12 +8,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "activate_gated"]
+__all__ = ["activate"]
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr):
-    """Returns ``act(z)``; NaN stays NaN."""
+def activate(
+    gate,
+    up,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Returns ``act(gate)``, times up if GATED, or a clamped gating; NaN stays NaN."""
+    if ACTIVATION == "clamped_swiglu" or ACTIVATION == "clamped_silu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        if ACTIVATION == "clamped_swiglu":
+            h = gate * tl.sigmoid(ALPHA * gate) * (up + 1)
+        else:
+            h = gate * tl.sigmoid(gate) * up
+    else:
+        h = _pointwise(gate, ACTIVATION)
+        if GATED:
+            h *= up
+    return h
+
+
+@triton.jit
+def _pointwise(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         h = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
@@ -26,19 +49,4 @@ def activate(z, ACTIVATION: tl.constexpr):
         h = tl.where(z < 0, 0.0, z)
         if ACTIVATION == "relu2":
             h = h * h
-    return h
-
-
-@triton.jit
-def activate_gated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Returns ``act(gate) * up``, or one of the clamped gatings; NaN stays NaN."""
-    if ACTIVATION == "clamped_swiglu" or ACTIVATION == "clamped_silu":
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        if ACTIVATION == "clamped_swiglu":
-            h = gate * tl.sigmoid(ALPHA * gate) * (up + 1)
-        else:
-            h = gate * tl.sigmoid(gate) * up
-    else:
-        h = activate(gate, ACTIVATION) * up
     return h

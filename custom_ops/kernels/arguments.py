@@ -1,34 +1,79 @@
-"""Arguments that the experts' kernels have in common."""
+"""The arguments of a layer's kernels, by the names of their parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from custom_ops.kernels.expressions import E, Expression, K, T, minimum
+from custom_ops.kernels.architectures import Architecture
+from custom_ops.kernels.expressions import E, Expression, IntLike, K, T, minimum
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import Argument, Constant, TensorPointer, WorkspacePointer
-from custom_ops.options import EXPERT_OPTIONS
+from custom_ops.kernels.spec import (
+    Argument,
+    Constant,
+    KernelSpec,
+    Scalar,
+    TensorPointer,
+    WorkspacePointer,
+)
 
-__all__ = [
-    "TILE_TABLE",
-    "bias_pointer",
-    "expert_constants",
-    "input_weights",
-    "max_tiles",
-    "residual_pointer",
-    "result_weights",
-    "row_scale_pointer",
-    "weight_pointer",
-]
+__all__ = ["first_product", "kernel_of", "max_tiles", "sum_of_results"]
 
-#: Which rows of which expert a tile has.
-TILE_TABLE: Mapping[str, Argument] = {
-    f"{buffer}_ptr": WorkspacePointer(buffer, torch.int32)
-    for buffer in ("row_starts", "tile_expert", "tile_row")
-}
+_ABSENT = Constant(None)
+_INT32_BUFFERS = ("slot_of_row", "row_of_slot", "row_starts", "tile_expert", "tile_row")
+
+
+def kernel_of(
+    function: Any,
+    layer: Layer,
+    architecture: Architecture,
+    grid: Sequence[IntLike],
+    launch: Mapping[str, int],
+    **own: Argument | float | str,
+) -> KernelSpec:
+    """Returns the launch of one of a layer's kernels.
+
+    What means the same in every kernel is known by the name of its parameter: pointers to tensors
+    and buffers, T, E, K, D and H, and options in capital letters.
+
+    Args:
+        function: The Triton kernel.
+        layer: The layer.
+        architecture: Where it runs.
+        grid: Programs along x, y and z; 1 along those left out.
+        launch: ``num_warps``, ``num_stages`` if not 1, and the block's sizes, such as ``block_m``
+            for the constant ``BLOCK_M``.
+        own: The kernel's other arguments; they also replace those known by name.
+    """
+    arguments = _arguments(layer, architecture)
+    for name, value in ({size.upper(): launch[size] for size in launch} | own).items():
+        arguments[name] = value if isinstance(value, Argument) else Constant(value)
+    x, y, z = map(Expression.of, (*grid, 1, 1)[:3])
+    return KernelSpec(
+        function,
+        {name: arguments[name] for name in function.arg_names if name in arguments},
+        grid=(x, y, z),
+        num_warps=launch["num_warps"],
+        num_stages=launch.get("num_stages", 1),
+        dependent_launch=architecture.has_dependent_launch,
+    )
+
+
+def first_product(layer: Layer) -> dict[str, Argument]:
+    """Returns the routing weights for a first product: None where they are on the results."""
+    on_input = layer.options.weight_on_input
+    return {"expert_weights_ptr": _routing(layer)[1] if on_input else _ABSENT}
+
+
+def sum_of_results(layer: Layer) -> dict[str, Argument]:
+    """Returns what the sum of results adds: x for the residual and routing weights, or None."""
+    x = TensorPointer("x", layer.tokens_dtype)
+    return {
+        "x_ptr": x if layer.options.residual else _ABSENT,
+        "expert_weights_ptr": _ABSENT if layer.options.weight_on_input else _routing(layer)[1],
+    }
 
 
 def max_tiles(block_m: int) -> Expression:
@@ -42,43 +87,44 @@ def max_tiles(block_m: int) -> Expression:
     return active + (slots - active) // block_m
 
 
-def weight_pointer(layer: Layer, tensor: str) -> Argument:
-    """Returns a pointer to w1 or w2."""
-    return TensorPointer(tensor, layer.experts_dtype)
-
-
-def bias_pointer(layer: Layer, tensor: str) -> Argument:
-    """Returns a pointer to b1 or b2, or None where the layer has none."""
-    return weight_pointer(layer, tensor) if getattr(layer, tensor) else Constant(None)
-
-
-def row_scale_pointer(layer: Layer) -> Argument:
-    """Returns a pointer to the tokens' scales, or None where the layer has no norm."""
-    if layer.options.pre_norm == "none":
-        return Constant(None)
-    return WorkspacePointer("row_scale", torch.float32)
-
-
-def residual_pointer(layer: Layer) -> Argument:
-    """Returns a pointer to x, or None where the result is the sum alone."""
-    return TensorPointer("x", layer.tokens_dtype) if layer.options.residual else Constant(None)
-
-
-def input_weights(layer: Layer, expert_weights: Argument) -> Argument:
-    """Returns the routing weights for a first product, or None where they are on the results."""
-    return expert_weights if layer.options.weight_on_input else Constant(None)
-
-
-def result_weights(layer: Layer, expert_weights: Argument) -> Argument:
-    """Returns the routing weights for the sum of results, or None where they are on the input."""
-    return Constant(None) if layer.options.weight_on_input else expert_weights
-
-
-def expert_constants(kernel: Any, layer: Layer) -> dict[str, Argument]:
-    """Returns the experts' options that a kernel takes as constants: those in capital letters."""
-    options = {option.name.upper(): option.name for option in EXPERT_OPTIONS}
-    return {
-        name: Constant(getattr(layer.options, options[name]))
-        for name in kernel.arg_names
-        if name in options
+def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
+    weights, biases = (
+        {f"{name}_ptr": TensorPointer(name, layer.experts_dtype) for name in names}
+        for names in (("w1", "w2"), ("b1", "b2"))
+    )
+    expert_ids, expert_weights = _routing(layer)
+    has_norm = layer.options.pre_norm != "none"
+    records = filter(None, (layer.router, layer.options))
+    constants = {
+        **layer.sizes,
+        **{row.name.upper(): getattr(each, row.name) for each in records for row in each.rows},
+        "PRECISION": "tf32" if layer.tf32 else "ieee",
+        "PDL": architecture.has_dependent_launch,
     }
+    return {
+        "x_ptr": TensorPointer("x", layer.tokens_dtype),
+        "y_ptr": TensorPointer("y", layer.tokens_dtype),
+        **weights,
+        **{name: each if getattr(layer, each.tensor) else _ABSENT for name, each in biases.items()},
+        "expert_ids_ptr": expert_ids,
+        "expert_weights_ptr": expert_weights,
+        "row_scale_ptr": WorkspacePointer("row_scale", torch.float32) if has_norm else _ABSENT,
+        "hidden_ptr": WorkspacePointer("hidden", layer.experts_dtype),
+        "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),
+        **{f"{name}_ptr": WorkspacePointer(name, torch.int32) for name in _INT32_BUFFERS},
+        "tokens": Scalar(T),
+        **{name: Constant(value) for name, value in constants.items()},
+    }
+
+
+def _routing(layer: Layer) -> tuple[Argument, Argument]:
+    """Returns where expert ids and routing weights are: the router's buffers, or the call's."""
+    if layer.router is not None:
+        return (
+            WorkspacePointer("expert_ids", torch.int32),
+            WorkspacePointer("expert_weights", torch.float32),
+        )
+    return (
+        TensorPointer("expert_ids", layer.routing_dtype),
+        TensorPointer("expert_weights", layer.weights_dtype or torch.float32),
+    )

@@ -5,27 +5,17 @@ Its torch reference is the sum at the end of :func:`custom_ops.reference.experts
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.arguments import residual_pointer, result_weights
-from custom_ops.kernels.expressions import D, Expression, T, cdiv
+from custom_ops.kernels.arguments import kernel_of, sum_of_results
+from custom_ops.kernels.device import wait_for_previous
+from custom_ops.kernels.expressions import D, T, cdiv
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import (
-    Argument,
-    Constant,
-    KernelSpec,
-    Scalar,
-    Step,
-    TensorPointer,
-    WorkspacePointer,
-)
+from custom_ops.kernels.spec import Step
 
 __all__ = ["combine_kernel", "combine_step"]
-
-_NUM_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -45,9 +35,7 @@ def combine_kernel(
     """Computes ``y[t] = x[t] + sum_k weight[t, k] * rows[row_of_slot[t, k]]``."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     inside = t < tokens
     first_slot = t.to(tl.int64) * K
     y = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
@@ -68,28 +56,17 @@ def combine_kernel(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
 
 
-def combine_step(layer: Layer, architecture: Architecture, expert_weights: Argument) -> Step:
+def combine_step(layer: Layer, architecture: Architecture) -> Step:
     """The last stage: the buffer ``rows`` to y."""
     # A thread of a warp takes 16 bytes at a time; a program 4096 elements of y.
-    block_d = min(512, 1 << (layer.width - 1).bit_length())
+    block_d = min(512, triton.next_power_of_2(layer.width))
     block_t = max(1, 4096 // block_d)
-    spec = KernelSpec(
+    spec = kernel_of(
         combine_kernel,
-        {
-            "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),
-            "row_of_slot_ptr": WorkspacePointer("row_of_slot", torch.int32),
-            "expert_weights_ptr": result_weights(layer, expert_weights),
-            "x_ptr": residual_pointer(layer),
-            "y_ptr": TensorPointer("y", layer.tokens_dtype),
-            "tokens": Scalar(T),
-            "D": Constant(layer.width),
-            "K": Constant(layer.top_k),
-            "BLOCK_T": Constant(block_t),
-            "BLOCK_D": Constant(block_d),
-            "PDL": Constant(architecture.has_dependent_launch),
-        },
-        grid=(cdiv(T, block_t), cdiv(D, block_d), Expression.of(1)),
-        num_warps=_NUM_WARPS,
-        dependent_launch=architecture.has_dependent_launch,
+        layer,
+        architecture,
+        (cdiv(T, block_t), cdiv(D, block_d)),
+        {"block_t": block_t, "block_d": block_d, "num_warps": 4},
+        **sum_of_results(layer),
     )
     return Step((), (spec,))

@@ -7,7 +7,7 @@ the architecture goes before it. Nothing is searched at run time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -25,9 +25,12 @@ __all__ = [
     "GemmConfig",
     "MlpConfig",
     "RangeConfig",
+    "RouterConfig",
     "default_ranges",
+    "needs_upcast",
     "ranges_for",
     "read_ranges",
+    "router_config",
     "shape_key",
     "write_ranges",
 ]
@@ -39,6 +42,17 @@ _FEW_REREADS = 1.15
 # The hidden tile stays on chip up to this width. At D = 96, H = 384 the separate products move 2.6
 # times the bytes; at D = 192 1.4 times, and the kernel's two accumulators spill.
 _MLP_WIDTH = 128
+
+
+# One program reads some 100 kB/us (estimated): it does so with a weight of the first size at any
+# number of tokens, of the second where the experts take far longer anyway.
+_ALONE_BYTES = 64 * 1024
+_FUSED_BYTES = 1024 * 1024
+# Vector products read the weight once per token, from L2; beyond this, tiles of 16 tokens win.
+_VECTOR_BYTES = 16 * 1024 * 1024
+_STAGE_BYTES = 24 * 1024
+# 64-bit keys of a thread, above which registers spill.
+_KEYS = 32
 
 
 @dataclass(frozen=True)
@@ -109,11 +123,29 @@ class RangeConfig:
             )
 
 
-_CONFIGS: Mapping[str, type[FewConfig | GemmConfig | MlpConfig]] = {
-    "few": FewConfig,
-    "gemm": GemmConfig,
-    "mlp": MlpConfig,
-}
+@dataclass(frozen=True)
+class RouterConfig:
+    """The path through the router and the tile of its logits.
+
+    Attributes:
+        path: ``fused``: one kernel; ``tiles``: logits by matrix products, then the selection;
+            ``vectors``: logits by vector products, a token at a time, then the selection.
+        block_t: Tokens.
+        block_e: Experts; at least E where fused.
+        block_d: Depth of one pipeline stage.
+        num_warps: Warps of a program.
+        num_stages: Depth of the pipeline.
+    """
+
+    path: Literal["fused", "tiles", "vectors"]
+    block_t: int
+    block_e: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
+_CONFIGS: Mapping[str, Any] = {"few": FewConfig, "gemm": GemmConfig, "mlp": MlpConfig}
 
 
 def ranges_for(layer: Layer, architecture: Architecture) -> tuple[RangeConfig, ...]:
@@ -140,17 +172,11 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
     Few tokens take vector products, as long as hardly any two of them share an expert. Beyond,
     BLOCK_M is the mean number of rows of an expert, rounded up to 16, 32, 64 or 128.
     """
-    return tuple(_default_ranges(layer, architecture))
-
-
-def _default_ranges(layer: Layer, architecture: Architecture) -> Iterator[RangeConfig]:
     few = _last_few_tokens(layer)
-    yield RangeConfig(
-        few,
-        "few",
-        _few(layer, layer.hidden, depth=layer.width, vectors=layer.top_k),
-        _few(layer, layer.width, depth=layer.hidden, vectors=1),
-    )
+    few_up = _few(layer, layer.hidden, depth=layer.width, vectors=layer.top_k)
+    few_down = _few(layer, layer.width, depth=layer.hidden, vectors=1)
+    ranges = [RangeConfig(few, "few", few_up, few_down)]
+    gates = layer.options.rows_per_hidden
     tensor_cores = _on_tensor_cores(layer, architecture)
     on_chip = tensor_cores and layer.width <= _MLP_WIDTH
     blocks_m = (16, 32, 64, 128) if tensor_cores else (16, 32, 64)
@@ -161,15 +187,12 @@ def _default_ranges(layer: Layer, architecture: Architecture) -> Iterator[RangeC
         if last <= few:
             continue
         if on_chip:
-            yield RangeConfig(last, "mlp", _mlp(layer, architecture, block_m))
-            continue
-        gates = layer.options.rows_per_hidden
-        yield RangeConfig(
-            last,
-            "gemm",
-            _gemm(layer, architecture, block_m, layer.hidden, depth=layer.width, gates=gates),
-            _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden, gates=1),
-        )
+            ranges.append(RangeConfig(last, "mlp", _mlp(layer, architecture, block_m)))
+        else:
+            up = _gemm(layer, architecture, block_m, layer.hidden, depth=layer.width, gates=gates)
+            down = _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden, gates=1)
+            ranges.append(RangeConfig(last, "gemm", up, down))
+    return tuple(ranges)
 
 
 def _last_few_tokens(layer: Layer) -> int:
@@ -231,6 +254,57 @@ def _mlp(layer: Layer, architecture: Architecture, block_m: int) -> MlpConfig:
     )
 
 
+def router_config(
+    layer: Layer, architecture: Architecture, first_tokens: int, last_tokens: int
+) -> RouterConfig:
+    """Chooses for a range of tokens from sizes alone; nothing here was measured on a GPU."""
+    experts = max(16, _power_of_2(layer.experts))
+    weight_bytes = layer.experts * layer.width * layer.routing_dtype.itemsize
+    few = last_tokens <= _FEW_TOKENS
+    if experts <= 256 and weight_bytes <= (_ALONE_BYTES if few else _FUSED_BYTES):
+        block_t = 16 if first_tokens < 1024 else 32 if first_tokens < 4096 else 64
+        block_t = min(block_t, 8 * 32 * _KEYS // experts)
+        return _tiled(layer, architecture, "fused", block_t, experts)
+    if few and last_tokens * weight_bytes <= _VECTOR_BYTES:
+        # A warp reads 512 contiguous bytes of an expert's row.
+        block_d = min(_power_of_2(layer.width), 512 // layer.routing_dtype.itemsize)
+        return RouterConfig("vectors", 1, 4, block_d, num_warps=4, num_stages=2)
+    if first_tokens < 64:
+        return _tiled(layer, architecture, "tiles", 16, min(experts, 16 if few else 32))
+    block_t = 32 if first_tokens < 1024 else 64
+    return _tiled(layer, architecture, "tiles", block_t, min(experts, 64))
+
+
+def _tiled(
+    layer: Layer,
+    architecture: Architecture,
+    path: Literal["fused", "tiles"],
+    block_t: int,
+    block_e: int,
+) -> RouterConfig:
+    itemsize = max(layer.tokens_dtype.itemsize, layer.routing_dtype.itemsize)
+    depth_bytes = (block_t + block_e) * itemsize
+    # 128 contiguous bytes of a row, unless that makes the stages too big.
+    block_d = min(128 // itemsize, _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
+    block_d = max(16, 1 << (block_d.bit_length() - 1))
+    if needs_upcast(layer, architecture) and layer.routing_dtype.itemsize == 2:
+        # The upcast weight passes through registers: deeper blocks spill.
+        block_d = 16
+    stages = architecture.shared_memory // 2 // (depth_bytes * block_d)
+    num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS else 4
+    return RouterConfig(path, block_t, block_e, block_d, num_warps, max(1, min(3, stages)))
+
+
+def needs_upcast(layer: Layer, architecture: Architecture) -> bool:
+    """Returns whether products are of float32 and so not by tensor cores.
+
+    For sm_75 Triton compiles no product to tensor cores.
+    """
+    same = layer.tokens_dtype == layer.routing_dtype
+    half = layer.tokens_dtype.itemsize == 2
+    return not (same and half and architecture.has_tensor_cores)
+
+
 def _power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
@@ -247,12 +321,13 @@ def _tuned(name: str) -> dict[str, tuple[RangeConfig, ...]]:
 
 def read_ranges(ranges: list[dict[str, Any]]) -> tuple[RangeConfig, ...]:
     """Returns the configurations that :func:`write_ranges` wrote."""
-    read: list[RangeConfig] = []
-    for each in ranges:
-        config: Any = _CONFIGS[each["path"]]
-        down = None if each["down"] is None else config(**each["down"])
-        read.append(RangeConfig(each["last_tokens"], each["path"], config(**each["up"]), down))
-    return tuple(read)
+
+    def read(each: dict[str, Any]) -> RangeConfig:
+        config = _CONFIGS[each["path"]]
+        blocks = {name: each[name] and config(**each[name]) for name in ("up", "down")}
+        return RangeConfig(**each | blocks)
+
+    return tuple(map(read, ranges))
 
 
 def write_ranges(ranges: tuple[RangeConfig, ...]) -> list[dict[str, Any]]:

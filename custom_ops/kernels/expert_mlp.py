@@ -12,53 +12,74 @@ Legend: as in :mod:`custom_ops.kernels.grouped_gemm`.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import asdict
+
 import triton
 import triton.language as tl
 
-from custom_ops.kernels.activation import activate, activate_gated
+from custom_ops.kernels.activation import activate
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.arguments import (
-    TILE_TABLE,
-    bias_pointer,
-    expert_constants,
-    input_weights,
-    max_tiles,
-    row_scale_pointer,
-    weight_pointer,
-)
+from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles
 from custom_ops.kernels.configs import MlpConfig
-from custom_ops.kernels.expressions import D, Expression, K, T
+from custom_ops.kernels.device import load_block, wait_for_previous
+from custom_ops.kernels.expressions import D, K, T
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import (
-    Argument,
-    Buffer,
-    Constant,
-    KernelSpec,
-    Step,
-    TensorPointer,
-    WorkspacePointer,
-)
+from custom_ops.kernels.spec import Buffer, Step
 
 __all__ = ["expert_mlp_kernel", "expert_mlp_step", "split_width"]
 
 
 @triton.jit
-def _load_part(ptrs, d, D: tl.constexpr, LAST: tl.constexpr):
-    """Loads a block whose second axis is ``d``, masked only if the width does not fill it."""
-    if LAST <= D:
-        block = tl.load(ptrs)
-    else:
-        block = tl.load(ptrs, mask=(d < D)[None, :], other=0.0)
-    return block
-
-
-@triton.jit
-def _load_x(ptrs, d, weight, D: tl.constexpr, LAST: tl.constexpr, WEIGHTED: tl.constexpr, dtype):
-    x = _load_part(ptrs, d, D, LAST)
+def _load_x(ptrs, d, weight, D: tl.constexpr, WHOLE: tl.constexpr, WEIGHTED: tl.constexpr, dtype):
+    x = load_block(ptrs + d[None, :], (d < D)[None, :], WHOLE)
     if WEIGHTED:
         x = x.to(tl.float32) * weight[:, None]
     return x.to(dtype)
+
+
+@triton.jit
+def _first_product(
+    x_a,  # [BLOCK_M, BLOCK_A], columns a of x
+    x_b,  # [BLOCK_M, BLOCK_B], columns b; None where the width has no rest
+    a,
+    b,
+    w1_ptrs,  # [BLOCK_N, 1]
+    b1_ptr,  # or None
+    b1_at,  # [BLOCK_N]
+    scale,  # [BLOCK_M, 1], or None
+    D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Returns ``scale * x @ w1.T + b1`` for BLOCK_N rows of w1."""
+    w = load_block(w1_ptrs + a[None, :], (a < D)[None, :], a.shape[0] <= D)
+    z = tl.dot(x_a, w.T, input_precision=PRECISION)
+    if x_b is not None:
+        w = load_block(w1_ptrs + b[None, :], (b < D)[None, :], a.shape[0] + b.shape[0] <= D)
+        z = tl.dot(x_b, w.T, z, input_precision=PRECISION)
+    if scale is not None:
+        z *= scale
+    if b1_ptr is not None:
+        z += tl.load(b1_ptr + b1_at).to(tl.float32)[None, :]
+    return z
+
+
+@triton.jit
+def _second_product(
+    h, w2_ptr, y, d, unit, in_hidden, D: tl.constexpr, H: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Returns ``y + h @ w2.T`` for the columns ``d`` of y."""
+    inside = (d < D)[:, None] & in_hidden[None, :]
+    w2 = tl.load(w2_ptr + d[:, None] * H + unit[None, :], mask=inside, other=0.0)
+    return tl.dot(h, w2.T, y, input_precision=PRECISION)
+
+
+@triton.jit
+def _store(y_ptrs, b2_ptr, expert, y, d, in_expert, D: tl.constexpr):
+    """Stores the columns ``d`` of y, with their bias."""
+    if b2_ptr is not None:
+        y += tl.load(b2_ptr + expert * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    out = y_ptrs.dtype.element_ty
+    tl.store(y_ptrs + d[None, :], y.to(out), mask=in_expert[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -99,11 +120,8 @@ def expert_mlp_kernel(
     F: tl.constexpr = 2 * H if GATED else H
     UNIT: tl.constexpr = 2 if INTERLEAVED else 1
     UP: tl.constexpr = 1 if INTERLEAVED else H
-    LAST: tl.constexpr = BLOCK_A + BLOCK_B
     tile = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
@@ -114,21 +132,24 @@ def expert_mlp_kernel(
     weight = 1.0
     if WEIGHT_ON_INPUT:
         weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
+    scale = None
     if row_scale_ptr is not None:
         scale = tl.load(row_scale_ptr + slot // K)[:, None]
     expert = expert.to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     a = tl.arange(0, BLOCK_A)
+    b = None
+    x_b = None
     x_ptrs = x_ptr + (slot // K).to(tl.int64)[:, None] * D
     w1_base = w1_ptr + expert * F * D
     w2_base = w2_ptr + expert * D * H
     y_ptrs = rows_ptr + row.to(tl.int64)[:, None] * D
 
-    x_a = _load_x(x_ptrs + a[None, :], a, weight, D, BLOCK_A, WEIGHT_ON_INPUT, dtype)
+    x_a = _load_x(x_ptrs, a, weight, D, BLOCK_A <= D, WEIGHT_ON_INPUT, dtype)
     y_a = tl.zeros((BLOCK_M, BLOCK_A), tl.float32)
     if BLOCK_B > 0:
         b = BLOCK_A + tl.arange(0, BLOCK_B)
-        x_b = _load_x(x_ptrs + b[None, :], b, weight, D, LAST, WEIGHT_ON_INPUT, dtype)
+        x_b = _load_x(x_ptrs, b, weight, D, BLOCK_A + BLOCK_B <= D, WEIGHT_ON_INPUT, dtype)
         y_b = tl.zeros((BLOCK_M, BLOCK_B), tl.float32)
 
     for start in tl.range(0, H, BLOCK_N):
@@ -136,55 +157,24 @@ def expert_mlp_kernel(
         in_hidden = unit < H
         w1_row = unit % H * UNIT
         w1_ptrs = w1_base + w1_row[:, None] * D
-        gate = tl.dot(
-            x_a, _load_part(w1_ptrs + a[None, :], a, D, BLOCK_A).T, input_precision=PRECISION
-        )
-        if BLOCK_B > 0:
-            gate = tl.dot(
-                x_b, _load_part(w1_ptrs + b[None, :], b, D, LAST).T, gate, input_precision=PRECISION
-            )
-        if row_scale_ptr is not None:
-            gate *= scale
-        if b1_ptr is not None:
-            gate += tl.load(b1_ptr + expert * F + w1_row).to(tl.float32)[None, :]
+        b1_at = expert * F + w1_row
+        gate = _first_product(x_a, x_b, a, b, w1_ptrs, b1_ptr, b1_at, scale, D, PRECISION)
+        up = gate
         if GATED:
             w1_ptrs += UP * D
-            up = tl.dot(
-                x_a, _load_part(w1_ptrs + a[None, :], a, D, BLOCK_A).T, input_precision=PRECISION
-            )
-            if BLOCK_B > 0:
-                up = tl.dot(
-                    x_b,
-                    _load_part(w1_ptrs + b[None, :], b, D, LAST).T,
-                    up,
-                    input_precision=PRECISION,
-                )
-            if row_scale_ptr is not None:
-                up *= scale
-            if b1_ptr is not None:
-                up += tl.load(b1_ptr + expert * F + w1_row + UP).to(tl.float32)[None, :]
-            h = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
-        else:
-            h = activate(gate, ACTIVATION)
+            b1_at += UP
+            up = _first_product(x_a, x_b, a, b, w1_ptrs, b1_ptr, b1_at, scale, D, PRECISION)
+        h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT)
         if H % BLOCK_N != 0:
             h = tl.where(in_hidden[None, :], h, 0.0)
         h = h.to(dtype)
-        w2_ptrs = w2_base + a[:, None] * H + unit[None, :]
-        w2 = tl.load(w2_ptrs, mask=(a < D)[:, None] & in_hidden[None, :], other=0.0)
-        y_a = tl.dot(h, w2.T, y_a, input_precision=PRECISION)
+        y_a = _second_product(h, w2_base, y_a, a, unit, in_hidden, D, H, PRECISION)
         if BLOCK_B > 0:
-            w2_ptrs = w2_base + b[:, None] * H + unit[None, :]
-            w2 = tl.load(w2_ptrs, mask=(b < D)[:, None] & in_hidden[None, :], other=0.0)
-            y_b = tl.dot(h, w2.T, y_b, input_precision=PRECISION)
+            y_b = _second_product(h, w2_base, y_b, b, unit, in_hidden, D, H, PRECISION)
 
-    out = rows_ptr.dtype.element_ty
-    if b2_ptr is not None:
-        y_a += tl.load(b2_ptr + expert * D + a, mask=a < D, other=0.0).to(tl.float32)[None, :]
-    tl.store(y_ptrs + a[None, :], y_a.to(out), mask=in_expert[:, None] & (a < D)[None, :])
+    _store(y_ptrs, b2_ptr, expert, y_a, a, in_expert, D)
     if BLOCK_B > 0:
-        if b2_ptr is not None:
-            y_b += tl.load(b2_ptr + expert * D + b, mask=b < D, other=0.0).to(tl.float32)[None, :]
-        tl.store(y_ptrs + b[None, :], y_b.to(out), mask=in_expert[:, None] & (b < D)[None, :])
+        _store(y_ptrs, b2_ptr, expert, y_b, b, in_expert, D)
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -196,46 +186,23 @@ def split_width(width: int) -> tuple[int, int]:
         >>> split_width(96), split_width(192), split_width(128), split_width(56)
         ((64, 32), (128, 64), (128, 0), (64, 0))
     """
-    whole = max(16, 1 << (width - 1).bit_length())
+    whole = max(16, triton.next_power_of_2(width))
     first = whole // 2
     if first < 16 or width == whole:
         return whole, 0
-    rest = max(16, 1 << (width - first - 1).bit_length())
+    rest = max(16, triton.next_power_of_2(width - first))
     return (first, rest) if rest < first else (whole, 0)
 
 
-def expert_mlp_step(
-    layer: Layer, architecture: Architecture, config: MlpConfig, expert_weights: Argument
-) -> Step:
+def expert_mlp_step(layer: Layer, architecture: Architecture, config: MlpConfig) -> Step:
     """The experts: sorted slots to the buffer ``rows``, unweighted, in the tokens' dtype."""
     block_a, block_b = split_width(layer.width)
-    spec = KernelSpec(
+    spec = kernel_of(
         expert_mlp_kernel,
-        {
-            "x_ptr": TensorPointer("x", layer.tokens_dtype),
-            "w1_ptr": weight_pointer(layer, "w1"),
-            "b1_ptr": bias_pointer(layer, "b1"),
-            "w2_ptr": weight_pointer(layer, "w2"),
-            "b2_ptr": bias_pointer(layer, "b2"),
-            "expert_weights_ptr": input_weights(layer, expert_weights),
-            "row_scale_ptr": row_scale_pointer(layer),
-            "slot_of_row_ptr": WorkspacePointer("slot_of_row", torch.int32),
-            **TILE_TABLE,
-            "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),
-            "D": Constant(layer.width),
-            "H": Constant(layer.hidden),
-            "K": Constant(layer.top_k),
-            **expert_constants(expert_mlp_kernel, layer),
-            "BLOCK_M": Constant(config.block_m),
-            "BLOCK_N": Constant(config.block_n),
-            "BLOCK_A": Constant(block_a),
-            "BLOCK_B": Constant(block_b),
-            "PRECISION": Constant("tf32" if layer.tf32 else "ieee"),
-            "PDL": Constant(architecture.has_dependent_launch),
-        },
-        grid=(max_tiles(config.block_m), Expression.of(1), Expression.of(1)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        dependent_launch=architecture.has_dependent_launch,
+        layer,
+        architecture,
+        (max_tiles(config.block_m),),
+        {**asdict(config), "block_a": block_a, "block_b": block_b},
+        **first_product(layer),
     )
     return Step((Buffer("rows", layer.tokens_dtype, T * K * D),), (spec,))

@@ -6,15 +6,13 @@ evaluates them; a bundle holds their postfix form for the C++ launcher.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from custom_ops.options import SIZES
-
 __all__ = [
     "OPERATIONS",
-    "SYMBOLS",
     "Expression",
     "IntLike",
     "D",
@@ -27,10 +25,17 @@ __all__ = [
     "minimum",
 ]
 
+_BINARY: Mapping[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "cdiv": lambda a, b: -(-a // b),
+    "min": min,
+    "max": max,
+}
 #: An operation's place is its code in a bundle.
-OPERATIONS = ("const", "symbol", "add", "sub", "mul", "floordiv", "cdiv", "min", "max")
-#: The number of tokens, and a layer's sizes. A symbol's place is its code in a bundle.
-SYMBOLS = ("T", *(s.symbol for s in sorted(SIZES, key=lambda size: size.slot.index)))
+OPERATIONS = ("const", "symbol", *_BINARY)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ def maximum(a: IntLike, b: IntLike) -> Expression:
     return _operation("max", a, b)
 
 
-T, E, K, D, H = (Expression("symbol", value=name) for name in SYMBOLS)
+# The number of tokens, and a layer's sizes.
+T, E, K, D, H = (Expression("symbol", value=name) for name in "TEKDH")
 
 
 def _operation(operation: str, a: IntLike, b: IntLike) -> Expression:
@@ -134,19 +140,4 @@ def _operation(operation: str, a: IntLike, b: IntLike) -> Expression:
 def _apply(operation: str, a: int, b: int) -> int:
     if operation in ("floordiv", "cdiv") and b < 1:
         raise ZeroDivisionError(f"{operation} needs a divisor of at least 1, got {b}")
-    match operation:
-        case "add":
-            return a + b
-        case "sub":
-            return a - b
-        case "mul":
-            return a * b
-        case "floordiv":
-            return a // b
-        case "cdiv":
-            return -(-a // b)
-        case "min":
-            return min(a, b)
-        case "max":
-            return max(a, b)
-    raise ValueError(f"unknown operation {operation!r}")
+    return _BINARY[operation](a, b)

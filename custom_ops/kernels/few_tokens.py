@@ -7,32 +7,19 @@ choices in slot order and writes y. Their torch reference is :func:`custom_ops.r
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import triton
 import triton.language as tl
 
-from custom_ops.kernels.activation import activate, activate_gated
+from custom_ops.kernels.activation import activate
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.arguments import (
-    bias_pointer,
-    expert_constants,
-    input_weights,
-    residual_pointer,
-    result_weights,
-    row_scale_pointer,
-    weight_pointer,
-)
+from custom_ops.kernels.arguments import first_product, kernel_of, sum_of_results
 from custom_ops.kernels.configs import FewConfig
-from custom_ops.kernels.expressions import D, Expression, H, K, T, cdiv
+from custom_ops.kernels.device import wait_for_previous
+from custom_ops.kernels.expressions import D, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import (
-    Argument,
-    Buffer,
-    Constant,
-    KernelSpec,
-    Step,
-    TensorPointer,
-    WorkspacePointer,
-)
+from custom_ops.kernels.spec import Buffer, Step
 
 __all__ = ["few_down_kernel", "few_step", "few_up_kernel"]
 
@@ -68,9 +55,7 @@ def few_up_kernel(
     slot = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     expert = tl.load(expert_ids_ptr + slot).to(tl.int64)
     if (expert < 0) | (expert >= E):
         return
@@ -102,10 +87,7 @@ def few_up_kernel(
         z += tl.load(b1_ptr + row).to(tl.float32)
         if GATED:
             u += tl.load(b1_ptr + row + UP).to(tl.float32)
-    if GATED:
-        h = activate_gated(z, u, ACTIVATION, ALPHA, LIMIT)
-    else:
-        h = activate(z, ACTIVATION)
+    h = activate(z, u, GATED, ACTIVATION, ALPHA, LIMIT)
     tl.store(hidden_ptr + slot * H + n, h.to(dtype), mask=n < H)
 
 
@@ -130,9 +112,7 @@ def few_down_kernel(
     token = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     y = tl.zeros((BLOCK_N,), tl.float32)
     for slot in tl.range(token * K, token * K + K):
         expert = tl.load(expert_ids_ptr + slot).to(tl.int64)
@@ -156,74 +136,22 @@ def few_down_kernel(
     tl.store(y_ptr + token * D + n, y.to(y_ptr.dtype.element_ty), mask=n < D)
 
 
-def few_step(
-    layer: Layer,
-    architecture: Architecture,
-    up: FewConfig,
-    down: FewConfig,
-    expert_ids: Argument,
-    expert_weights: Argument,
-) -> Step:
-    """Both products: x and the routing to y.
-
-    Args:
-        layer: The layer.
-        architecture: Where it runs.
-        up: Block of the first product.
-        down: Block of the second product.
-        expert_ids: Where the expert ids are.
-        expert_weights: Where the routing weights are.
-    """
-    hidden = WorkspacePointer("hidden", layer.experts_dtype)
-    sizes: dict[str, Argument] = {
-        "E": Constant(layer.experts),
-        "D": Constant(layer.width),
-        "H": Constant(layer.hidden),
-        "K": Constant(layer.top_k),
-    }
-    first = KernelSpec(
+def few_step(layer: Layer, architecture: Architecture, up: FewConfig, down: FewConfig) -> Step:
+    """Both products: x and the routing to y."""
+    first = kernel_of(
         few_up_kernel,
-        {
-            "x_ptr": TensorPointer("x", layer.tokens_dtype),
-            "expert_ids_ptr": expert_ids,
-            "expert_weights_ptr": input_weights(layer, expert_weights),
-            "row_scale_ptr": row_scale_pointer(layer),
-            "w1_ptr": weight_pointer(layer, "w1"),
-            "b1_ptr": bias_pointer(layer, "b1"),
-            "hidden_ptr": hidden,
-            **sizes,
-            **expert_constants(few_up_kernel, layer),
-            **_block_constants(architecture, up),
-        },
-        grid=(cdiv(H, up.block_n), T * K, Expression.of(1)),
-        num_warps=up.num_warps,
-        num_stages=up.num_stages,
-        dependent_launch=architecture.has_dependent_launch,
+        layer,
+        architecture,
+        (cdiv(H, up.block_n), T * K),
+        asdict(up),
+        **first_product(layer),
     )
-    second = KernelSpec(
+    second = kernel_of(
         few_down_kernel,
-        {
-            "hidden_ptr": hidden,
-            "expert_ids_ptr": expert_ids,
-            "expert_weights_ptr": result_weights(layer, expert_weights),
-            "w2_ptr": weight_pointer(layer, "w2"),
-            "b2_ptr": bias_pointer(layer, "b2"),
-            "x_ptr": residual_pointer(layer),
-            "y_ptr": TensorPointer("y", layer.tokens_dtype),
-            **sizes,
-            **_block_constants(architecture, down),
-        },
-        grid=(cdiv(D, down.block_n), T, Expression.of(1)),
-        num_warps=down.num_warps,
-        num_stages=down.num_stages,
-        dependent_launch=architecture.has_dependent_launch,
+        layer,
+        architecture,
+        (cdiv(D, down.block_n), T),
+        asdict(down),
+        **sum_of_results(layer),
     )
     return Step((Buffer("hidden", layer.experts_dtype, T * K * H),), (first, second))
-
-
-def _block_constants(architecture: Architecture, config: FewConfig) -> dict[str, Argument]:
-    return {
-        "BLOCK_N": Constant(config.block_n),
-        "BLOCK_K": Constant(config.block_k),
-        "PDL": Constant(architecture.has_dependent_launch),
-    }

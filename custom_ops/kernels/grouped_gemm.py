@@ -11,34 +11,19 @@ N = T*K slots, of which R have an expert and so a row.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import asdict
+
 import triton
 import triton.language as tl
 
-from custom_ops.kernels.activation import activate, activate_gated
+from custom_ops.kernels.activation import activate
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.arguments import (
-    TILE_TABLE,
-    bias_pointer,
-    expert_constants,
-    input_weights,
-    max_tiles,
-    row_scale_pointer,
-    weight_pointer,
-)
+from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles
 from custom_ops.kernels.configs import GemmConfig
-from custom_ops.kernels.expressions import D, Expression, H, K, T, cdiv
+from custom_ops.kernels.device import load_block, wait_for_previous
+from custom_ops.kernels.expressions import D, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import (
-    Argument,
-    Buffer,
-    Constant,
-    KernelSpec,
-    Step,
-    TensorMap,
-    TensorPointer,
-    WorkspacePointer,
-)
+from custom_ops.kernels.spec import Argument, Buffer, Step, TensorMap, TensorPointer
 
 __all__ = ["expert_down_kernel", "expert_down_step", "expert_up_kernel", "expert_up_step"]
 
@@ -94,9 +79,7 @@ def expert_up_kernel(
     UNIT: tl.constexpr = 2 if INTERLEAVED else 1
     UP: tl.constexpr = 1 if INTERLEAVED else H
     tile, n_tile = _tile_of_program(tl.cdiv(H, BLOCK_N), GROUP_M)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
@@ -118,20 +101,15 @@ def expert_up_kernel(
     for start in tl.range(0, D, BLOCK_K):
         whole: tl.constexpr = D % BLOCK_K == 0
         inside = start + k < D
-        if whole:
-            x = tl.load(x_ptrs + start)
-        else:
-            x = tl.load(x_ptrs + start, mask=inside[None, :], other=0.0)
+        x = load_block(x_ptrs + start, inside[None, :], whole)
         if WEIGHT_ON_INPUT:
             x = x.to(tl.float32) * weight[:, None]
         x = x.to(dtype)
         if TENSOR_MAP:
             first = n_tile * BLOCK_N
             w = w1.load([expert, first, start]).reshape(BLOCK_N, BLOCK_K).T
-        elif whole:
-            w = tl.load(w1_ptrs + start)
         else:
-            w = tl.load(w1_ptrs + start, mask=inside[:, None], other=0.0)
+            w = load_block(w1_ptrs + start, inside[:, None], whole)
         gate = tl.dot(x, w, gate, input_precision=PRECISION)
         if GATED:
             if TENSOR_MAP:
@@ -139,10 +117,8 @@ def expert_up_kernel(
                     v = w1.load([expert, first, D + start]).reshape(BLOCK_N, BLOCK_K).T
                 else:
                     v = w1.load([expert, H + first, start]).reshape(BLOCK_N, BLOCK_K).T
-            elif whole:
-                v = tl.load(w1_ptrs + UP * D + start)
             else:
-                v = tl.load(w1_ptrs + UP * D + start, mask=inside[:, None], other=0.0)
+                v = load_block(w1_ptrs + UP * D + start, inside[:, None], whole)
             up = tl.dot(x, v, up, input_precision=PRECISION)
 
     if row_scale_ptr is not None:
@@ -155,10 +131,7 @@ def expert_up_kernel(
         gate += tl.load(b1_ptrs).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(b1_ptrs + UP).to(tl.float32)[None, :]
-    if GATED:
-        h = activate_gated(gate, up, ACTIVATION, ALPHA, LIMIT)
-    else:
-        h = activate(gate, ACTIVATION)
+    h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT)
     h_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * H + n[None, :]
     tl.store(h_ptrs, h.to(dtype), mask=in_expert[:, None] & (n < H)[None, :])
 
@@ -184,9 +157,7 @@ def expert_down_kernel(
 ):
     """Computes ``rows = hidden @ w2[expert].T + b2[expert]``, tile by tile."""
     tile, n_tile = _tile_of_program(tl.cdiv(D, BLOCK_N), GROUP_M)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
@@ -205,16 +176,11 @@ def expert_down_kernel(
     for start in tl.range(0, H, BLOCK_K):
         whole: tl.constexpr = H % BLOCK_K == 0
         inside = start + k < H
-        if whole:
-            h = tl.load(h_ptrs + start)
-        else:
-            h = tl.load(h_ptrs + start, mask=inside[None, :], other=0.0)
+        h = load_block(h_ptrs + start, inside[None, :], whole)
         if TENSOR_MAP:
             w = w2.load([expert, n_tile * BLOCK_N, start]).reshape(BLOCK_N, BLOCK_K).T
-        elif whole:
-            w = tl.load(w2_ptrs + start)
         else:
-            w = tl.load(w2_ptrs + start, mask=inside[:, None], other=0.0)
+            w = load_block(w2_ptrs + start, inside[:, None], whole)
         y = tl.dot(h, w, y, input_precision=PRECISION)
 
     if b2_ptr is not None:
@@ -224,105 +190,47 @@ def expert_down_kernel(
     tl.store(y_ptrs, y, mask=in_expert[:, None] & (n < D)[None, :])
 
 
-def expert_up_step(
-    layer: Layer, architecture: Architecture, config: GemmConfig, expert_weights: Argument
-) -> Step:
-    """The first product: sorted slots to the buffer ``hidden``.
-
-    Args:
-        layer: The layer.
-        architecture: Where it runs.
-        config: Tile shape.
-        expert_weights: Where the routing weights are.
-    """
-    spec = KernelSpec(
+def expert_up_step(layer: Layer, architecture: Architecture, config: GemmConfig) -> Step:
+    """The first product: sorted slots to the buffer ``hidden``."""
+    # One row per hidden unit where gate and up rows alternate. A gate tile that passes the end of
+    # its rows then reads up rows, which x, masked, multiplies by zero: only if those hold no number
+    # does that show, and then the unit has none anyway.
+    unit = 2 if layer.options.interleaved else 1
+    spec = kernel_of(
         expert_up_kernel,
-        {
-            "x_ptr": TensorPointer("x", layer.tokens_dtype),
-            "w1": _w1_map(layer, config) if config.tensor_maps else weight_pointer(layer, "w1"),
-            "b1_ptr": bias_pointer(layer, "b1"),
-            "expert_weights_ptr": input_weights(layer, expert_weights),
-            "row_scale_ptr": row_scale_pointer(layer),
-            "slot_of_row_ptr": WorkspacePointer("slot_of_row", torch.int32),
-            **TILE_TABLE,
-            "hidden_ptr": WorkspacePointer("hidden", layer.experts_dtype),
-            "D": Constant(layer.width),
-            "H": Constant(layer.hidden),
-            "K": Constant(layer.top_k),
-            **expert_constants(expert_up_kernel, layer),
-            **_tile_constants(layer, architecture, config),
-        },
-        grid=(_programs(config, H), Expression.of(1), Expression.of(1)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        dependent_launch=architecture.has_dependent_launch,
+        layer,
+        architecture,
+        (max_tiles(config.block_m) * cdiv(H, config.block_n),),
+        asdict(config),
+        w1=_weight(layer, config, "w1", layer.rows // unit, unit * layer.width),
+        TENSOR_MAP=config.tensor_maps,
+        **first_product(layer),
     )
     return Step((Buffer("hidden", layer.experts_dtype, T * K * H),), (spec,))
 
 
 def expert_down_step(layer: Layer, architecture: Architecture, config: GemmConfig) -> Step:
     """The second product: ``hidden`` to the buffer ``rows``, unweighted, in the tokens' dtype."""
-    spec = KernelSpec(
+    spec = kernel_of(
         expert_down_kernel,
-        {
-            "hidden_ptr": WorkspacePointer("hidden", layer.experts_dtype),
-            "w2": _w2_map(layer, config) if config.tensor_maps else weight_pointer(layer, "w2"),
-            "b2_ptr": bias_pointer(layer, "b2"),
-            **TILE_TABLE,
-            "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),
-            "D": Constant(layer.width),
-            "H": Constant(layer.hidden),
-            **_tile_constants(layer, architecture, config),
-        },
-        grid=(_programs(config, D), Expression.of(1), Expression.of(1)),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        dependent_launch=architecture.has_dependent_launch,
+        layer,
+        architecture,
+        (max_tiles(config.block_m) * cdiv(D, config.block_n),),
+        asdict(config),
+        w2=_weight(layer, config, "w2", layer.width, layer.hidden),
+        TENSOR_MAP=config.tensor_maps,
     )
     return Step((Buffer("rows", layer.tokens_dtype, T * K * D),), (spec,))
 
 
-def _programs(config: GemmConfig, columns: Expression) -> Expression:
-    return max_tiles(config.block_m) * cdiv(columns, config.block_n)
-
-
-def _tile_constants(
-    layer: Layer, architecture: Architecture, config: GemmConfig
-) -> dict[str, Argument]:
-    return {
-        "TENSOR_MAP": Constant(config.tensor_maps),
-        "PRECISION": Constant("tf32" if layer.tf32 else "ieee"),
-        "BLOCK_M": Constant(config.block_m),
-        "BLOCK_N": Constant(config.block_n),
-        "BLOCK_K": Constant(config.block_k),
-        "GROUP_M": Constant(config.group_m),
-        "PDL": Constant(architecture.has_dependent_launch),
-    }
-
-
-def _w1_map(layer: Layer, config: GemmConfig) -> TensorMap:
-    """Views w1 [E, F, D] as one row per hidden unit where gate and up rows alternate.
-
-    A gate tile that passes the end of its rows then reads up rows, which x, masked, multiplies by
-    zero: only if those hold no number does that show, and then the unit has none anyway.
-    """
-    unit = 2 if layer.options.interleaved else 1
-    rows, width = layer.rows // unit, unit * layer.width
+def _weight(layer: Layer, config: GemmConfig, tensor: str, rows: int, width: int) -> Argument:
+    """Returns a pointer to w1 or w2, or a tensor map that views it as ``[E, rows, width]``."""
+    if not config.tensor_maps:
+        return TensorPointer(tensor, layer.experts_dtype)
     return TensorMap(
-        "w1",
+        tensor,
         layer.experts_dtype,
         shape=(layer.experts, rows, width),
         strides=(rows * width, width, 1),
-        box=(1, config.block_n, config.block_k),
-    )
-
-
-def _w2_map(layer: Layer, config: GemmConfig) -> TensorMap:
-    width, hidden = layer.width, layer.hidden
-    return TensorMap(
-        "w2",
-        layer.experts_dtype,
-        shape=(layer.experts, width, hidden),
-        strides=(width * hidden, hidden, 1),
         box=(1, config.block_n, config.block_k),
     )

@@ -18,18 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.arguments import max_tiles
+from custom_ops.kernels.arguments import kernel_of, max_tiles
+from custom_ops.kernels.device import wait_for_previous
 from custom_ops.kernels.expressions import E, Expression, IntLike, K, T, cdiv, minimum
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import (
-    Argument,
-    Buffer,
-    Constant,
-    KernelSpec,
-    Scalar,
-    Step,
-    WorkspacePointer,
-)
+from custom_ops.kernels.spec import Buffer, KernelSpec, Step, WorkspacePointer
 
 __all__ = [
     "SortedSlots",
@@ -103,7 +96,6 @@ def _place(
     next_row,  # [BLOCK_E]
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
 ):
     """Gives each slot the next row of its expert, in order of slots."""
     n = tl.arange(0, BLOCK_N)
@@ -116,7 +108,7 @@ def _place(
         row = tl.gather(next_row, expert, 0) + rank
         tl.store(row_of_slot_ptr + slot, tl.where(valid, row, -1), mask=slot < end)
         tl.store(slot_of_row_ptr + row, slot, mask=valid)
-        next_row += tl.histogram(expert, BLOCK_E, mask=valid)
+        next_row += tl.histogram(expert, next_row.shape[0], mask=valid)
 
 
 @triton.jit
@@ -129,11 +121,11 @@ def _tabulate(
     slots,
     E: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
 ):
     """Writes this program's share of the tile table, and the first program ``row_starts``."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
+    BLOCK_E: tl.constexpr = counts.shape[0]
     expert = tl.arange(0, BLOCK_E)
     if program == 0:
         tl.store(row_starts_ptr + expert, starts, mask=expert < E)
@@ -154,7 +146,7 @@ def _tabulate(
 
 @triton.jit(do_not_specialize=["tokens"])
 def sort_kernel(
-    ids_ptr,  # [N]
+    expert_ids_ptr,  # [N]
     slot_of_row_ptr,  # [R]
     row_of_slot_ptr,  # [N]
     row_starts_ptr,  # [E + 1]
@@ -169,19 +161,15 @@ def sort_kernel(
     PDL: tl.constexpr,
 ):
     """Sorts few slots in one program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     slots = tokens * K
     counts = tl.zeros((BLOCK_E,), tl.int32)
     for start in tl.range(0, slots, BLOCK_N):
-        expert, valid = _experts_of(ids_ptr, start + tl.arange(0, BLOCK_N), slots, E)
+        expert, valid = _experts_of(expert_ids_ptr, start + tl.arange(0, BLOCK_N), slots, E)
         counts += tl.histogram(expert, BLOCK_E, mask=valid)
     starts = tl.cumsum(counts, axis=0) - counts
-    _tabulate(
-        counts, starts, row_starts_ptr, tile_expert_ptr, tile_row_ptr, slots, E, BLOCK_M, BLOCK_E
-    )
-    _place(ids_ptr, slot_of_row_ptr, row_of_slot_ptr, 0, slots, starts, E, BLOCK_N, BLOCK_E)
+    _tabulate(counts, starts, row_starts_ptr, tile_expert_ptr, tile_row_ptr, slots, E, BLOCK_M)
+    _place(expert_ids_ptr, slot_of_row_ptr, row_of_slot_ptr, 0, slots, starts, E, BLOCK_N)
 
 
 @triton.jit
@@ -194,7 +182,7 @@ def _share(slots, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def count_kernel(
-    ids_ptr,  # [N]
+    expert_ids_ptr,  # [N]
     counts_ptr,  # [programs, E]
     tokens,
     E: tl.constexpr,
@@ -204,13 +192,11 @@ def count_kernel(
     PDL: tl.constexpr,
 ):
     """Counts each expert's slots in this program's share."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     first, end = _share(tokens * K, BLOCK_N)
     counts = tl.zeros((BLOCK_E,), tl.int32)
     for start in tl.range(first, end, BLOCK_N):
-        expert, valid = _experts_of(ids_ptr, start + tl.arange(0, BLOCK_N), end, E)
+        expert, valid = _experts_of(expert_ids_ptr, start + tl.arange(0, BLOCK_N), end, E)
         counts += tl.histogram(expert, BLOCK_E, mask=valid)
     expert = tl.arange(0, BLOCK_E)
     tl.store(counts_ptr + tl.program_id(0) * E + expert, counts, mask=expert < E)
@@ -218,7 +204,7 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def place_kernel(
-    ids_ptr,  # [N]
+    expert_ids_ptr,  # [N]
     counts_ptr,  # [programs, E]
     slot_of_row_ptr,  # [R]
     row_of_slot_ptr,  # [N]
@@ -235,9 +221,7 @@ def place_kernel(
     PDL: tl.constexpr,
 ):
     """Places this program's share of the slots, after the same experts' of earlier programs."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     expert = tl.arange(0, BLOCK_E)[None, :]
     counts = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
@@ -249,13 +233,10 @@ def place_kernel(
         before += tl.sum(tl.where(program < tl.program_id(0), count, 0), axis=0)
     starts = tl.cumsum(counts, axis=0) - counts
     slots = tokens * K
-    _tabulate(
-        counts, starts, row_starts_ptr, tile_expert_ptr, tile_row_ptr, slots, E, BLOCK_M, BLOCK_E
-    )
+    _tabulate(counts, starts, row_starts_ptr, tile_expert_ptr, tile_row_ptr, slots, E, BLOCK_M)
     first, end = _share(slots, BLOCK_N)
-    _place(
-        ids_ptr, slot_of_row_ptr, row_of_slot_ptr, first, end, starts + before, E, BLOCK_N, BLOCK_E
-    )
+    next_row = starts + before
+    _place(expert_ids_ptr, slot_of_row_ptr, row_of_slot_ptr, first, end, next_row, E, BLOCK_N)
 
 
 # Slots that a program ranks at a time, by comparing each two of them in registers.
@@ -270,58 +251,40 @@ _COUNTS_AT_ONCE = 4096
 
 
 def index_sort_step(
-    layer: Layer,
-    architecture: Architecture,
-    ids: Argument,
-    block_m: int,
-    first_tokens: int,
-    last_tokens: int,
+    layer: Layer, architecture: Architecture, block_m: int, last_tokens: int
 ) -> Step:
-    """Sorts the slots by expert: the buffers of :class:`SortedSlots`.
+    """Sorts the slots of up to ``last_tokens`` tokens by expert: :class:`SortedSlots`' buffers.
 
-    Args:
-        layer: The layer.
-        architecture: Where it runs.
-        ids: Where the expert ids ``[T, K]`` are, int32 or int64.
-        block_m: Rows of a tile.
-        first_tokens: Fewest tokens that it is launched for.
-        last_tokens: Most tokens.
+    A tile has ``block_m`` rows.
     """
-    block_e = max(32, 1 << (layer.experts - 1).bit_length())
+    block_e = max(32, triton.next_power_of_2(layer.experts))
+    counts = (T * K, T * K, E + 1, max_tiles(block_m), max_tiles(block_m))
     outputs = tuple(
         Buffer(name, torch.int32, Expression.of(count))
-        for name, count in zip(
-            SortedSlots._fields,
-            (T * K, T * K, E + 1, max_tiles(block_m), max_tiles(block_m)),
-            strict=True,
-        )
+        for name, count in zip(SortedSlots._fields, counts, strict=True)
     )
-    arguments: dict[str, Argument] = {
-        "ids_ptr": ids,
-        "counts_ptr": WorkspacePointer("slot_counts", torch.int32),
-        **{f"{each.name}_ptr": WorkspacePointer(each.name, torch.int32) for each in outputs},
-        "tokens": Scalar(T),
-        "E": Constant(layer.experts),
-        "K": Constant(layer.top_k),
-        "BLOCK_M": Constant(block_m),
-        "BLOCK_N": Constant(_BLOCK_SLOTS),
-        "BLOCK_E": Constant(block_e),
-        "BLOCK_P": Constant(min(64, _COUNTS_AT_ONCE // block_e)),
-        "PDL": Constant(architecture.has_dependent_launch),
+    launch = {
+        "block_m": block_m,
+        "block_n": _BLOCK_SLOTS,
+        "block_e": block_e,
+        "block_p": min(64, _COUNTS_AT_ONCE // block_e),
+        "num_warps": 4,
     }
 
     def spec(function: Any, programs: IntLike) -> KernelSpec:
-        return KernelSpec(
+        return kernel_of(
             function,
-            {name: arguments[name] for name in function.arg_names},
-            grid=(Expression.of(programs), Expression.of(1), Expression.of(1)),
-            num_warps=4,
-            dependent_launch=architecture.has_dependent_launch,
+            layer,
+            architecture,
+            (programs,),
+            launch,
+            counts_ptr=WorkspacePointer("slot_counts", torch.int32),
         )
 
     if last_tokens * layer.top_k <= _ONE_PROGRAM_SLOTS:
         return Step(outputs, (spec(sort_kernel, 1),))
-    most = min(_MAX_PROGRAMS, _COUNTS // block_e)
-    programs = minimum(cdiv(T * K, _BLOCK_SLOTS), most)
-    counts = Buffer("slot_counts", torch.int32, programs * E)
-    return Step((counts, *outputs), (spec(count_kernel, programs), spec(place_kernel, programs)))
+    programs = minimum(cdiv(T * K, _BLOCK_SLOTS), min(_MAX_PROGRAMS, _COUNTS // block_e))
+    slot_counts = Buffer("slot_counts", torch.int32, programs * E)
+    return Step(
+        (slot_counts, *outputs), (spec(count_kernel, programs), spec(place_kernel, programs))
+    )

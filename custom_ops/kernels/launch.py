@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from custom_ops.kernels.spec import (
+    Argument,
     Constant,
     ForwardPlan,
     KernelSpec,
@@ -28,8 +29,7 @@ def launch(
 
     Args:
         plan: What to run.
-        tensors: The call's tensors by the names of :data:`custom_ops.kernels.spec.TENSORS`, each
-            contiguous; x and y are ``[T, D]``.
+        tensors: The operator's by argument, and y, each contiguous; x and y are ``[T, D]``.
         workspace: uint8 of at least ``plan.workspace_size(T)`` bytes, aligned to 256; allocated
             where None. It need not be initialised.
     """
@@ -42,11 +42,7 @@ def launch(
     if workspace is None:
         workspace = torch.empty(offsets[""], dtype=torch.uint8, device=tensors["x"].device)
     for spec in span.launches:
-        arguments = {
-            name: _resolve(argument, sizes, tensors, workspace, offsets)
-            for name, argument in spec.arguments.items()
-        }
-        _start(spec, sizes, arguments)
+        _start(spec, sizes, tensors, workspace, offsets)
 
 
 def launch_kernel(spec: KernelSpec, tensors: Mapping[str, Tensor]) -> None:
@@ -56,43 +52,36 @@ def launch_kernel(spec: KernelSpec, tensors: Mapping[str, Tensor]) -> None:
         spec: The kernel; its symbols are T alone.
         tensors: Contiguous, by the names that the spec gives them; x is ``[T, D]``, not empty.
     """
-    sizes = {"T": tensors["x"].shape[0]}
     nothing = torch.empty(0, dtype=torch.uint8, device=tensors["x"].device)
-    arguments = {
-        name: _resolve(argument, sizes, tensors, nothing, {})
-        for name, argument in spec.arguments.items()
-    }
-    _start(spec, sizes, arguments)
+    _start(spec, {"T": tensors["x"].shape[0]}, tensors, nothing, {})
 
 
-def _resolve(
-    argument: object,
+def _start(
+    spec: KernelSpec,
     sizes: Mapping[str, int],
     tensors: Mapping[str, Tensor],
     workspace: Tensor,
     offsets: Mapping[str, int],
-) -> Any:
-    match argument:
-        case Constant(value):
-            return value
-        case Scalar(value):
-            return value.evaluate(sizes)
-        case TensorPointer(name):
-            return tensors[name]
-        case WorkspacePointer(buffer, dtype):
-            begin, rest = offsets[buffer], workspace.numel() - offsets[buffer]
-            return workspace[begin : begin + rest - rest % dtype.itemsize].view(dtype)
-        case TensorMap(name, _, shape, strides, box):
-            from triton.tools.tensor_descriptor import TensorDescriptor
+) -> None:
+    def resolve(argument: Argument) -> Any:
+        match argument:
+            case Constant(value):
+                return value
+            case Scalar(value):
+                return value.evaluate(sizes)
+            case TensorPointer(name):
+                return tensors[name]
+            case WorkspacePointer(buffer, dtype):
+                rest = workspace[offsets[buffer] :]
+                return rest[: rest.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            case TensorMap(name, _, shape, strides, box):
+                from triton.tools.tensor_descriptor import TensorDescriptor
 
-            return TensorDescriptor(tensors[name], list(shape), list(strides), list(box))
-    raise TypeError(f"no launcher takes the argument {argument!r}")
+                return TensorDescriptor(tensors[name], list(shape), list(strides), list(box))
 
-
-def _start(spec: KernelSpec, sizes: Mapping[str, int], arguments: dict[str, Any]) -> None:
     grid = tuple(axis.evaluate(sizes) for axis in spec.grid)
     spec.function[grid](
-        **arguments,
+        **{name: resolve(argument) for name, argument in spec.arguments.items()},
         num_warps=spec.num_warps,
         num_stages=spec.num_stages,
         launch_pdl=spec.dependent_launch,

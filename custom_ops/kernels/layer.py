@@ -57,16 +57,11 @@ class Layer:
     tf32: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("experts", self.experts, 1, MAX_EXPERTS),
-            ("top_k", self.top_k, 1, MAX_TOP_K),
-        ):
-            if not low <= value <= high:
-                raise ValueError(f"the kernels need {name} in {low}..{high}, got {value}")
-        for name, value in (
-            ("D, the model width,", self.width),
-            ("H, the hidden width,", self.hidden),
-        ):
+        for name, most in (("experts", MAX_EXPERTS), ("top_k", MAX_TOP_K)):
+            if not 1 <= (value := getattr(self, name)) <= most:
+                raise ValueError(f"the kernels need {name} in 1..{most}, got {value}")
+        widths = {"D, the model width,": self.width, "H, the hidden width,": self.hidden}
+        for name, value in widths.items():
             if value < SIZE_MULTIPLE or value % SIZE_MULTIPLE:
                 raise ValueError(
                     f"the kernels need {name} to be a multiple of {SIZE_MULTIPLE}, got {value}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-import torch
-
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.combine import combine_step
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig, ranges_for
@@ -17,15 +15,7 @@ from custom_ops.kernels.index_sort import index_sort_step
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.router import router_step
 from custom_ops.kernels.row_scale import row_scale_step
-from custom_ops.kernels.spec import (
-    MAX_SLOTS,
-    Argument,
-    ForwardPlan,
-    Step,
-    TensorPointer,
-    TokenRange,
-    WorkspacePointer,
-)
+from custom_ops.kernels.spec import MAX_SLOTS, ForwardPlan, Step, TokenRange
 
 __all__ = ["plan", "plan_with"]
 
@@ -35,11 +25,8 @@ def plan(layer: Layer, architecture: Architecture) -> ForwardPlan:
     """Returns what runs for a layer on an architecture.
 
     Router, norm, index sort, first product, second product, combination; few tokens need no sort,
-    small widths have both products in one kernel. Nothing on the host waits for the device.
-
-    Args:
-        layer: The layer; equal ones share a plan.
-        architecture: From :func:`custom_ops.kernels.architectures.architecture`.
+    small widths have both products in one kernel. Nothing on the host waits for the device. Equal
+    layers share a plan.
     """
     layer = layer.canonical()
     return plan_with(layer, architecture, ranges_for(layer, architecture))
@@ -69,29 +56,22 @@ def plan_with(
 def _steps(
     layer: Layer, architecture: Architecture, config: RangeConfig, first_tokens: int
 ) -> Iterator[Step]:
-    tokens = (first_tokens, config.last_tokens)
-    ids: Argument
-    weights: Argument
+    last_tokens = config.last_tokens
     if layer.router is not None:
-        yield router_step(layer, architecture, *tokens)
-        ids = WorkspacePointer("expert_ids", torch.int32)
-        weights = WorkspacePointer("expert_weights", torch.float32)
-    else:
-        ids = TensorPointer("expert_ids", layer.routing_dtype)
-        weights = TensorPointer("expert_weights", layer.weights_dtype or torch.float32)
+        yield router_step(layer, architecture, first_tokens, last_tokens)
     if layer.options.pre_norm != "none":
         yield row_scale_step(layer, architecture)
     match config.up, config.down:
         case FewConfig() as up, FewConfig() as down:
-            yield few_step(layer, architecture, up, down, ids, weights)
+            yield few_step(layer, architecture, up, down)
         case MlpConfig() as mlp, None:
-            yield index_sort_step(layer, architecture, ids, mlp.block_m, *tokens)
-            yield expert_mlp_step(layer, architecture, mlp, weights)
-            yield combine_step(layer, architecture, weights)
+            yield index_sort_step(layer, architecture, mlp.block_m, last_tokens)
+            yield expert_mlp_step(layer, architecture, mlp)
+            yield combine_step(layer, architecture)
         case GemmConfig() as up, GemmConfig() as down:
-            yield index_sort_step(layer, architecture, ids, up.block_m, *tokens)
-            yield expert_up_step(layer, architecture, up, weights)
+            yield index_sort_step(layer, architecture, up.block_m, last_tokens)
+            yield expert_up_step(layer, architecture, up)
             yield expert_down_step(layer, architecture, down)
-            yield combine_step(layer, architecture, weights)
+            yield combine_step(layer, architecture)
         case _:
             raise ValueError(f"no path takes the configuration {config}")

@@ -70,17 +70,11 @@ def rms_norm_spec(
     weight_plus_one: bool,
     round_before_weight: bool,
 ) -> KernelSpec:
-    """Returns the launch for x ``[T, D]`` and weight ``[D]``; at least one token.
+    """Returns the launch of ``torch.ops.moe.rms_norm`` for at least one token of ``width``.
 
-    Args:
-        width: D, at least 1.
-        tokens_dtype: Dtype of x and y: float32, float16 or bfloat16.
-        weight_dtype: Dtype of the weight: the same choice.
-        eps: Added to the mean of the squares.
-        weight_plus_one: Whether the factor is ``1 + weight``.
-        round_before_weight: Whether to round to x's dtype before the factor.
+    x and y have ``tokens_dtype``; the dtypes are float32, float16 or bfloat16.
     """
-    block_d = min(_MAX_BLOCK, max(16, 1 << (width - 1).bit_length()))
+    block_d = min(_MAX_BLOCK, max(16, triton.next_power_of_2(width)))
     block_t = max(1, 1024 // block_d)
     threads = block_t * block_d // _ELEMENTS_PER_THREAD
     return KernelSpec(

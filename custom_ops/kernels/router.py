@@ -8,22 +8,22 @@ Legend: T tokens, D model width, E experts, K = top_k.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict
 
 import torch
 import triton
 import triton.language as tl
 
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.expressions import E, Expression, IntLike, K, T, cdiv
+from custom_ops.kernels.arguments import kernel_of
+from custom_ops.kernels.configs import RouterConfig, needs_upcast, router_config
+from custom_ops.kernels.device import load_block, wait_for_previous
+from custom_ops.kernels.expressions import E, K, T, cdiv
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.router_config import RouterConfig, needs_upcast, router_config
 from custom_ops.kernels.spec import (
     Argument,
     Buffer,
     Constant,
-    KernelSpec,
-    Scalar,
     Step,
     TensorPointer,
     WorkspacePointer,
@@ -50,8 +50,6 @@ def _tile_logits(
     expert,  # [BLOCK_E], each below E
     D: tl.constexpr,
     UPCAST: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Returns float32 logits ``[BLOCK_T, BLOCK_E]`` by matrix products.
@@ -63,15 +61,11 @@ def _tile_logits(
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * D + d[None, :]
     w_ptrs = router_weight_ptr + expert[None, :] * D + d[:, None]
     whole: tl.constexpr = D % BLOCK_D == 0
-    logits = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    logits = tl.zeros((token.shape[0], expert.shape[0]), tl.float32)
     for start in tl.range(0, D, BLOCK_D):
-        if whole:
-            x = tl.load(x_ptrs + start)
-            w = tl.load(w_ptrs + start)
-        else:
-            inside = start + d < D
-            x = tl.load(x_ptrs + start, mask=inside[None, :], other=0.0)
-            w = tl.load(w_ptrs + start, mask=inside[:, None], other=0.0)
+        inside = start + d < D
+        x = load_block(x_ptrs + start, inside[None, :], whole)
+        w = load_block(w_ptrs + start, inside[:, None], whole)
         if UPCAST:
             x = x.to(tl.float32)
             w = w.to(tl.float32)
@@ -93,11 +87,11 @@ def _select(
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALING: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Scores the experts, writes each token's K best and their weights."""
+    BLOCK_T: tl.constexpr = logits.shape[0]
+    BLOCK_E: tl.constexpr = logits.shape[1]
     expert = tl.arange(0, BLOCK_E)[None, :]
     exists = expert < E
     if SCORING == "softmax":
@@ -167,38 +161,18 @@ def route_kernel(
     PDL: tl.constexpr,
 ):
     """Routes BLOCK_T tokens; BLOCK_E is at least E."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     # What lies beyond the last token or expert reads that one's row and is not stored.
+    read = tl.minimum(token, tokens - 1)
+    expert = tl.minimum(tl.arange(0, BLOCK_E), E - 1)
     logits = _tile_logits(
-        x_ptr,
-        router_weight_ptr,
-        router_bias_ptr,
-        tl.minimum(token, tokens - 1),
-        tl.minimum(tl.arange(0, BLOCK_E), E - 1),
-        D,
-        UPCAST,
-        BLOCK_T,
-        BLOCK_E,
-        BLOCK_D,
+        x_ptr, router_weight_ptr, router_bias_ptr, read, expert, D, UPCAST, BLOCK_D
     )
     _select(
-        logits,
-        expert_ids_ptr,
-        expert_weights_ptr,
-        token,
-        tokens,
-        E,
-        K,
-        SCORING,
-        RENORMALIZE,
-        SCALING,
-        BLOCK_T,
-        BLOCK_E,
-        BLOCK_K,
-    )
+        logits, expert_ids_ptr, expert_weights_ptr, token, tokens,
+        E, K, SCORING, RENORMALIZE, SCALING, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -217,9 +191,7 @@ def router_logits_kernel(
     PDL: tl.constexpr,
 ):
     """Computes a tile of the logits; with BLOCK_T = 1 by vector products."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     row = tl.minimum(expert, E - 1)
     if BLOCK_T == 1:
@@ -239,17 +211,9 @@ def router_logits_kernel(
         tl.store(logits_ptr + token * E + expert, logits, mask=expert < E)
     else:
         token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+        read = tl.minimum(token, tokens - 1)
         logits = _tile_logits(
-            x_ptr,
-            router_weight_ptr,
-            router_bias_ptr,
-            tl.minimum(token, tokens - 1),
-            row,
-            D,
-            UPCAST,
-            BLOCK_T,
-            BLOCK_E,
-            BLOCK_D,
+            x_ptr, router_weight_ptr, router_bias_ptr, read, row, D, UPCAST, BLOCK_D
         )
         ptrs = logits_ptr + token.to(tl.int64)[:, None] * E + expert[None, :]
         tl.store(ptrs, logits, mask=(token < tokens)[:, None] & (expert < E)[None, :])
@@ -272,40 +236,21 @@ def select_kernel(
     PDL: tl.constexpr,
 ):
     """Scores and selects for BLOCK_T tokens; BLOCK_E is at least E."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.arange(0, BLOCK_E)[None, :]
     ptrs = logits_ptr + token.to(tl.int64)[:, None] * E + expert
     logits = tl.load(ptrs, mask=(token < tokens)[:, None] & (expert < E), other=0.0)
     _select(
-        logits,
-        expert_ids_ptr,
-        expert_weights_ptr,
-        token,
-        tokens,
-        E,
-        K,
-        SCORING,
-        RENORMALIZE,
-        SCALING,
-        BLOCK_T,
-        BLOCK_E,
-        BLOCK_K,
-    )
+        logits, expert_ids_ptr, expert_weights_ptr, token, tokens,
+        E, K, SCORING, RENORMALIZE, SCALING, BLOCK_K,
+    )  # fmt: skip
 
 
 def router_step(
     layer: Layer, architecture: Architecture, first_tokens: int, last_tokens: int
 ) -> Step:
     """The first stage: x to the buffers ``expert_ids`` (int32) and ``expert_weights`` (float32).
-
-    Args:
-        layer: A layer with a router.
-        architecture: Where it runs.
-        first_tokens: Fewest tokens that it is launched for.
-        last_tokens: Most tokens.
 
     Raises:
         ValueError: If the layer has no router.
@@ -318,53 +263,31 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
     """The same with a given configuration."""
     if layer.router is None:
         raise ValueError("the layer has no router")
+    bias = layer.weights_dtype
+    own: dict[str, Argument] = {
+        "router_weight_ptr": TensorPointer("router_weight", layer.routing_dtype),
+        "router_bias_ptr": TensorPointer("router_bias", bias) if bias else Constant(None),
+        "logits_ptr": WorkspacePointer("router_logits", torch.float32),
+        "SCALING": Constant(layer.router.routed_scaling),
+        "UPCAST": Constant(needs_upcast(layer, architecture)),
+        "BLOCK_K": Constant(triton.next_power_of_2(layer.top_k)),
+    }
     chosen = (
         Buffer("expert_ids", torch.int32, T * K),
         Buffer("expert_weights", torch.float32, T * K),
     )
-    bias = layer.weights_dtype
-    arguments: dict[str, Argument] = {
-        "x_ptr": TensorPointer("x", layer.tokens_dtype),
-        "router_weight_ptr": TensorPointer("router_weight", layer.routing_dtype),
-        "router_bias_ptr": TensorPointer("router_bias", bias) if bias else Constant(None),
-        "logits_ptr": WorkspacePointer("router_logits", torch.float32),
-        **{f"{each.name}_ptr": WorkspacePointer(each.name, each.dtype) for each in chosen},
-        "tokens": Scalar(T),
-        "E": Constant(layer.experts),
-        "K": Constant(layer.top_k),
-        "D": Constant(layer.width),
-        "SCORING": Constant(layer.router.scoring),
-        "RENORMALIZE": Constant(layer.router.renormalize),
-        "SCALING": Constant(layer.router.routed_scaling),
-        "UPCAST": Constant(needs_upcast(layer, architecture)),
-        "BLOCK_D": Constant(config.block_d),
-        "BLOCK_K": Constant(1 << (layer.top_k - 1).bit_length()),
-        "PDL": Constant(architecture.has_dependent_launch),
-    }
-
-    def spec(
-        function: Any, block_t: int, block_e: int, grid_e: IntLike = 1, **launch: int
-    ) -> KernelSpec:
-        blocks = {"BLOCK_T": Constant(block_t), "BLOCK_E": Constant(block_e)}
-        return KernelSpec(
-            function,
-            {name: (arguments | blocks)[name] for name in function.arg_names},
-            grid=(cdiv(T, block_t), Expression.of(grid_e), Expression.of(1)),
-            dependent_launch=architecture.has_dependent_launch,
-            **launch,
-        )
-
-    tile = (config.block_t, config.block_e)
-    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    programs = cdiv(T, config.block_t), cdiv(E, config.block_e)
     if config.path == "fused":
-        return Step(chosen, (spec(route_kernel, *tile, **launch),))
-    logits = Buffer("router_logits", torch.float32, T * E)
-    experts = 1 << (layer.experts - 1).bit_length()
+        fused = kernel_of(route_kernel, layer, architecture, programs[:1], asdict(config), **own)
+        return Step(chosen, (fused,))
+    experts = triton.next_power_of_2(layer.experts)
+    # Eight keys for each thread of four warps.
+    block_t = max(1, 1024 // experts)
+    select = {"block_t": block_t, "block_e": experts, "num_warps": 4}
     return Step(
-        (logits, *chosen),
+        (Buffer("router_logits", torch.float32, T * E), *chosen),
         (
-            spec(router_logits_kernel, *tile, cdiv(E, config.block_e), **launch),
-            # Eight keys for each thread of four warps.
-            spec(select_kernel, max(1, 1024 // experts), experts),
+            kernel_of(router_logits_kernel, layer, architecture, programs, asdict(config), **own),
+            kernel_of(select_kernel, layer, architecture, (cdiv(T, block_t),), select, **own),
         ),
     )

@@ -12,17 +12,11 @@ import triton
 import triton.language as tl
 
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.expressions import Expression, T, cdiv
+from custom_ops.kernels.arguments import kernel_of
+from custom_ops.kernels.device import wait_for_previous
+from custom_ops.kernels.expressions import T, cdiv
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import (
-    Buffer,
-    Constant,
-    KernelSpec,
-    Scalar,
-    Step,
-    TensorPointer,
-    WorkspacePointer,
-)
+from custom_ops.kernels.spec import Buffer, Step
 
 __all__ = ["row_scale_kernel", "row_scale_step"]
 
@@ -43,9 +37,7 @@ def row_scale_kernel(
     PDL: tl.constexpr,
 ):
     """Computes ``row_scale[t] = 1 / sqrt(mean(x[t] ** 2) + EPS)``."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     # What lies beyond the last token reads that one's row and is not stored.
     row = tl.minimum(token, tokens - 1).to(tl.int64)
@@ -61,22 +53,14 @@ def row_scale_kernel(
 
 def row_scale_step(layer: Layer, architecture: Architecture) -> Step:
     """The norm: x to the buffer ``row_scale`` (float32), one pass over x."""
-    block_d = min(_ELEMENTS, 1 << (layer.width - 1).bit_length())
+    block_d = min(_ELEMENTS, triton.next_power_of_2(layer.width))
     block_t = _ELEMENTS // block_d
-    spec = KernelSpec(
+    spec = kernel_of(
         row_scale_kernel,
-        {
-            "x_ptr": TensorPointer("x", layer.tokens_dtype),
-            "row_scale_ptr": WorkspacePointer("row_scale", torch.float32),
-            "tokens": Scalar(T),
-            "D": Constant(layer.width),
-            "EPS": Constant(layer.options.norm_eps),
-            "BLOCK_T": Constant(block_t),
-            "BLOCK_D": Constant(block_d),
-            "PDL": Constant(architecture.has_dependent_launch),
-        },
-        grid=(cdiv(T, block_t), Expression.of(1), Expression.of(1)),
-        num_warps=_NUM_WARPS,
-        dependent_launch=architecture.has_dependent_launch,
+        layer,
+        architecture,
+        (cdiv(T, block_t),),
+        {"block_t": block_t, "block_d": block_d, "num_warps": _NUM_WARPS},
+        EPS=layer.options.norm_eps,
     )
     return Step((Buffer("row_scale", torch.float32, T),), (spec,))

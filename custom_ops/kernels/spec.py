@@ -19,7 +19,6 @@ from custom_ops.kernels.layer import Layer
 __all__ = [
     "MAX_SLOTS",
     "MAX_TOKENS",
-    "TENSORS",
     "Argument",
     "Buffer",
     "Constant",
@@ -32,12 +31,6 @@ __all__ = [
     "TokenRange",
     "WorkspacePointer",
 ]
-
-#: The tensors of a call, in the order of the launcher's C interface.
-TENSORS = (
-    *("x", "router_weight", "router_bias", "expert_ids", "expert_weights"),
-    *("w1", "b1", "w2", "b2", "y"),
-)
 
 #: Slots, tokens times experts per token, are counted in 32 bits by the kernels, which also count
 #: up to the end of a block of them.
@@ -53,7 +46,7 @@ class TensorPointer:
     """A pointer to a tensor of the call.
 
     Attributes:
-        tensor: One of :data:`TENSORS`; any name for a kernel that no bundle holds.
+        tensor: The name of the operator's argument, or ``y``.
         dtype: Its dtype.
     """
 
@@ -81,7 +74,7 @@ class TensorMap:
     """A descriptor by which the tensor memory accelerator loads tiles of a parameter.
 
     Attributes:
-        tensor: One of :data:`TENSORS`; its memory is viewed as ``shape`` with ``strides``.
+        tensor: As in :class:`TensorPointer`; its memory is viewed as ``shape`` with ``strides``.
         dtype: Its dtype.
         shape: Sizes in elements, outermost first.
         strides: In elements; the last is 1.
@@ -157,8 +150,7 @@ class KernelSpec:
     @property
     def name(self) -> str:
         """The kernel's name."""
-        name: str = self.function.fn.__name__
-        return name
+        return str(self.function.fn.__name__)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -200,7 +192,8 @@ class TokenRange:
         offsets, end = {}, 0
         for buffer in self.buffers:
             offsets[buffer.name] = end
-            end += _align(buffer.size.evaluate(sizes))
+            size = buffer.size.evaluate(sizes)
+            end += size + -size % _WORKSPACE_ALIGNMENT
         return {**offsets, "": end}
 
 
@@ -257,7 +250,3 @@ class ForwardPlan:
         """Yields every launch of every range; equal kernels may come more than once."""
         for each in self.ranges:
             yield from each.launches
-
-
-def _align(size: int) -> int:
-    return -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT

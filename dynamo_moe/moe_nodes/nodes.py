@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import onnx_ir as ir
+from onnx import NodeProto
 
 from custom_ops.options import (
     EXPERT_OPTIONS,
@@ -46,17 +47,7 @@ OPTIONAL_INPUTS = ("router_bias", "b1", "b2")
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-class _Node(Protocol):
-    """An ``ir.Node`` or an ``onnx.NodeProto``."""
-
-    @property
-    def domain(self) -> str: ...
-
-    @property
-    def op_type(self) -> str: ...
-
-
-def is_moe(node: _Node) -> bool:
+def is_moe(node: ir.Node | NodeProto) -> bool:
     """Whether a node is an MoE layer: one of the operators, with or without a router."""
     return is_own_domain(node.domain) and node.op_type in INPUTS
 

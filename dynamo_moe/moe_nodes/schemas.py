@@ -7,7 +7,6 @@ and onnxscript know them.
 from __future__ import annotations
 
 import onnx.helper
-import onnx_ir as ir
 from onnx.defs import OpSchema
 from onnx_ir.tensor_adapters import from_torch_dtype
 
@@ -25,17 +24,12 @@ FLOAT_TYPES = tuple(map(from_torch_dtype, FLOATS))
 ID_TYPES = tuple(map(from_torch_dtype, IDS))
 
 
-def _type_strings(types: tuple[ir.DataType, ...]) -> list[str]:
-    return [f"tensor({each.name.lower()})" for each in types]
-
-
-_TYPE_CONSTRAINTS = [
-    ("T", _type_strings(FLOAT_TYPES), "Tokens and result."),
-    ("W", _type_strings(FLOAT_TYPES), "Experts' parameters."),
-    ("R", _type_strings(FLOAT_TYPES), "Router's parameters, or the experts' weights."),
-]
-_IDS = ("I", _type_strings(ID_TYPES), "Expert indices.")
-
+_TYPE_CONSTRAINTS = {
+    "T": (FLOAT_TYPES, "Tokens and result."),
+    "W": (FLOAT_TYPES, "Experts' parameters."),
+    "R": (FLOAT_TYPES, "Router's parameters, or the experts' weights."),
+    "I": (ID_TYPES, "Expert indices."),
+}
 _TENSORS = {
     "x": ("T", "Tokens [..., D]."),
     "router_weight": ("R", "[E, D]."),
@@ -58,20 +52,12 @@ def attribute(option: Option) -> OpSchema.Attribute:
 
 
 def _input(name: str) -> OpSchema.FormalParameter:
-    optional = name in OPTIONAL_INPUTS
-    return OpSchema.FormalParameter(
-        name,
-        *_TENSORS[name],
-        param_option=_Presence.Optional if optional else _Presence.Single,
-    )
+    presence = _Presence.Optional if name in OPTIONAL_INPUTS else _Presence.Single
+    return OpSchema.FormalParameter(name, *_TENSORS[name], param_option=presence)
 
 
-def _schema(
-    name: str,
-    doc: str,
-    options: tuple[Option, ...],
-    type_constraints: list[tuple[str, list[str], str]],
-) -> OpSchema:
+def _schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
+    used = {_TENSORS[each][0] for each in INPUTS[name]}
     schema = OpSchema(
         name,
         DOMAIN,
@@ -79,7 +65,11 @@ def _schema(
         doc,
         inputs=[_input(each) for each in INPUTS[name]],
         outputs=[OpSchema.FormalParameter("y", "T", "[..., D], x's shape and type.")],
-        type_constraints=type_constraints,
+        type_constraints=[
+            (symbol, [f"tensor({each.name.lower()})" for each in types], doc)
+            for symbol, (types, doc) in _TYPE_CONSTRAINTS.items()
+            if symbol in used
+        ],
         attributes=[
             *(
                 OpSchema.Attribute(size.attribute, OpSchema.AttrType.INT, size.doc, required=True)
@@ -103,13 +93,11 @@ SCHEMAS = {
         DROPLESS,
         "A dropless mixture-of-experts layer: each token through its top_k experts.",
         (*EXPERT_OPTIONS, *ROUTER_OPTIONS),
-        _TYPE_CONSTRAINTS,
     ),
     EXPERTS: _schema(
         EXPERTS,
         "The experts of a dropless mixture-of-experts layer whose router is outside.",
         EXPERT_OPTIONS,
-        [*_TYPE_CONSTRAINTS, _IDS],
     ),
 }
 """By name of the operator."""

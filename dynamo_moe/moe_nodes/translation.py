@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
-from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
+from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES
 from dynamo_moe.moe_nodes.bodies import rms_norm_body
 from dynamo_moe.moe_nodes.bodies.of_node import moe_body
 from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS
@@ -18,8 +18,6 @@ from dynamo_moe.operators.registration import register_op
 from dynamo_moe.operators.registry import Arguments, operators
 
 __all__ = ["onnx_translation_table"]
-
-Value = ir.Value
 
 
 def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -45,19 +43,12 @@ def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     return {operator.torch_op: operator.translation() for operator in operators()}
 
 
-def _dropless_attributes(arguments: Arguments) -> dict[str, Any]:
-    return _attributes((*EXPERT_OPTIONS, *ROUTER_OPTIONS), arguments, arguments["top_k"])
-
-
-def _experts_attributes(arguments: Arguments) -> dict[str, Any]:
-    return _attributes(EXPERT_OPTIONS, arguments, _sizes(arguments["expert_ids"])[-1])
-
-
-def _attributes(options: tuple[Option, ...], arguments: Arguments, top_k: int) -> dict[str, Any]:
-    experts, _, width = _sizes(arguments["w1"])
-    sizes = {
-        "experts": experts, "top_k": top_k, "width": width, "hidden": _sizes(arguments["w2"])[2]
-    }  # fmt: skip
+def _attributes(arguments: Arguments) -> dict[str, Any]:
+    has_router = "router_weight" in arguments
+    top_k = arguments["top_k"] if has_router else _sizes(arguments["expert_ids"])[-1]
+    experts, width, hidden = _sizes(arguments["w2"])
+    sizes = {"experts": experts, "top_k": top_k, "width": width, "hidden": hidden}
+    options = (*EXPERT_OPTIONS, *(ROUTER_OPTIONS if has_router else ()))
     return {
         **{size.attribute: sizes[size.name] for size in SIZES},
         **{option.attribute: arguments[option.name] for option in options},
@@ -75,7 +66,7 @@ def _fill(name: str, arguments: Arguments) -> tuple[tuple[int, ...], ir.DataType
     return shape, like.dtype
 
 
-def _sizes(value: Value) -> tuple[int, ...]:
+def _sizes(value: ir.Value) -> tuple[int, ...]:
     """Returns the static sizes of a parameter; only expert_ids may have others before its last."""
     if value.shape is None:
         raise ValueError(f"{value.name!r} must have a known shape")
@@ -85,16 +76,13 @@ def _sizes(value: Value) -> tuple[int, ...]:
     return sizes
 
 
-for _op, _op_type, _compute in (
-    (torch.ops.moe.dropless, DROPLESS, _dropless_attributes),
-    (torch.ops.moe.experts, EXPERTS, _experts_attributes),
-):
+for _op, _op_type in ((torch.ops.moe.dropless, DROPLESS), (torch.ops.moe.experts, EXPERTS)):
     register_op(
         _op,
         domain=DOMAIN,
         op_type=_op_type,
         schema=SCHEMAS[_op_type],
-        attributes=_compute,
+        attributes=_attributes,
         body=moe_body,
         fill=_fill,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from custom_ops import RouterOptions
 from custom_ops.kernels.architectures import ARCHITECTURES
 from custom_ops.kernels.arguments import max_tiles
 from custom_ops.kernels.index_sort import SortedSlots, index_sort_reference, index_sort_step
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import MAX_TOKENS, Step, TensorPointer, WorkspacePointer
+from custom_ops.kernels.spec import MAX_TOKENS, Step
 from interpreter import ON, POISON, run_step
 
 bounded = settings(derandomize=True, deadline=None, max_examples=80, database=None)
@@ -29,8 +31,7 @@ def layer_of(experts: int, top_k: int, dtype: torch.dtype = torch.int64) -> Laye
 
 
 def step_of(layer: Layer, block_m: int, last_tokens: int) -> Step:
-    ids = TensorPointer("expert_ids", layer.routing_dtype)
-    return index_sort_step(layer, ON, ids, block_m, 1, last_tokens)
+    return index_sort_step(layer, ON, block_m, last_tokens)
 
 
 def names(step: Step) -> list[str]:
@@ -107,11 +108,10 @@ def test_an_expert_of_more_tiles_than_programs():
 
 
 def test_ids_of_the_router_are_read_from_the_workspace():
-    layer = layer_of(5, 2)
+    router = RouterOptions(2)
+    layer = replace(layer_of(5, 2), router=router, routing_dtype=torch.float32)
     ids = torch.tensor([[4, 0], [0, 3], [4, 4]], dtype=torch.int32)
-    pointer = WorkspacePointer("expert_ids", torch.int32)
-    step = index_sort_step(layer, ON, pointer, 16, 1, 8)
-    buffers = run_step(step, layer, 3, {}, expert_ids=ids)
+    buffers = run_step(step_of(layer, 16, 8), layer, 3, {}, expert_ids=ids)
     assert buffers["slot_of_row"].tolist() == [1, 2, 3, 0, 4, 5]
     assert buffers["row_of_slot"].tolist() == [3, 0, 1, 2, 4, 5]
     assert buffers["row_starts"].tolist() == [0, 2, 2, 2, 3, 6]
@@ -158,7 +158,6 @@ def test_each_program_reads_counts_of_bounded_size(experts):
 
 @pytest.mark.parametrize("on", ARCHITECTURES.values(), ids=lambda each: each.name)
 def test_dependent_launch_where_the_architecture_has_it(on):
-    ids = TensorPointer("expert_ids", torch.int64)
     for last in (1, MAX_TOKENS):
-        for spec in index_sort_step(layer_of(8, 2), on, ids, 64, 1, last).launches:
+        for spec in index_sort_step(layer_of(8, 2), on, 64, last).launches:
             assert spec.dependent_launch == spec.constants["PDL"] == on.has_dependent_launch

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from custom_ops import SCORINGS, RouterOptions, reference
 from custom_ops.kernels.architectures import ARCHITECTURES, architecture
+from custom_ops.kernels.configs import RouterConfig, router_config
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.router import router_step, router_step_with
-from custom_ops.kernels.router_config import RouterConfig, router_config
 from custom_ops.kernels.spec import MAX_TOKENS, Step
 from interpreter import ON, run_step
 from moe_cases import ROUTER_FORMS, assert_matches

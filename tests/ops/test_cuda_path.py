@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from custom_ops import ExpertOptions, RouterOptions, _cuda
+from custom_ops._grouped import ExpertParameters
 from custom_ops.kernels.architectures import ARCHITECTURES, nearest_architecture
 from moe_cases import Case, assert_matches, make_case
 
@@ -24,16 +25,20 @@ def _device(monkeypatch):
 def run(case: Case) -> torch.Tensor:
     a = case.arguments
     options = dict(case.options)
-    parameters = (a["w1"], a["b1"], a["w2"], a["b2"])
+    parameters = ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"])
     if case.op == "experts":
-        routing = (a["expert_ids"], a["expert_weights"])
-        return _cuda.experts_forward(a["x"], *routing, *parameters, ExpertOptions(**options))
+        routing = {name: a[name] for name in ("expert_ids", "expert_weights")}
+        return _cuda.forward(a["x"], routing, parameters, ExpertOptions(**options))
+    routing = {name: a[name] for name in ("router_weight", "router_bias")}
     names = ("scoring", "renormalize", "routed_scaling")
     router = {name: options.pop(name) for name in names if name in options}
-    return _cuda.dropless_forward(
-        a["x"], a["router_weight"], a["router_bias"], *parameters,
-        RouterOptions(a["top_k"], **router), ExpertOptions(**options),
-    )  # fmt: skip
+    return _cuda.forward(
+        a["x"],
+        routing,
+        parameters,
+        ExpertOptions(**options),
+        RouterOptions(a["top_k"], **router),
+    )
 
 
 @pytest.mark.parametrize("op", ["dropless", "experts"])

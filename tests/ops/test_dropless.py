@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from custom_ops import SCORINGS, RouterOptions, dropless, reference
-from custom_ops.routing import route, router_dtype
+from custom_ops.dtypes import accumulation_dtype
+from custom_ops.routing import route
 from moe_cases import DTYPES, EXPERT_FORMS, ROUTER_FORMS, Case, assert_matches, make_case
 
 NAN = float("nan")
@@ -73,7 +74,7 @@ def test_router_computes_in_float32_at_least(
         a["x"], router_weight, a["router_bias"], options
     )
     assert torch.equal(ids, expected_ids)
-    assert weights.dtype == router_dtype(a["x"])
+    assert weights.dtype == accumulation_dtype(a["x"])
     assert_matches(weights, expected_weights, {weights.dtype})
 
 

@@ -32,6 +32,7 @@ from trt_plugin.compiling.cache import KernelCache, default_folder
 from trt_plugin.compiling.cubin import CubinInfo, inspect_cubin
 from trt_plugin.compiling.tasks import Compiled, Task, task_for
 from trt_plugin.compiling.workers import _environment, compile_tasks
+from trt_plugin.launcher import OpenProgram
 
 ROOT = Path(__file__).parents[2]
 PLANS = (
@@ -107,8 +108,9 @@ def check_program(program: Program, planned: ForwardPlan) -> None:
                 assert [axis.evaluate(sizes) for axis in launch.grid] == [
                     axis.evaluate(sizes) for axis in kernel.grid
                 ]
-    for tokens in TOKENS:
-        assert program.workspace_size(tokens) == planned.workspace_size(tokens)
+    with OpenProgram(program.data) as opened:
+        for tokens in TOKENS:
+            assert opened.workspace_size(tokens) == planned.workspace_size(tokens)
 
 
 @pytest.mark.parametrize("index", range(len(PLANS)))

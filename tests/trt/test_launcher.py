@@ -291,12 +291,13 @@ with OpenProgram(sys.stdin.buffer.read()) as opened:
     except LauncherError as error:
         print(error)
 """
-    program = uncompiled_program(plan(layer_of(small_case()), architecture("sm_80")))
+    planned = plan(layer_of(small_case()), architecture("sm_80"))
+    program = uncompiled_program(planned)
     done = subprocess.run(
         [sys.executable, "-c", code], input=program.data, capture_output=True, check=True
     )
     size, message = done.stdout.decode().splitlines()
-    assert int(size) == program.workspace_size(100)
+    assert int(size) == planned.workspace_size(100)
     assert message.startswith("no driver: the CUDA driver is not available: libcuda.so.1")
 
 

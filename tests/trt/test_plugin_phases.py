@@ -24,6 +24,7 @@ from plugin_host import (
 )
 from standin_gpu import StandinGpu
 from trt_plugin.bundle import Bundle
+from trt_plugin.launcher import OpenProgram
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
@@ -386,10 +387,10 @@ def test_workspace(driver, tensorrt, tmp_path):
     bundle = gpu.bundle(tmp_path / "model.moek", case)
     plugin = tensorrt.create(NAMES[case.op], attributes_of(case) | {"kernels": str(bundle)})
     plugin.configure(*profile(case, most=100))
-    program = gpu.program(case)
-    for most in (0, 1, 100):
-        needed = program.workspace_size(most)
-        assert plugin.workspace(*profile(case, most)) == (needed + 255 if needed else 0)
+    with OpenProgram(gpu.program(case).data) as opened:
+        needed = {most: opened.workspace_size(most) for most in (0, 1, 100)}
+    for most, size in needed.items():
+        assert plugin.workspace(*profile(case, most)) == (size + 255 if size else 0)
     plugin.destroy()
 
 

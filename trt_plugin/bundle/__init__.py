@@ -4,19 +4,10 @@ docs/reference/bundle.md describes the format. The native library reads and chec
 here needs PyTorch or Triton.
 """
 
-from trt_plugin.bundle.parts import (
-    PARAMETER_BYTES,
-    Argument,
-    Buffer,
-    Expression,
-    Kernel,
-    Launch,
-    Range,
-    TensorMap,
-)
+from trt_plugin.bundle.parts import Argument, Buffer, Expression, Kernel, Launch, Range, TensorMap
 from trt_plugin.bundle.programs import Bundle, Program
 from trt_plugin.bundle.reading import BundleError, is_bundle, read
-from trt_plugin.bundle.records import SYMBOLS, TENSORS, LayerRecord
+from trt_plugin.bundle.records import PARAMETER_BYTES, SYMBOLS, TENSORS, LayerRecord
 
 __all__ = [
     # Files

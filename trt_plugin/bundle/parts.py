@@ -10,7 +10,6 @@ from trt_plugin.bundle.records import INSTRUCTION, SYMBOLS
 from trt_plugin.native import LauncherError, call
 
 __all__ = [
-    "PARAMETER_BYTES",
     "Argument",
     "Buffer",
     "Expression",
@@ -19,11 +18,6 @@ __all__ = [
     "Range",
     "TensorMap",
 ]
-
-#: Bytes of a kernel's parameter by its kind.
-PARAMETER_BYTES = {"null": 8, "tensor": 8, "workspace": 8, "i32": 4, "i64": 8, "tensor_map": 128}
-
-_WORKSPACE_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ class Argument:
     """A kernel's parameter.
 
     Attributes:
-        kind: A key of :data:`PARAMETER_BYTES`.
+        kind: A key of :data:`trt_plugin.bundle.PARAMETER_BYTES`.
         value: None for ``null``; one of :data:`TENSORS` for ``tensor``; the buffer's index in its
             range for ``workspace``; an :class:`Expression` for ``i32`` and ``i64``; a
             :class:`TensorMap` for ``tensor_map``.
@@ -158,10 +152,3 @@ class Range:
     last: int
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
-
-    def workspace_size(self, sizes: Mapping[str, int]) -> int:
-        """Returns the bytes of workspace for the values of all symbols."""
-        return sum(
-            -(-each.size.evaluate(sizes) // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-            for each in self.buffers
-        )

@@ -36,17 +36,6 @@ class Program:
     ranges: tuple[Range, ...]
     kernels: tuple[Kernel, ...]
 
-    def workspace_size(self, max_tokens: int) -> int:
-        """Returns the bytes of workspace that suffice for every T in ``0..max_tokens``."""
-        return max(
-            (
-                each.workspace_size({**self.layer.sizes, "T": min(max_tokens, each.last)})
-                for each in self.ranges
-                if each.first <= max_tokens
-            ),
-            default=0,
-        )
-
     @cached_property
     def data(self) -> bytes:
         """The program's bytes, which the TensorRT plugin stores in an engine."""

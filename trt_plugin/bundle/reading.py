@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from trt_plugin.bundle.parts import (
-    Argument,
-    Buffer,
-    Expression,
-    Kernel,
-    Launch,
-    Range,
-    TensorMap,
-)
+from trt_plugin.bundle.parts import Argument, Buffer, Expression, Kernel, Launch, Range, TensorMap
 from trt_plugin.bundle.programs import Bundle, Program
 from trt_plugin.bundle.records import FILE_MAGIC, LayerRecord
 from trt_plugin.native import LauncherError, call_for_json
 
 __all__ = ["BundleError", "is_bundle", "read"]
-
-_Item = TypeVar("_Item")
 
 
 class BundleError(ValueError):
@@ -60,18 +50,11 @@ def read(source: str | PathLike[str] | bytes) -> Bundle:
 
 def _program(described: dict[str, Any], data: bytes) -> Program:
     expressions = [
-        Expression(tuple((opcode, value) for opcode, value in each["instructions"]), each["text"])
+        Expression(tuple(map(tuple, each["instructions"])), each["text"])
         for each in described["expressions"]
     ]
     maps = [
-        TensorMap(
-            tensor=each["tensor"],
-            dtype=each["dtype"],
-            swizzle=each["swizzle"],
-            sizes=tuple(each["sizes"]),
-            strides=tuple(each["strides"]),
-            box=tuple(each["box"]),
-        )
+        TensorMap(**each | {name: tuple(each[name]) for name in ("sizes", "strides", "box")})
         for each in described["tensor_maps"]
     ]
     tables: dict[str, list[Any]] = {"i32": expressions, "i64": expressions, "tensor_map": maps}
@@ -92,8 +75,8 @@ def _program(described: dict[str, Any], data: bytes) -> Program:
         Range(
             first=each["first"],
             last=each["last"],
-            buffers=_part(buffers, each["first_buffer"], each["buffers"]),
-            launches=_part(launches, each["first_launch"], each["launches"]),
+            buffers=tuple(buffers[each["first_buffer"] :][: each["buffers"]]),
+            launches=tuple(launches[each["first_launch"] :][: each["launches"]]),
         )
         for each in described["ranges"]
     )
@@ -103,10 +86,6 @@ def _program(described: dict[str, Any], data: bytes) -> Program:
         ranges=tuple(ranges),
         kernels=tuple(_kernel(each, data) for each in described["kernels"]),
     )
-
-
-def _part(table: list[_Item], first: int, count: int) -> tuple[_Item, ...]:
-    return tuple(table[first : first + count])
 
 
 def _kernel(described: dict[str, Any], data: bytes) -> Kernel:

@@ -1,11 +1,9 @@
 """The records and codes of the bundle format, as docs/reference/bundle.md describes them.
 
 The writer packs them. The native library reads them: csrc/bundle/format.h has the same records,
-limits and kinds of arguments, written by hand. The names of tensors and symbols come from
-``custom_ops``, and so do those in csrc/bundle/layer_table.inc, which ``make tables`` writes. They
-are repeated here because a bundle is read, shown and written again without PyTorch; a test
-compares them. What only the compiler of bundles needs lies in ``custom_ops`` and in
-:mod:`trt_plugin.compiling`.
+limits and kinds of arguments, written by hand; the names of tensors and symbols reach it through
+csrc/bundle/layer_table.inc, which ``make tables`` writes. What only the compiler of bundles needs
+lies in ``custom_ops`` and in :mod:`trt_plugin.compiling`.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ __all__ = [
     "TABLES",
     "TENSOR_MAP",
     # Codes
-    "ARGUMENT_KINDS",
     "DEPENDENT_LAUNCH",
     "FLAGS_WITHOUT_OPTION",
     "FLAGS_WORD",
+    "PARAMETER_BYTES",
     "SYMBOLS",
     "TENSORS",
     # The layer
@@ -99,11 +97,14 @@ TABLES = {
 PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_ENTRY.size
 
 # A code is the index of its name. The library has the names of the layer's codes.
+#: The operators' tensors, in the order of the launcher's C interface.
 TENSORS = (
     *("x", "router_weight", "router_bias", "expert_ids", "expert_weights"),
     *("w1", "b1", "w2", "b2", "y"),
 )
-ARGUMENT_KINDS = ("null", "tensor", "workspace", "i32", "i64", "tensor_map")
+#: Bytes of a kernel's parameter by the argument's kind.
+PARAMETER_BYTES = {"null": 8, "tensor": 8, "workspace": 8, "i32": 4, "i64": 8, "tensor_map": 128}
+#: The number of tokens, and a layer's sizes.
 SYMBOLS = ("T", "E", "K", "D", "H")
 #: The layer's word of flags, and the bits of the flags that are not options.
 FLAGS_WORD = 5

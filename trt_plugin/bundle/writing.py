@@ -8,15 +8,7 @@ from typing import Generic, TypeVar
 from zlib import crc32
 
 from trt_plugin.bundle import records
-from trt_plugin.bundle.parts import (
-    Argument,
-    Buffer,
-    Expression,
-    Kernel,
-    Launch,
-    Range,
-    TensorMap,
-)
+from trt_plugin.bundle.parts import Argument, Buffer, Expression, Kernel, Launch, Range, TensorMap
 
 __all__ = ["bundle_bytes", "program_bytes"]
 
@@ -151,7 +143,7 @@ class _Writer:
         return (launch.kernel, first, len(launch.arguments), *grid, 0)
 
     def _argument(self, argument: Argument) -> tuple[int, int]:
-        kind = records.ARGUMENT_KINDS.index(argument.kind)
+        kind = list(records.PARAMETER_BYTES).index(argument.kind)
         match argument.value:
             case None:
                 return kind, 0

@@ -102,11 +102,7 @@ def compile_plans(
         f"triton {triton.__version__}",
         {module: sources_hash(module) for module in {task.module for task in tasks}},
     )
-    compiled: dict[str, Compiled] = {}
-    for line, task in distinct.items():
-        kept = store.get(task)
-        if kept is not None:
-            compiled[line] = kept
+    compiled = {line: kept for line, task in distinct.items() if (kept := store.get(task))}
     missing = [task for line, task in distinct.items() if line not in compiled]
     bars = progress_bars(shown=progress is True and bool(missing))
     bar = bars.add_task("Compiling kernels", total=len(distinct))

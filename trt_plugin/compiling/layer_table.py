@@ -1,4 +1,4 @@
-"""The vocabulary of layers as C++, written from the tables of ``custom_ops``.
+"""The vocabulary of layers as C++, from the tables of ``custom_ops`` and of the bundle's format.
 
 ``python -m trt_plugin.compiling.layer_table`` writes ``csrc/bundle/layer_table.inc``, which
 ``csrc/bundle/layer.h`` includes; a test holds that the file is up to date.
@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from custom_ops.dtypes import CODES, dtype_name
-from custom_ops.kernels.expressions import OPERATIONS, SYMBOLS
+from custom_ops.kernels.expressions import OPERATIONS
 from custom_ops.kernels.layer import MAX_EXPERTS, MAX_TOP_K, SIZE_MULTIPLE
-from custom_ops.kernels.spec import TENSORS
 from custom_ops.options import CLAMPED, EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Flag, Option
-from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD
+from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD, SYMBOLS, TENSORS
 
 __all__ = ["FILE", "layer_table"]
 
@@ -24,6 +23,7 @@ _HEAD = """\
 // Written from custom_ops by `make tables`, and not by hand: add an option in
 // custom_ops/options.py. clang-format off
 """
+_text = json.dumps
 _LEAST = {
     "positive": "std::numeric_limits<float>::denorm_min()",
     "positive and a normal number of float32": "std::numeric_limits<float>::min()",
@@ -83,8 +83,8 @@ def _fields(option: Option, options: tuple[Option, ...], router: bool) -> Iterat
     yield _text(option.attribute)
     yield "true" if router else "false"
     yield "Option::kName" if option.names else f"Option::{_constant(option.type.__name__)}"
-    yield str(_word(option))
-    yield str(option.slot.bit if isinstance(option.slot, Flag) else 0)
+    slot = option.slot
+    yield from map(str, (FLAGS_WORD, slot.bit) if isinstance(slot, Flag) else (slot.index, 0))
     yield f"{_constant(option.name)}Names" if option.names else "nullptr"
     yield str(len(option.names))
     initial = option.default if option.type is float else option.code(option.default)
@@ -100,20 +100,12 @@ def _fields(option: Option, options: tuple[Option, ...], router: bool) -> Iterat
     yield str(sum(1 << other.code(value) for value in values))
 
 
-def _word(option: Option) -> int:
-    return FLAGS_WORD if isinstance(option.slot, Flag) else option.slot.index
-
-
 def _constant(name: str) -> str:
     return "k" + "".join(part.capitalize() for part in name.split("_"))
 
 
 def _names(constant: str, names: Iterable[str]) -> str:
     return f"inline constexpr const char* {constant}[] = {{{', '.join(map(_text, names))}}};"
-
-
-def _text(value: str) -> str:
-    return json.dumps(value)
 
 
 if __name__ == "__main__":

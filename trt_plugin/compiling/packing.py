@@ -21,7 +21,7 @@ from trt_plugin.bundle import (
     Range,
     TensorMap,
 )
-from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION
+from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, SYMBOLS
 from trt_plugin.compiling.tasks import Compiled, CompileError, MapLayout, Task, task_for
 
 __all__ = ["layer_record", "program_for", "stored_expression"]
@@ -143,7 +143,7 @@ def stored_expression(value: expressions.Expression) -> Expression:
     for part in value.postfix():
         opcode = expressions.OPERATIONS.index(part.operation)
         symbol = part.operation == "symbol"
-        operand = expressions.SYMBOLS.index(str(part.value)) if symbol else int(part.value)
+        operand = SYMBOLS.index(str(part.value)) if symbol else int(part.value)
         instructions.append((opcode, operand))
     return Expression(tuple(instructions), str(value))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ _DTYPES = {
     "int64": torch.int64,
 }
 _LONG_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_OPERATORS = ("dropless", "experts")
 
 
 def parse_spec(text: str) -> Layer:
@@ -68,17 +68,14 @@ def _flag(text: str) -> bool:
     return known[text]
 
 
-def _dtype(text: str) -> torch.dtype:
-    name = _LONG_NAMES.get(text, text)
-    if name not in _DTYPES:
-        raise ValueError(f"must be one of {', '.join(_DTYPES)}; got {text!r}")
-    return _DTYPES[name]
-
-
-def _operator(text: str) -> str:
-    if text not in _OPERATORS:
-        raise ValueError(f"must be one of {', '.join(_OPERATORS)}; got {text!r}")
+def _known(text: str, known: Collection[str]) -> str:
+    if text not in known:
+        raise ValueError(f"must be one of {', '.join(known)}; got {text!r}")
     return text
+
+
+def _dtype(text: str) -> torch.dtype:
+    return _DTYPES[_known(_LONG_NAMES.get(text, text), _DTYPES)]
 
 
 _SIZES = ("experts", "top_k", "width", "hidden")
@@ -87,7 +84,7 @@ _READERS: dict[type, _Reader] = {str: str, bool: _flag, float: _number}
 _ROUTER = {option.name: _READERS[option.type] for option in ROUTER_OPTIONS}
 _EXPERTS = {option.name: _READERS[option.type] for option in EXPERT_OPTIONS}
 _KEYS: dict[str, _Reader] = {
-    "op": _operator,
+    "op": partial(_known, known=("dropless", "experts")),
     **dict.fromkeys(_SIZES, _integer),
     **dict.fromkeys(
         ("dtype", "tokens_dtype", "experts_dtype", "routing_dtype", "weights_dtype"), _dtype
@@ -116,11 +113,15 @@ def _values(text: str) -> dict[str, Any]:
     return values
 
 
+def _given(keys: Iterable[str], values: dict[str, Any]) -> dict[str, Any]:
+    return {key: values[key] for key in keys if key in values}
+
+
 def _layer(values: dict[str, Any]) -> Layer:
     dtype = values.get("dtype", torch.float32)
     router = values.get("op", "dropless") == "dropless"
     if not router:
-        extra = [key for key in (*_ROUTER, "router_bias") if key in values]
+        extra = _given((*_ROUTER, "router_bias"), values)
         if extra:
             raise ValueError(f"op=experts has no {', '.join(extra)}")
     routing_dtype = values.get("routing_dtype", dtype if router else torch.int64)
@@ -131,12 +132,8 @@ def _layer(values: dict[str, Any]) -> Layer:
         **{key: values[key] for key in _SIZES},
         tokens_dtype=values.get("tokens_dtype", dtype),
         experts_dtype=values.get("experts_dtype", dtype),
-        options=ExpertOptions(**{key: values[key] for key in _EXPERTS if key in values}),
-        router=RouterOptions(
-            values["top_k"], **{key: values[key] for key in _ROUTER if key in values}
-        )
-        if router
-        else None,
+        options=ExpertOptions(**_given(_EXPERTS, values)),
+        router=RouterOptions(values["top_k"], **_given(_ROUTER, values)) if router else None,
         routing_dtype=routing_dtype,
         weights_dtype=weights_dtype,
         **{flag: values.get(flag, False) for flag in ("b1", "b2", "tf32")},

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from custom_ops.dtypes import SHORT_NAMES
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.spec import (
     Constant,
@@ -25,14 +24,6 @@ from trt_plugin.compiling.cubin import CubinInfo, inspect_cubin
 
 __all__ = ["CompileError", "Compiled", "MapLayout", "Task", "sources_hash", "task_for"]
 
-_TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-}
 _WARP = 32
 # From the code that Triton's compiler gives a type to CUtensorMapDataType, as Triton's driver does.
 _MAP_DTYPES = {8: 10, 9: 8, 10: 9}
@@ -68,13 +59,8 @@ class Task:
     @property
     def description(self) -> str:
         """JSON for people: module, function and the values compiled in."""
-        fields = {
-            "module": self.module,
-            "function": self.function,
-            "constants": self.constants,
-            "options": self.options,
-        }
-        return json.dumps(fields, separators=(",", ":"))
+        names = ("module", "function", "constants", "options")
+        return json.dumps({name: getattr(self, name) for name in names}, separators=(",", ":"))
 
     @property
     def values(self) -> str:
@@ -105,9 +91,9 @@ def task_for(spec: KernelSpec, architecture: Architecture) -> Task:
                     raise ValueError(
                         f"{spec.name}: {name} is a tensor map, which {architecture.name} lacks"
                     )
-                signature[name] = f"tensordesc<{_TYPES[dtype]}[{','.join(map(str, box))}]>"
+                signature[name] = f"tensordesc<{SHORT_NAMES[dtype]}[{','.join(map(str, box))}]>"
             case TensorPointer(_, dtype) | WorkspacePointer(_, dtype):
-                signature[name] = f"*{_TYPES[dtype]}"
+                signature[name] = f"*{SHORT_NAMES[dtype]}"
                 aligned.append(index)
     return Task(
         module=spec.function.fn.__module__,

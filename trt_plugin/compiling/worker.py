@@ -27,14 +27,11 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        print(json.dumps(_result(json.loads(line))), file=results, flush=True)
-
-
-def _result(task: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return _compile(task)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        try:
+            result = _compile(json.loads(line))
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(result), file=results, flush=True)
 
 
 def _compile(task: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,26 @@
+"""What several kernels do on the device."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["load_block", "wait_for_previous"]
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Waits for the results of the kernel ahead, and lets the next kernel start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def load_block(ptrs, inside, WHOLE: tl.constexpr):
+    """Loads a block, with zeros for what is not inside; masked only if it is not WHOLE."""
+    if WHOLE:
+        block = tl.load(ptrs)
+    else:
+        block = tl.load(ptrs, mask=inside, other=0.0)
+    return block
