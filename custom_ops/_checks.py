@@ -13,8 +13,6 @@ from torch import Tensor
 from custom_ops.dtypes import FLOATS, IDS, dtype_name
 from custom_ops.options import ExpertOptions
 
-__all__ = ["check_experts", "check_rms_norm", "check_router", "check_routing"]
-
 
 def check_experts(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, options: ExpertOptions

@@ -15,8 +15,6 @@ from custom_ops import _grouped
 from custom_ops._grouped import ExpertParameters
 from custom_ops.options import ExpertOptions, RouterOptions
 
-__all__ = ["forward", "rms_norm_forward"]
-
 
 def forward(
     x_TD: Tensor,

@@ -19,8 +19,6 @@ from custom_ops.dtypes import accumulation_dtype
 from custom_ops.options import ExpertOptions, RouterOptions
 from custom_ops.routing import route
 
-__all__ = ["ExpertParameters", "experts_backward", "forward"]
-
 # Bounds the [block*K, D] buffer of rows; wide enough that 128 experts with top-8 still see 256
 # rows each per product.
 _TOKENS_PER_BLOCK = 4096

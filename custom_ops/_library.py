@@ -12,8 +12,6 @@ from torch import Tensor
 
 from custom_ops.options import Option, list_options
 
-__all__ = ["LIBRARY", "check_keywords", "register_autocast", "schema_of", "with_options"]
-
 LIBRARY = torch.library.Library("moe", "FRAGMENT")
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from custom_ops.options import CLAMPED, ExpertOptions
 
-__all__ = ["activate", "activate_backward"]
-
 _aten = torch.ops.aten
 
 _FORWARD: dict[str, Callable[[Tensor], Tensor]] = {

@@ -20,8 +20,6 @@ from custom_ops.options import (
 )
 from custom_ops.routing import route, route_backward
 
-__all__ = ["dropless"]
-
 _OPTIONS = (*ROUTER_OPTIONS, *EXPERT_OPTIONS)
 _ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
 

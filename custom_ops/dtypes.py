@@ -6,16 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = [
-    "CODES",
-    "FLOATS",
-    "IDS",
-    "KERNEL_FLOATS",
-    "SHORT_NAMES",
-    "accumulation_dtype",
-    "dtype_name",
-]
-
 #: Dtypes of tokens, routers and experts in the kernels.
 KERNEL_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 #: Dtypes of tokens, routers and experts in the operators.

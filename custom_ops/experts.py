@@ -13,8 +13,6 @@ from custom_ops._grouped import ExpertParameters
 from custom_ops._library import LIBRARY, check_keywords, register_autocast, schema_of, with_options
 from custom_ops.options import EXPERT_OPTIONS, ExpertKeywords, ExpertOptions
 
-__all__ = ["experts"]
-
 _ARGUMENTS = (
     "Tensor x, Tensor expert_ids, Tensor expert_weights, "
     "Tensor w1, Tensor? b1, Tensor w2, Tensor? b2"

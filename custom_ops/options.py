@@ -14,32 +14,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Self, TypedDict, TypeVar
 
-__all__ = [
-    # Names
-    "ACTIVATIONS",
-    "CLAMPED",
-    "POINTWISE",
-    "PRE_NORMS",
-    "SCORINGS",
-    # The table
-    "EXPERT_OPTIONS",
-    "ROUTER_OPTIONS",
-    "SIZES",
-    "Bounds",
-    "Flag",
-    "Option",
-    "Options",
-    "Size",
-    "Word",
-    "list_options",
-    "options_of",
-    # Records of values
-    "DroplessKeywords",
-    "ExpertKeywords",
-    "ExpertOptions",
-    "RouterOptions",
-]
-
 # A name's place is its code in a bundle: a new one comes last.
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu")
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")

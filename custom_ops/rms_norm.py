@@ -18,8 +18,6 @@ from custom_ops._checks import check_rms_norm
 from custom_ops._library import LIBRARY
 from custom_ops.dtypes import accumulation_dtype
 
-__all__ = ["rms_norm"]
-
 LIBRARY.define(
     "rms_norm(Tensor x, Tensor weight, float eps=1e-6, *, "
     "bool weight_plus_one=False, bool round_before_weight=False) -> Tensor",

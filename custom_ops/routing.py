@@ -11,8 +11,6 @@ from torch import Tensor
 from custom_ops.dtypes import accumulation_dtype
 from custom_ops.options import RouterOptions
 
-__all__ = ["RENORMALIZE_EPS", "route", "route_backward"]
-
 # Keeps a sum of sigmoid scores that all underflowed from dividing zero by zero. DeepSeek-V3 adds it
 # too; in float32 it changes no sum above 1.7e-13, which takes logits below -29.
 RENORMALIZE_EPS = 1e-20

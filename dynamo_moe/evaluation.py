@@ -12,8 +12,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from dynamo_moe.private import compiled_module
 
-__all__ = ["check_model", "evaluating", "unwrapped"]
-
 
 def check_model(model: object) -> None:
     """Checks that a model is a module with its modules still in it.

@@ -44,8 +44,6 @@ from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
 
-__all__ = ["ExportError", "ExportReport", "export"]
-
 DEFAULT_OPSET = 20
 """Has Gelu as an operator; ONNX Runtime 1.17 and TensorRT 10 read it."""
 

@@ -26,16 +26,6 @@ from dynamo_moe.weights import placeholders
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "TASKS",
-    "Task",
-    "example_case",
-    "export_language_model",
-    "performing",
-    "task_of",
-    "verification_cases",
-]
-
 Task = Literal["text-generation-with-past", "text-generation", "feature-extraction"]
 TASKS: tuple[str, ...] = get_args(Task)
 

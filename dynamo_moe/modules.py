@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 import custom_ops
 
-__all__ = ["ConvertedModule", "DroplessMoE", "InputScaledMoE", "TopOneMoE"]
-
 
 class ConvertedModule(nn.Module, ABC):
     """A module that :func:`convert` puts in the place of a model's own."""

@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from threading import RLock
 from typing import Any
 
-__all__ = ["ProcessState", "exclusive", "replaced"]
-
 _LOCK = RLock()
 
 Change = Callable[[], AbstractContextManager[Any]]

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Tolerance", "tolerance_for"]
-
 
 @dataclass(frozen=True)
 class Tolerance:

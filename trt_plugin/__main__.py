@@ -10,8 +10,6 @@ import sys
 
 import trt_plugin
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Runs the command; returns its exit code."""

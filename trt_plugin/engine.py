@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["EngineError", "Profile", "Runner", "build_engine", "parse_shapes"]
-
 _KERNELS = "DYNAMO_MOE_KERNELS"
 # The variable belongs to the process: parsers take turns.
 _NAMING = threading.Lock()

@@ -12,8 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STATUSES", "LauncherError", "call", "call_for_json", "close", "library_path"]
-
 #: Names of the library's statuses, by their numbers.
 STATUSES = (
     *("ok", "invalid argument", "invalid bundle", "not found", "no driver"),

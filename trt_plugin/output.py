@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["progress_bars", "write_whole"]
-
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file beside its place and renames it: a reader never sees a part.

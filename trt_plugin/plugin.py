@@ -10,8 +10,6 @@ from typing import Any
 
 from trt_plugin.native import library_path
 
-__all__ = ["PLUGINS", "PluginLoadError", "load"]
-
 #: The plugins' names in TensorRT's registry; version "1", namespace "".
 PLUGINS = ("DroplessMoE", "DroplessMoEExperts")
 

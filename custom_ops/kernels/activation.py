@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activate"]
-
 
 @triton.jit
 def activate(

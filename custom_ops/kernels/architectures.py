@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ARCHITECTURES", "Architecture", "architecture", "nearest_architecture"]
-
 
 @dataclass(frozen=True)
 class Architecture:

@@ -19,8 +19,6 @@ from custom_ops.kernels.spec import (
     WorkspacePointer,
 )
 
-__all__ = ["first_product", "kernel_of", "max_tiles", "sum_of_results"]
-
 _ABSENT = Constant(None)
 _INT32_BUFFERS = ("slot_of_row", "row_of_slot", "row_starts", "tile_expert", "tile_row")
 

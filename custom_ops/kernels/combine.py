@@ -15,8 +15,6 @@ from custom_ops.kernels.expressions import D, T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Step
 
-__all__ = ["combine_kernel", "combine_step"]
-
 
 @triton.jit(do_not_specialize=["tokens"])
 def combine_kernel(

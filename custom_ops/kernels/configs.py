@@ -20,21 +20,6 @@ from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import MAX_TOKENS
 
-__all__ = [
-    "FewConfig",
-    "GemmConfig",
-    "MlpConfig",
-    "RangeConfig",
-    "RouterConfig",
-    "default_ranges",
-    "needs_upcast",
-    "ranges_for",
-    "read_ranges",
-    "router_config",
-    "shape_key",
-    "write_ranges",
-]
-
 _FEW_TOKENS = 16
 # Reading an expert's weights again for a second slot costs up to this much more traffic before
 # sorting the slots, which is one launch more, pays.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["load_block", "wait_for_previous"]
-
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):

@@ -26,8 +26,6 @@ from custom_ops.kernels.expressions import D, K, T
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Step
 
-__all__ = ["expert_mlp_kernel", "expert_mlp_step", "split_width"]
-
 
 @triton.jit
 def _load_x(ptrs, d, weight, D: tl.constexpr, WHOLE: tl.constexpr, WEIGHTED: tl.constexpr, dtype):

@@ -11,20 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-__all__ = [
-    "OPERATIONS",
-    "Expression",
-    "IntLike",
-    "D",
-    "E",
-    "H",
-    "K",
-    "T",
-    "cdiv",
-    "maximum",
-    "minimum",
-]
-
 _BINARY: Mapping[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "sub": operator.sub,

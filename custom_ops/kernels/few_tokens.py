@@ -21,8 +21,6 @@ from custom_ops.kernels.expressions import D, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Step
 
-__all__ = ["few_down_kernel", "few_step", "few_up_kernel"]
-
 
 @triton.jit
 def few_up_kernel(

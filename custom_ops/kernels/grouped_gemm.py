@@ -25,8 +25,6 @@ from custom_ops.kernels.expressions import D, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Argument, Buffer, Step, TensorMap, TensorPointer
 
-__all__ = ["expert_down_kernel", "expert_down_step", "expert_up_kernel", "expert_up_step"]
-
 
 @triton.jit
 def _tile_of_program(NUM_N: tl.constexpr, GROUP_M: tl.constexpr):

@@ -24,15 +24,6 @@ from custom_ops.kernels.expressions import E, Expression, IntLike, K, T, cdiv, m
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, KernelSpec, Step, WorkspacePointer
 
-__all__ = [
-    "SortedSlots",
-    "count_kernel",
-    "index_sort_reference",
-    "index_sort_step",
-    "place_kernel",
-    "sort_kernel",
-]
-
 
 class SortedSlots(NamedTuple):
     """What the sort writes, int32.

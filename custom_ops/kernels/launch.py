@@ -19,8 +19,6 @@ from custom_ops.kernels.spec import (
     WorkspacePointer,
 )
 
-__all__ = ["launch", "launch_kernel"]
-
 
 def launch(
     plan: ForwardPlan, tensors: Mapping[str, Tensor], workspace: Tensor | None = None

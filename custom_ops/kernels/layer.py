@@ -9,8 +9,6 @@ import torch
 from custom_ops.dtypes import IDS, KERNEL_FLOATS
 from custom_ops.options import SIZES, ExpertOptions, RouterOptions
 
-__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "SIZE_MULTIPLE", "Layer"]
-
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 #: The model width and the hidden width are multiples of this.

@@ -17,8 +17,6 @@ from custom_ops.kernels.router import router_step
 from custom_ops.kernels.row_scale import row_scale_step
 from custom_ops.kernels.spec import MAX_SLOTS, ForwardPlan, Step, TokenRange
 
-__all__ = ["plan", "plan_with"]
-
 
 @lru_cache(maxsize=256)
 def plan(layer: Layer, architecture: Architecture) -> ForwardPlan:

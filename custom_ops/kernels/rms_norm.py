@@ -16,8 +16,6 @@ import triton.language as tl
 from custom_ops.kernels.expressions import Expression, T, cdiv
 from custom_ops.kernels.spec import Constant, KernelSpec, Scalar, TensorPointer
 
-__all__ = ["rms_norm_kernel", "rms_norm_spec"]
-
 # Elements that a program holds at a time; a row of more is read twice.
 _MAX_BLOCK = 8192
 _ELEMENTS_PER_THREAD = 16

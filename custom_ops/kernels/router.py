@@ -30,14 +30,6 @@ from custom_ops.kernels.spec import (
 )
 from custom_ops.routing import RENORMALIZE_EPS
 
-__all__ = [
-    "route_kernel",
-    "router_logits_kernel",
-    "router_step",
-    "router_step_with",
-    "select_kernel",
-]
-
 _EPS = tl.constexpr(RENORMALIZE_EPS)
 
 

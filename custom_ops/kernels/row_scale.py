@@ -18,8 +18,6 @@ from custom_ops.kernels.expressions import T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Step
 
-__all__ = ["row_scale_kernel", "row_scale_step"]
-
 # A thread takes 16 elements, a program of one token 4096 at a time.
 _NUM_WARPS = 8
 _ELEMENTS = 4096

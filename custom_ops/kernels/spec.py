@@ -16,22 +16,6 @@ from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.expressions import Expression
 from custom_ops.kernels.layer import Layer
 
-__all__ = [
-    "MAX_SLOTS",
-    "MAX_TOKENS",
-    "Argument",
-    "Buffer",
-    "Constant",
-    "ForwardPlan",
-    "KernelSpec",
-    "Scalar",
-    "Step",
-    "TensorMap",
-    "TensorPointer",
-    "TokenRange",
-    "WorkspacePointer",
-]
-
 #: Slots, tokens times experts per token, are counted in 32 bits by the kernels, which also count
 #: up to the end of a block of them.
 MAX_SLOTS = 2**31 - 2**15

@@ -13,8 +13,6 @@ from sphinx.util.docutils import SphinxDirective
 
 from dynamo_moe.cli import app as command_line
 
-__all__ = ["CommandLine", "setup"]
-
 
 class CommandLine(SphinxDirective):
     """``{command-line} NAME``: usage, arguments, options and examples of a command."""

@@ -16,8 +16,6 @@ from sphinx.util.docutils import SphinxDirective
 from dynamo_moe.moe_nodes import translation  # noqa: F401  Registers the operators.
 from dynamo_moe.moe_nodes.nodes import DOMAIN
 
-__all__ = ["OnnxOperator", "setup"]
-
 _Parameter = onnx.defs.OpSchema.FormalParameter
 
 

@@ -10,8 +10,6 @@ from sphinx.util.docutils import SphinxDirective
 
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, Option
 
-__all__ = ["OptionTable", "setup"]
-
 _TABLES = {"router": ROUTER_OPTIONS, "experts": EXPERT_OPTIONS}
 
 

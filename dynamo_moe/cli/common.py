@@ -17,20 +17,6 @@ from rich.text import Text
 
 from dynamo_moe.cli.model_loading import UsageError, users_code
 
-__all__ = [
-    "Debug",
-    "Json",
-    "Quiet",
-    "app",
-    "failures",
-    "message_of",
-    "need_file",
-    "need_place",
-    "print_json",
-    "print_report",
-    "step",
-]
-
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,

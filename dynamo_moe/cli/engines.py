@@ -13,8 +13,6 @@ from rich.text import Text
 from dynamo_moe.cli.common import Debug, Quiet, app, failures, need_file, need_place
 from dynamo_moe.cli.model_loading import UsageError
 
-__all__ = ["engine", "plugin_path"]
-
 
 @app.command(
     epilog="Example:\n\n"

@@ -19,15 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "UsageError",
-    "check_example",
-    "load_model",
-    "parse_dynamic",
-    "parse_shapes",
-    "users_code",
-]
-
 _DEFAULT_FACTORIES = ("model", "build")
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "bool")
 

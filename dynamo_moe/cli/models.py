@@ -40,9 +40,6 @@ from dynamo_moe.cli.model_loading import (
 )
 from dynamo_moe.progress.display import shown
 
-__all__ = ["export", "verify"]
-
-
 Dtype = Literal["float32", "float16", "bfloat16"]
 
 _FACTORY = (

@@ -30,8 +30,6 @@ from dynamo_moe.cli.model_loading import UsageError
 if TYPE_CHECKING:
     from custom_ops.kernels.layer import Layer
 
-__all__ = ["compile", "inspect"]
-
 
 @app.command(
     epilog="Examples:\n\n"

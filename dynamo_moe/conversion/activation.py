@@ -15,8 +15,6 @@ from torch import Tensor
 from custom_ops.activations import activate
 from custom_ops.options import CLAMPED, POINTWISE, ExpertOptions
 
-__all__ = ["identify_activation", "possible_activations"]
-
 # The most common one first: an attempt can cost a run of all experts.
 _UNCLAMPED = sorted(POINTWISE, key="silu".__ne__)
 # Every regime of an activation: around zero, at the clamps, far beyond them.

@@ -15,8 +15,6 @@ from dynamo_moe import pytree
 from dynamo_moe.conversion.layer_spec import is_plain
 from dynamo_moe.conversion.observation import random_tokens
 
-__all__ = ["TOLERANCE", "compare", "compare_shapes", "relative_error"]
-
 # Relative to the RMS of a token's result, both in at least float32: a different activation or
 # routing differs by 1e-3 and more, another order of summation by 1e-6.
 TOLERANCE = 1e-4

@@ -37,8 +37,6 @@ from dynamo_moe.conversion.reports import Replacement, Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.private import has_forward_hooks
 
-__all__ = ["convert_layers"]
-
 _NAME = "mixture"
 # Factors on tokens: clamps and such show with large ones only, what is added to avoid a division
 # by zero with small ones.

@@ -18,8 +18,6 @@ from dynamo_moe.conversion.reports import ConversionReport, Replacement, Unrecog
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.modules import ConvertedModule
 
-__all__ = ["convert", "convertible_modules"]
-
 
 def convert(
     model: nn.Module,

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from custom_ops.options import ExpertOptions
 from dynamo_moe.private import change_count
 
-__all__ = ["CachedWeights", "ExpertWeights", "ExpertsSpec", "ParameterStack"]
-
 
 @dataclass(frozen=True)
 class ParameterStack:

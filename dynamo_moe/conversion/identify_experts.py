@@ -25,8 +25,6 @@ from dynamo_moe.conversion.locate_layers import LocatedExperts, without_leading_
 from dynamo_moe.conversion.observation import preserving_state, random_weights, using_tensors
 from dynamo_moe.private import has_forward_hooks
 
-__all__ = ["identify_experts"]
-
 # gpt-oss's numbers, which stand in its reference's code; other models have attributes of such
 # names.
 _CLAMP_NUMBERS = {ExpertOptions.alpha, ExpertOptions.limit}

@@ -52,8 +52,6 @@ from dynamo_moe.conversion.observation import (
 )
 from dynamo_moe.process_state import exclusive
 
-__all__ = ["IdentifiedLayer", "NotRoutedError", "identify_layer", "side_effects"]
-
 # Relative to the RMS of the result. Another routing or activation differs by 1e-2 and more.
 _TOLERANCE = 1e-4
 # How far a factor on the weights that is solved for may be from a known number, relative to it.

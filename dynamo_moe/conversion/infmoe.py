@@ -25,8 +25,6 @@ import custom_ops
 from dynamo_moe.conversion.reports import few
 from dynamo_moe.modules import ConvertedModule
 
-__all__ = ["InfMoELayer", "Sublayer", "Variant", "load_infmoe"]
-
 Sublayer = Literal["T5_FF", "Identity"]
 Variant = Literal["default", "cpm_2", "base_layer"]
 Array = NDArray[np.floating]

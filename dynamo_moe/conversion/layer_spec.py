@@ -24,24 +24,6 @@ from dynamo_moe import pytree
 from dynamo_moe.conversion.expert_weights import CachedWeights, ExpertsSpec
 from dynamo_moe.modules import ConvertedModule
 
-__all__ = [
-    "GateRouting",
-    "LayerSpec",
-    "LinearRouter",
-    "ReturnValue",
-    "Routed",
-    "Routing",
-    "Scoring",
-    "SharedExpert",
-    "SubmoduleCall",
-    "TensorArgument",
-    "TopKRouting",
-    "Weighting",
-    "install",
-    "is_plain",
-    "tokens_per_expert",
-]
-
 Scoring = Literal["none", "softmax", "sigmoid"]
 Weighting = Literal["none", "sum", "softmax", "sigmoid"]
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from dynamo_moe.modules import ConvertedModule
 
-__all__ = ["LayerCandidate", "LocatedExperts", "locate_layers", "without_leading_ones"]
-
 # From a list of experts up to the layer: the experts may be in a module of their own, and that in
 # another.
 _LEVELS = 3

@@ -23,21 +23,6 @@ from dynamo_moe.private import has_forward_hooks, hooks_removed, tensors_replace
 from dynamo_moe.process_state import exclusive
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
-__all__ = [
-    "FullPrecision",
-    "ObservedForward",
-    "check_no_hooks",
-    "has_values",
-    "in_float32",
-    "observe_forward",
-    "on_any_device",
-    "on_tokens",
-    "preserving_state",
-    "random_tokens",
-    "random_weights",
-    "using_tensors",
-]
-
 _HALF = (torch.float16, torch.bfloat16)
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _MISSING = object()

@@ -8,14 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = [
-    "gate_function",
-    "has_interface",
-    "implementation",
-    "is_expert_parallel",
-    "select_implementation",
-]
-
 # The function of an experts module that combines gate and up projections.
 _GATE = "_apply_gate"
 # The attribute of a config that names the implementation its modules' forward dispatches to. The

@@ -24,14 +24,6 @@ from dynamo_moe.conversion.reports import Replacement, Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.modules import ConvertedModule
 
-__all__ = [
-    "Adapter",
-    "adapters",
-    "convert_by_adapters",
-    "matching_adapters",
-    "register_adapter",
-]
-
 
 class Adapter(Protocol):
     """Recognises one structure of MoE module, and rebuilds it."""

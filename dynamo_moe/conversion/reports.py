@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["ADAPTER_PAGE", "ConversionReport", "Replacement", "Unrecognised", "few"]
-
 ADAPTER_PAGE = "docs/how-to/add_an_adapter.md"
 """The page that messages name for modules that are left as they are."""
 

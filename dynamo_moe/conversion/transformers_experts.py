@@ -32,15 +32,6 @@ from dynamo_moe.conversion.observation import (
 )
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
 
-__all__ = [
-    "convert_experts",
-    "experts_parameters",
-    "identify_options",
-    "is_convertible",
-    "is_experts",
-    "is_selected",
-]
-
 _NAME = "transformers-experts"
 # The name under which transformers knows the implementation here.
 _IMPLEMENTATION = "dynamo_moe"

@@ -15,8 +15,6 @@ from dynamo_moe.conversion.observation import random_tokens
 from dynamo_moe.conversion.registry import register_adapter
 from dynamo_moe.modules import ConvertedModule, InputScaledMoE, TopOneMoE
 
-__all__ = ["Llama4Adapter", "SwitchAdapter"]
-
 _NO_CAPACITY = 2**31
 
 

@@ -11,16 +11,6 @@ from dynamo_moe.conversion.convert_model import convertible_modules
 from dynamo_moe.conversion.reports import ADAPTER_PAGE, Unrecognised, few
 from dynamo_moe.modules import ConvertedModule
 
-__all__ = [
-    "converted_modules",
-    "hint",
-    "listing",
-    "merge_hint",
-    "own_forward_warning",
-    "unconverted_modules",
-    "warning",
-]
-
 # How many names a message of one line has.
 _SHOWN = 3
 _WHAT_TO_DO = f"dynamo_moe.convert(model) converts them or says why not ({ADAPTER_PAGE})"

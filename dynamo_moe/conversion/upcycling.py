@@ -26,8 +26,6 @@ from dynamo_moe.private import shallow_copy
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["UpcyclingReport", "upcycle"]
-
 _ROUTER_STD = 0.02
 
 

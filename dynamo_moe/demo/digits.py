@@ -15,16 +15,6 @@ from torch import Tensor, nn
 
 from dynamo_moe.models import DroplessMoEMlp
 
-__all__ = [
-    "Split",
-    "TrainingResult",
-    "accuracy",
-    "expert_usage",
-    "load_digits_split",
-    "one_thread",
-    "train",
-]
-
 _BATCH_SIZE = 64
 _PEAK_LEARNING_RATE = 3e-3
 _WARMUP_FRACTION = 0.1

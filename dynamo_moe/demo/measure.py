@@ -13,8 +13,6 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Classifier", "ImageComparison", "compare", "in_onnxruntime", "in_torch", "time_all"]
-
 Classifier = Callable[[Tensor], Tensor]
 """Images ``[B, C, H, W]`` to logits ``[B, classes]``."""
 

@@ -29,8 +29,6 @@ from dynamo_moe.demo.measure import (
 )
 from dynamo_moe.models import swin_moe_digits
 
-__all__ = ["DemoError", "DemoResult", "FileResult", "MIN_ACCURACY", "PYTORCH", "Variant", "run"]
-
 MIN_ACCURACY = 0.95
 PYTORCH = "PyTorch"
 

@@ -14,8 +14,6 @@ from rich.text import Text
 
 from dynamo_moe.demo.pipeline import PYTORCH, DemoResult
 
-__all__ = ["final_view"]
-
 
 def final_view(result: DemoResult) -> RenderableType:
     """Returns the table of files, an explanation of it, and a list of the folder's contents."""

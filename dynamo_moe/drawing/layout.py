@@ -25,18 +25,6 @@ from dynamo_moe.files.model_files import all_nodes
 from dynamo_moe.inspection.reading import is_layer, moe_layer
 from dynamo_moe.inspection.summary import readable_count
 
-__all__ = [
-    "FONT_SIZE",
-    "LINE_HEIGHT",
-    "Box",
-    "Column",
-    "boxes_of",
-    "fold",
-    "ranks_of",
-    "spelled_out",
-    "text_width",
-]
-
 FONT_SIZE, LINE_HEIGHT = 9.0, 12.0
 _BOX_HEIGHT, _RANK_GAP, _FRAME_ROOM = 15.0, 11.0, 4.0
 _SIDE_GAP, _FRAME_GAP = 9.0, 8.0

@@ -19,8 +19,6 @@ from matplotlib.path import Path as Curve
 from dynamo_moe.drawing import layout
 from dynamo_moe.drawing.layout import Box, Column
 
-__all__ = ["Panel", "paint"]
-
 # Kind of box -> legend, fill, line and text.
 _KINDS = {
     "moe": ("MoE layer", "#e8590c", "#c2460a", "#ffffff"),

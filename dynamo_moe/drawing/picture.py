@@ -15,8 +15,6 @@ import onnx
 
 from dynamo_moe.files.model_files import load_graph
 
-__all__ = ["draw", "draw_comparison"]
-
 Source: TypeAlias = "str | PathLike[str] | onnx.ModelProto"
 
 

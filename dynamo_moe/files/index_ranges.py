@@ -8,8 +8,6 @@ import onnx_ir as ir
 
 from dynamo_moe.moe_nodes.nodes import EXPERTS
 
-__all__ = ["index_limits"]
-
 # The first result of these operators holds elements of their first input, and no others.
 _PASSING = {
     "Cast",

@@ -15,8 +15,6 @@ from dynamo_moe.files.index_ranges import index_limits
 from dynamo_moe.private import FakeTensor
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 
-__all__ = ["KEY", "random_inputs", "store"]
-
 KEY = "dynamo_moe.integers"
 """Metadata key: the least and the greatest of the example's integers, by input."""
 

@@ -18,8 +18,6 @@ from dynamo_moe.moe_nodes.nodes import DOMAIN, is_moe, moe_nodes, parse
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.operators.schemas import is_own_domain
 
-__all__ = ["kernel_layers"]
-
 _DTYPES = {tensor_adapters.from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *IDS)}
 
 

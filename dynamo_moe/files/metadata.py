@@ -16,8 +16,6 @@ import onnx_ir as ir
 from dynamo_moe.moe_nodes.nodes import module_of, moe_nodes
 from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
 
-__all__ = ["KEY", "Layer", "layers_of", "record", "store"]
-
 KEY = "dynamo_moe.layers"
 
 

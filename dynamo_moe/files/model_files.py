@@ -18,18 +18,6 @@ from google.protobuf.message import DecodeError
 from dynamo_moe.files import protobuf
 from dynamo_moe.progress import phases
 
-__all__ = [
-    "EXTERNAL_DATA_LIMIT",
-    "all_nodes",
-    "check_destination",
-    "is_small",
-    "load_graph",
-    "model_bytes",
-    "rename_model",
-    "save_model",
-    "subgraphs",
-]
-
 # A protobuf message cannot pass 2 GiB; the graph itself needs room too.
 EXTERNAL_DATA_LIMIT = 2**31 - 2**26
 # Bytes up to which a weight stays inside the model's file.

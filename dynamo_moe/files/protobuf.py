@@ -14,8 +14,6 @@ import onnx_ir as ir
 
 from dynamo_moe.progress import phases
 
-__all__ = ["without", "write"]
-
 _GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
 _INITIALIZER = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
 _RAW_DATA = onnx.TensorProto.RAW_DATA_FIELD_NUMBER

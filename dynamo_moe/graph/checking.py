@@ -10,8 +10,6 @@ import onnx_ir as ir
 from dynamo_moe.files import model_files, protobuf
 from dynamo_moe.progress import phases
 
-__all__ = ["InvalidGraphError", "check"]
-
 
 class InvalidGraphError(Exception):
     """The graph is refused by onnx's checker."""

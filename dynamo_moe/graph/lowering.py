@@ -14,8 +14,6 @@ from dynamo_moe.moe_nodes.nodes import INPUTS, moe_nodes
 from dynamo_moe.operators.registry import find
 from dynamo_moe.operators.user_bodies import content, omit_absent, prepare_body
 
-__all__ = ["BODIES", "TARGETS", "Body", "Target", "lower", "notes"]
-
 Target = Literal["plugin", "dense", "onnxruntime"]
 Body = Literal["loop", "unrolled"]
 

@@ -20,8 +20,6 @@ from dynamo_moe.operators.registry import find
 from dynamo_moe.weights import placeholders
 from dynamo_moe.weights.lazy_tensors import lazy_cast
 
-__all__ = ["fold_weight_casts", "fold_weight_transposes", "name_nodes_by_module", "optimize"]
-
 
 class _ForOperator:
     """A rewrite rule that looks at nodes of its operator only: the others take half of the time."""

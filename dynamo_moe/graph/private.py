@@ -10,8 +10,6 @@ from typing import Any
 
 from onnxscript import rewriter
 
-__all__ = ["default_rules", "operator_of"]
-
 
 def default_rules() -> tuple[Any, ...]:
     """Returns the rewrite rules that ``onnxscript.rewriter.rewrite`` applies by default."""

@@ -12,8 +12,6 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRuleClassBase
 
-__all__ = ["RULES"]
-
 _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 

@@ -19,8 +19,6 @@ from dynamo_moe.moe_nodes.nodes import moe_nodes
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.placeholders import as_ir
 
-__all__ = ["fold_stacked_weights"]
-
 
 def fold_stacked_weights(model: ir.Model) -> None:
     """Makes one weight of what an MoE node's input is computed from, where that is weights alone.

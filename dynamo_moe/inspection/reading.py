@@ -27,8 +27,6 @@ from dynamo_moe.inspection.summary import (
 )
 from dynamo_moe.moe_nodes.nodes import INPUTS, is_moe
 
-__all__ = ["inspect", "is_layer", "moe_layer"]
-
 # The inputs of ONNX Runtime's operator, by the names of ours where they are the same.
 _ONNXRUNTIME_INPUTS = ("x", "router_probs", "w1", "b1", "w2", "b2", "w3", "b3")
 

@@ -14,16 +14,6 @@ from rich.filesize import decimal, pick_unit_and_suffix
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "AttributeValue",
-    "FunctionSummary",
-    "MoELayer",
-    "ModelSummary",
-    "ValueSummary",
-    "WeightsSummary",
-    "readable_count",
-]
-
 AttributeValue: TypeAlias = "int | float | str | list[int] | list[float] | list[str]"
 
 

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["DroplessMoEMlp"]
-
 
 class DroplessMoEMlp(nn.Module):
     """An MLP per expert; each token goes through its `top_k` experts, and none is dropped.

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from dynamo_moe.models.dropless_mlp import DroplessMoEMlp
 
-__all__ = ["SwinMoE", "SwinMoEConfig", "swin_moe_cifar", "swin_moe_digits", "swin_moe_tiny"]
-
 
 @dataclass(frozen=True)
 class SwinMoEConfig:

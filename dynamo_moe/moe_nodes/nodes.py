@@ -20,19 +20,6 @@ from custom_ops.options import (
 )
 from dynamo_moe.operators.schemas import OWN_DOMAIN, is_own_domain
 
-__all__ = [
-    "DOMAIN",
-    "DROPLESS",
-    "EXPERTS",
-    "INPUTS",
-    "OPTIONAL_INPUTS",
-    "MoENode",
-    "is_moe",
-    "moe_nodes",
-    "module_of",
-    "parse",
-]
-
 DOMAIN = OWN_DOMAIN
 DROPLESS = "DroplessMoE"
 EXPERTS = "DroplessMoEExperts"

@@ -16,8 +16,6 @@ from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS, INPUTS, OPTION
 from dynamo_moe.operators import shape_inference
 from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
 
-__all__ = ["FLOAT_TYPES", "ID_TYPES", "SCHEMAS", "VERSION", "attribute"]
-
 VERSION = 1
 
 FLOAT_TYPES = tuple(map(from_torch_dtype, FLOATS))

@@ -17,8 +17,6 @@ from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.operators.registration import register_op
 from dynamo_moe.operators.registry import Arguments, operators
 
-__all__ = ["onnx_translation_table"]
-
 
 def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Returns the translations of all registered operators for ``torch.onnx.export``.

@@ -16,8 +16,6 @@ from dynamo_moe.operators.legacy_symbolic import declaration_of
 from dynamo_moe.operators.private import parsed_schema
 from dynamo_moe.private import change_count, storage_key
 
-__all__ = ["FunctionOp", "op_from_function"]
-
 Function = type[torch.autograd.Function]
 
 

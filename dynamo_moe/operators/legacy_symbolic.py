@@ -14,8 +14,6 @@ from typing import Any
 
 from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
 
-__all__ = ["declaration_of"]
-
 # Kinds of attributes by the suffix of their keyword, and the arguments that they can hold.
 _KINDS = {"f": ("float",), "i": ("int", "bool"), "s": ("str",)}
 # Two values by the type of an argument; they equal nothing that a symbolic makes by itself.

@@ -17,8 +17,6 @@ from dynamo_moe.private import (
     schema_of,
 )
 
-__all__ = ["SymbolicSizes", "has_fake_kernel", "overload_of", "parsed_schema"]
-
 try:  # The fake kernels that are registered.
     from torch._library.custom_ops import OPDEFS
     from torch._library.simple_registry import singleton

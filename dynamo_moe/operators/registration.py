@@ -26,8 +26,6 @@ from dynamo_moe.operators.shape_inference import by_fake_kernel
 from dynamo_moe.operators.shape_inference import like as inferred_like
 from dynamo_moe.private import OpOverload, OpOverloadPacket, schema_of
 
-__all__ = ["register_op"]
-
 _LIKE = "like:"
 
 _DOMAIN = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)

@@ -15,18 +15,6 @@ from onnxscript.onnx_opset import opset18
 
 from dynamo_moe.private import OpOverload, schema_of
 
-__all__ = [
-    "Arguments",
-    "Body",
-    "Fill",
-    "NodeError",
-    "Operator",
-    "add",
-    "attribute_type",
-    "find",
-    "operators",
-]
-
 Arguments = Mapping[str, Any]
 """A call's arguments by name: tensors as ``ir.Value``, everything else as Python values."""
 

@@ -10,17 +10,6 @@ from onnx.defs import OpSchema
 
 from dynamo_moe.private import OpOverload, schema_of
 
-__all__ = [
-    "OWN_DOMAIN",
-    "PLUGIN_ATTRIBUTES",
-    "Constant",
-    "check_constants",
-    "check_schema",
-    "derive_schema",
-    "is_own_domain",
-    "scalar_arguments",
-]
-
 OWN_DOMAIN = "moe"
 """The domain of the project's own operators, in PyTorch and in ONNX."""
 

@@ -27,8 +27,6 @@ from dynamo_moe import pytree
 from dynamo_moe.operators.private import SymbolicSizes
 from dynamo_moe.private import OpOverload, schema_of
 
-__all__ = ["by_fake_kernel", "like"]
-
 Inference = Callable[[InferenceContext], None]
 
 _MAX_DECISIONS = 4

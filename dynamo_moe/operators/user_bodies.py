@@ -15,8 +15,6 @@ from onnxscript import version_converter
 
 from dynamo_moe.operators.registry import Body, attribute_type
 
-__all__ = ["body_of", "content", "omit_absent", "prepare_body", "proto_of"]
-
 _OPTIONAL = OpSchema.FormalParameterOption.Optional
 
 _STANDARD_DOMAINS = ("", "ai.onnx.ml")

@@ -12,8 +12,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from dynamo_moe.progress import phases
 
-__all__ = ["shown"]
-
 DELAY_S = 2.0
 """A shorter export shows nothing."""
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-__all__ = ["PHASES", "Progress", "Stopwatch", "phase", "report"]
-
 PHASES = ("capture", "decomposition", "translation", "optimization", "check", "serialization")
 """The phases of an export, in order."""
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pyinstrument import Profiler
 
-__all__ = ["profiled", "save_profile"]
-
 INTERVAL_S = 0.005  # Between two samples.
 
 

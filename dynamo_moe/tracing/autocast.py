@@ -23,8 +23,6 @@ from dynamo_moe.private import FakeTensor, FakeTensorMode, OpOverload, TorchDisp
 from dynamo_moe.tracing import private
 from dynamo_moe.tracing.nodes import Call, add_graph, all_nodes
 
-__all__ = ["autocast_inside", "with_casts"]
-
 _LOG = logging.getLogger(__name__)
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")

@@ -23,8 +23,6 @@ from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 from dynamo_moe.tracing.state_space import exportable_scans
 
-__all__ = ["capture"]
-
 _aten = torch.ops.aten
 _NORMS = frozenset(
     getattr(_aten, name).default

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from dynamo_moe import pytree
 from dynamo_moe.tracing import private
 
-__all__ = ["casts_a_module", "described", "model_line", "own_failure"]
-
 _TORCH = Path(torch.__file__).parent
 _CONVERSION = Path(__file__).parents[1] / "conversion"
 

@@ -29,8 +29,6 @@ from dynamo_moe.tracing import private
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.nodes import Call, add_call, add_graph, values
 
-__all__ = ["NeedsRetraceError", "decomposed"]
-
 _aten = torch.ops.aten
 _higher_order = torch.ops.higher_order
 

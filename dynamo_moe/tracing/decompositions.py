@@ -17,8 +17,6 @@ from torch import Tensor
 
 from dynamo_moe.private import OpOverload
 
-__all__ = ["DECOMPOSITIONS", "Decomposition", "decomposes"]
-
 _aten = torch.ops.aten
 _prims = torch.ops.prims
 

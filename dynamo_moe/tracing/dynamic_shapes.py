@@ -17,8 +17,6 @@ from torch.export import Dim
 
 from dynamo_moe import pytree
 
-__all__ = ["BATCH", "DynamicExample", "name_dimensions", "resolve"]
-
 BATCH = "batch"
 
 

@@ -24,8 +24,6 @@ from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.size_decisions import Decision
 
-__all__ = ["FixedSizeError", "SizeTrials", "model_run", "program_run"]
-
 # Sizes that are tried, beside those next to the example's and to numbers in a condition.
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 64, 65, 100, 129)
 # Sizes for which a decision comes out differently, of which a model may refuse some.

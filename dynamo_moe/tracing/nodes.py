@@ -10,8 +10,6 @@ from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
 
-__all__ = ["Call", "add_call", "add_graph", "all_nodes", "values"]
-
 # The entries of a node's metadata that describe its values, and the new sizes in them.
 _VALUE_KEYS = ("val", "unbacked_bindings")
 

@@ -26,8 +26,6 @@ from custom_ops.routing import route
 from dynamo_moe.private import HigherOrderOperator, OpOverload, schema_of
 from dynamo_moe.tracing.private import free_unbacked_symbols
 
-__all__ = ["fuse_routers"]
-
 _LOG = logging.getLogger(__name__)
 
 _moe = torch.ops.moe

@@ -20,8 +20,6 @@ from torch.export import ExportedProgram
 
 from dynamo_moe.tracing import private
 
-__all__ = ["Decision", "decisions_noted", "decisions_of"]
-
 _HERE = Path(__file__).parent
 # Where traces begin, and files whose frames are not the model's.
 _BEGINNINGS = tuple(str(_HERE / f"{name}.py") for name in ("capture", "decomposition", "nodes"))

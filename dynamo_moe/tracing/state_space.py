@@ -19,8 +19,6 @@ from torch import Tensor
 from dynamo_moe.process_state import replaced
 from dynamo_moe.tracing import private
 
-__all__ = ["exportable_scans"]
-
 # Where transformers looks the function up.
 _MODULE, _NAME = "transformers.models.jamba.modeling_jamba", "mamba_selective_scan"
 

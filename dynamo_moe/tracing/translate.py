@@ -29,8 +29,6 @@ from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_r
 from dynamo_moe.tracing.nodes import all_nodes
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
-__all__ = ["translate"]
-
 _LOG = logging.getLogger(__name__)
 
 _TAKES_OVER = (

@@ -30,8 +30,6 @@ from dynamo_moe.verification.report import CaseResult, VerificationError, Verifi
 from dynamo_moe.verification.routing import RoutingRecorder, add_routing_outputs, agreement
 from dynamo_moe.verification.runtime import RefusedError, Runtime, RuntimeProcess, describe
 
-__all__ = ["verify"]
-
 Case = tuple[Any, ...] | Mapping[str, Any]
 
 

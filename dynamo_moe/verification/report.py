@@ -11,8 +11,6 @@ from rich.table import Table
 
 from dynamo_moe.tolerances import Tolerance
 
-__all__ = ["CaseResult", "VerificationError", "VerificationReport"]
-
 
 @dataclass(frozen=True)
 class CaseResult:

@@ -16,8 +16,6 @@ from dynamo_moe.files import metadata
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
 from dynamo_moe.private import TorchDispatchMode
 
-__all__ = ["RoutingRecorder", "add_routing_outputs", "agreement"]
-
 
 def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:
     """Makes the expert ids of the file's layers further outputs of its graph, in place.

@@ -24,8 +24,6 @@ import numpy as np
 if TYPE_CHECKING:
     import onnxruntime
 
-__all__ = ["Runtime", "RuntimeProcess", "RefusedError", "describe"]
-
 _BFLOAT16 = 16
 """``onnx.TensorProto.BFLOAT16``, without onnx."""
 

@@ -17,8 +17,6 @@ from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["load_checkpoint", "open_checkpoint", "open_tensors"]
-
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

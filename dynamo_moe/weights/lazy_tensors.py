@@ -23,8 +23,6 @@ from torch import Tensor
 from dynamo_moe.private import schema_of, wrapper_subclass
 from dynamo_moe.pytree import tree_map_only
 
-__all__ = ["CHUNK_BYTES", "LazyTensor", "Stored", "lazy_cast"]
-
 CHUNK_BYTES = 2**23
 """What :meth:`LazyTensor.chunks` holds in memory, unless one row is larger."""
 

@@ -25,8 +25,6 @@ from dynamo_moe.private import tensors_replaced
 from dynamo_moe.process_state import ProcessState
 from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
 
-__all__ = ["Lazies", "as_ir", "attach", "link", "linkable", "placeholders"]
-
 Lazies = dict[int, LazyTensor]
 """Lazy tensors by the address of their placeholder."""
 
@@ -36,7 +34,7 @@ _CHUNK = 2**24
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-class LazyWeight(ir.tensor_adapters.TorchTensor):
+class _LazyWeight(ir.tensor_adapters.TorchTensor):
     """A lazy tensor as a weight of an ONNX graph."""
 
     raw: LazyTensor
@@ -71,7 +69,7 @@ def as_ir(tensor: Tensor, name: str | None) -> ir.tensor_adapters.TorchTensor:
     """Returns the tensor as a weight of an ONNX graph."""
     kind = ir.tensor_adapters.TorchTensor
     if isinstance(tensor, LazyTensor):
-        kind = LazyWeight
+        kind = _LazyWeight
     elif not tensor.is_contiguous():
         kind = _StridedWeight
     return kind(tensor, name=name)
@@ -140,7 +138,7 @@ def link(model: ir.Model, folder: Path) -> None:
 
 def _origin(value: ir.Value) -> Stored | None:
     weight = value.const_value
-    origin = weight.raw.origin if isinstance(weight, LazyWeight) else None
+    origin = weight.raw.origin if isinstance(weight, _LazyWeight) else None
     return origin if origin is not None and origin.nbytes else None
 
 

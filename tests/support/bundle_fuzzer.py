@@ -16,8 +16,6 @@ from pathlib import Path
 
 from standin import ROOT, SOURCES, build
 
-__all__ = ["fuzz", "seed_bundles"]
-
 _NATIVE = ROOT / "tests" / "native"
 # What the reader needs; TensorRT's interface is not among it.
 _SOURCES = [path for path in SOURCES if path.parent.name != "plugin"]

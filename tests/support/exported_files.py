@@ -26,8 +26,6 @@ from moe_architectures import ARCHITECTURES, example_inputs
 from public_moe import CASES
 from small_models import OpLayer, OwnRouter, mlp_model, op_model
 
-__all__ = ["DIGESTS", "FILES", "VERSIONS", "digests"]
-
 DIGESTS = Path(__file__).with_name("exported_files.json")
 VERSIONS = {
     name: version(name) for name in ("torch", "onnx", "onnx-ir", "onnxscript", "transformers")

@@ -19,19 +19,6 @@ from custom_ops.kernels.spec import MAX_TOKENS, ForwardPlan
 from kernel_runs import layer_of
 from moe_cases import Case, assert_matches, make_case
 
-__all__ = [
-    "DEVICE",
-    "PATHS",
-    "POISON",
-    "allow_tf32",
-    "architecture",
-    "check",
-    "gpu_case",
-    "launch_poisoned",
-    "on_gpu",
-    "plan_of",
-]
-
 DEVICE = "cuda"
 #: NaN in every float dtype, and -1 ("no expert") in every integer dtype.
 POISON = 0xFF

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-__all__ = ["infmoe_layer", "random_weights"]
-
 Weights = Mapping[str, np.ndarray]
 
 

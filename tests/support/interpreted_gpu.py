@@ -30,8 +30,6 @@ from trt_plugin.compiling.cubin import CubinInfo, Parameter
 from trt_plugin.compiling.packing import program_for
 from trt_plugin.compiling.tasks import Compiled, MapLayout, task_for
 
-__all__ = ["InterpretedGpu", "uncompiled_program"]
-
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SCRATCH = 2
 # The interpreter replaces functions of triton.language while it runs a kernel.

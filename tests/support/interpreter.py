@@ -26,8 +26,6 @@ from custom_ops.kernels.architectures import architecture, nearest_architecture
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Step, TensorPointer, WorkspacePointer
 
-__all__ = ["ON", "POISON", "repair", "run_step"]
-
 #: The architecture that :func:`run_step` plans for and runs on.
 ON = (
     nearest_architecture(*torch.cuda.get_device_capability())

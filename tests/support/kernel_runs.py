@@ -14,8 +14,6 @@ from custom_ops.kernels.plan import plan, plan_with
 from custom_ops.options import ROUTER_OPTIONS
 from moe_cases import Case
 
-__all__ = ["call_tensors", "layer_of", "run_kernels"]
-
 
 def layer_of(case: Case, *, tf32: bool = False) -> Layer:
     """The case's layer."""

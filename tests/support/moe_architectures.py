@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["ARCHITECTURES", "Architecture", "example_inputs"]
-
 _VOCABULARY = 64
 
 # Set in every config that has the field.

@@ -18,17 +18,6 @@ from custom_ops.dtypes import FLOATS
 from custom_ops.options import CLAMPED, POINTWISE, ROUTER_OPTIONS, SCORINGS
 from dynamo_moe.tolerances import tolerance_for
 
-__all__ = [
-    "DTYPES",
-    "EXPERT_FORMS",
-    "NORM_FORMS",
-    "OPS",
-    "ROUTER_FORMS",
-    "Case",
-    "assert_matches",
-    "make_case",
-]
-
 OPS = ("dropless", "experts")
 
 _MIXED = (

@@ -10,8 +10,6 @@ from custom_ops import ACTIVATIONS, SCORINGS
 from custom_ops.options import CLAMPED, PRE_NORMS
 from moe_cases import OPS, Case, make_case
 
-__all__ = ["bounded", "cases"]
-
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 bounded = settings(derandomize=True, deadline=None, max_examples=40, database=None)

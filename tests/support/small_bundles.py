@@ -21,21 +21,6 @@ from trt_plugin.bundle import (
     records,
 )
 
-__all__ = [
-    "LAYER",
-    "MAP",
-    "ONE",
-    "SMALL",
-    "TILES",
-    "TOKENS",
-    "altered",
-    "checked",
-    "kernel",
-    "program",
-    "record",
-    "repaired",
-]
-
 LAYER = LayerRecord(
     *(0, 2, 2, 2, 0, 0x24, 2, 0),
     *(8, 2, 64, 128),

@@ -12,20 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = [
-    "CSRC",
-    "LAUNCH_FAILED",
-    "OUT_OF_MEMORY",
-    "ROOT",
-    "SOURCES",
-    "Launch",
-    "Standin",
-    "TensorMap",
-    "build",
-    "fake_cubin",
-    "standin",
-]
-
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "trt_plugin" / "csrc"
 #: The native library's; abi_check.cc is a program, which compares with headers that are not here.

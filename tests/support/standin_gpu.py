@@ -12,8 +12,6 @@ from moe_cases import Case
 from standin import Standin
 from trt_plugin.bundle import Bundle, Program
 
-__all__ = ["StandinGpu"]
-
 
 class StandinGpu:
     """A device with a context, which is the calling thread's current one."""

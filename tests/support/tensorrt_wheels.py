@@ -18,8 +18,6 @@ import pytest
 
 from standin import ROOT
 
-__all__ = ["LEAN", "RTX", "environment", "install"]
-
 #: Versions of the lean runtime.
 LEAN = ("10.16", "11.4")
 #: TensorRT for RTX.

@@ -9,16 +9,6 @@ from dataclasses import dataclass, field
 from trt_plugin.bundle.records import INSTRUCTION, SYMBOLS
 from trt_plugin.native import LauncherError, call
 
-__all__ = [
-    "Argument",
-    "Buffer",
-    "Expression",
-    "Kernel",
-    "Launch",
-    "Range",
-    "TensorMap",
-]
-
 
 @dataclass(frozen=True)
 class Expression:

@@ -17,8 +17,6 @@ from trt_plugin.output import write_whole
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Bundle", "Program"]
-
 
 @dataclass(frozen=True)
 class Program:

@@ -11,8 +11,6 @@ from trt_plugin.bundle.programs import Bundle, Program
 from trt_plugin.bundle.records import FILE_MAGIC, LayerRecord
 from trt_plugin.native import LauncherError, call_for_json
 
-__all__ = ["BundleError", "is_bundle", "read"]
-
 
 class BundleError(ValueError):
     """The bytes are not a bundle that this version reads; the message says where and why."""

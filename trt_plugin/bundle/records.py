@@ -13,39 +13,6 @@ from typing import NamedTuple
 
 from trt_plugin.native import call_for_json
 
-__all__ = [
-    # Headers
-    "DIRECTORY_ENTRY",
-    "FILE_HEADER",
-    "FILE_MAGIC",
-    "PROGRAM_HEADER",
-    "PROGRAM_HEADER_BYTES",
-    "PROGRAM_MAGIC",
-    "TABLE_ENTRY",
-    "VERSION",
-    # Tables
-    "ARGUMENT",
-    "BUFFER",
-    "EXPRESSION",
-    "IMAGE_ALIGNMENT",
-    "INSTRUCTION",
-    "KERNEL",
-    "LAUNCH",
-    "RANGE",
-    "TABLES",
-    "TENSOR_MAP",
-    # Codes
-    "DEPENDENT_LAUNCH",
-    "FLAGS_WITHOUT_OPTION",
-    "FLAGS_WORD",
-    "PARAMETER_BYTES",
-    "SYMBOLS",
-    "TENSORS",
-    # The layer
-    "LAYER",
-    "LayerRecord",
-]
-
 VERSION = 1
 # Images, and programs in a file, begin at multiples of this.
 IMAGE_ALIGNMENT = 64

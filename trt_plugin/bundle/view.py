@@ -13,8 +13,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["bundle_view"]
-
 # So many tokens are as good as no limit.
 _ANY_NUMBER = 2**24
 # Flags of what surrounds the experts.

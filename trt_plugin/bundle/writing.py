@@ -10,8 +10,6 @@ from zlib import crc32
 from trt_plugin.bundle import records
 from trt_plugin.bundle.parts import Argument, Buffer, Expression, Kernel, Launch, Range, TensorMap
 
-__all__ = ["bundle_bytes", "program_bytes"]
-
 # Where the headers of files and of programs have the checksum.
 _CHECKSUM_AT = 24
 _Item = TypeVar("_Item", bound=Hashable)

@@ -20,8 +20,6 @@ from trt_plugin.compiling.tasks import Compiled, CompileError, Task, sources_has
 from trt_plugin.compiling.workers import compile_tasks
 from trt_plugin.output import progress_bars
 
-__all__ = ["compile", "compile_plans", "limit_tokens"]
-
 #: Called with the number of kernels that are done, and the number of all.
 Progress = Callable[[int, int], None]
 

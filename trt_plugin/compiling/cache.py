@@ -11,8 +11,6 @@ from pathlib import Path
 from trt_plugin.compiling.tasks import Compiled, Task
 from trt_plugin.output import write_whole
 
-__all__ = ["KernelCache", "default_folder"]
-
 # Change it when entries, or the way kernels are compiled, change.
 _FORMAT = "1"
 _DIGEST = hashlib.sha256

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct, error, unpack_from
 
-__all__ = ["CubinError", "CubinInfo", "Parameter", "inspect_cubin"]
-
 _ELF_HEADER = Struct("<16s2HI3QI6H")
 _SECTION = Struct("<2I4Q2I2Q")
 _SYMBOL = Struct("<I2BH2Q")

@@ -16,8 +16,6 @@ from custom_ops.kernels.layer import MAX_EXPERTS, MAX_TOP_K, SIZE_MULTIPLE
 from custom_ops.options import CLAMPED, EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Flag, Option
 from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD, SYMBOLS, TENSORS
 
-__all__ = ["FILE", "layer_table"]
-
 FILE = Path(__file__).parents[1] / "csrc" / "bundle" / "layer_table.inc"
 _HEAD = """\
 // Written from custom_ops by `make tables`, and not by hand: add an option in

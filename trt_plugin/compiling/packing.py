@@ -24,8 +24,6 @@ from trt_plugin.bundle import (
 from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, SYMBOLS
 from trt_plugin.compiling.tasks import Compiled, CompileError, MapLayout, Task, task_for
 
-__all__ = ["layer_record", "program_for", "stored_expression"]
-
 _FLOAT32 = Struct("<f")
 # By CUtensorMapDataType: name and bytes of an element.
 _MAP_DTYPES = {6: ("float16", 2), 7: ("float32", 4), 9: ("bfloat16", 2)}

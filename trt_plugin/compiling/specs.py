@@ -11,8 +11,6 @@ import torch
 from custom_ops.kernels.layer import Layer
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, ExpertOptions, RouterOptions
 
-__all__ = ["parse_spec"]
-
 _DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,

@@ -22,8 +22,6 @@ from custom_ops.kernels.spec import (
 )
 from trt_plugin.compiling.cubin import CubinInfo, inspect_cubin
 
-__all__ = ["CompileError", "Compiled", "MapLayout", "Task", "sources_hash", "task_for"]
-
 _WARP = 32
 # From the code that Triton's compiler gives a type to CUtensorMapDataType, as Triton's driver does.
 _MAP_DTYPES = {8: 10, 9: 8, 10: 9}

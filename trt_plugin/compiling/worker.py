@@ -13,8 +13,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["main"]
-
 # What a launch needs, and features that the launcher must be able to refuse.
 _METADATA = (
     *("name", "num_warps", "num_ctas", "shared", "launch_pdl", "launch_cooperative_grid"),

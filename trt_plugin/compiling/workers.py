@@ -21,8 +21,6 @@ from typing import Any
 
 from trt_plugin.compiling.tasks import Compiled, CompileError, Task
 
-__all__ = ["compile_tasks"]
-
 # Settings that the caller made for other work with Triton would change the code.
 _COMPILER_VARIABLES = ("TRITON_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "DISABLE_", "USE_IR_LOC")
 _LINES_OF_A_CRASH = 5

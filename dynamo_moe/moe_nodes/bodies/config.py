@@ -17,8 +17,6 @@ from custom_ops.options import (
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
 from dynamo_moe.moe_nodes.schemas import FLOAT_TYPES, ID_TYPES, SCHEMAS
 
-__all__ = ["MIN_OPSET", "BodyConfig"]
-
 # Split has num_outputs since 18. Gelu, which is used if the opset has it, came with 20.
 MIN_OPSET = 18
 

@@ -15,8 +15,6 @@ from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hidden
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
-__all__ = ["experts"]
-
 
 def experts(
     op: Ops,

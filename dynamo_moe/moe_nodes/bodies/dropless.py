@@ -26,8 +26,6 @@ from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hi
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.slots import Slots, combine, sort
 
-__all__ = ["experts", "one_by_one"]
-
 _WEIGHTS = ("w1", "b1", "w2", "b2")
 
 

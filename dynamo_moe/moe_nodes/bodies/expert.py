@@ -15,8 +15,6 @@ from custom_ops.options import CLAMPED
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
-__all__ = ["activate", "expert_inputs", "rms_scale", "round_hidden"]
-
 # erf(z) = 2 z / sqrt(pi) * integral of exp(-(z t)^2) over t in 0..1. For |z| <= 6, beyond which
 # erf is 1 in float64, 24 Gauss-Legendre points are accurate to 2e-15.
 _ERF_BOUND = 6.0

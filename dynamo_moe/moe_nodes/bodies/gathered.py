@@ -15,8 +15,6 @@ from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hi
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.slots import weighted_sum
 
-__all__ = ["MOST_WEIGHTS", "WEIGHTS_PER_VISIT", "experts", "is_cheaper"]
-
 # This many weights are copied in the time that a Scan takes to pass an idle expert, as long as the
 # copies stay in the caches (float32, ONNX Runtime 1.31; benchmarks/cpu/function_bodies.py).
 WEIGHTS_PER_VISIT = 1 << 15

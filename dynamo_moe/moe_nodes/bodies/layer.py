@@ -15,8 +15,6 @@ from dynamo_moe.moe_nodes.bodies.config import MIN_OPSET, BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.router import route
 
-__all__ = ["body", "dense_body", "function", "onnxruntime_body", "routed", "unrolled_body"]
-
 Inputs = Mapping[str, ir.Value]
 Layer = Callable[[Ops, BodyConfig, Inputs, ir.Value], ir.Value]
 Experts = Callable[[Ops, BodyConfig, Inputs, ir.Value, ir.Value, ir.Value], ir.Value]

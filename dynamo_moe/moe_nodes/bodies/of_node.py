@@ -11,8 +11,6 @@ from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.layer import body, dense_body, onnxruntime_body, unrolled_body
 from dynamo_moe.moe_nodes.nodes import OPTIONAL_INPUTS, parse
 
-__all__ = ["config_of", "moe_body", "unrolled_moe_body"]
-
 _BODIES: dict[str, Callable[..., ir.Function]] = {
     "plugin": body,
     "dense": dense_body,

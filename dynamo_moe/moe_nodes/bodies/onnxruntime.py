@@ -20,8 +20,6 @@ from dynamo_moe.moe_nodes.bodies.expert import rms_scale
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.router import logits, route
 
-__all__ = ["DOMAIN", "layer"]
-
 DOMAIN = "com.microsoft"
 
 _PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu", "relu": "relu"}

@@ -10,8 +10,6 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import ArrayLike
 
-__all__ = ["Ops"]
-
 Operand = ir.Value | int | Sequence[int] | None
 Attribute = int | float | str | Sequence[int] | ir.TensorProtocol | ir.Graph
 

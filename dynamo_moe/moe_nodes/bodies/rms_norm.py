@@ -6,8 +6,6 @@ import onnx_ir as ir
 
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
-__all__ = ["rms_norm_body"]
-
 _STANDARD_OPSET = 23
 _INPUTS = ("x", "weight")
 

@@ -13,8 +13,6 @@ from custom_ops.routing import RENORMALIZE_EPS
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
-__all__ = ["logits", "route"]
-
 
 def route(
     op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value

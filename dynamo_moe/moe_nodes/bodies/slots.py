@@ -14,8 +14,6 @@ import onnx_ir as ir
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
-__all__ = ["Slots", "combine", "sort", "weighted_sum"]
-
 _END = np.iinfo(np.int64).max
 
 

@@ -21,8 +21,6 @@ from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hi
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.slots import combine, sort
 
-__all__ = ["experts"]
-
 
 def experts(
     op: Ops,

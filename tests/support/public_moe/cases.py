@@ -26,8 +26,6 @@ from public_moe import (
 )
 from public_moe.surroundings import Case
 
-__all__ = ["CASES"]
-
 CASES: list[Case] = [
     *transformers4.CASES,
     *named.CASES,

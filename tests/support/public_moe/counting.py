@@ -28,8 +28,6 @@ import dynamo_moe
 from public_moe.cases import CASES
 from public_moe.surroundings import Case, ClaimsCuda
 
-__all__ = ["Row", "count_exports", "measure", "table"]
-
 RIGHT, RANDOM = "right", "random"
 REFUSED, WRONG, FAILS, DIED, LATE = "not exported", "wrong", "fails at run time", "died", "late"
 

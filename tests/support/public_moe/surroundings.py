@@ -13,23 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "DIM",
-    "EXPERTS",
-    "HIDDEN",
-    "TOP_K",
-    "Block",
-    "Case",
-    "ClaimsCuda",
-    "Model",
-    "first",
-    "flat",
-    "in_blocks",
-    "options",
-    "randomise",
-    "tokens",
-]
-
 # All different, so that a transposed layout is not mistaken for the other.
 DIM, HIDDEN, EXPERTS, TOP_K = 32, 40, 6, 2
 _CLASSES = 5
