@@ -194,11 +194,14 @@ Timer = GraphTimer | HostTimer
 
 
 def measure_rates(timer: Timer, device: str) -> Rates:
-    """Measures copy bandwidth, read and written, and the rate of an 8192^3 bf16 product."""
+    """Measures copy bandwidth, read and written, and the rate of an 8192^3 bf16 product.
+
+    Both are the best of 20 samples: what the device can do, whatever else ran beside it.
+    """
     copied, size = (_COPIED_BYTES, _MATRIX) if device == "cuda" else (2**20, 64)
 
     def microseconds(call: Call) -> float:
-        return timer({"": call}, cold=False, samples=20).times[""].median
+        return timer({"": call}, cold=False, samples=20).times[""].best
 
     source = torch.randn(copied // 4, device=device)
     target = torch.empty_like(source)

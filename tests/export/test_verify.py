@@ -440,8 +440,8 @@ def test_a_runtime_that_does_not_end(tmp_path: Path) -> None:
     on = numpy_helper.from_array(torch.tensor(True).numpy(), "on")
     proto = onnx_files.model(nodes, [on], inputs=[x], outputs=[y])
     path = onnx_files.save(proto, tmp_path / "model.onnx")
-    with pytest.raises(TimeoutError, match="ONNX Runtime took more than 3 s for running the file"):
-        dynamo_moe.verify(path, nn.Identity(), isolated=True, timeout=3)
+    with pytest.raises(TimeoutError, match="ONNX Runtime took more than 10 s for running the file"):
+        dynamo_moe.verify(path, nn.Identity(), isolated=True, timeout=10)
     with pytest.raises(ValueError, match="timeout needs isolated=True"):
         dynamo_moe.verify(path, nn.Identity(), timeout=3)
 
