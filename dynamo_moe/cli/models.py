@@ -64,12 +64,13 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
     target: Annotated[
-        Literal["plugin", "dense", "onnxruntime"],
+        Literal["plugin", "dense", "onnxruntime", "tensorrt_moe"],
         typer.Option(
             metavar="TARGET",
             help="[cyan]plugin[/]: one node per MoE layer, for the TensorRT plugin and ONNX "
             "Runtime. [cyan]dense[/]: standard operators only, every expert on every token. "
-            "[cyan]onnxruntime[/]: com.microsoft::MoE.",
+            "[cyan]onnxruntime[/]: com.microsoft::MoE. [cyan]tensorrt_moe[/]: TensorRT's own "
+            "TRT_MoE, experimental.",
         ),
     ] = "plugin",
     body: Annotated[

@@ -13,8 +13,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from dynamo_moe.moe_nodes.nodes import module_of, moe_nodes
-from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
+from dynamo_moe.moe_nodes.nodes import TENSORRT_ATTRIBUTES, module_of, moe_nodes
 
 KEY = "dynamo_moe.layers"
 
@@ -48,7 +47,7 @@ def record(model: ir.Model) -> list[Layer]:
             attributes={
                 name: attribute.value
                 for name, attribute in sorted(node.attributes.items())
-                if name not in PLUGIN_ATTRIBUTES
+                if name not in TENSORRT_ATTRIBUTES
             },
             inputs=tuple(_name(value) for value in node.inputs),
         )

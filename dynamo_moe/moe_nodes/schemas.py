@@ -12,9 +12,15 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from custom_ops.dtypes import FLOATS, IDS
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
-from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS, INPUTS, OPTIONAL_INPUTS
+from dynamo_moe.moe_nodes.nodes import (
+    DOMAIN,
+    DROPLESS,
+    EXPERTS,
+    INPUTS,
+    OPTIONAL_INPUTS,
+    TENSORRT_ATTRIBUTES,
+)
 from dynamo_moe.operators import shape_inference
-from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
 
 VERSION = 1
 
@@ -78,7 +84,7 @@ def _schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
                 OpSchema.Attribute(
                     name, onnx.helper.make_attribute(name, value), "Read by TensorRT's ONNX parser."
                 )
-                for name, value in PLUGIN_ATTRIBUTES.items()
+                for name, value in TENSORRT_ATTRIBUTES.items()
             ),
         ],
     )

@@ -8,13 +8,20 @@ from typing import Any
 import onnx_ir as ir
 
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
-from dynamo_moe.moe_nodes.bodies.layer import body, dense_body, onnxruntime_body, unrolled_body
+from dynamo_moe.moe_nodes.bodies.layer import (
+    body,
+    dense_body,
+    onnxruntime_body,
+    tensorrt_body,
+    unrolled_body,
+)
 from dynamo_moe.moe_nodes.nodes import OPTIONAL_INPUTS, parse
 
 _BODIES: dict[str, Callable[..., ir.Function]] = {
     "plugin": body,
     "dense": dense_body,
     "onnxruntime": onnxruntime_body,
+    "tensorrt_moe": tensorrt_body,
 }
 
 
