@@ -1,7 +1,7 @@
 """A script that tests the plugin with a real TensorRT registry and prints its results as JSON.
 
-It runs in a process of its own. Arguments: the native library, a bundle, a program in it,
-attributes as JSON.
+It runs in a process of its own. Arguments: the native library, a layer's bundle, attributes as
+JSON.
 """
 
 import json
@@ -14,8 +14,8 @@ import tensorrt_lean_bindings as trt
 
 import trt_plugin.plugin
 
-library, bundle, program = map(Path, sys.argv[1:4])
-attributes = json.loads(sys.argv[4]) | {"kernels": str(bundle)}
+library, bundle = map(Path, sys.argv[1:3])
+attributes = json.loads(sys.argv[3]) | {"kernels": str(bundle)}
 trt_plugin.plugin.library_path = lambda: library
 kept: list[Any] = []
 
@@ -58,7 +58,7 @@ report["fields"] = [[each.name for each in creator.field_names] for creator in c
 
 creator = creators[0]
 built = create(attributes)
-loaded = create({"program": program.read_bytes()}, trt.TensorRTPhase.RUNTIME)
+loaded = create({"programs": bundle.read_bytes()}, trt.TensorRTPhase.RUNTIME)
 report["plugins"] = []
 for plugin in (built, loaded):
     kinds = trt.PluginCapabilityType
@@ -75,7 +75,7 @@ report["refused"] = [
         ({}, trt.TensorRTPhase.BUILD),
         (attributes | {"top_k": 0}, trt.TensorRTPhase.BUILD),
         (attributes | {"top_k": "2"}, trt.TensorRTPhase.BUILD),
-        ({"program": program.read_bytes()[:-1]}, trt.TensorRTPhase.RUNTIME),
+        ({"programs": bundle.read_bytes()[:-1]}, trt.TensorRTPhase.RUNTIME),
     )
 ]
 sys.stdout.write(json.dumps(report))

@@ -455,10 +455,10 @@ def inputs_of(case: Case) -> list[Tensor]:
 
 
 def serialized(plugin: Plugin) -> bytes:
-    """The program as an engine stores it."""
+    """The bundle of the layer's programs that an engine stores."""
     fields = plugin.serialize()
-    assert list(fields) == ["program"]
-    program = fields["program"]
-    assert program.type == Field.UNKNOWN
-    assert program.data is not None
-    return program.data
+    assert list(fields) == ["programs"]
+    programs = fields["programs"]
+    assert programs.type == Field.UNKNOWN
+    assert programs.data is not None
+    return programs.data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -305,12 +306,12 @@ def test_the_engine_needs_no_bundle(driver, tensorrt, tmp_path, monkeypatch):
     gpu = StandinGpu(driver)
     bundle = gpu.bundle(tmp_path / "model.moek", case)
     fields, size = build_engine(tensorrt, case, bundle, most=5)
-    assert fields["program"].data == gpu.program(case).data
+    assert fields["programs"].data == bundle.read_bytes()
     bundle.unlink()
     monkeypatch.setenv("DYNAMO_MOE_KERNELS", "/none")
     plugin = engine_layer(tensorrt, case, fields)
     # An engine can be stored again.
-    assert serialized(plugin) == fields["program"].data
+    assert serialized(plugin) == fields["programs"].data
     copy = plugin.clone()
     plugin.destroy()
     check(copy, case, size)
@@ -324,7 +325,7 @@ def test_layers_with_equal_kernels_keep_them_once(driver, tensorrt, tmp_path):
     layers = [engine_layer(tensorrt, case, fields, f"layer {i}") for i in range(2)]
     assert len({layer.serialized_at() for layer in layers}) == 1
     layers[0].destroy()
-    assert serialized(layers[1]) == fields["program"].data
+    assert serialized(layers[1]) == fields["programs"].data
     layers[1].destroy()
 
 
@@ -338,14 +339,73 @@ def test_a_bundle_of_the_environment(driver, tensorrt, tmp_path, monkeypatch):
     plugin.destroy()
 
 
-def test_the_engine_has_the_kernels_of_its_device(driver, tensorrt, tmp_path):
-    case = small_case()
-    both = [StandinGpu(driver, name) for name in ("sm_90", "sm_80")]
+# --- Architectures ---
+
+
+def several(driver, tmp_path, case, *devices: str) -> tuple[list[StandinGpu], Path]:
+    """A device of each architecture, and a bundle with the case's programs for all of them."""
+    gpus = [StandinGpu(driver, name) for name in devices]
     bundle = tmp_path / "model.moek"
-    programs = [gpu.program(case) for gpu in both]
-    bundle.write_bytes(Bundle(tuple(programs)).data)
-    fields, _ = build_engine(tensorrt, case, bundle, most=5)
-    assert fields["program"].data == programs[1].data
+    # Another layer's programs stay out of the engine.
+    other = gpus[0].program(small_case(activation="silu"))
+    bundle.write_bytes(Bundle((other, *(gpu.program(case) for gpu in gpus))).data)
+    return gpus, bundle
+
+
+def test_the_engine_has_the_kernels_of_all_architectures(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpus, bundle = several(driver, tmp_path, case, "sm_90", "sm_80")
+    expected = Bundle(tuple(gpu.program(case) for gpu in gpus)).data
+    # The machine that builds does not count: not its device, nor that it has none.
+    for context in (gpus[0].context, gpus[1].context, None):
+        driver.set_context(context)
+        fields, size = build_engine(tensorrt, case, bundle, most=5)
+        assert fields["programs"].data == expected
+    assert size == max(gpu.program(case).workspace_size(5) for gpu in gpus) + 255
+    assert driver.calls("cuCtxGetCurrent") == 0
+
+
+def test_the_environment_narrows_the_architectures(driver, tensorrt, tmp_path, monkeypatch):
+    case = small_case()
+    gpus, bundle = several(driver, tmp_path, case, "sm_120", "sm_90", "sm_80")
+    for names, kept in (("sm_90", gpus[1:2]), ("80,sm_120", gpus[::2]), ("", gpus)):
+        monkeypatch.setenv("DYNAMO_MOE_ARCHITECTURES", names)
+        fields, _ = build_engine(tensorrt, case, bundle, most=5)
+        assert fields["programs"].data == Bundle(tuple(gpu.program(case) for gpu in kept)).data
+
+
+def test_the_device_decides_which_kernels_run(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpus, bundle = several(driver, tmp_path, case, "sm_90", "sm_80", "sm_86")
+    fields, size = build_engine(tensorrt, case, bundle, most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    # One layer on several devices in turn. sm_89 has the nearest that runs there.
+    newer = StandinGpu(driver, "sm_89")
+    runs = {gpu.context: gpu.program(case) for gpu in gpus} | {newer.context: gpus[2].program(case)}
+    for context in (*runs, *runs):
+        images: list[bytes] = []
+        driver.on_launch(lambda launch, images=images: images.append(launch.image))
+        driver.set_context(context)
+        plugin.run(inputs_of(case), size)
+        assert images
+        assert set(images) <= {kernel.image for kernel in runs[context].kernels}
+    # Asked for once for each device and once more when it is current again.
+    asked = driver.calls("cuDeviceGetAttribute")
+    plugin.run(inputs_of(case), size)
+    assert driver.calls("cuDeviceGetAttribute") == asked
+    plugin.destroy()
+
+
+def test_numbers_on_each_architecture(driver, tensorrt, tmp_path):
+    case = small_case("dropless")
+    gpus, bundle = several(driver, tmp_path, case, "sm_90", "sm_80")
+    fields, size = build_engine(tensorrt, case, bundle, most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    for gpu in gpus:
+        driver.on_launch(gpu.interpreted)
+        driver.set_context(gpu.context)
+        check(plugin, case, size)
+    plugin.destroy()
 
 
 def test_networks_with_free_dtypes_get_those_of_the_bundle(driver, tensorrt, tmp_path):
@@ -377,7 +437,7 @@ def test_tf32_where_the_bundle_has_nothing_else(driver, tensorrt, tmp_path):
         bundle = tmp_path / f"{len(programs)}.moek"
         bundle.write_bytes(Bundle(tuple(programs)).data)
         fields, _ = build_engine(tensorrt, case, bundle, most=5)
-        assert fields["program"].data == chosen.data
+        assert fields["programs"].data == Bundle((chosen,)).data
 
 
 def test_workspace(driver, tensorrt, tmp_path):

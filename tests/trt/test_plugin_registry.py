@@ -35,9 +35,7 @@ def run(version: str) -> tuple[dict, list[str]]:
     program = uncompiled_program(plan(layer_of(case), architecture("sm_80")))
     bundle = folder / f"model.{os.getpid()}.moek"
     bundle.write_bytes(Bundle((program,)).data)
-    stored = folder / f"program.{os.getpid()}"
-    stored.write_bytes(program.data)
-    arguments = [library_path(), bundle, stored, json.dumps(attributes_of(case))]
+    arguments = [library_path(), bundle, json.dumps(attributes_of(case))]
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "support" / "lean_registry.py", *map(str, arguments)],
         env=environment(version),
@@ -46,7 +44,6 @@ def run(version: str) -> tuple[dict, list[str]]:
         check=False,
     )
     bundle.unlink()
-    stored.unlink()
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr.splitlines()
 
@@ -87,7 +84,7 @@ def test_bad_fields_are_refused_with_a_reason(version):
         "attribute top_k must be in 1..32, got 0",
         "attribute top_k must be one INT32, got 1 of CHAR (6)",
     ]
-    assert reasons[3].startswith("program")
+    assert reasons[3].startswith("bundle")
 
 
 @pytest.mark.slow

@@ -22,11 +22,11 @@ using nvinfer1::PluginFieldType;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
-// The one field that an engine stores: a program of a bundle, which includes the layer.
-constexpr const char* kProgramField = "program";
+// The one field that an engine stores: a bundle of the layer's programs, which include the layer.
+constexpr const char* kProgramsField = "programs";
 
-// The dtypes of a layer's inputs in words.
-std::string DtypesText(const dynamo_moe_layer& layer) {
+// A layer's inputs and their dtypes in words.
+std::string InputsText(const dynamo_moe_layer& layer) {
   std::string text;
   for (const format::Tensor tensor : InputsOf(static_cast<format::Operator>(layer.op))) {
     if (const std::uint32_t code = DtypeIn(layer, tensor); code != format::kNone) {
@@ -42,11 +42,11 @@ std::string Hexadecimal(std::uint32_t value) {
   return text;
 }
 
-Status ProgramIn(const PluginFieldCollection& fields, std::string_view* program) {
+Status ProgramsIn(const PluginFieldCollection& fields, std::string_view* bundle) {
   const PluginField* const field = fields.fields;
   if (fields.nbFields != 1 || field == nullptr || field->name == nullptr ||
-      std::string_view(field->name) != kProgramField) {
-    return InvalidArgument("an engine's layer has one field, ", kProgramField, "; got ",
+      std::string_view(field->name) != kProgramsField) {
+    return InvalidArgument("an engine's layer has one field, ", kProgramsField, "; got ",
                            fields.nbFields, " fields, the first ",
                            fields.nbFields > 0 && field != nullptr && field->name != nullptr
                                ? Printable(field->name)
@@ -54,10 +54,10 @@ Status ProgramIn(const PluginFieldCollection& fields, std::string_view* program)
                            ": was the engine built with another version of this library?");
   }
   if (field->type != PluginFieldType::kUNKNOWN || field->length < 1 || field->data == nullptr) {
-    return InvalidArgument("field ", kProgramField, " must be bytes, got ", field->length,
+    return InvalidArgument("field ", kProgramsField, " must be bytes, got ", field->length,
                            " of type ", static_cast<std::int32_t>(field->type));
   }
-  *program = {static_cast<const char*>(field->data), static_cast<std::size_t>(field->length)};
+  *bundle = {static_cast<const char*>(field->data), static_cast<std::size_t>(field->length)};
   return {};
 }
 
@@ -70,12 +70,13 @@ Status Plugin::FromAttributes(format::Operator op, const std::string& subject,
   DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(op, fields, &attributes));
   auto layer = std::make_shared<Layer>();
   DYNAMO_MOE_RETURN_IF_ERROR(BundleFile::Open(attributes.kernels, &layer->bundle));
-  const auto& programs = layer->bundle->programs();
-  const bool known = std::any_of(programs.begin(), programs.end(), [&](const auto& each) {
-    return HasAttributes(each.layer, attributes.layer);
-  });
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadArchitectures(&layer->architectures));
+  std::vector<std::string_view> programs;
+  DYNAMO_MOE_RETURN_IF_ERROR(layer->bundle->Select(
+      layer->architectures, [&](const auto& each) { return HasAttributes(each, attributes.layer); },
+      &programs));
   layer->description = Describe(attributes.layer);
-  if (!known) {
+  if (programs.empty()) {
     return {DYNAMO_MOE_NOT_FOUND,
             Text(layer->bundle->path(), " has no kernels of this layer: ", layer->description)};
   }
@@ -90,19 +91,19 @@ Status Plugin::FromAttributes(format::Operator op, const std::string& subject,
 
 Status Plugin::FromEngine(format::Operator op, const std::string& subject,
                           const PluginFieldCollection& fields, std::unique_ptr<Plugin>* plugin) {
-  std::string_view program;
-  DYNAMO_MOE_RETURN_IF_ERROR(ProgramIn(fields, &program));
+  std::string_view bundle;
+  DYNAMO_MOE_RETURN_IF_ERROR(ProgramsIn(fields, &bundle));
   std::shared_ptr<const Kernels> kernels;
-  DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Open(program.data(), program.size(), &kernels));
+  DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Open(bundle, &kernels));
   if (kernels->layer().op != op) {
-    return InvalidArgument("field ", kProgramField, " is a program of the other operator");
+    return InvalidArgument("field ", kProgramsField, " has programs of the other operator");
   }
   auto layer = std::make_shared<Layer>();
   layer->op = op;
   layer->subject = subject;
   layer->attributes = AttributesOf(kernels->layer());
   layer->description = Describe(layer->attributes);
-  layer->timing_id = Text(layer->description, " program=", Hexadecimal(kernels->checksum()));
+  layer->timing_id = Text(layer->description, " kernels=", Hexadecimal(kernels->checksum()));
   plugin->reset(new Plugin());
   (*plugin)->layer_ = std::move(layer);
   (*plugin)->kernels_ = std::move(kernels);
@@ -191,17 +192,28 @@ void Plugin::WarnOfRefusal(const Call& call, std::int32_t position) const {
   }
   const format::Tensor tensor = call.tensor(position);
   const std::uint32_t code = DtypeCode(call.at(position).type);
-  std::string text = Text("no kernels with ", NameOf(tensor), " ",
-                          code == format::kNone ? "of another type" : DtypeName(code), "; ",
-                          layer_->bundle->path(), " has this layer with ");
-  const char* separator = "";
+  const std::string text =
+      Text("no kernels with ", NameOf(tensor), " ",
+           code == format::kNone ? "of another type" : DtypeName(code), "; ", KnownInputsText());
+  Log(tensorrt::Severity::kWarning, layer_->subject.c_str(), text.c_str());
+}
+
+// With which inputs the bundle has the layer.
+std::string Plugin::KnownInputsText() const {
+  std::vector<std::string> known;
   for (const auto& each : layer_->bundle->programs()) {
     if (HasAttributes(each.layer, layer_->attributes)) {
-      text += Text(separator, DtypesText(each.layer));
-      separator = "; or ";
+      std::string inputs = InputsText(each.layer);
+      if (std::find(known.begin(), known.end(), inputs) == known.end()) {
+        known.push_back(std::move(inputs));
+      }
     }
   }
-  Log(tensorrt::Severity::kWarning, layer_->subject.c_str(), text.c_str());
+  std::string text = Text(layer_->bundle->path(), " has this layer with ");
+  for (std::size_t i = 0; i < known.size(); ++i) {
+    text += Text(i == 0 ? "" : "; or ", known[i]);
+  }
+  return text;
 }
 
 std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int32_t inputs,
@@ -215,7 +227,7 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
     } else {
       dynamo_moe_layer layer = layer_->attributes;
       DYNAMO_MOE_RETURN_IF_ERROR(CompleteLayer(call, &layer));
-      DYNAMO_MOE_RETURN_IF_ERROR(Choose(layer));
+      DYNAMO_MOE_RETURN_IF_ERROR(Take(layer));
     }
     // getWorkspaceSize() cannot fail, so a profile with too many tokens is refused here.
     std::size_t size = 0;
@@ -224,24 +236,25 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
   });
 }
 
-Status Plugin::Choose(const dynamo_moe_layer& layer) {
-  std::uint32_t architecture = 0;
-  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_device_architecture(&architecture)));
-  std::string_view program;
-  Status status = layer_->bundle->Find(layer, architecture, &program);
-  if (status.code() == DYNAMO_MOE_NOT_FOUND && layer.experts_dtype == format::kFloat32) {
+Status Plugin::Take(const dynamo_moe_layer& layer) {
+  std::vector<std::string_view> programs;
+  const auto select = [&](const dynamo_moe_layer& wanted) {
+    return layer_->bundle->Select(
+        layer_->architectures, [&](const auto& each) { return SameLayer(each, wanted); },
+        &programs);
+  };
+  DYNAMO_MOE_RETURN_IF_ERROR(select(layer));
+  if (programs.empty() && layer.experts_dtype == format::kFloat32) {
     // A bundle with TF32 products only was compiled that way on purpose.
     dynamo_moe_layer fast = layer;
     fast.flags |= format::kHasTf32;
-    if (layer_->bundle->Find(fast, architecture, &program).ok()) {
-      status = {};
-    }
+    DYNAMO_MOE_RETURN_IF_ERROR(select(fast));
   }
-  DYNAMO_MOE_RETURN_IF_ERROR(status);
-  if (kernels_ != nullptr && kernels_->bytes() == program) {
-    return {};
+  if (programs.empty()) {
+    return {DYNAMO_MOE_NOT_FOUND,
+            Text("no kernels with ", InputsText(layer), "; ", KnownInputsText())};
   }
-  return Kernels::Open(program.data(), program.size(), &kernels_);
+  return Kernels::Open(BundleOf(programs), &kernels_);
 }
 
 std::size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* in, std::int32_t inputs,
@@ -263,7 +276,7 @@ std::size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* in, std::int
 Status Plugin::RequireKernels() const {
   return kernels_ != nullptr ? Status()
                              : InvalidArgument(
-                                   "the layer's kernels are not chosen yet: "
+                                   "the layer has no kernels yet: "
                                    "configurePlugin() must come first, and succeed");
 }
 
@@ -322,7 +335,7 @@ nvinfer1::IPluginV3* Plugin::attachToContext(
 }
 
 const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
-  field_ = PluginField{kProgramField, nullptr, PluginFieldType::kUNKNOWN, 0};
+  field_ = PluginField{kProgramsField, nullptr, PluginFieldType::kUNKNOWN, 0};
   serialized_.nbFields = 0;
   serialized_.fields = &field_;
   Guard(layer_->subject.c_str(), [&]() -> Status {

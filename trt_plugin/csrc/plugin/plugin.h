@@ -84,6 +84,8 @@ class Plugin final : public nvinfer1::IPluginV3,
     dynamo_moe_layer attributes;
     // Null for a layer of an engine, which holds its kernels.
     std::shared_ptr<BundleFile> bundle;
+    // Of these architectures; empty: of all that the bundle has.
+    Architectures architectures;
     std::string description;
     std::string timing_id;
     std::atomic<bool> has_warned = false;
@@ -92,11 +94,12 @@ class Plugin final : public nvinfer1::IPluginV3,
   Plugin() = default;
   Plugin(const Plugin&) = default;
 
-  // Chooses the kernels for a complete layer.
-  Status Choose(const dynamo_moe_layer& layer);
+  // Takes a complete layer's kernels from the bundle.
+  Status Take(const dynamo_moe_layer& layer);
   bool HasKernels(const Call& call, std::int32_t position) const;
   Status RequireKernels() const;
   void WarnOfRefusal(const Call& call, std::int32_t position) const;
+  std::string KnownInputsText() const;
 
   std::shared_ptr<Layer> layer_;
   // Null in the build phase until configurePlugin().
