@@ -13,11 +13,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trt_plugin.bundle import Bundle, read
 from trt_plugin.engine.contents import EngineContents, read_engine
 from trt_plugin.engine.installed import EngineError, Installed, installed, load_plugin
 from trt_plugin.engine.log import Log, progress_monitor
 from trt_plugin.engine.shapes import Profile, add_profiles
-from trt_plugin.native import library_path
+from trt_plugin.launcher import find_program
+from trt_plugin.native import LauncherError, library_path
 from trt_plugin.output import write_whole
 from trt_plugin.plugin import PLUGINS
 
@@ -155,7 +157,7 @@ def build_engine(
         EngineError: If TensorRT is missing, cannot build for an architecture, does not take a node
             of the file, which is named, or fails otherwise.
         OSError: If a file cannot be read or written.
-        ValueError: If there is no such builder or architecture.
+        ValueError: If there is no such builder or architecture, or ``kernels`` is no bundle.
     """
     started = time.perf_counter()
     if not Path(onnx_path).is_file():
@@ -175,29 +177,20 @@ def build_engine(
     if not parsed:
         raise EngineError(_refusal(found, onnx_path, parser, log, missing))
     config = trt_builder.create_builder_config()
-    if targets:
-        config.num_compute_capabilities = len(targets)
-        for at, name in enumerate(targets):
-            config.set_compute_capability(getattr(trt.ComputeCapability, _capability(name)), at)
+    _set_targets(trt, config, targets)
     if workspace is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     if with_library:
         config.plugins_to_serialize = [str(library_path())]
     count = add_profiles(trt_builder, network, config, profiles)
-    if timing_cache is not None:
-        _use_timing_cache(config, Path(timing_cache))
-    with progress_monitor(trt, progress) as monitor:
+    with _timing_cache(config, timing_cache), progress_monitor(trt, progress) as monitor:
         config.progress_monitor = monitor
         plan = trt_builder.build_serialized_network(network, config)
-    for warning in log.warnings_of_plugin:
-        warnings.warn(warning, stacklevel=2)
-    if plan is None:
-        raise EngineError(f"{found.title} builds no engine of {onnx_path}: {log.text()}")
-    write_whole(Path(output), memoryview(plan))
-    if timing_cache is not None:
-        measured = config.get_timing_cache()
-        if measured is not None:
-            write_whole(Path(timing_cache), bytes(measured.serialize()))
+        for warning in log.warnings_of_plugin:
+            warnings.warn(warning, stacklevel=2)
+        if plan is None:
+            raise EngineError(f"{found.title} builds no engine of {onnx_path}: {log.text()}")
+        write_whole(Path(output), memoryview(plan))
     return EngineReport(
         path=Path(output),
         builder=found.title,
@@ -227,12 +220,11 @@ def _targets(
                 "build with TensorRT for RTX"
             )
         return []
+    bundle = None if kernels is None else read(kernels)
     if architectures is not None:
         names = [architecture(each).name for each in architectures]
-    elif kernels is not None:
-        from trt_plugin.bundle import read
-
-        names = [f"sm_{each.architecture}" for each in read(kernels).programs]
+    elif bundle is not None:
+        names = [f"sm_{each.architecture}" for each in bundle.programs]
     else:
         return []
     known = [
@@ -246,12 +238,39 @@ def _targets(
             raise EngineError(
                 f"{found.title} does not build for {name}; it builds for {', '.join(known)}"
             )
+    if bundle is not None:
+        _check_kernels(bundle, distinct)
     return distinct
 
 
-def _capability(name: str) -> str:
-    """``SM89`` for ``sm_89``."""
-    return name.replace("sm_", "SM")
+def _check_kernels(bundle: Bundle, targets: Sequence[str]) -> None:
+    """Checks that a bundle has kernels of all of its layers for all architectures.
+
+    Otherwise the engine would fail where it runs.
+    """
+    from trt_plugin.bundle.view import layer_text
+
+    for layer in dict.fromkeys(program.layer for program in bundle.programs):
+        for name in targets:
+            try:
+                find_program(bundle.data, layer, int(name.removeprefix("sm_")))
+            except LauncherError as error:
+                if error.status != "not found":
+                    raise
+                raise EngineError(
+                    f"the bundle has no kernels for {name} of the layer "
+                    f"{layer_text(layer.to_dict())}: compile it for {', '.join(targets)}"
+                ) from error
+
+
+def _set_targets(trt: Any, config: Any, targets: Sequence[str]) -> None:
+    if not targets:
+        # The builder chooses.
+        return
+    config.num_compute_capabilities = len(targets)
+    for at, name in enumerate(targets):
+        capability = getattr(trt.ComputeCapability, name.replace("sm_", "SM"))
+        config.set_compute_capability(capability, at)
 
 
 def _load_plugin(found: Installed, *, needed: bool) -> str | None:
@@ -338,15 +357,24 @@ def _kernels_from(bundle: str | PathLike[str] | None) -> Iterator[None]:
                     os.environ[_KERNELS] = old
 
 
-def _use_timing_cache(config: Any, path: Path) -> None:
+@contextmanager
+def _timing_cache(config: Any, given: str | PathLike[str] | None) -> Iterator[None]:
+    """Gives the builder a file's measurements, and writes the file when it has built."""
+    if given is None:
+        yield
+        return
+    path = Path(given)
     content = path.read_bytes() if path.exists() else b""
     cache = config.create_timing_cache(content)
-    if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
-        return
-    warnings.warn(
-        f"{path} is damaged, or of another device or TensorRT: the timing cache starts anew",
-        stacklevel=3,
-    )
-    empty = config.create_timing_cache(b"")
-    if empty is not None:
-        config.set_timing_cache(empty, ignore_mismatch=False)
+    if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+        warnings.warn(
+            f"{path} is damaged, or of another device or TensorRT: the timing cache starts anew",
+            stacklevel=4,
+        )
+        empty = config.create_timing_cache(b"")
+        if empty is not None:
+            config.set_timing_cache(empty, ignore_mismatch=False)
+    yield
+    measured = config.get_timing_cache()
+    if measured is not None:
+        write_whole(path, bytes(measured.serialize()))
