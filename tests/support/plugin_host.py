@@ -20,6 +20,7 @@ from trt_plugin.native import library_path
 __all__ = [
     "BUILD",
     "NAMES",
+    "RTX_VERSION",
     "RUNTIME",
     "SOURCES",
     "VERSIONS",
@@ -38,6 +39,8 @@ __all__ = [
 
 #: The result of getInferLibVersion(): loggers in version 11 differ from those in 10.
 VERSIONS = (101601, 110400)
+#: The same of TensorRT for RTX 1.7, with loggers as in version 11.
+RTX_VERSION = 10701
 BUILD, RUNTIME = 0, 1
 NAMES = {"dropless": "DroplessMoE", "experts": "DroplessMoEExperts"}
 

@@ -13,6 +13,7 @@ import torch
 from moe_cases import assert_matches, make_case
 from plugin_host import (
     NAMES,
+    RTX_VERSION,
     RUNTIME,
     VERSIONS,
     Description,
@@ -233,6 +234,8 @@ def stored(layer):
 BAD_FIELDS = {
     "none": lambda bundle: {},
     "other name": lambda bundle: {"program": bundle},
+    "short name": lambda bundle: {"programs_name": bundle[:79]},
+    "long name": lambda bundle: {"programs_name": bundle[:81]},
     "two": lambda bundle: {"programs": bundle, "more": 1},
     "an attribute": lambda bundle: {"top_k": 2},
     "wrong type": lambda bundle: {"programs": Field(CHAR, len(bundle), bundle)},
@@ -261,14 +264,14 @@ def test_fields_of_an_engine(tensorrt, stored, name):
     assert "bundle" in error or "programs" in error
     if name == "an attribute":
         assert error == (
-            "an engine's layer has one field, programs; got 1 fields, the first top_k: was the "
-            "engine built with another version of this library?"
+            "an engine's layer has one field, programs or programs_name; got 1 fields, the first "
+            "top_k: was the engine built with another version of this library?"
         )
 
 
 def test_the_other_operators_program(tensorrt, stored):
     assert tensorrt.create("DroplessMoEExperts", {"programs": stored}, RUNTIME) is None
-    assert the_error(tensorrt) == "field programs has programs of the other operator"
+    assert the_error(tensorrt) == "field programs is of the other operator"
 
 
 def test_programs_of_several_layers(driver, tensorrt, tmp_path):
@@ -420,6 +423,22 @@ def test_no_kernels_for_these_dtypes(tensorrt, layer):
     assert "/model.moek has this layer with x float32, router_weight float32, " in error
 
 
+def test_a_node_without_the_biases_of_its_kernels(tensorrt, layer):
+    plugin, case = layer
+    inputs, output = described(case)[:5], describe(case.arguments["x"])
+    copy = plugin.clone()
+    for each in (plugin, copy):
+        assert not each.supports_all(inputs, output)
+    # Once, whatever TensorRT asks for.
+    error = the_error(tensorrt)
+    assert error.startswith("the node has no input b1, b2; ")
+    assert "/model.moek has this layer with x float32, router_weight float32, w1 float32" in error
+    assert error.endswith(", b1 float32, b2 float32: compile the kernels of this file")
+    assert plugin.configure(inputs, output) == NOT_FOUND
+    assert the_error(tensorrt).startswith("no kernels with x float32, router_weight float32, w1 ")
+    copy.destroy()
+
+
 # --- Devices ---
 
 
@@ -567,7 +586,9 @@ def test_more_tokens_than_the_kernels_take(tensorrt, stored, layer):
 # --- Loggers ---
 
 
-def test_the_logger_of_whoever_calls_comes_first(tensorrt, capfd):
+@pytest.mark.parametrize("version", [*VERSIONS, RTX_VERSION])
+def test_the_logger_of_whoever_calls_comes_first(capfd, version):
+    tensorrt = host(version)
     for own, expected in ((True, "own"), (False, "global")):
         tensorrt.call.host_set_loggers(own, True)
         assert tensorrt.create("DroplessMoE", {}) is None

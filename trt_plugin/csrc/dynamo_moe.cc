@@ -13,6 +13,7 @@
 #include "bundle/expression.h"
 #include "bundle/layer.h"
 #include "launch/launcher.h"
+#include "plugin/sharing.h"
 
 struct dynamo_moe_program {
   std::unique_ptr<dynamo_moe::LayerLauncher> launcher;
@@ -172,6 +173,44 @@ dynamo_moe_status dynamo_moe_program_open(const void* data, size_t size,
     auto opened = std::make_unique<dynamo_moe_program>();
     DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::LayerLauncher::Open(data, size, &opened->launcher));
     *program = opened.release();
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_program_key(const dynamo_moe_program* program, dynamo_moe_key* key) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(key, "key"));
+    const dynamo_moe::ContentKey content(program->launcher->bytes());
+    *key = {content.size, content.hash};
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_program_find(const dynamo_moe_key* key, dynamo_moe_program** program) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(key, "key"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
+    dynamo_moe::ContentKey content;
+    content.size = key->size;
+    content.hash = key->hash;
+    auto opened = std::make_unique<dynamo_moe_program>();
+    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::LayerLauncher::Find(content, &opened->launcher));
+    *program = opened.release();
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_sharing_begin(void) {
+  return Guard([]() -> Status {
+    dynamo_moe::plugin::Sharing::Begin();
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_sharing_end(void) {
+  return Guard([]() -> Status {
+    dynamo_moe::plugin::Sharing::End();
     return {};
   });
 }

@@ -68,6 +68,12 @@ typedef struct dynamo_moe_tensors {
 
 typedef struct dynamo_moe_program dynamo_moe_program;
 
+/* The size and a hash of bytes. */
+typedef struct dynamo_moe_key {
+  uint64_t size;
+  uint64_t hash;
+} dynamo_moe_key;
+
 /* What went wrong in this thread's last failed call; "" before the first failure. Valid until the
  * thread's next failed call. */
 DYNAMO_MOE_API const char* dynamo_moe_last_error(void);
@@ -117,6 +123,14 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_expression_evaluate(const void* inst
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_open(const void* data, size_t size,
                                                          dynamo_moe_program** program);
 
+/* Names the bytes that were opened by their content. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_key(const dynamo_moe_program* program,
+                                                        dynamo_moe_key* key);
+
+/* Opens kernels that are open elsewhere in this process, by their key. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_find(const dynamo_moe_key* key,
+                                                         dynamo_moe_program** program);
+
 /* Null is permitted. No launch of the program may be running. */
 DYNAMO_MOE_API void dynamo_moe_program_close(dynamo_moe_program* program);
 
@@ -147,6 +161,12 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_enqueue(dynamo_moe_program* 
                                                             const dynamo_moe_tensors* tensors,
                                                             void* workspace, size_t workspace_size,
                                                             void* stream);
+
+/* Until dynamo_moe_sharing_end(), the plugins that this thread creates for layers are of one
+ * network, whose engine stores equal kernels once: with one layer, in whose place the others name
+ * it. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_sharing_begin(void);
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_sharing_end(void);
 
 #ifdef __cplusplus
 }

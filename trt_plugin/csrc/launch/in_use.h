@@ -1,7 +1,6 @@
 // Objects that were read from bytes and are in use: equal bytes share one object.
 #pragma once
 
-#include <functional>
 #include <iterator>
 #include <memory>
 #include <mutex>
@@ -9,6 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "launch/content_key.h"
 #include "status.h"
 
 namespace dynamo_moe {
@@ -25,15 +25,11 @@ class InUse {
 
   // Finds the object of these bytes, or reads it.
   Status Open(std::string_view bytes, std::shared_ptr<T>* object) {
-    const std::size_t key = std::hash<std::string_view>()(bytes);
+    const ContentKey key(bytes);
     const std::scoped_lock lock(mutex_);
-    const auto [begin, end] = objects_.equal_range(key);
-    for (auto each = begin; each != end; ++each) {
-      std::shared_ptr<T> found = each->second.lock();
-      if (found != nullptr && found->bytes() == bytes) {
-        *object = std::move(found);
-        return {};
-      }
+    *object = FindWhere(key, [bytes](const T& each) { return each.bytes() == bytes; });
+    if (*object != nullptr) {
+      return {};
     }
     // Objects that are not used keep their memory until their entries are erased.
     for (auto each = objects_.begin(); each != objects_.end();) {
@@ -41,16 +37,35 @@ class InUse {
     }
     auto read = std::make_shared<T>();
     DYNAMO_MOE_RETURN_IF_ERROR(read->Read(bytes));
-    objects_.emplace(key, read);
+    objects_.emplace(key.hash, read);
     *object = std::move(read);
     return {};
+  }
+
+  // The object whose bytes a key names; null if none is in use.
+  std::shared_ptr<T> Find(const ContentKey& key) {
+    const std::scoped_lock lock(mutex_);
+    return FindWhere(key, [](const T&) { return true; });
   }
 
  private:
   InUse() = default;
 
+  template <typename Condition>
+  std::shared_ptr<T> FindWhere(const ContentKey& key, const Condition& condition) const {
+    const auto [begin, end] = objects_.equal_range(key.hash);
+    for (auto each = begin; each != end; ++each) {
+      std::shared_ptr<T> found = each->second.lock();
+      if (found != nullptr && found->bytes().size() == key.size && condition(*found)) {
+        return found;
+      }
+    }
+    return nullptr;
+  }
+
   std::mutex mutex_;
-  std::unordered_multimap<std::size_t, std::weak_ptr<T>> objects_;
+  // By the hashes of their keys.
+  std::unordered_multimap<std::uint64_t, std::weak_ptr<T>> objects_;
 };
 
 }  // namespace dynamo_moe

@@ -320,6 +320,16 @@ Status LayerLauncher::Open(const void* data, std::size_t size,
   return {};
 }
 
+Status LayerLauncher::Find(const ContentKey& key, std::unique_ptr<LayerLauncher>* layer) {
+  std::shared_ptr<SharedLayer> shared = InUse<SharedLayer>::All().Find(key);
+  if (shared == nullptr) {
+    return {DYNAMO_MOE_NOT_FOUND,
+            Text("no kernels of ", key.size, " bytes with hash ", key.hash, " are open")};
+  }
+  layer->reset(new LayerLauncher(std::move(shared)));
+  return {};
+}
+
 Status LayerLauncher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) const {
   *bytes = 0;
   for (const std::unique_ptr<Launcher>& each : launchers_) {

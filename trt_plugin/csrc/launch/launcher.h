@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "launch/content_key.h"
 #include "launch/modules.h"
 
 namespace dynamo_moe {
@@ -61,6 +62,8 @@ class SharedLayer {
 class LayerLauncher {
  public:
   static Status Open(const void* data, std::size_t size, std::unique_ptr<LayerLauncher>* layer);
+  // Opens what is open elsewhere in this process, by its bytes' key.
+  static Status Find(const ContentKey& key, std::unique_ptr<LayerLauncher>* layer);
 
   std::string_view bytes() const { return shared_->bytes(); }
   const dynamo_moe_layer& layer() const { return launchers_.front()->program().layer(); }

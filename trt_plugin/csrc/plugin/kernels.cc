@@ -65,16 +65,7 @@ Status OfFile(const std::string& path, const Status& status) {
   return status.ok() ? status : Status(status.code(), Text(path, ": ", status.message()));
 }
 
-// The checksum is at the same place in bundles and programs.
-std::uint32_t ChecksumIn(std::string_view bytes) {
-  std::uint32_t checksum;
-  std::memcpy(&checksum, bytes.data() + format::kChecksumOffset, sizeof(checksum));
-  return checksum;
-}
-
 }  // namespace
-
-std::uint32_t Kernels::checksum() const { return ChecksumIn(bytes_); }
 
 Status Kernels::Open(std::string_view bundle, std::shared_ptr<const Kernels>* kernels) {
   if (!IsBundle(bundle)) {
@@ -84,15 +75,31 @@ Status Kernels::Open(std::string_view bundle, std::shared_ptr<const Kernels>* ke
   std::shared_ptr<Kernels> opened(new Kernels());
   DYNAMO_MOE_RETURN_IF_ERROR(
       FromLauncher(dynamo_moe_program_open(bundle.data(), bundle.size(), &opened->program_)));
-  const void* bytes = nullptr;
-  std::size_t size = 0;
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      FromLauncher(dynamo_moe_program_bytes(opened->program_, &bytes, &size)));
-  opened->bytes_ = {static_cast<const char*>(bytes), size};
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      FromLauncher(dynamo_moe_program_info(opened->program_, &opened->layer_)));
+  DYNAMO_MOE_RETURN_IF_ERROR(opened->Describe());
   *kernels = std::move(opened);
   return {};
+}
+
+Status Kernels::Find(const dynamo_moe_key& key, std::shared_ptr<const Kernels>* kernels) {
+  std::shared_ptr<Kernels> opened(new Kernels());
+  const dynamo_moe_status found = dynamo_moe_program_find(&key, &opened->program_);
+  if (found == DYNAMO_MOE_NOT_FOUND) {
+    *kernels = nullptr;
+    return {};
+  }
+  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(found));
+  DYNAMO_MOE_RETURN_IF_ERROR(opened->Describe());
+  *kernels = std::move(opened);
+  return {};
+}
+
+Status Kernels::Describe() {
+  const void* bytes = nullptr;
+  std::size_t size = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_bytes(program_, &bytes, &size)));
+  bytes_ = {static_cast<const char*>(bytes), size};
+  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_key(program_, &key_)));
+  return FromLauncher(dynamo_moe_program_info(program_, &layer_));
 }
 
 Status ReadArchitectures(Architectures* names) {
@@ -153,7 +160,11 @@ Status BundleFile::Read(std::size_t size) {
   return OfFile(path_, dynamo_moe::Bundle::Open(bytes_.data(), bytes_.size(), &content_));
 }
 
-std::uint32_t BundleFile::checksum() const { return ChecksumIn(bytes_); }
+std::uint32_t BundleFile::checksum() const {
+  std::uint32_t checksum;
+  std::memcpy(&checksum, bytes_.data() + format::kChecksumOffset, sizeof(checksum));
+  return checksum;
+}
 
 Status BundleFile::Select(const Architectures& names,
                           const std::function<bool(const dynamo_moe_layer&)>& wanted,

@@ -22,6 +22,8 @@ class Kernels {
  public:
   // From a bundle whose programs are all of one layer.
   static Status Open(std::string_view bundle, std::shared_ptr<const Kernels>* kernels);
+  // Those that another layer has opened; null if none has.
+  static Status Find(const dynamo_moe_key& key, std::shared_ptr<const Kernels>* kernels);
 
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
@@ -30,13 +32,17 @@ class Kernels {
   dynamo_moe_program* program() const { return program_; }
   const dynamo_moe_layer& layer() const { return layer_; }
   std::string_view bytes() const { return bytes_; }
-  std::uint32_t checksum() const;
+  const dynamo_moe_key& key() const { return key_; }
 
  private:
   Kernels() = default;
 
+  // Reads what the opened programs say of themselves.
+  Status Describe();
+
   dynamo_moe_program* program_ = nullptr;
   dynamo_moe_layer layer_ = {};
+  dynamo_moe_key key_ = {};
   std::string_view bytes_;
 };
 

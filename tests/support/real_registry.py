@@ -1,23 +1,34 @@
 """A script that tests the plugin with a real TensorRT registry and prints its results as JSON.
 
 It runs in a process of its own. Arguments: the native library, a layer's bundle, attributes as
-JSON.
+JSON, TensorRT's module.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorrt_lean_bindings as trt
 
 import trt_plugin.plugin
 
+trt: Any = importlib.import_module(sys.argv[4])
 library, bundle = map(Path, sys.argv[1:3])
 attributes = json.loads(sys.argv[3]) | {"kernels": str(bundle)}
 trt_plugin.plugin.library_path = lambda: library
 kept: list[Any] = []
+messages: list[str] = []
+
+
+class Logger(trt.ILogger):
+    def log(self, severity, message):
+        messages.append(f"{severity.name} {message}")
+
+
+# A runtime needs a GPU, and there is no logger without it. A builder needs none.
+builder = trt.Builder(Logger()) if hasattr(trt, "Builder") else None
 
 
 def field(name, value):
@@ -78,4 +89,5 @@ report["refused"] = [
         ({"programs": bundle.read_bytes()[:-1]}, trt.TensorRTPhase.RUNTIME),
     )
 ]
+report["messages"] = messages
 sys.stdout.write(json.dumps(report))
