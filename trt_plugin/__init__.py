@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         read_engine,
     )
     from trt_plugin.native import library_path
-    from trt_plugin.plugin import PluginLoadError, load
+    from trt_plugin.plugin import PluginLoadError, load, sharing_kernels
 
 __all__ = [
     # Compiling
@@ -43,6 +43,7 @@ __all__ = [
     "library_path",
     "load",
     "PluginLoadError",
+    "sharing_kernels",
     # Engines
     "build_engine",
     "EngineReport",
@@ -69,6 +70,7 @@ _HOME = {
     "library_path": "native",
     "load": "plugin",
     "PluginLoadError": "plugin",
+    "sharing_kernels": "plugin",
     "build_engine": "engine",
     "EngineReport": "engine",
     "EngineError": "engine",

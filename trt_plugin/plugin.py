@@ -81,7 +81,7 @@ def sharing_kernels() -> Iterator[None]:
     Example:
         .. code-block:: python
 
-            with trt_plugin.plugin.sharing_kernels():
+            with trt_plugin.sharing_kernels():
                 parsed = parser.parse_from_file("model.onnx")
     """
     call("sharing_begin")

@@ -1,7 +1,7 @@
 """A script that builds engines with TensorRT for RTX and prints what it sees as JSON.
 
-It runs in a process of its own, without a GPU and a driver. Arguments: an ONNX file, its bundle of
-programs for sm_89 and sm_120.
+It runs in a process of its own, without a GPU and a driver. Arguments: an ONNX file, the same with
+a layer whose output nothing uses, their bundle of programs for sm_89 and sm_120.
 """
 
 import json
@@ -15,7 +15,7 @@ import tensorrt_rtx_bindings as trt
 import trt_plugin
 from trt_plugin.plugin import sharing_kernels
 
-onnx, bundle = sys.argv[1:3]
+model, unused, bundle = sys.argv[1:4]
 programs = [program.data for program in trt_plugin.read(bundle).programs]
 os.environ["DYNAMO_MOE_KERNELS"] = bundle
 messages: list[str] = []
@@ -32,7 +32,7 @@ logger = Logger()
 trt_plugin.load()
 
 
-def build(*, share=False, profiles=1, flags=(), with_library=False) -> tuple[Any, Any]:
+def build(onnx=model, *, share=False, profiles=1, flags=(), with_library=False) -> tuple[Any, Any]:
     builder = trt.Builder(logger)
     network = builder.create_network(0)
     parser = trt.OnnxParser(network, logger)
@@ -73,6 +73,7 @@ report = {
     "same bytes": build()[1] == plan,
     "shared": counts(build(share=True)[1]),
     "shared, 2 profiles": counts(build(share=True, profiles=2)[1]),
+    "shared, one unused": counts(build(unused, share=True)[1]),
     "streaming": counts(build(flags=["WEIGHT_STREAMING"])[1]),
     "user allocation": counts(build(flags=["REQUIRE_USER_ALLOCATION"])[1]),
 }
@@ -84,6 +85,6 @@ report["messages"] = list(messages)
 messages.clear()
 os.environ["DYNAMO_MOE_ARCHITECTURES"] = "sm_90"
 refused = trt.Builder(logger).create_network(0)
-report["parsed"] = trt.OnnxParser(refused, logger).parse_from_file(onnx)
+report["parsed"] = trt.OnnxParser(refused, logger).parse_from_file(model)
 report["refused"] = messages
 sys.stdout.write(json.dumps(report))

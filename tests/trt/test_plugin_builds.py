@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -45,8 +46,14 @@ def bundle(tmp_path_factory) -> Path:
 def report(bundle) -> dict:
     """What tests/support/real_builds.py reports."""
     script = ROOT / "tests" / "support" / "real_builds.py"
+    path = bundle.with_suffix(".onnx")
+    # The first layer's output is not used.
+    model = onnx.load(path)
+    model.graph.node[1].input[0] = model.graph.input[0].name
+    unused = path.with_name("unused.onnx")
+    onnx.save(model, unused)
     done = subprocess.run(
-        [sys.executable, script, bundle.with_suffix(".onnx"), bundle],
+        [sys.executable, script, path, unused, bundle],
         env=environment(RTX),
         capture_output=True,
         text=True,
@@ -75,6 +82,10 @@ def test_equal_layers_store_their_programs_once(report):
     assert report["shared"] == [2, 2, 2 * (LAYERS - 1)]
     # And again for each profile.
     assert report["shared, 2 profiles"] == [4, 4, 4 * (LAYERS - 1)]
+
+
+def test_a_layer_that_tensorrt_drops_stores_nothing(report):
+    assert report["shared, one unused"] == [2, 2, 2 * (LAYERS - 2)]
 
 
 def test_the_environment_narrows_the_architectures(report):
