@@ -305,7 +305,7 @@ def _refusal(
     hints = []
     if missing and any(plugin in text for plugin in PLUGINS):
         hints.append(
-            "its MoE nodes need the plugin's library, for their bodies are for ONNX Runtime. It is "
+            "Its MoE nodes need the plugin's library, as their bodies are for ONNX Runtime. It is "
             f"not loaded: {missing}. A file of target dense needs no plugin"
         )
     if any(error.node_operator() in _ONNXRUNTIME for error in errors):
