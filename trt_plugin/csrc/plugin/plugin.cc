@@ -223,7 +223,7 @@ void Plugin::WarnOfRefusal(const Call& call, std::int32_t position) const {
   if (const std::string missing = MissingInputs(call); !missing.empty()) {
     Log(tensorrt::Severity::kError, layer_->subject.c_str(),
         Text("the node has no input ", missing, "; ", KnownInputsText(),
-             ": compile the kernels of this file")
+             ": compile the kernels for this file")
             .c_str());
     return;
   }
