@@ -24,6 +24,7 @@ from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from onnx_files import dense_model, save
 from small_bundles import SMALL
 from trt_plugin.engine.building import _kernels_from
+from trt_plugin.engine.installed import Installed, load_plugin
 
 without_tensorrt = pytest.mark.skipif(
     any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")),
@@ -448,6 +449,41 @@ def test_a_tensorrt_without_timing_caches(tensorrt, tmp_path):
     with pytest.warns(UserWarning, match="starts anew"):
         assert built(tmp_path, timing_cache=tmp_path / "timing") == b"an engine"
     assert not (tmp_path / "timing").exists()
+
+
+# --- TensorRT for RTX's link, without which its parser ends the process ---
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch) -> Path:
+    """The folder of the wheel's libraries, where the link is missing."""
+    folder = tmp_path / "tensorrt_rtx_libs"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "libtensorrt_rtx.so.1").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("trt_plugin.engine.installed.load", lambda registry: None)
+    return folder
+
+
+def test_the_link_is_made(tensorrt, wheel):
+    for _ in range(2):
+        load_plugin(Installed("rtx", tensorrt))
+        assert (wheel / "libtensorrt_rtx.so").readlink() == Path("libtensorrt_rtx.so.1")
+
+
+def test_a_link_that_cannot_be_made_is_asked_for(tensorrt, wheel, monkeypatch):
+    def refuse(self, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with pytest.raises(trt_plugin.EngineError) as caught:
+        load_plugin(Installed("rtx", tensorrt))
+    assert str(caught.value) == (
+        "TensorRT for RTX would end this process: its parser looks for "
+        f"{wheel}/libtensorrt_rtx.so, and the link cannot be made here (Permission denied). "
+        f"Make it with: ln -s libtensorrt_rtx.so.1 {wheel}/libtensorrt_rtx.so"
+    )
 
 
 # --- The command, on the same TensorRT ---

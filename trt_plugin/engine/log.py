@@ -39,8 +39,8 @@ class Log:
         return [line for line in self._lines if line.startswith(PLUGINS)]
 
     def text(self) -> str:
-        """Returns the errors since the last call."""
-        text = "; ".join(self._lines) or "its log says no more"
+        """Returns the errors since the last call, each once."""
+        text = "; ".join(dict.fromkeys(self._lines)) or "its log says no more"
         self._lines.clear()
         return text
 

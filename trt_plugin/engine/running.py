@@ -61,6 +61,8 @@ class Runner:
         found = installed_tensorrt("running an engine", builder)
         if runtime_cache is not None and not found.is_rtx:
             raise EngineError(f"{found.title} has no runtime cache; TensorRT for RTX has")
+        if not allow_host_code:
+            load_plugin(found)
         trt = found.module
         self._log = Log(trt)
         self._runtime = trt.Runtime(self._log.logger)
@@ -68,8 +70,6 @@ class Runner:
             raise EngineError(f"{found.title} has no runtime here: {self._log.text()}")
         if allow_host_code:
             self._runtime.engine_host_code_allowed = True
-        else:
-            load_plugin(found)
         self._engine = self._runtime.deserialize_cuda_engine(Path(engine).read_bytes())
         if self._engine is None:
             raise EngineError(f"{found.title} does not load {engine}: {self._log.text()}")
