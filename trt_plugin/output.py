@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes | memoryview) -> None:
     """Writes a file beside its place and renames it: a reader never sees a part.
 
     Raises:

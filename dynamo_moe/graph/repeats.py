@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-__all__ = ["roll_repeats"]
-
 _FEWEST_STEPS = 4
 
 

@@ -251,8 +251,8 @@ def test_a_node_without_its_sizes_is_named(tmp_path: Path) -> None:
     assert refused(proto, tmp_path).startswith("node 'layer_y': it has no attribute ")
 
 
-def test_a_file_without_moe_nodes_is_refused(tmp_path: Path) -> None:
-    assert "found.onnx has no MoE nodes of domain 'moe'" in refused(dense_model(), tmp_path)
+def test_a_file_without_moe_nodes_has_no_layers(tmp_path: Path) -> None:
+    assert kernel_layers(save(dense_model(), tmp_path / "dense.onnx")) == []
 
 
 # --- The command ---
@@ -343,14 +343,16 @@ def test_what_makes_no_sense_is_refused(
 
 def test_a_file_without_layers_fails(tmp_path: Path) -> None:
     save(dense_model(), tmp_path / "d.onnx")
-    assert "has no MoE nodes" in error("compile", "d.onnx", "--arch", "90", code=1)
+    assert "d.onnx has no MoE nodes of domain 'moe'" in error(
+        "compile", "d.onnx", "--arch", "90", code=1
+    )
     assert not (tmp_path / "d.moek").exists()
 
 
 def test_triton_is_asked_for_where_it_is_missing(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo_moe.cli.products.find_spec", lambda name: None)
+    monkeypatch.setattr("dynamo_moe.cli.common.find_spec", lambda name: None)
     message = error("compile", str(file), "--arch", "90", code=1)
     assert message == "error: compiling needs Triton: pip install 'dynamo-moe[kernels]'"
 
@@ -375,7 +377,7 @@ def test_a_damaged_bundle_is_named(tmp_path: Path) -> None:
 def test_a_bundle_has_no_picture(tmp_path: Path) -> None:
     (tmp_path / "b.moek").touch()
     message = error("inspect", "b.moek", "--picture", "b.svg", code=2)
-    assert message == "error: b.moek is a bundle of kernels: there is no graph to draw"
+    assert message == "error: b.moek is not an ONNX file: there is no graph to draw"
 
 
 def test_moe_layers_of_the_demo_file_need_wider_sizes(tmp_path: Path) -> None:

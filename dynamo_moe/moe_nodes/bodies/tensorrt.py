@@ -15,8 +15,6 @@ import onnx_ir as ir
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 
-__all__ = ["DOMAIN", "experts"]
-
 # TensorRT's parser finds the operator by its name alone.
 DOMAIN = "trt"
 

@@ -1,0 +1,106 @@
+"""Engines and their timings as tables for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from trt_plugin.bundle.view import layer_text, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+# ``EngineContents.library``.
+_LIBRARY = {
+    "installed": "in it, as it is installed here",
+    "other": "in it, in another version than the one that is installed here",
+    None: "not in it; load it before the engine",
+}
+
+
+def report_view(report: dict[str, Any]) -> RenderableType:
+    """Returns a table of ``EngineReport.to_dict()``."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    contents, plugins = report["contents"], report["plugin_layers"]
+    rows = {
+        "Builder": report["builder"],
+        "Built for": ", ".join(report["architectures"]) or "the builder's choice",
+        "MoE kernels for": ", ".join(contents["architectures"]) or "none",
+        "Layers": f"{report['layers']} before fusion, {len(plugins)} of them plugins",
+        "Plugin layers": ", ".join(f"{each['name']} ({each['plugin']})" for each in plugins),
+        "Inputs": ", ".join(_tensor(each) for each in report["inputs"]),
+        "Outputs": ", ".join(_tensor(each) for each in report["outputs"]),
+        "Profiles": str(report["profiles"]),
+        "Size": size_text(contents["bytes"]),
+        "MoE kernels": size_text(contents["program_bytes"]),
+        "Time": f"{report['seconds']:.1f} s",
+    }
+    for name, value in rows.items():
+        table.add_row(name, Text(value or "none"))
+    return Group(Text(report["path"], style="bold"), table)
+
+
+def contents_view(contents: dict[str, Any]) -> RenderableType:
+    """Returns a table of ``EngineContents.to_dict()``."""
+    head = Text.assemble(
+        (f"Engine of {contents['tensorrt'] or 'TensorRT'}", "bold"),
+        f"  {size_text(contents['bytes'])}",
+    )
+    parts: list[RenderableType] = [head]
+    if contents["programs"]:
+        library = f"Plugin's library: {_LIBRARY[contents['library']]}"
+        parts += ["", _programs(contents["programs"]), "", library]
+    else:
+        parts.append("No kernels of MoE layers")
+    parts.append(Text(f"Not known: {contents['unknown']}", style="dim"))
+    return Group(*parts)
+
+
+def benchmark_view(report: dict[str, Any]) -> RenderableType:
+    """Returns a table of ``BenchmarkReport.to_dict()``."""
+    shapes = ", ".join(f"{name} {shape}" for name, shape in report["shapes"].items())
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
+    table.add_column("Engine", overflow="fold", style="cyan")
+    table.add_column("CUDA graph")
+    for heading in ("Mean ms", "Median", "p90", "p99", "Rows/s", "Difference"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in report["timings"]:
+        table.add_row(
+            Text(each["engine"]),
+            "yes" if each["cuda_graph"] else "no",
+            *(f"{each[name]:.3f}" for name in ("mean", "median", "p90", "p99")),
+            f"{each['throughput']:,.0f}",
+            f"{each['difference']:.1e}",
+        )
+    return Group(Text(f"{report['device']}, {shapes}", style="bold"), "", table)
+
+
+def _programs(programs: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
+    table.add_column("MoE layer", overflow="fold", style="cyan")
+    table.add_column("GPU", no_wrap=True)
+    for heading in ("Kernels", "Size", "Copies"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for program in programs:
+        table.add_row(
+            Text(layer_text(program["layer"])),
+            program["architecture"],
+            str(len(program["kernels"])),
+            size_text(program["bytes"]),
+            str(program["copies"]),
+        )
+    return table
+
+
+def _tensor(tensor: dict[str, Any]) -> str:
+    """``x float [?, 8]``."""
+    sizes = ", ".join("?" if size < 0 else str(size) for size in tensor["shape"])
+    return f"{tensor['name']} {tensor['dtype']} [{sizes}]"
