@@ -47,8 +47,8 @@ def bundle_of(path: Path, architectures: Sequence[str]) -> Bundle:
     """Returns a bundle of a file's layers, whose kernels have no code."""
     return Bundle(
         tuple(
-            uncompiled_program(plan(each.layer, architecture(name)))
-            for each in kernel_layers(path)
+            uncompiled_program(plan(layer, architecture(name)))
+            for layer in kernel_layers(path)
             for name in architectures
         )
     )

@@ -35,7 +35,7 @@ def bundle(tmp_path_factory) -> Path:
     dynamo_moe.convert(model)
     path = tmp_path_factory.mktemp("rtx") / "model.onnx"
     dynamo_moe.export(model, (torch.randn(4, 16),), path)
-    (layer,) = {layer for _, layer in kernel_layers(path)}
+    (layer,) = set(kernel_layers(path))
     programs = [uncompiled_program(plan(layer, architecture(name))) for name in ("sm_89", "sm_120")]
     bundle = path.with_suffix(".moek")
     bundle.write_bytes(Bundle(tuple(programs)).data)
