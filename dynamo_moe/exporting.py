@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import re
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
+from dynamo_moe.json_values import json_values
 from dynamo_moe.operators.registry import NodeError
 from dynamo_moe.process_state import ProcessState
 from dynamo_moe.progress.display import shown
@@ -450,8 +450,7 @@ class ExportReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, for JSON."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
-        return plain
+        return json_values(self)
 
     def __rich__(self) -> Table:
         """Returns a table for the terminal."""

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -241,7 +241,8 @@ def launches_table(title: str, launches: Sequence[LaunchTime]) -> str:
     rows = []
     for each in launches:
         share = f"{100 * each.floor / each.cold:.0f} %" if each.floor else None
-        rows.append([*astuple(each)[:-1], each.floor or None, share])
+        times = (each.cold, each.warm, each.floor or None)
+        rows.append([each.kernel, each.programs, *times, share])
     columns = ["kernel", "programs", "cold", "warm", "floor", "share"]
     return table(f"{title}, each launch by itself, us", columns, rows)
 

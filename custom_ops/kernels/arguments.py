@@ -44,6 +44,10 @@ def kernel_of(
         launch: ``num_warps``, ``num_stages`` if not 1, and the block's sizes, such as ``block_m``
             for the constant ``BLOCK_M``.
         own: The kernel's other arguments; they also replace those known by name.
+
+    Raises:
+        ValueError: If the kernel has a parameter that is neither in ``own`` nor known by name, or
+            lacks one that is in ``own``.
     """
     arguments = _arguments(layer, architecture)
     for name, value in ({size.upper(): launch[size] for size in launch} | own).items():
@@ -51,7 +55,7 @@ def kernel_of(
     x, y, z = map(Expression.of, (*grid, 1, 1)[:3])
     return KernelSpec(
         function,
-        {name: arguments[name] for name in function.arg_names if name in arguments},
+        {name: arguments[name] for name in (*function.arg_names, *own) if name in arguments},
         grid=(x, y, z),
         num_warps=launch["num_warps"],
         num_stages=launch.get("num_stages", 1),

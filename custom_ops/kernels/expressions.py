@@ -124,6 +124,8 @@ def _operation(operation: str, a: IntLike, b: IntLike) -> Expression:
 
 
 def _apply(operation: str, a: int, b: int) -> int:
+    if operation not in _BINARY:
+        raise ValueError(f"unknown operation {operation!r}")
     if operation in ("floordiv", "cdiv") and b < 1:
         raise ZeroDivisionError(f"{operation} needs a divisor of at least 1, got {b}")
     return _BINARY[operation](a, b)

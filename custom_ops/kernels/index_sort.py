@@ -22,7 +22,7 @@ from custom_ops.kernels.arguments import kernel_of, max_tiles
 from custom_ops.kernels.device import wait_for_previous
 from custom_ops.kernels.expressions import E, Expression, IntLike, K, T, cdiv, minimum
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import Buffer, KernelSpec, Step, WorkspacePointer
+from custom_ops.kernels.spec import Argument, Buffer, KernelSpec, Step, WorkspacePointer
 
 
 class SortedSlots(NamedTuple):
@@ -262,20 +262,13 @@ def index_sort_step(
         "num_warps": 4,
     }
 
-    def spec(function: Any, programs: IntLike) -> KernelSpec:
-        return kernel_of(
-            function,
-            layer,
-            architecture,
-            (programs,),
-            launch,
-            counts_ptr=WorkspacePointer("slot_counts", torch.int32),
-        )
+    def spec(function: Any, programs: IntLike, **own: Argument) -> KernelSpec:
+        return kernel_of(function, layer, architecture, (programs,), launch, **own)
 
     if last_tokens * layer.top_k <= _ONE_PROGRAM_SLOTS:
         return Step(outputs, (spec(sort_kernel, 1),))
+    counts_ptr = WorkspacePointer("slot_counts", torch.int32)
     programs = minimum(cdiv(T * K, _BLOCK_SLOTS), min(_MAX_PROGRAMS, _COUNTS // block_e))
     slot_counts = Buffer("slot_counts", torch.int32, programs * E)
-    return Step(
-        (slot_counts, *outputs), (spec(count_kernel, programs), spec(place_kernel, programs))
-    )
+    kernels = (spec(each, programs, counts_ptr=counts_ptr) for each in (count_kernel, place_kernel))
+    return Step((slot_counts, *outputs), tuple(kernels))

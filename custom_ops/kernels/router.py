@@ -256,12 +256,13 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
     if layer.router is None:
         raise ValueError("the layer has no router")
     bias = layer.weights_dtype
-    own: dict[str, Argument] = {
+    product: dict[str, Argument] = {
         "router_weight_ptr": TensorPointer("router_weight", layer.routing_dtype),
         "router_bias_ptr": TensorPointer("router_bias", bias) if bias else Constant(None),
-        "logits_ptr": WorkspacePointer("router_logits", torch.float32),
-        "SCALING": Constant(layer.router.routed_scaling),
         "UPCAST": Constant(needs_upcast(layer, architecture)),
+    }
+    selection: dict[str, Argument] = {
+        "SCALING": Constant(layer.router.routed_scaling),
         "BLOCK_K": Constant(triton.next_power_of_2(layer.top_k)),
     }
     chosen = (
@@ -270,8 +271,11 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
     )
     programs = cdiv(T, config.block_t), cdiv(E, config.block_e)
     if config.path == "fused":
+        own = {**product, **selection}
         fused = kernel_of(route_kernel, layer, architecture, programs[:1], asdict(config), **own)
         return Step(chosen, (fused,))
+    logits: dict[str, Argument] = {"logits_ptr": WorkspacePointer("router_logits", torch.float32)}
+    own, of_select = {**product, **logits}, {**selection, **logits}
     experts = triton.next_power_of_2(layer.experts)
     # Eight keys for each thread of four warps.
     block_t = max(1, 1024 // experts)
@@ -280,6 +284,6 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
         (Buffer("router_logits", torch.float32, T * E), *chosen),
         (
             kernel_of(router_logits_kernel, layer, architecture, programs, asdict(config), **own),
-            kernel_of(select_kernel, layer, architecture, (cdiv(T, block_t),), select, **own),
+            kernel_of(select_kernel, layer, architecture, (cdiv(T, block_t),), select, **of_select),
         ),
     )

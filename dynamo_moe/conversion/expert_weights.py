@@ -22,8 +22,8 @@ class ParameterStack:
 
     Attributes:
         names: One parameter per expert, or a single one for all.
-        shape: ``(E, a, b)`` or ``(E, a)``: all of them as they are stored, in any number of
-            dimensions.
+        shape: ``(E, a, b)`` or ``(E, a)`` at the conversion, in the order in which they are
+            stored. Later the parameters may get other sizes; only E stays.
         transposed: Whether matrices are stored (in, out).
     """
 
@@ -40,8 +40,9 @@ class ParameterStack:
         """Returns ``[E, out, in]`` or ``[E, out]``: a view where the layout allows it."""
         parts: list[Tensor] = [attrgetter(name)(module) for name in self.names]
         stacked = parts[0] if len(parts) == 1 else torch.stack(parts)
-        if stacked.shape != self.shape:
-            stacked = stacked.reshape(self.shape)
+        if stacked.ndim != len(self.shape):
+            columns = stacked.shape[-1:] if len(self.shape) == 3 else ()
+            stacked = stacked.reshape(self.shape[0], -1, *columns)
         return stacked.mT if self.transposed else stacked
 
 

@@ -178,8 +178,10 @@ def _identify_stacks(module: nn.Module, experts: LocatedExperts) -> Iterator[Exp
     stacks: list[ParameterStack] = []
     for names in experts.stacks:
         paths = tuple(prefix + name for name in names)
-        columns = parameters[paths[0]].shape[-1]
-        numbers = sum(parameters[path].numel() for path in paths)
+        # A shared parameter is in named_parameters() by one of its paths only.
+        held: list[Tensor] = [module.get_parameter(path) for path in paths]
+        columns = held[0].shape[-1]
+        numbers = sum(parameter.numel() for parameter in held)
         stacks.append(ParameterStack(paths, (count, numbers // (count * columns), columns)))
     known = {stack.names[0] for stack in stacks}
     owners = {_owner(stack) for stack in stacks}

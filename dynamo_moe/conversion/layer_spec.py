@@ -348,7 +348,8 @@ class ReturnValue:
             routing; ``counts``: how many tokens each expert gets, ``value`` being E and the dtype.
         value: See ``kind``.
         keeps_shape: Whether it has the tokens' leading dimensions, instead of T.
-        squeezed: Whether the last dimension is missing, where K is 1.
+        squeezed: Whether the last dimension is missing. With ``keeps_shape`` that takes K = 1;
+            without, all values are in one dimension, ``[T*K]`` for the routing.
     """
 
     kind: Literal["result", "constant", "zero", "gate_output", "ids", "weights", "counts"]

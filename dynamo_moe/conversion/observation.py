@@ -82,12 +82,13 @@ def observe_forward(
         seen.attributes = stack.enter_context(preserving_state(module))
         stack.enter_context(torch.no_grad())
         precision = stack.enter_context(FullPrecision())
+        stack.enter_context(_RecordTopK(seen.top_ks))
         for path, part in module.named_modules():
             if path and part not in hidden:
                 handle = part.register_forward_hook(partial(watch, path), with_kwargs=True)
                 stack.callback(handle.remove)
         seen.result = run(x)
-        seen.casts_to_half, seen.top_ks = precision.has_cast, precision.top_ks
+        seen.casts_to_half = precision.has_cast
         seen.changed_buffers = [
             name
             for name, buffer in module.named_buffers()
@@ -118,6 +119,26 @@ def _call_with_tokens(
     call_args = tuple(map(described, args))
     call_kwargs = tuple((name, described(value)) for name, value in kwargs.items())
     return SubmoduleCall(path, call_args, call_kwargs, flat=shape == x_TD.shape)
+
+
+class _RecordTopK(TorchFunctionMode):
+    """Records each k that top-k is called with, in order; a maximum is a top-1."""
+
+    def __init__(self, top_ks: list[int]) -> None:
+        super().__init__()
+        self._top_ks = top_ks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        k = 1 if name in ("argmax", "max") else None
+        if name == "topk":
+            k = kwargs.get("k", args[1] if len(args) > 1 else None)
+        if isinstance(k, int) and k not in self._top_ks:
+            self._top_ks.append(k)
+        return func(*args, **kwargs)
 
 
 # --- Leaving the module as it was ---
@@ -240,13 +261,11 @@ class FullPrecision(TorchFunctionMode):
 
     Attributes:
         has_cast: Whether there were any.
-        top_ks: Each k that top-k was called with, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.has_cast = False
-        self.top_ks: list[int] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -255,11 +274,6 @@ class FullPrecision(TorchFunctionMode):
         methods = {"bfloat16": torch.bfloat16, "half": torch.float16}
         name = getattr(func, "__name__", "")
         dtypes = [*args[1:], *kwargs.values(), methods.get(name)]
-        k = 1 if name in ("argmax", "max") else None
-        if name == "topk":
-            k = kwargs.get("k", args[1] if len(args) > 1 else None)
-        if isinstance(k, int) and k not in self.top_ks:
-            self.top_ks.append(k)
         casts = name in ("to", "type", *methods) and any(
             dtype in _HALF for dtype in dtypes if isinstance(dtype, torch.dtype)
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from dynamo_moe.json_values import json_values
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,7 +39,7 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain lists and dictionaries, for JSON."""
-        return asdict(self)
+        return json_values(self)
 
     def __rich__(self) -> RenderableType:
         """Returns a table for the terminal, and the advice."""

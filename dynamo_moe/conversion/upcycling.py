@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from dynamo_moe.conversion.comparison import compare
 from dynamo_moe.conversion.observation import check_no_hooks, has_values, random_tokens
 from dynamo_moe.conversion.reports import Unrecognised
 from dynamo_moe.evaluation import evaluating
+from dynamo_moe.json_values import json_values
 from dynamo_moe.modules import DroplessMoE
 from dynamo_moe.private import shallow_copy
 
@@ -47,7 +48,7 @@ class UpcyclingReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, for JSON."""
-        return asdict(self)
+        return json_values(self)
 
     def __rich__(self) -> Table:
         """Returns a table for the terminal."""

@@ -36,9 +36,14 @@ class Split:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a training: :func:`accuracy` and :func:`expert_usage` on the test images.
+    """The result of a training.
 
-    ``losses`` are the means of the epochs.
+    Attributes:
+        test_accuracy: Fraction of the test images that are classified correctly.
+        seconds: Wall time of the training.
+        losses: Mean loss of each epoch.
+        expert_usage: For each MoE layer, by its name in the model, the fraction of the choices
+            that falls on each expert, over the test images.
     """
 
     test_accuracy: float

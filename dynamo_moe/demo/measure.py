@@ -42,7 +42,11 @@ class ImageComparison:
 
 
 def in_onnxruntime(path: Path) -> Classifier:
-    """Returns the file as a classifier on one CPU thread, as :func:`train` uses one."""
+    """Returns the file as a classifier, on the CPU and on one thread.
+
+    It uses one thread, as in training: the matrices are too small for more, and timings stay
+    meaningful on a busy machine.
+    """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1

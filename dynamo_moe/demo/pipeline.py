@@ -132,9 +132,18 @@ class FileResult:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The result of the demo, which took ``seconds`` and wrote ``files`` and ``pictures``.
+    """The result of the demo.
 
-    ``milliseconds`` are the converted model's in PyTorch, as :attr:`FileResult.milliseconds`.
+    Attributes:
+        folder: Folder with the files.
+        epochs: Epochs of the training.
+        seed: Seed of the split, the initial weights and the training.
+        training: Result of the training; its accuracy is PyTorch's.
+        conversion: Report of the conversion to float32 experts.
+        files: The exported files.
+        pictures: The pictures in the folder.
+        milliseconds: Batch size -> median time per image of the converted model in PyTorch.
+        seconds: Wall time of the whole demo.
     """
 
     folder: Path
@@ -180,15 +189,20 @@ def run(
 ) -> DemoResult:
     """Runs the whole demo. Creates the folder and replaces files from an earlier run.
 
-    40 epochs reach 99 %. After 3 to 12, the two best logits of every image are at least 6e-4 apart,
-    twice as much as a file changes them (5 seeds). Without a console nothing is printed.
+    Args:
+        folder: Destination of the ONNX files, the pictures and ``summary.json``.
+        epochs: Epochs of the training; 40 reach 99 %. After 3 to 12, the two best logits of every
+            image are at least 6e-4 apart, twice as much as a file changes them (5 seeds).
+        seed: Seed of the split, the initial weights and the training.
+        min_accuracy: Required accuracy on the test images in PyTorch, 0 to 1; below it, nothing is
+            exported.
+        console: Where to print reports and progress; None prints nothing.
 
     Returns:
         The result, even if a file failed: see :attr:`DemoResult.failures`.
 
     Raises:
-        DemoError: The folder cannot be created, or the accuracy on the test images is below
-            ``min_accuracy``, 0 to 1; then nothing is exported.
+        DemoError: The folder cannot be created, or the accuracy is below ``min_accuracy``.
     """
     started = time.perf_counter()
     out = console or Console(quiet=True)
@@ -259,7 +273,7 @@ def _export_and_check(
 ) -> tuple[list[FileResult], dict[int, float]]:
     out.rule("Export, verify, run on the test images")
     classifiers: dict[str, Classifier] = {PYTORCH: in_torch(float32.model)}
-    files = []
+    checked = []
     for variant in _VARIANTS:
         converted = float32 if variant.experts == torch.float32 else float16
         path = folder / variant.file
@@ -277,15 +291,17 @@ def _export_and_check(
                 compare(classify, reference, split.test_images, split.test_labels, _BATCH_SIZES)
                 for reference in (converted.reference, float32.reference)
             )
-        files.append(FileResult(variant, exported, verified, compared, compared_float32, {}))
-    milliseconds = {}
+        checked.append((variant, exported, verified, compared, compared_float32))
     with out.status("Timing"), one_thread():
-        for size, rounds in _TIMED.items():
-            times = time_all(classifiers, split.test_images, size, rounds)
-            milliseconds[size] = times[PYTORCH]
-            for file in files:
-                file.milliseconds[size] = times[file.variant.file]
-    return files, milliseconds
+        times = {
+            size: time_all(classifiers, split.test_images, size, rounds)
+            for size, rounds in _TIMED.items()
+        }
+    milliseconds = {
+        name: {size: by_name[name] for size, by_name in times.items()} for name in classifiers
+    }
+    files = [FileResult(*each, milliseconds[each[0].file]) for each in checked]
+    return files, milliseconds[PYTORCH]
 
 
 def _verify(path: Path, model: nn.Module) -> VerificationReport:

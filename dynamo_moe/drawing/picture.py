@@ -1,7 +1,8 @@
 """Pictures of ONNX graphs, with the MoE layers marked.
 
 A graph is laid out in layers from top to bottom and folded into columns, like a page of text, at
-one fixed text size: a larger graph gives a larger picture, not smaller letters.
+one fixed text size: a larger graph gives a larger picture, not smaller letters. Weights, and
+the nodes that prepare weights or sizes, are not drawn; a chain of shape operators is one box.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.filesize import decimal, pick_unit_and_suffix
 from rich.table import Table
 from rich.text import Text
+
+from dynamo_moe.json_values import json_values
 
 AttributeValue: TypeAlias = "int | float | str | list[int] | list[float] | list[str]"
 
@@ -154,8 +155,7 @@ class ModelSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dicts, lists, strings and numbers, ready for ``json.dumps``."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
-        return plain
+        return json_values(self)
 
     def table(self) -> RenderableType:
         """The file's facts, its MoE layers, its weights and its operators, for a terminal."""

@@ -70,8 +70,8 @@ def _schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
         inputs=[_input(each) for each in INPUTS[name]],
         outputs=[OpSchema.FormalParameter("y", "T", "[..., D], x's shape and type.")],
         type_constraints=[
-            (symbol, [f"tensor({each.name.lower()})" for each in types], doc)
-            for symbol, (types, doc) in _TYPE_CONSTRAINTS.items()
+            (symbol, [f"tensor({each.name.lower()})" for each in types], meaning)
+            for symbol, (types, meaning) in _TYPE_CONSTRAINTS.items()
             if symbol in used
         ],
         attributes=[

@@ -27,7 +27,7 @@ from dynamo_moe.private import (
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import private
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
-from dynamo_moe.tracing.nodes import Call, add_call, add_graph, values
+from dynamo_moe.tracing.nodes import Call, NeedsRetraceError, add_call, add_graph, values
 
 _aten = torch.ops.aten
 _higher_order = torch.ops.higher_order
@@ -48,10 +48,6 @@ _FRESH = frozenset(
 )
 
 Decompositions = Mapping[Any, Callable[..., Any]]
-
-
-class NeedsRetraceError(Exception):
-    """The program holds what only a trace of the whole program can decompose."""
 
 
 @phase("decomposition")
@@ -188,8 +184,6 @@ class _Decomposer:
             for name in names:
                 name.replace_all_uses_with(node, partial(operator.lt, node))
         traced.eliminate_dead_code()
-        if traced.find_nodes(op="get_attr"):
-            raise NeedsRetraceError(f"{target} makes a constant")
         return traced
 
 

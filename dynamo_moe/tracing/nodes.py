@@ -14,6 +14,10 @@ from dynamo_moe import pytree
 _VALUE_KEYS = ("val", "unbacked_bindings")
 
 
+class NeedsRetraceError(Exception):
+    """The program holds what only a trace of the whole program can decompose."""
+
+
 def all_nodes(program: ExportedProgram) -> list[fx.Node]:
     """Returns the nodes of all the program's graphs."""
     graphs = (each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule))
@@ -36,7 +40,12 @@ def add_graph(graph: fx.Graph, like: fx.Node, added: fx.Graph, given: Sequence[A
     """Adds the calls of a graph whose inputs are ``given``, with their values; returns its results.
 
     The rest of the calls' metadata is another node's.
+
+    Raises:
+        NeedsRetraceError: If the graph has a constant, which is an attribute of another module.
     """
+    if added.find_nodes(op="get_attr"):
+        raise NeedsRetraceError(f"{like.target} makes a constant")
     copies: dict[fx.Node, Any] = dict(zip(added.find_nodes(op="placeholder"), given, strict=True))
     results = graph.graph_copy(added, copies)
     for node, copy in copies.items():

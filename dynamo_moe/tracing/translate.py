@@ -23,10 +23,10 @@ from dynamo_moe.moe_nodes.translation import onnx_translation_table
 from dynamo_moe.operators.registry import Operator, operators
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import private
-from dynamo_moe.tracing.decomposition import NeedsRetraceError, decomposed
+from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_run
-from dynamo_moe.tracing.nodes import all_nodes
+from dynamo_moe.tracing.nodes import NeedsRetraceError, all_nodes
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
 _LOG = logging.getLogger(__name__)

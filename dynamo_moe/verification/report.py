@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from dynamo_moe.json_values import json_values
 from dynamo_moe.tolerances import Tolerance
 
 
@@ -59,7 +60,7 @@ class VerificationReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain values, for JSON."""
-        return {**asdict(self), "path": str(self.path), "passed": self.passed}
+        return {**json_values(self), "passed": self.passed}
 
     def __rich__(self) -> Table:
         """Returns a table for the terminal."""

@@ -1,6 +1,7 @@
 """What `dynamo_moe.inspect` reports about a file, and which files it refuses."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -199,12 +200,15 @@ def test_a_file_of_many_gigabytes_takes_no_memory(tmp_path: Path) -> None:
 
 def test_a_summary_is_json(tmp_path: Path) -> None:
     summary = dynamo_moe.inspect(save(moe_model(), tmp_path / "m.onnx"))
-    plain = json.loads(json.dumps(summary.to_dict()))
+    plain = summary.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
     assert plain["path"] == str(tmp_path / "m.onnx")
     assert plain["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", None, 4]}]
     assert plain["moe_layers"][0]["name"] == "b.0.mlp"
     assert plain["moe_layers"][0]["attributes"]["top_k"] == 2
     assert plain["weights"]["float32"]["elements"] == summary.weights["float32"].elements
+    with pytest.raises(TypeError, match="complex"):
+        replace(summary, parameters=1j).to_dict()
 
 
 def _printed(summary: dynamo_moe.ModelSummary, width: int = 100) -> str:

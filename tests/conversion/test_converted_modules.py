@@ -143,6 +143,103 @@ def test_listed_experts_are_held_once() -> None:
     assert converted.experts[3].w2.weight.data_ptr() == kept.w2[3].data_ptr()
 
 
+class Shared(nn.Module):
+    """Its first weight has a second name, which comes before that of the stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        experts = nn.Module()
+        experts.w1 = nn.Parameter(torch.randn(4, 24, 16) / 4)
+        experts.w2 = nn.Parameter(torch.randn(4, 16, 24) / 5)
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.up = experts.w1
+        self.experts = experts
+
+    def matrices(self, expert: int) -> tuple[Tensor, Tensor]:
+        return self.experts.w1[expert], self.experts.w2[expert]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        result = torch.zeros_like(x)
+        for expert in range(4):
+            w1, w2 = self.matrices(expert)
+            weight = (weights * (ids == expert)).sum(-1, keepdim=True)
+            result = result + F.relu(x @ w1.T) @ w2.T * weight
+        return result
+
+
+class SharedInLists(Shared):
+    """One parameter for each expert, and a second name for the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.ParameterList(self.experts.w1.detach().unbind())
+        self.b = nn.ParameterList(self.experts.w2.detach().unbind())
+        del self.experts
+        self.up = self.a[0]
+
+    def matrices(self, expert: int) -> tuple[Tensor, Tensor]:
+        return self.a[expert], self.b[expert]
+
+
+@pytest.mark.parametrize("kind", [Shared, SharedInLists])
+def test_weights_with_a_second_name(kind: type[nn.Module]) -> None:
+    same(*pair(kind))
+
+
+class StackedInRows(Shared):
+    """All experts' rows in one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.experts, self.up
+        self.num_experts = 4
+        self.w1 = nn.Parameter(torch.randn(4 * 24, 16) / 4)
+        self.w2 = nn.Parameter(torch.randn(4 * 24, 16) / 5)
+
+    def matrices(self, expert: int) -> tuple[Tensor, Tensor]:
+        return self.w1.view(4, -1, 16)[expert], self.w2.view(4, -1, 16)[expert].T
+
+
+@pytest.mark.parametrize("kind", [Listed, StackedInRows])
+def test_a_hidden_size_that_changes_after_the_conversion(kind: type[nn.Module]) -> None:
+    original, converted = pair(kind)
+    same(original, converted)
+    for name, parameter in list(original.named_parameters()):
+        if "gate" not in name:
+            owner, _, last = name.rpartition(".")
+            rows, columns = (
+                size // 24 * 32 if size % 24 == 0 else size for size in parameter.shape
+            )
+            wider = torch.randn(rows, columns) / 5
+            for module in (original, converted):
+                setattr(module.get_submodule(owner), last, nn.Parameter(wider.clone()))
+    same(original, converted)
+
+
+class ReturnsRouting(Listed):
+    """Returns, flattened, which experts each token visits, and a mask of those that any visits."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        weights, ids = self.gate(x.reshape(-1, 16)).softmax(-1).topk(2)
+        visited = torch.zeros(4, dtype=torch.bool).index_fill(0, ids.flatten(), value=True)
+        return super().forward(x), ids.flatten(), weights.flatten(), visited
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_routing_returned_in_one_dimension(tokens: int) -> None:
+    original, converted = pair(ReturnsRouting)
+    x = torch.randn(tokens, 16)
+    y, ids, weights, visited = converted(x)
+    expected = original(x)
+    torch.testing.assert_close((y, weights), (expected[0], expected[2]), rtol=1e-5, atol=1e-5)
+    assert ids.shape == (tokens * 2,)
+    assert torch.equal(ids, expected[1])
+    assert visited.dtype == torch.bool
+    assert torch.equal(visited, expected[3])
+
+
 def test_parameters_of_somebody_elses_memory_stay_there() -> None:
     original, converted = pair(Listed)
     flat = torch.cat([p.detach().flatten() for p in converted.parameters()])

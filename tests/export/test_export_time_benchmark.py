@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from contextlib import contextmanager
 
@@ -145,6 +146,18 @@ def test_remarks():
     assert speed.remarks({"way": way, "max relative error": 0.1}) == (
         f"the file's results are wrong; {way}"
     )
+
+
+def test_the_way_of_an_export_is_noted_when_torch_is_called(monkeypatch):
+    monkeypatch.setattr(torch.onnx, "export", lambda model: None)
+    log = logging.getLogger("dynamo_moe")
+    monkeypatch.setattr(log, "level", logging.ERROR)
+    with runs._watched() as ways:
+        log.info("control flow")
+        torch.onnx.export(torch.nn.Identity())
+        log.info("later")
+    assert ways == ["torch.onnx.export: control flow"]
+    assert log.level == logging.ERROR
 
 
 @pytest.mark.parametrize("kept", [len(CASES), 1, 0])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from custom_ops import ExpertOptions, RouterOptions
 from custom_ops.kernels.architectures import ARCHITECTURES, architecture, nearest_architecture
+from custom_ops.kernels.arguments import kernel_of
 from custom_ops.kernels.expressions import (
     D,
     E,
@@ -297,6 +298,16 @@ def test_a_spec_tells_constants_from_parameters():
 def test_arguments_are_the_kernels_in_its_order(arguments):
     with pytest.raises(ValueError, match="fill_kernel takes the arguments x_ptr, y_ptr, tokens"):
         KernelSpec(fill_kernel, arguments, (T, ONE, ONE))
+
+
+@pytest.mark.parametrize("own", [{}, {"VALUE": 3, "SIZE": 1}])
+def test_arguments_that_are_not_the_kernels_are_refused(own):
+    layer, target = layer_of(), architecture(90)
+    grid, launch = (T,), {"num_warps": 4}
+    spec = kernel_of(fill_kernel, layer, target, grid, launch, VALUE=3)
+    assert spec.constants == {"VALUE": 3}
+    with pytest.raises(ValueError, match="fill_kernel takes the arguments x_ptr, y_ptr, tokens"):
+        kernel_of(fill_kernel, layer, target, grid, launch, **own)
 
 
 def plan_of(*spans: tuple[int, int], buffers: tuple[Buffer, ...] = ()) -> ForwardPlan:

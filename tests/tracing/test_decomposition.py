@@ -15,12 +15,14 @@ from onnx_ir.schemas import OpSignature
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dynamo_moe
 from dynamo_moe.tracing import decomposition, private, translate
-from dynamo_moe.tracing.decomposition import NeedsRetraceError, decomposed
+from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
+from dynamo_moe.tracing.nodes import NeedsRetraceError, add_graph
 from small_models import mlp_model
 
 aten = torch.ops.aten
@@ -388,6 +390,17 @@ def test_in_place_that_needs_the_whole_program(tmp_path: Path, retraces, functio
 def test_buffer_that_changes() -> None:
     with pytest.raises(NeedsRetraceError, match="is changed, and shares its memory"):
         decompose(traced(Counts(), torch.randn(3, 6)))
+
+
+def test_a_constant_needs_the_whole_program() -> None:
+    """It is an attribute of a module that the program's graph does not have."""
+    added = make_fx(lambda x: x * torch.tensor(2.0))(torch.randn(3)).graph
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    like = graph.call_function(torch.ops.aten.neg.default, (x,))
+    with pytest.raises(NeedsRetraceError, match=r"aten\.neg\.default makes a constant"):
+        add_graph(graph, like, added, [x])
+    assert list(graph.nodes) == [x, like]
 
 
 # --- Control flow and regions ---

@@ -20,7 +20,7 @@ from rich.console import Console
 
 import trt_plugin
 from bundle_fuzzer import fuzz, seed_bundles
-from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions
+from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions, options
 from custom_ops.kernels import expressions
 from custom_ops.kernels.layer import Layer
 from custom_ops.options import CLAMPED, PRE_NORMS
@@ -84,6 +84,11 @@ def test_equal_parts_are_stored_once() -> None:
     assert data.count(kernel().image) == 1
     expressions_of = records.TABLE_ENTRY.unpack_from(data, 96 + 16 * 6)[1]
     assert expressions_of == len({ONE, TOKENS, TILES})
+
+
+def test_symbols_are_numbered_as_the_sizes_of_a_layer() -> None:
+    sizes = sorted(options.SIZES, key=lambda size: size.slot.index)
+    assert ["T", *(size.symbol for size in sizes)] == list(records.SYMBOLS)
 
 
 numbers = st.integers(-(2**63), 2**63 - 1)
