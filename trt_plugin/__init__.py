@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trt_plugin.compiling import CompileError, compile, parse_spec  # noqa: A004
     from trt_plugin.engine import EngineError, Runner, build_engine, parse_shapes
     from trt_plugin.native import library_path
-    from trt_plugin.plugin import PluginLoadError, load
+    from trt_plugin.plugin import PluginLoadError, load, sharing_kernels
 
 __all__ = [
     # Compiling
@@ -30,6 +30,7 @@ __all__ = [
     "library_path",
     "load",
     "PluginLoadError",
+    "sharing_kernels",
     "build_engine",
     "parse_shapes",
     "Runner",
@@ -48,6 +49,7 @@ _HOME = {
     "library_path": "native",
     "load": "plugin",
     "PluginLoadError": "plugin",
+    "sharing_kernels": "plugin",
     "build_engine": "engine",
     "parse_shapes": "engine",
     "Runner": "engine",

@@ -30,6 +30,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "program_workspace": (_POINTER, ctypes.c_int64, _POINTER),
     "program_prepare": (_POINTER,),
     "program_enqueue": (_POINTER, ctypes.c_int64, _POINTER, _POINTER, _SIZE, _POINTER),
+    "sharing_begin": (),
+    "sharing_end": (),
 }
 
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from trt_plugin.native import library_path
+from trt_plugin.native import call, library_path
 
-__all__ = ["PLUGINS", "PluginLoadError", "load"]
+__all__ = ["PLUGINS", "PluginLoadError", "load", "sharing_kernels"]
 
 #: The plugins' names in TensorRT's registry; version "1", namespace "".
 PLUGINS = ("DroplessMoE", "DroplessMoEExperts")
 
-_MODULES = ("tensorrt", "tensorrt_lean_bindings")
+_MODULES = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "tensorrt_lean_bindings")
 _OLDEST = (10, 9)
 _NEWEST_MAJOR = 11
+# TensorRT for RTX counts its versions anew.
+_OLDEST_RTX = (1, 7)
+_NEWEST_MAJOR_RTX = 1
 
 
 class PluginLoadError(RuntimeError):
@@ -29,7 +34,8 @@ def load(registry: Any = None) -> Any:
 
     Args:
         registry: TensorRT's ``IPluginRegistry``, such as an engine's or a runtime's own. By default
-            that of the module ``tensorrt``, or else of ``tensorrt_lean_bindings``; one that is
+            that of the first of the modules ``tensorrt``, ``tensorrt_rtx``,
+            ``tensorrt_rtx_bindings`` and ``tensorrt_lean_bindings`` that is installed; one that is
             already imported comes first.
 
     Returns:
@@ -61,6 +67,30 @@ def load(registry: Any = None) -> Any:
     return registry
 
 
+@contextmanager
+def sharing_kernels() -> Iterator[None]:
+    """Lets the engine of a network store the kernels of equal layers once.
+
+    Without it, each layer's kernels are stored with the layer. With it, one of the layers stores
+    them and the others name them. The network is parsed inside, in the calling thread; it may be
+    built later.
+
+    Raises:
+        FileNotFoundError: If the library was not built.
+
+    Example:
+        .. code-block:: python
+
+            with trt_plugin.sharing_kernels():
+                parsed = parser.parse_from_file("model.onnx")
+    """
+    call("sharing_begin")
+    try:
+        yield
+    finally:
+        call("sharing_end")
+
+
 def _module(registry: Any) -> ModuleType:
     """The module of TensorRT that a registry belongs to, or the one to use."""
     if registry is not None:
@@ -72,7 +102,7 @@ def _module(registry: Any) -> ModuleType:
             if error.name != name:
                 raise PluginLoadError(f"{name} cannot be imported: {error}") from error
     raise PluginLoadError(
-        f"neither {' nor '.join(_MODULES)} is installed: install TensorRT, or load the library "
+        f"none of {', '.join(_MODULES)} is installed: install TensorRT, or load the library "
         f"{library_path()} from C++"
     )
 
@@ -80,8 +110,11 @@ def _module(registry: Any) -> ModuleType:
 def _check_version(module: ModuleType) -> None:
     match = re.match(r"(\d+)\.(\d+)", module.__version__)
     version = tuple(map(int, match.groups())) if match else (0, 0)
-    if version < _OLDEST or version[0] > _NEWEST_MAJOR:
+    is_rtx = module.__name__.startswith("tensorrt_rtx")
+    oldest, newest = (_OLDEST_RTX, _NEWEST_MAJOR_RTX) if is_rtx else (_OLDEST, _NEWEST_MAJOR)
+    if version < oldest or version[0] > newest:
         raise PluginLoadError(
-            f"the plugin works with TensorRT {_OLDEST[0]}.{_OLDEST[1]} to {_NEWEST_MAJOR}.x, "
+            f"the plugin works with TensorRT {_OLDEST[0]}.{_OLDEST[1]} to {_NEWEST_MAJOR}.x and "
+            f"TensorRT for RTX {_OLDEST_RTX[0]}.{_OLDEST_RTX[1]} to {_NEWEST_MAJOR_RTX}.x, "
             f"{module.__name__} is {module.__version__}"
         )

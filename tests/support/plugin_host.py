@@ -20,6 +20,7 @@ from trt_plugin.native import library_path
 __all__ = [
     "BUILD",
     "NAMES",
+    "RTX_VERSION",
     "RUNTIME",
     "SOURCES",
     "VERSIONS",
@@ -38,6 +39,8 @@ __all__ = [
 
 #: The result of getInferLibVersion(): loggers in version 11 differ from those in 10.
 VERSIONS = (101601, 110400)
+#: The same of TensorRT for RTX 1.7, with loggers as in version 11.
+RTX_VERSION = 10701
 BUILD, RUNTIME = 0, 1
 NAMES = {"dropless": "DroplessMoE", "experts": "DroplessMoEExperts"}
 
@@ -455,10 +458,10 @@ def inputs_of(case: Case) -> list[Tensor]:
 
 
 def serialized(plugin: Plugin) -> bytes:
-    """The program as an engine stores it."""
+    """The bundle of the layer's programs that an engine stores."""
     fields = plugin.serialize()
-    assert list(fields) == ["program"]
-    program = fields["program"]
-    assert program.type == Field.UNKNOWN
-    assert program.data is not None
-    return program.data
+    assert list(fields) == ["programs"]
+    programs = fields["programs"]
+    assert programs.type == Field.UNKNOWN
+    assert programs.data is not None
+    return programs.data

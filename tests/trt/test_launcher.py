@@ -265,7 +265,7 @@ def test_architectures(driver, compiled, device, runs):
         if runs:
             opened.prepare()
             return
-        message = rf"the program is for {compiled}, the current device is {device}"
+        message = rf"the device is {device}, the layer's kernels are for {compiled}: compile them"
         with pytest.raises(LauncherError, match=message):
             opened.prepare()
 

@@ -279,7 +279,7 @@ def test_which_code_runs_where(driver, compiled, runs_on):
                 opened.prepare()
                 assert find_program(bundle, LAYER, device) == bundle[offset : offset + size]
                 continue
-            message = f"the program is for sm_{compiled}, the current device is sm_{device}"
+            message = f"the device is sm_{device}, the layer's kernels are for sm_{compiled}: "
             with pytest.raises(LauncherError, match=message):
                 opened.prepare()
         with pytest.raises(LauncherError, match=f"the device is sm_{device}"):

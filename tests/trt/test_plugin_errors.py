@@ -13,6 +13,7 @@ import torch
 from moe_cases import assert_matches, make_case
 from plugin_host import (
     NAMES,
+    RTX_VERSION,
     RUNTIME,
     VERSIONS,
     Description,
@@ -26,6 +27,7 @@ from plugin_host import (
 )
 from standin import LAUNCH_FAILED, OUT_OF_MEMORY
 from standin_gpu import StandinGpu
+from trt_plugin.bundle import Bundle
 from trt_plugin.native import library_path
 
 if not os.environ.get("TRITON_INTERPRET"):
@@ -230,24 +232,27 @@ def stored(layer):
 
 
 BAD_FIELDS = {
-    "none": lambda program: {},
-    "other name": lambda program: {"programs": program},
-    "two": lambda program: {"program": program, "more": 1},
-    "an attribute": lambda program: {"top_k": 2},
-    "wrong type": lambda program: {"program": Field(CHAR, len(program), program)},
-    "no data": lambda program: {"program": Field(Field.UNKNOWN, 100, None)},
-    "empty": lambda program: {"program": Field(Field.UNKNOWN, 0, b"x")},
-    "negative": lambda program: {"program": Field(Field.UNKNOWN, -1, program)},
-    "short": lambda program: {"program": program[:-1]},
-    "header": lambda program: {"program": program[:100]},
-    "one byte": lambda program: {"program": program[:1]},
-    "long": lambda program: {"program": program + b"\0"},
+    "none": lambda bundle: {},
+    "other name": lambda bundle: {"program": bundle},
+    "short name": lambda bundle: {"programs_name": bundle[:79]},
+    "long name": lambda bundle: {"programs_name": bundle[:81]},
+    "two": lambda bundle: {"programs": bundle, "more": 1},
+    "an attribute": lambda bundle: {"top_k": 2},
+    "wrong type": lambda bundle: {"programs": Field(CHAR, len(bundle), bundle)},
+    "no data": lambda bundle: {"programs": Field(Field.UNKNOWN, 100, None)},
+    "empty": lambda bundle: {"programs": Field(Field.UNKNOWN, 0, b"x")},
+    "negative": lambda bundle: {"programs": Field(Field.UNKNOWN, -1, bundle)},
+    "short": lambda bundle: {"programs": bundle[:-1]},
+    "header": lambda bundle: {"programs": bundle[:100]},
+    "one byte": lambda bundle: {"programs": bundle[:1]},
+    "long": lambda bundle: {"programs": bundle + b"\0"},
+    # As an earlier version stored it.
+    "a program": lambda bundle: {"programs": bundle[64:]},
     **{
-        f"byte {at}": lambda program, at=at: {
-            "program": program[:at] + bytes([program[at] ^ 1]) + program[at + 1 :]
+        f"byte {at}": lambda bundle, at=at: {
+            "programs": bundle[:at] + bytes([bundle[at] ^ 1]) + bundle[at + 1 :]
         }
-        for at in (0, 8, 12, 16, 24, 32, 40, 96, 300, 1000, -1)
-        if at >= 0
+        for at in (0, 8, 12, 16, 24, 32, 40, 64, 100, 300, 1000)
     },
 }
 
@@ -256,17 +261,26 @@ BAD_FIELDS = {
 def test_fields_of_an_engine(tensorrt, stored, name):
     assert tensorrt.create("DroplessMoE", BAD_FIELDS[name](stored), RUNTIME) is None
     error = the_error(tensorrt)
-    assert "program" in error
+    assert "bundle" in error or "programs" in error
     if name == "an attribute":
         assert error == (
-            "an engine's layer has one field, program; got 1 fields, the first top_k: was the "
-            "engine built with another version of this library?"
+            "an engine's layer has one field, programs or programs_name; got 1 fields, the first "
+            "top_k: was the engine built with another version of this library?"
         )
 
 
 def test_the_other_operators_program(tensorrt, stored):
-    assert tensorrt.create("DroplessMoEExperts", {"program": stored}, RUNTIME) is None
-    assert the_error(tensorrt) == "field program is a program of the other operator"
+    assert tensorrt.create("DroplessMoEExperts", {"programs": stored}, RUNTIME) is None
+    assert the_error(tensorrt) == "field programs is of the other operator"
+
+
+def test_programs_of_several_layers(driver, tensorrt, tmp_path):
+    cases = [small_case(), small_case(activation="silu")]
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", *cases)
+    assert tensorrt.create("DroplessMoE", {"programs": bundle.read_bytes()}, RUNTIME) is None
+    assert the_error(tensorrt) == (
+        "bundle: its programs must be of one layer, program 1 is of another than program 0"
+    )
 
 
 # --- Shapes, dtypes, formats ---
@@ -324,7 +338,7 @@ def test_another_output(tensorrt, layer):
 def test_tensors_at_run_time(tensorrt, stored, layer, name):
     case = layer[1]
     changes, message = BAD_TENSORS[name]
-    plugin = tensorrt.create("DroplessMoE", {"program": stored}, RUNTIME)
+    plugin = tensorrt.create("DroplessMoE", {"programs": stored}, RUNTIME)
     inputs = changed(case, **changes)
     assert plugin.shape_change(inputs, inputs[0]) == INVALID_ARGUMENT
     error = the_error(tensorrt)
@@ -386,7 +400,7 @@ def test_too_many_dimensions(tensorrt, layer):
 def test_before_the_kernels_are_chosen(tensorrt, layer):
     plugin, case = layer
     inputs, x = inputs_of(case), case.arguments["x"]
-    message = "the layer's kernels are not chosen yet: configurePlugin() must come first, and succe"
+    message = "the layer has no kernels yet: configurePlugin() must come first, and succeed"
     assert plugin.serialize() == {}
     assert message in the_error(tensorrt)
     assert plugin.workspace(described(case), describe(x)) == 0
@@ -404,30 +418,67 @@ def test_no_kernels_for_these_dtypes(tensorrt, layer):
         for each in described(case)
     ]
     assert plugin.configure(half, half[0]) == NOT_FOUND
-    assert "the bundle has 1 programs, none of this layer (5 experts, top_k 2" in the_error(
-        tensorrt
-    )
+    error = the_error(tensorrt)
+    assert error.startswith("no kernels with x float16, router_weight float16, ")
+    assert "/model.moek has this layer with x float32, router_weight float32, " in error
+
+
+def test_a_node_without_the_biases_of_its_kernels(tensorrt, layer):
+    plugin, case = layer
+    inputs, output = described(case)[:5], describe(case.arguments["x"])
+    copy = plugin.clone()
+    for each in (plugin, copy):
+        assert not each.supports_all(inputs, output)
+    # Once, whatever TensorRT asks for.
+    error = the_error(tensorrt)
+    assert error.startswith("the node has no input b1, b2; ")
+    assert "/model.moek has this layer with x float32, router_weight float32, w1 float32" in error
+    assert error.endswith(", b1 float32, b2 float32: compile the kernels of this file")
+    assert plugin.configure(inputs, output) == NOT_FOUND
+    assert the_error(tensorrt).startswith("no kernels with x float32, router_weight float32, w1 ")
+    copy.destroy()
 
 
 # --- Devices ---
 
 
-def test_no_kernels_for_this_architecture(driver, tensorrt, layer):
-    plugin, case = layer
-    StandinGpu(driver, "sm_90")
-    assert plugin.configure(described(case), describe(case.arguments["x"])) == NOT_FOUND
-    error = the_error(tensorrt)
-    assert error.endswith("the bundle has this layer for sm_80, the device is sm_90")
-
-
-def test_an_engine_of_another_architecture(driver, tensorrt, stored, layer):
-    case = layer[1]
-    StandinGpu(driver, "sm_90")
-    plugin = tensorrt.create("DroplessMoE", {"program": stored}, RUNTIME)
-    status = plugin.shape_change(described(case), describe(case.arguments["x"]))
-    assert status == INVALID_ARGUMENT
-    assert "program is for sm_80, the current device is sm_90" in the_error(tensorrt)
+def test_an_engine_of_other_architectures(driver, tensorrt, tmp_path):
+    case = small_case()
+    programs = [StandinGpu(driver, name).program(case) for name in ("sm_86", "sm_90")]
+    bundle = Bundle(tuple(programs)).data
+    plugin = tensorrt.create("DroplessMoE", {"programs": bundle}, RUNTIME)
+    # Code for sm_86 does not run on sm_80, nor that for sm_90 on any other.
+    for device in ("sm_80", "sm_120"):
+        StandinGpu(driver, device)
+        status = plugin.shape_change(described(case), describe(case.arguments["x"]))
+        assert status == NOT_FOUND
+        assert the_error(tensorrt) == (
+            f"the device is {device}, the layer's kernels are for sm_86, sm_90: compile them for "
+            f"it too, with dynamo-moe compile --arch {device}"
+        )
     plugin.destroy()
+
+
+BAD_ARCHITECTURES = {
+    "sm_89": "names sm_89, {bundle} has this layer for sm_80, sm_90",
+    "sm_80,sm_120,": "names sm_120, {bundle} has this layer for sm_80, sm_90",
+    "hopper": "must name architectures, as in sm_89,sm_120; got 'hopper'",
+    "sm_80;sm_90": "must name architectures, as in sm_89,sm_120; got 'sm_80;sm_90'",
+    "sm_90a": "must name architectures, as in sm_89,sm_120; got 'sm_90a'",
+    ",": "must name architectures, as in sm_89,sm_120; got ','",
+}
+
+
+@pytest.mark.parametrize("names", BAD_ARCHITECTURES)
+def test_architectures_that_the_bundle_lacks(driver, tensorrt, tmp_path, monkeypatch, names):
+    case = small_case()
+    bundle = tmp_path / "model.moek"
+    programs = [StandinGpu(driver, name).program(case) for name in ("sm_90", "sm_80")]
+    bundle.write_bytes(Bundle(tuple(programs)).data)
+    monkeypatch.setenv("DYNAMO_MOE_ARCHITECTURES", names)
+    assert tensorrt.create("DroplessMoE", attributes_of(case) | {"kernels": str(bundle)}) is None
+    message = BAD_ARCHITECTURES[names].format(bundle=bundle)
+    assert the_error(tensorrt) == f"the environment variable DYNAMO_MOE_ARCHITECTURES {message}"
 
 
 def test_without_a_context_and_a_stream(driver, tensorrt, stored, layer):
@@ -443,19 +494,6 @@ def test_without_a_context_and_a_stream(driver, tensorrt, stored, layer):
     )
 
 
-def test_without_a_context_the_only_device_is_meant(driver, tensorrt, layer):
-    plugin, case = layer
-    inputs, output = described(case), describe(case.arguments["x"])
-    driver.set_context(None)
-    assert plugin.configure(inputs, output) == 0
-    driver.add_device(80)
-    assert plugin.configure(inputs, output) == INVALID_ARGUMENT
-    assert "no current CUDA context: a CUDA runtime call such as cudaFree(0)" in the_error(tensorrt)
-    driver.fail("cuDeviceGetCount", LAUNCH_FAILED)
-    assert plugin.configure(inputs, output) == CUDA_ERROR
-    assert "cuDeviceGetCount: CUDA_ERROR_LAUNCH_FAILED" in the_error(tensorrt)
-
-
 WITHOUT_DRIVER = """
 import sys
 from pathlib import Path
@@ -466,7 +504,7 @@ tensorrt = host(VERSIONS[0])
 plugin = tensorrt.create("DroplessMoE", attributes_of(case) | {"kernels": sys.argv[1]})
 inputs = [describe(tensor) for tensor in inputs_of(case)]
 print(plugin.supports_all(inputs, inputs[0]), plugin.configure(inputs, inputs[0]))
-engine = tensorrt.create("DroplessMoE", {"program": Path(sys.argv[2]).read_bytes()}, RUNTIME)
+engine = tensorrt.create("DroplessMoE", {"programs": Path(sys.argv[2]).read_bytes()}, RUNTIME)
 print(engine.workspace(inputs, inputs[0]) > 0, engine.shape_change(inputs, inputs[0]))
 for message in tensorrt.messages():
     print(message)
@@ -474,22 +512,20 @@ for message in tensorrt.messages():
 
 
 def test_without_a_driver(driver, tensorrt, stored, tmp_path, layer):
-    (tmp_path / "program").write_bytes(stored)
+    (tmp_path / "programs").write_bytes(stored)
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DRIVER, tmp_path / "model.moek", tmp_path / "program"],
+        [sys.executable, "-c", WITHOUT_DRIVER, tmp_path / "model.moek", tmp_path / "programs"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=True,
     )
     build, runtime, *messages = done.stdout.splitlines()
-    assert build == f"True {NO_DRIVER}"
+    # Building needs none.
+    assert build == "True 0"
     assert runtime == f"True {NO_DRIVER}"
-    assert len(messages) == 2
-    for message in messages:
-        assert message.startswith(
-            "own 1 DroplessMoE layers.3.mlp: the CUDA driver is not available"
-        )
+    (message,) = messages
+    assert message.startswith("own 1 DroplessMoE layers.3.mlp: the CUDA driver is not available")
 
 
 @pytest.mark.parametrize("launches_before", [0, 1, 2])
@@ -550,7 +586,9 @@ def test_more_tokens_than_the_kernels_take(tensorrt, stored, layer):
 # --- Loggers ---
 
 
-def test_the_logger_of_whoever_calls_comes_first(tensorrt, capfd):
+@pytest.mark.parametrize("version", [*VERSIONS, RTX_VERSION])
+def test_the_logger_of_whoever_calls_comes_first(capfd, version):
+    tensorrt = host(version)
     for own, expected in ((True, "own"), (False, "global")):
         tensorrt.call.host_set_loggers(own, True)
         assert tensorrt.create("DroplessMoE", {}) is None

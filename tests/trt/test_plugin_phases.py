@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from plugin_host import (
 )
 from standin_gpu import StandinGpu
 from trt_plugin.bundle import Bundle
+from trt_plugin.plugin import sharing_kernels
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
@@ -305,12 +307,12 @@ def test_the_engine_needs_no_bundle(driver, tensorrt, tmp_path, monkeypatch):
     gpu = StandinGpu(driver)
     bundle = gpu.bundle(tmp_path / "model.moek", case)
     fields, size = build_engine(tensorrt, case, bundle, most=5)
-    assert fields["program"].data == gpu.program(case).data
+    assert fields["programs"].data == bundle.read_bytes()
     bundle.unlink()
     monkeypatch.setenv("DYNAMO_MOE_KERNELS", "/none")
     plugin = engine_layer(tensorrt, case, fields)
     # An engine can be stored again.
-    assert serialized(plugin) == fields["program"].data
+    assert serialized(plugin) == fields["programs"].data
     copy = plugin.clone()
     plugin.destroy()
     check(copy, case, size)
@@ -324,7 +326,7 @@ def test_layers_with_equal_kernels_keep_them_once(driver, tensorrt, tmp_path):
     layers = [engine_layer(tensorrt, case, fields, f"layer {i}") for i in range(2)]
     assert len({layer.serialized_at() for layer in layers}) == 1
     layers[0].destroy()
-    assert serialized(layers[1]) == fields["program"].data
+    assert serialized(layers[1]) == fields["programs"].data
     layers[1].destroy()
 
 
@@ -338,14 +340,190 @@ def test_a_bundle_of_the_environment(driver, tensorrt, tmp_path, monkeypatch):
     plugin.destroy()
 
 
-def test_the_engine_has_the_kernels_of_its_device(driver, tensorrt, tmp_path):
-    case = small_case()
-    both = [StandinGpu(driver, name) for name in ("sm_90", "sm_80")]
+# --- Architectures ---
+
+
+def several(driver, tmp_path, case, *devices: str) -> tuple[list[StandinGpu], Path]:
+    """A device of each architecture, and a bundle with the case's programs for all of them."""
+    gpus = [StandinGpu(driver, name) for name in devices]
     bundle = tmp_path / "model.moek"
-    programs = [gpu.program(case) for gpu in both]
-    bundle.write_bytes(Bundle(tuple(programs)).data)
-    fields, _ = build_engine(tensorrt, case, bundle, most=5)
-    assert fields["program"].data == programs[1].data
+    # Another layer's programs stay out of the engine.
+    other = gpus[0].program(small_case(activation="silu"))
+    bundle.write_bytes(Bundle((other, *(gpu.program(case) for gpu in gpus))).data)
+    return gpus, bundle
+
+
+def test_the_engine_has_the_kernels_of_all_architectures(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpus, bundle = several(driver, tmp_path, case, "sm_90", "sm_80")
+    expected = Bundle(tuple(gpu.program(case) for gpu in gpus)).data
+    # The machine that builds does not count: not its device, nor that it has none.
+    for context in (gpus[0].context, gpus[1].context, None):
+        driver.set_context(context)
+        fields, size = build_engine(tensorrt, case, bundle, most=5)
+        assert fields["programs"].data == expected
+    assert size == max(gpu.program(case).workspace_size(5) for gpu in gpus) + 255
+    assert driver.calls("cuCtxGetCurrent") == 0
+
+
+def test_the_environment_narrows_the_architectures(driver, tensorrt, tmp_path, monkeypatch):
+    case = small_case()
+    gpus, bundle = several(driver, tmp_path, case, "sm_120", "sm_90", "sm_80")
+    for names, kept in (("sm_90", gpus[1:2]), ("80,sm_120", gpus[::2]), ("", gpus)):
+        monkeypatch.setenv("DYNAMO_MOE_ARCHITECTURES", names)
+        fields, _ = build_engine(tensorrt, case, bundle, most=5)
+        assert fields["programs"].data == Bundle(tuple(gpu.program(case) for gpu in kept)).data
+
+
+def test_the_device_decides_which_kernels_run(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpus, bundle = several(driver, tmp_path, case, "sm_90", "sm_80", "sm_86")
+    fields, size = build_engine(tensorrt, case, bundle, most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    # One layer on several devices in turn. sm_89 has the nearest that runs there.
+    newer = StandinGpu(driver, "sm_89")
+    runs = {gpu.context: gpu.program(case) for gpu in gpus} | {newer.context: gpus[2].program(case)}
+    for context in (*runs, *runs):
+        images: list[bytes] = []
+        driver.on_launch(lambda launch, images=images: images.append(launch.image))
+        driver.set_context(context)
+        plugin.run(inputs_of(case), size)
+        assert images
+        assert set(images) <= {kernel.image for kernel in runs[context].kernels}
+    # Asked for once for each device and once more when it is current again.
+    asked = driver.calls("cuDeviceGetAttribute")
+    plugin.run(inputs_of(case), size)
+    assert driver.calls("cuDeviceGetAttribute") == asked
+    plugin.destroy()
+
+
+def test_numbers_on_each_architecture(driver, tensorrt, tmp_path):
+    case = small_case("dropless")
+    gpus, bundle = several(driver, tmp_path, case, "sm_90", "sm_80")
+    fields, size = build_engine(tensorrt, case, bundle, most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    for gpu in gpus:
+        driver.on_launch(gpu.interpreted)
+        driver.set_context(gpu.context)
+        check(plugin, case, size)
+    plugin.destroy()
+
+
+# --- Layers that share their kernels ---
+
+
+def configured(tensorrt, case, bundle, layer: str):
+    plugin = tensorrt.create(
+        NAMES[case.op], attributes_of(case) | {"kernels": str(bundle)}, layer=layer
+    )
+    assert plugin.configure(*profile(case, most=5)) == 0
+    return plugin
+
+
+def test_an_engine_stores_equal_kernels_once(driver, tensorrt, tmp_path):
+    case, other = small_case(), small_case(activation="silu")
+    gpu = StandinGpu(driver)
+    bundle = gpu.bundle(tmp_path / "model.moek", case, other)
+    with sharing_kernels():
+        layers = [configured(tensorrt, each, bundle, "layer") for each in (case, other, case, case)]
+    # TensorRT asks each several times, clones too, in any order.
+    asked = [layers[3], layers[1], layers[0], layers[3].clone(), layers[2], layers[1], layers[0]]
+    stored = [plugin.serialize() for plugin in asked]
+    whole = [fields["programs"].data if "programs" in fields else None for fields in stored]
+    of_case, of_other = (Bundle((gpu.program(each),)).data for each in (case, other))
+    assert whole == [of_case, of_other, None, of_case, None, of_other, None]
+    names = [fields["programs_name"].data for fields in stored if "programs_name" in fields]
+    assert len(set(names)) == 1
+    assert len(names[0]) == 80
+    for plugin in {*layers, asked[3]}:
+        plugin.destroy()
+    # A layer that is created later has no part in it.
+    alone = configured(tensorrt, case, bundle, "layer")
+    assert serialized(alone) == of_case
+    alone.destroy()
+
+
+def test_the_layer_that_stores_the_kernels_is_gone(driver, tensorrt, tmp_path):
+    case = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    with sharing_kernels():
+        first, second = (configured(tensorrt, case, bundle, "layer") for _ in range(2))
+    assert list(first.serialize()) == ["programs"]
+    assert list(second.serialize()) == ["programs_name"]
+    first.destroy()
+    assert list(second.serialize()) == ["programs"]
+    second.destroy()
+
+
+def test_networks_that_are_parsed_at_once_share_nothing(driver, tensorrt, tmp_path):
+    case = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    layers = []
+
+    def parse() -> None:
+        with sharing_kernels():
+            layers.append(configured(tensorrt, case, bundle, "layer"))
+
+    with sharing_kernels():
+        layers.append(configured(tensorrt, case, bundle, "layer"))
+        other = threading.Thread(target=parse)
+        other.start()
+        other.join()
+        layers.append(configured(tensorrt, case, bundle, "layer"))
+    stored = [list(plugin.serialize()) for plugin in layers]
+    assert stored == [["programs"], ["programs"], ["programs_name"]]
+    for plugin in layers:
+        plugin.destroy()
+
+
+def shared_engine(tensorrt, case, bundle):
+    """The fields of an engine's two layers with equal kernels, and the workspace."""
+    with sharing_kernels():
+        layers = [configured(tensorrt, case, bundle, "layer") for _ in range(2)]
+    size = layers[0].workspace(*profile(case, most=5))
+    fields = [
+        {name: replace(field, data=bytes(field.data)) for name, field in plugin.serialize().items()}
+        for plugin in layers
+    ]
+    for plugin in layers:
+        plugin.destroy()
+    return fields, size
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_layer_finds_the_kernels_that_another_stores(driver, tensorrt, tmp_path, order):
+    case = small_case("dropless")
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    fields, size = shared_engine(tensorrt, case, bundle)
+    # TensorRT makes the layers in any order, then contexts; engines are destroyed in any order.
+    layers = {i: engine_layer(tensorrt, case, fields[i]) for i in order}
+    contexts = [layers[i].attach() for i in order]
+    for context in contexts:
+        check(context, case, size)
+    assert layers[1].serialize() == fields[1]
+    for plugin in (layers[0], contexts[order.index(0)], layers[1]):
+        plugin.destroy()
+    check(contexts[order.index(1)], case, size)
+    contexts[order.index(1)].destroy()
+
+
+def test_a_layer_whose_kernels_are_not_loaded(driver, tensorrt, tmp_path):
+    case = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    fields, size = shared_engine(tensorrt, case, bundle)
+    plugin = engine_layer(tensorrt, case, fields[1])
+    described = [describe(tensor) for tensor in inputs_of(case)]
+    assert plugin.shape_change(described, described[0]) == 3
+    (message,) = tensorrt.messages()
+    assert message == (
+        "own 1 DroplessMoEExperts layer: the kernels are stored with another layer of the engine, "
+        "which is not loaded: build the engine anew, without sharing kernels"
+    )
+    # Those of another engine serve as well, if they are the same.
+    storing = engine_layer(tensorrt, case, fields[0])
+    check(plugin, case, size)
+    plugin.destroy()
+    storing.destroy()
 
 
 def test_networks_with_free_dtypes_get_those_of_the_bundle(driver, tensorrt, tmp_path):
@@ -377,7 +555,7 @@ def test_tf32_where_the_bundle_has_nothing_else(driver, tensorrt, tmp_path):
         bundle = tmp_path / f"{len(programs)}.moek"
         bundle.write_bytes(Bundle(tuple(programs)).data)
         fields, _ = build_engine(tensorrt, case, bundle, most=5)
-        assert fields["program"].data == chosen.data
+        assert fields["programs"].data == Bundle((chosen,)).data
 
 
 def test_workspace(driver, tensorrt, tmp_path):

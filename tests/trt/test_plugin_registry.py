@@ -1,4 +1,4 @@
-"""The library in the registries of real TensorRTs, of both major versions."""
+"""The library in the registries of real TensorRTs: both major versions, and that for RTX."""
 
 from __future__ import annotations
 
@@ -20,45 +20,44 @@ from kernel_runs import layer_of
 from moe_cases import make_case
 from plugin_host import attributes_of
 from standin import ROOT
-from tensorrt_wheels import LEAN, environment, install
+from tensorrt_wheels import LEAN, RTX, environment, install
 from trt_plugin.bundle import Bundle
 from trt_plugin.native import library_path
 
+MODULES = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "tensorrt_lean_bindings")
 REGISTERED = ["DroplessMoE", "DroplessMoEExperts"]
 
 
 @cache
 def run(version: str) -> tuple[dict, list[str]]:
-    """What tests/support/lean_registry.py reports, and what the library wrote to stderr."""
+    """What tests/support/real_registry.py reports, and what the library wrote to stderr."""
     folder = install(version).parent
     case = make_case("dropless", (5,), width=16, hidden=24)
     program = uncompiled_program(plan(layer_of(case), architecture("sm_80")))
     bundle = folder / f"model.{os.getpid()}.moek"
     bundle.write_bytes(Bundle((program,)).data)
-    stored = folder / f"program.{os.getpid()}"
-    stored.write_bytes(program.data)
-    arguments = [library_path(), bundle, stored, json.dumps(attributes_of(case))]
+    module = "tensorrt_rtx_bindings" if version == RTX else "tensorrt_lean_bindings"
+    arguments = [library_path(), bundle, json.dumps(attributes_of(case)), module]
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "support" / "lean_registry.py", *map(str, arguments)],
+        [sys.executable, ROOT / "tests" / "support" / "real_registry.py", *map(str, arguments)],
         env=environment(version),
         capture_output=True,
         text=True,
         check=False,
     )
     bundle.unlink()
-    stored.unlink()
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr.splitlines()
 
 
-real = pytest.mark.parametrize("version", LEAN)
+real = pytest.mark.parametrize("version", [*LEAN, RTX])
 
 
 @pytest.mark.slow
 @real
 def test_the_registry_has_the_creators(version):
     report, _ = run(version)
-    assert report["version"].startswith(version)
+    assert report["version"].startswith(version.removeprefix("rtx-"))
     assert report["creators"] == [[name, "1", "", "IPluginCreatorV3One"] for name in REGISTERED]
     dropless, experts = report["fields"]
     assert dropless == [*experts, "scoring", "renormalize", "routed_scaling"]
@@ -80,14 +79,20 @@ def test_plugins_are_created_in_both_phases(version):
 def test_bad_fields_are_refused_with_a_reason(version):
     report, log = run(version)
     assert report["refused"] == [True] * 4
-    errors = [line for line in log if line.startswith("[dynamo-moe] DroplessMoE layers.3.mlp: ")]
+    # The lean runtime has no logger without a GPU. TensorRT for RTX has its builder's, with the
+    # layout of TensorRT 11 though its version is 1.
+    lines, begin = (report["messages"], "ERROR") if version == RTX else (log, "[dynamo-moe]")
+    errors = [line for line in lines if line.startswith(f"{begin} DroplessMoE layers.3.mlp: ")]
     reasons = [line.split(": ", 1)[1] for line in errors]
+    assert len(reasons) == 4
+    if version == RTX:
+        assert not [line for line in log if line.startswith("[dynamo-moe]")]
     assert reasons[:3] == [
         "attribute num_experts is missing",
         "attribute top_k must be in 1..32, got 0",
         "attribute top_k must be one INT32, got 1 of CHAR (6)",
     ]
-    assert reasons[3].startswith("program")
+    assert reasons[3].startswith("bundle")
 
 
 @pytest.mark.slow
@@ -113,11 +118,13 @@ class Registry:
         return None
 
 
-def pretend(monkeypatch, version: str) -> None:
-    module = types.ModuleType("tensorrt")
+def pretend(monkeypatch, version: str, name: str = "tensorrt") -> None:
+    for other in MODULES:
+        monkeypatch.setitem(sys.modules, other, None)
+    module = types.ModuleType(name)
     module.__version__ = version
     module.get_plugin_registry = Registry
-    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(trt_plugin.plugin, "library_path", lambda: Path("/lib/libdynamo_moe.so"))
 
 
@@ -127,8 +134,16 @@ def test_other_versions_of_tensorrt(monkeypatch, version):
     with pytest.raises(trt_plugin.plugin.PluginLoadError) as caught:
         trt_plugin.plugin.load()
     assert str(caught.value) == (
-        f"the plugin works with TensorRT 10.9 to 11.x, tensorrt is {version}"
+        "the plugin works with TensorRT 10.9 to 11.x and TensorRT for RTX 1.7 to 1.x, tensorrt is "
+        f"{version}"
     )
+
+
+@pytest.mark.parametrize("version", ["1.6.0.1", "2.0.0"])
+def test_other_versions_of_tensorrt_for_rtx(monkeypatch, version):
+    pretend(monkeypatch, version, "tensorrt_rtx")
+    with pytest.raises(trt_plugin.plugin.PluginLoadError, match=rf", tensorrt_rtx is {version}$"):
+        trt_plugin.plugin.load()
 
 
 def test_a_library_that_registers_nothing(monkeypatch):
@@ -140,10 +155,10 @@ def test_a_library_that_registers_nothing(monkeypatch):
 
 
 def test_without_tensorrt(monkeypatch):
-    for name in ("tensorrt", "tensorrt_lean_bindings"):
+    for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
         trt_plugin.plugin.PluginLoadError,
-        match=r"neither tensorrt nor tensorrt_lean_bindings is installed: install TensorRT, or",
+        match=rf"none of {', '.join(MODULES)} is installed: install TensorRT, or load the library",
     ):
         trt_plugin.plugin.load()

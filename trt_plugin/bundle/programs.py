@@ -49,7 +49,7 @@ class Program:
 
     @cached_property
     def data(self) -> bytes:
-        """The program's bytes, which the TensorRT plugin stores in an engine."""
+        """The program's bytes."""
         return program_bytes(self.layer, self.architecture, self.ranges, self.kernels)
 
     def to_dict(self) -> dict[str, Any]:

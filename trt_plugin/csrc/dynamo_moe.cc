@@ -13,9 +13,10 @@
 #include "bundle/expression.h"
 #include "bundle/layer.h"
 #include "launch/launcher.h"
+#include "plugin/sharing.h"
 
 struct dynamo_moe_program {
-  std::unique_ptr<dynamo_moe::Launcher> launcher;
+  std::unique_ptr<dynamo_moe::LayerLauncher> launcher;
 };
 
 namespace dynamo_moe {
@@ -165,22 +166,51 @@ dynamo_moe_status dynamo_moe_expression_evaluate(const void* instructions, size_
   });
 }
 
-dynamo_moe_status dynamo_moe_device_architecture(uint32_t* architecture) {
-  return Guard([&]() -> Status {
-    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(architecture, "architecture"));
-    Status status;
-    const dynamo_moe::cuda::Driver* const driver = dynamo_moe::cuda::Load(&status);
-    return driver == nullptr ? status : dynamo_moe::CurrentArchitecture(*driver, architecture);
-  });
-}
-
 dynamo_moe_status dynamo_moe_program_open(const void* data, size_t size,
                                           dynamo_moe_program** program) {
   return Guard([&]() -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
     auto opened = std::make_unique<dynamo_moe_program>();
-    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::Launcher::Open(data, size, &opened->launcher));
+    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::LayerLauncher::Open(data, size, &opened->launcher));
     *program = opened.release();
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_program_key(const dynamo_moe_program* program, dynamo_moe_key* key) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(key, "key"));
+    const dynamo_moe::ContentKey content(program->launcher->bytes());
+    *key = {content.size, content.hash};
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_program_find(const dynamo_moe_key* key, dynamo_moe_program** program) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(key, "key"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
+    dynamo_moe::ContentKey content;
+    content.size = key->size;
+    content.hash = key->hash;
+    auto opened = std::make_unique<dynamo_moe_program>();
+    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::LayerLauncher::Find(content, &opened->launcher));
+    *program = opened.release();
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_sharing_begin(void) {
+  return Guard([]() -> Status {
+    dynamo_moe::plugin::Sharing::Begin();
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_sharing_end(void) {
+  return Guard([]() -> Status {
+    dynamo_moe::plugin::Sharing::End();
     return {};
   });
 }
@@ -189,15 +219,11 @@ dynamo_moe_status dynamo_moe_program_open(const void* data, size_t size,
 void dynamo_moe_program_close(dynamo_moe_program* program) { delete program; }
 
 dynamo_moe_status dynamo_moe_program_info(const dynamo_moe_program* program,
-                                          dynamo_moe_layer* layer, uint32_t* architecture) {
+                                          dynamo_moe_layer* layer) {
   return Guard([&]() -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
-    if (layer != nullptr) {
-      *layer = program->launcher->program().layer();
-    }
-    if (architecture != nullptr) {
-      *architecture = program->launcher->program().architecture();
-    }
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(layer, "layer"));
+    *layer = program->launcher->layer();
     return {};
   });
 }
@@ -208,7 +234,7 @@ dynamo_moe_status dynamo_moe_program_bytes(const dynamo_moe_program* program, co
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(data, "data"));
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(size, "size"));
-    const std::string_view bytes = program->launcher->program().bytes();
+    const std::string_view bytes = program->launcher->bytes();
     *data = bytes.data();
     *size = bytes.size();
     return {};

@@ -24,7 +24,7 @@ typedef enum dynamo_moe_status {
   DYNAMO_MOE_INVALID_ARGUMENT = 1, /* An argument of this call breaks a rule. */
   DYNAMO_MOE_INVALID_BUNDLE =
       2,                       /* The bytes are not a bundle or program that this library reads. */
-  DYNAMO_MOE_NOT_FOUND = 3,    /* No program of the bundle fits the layer and architecture. */
+  DYNAMO_MOE_NOT_FOUND = 3,    /* No program fits the layer and architecture. */
   DYNAMO_MOE_NO_DRIVER = 4,    /* libcuda.so.1 is missing, too old, or there is no device. */
   DYNAMO_MOE_CUDA_ERROR = 5,   /* A driver function failed. */
   DYNAMO_MOE_OUT_OF_MEMORY = 6 /* Host or device memory is exhausted. */
@@ -68,6 +68,12 @@ typedef struct dynamo_moe_tensors {
 
 typedef struct dynamo_moe_program dynamo_moe_program;
 
+/* The size and a hash of bytes. */
+typedef struct dynamo_moe_key {
+  uint64_t size;
+  uint64_t hash;
+} dynamo_moe_key;
+
 /* What went wrong in this thread's last failed call; "" before the first failure. Valid until the
  * thread's next failed call. */
 DYNAMO_MOE_API const char* dynamo_moe_last_error(void);
@@ -110,27 +116,33 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_expression_evaluate(const void* inst
                                                                 size_t count, const int64_t* sizes,
                                                                 int64_t* value);
 
-/* The architecture of the device of the calling thread's current CUDA context, or, if it has none,
- * of the only device: 90 for sm_90. */
-DYNAMO_MOE_API dynamo_moe_status dynamo_moe_device_architecture(uint32_t* architecture);
-
-/* Opens a program; the bytes are copied. Programs of equal bytes share their loaded modules. Needs
- * no driver. Close it with dynamo_moe_program_close(). */
+/* Opens a layer's kernels: a program, or a bundle whose programs are all of one layer, for one or
+ * more architectures. The device decides which of them runs. The bytes are copied; equal ones share
+ * their memory and their loaded modules. Needs no driver. Close it with
+ * dynamo_moe_program_close(). */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_open(const void* data, size_t size,
+                                                         dynamo_moe_program** program);
+
+/* Names the bytes that were opened by their content. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_key(const dynamo_moe_program* program,
+                                                        dynamo_moe_key* key);
+
+/* Opens kernels that are open elsewhere in this process, by their key. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_find(const dynamo_moe_key* key,
                                                          dynamo_moe_program** program);
 
 /* Null is permitted. No launch of the program may be running. */
 DYNAMO_MOE_API void dynamo_moe_program_close(dynamo_moe_program* program);
 
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_info(const dynamo_moe_program* program,
-                                                         dynamo_moe_layer* layer,
-                                                         uint32_t* architecture);
+                                                         dynamo_moe_layer* layer);
 
-/* The program's bytes, which programs of equal bytes share; valid until it is closed. */
+/* The bytes that were opened; valid until it is closed. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_bytes(const dynamo_moe_program* program,
                                                           const void** data, size_t* size);
 
-/* The workspace in bytes that suffices for every T in 0..max_tokens. Needs no driver. */
+/* The workspace in bytes that suffices for every T in 0..max_tokens on every architecture. Needs no
+ * driver. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_workspace(const dynamo_moe_program* program,
                                                               int64_t max_tokens, size_t* bytes);
 
@@ -149,6 +161,12 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_enqueue(dynamo_moe_program* 
                                                             const dynamo_moe_tensors* tensors,
                                                             void* workspace, size_t workspace_size,
                                                             void* stream);
+
+/* Until dynamo_moe_sharing_end(), the plugins that this thread creates for layers are of one
+ * network, whose engine stores equal kernels once: with one layer, in whose place the others name
+ * it. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_sharing_begin(void);
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_sharing_end(void);
 
 #ifdef __cplusplus
 }

@@ -31,7 +31,8 @@ void Keep(const std::string& logger, Severity severity, const char* message) {
   messages.push_back(logger + " " + std::to_string(static_cast<int>(severity)) + " " + message);
 }
 
-#if HOST_VERSION < 110000
+// TensorRT for RTX 1.7 is 10701, with the loggers of TensorRT 11.
+#if HOST_VERSION / 10000 == 10
 
 namespace loggers = dynamo_moe::tensorrt::v10;
 

@@ -339,12 +339,6 @@ namespace {
 constexpr std::uint32_t kFirstSpecificArchitecture = 90;
 constexpr std::uint32_t kTegraArchitecture = 87;
 
-bool SameLayer(const dynamo_moe_layer& a, const dynamo_moe_layer& b) {
-  // The format prescribes this: the record has no padding, and floats are written by one rule.
-  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
-  return std::memcmp(&a, &b, sizeof(a)) == 0;
-}
-
 // Reads where each program lies. Checks the file, not what is in the programs.
 Status ReadDirectory(const char* bytes, std::size_t size,
                      std::vector<format::DirectoryEntry>* programs) {
@@ -384,6 +378,44 @@ bool RunsOn(std::uint32_t program, std::uint32_t device) {
   const bool portable = device < kFirstSpecificArchitecture && device != kTegraArchitecture &&
                         program != kTegraArchitecture;
   return program == device || (portable && program / 10 == device / 10 && program < device);
+}
+
+bool SameLayer(const dynamo_moe_layer& a, const dynamo_moe_layer& b) {
+  // The format prescribes this: the record has no padding, and floats are written by one rule.
+  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
+  return std::memcmp(&a, &b, sizeof(a)) == 0;
+}
+
+bool IsBundle(std::string_view bytes) {
+  return bytes.size() >= format::kMagicSize &&
+         std::memcmp(bytes.data(), format::kFileMagic, format::kMagicSize) == 0;
+}
+
+std::string BundleOf(const std::vector<std::string_view>& programs) {
+  format::FileHeader header = {};
+  std::memcpy(header.magic, format::kFileMagic, format::kMagicSize);
+  header.version = format::kVersion;
+  header.programs = static_cast<std::uint32_t>(programs.size());
+  std::vector<format::DirectoryEntry> directory;
+  std::size_t end = sizeof(header) + programs.size() * sizeof(format::DirectoryEntry);
+  for (const std::string_view program : programs) {
+    constexpr std::size_t alignment = format::kProgramAlignment;
+    const std::size_t offset = (end + alignment - 1) / alignment * alignment;
+    directory.push_back({offset, program.size()});
+    end = offset + program.size();
+  }
+  header.size = end;
+  std::string bytes(end, '\0');
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  std::memcpy(bytes.data() + sizeof(header), directory.data(),
+              directory.size() * sizeof(format::DirectoryEntry));
+  for (std::size_t i = 0; i < programs.size(); ++i) {
+    bytes.replace(directory[i].offset, programs[i].size(), programs[i]);
+  }
+  header.checksum = ChecksumWithHole(reinterpret_cast<const unsigned char*>(bytes.data()), end,
+                                     format::kChecksumOffset);
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  return bytes;
 }
 
 Status Bundle::Open(const void* data, std::size_t size, Bundle* bundle) {

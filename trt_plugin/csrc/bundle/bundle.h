@@ -79,6 +79,14 @@ class Program {
 // Tegra) runs only its own code, which runs nowhere else.
 bool RunsOn(std::uint32_t program, std::uint32_t device);
 
+bool SameLayer(const dynamo_moe_layer& a, const dynamo_moe_layer& b);
+
+// Whether bytes are meant to be a bundle, not a program.
+bool IsBundle(std::string_view bytes);
+
+// A new bundle of programs, which are not empty: equal programs give equal bytes.
+std::string BundleOf(const std::vector<std::string_view>& programs);
+
 // A bundle in its caller's memory, all of which has been checked.
 class Bundle {
  public:

@@ -35,8 +35,6 @@ const char* ResolveAll(void* library, Driver* driver) {
   require("cuCtxPopCurrent_v2", &driver->context_pop);
   require("cuCtxGetDevice", &driver->context_get_device);
   require("cuStreamGetCtx", &driver->stream_get_context);
-  require("cuDeviceGetCount", &driver->device_get_count);
-  require("cuDeviceGet", &driver->device_get);
   require("cuDeviceGetAttribute", &driver->device_get_attribute);
   require("cuModuleLoadData", &driver->module_load_data);
   require("cuModuleUnload", &driver->module_unload);

@@ -78,8 +78,6 @@ struct Driver {
   Result (*context_pop)(Context* context);
   Result (*context_get_device)(Device* device);
   Result (*stream_get_context)(Stream stream, Context* context);
-  Result (*device_get_count)(int* count);
-  Result (*device_get)(Device* device, int ordinal);
   Result (*device_get_attribute)(int* value, int attribute, Device device);
   Result (*module_load_data)(Module* module, const void* image);
   Result (*module_unload)(Module module);

@@ -7,6 +7,7 @@
 
 #include "bundle/checks.h"
 #include "bundle/layer.h"
+#include "launch/in_use.h"
 #include "launch/tensor_map.h"
 
 namespace dynamo_moe {
@@ -215,13 +216,6 @@ class Launcher::Call {
 Launcher::Launcher(std::shared_ptr<SharedProgram> shared)
     : shared_(std::move(shared)), maps_(shared_->program().tensor_maps().size()) {}
 
-Status Launcher::Open(const void* data, std::size_t size, std::unique_ptr<Launcher>* launcher) {
-  std::shared_ptr<SharedProgram> shared;
-  DYNAMO_MOE_RETURN_IF_ERROR(SharedProgram::Open(data, size, &shared));
-  launcher->reset(new Launcher(std::move(shared)));
-  return {};
-}
-
 Status Launcher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) const {
   const format::Range* const last = program().ranges().end() - 1;
   if (max_tokens < 0 || max_tokens > last->last_tokens) {
@@ -252,39 +246,22 @@ Status Launcher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) cons
   return {};
 }
 
-Status Launcher::Prepare() {
-  Status status;
-  const cuda::Driver* const driver = cuda::Load(&status);
-  if (driver == nullptr) {
-    return status;
-  }
-  cuda::Context context = nullptr;
-  DYNAMO_MOE_RETURN_IF_ERROR(FindContext(*driver, &context));
+Status Launcher::Prepare(const cuda::Driver& driver, const ContextIdentity& current) {
   std::shared_ptr<const LoadedKernels> kernels;
-  // Without a context, Enqueue loads them into its stream's.
-  return context == nullptr ? Status() : shared_->Kernels(*driver, &kernels);
+  return shared_->Kernels(driver, current, &kernels);
 }
 
-Status Launcher::Enqueue(std::int64_t tokens, const dynamo_moe_tensors& tensors, void* workspace,
+Status Launcher::Enqueue(const cuda::Driver& driver, const ContextIdentity& current,
+                         std::int64_t tokens, const dynamo_moe_tensors& tensors, void* workspace,
                          std::size_t workspace_size, cuda::Stream stream) {
-  if (tokens == 0) {
-    return {};
-  }
   const format::Range* const range = program().RangeOf(tokens);
   if (range == nullptr) {
     return InvalidArgument("the number of tokens must be in 0..",
                            (program().ranges().end() - 1)->last_tokens, ", got ", tokens);
   }
-  Status status;
-  const cuda::Driver* const driver = cuda::Load(&status);
-  if (driver == nullptr) {
-    return status;
-  }
-  cuda::ScopedContext scope(*driver);
-  DYNAMO_MOE_RETURN_IF_ERROR(EnterContextOf(stream, *driver, &scope));
   std::shared_ptr<const LoadedKernels> kernels;
-  DYNAMO_MOE_RETURN_IF_ERROR(shared_->Kernels(*driver, &kernels));
-  return Call(this, *driver, tensors, workspace)
+  DYNAMO_MOE_RETURN_IF_ERROR(shared_->Kernels(driver, current, &kernels));
+  return Call(this, driver, tensors, workspace)
       .Run(*range, *kernels, tokens, workspace_size, stream);
 }
 
@@ -301,6 +278,129 @@ Status Launcher::Encode(const cuda::Driver& driver, std::size_t index, const voi
   }
   *map = encoded.map;
   return {};
+}
+
+Status SharedLayer::Read(std::string_view bytes) {
+  std::vector<std::string_view> programs = {bytes};
+  if (IsBundle(bytes)) {
+    Bundle bundle;
+    DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bytes.data(), bytes.size(), &bundle));
+    programs.clear();
+    for (const Bundle::Entry& each : bundle.programs()) {
+      if (!SameLayer(each.layer, bundle.programs().front().layer)) {
+        return InvalidBundle("bundle: its programs must be of one layer, program ", programs.size(),
+                             " is of another than program 0");
+      }
+      programs.push_back(each.bytes);
+    }
+  }
+  for (const std::string_view program : programs) {
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        InUse<SharedProgram>::All().Open(program, &programs_.emplace_back()));
+  }
+  bytes_ = bytes;
+  return {};
+}
+
+LayerLauncher::LayerLauncher(std::shared_ptr<SharedLayer> shared) : shared_(std::move(shared)) {
+  for (const std::shared_ptr<SharedProgram>& program : shared_->programs()) {
+    launchers_.push_back(std::make_unique<Launcher>(program));
+  }
+}
+
+Status LayerLauncher::Open(const void* data, std::size_t size,
+                           std::unique_ptr<LayerLauncher>* layer) {
+  if (data == nullptr) {
+    return InvalidArgument("program: the data is a null pointer");
+  }
+  std::shared_ptr<SharedLayer> shared;
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      InUse<SharedLayer>::All().Open({static_cast<const char*>(data), size}, &shared));
+  layer->reset(new LayerLauncher(std::move(shared)));
+  return {};
+}
+
+Status LayerLauncher::Find(const ContentKey& key, std::unique_ptr<LayerLauncher>* layer) {
+  std::shared_ptr<SharedLayer> shared = InUse<SharedLayer>::All().Find(key);
+  if (shared == nullptr) {
+    return {DYNAMO_MOE_NOT_FOUND,
+            Text("no kernels of ", key.size, " bytes with hash ", key.hash, " are open")};
+  }
+  layer->reset(new LayerLauncher(std::move(shared)));
+  return {};
+}
+
+Status LayerLauncher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) const {
+  *bytes = 0;
+  for (const std::unique_ptr<Launcher>& each : launchers_) {
+    std::size_t needed = 0;
+    DYNAMO_MOE_RETURN_IF_ERROR(each->WorkspaceSize(max_tokens, &needed));
+    *bytes = std::max(*bytes, needed);
+  }
+  return {};
+}
+
+Status LayerLauncher::Choose(const cuda::Driver& driver, const ContextIdentity& current,
+                             Launcher** launcher) const {
+  std::uint32_t device = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(ArchitectureOf(driver, current, &device));
+  std::uint32_t best = 0;
+  std::string known;
+  for (const std::unique_ptr<Launcher>& each : launchers_) {
+    const std::uint32_t architecture = each->program().architecture();
+    if (RunsOn(architecture, device) && architecture > best) {
+      best = architecture;
+      *launcher = each.get();
+    }
+  }
+  if (best != 0) {
+    return {};
+  }
+  for (const std::unique_ptr<Launcher>& each : launchers_) {
+    known += Text(known.empty() ? "" : ", ", "sm_", each->program().architecture());
+  }
+  return {DYNAMO_MOE_NOT_FOUND,
+          Text("the device is sm_", device, ", the layer's kernels are for ", known,
+               ": compile them for it too, with dynamo-moe compile --arch sm_", device)};
+}
+
+Status LayerLauncher::Prepare() const {
+  Status status;
+  const cuda::Driver* const driver = cuda::Load(&status);
+  if (driver == nullptr) {
+    return status;
+  }
+  cuda::Context context = nullptr;
+  DYNAMO_MOE_RETURN_IF_ERROR(FindContext(*driver, &context));
+  if (context == nullptr) {
+    // Enqueue loads them into its stream's.
+    return {};
+  }
+  ContextIdentity current;
+  Launcher* launcher = nullptr;
+  DYNAMO_MOE_RETURN_IF_ERROR(CurrentContext(*driver, &current));
+  DYNAMO_MOE_RETURN_IF_ERROR(Choose(*driver, current, &launcher));
+  return launcher->Prepare(*driver, current);
+}
+
+Status LayerLauncher::Enqueue(std::int64_t tokens, const dynamo_moe_tensors& tensors,
+                              void* workspace, std::size_t workspace_size,
+                              cuda::Stream stream) const {
+  if (tokens == 0) {
+    return {};
+  }
+  Status status;
+  const cuda::Driver* const driver = cuda::Load(&status);
+  if (driver == nullptr) {
+    return status;
+  }
+  cuda::ScopedContext scope(*driver);
+  ContextIdentity current;
+  Launcher* launcher = nullptr;
+  DYNAMO_MOE_RETURN_IF_ERROR(EnterContextOf(stream, *driver, &scope));
+  DYNAMO_MOE_RETURN_IF_ERROR(CurrentContext(*driver, &current));
+  DYNAMO_MOE_RETURN_IF_ERROR(Choose(*driver, current, &launcher));
+  return launcher->Enqueue(*driver, current, tokens, tensors, workspace, workspace_size, stream);
 }
 
 }  // namespace dynamo_moe

@@ -1,12 +1,15 @@
-// Launches a program's kernels for a number of tokens.
+// Launches a layer's kernels for a number of tokens.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <string_view>
 #include <vector>
 
+#include "launch/content_key.h"
 #include "launch/modules.h"
 
 namespace dynamo_moe {
@@ -14,14 +17,16 @@ namespace dynamo_moe {
 // A program as one layer uses it: the part shared with equal programs, and maps of its own weights.
 class Launcher {
  public:
-  static Status Open(const void* data, std::size_t size, std::unique_ptr<Launcher>* launcher);
+  explicit Launcher(std::shared_ptr<SharedProgram> shared);
 
   const Program& program() const { return shared_->program(); }
 
   Status WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) const;
-  Status Prepare();
-  Status Enqueue(std::int64_t tokens, const dynamo_moe_tensors& tensors, void* workspace,
-                 std::size_t workspace_size, cuda::Stream stream);
+  // Loads the kernels into the current context.
+  Status Prepare(const cuda::Driver& driver, const ContextIdentity& current);
+  Status Enqueue(const cuda::Driver& driver, const ContextIdentity& current, std::int64_t tokens,
+                 const dynamo_moe_tensors& tensors, void* workspace, std::size_t workspace_size,
+                 cuda::Stream stream);
 
  private:
   struct EncodedMap {
@@ -30,8 +35,6 @@ class Launcher {
   };
   class Call;
 
-  explicit Launcher(std::shared_ptr<SharedProgram> shared);
-
   // The map of a tensor at an address; encodes it again if the address has changed.
   Status Encode(const cuda::Driver& driver, std::size_t index, const void* address,
                 cuda::TensorMap* map);
@@ -39,6 +42,47 @@ class Launcher {
   std::shared_ptr<SharedProgram> shared_;
   std::mutex encoding_;
   std::vector<EncodedMap> maps_;
+};
+
+// What layers of equal bytes share: the bytes, and the programs in them.
+class SharedLayer {
+ public:
+  // Reads a program, or a bundle whose programs are all of one layer.
+  Status Read(std::string_view bytes);
+
+  std::string_view bytes() const { return bytes_; }
+  const std::vector<std::shared_ptr<SharedProgram>>& programs() const { return programs_; }
+
+ private:
+  std::string bytes_;
+  std::vector<std::shared_ptr<SharedProgram>> programs_;
+};
+
+// A layer with its programs for one or more architectures; the device decides which is launched.
+class LayerLauncher {
+ public:
+  static Status Open(const void* data, std::size_t size, std::unique_ptr<LayerLauncher>* layer);
+  // Opens what is open elsewhere in this process, by its bytes' key.
+  static Status Find(const ContentKey& key, std::unique_ptr<LayerLauncher>* layer);
+
+  std::string_view bytes() const { return shared_->bytes(); }
+  const dynamo_moe_layer& layer() const { return launchers_.front()->program().layer(); }
+
+  // Suffices for each of the programs.
+  Status WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) const;
+  Status Prepare() const;
+  Status Enqueue(std::int64_t tokens, const dynamo_moe_tensors& tensors, void* workspace,
+                 std::size_t workspace_size, cuda::Stream stream) const;
+
+ private:
+  explicit LayerLauncher(std::shared_ptr<SharedLayer> shared);
+
+  Status Choose(const cuda::Driver& driver, const ContextIdentity& current,
+                Launcher** launcher) const;
+
+  std::shared_ptr<SharedLayer> shared_;
+  // Not empty.
+  std::vector<std::unique_ptr<Launcher>> launchers_;
 };
 
 }  // namespace dynamo_moe

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <string_view>
 #include <vector>
 
 #include "bundle/bundle.h"
@@ -13,18 +14,32 @@
 
 namespace dynamo_moe {
 
+// A context, and its number, which no later context gets: 0 with drivers older than CUDA 12.
+struct ContextIdentity {
+  cuda::Context handle = nullptr;
+  unsigned long long id = 0;
+
+  bool operator==(const ContextIdentity& other) const {
+    return handle == other.handle && id == other.id;
+  }
+};
+
 // The calling thread's current context; null if it has none.
 Status FindContext(const cuda::Driver& driver, cuda::Context* context);
 
-// The architecture of the current context's device, or of the only device if no context is current:
-// 90 for sm_90.
-Status CurrentArchitecture(const cuda::Driver& driver, std::uint32_t* architecture);
+// The same; having none is an error.
+Status CurrentContext(const cuda::Driver& driver, ContextIdentity* context);
+
+// The architecture of the current context's device: 90 for sm_90. Each thread remembers that of the
+// context for which it asked last.
+Status ArchitectureOf(const cuda::Driver& driver, const ContextIdentity& current,
+                      std::uint32_t* architecture);
 
 // The kernels in one context, in the program's order. The destructor unloads them.
 class LoadedKernels {
  public:
-  LoadedKernels(const cuda::Driver& driver, cuda::Context context, unsigned long long context_id)
-      : driver_(driver), context_(context), context_id_(context_id) {}
+  LoadedKernels(const cuda::Driver& driver, const ContextIdentity& context)
+      : driver_(driver), context_(context) {}
   LoadedKernels(const LoadedKernels&) = delete;
   LoadedKernels& operator=(const LoadedKernels&) = delete;
   ~LoadedKernels();
@@ -32,18 +47,14 @@ class LoadedKernels {
   // Loads into the context, which must be the current one.
   Status Load(const Program& program);
 
-  bool IsFor(cuda::Context context, unsigned long long context_id) const {
-    return context_ == context && context_id_ == context_id;
-  }
-  bool IsAt(cuda::Context context) const { return context_ == context; }
+  const ContextIdentity& context() const { return context_; }
   cuda::Function function(std::size_t kernel) const { return functions_[kernel]; }
 
  private:
   Status LoadKernel(const Program& program, const format::Kernel& kernel, int shared_limit);
 
   const cuda::Driver& driver_;
-  cuda::Context context_;
-  unsigned long long context_id_;
+  ContextIdentity context_;
   std::vector<cuda::Module> modules_;
   std::vector<cuda::Function> functions_;
 };
@@ -51,17 +62,17 @@ class LoadedKernels {
 // A program and its kernels; handles of equal programs share one.
 class SharedProgram {
  public:
-  // Finds the program among those in use, or reads it.
-  static Status Open(const void* data, std::size_t size, std::shared_ptr<SharedProgram>* shared);
+  Status Read(std::string_view bytes);
 
   const Program& program() const { return program_; }
+  std::string_view bytes() const { return program_.bytes(); }
 
   // The kernels in the current context; loads them if necessary.
-  Status Kernels(const cuda::Driver& driver, std::shared_ptr<const LoadedKernels>* kernels);
+  Status Kernels(const cuda::Driver& driver, const ContextIdentity& current,
+                 std::shared_ptr<const LoadedKernels>* kernels);
 
  private:
-  std::shared_ptr<const LoadedKernels> Find(cuda::Context context,
-                                            unsigned long long context_id) const;
+  std::shared_ptr<const LoadedKernels> Find(const ContextIdentity& context) const;
 
   Program program_;
   // Held while kernels are loaded. Looking up loaded kernels does not wait for it.

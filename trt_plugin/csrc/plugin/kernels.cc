@@ -3,21 +3,27 @@
 #include <dlfcn.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
+#include <system_error>
 #include <tuple>
 
 #include "bundle/format.h"
+#include "plugin/attributes.h"
 #include "plugin/log.h"
 
 namespace dynamo_moe::plugin {
 namespace {
 
 constexpr const char* kPathVariable = "DYNAMO_MOE_KERNELS";
+constexpr const char* kArchitecturesVariable = "DYNAMO_MOE_ARCHITECTURES";
 constexpr const char* kFileName = "dynamo_moe.moek";
 
 // Stays the same as long as a file is not changed.
@@ -59,28 +65,62 @@ Status OfFile(const std::string& path, const Status& status) {
   return status.ok() ? status : Status(status.code(), Text(path, ": ", status.message()));
 }
 
-// The checksum is at the same place in bundles and programs.
-std::uint32_t ChecksumIn(std::string_view bytes) {
-  std::uint32_t checksum;
-  std::memcpy(&checksum, bytes.data() + format::kChecksumOffset, sizeof(checksum));
-  return checksum;
-}
-
 }  // namespace
 
-std::uint32_t Kernels::checksum() const { return ChecksumIn(bytes_); }
-
-Status Kernels::Open(const void* data, std::size_t size, std::shared_ptr<const Kernels>* kernels) {
+Status Kernels::Open(std::string_view bundle, std::shared_ptr<const Kernels>* kernels) {
+  if (!IsBundle(bundle)) {
+    return {DYNAMO_MOE_INVALID_BUNDLE, "not a kernel bundle: its first bytes differ"};
+  }
   // make_shared needs a public constructor.
   std::shared_ptr<Kernels> opened(new Kernels());
-  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_open(data, size, &opened->program_)));
-  const void* bytes = nullptr;
   DYNAMO_MOE_RETURN_IF_ERROR(
-      FromLauncher(dynamo_moe_program_bytes(opened->program_, &bytes, &size)));
-  opened->bytes_ = {static_cast<const char*>(bytes), size};
-  DYNAMO_MOE_RETURN_IF_ERROR(
-      FromLauncher(dynamo_moe_program_info(opened->program_, &opened->layer_, nullptr)));
+      FromLauncher(dynamo_moe_program_open(bundle.data(), bundle.size(), &opened->program_)));
+  DYNAMO_MOE_RETURN_IF_ERROR(opened->Describe());
   *kernels = std::move(opened);
+  return {};
+}
+
+Status Kernels::Find(const dynamo_moe_key& key, std::shared_ptr<const Kernels>* kernels) {
+  std::shared_ptr<Kernels> opened(new Kernels());
+  const dynamo_moe_status found = dynamo_moe_program_find(&key, &opened->program_);
+  if (found == DYNAMO_MOE_NOT_FOUND) {
+    *kernels = nullptr;
+    return {};
+  }
+  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(found));
+  DYNAMO_MOE_RETURN_IF_ERROR(opened->Describe());
+  *kernels = std::move(opened);
+  return {};
+}
+
+Status Kernels::Describe() {
+  const void* bytes = nullptr;
+  std::size_t size = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_bytes(program_, &bytes, &size)));
+  bytes_ = {static_cast<const char*>(bytes), size};
+  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_key(program_, &key_)));
+  return FromLauncher(dynamo_moe_program_info(program_, &layer_));
+}
+
+Status ReadArchitectures(Architectures* names) {
+  const char* const variable = std::getenv(kArchitecturesVariable);
+  std::string_view rest = variable == nullptr ? "" : variable;
+  while (!rest.empty()) {
+    const std::size_t comma = std::min(rest.find(','), rest.size());
+    std::string_view name = rest.substr(0, comma);
+    rest.remove_prefix(std::min(comma + 1, rest.size()));
+    if (name.substr(0, 3) == "sm_") {
+      name.remove_prefix(3);
+    }
+    std::uint32_t number = 0;
+    const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), number);
+    if (error != std::errc() || end != name.data() + name.size()) {
+      return InvalidArgument("the environment variable ", kArchitecturesVariable,
+                             " must name architectures, as in sm_89,sm_120; got '",
+                             Printable(variable), "'");
+    }
+    names->push_back(number);
+  }
   return {};
 }
 
@@ -120,11 +160,35 @@ Status BundleFile::Read(std::size_t size) {
   return OfFile(path_, dynamo_moe::Bundle::Open(bytes_.data(), bytes_.size(), &content_));
 }
 
-std::uint32_t BundleFile::checksum() const { return ChecksumIn(bytes_); }
+std::uint32_t BundleFile::checksum() const {
+  std::uint32_t checksum;
+  std::memcpy(&checksum, bytes_.data() + format::kChecksumOffset, sizeof(checksum));
+  return checksum;
+}
 
-Status BundleFile::Find(const dynamo_moe_layer& layer, std::uint32_t architecture,
-                        std::string_view* program) const {
-  return OfFile(path_, content_.Find(layer, architecture, program));
+Status BundleFile::Select(const Architectures& names,
+                          const std::function<bool(const dynamo_moe_layer&)>& wanted,
+                          std::vector<std::string_view>* programs) const {
+  std::set<std::uint32_t> known;
+  for (const Bundle::Entry& each : this->programs()) {
+    const bool named =
+        names.empty() || std::find(names.begin(), names.end(), each.architecture) != names.end();
+    if (wanted(each.layer) && known.insert(each.architecture).second && named) {
+      programs->push_back(each.bytes);
+    }
+  }
+  for (const std::uint32_t name : names) {
+    if (!known.empty() && known.count(name) == 0) {
+      std::string others;
+      for (const std::uint32_t each : known) {
+        others += Text(others.empty() ? "" : ", ", "sm_", each);
+      }
+      return {DYNAMO_MOE_NOT_FOUND,
+              Text("the environment variable ", kArchitecturesVariable, " names sm_", name, ", ",
+                   path_, " has this layer for ", others)};
+    }
+  }
+  return {};
 }
 
 }  // namespace dynamo_moe::plugin

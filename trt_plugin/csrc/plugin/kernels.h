@@ -1,9 +1,10 @@
-// The kernels that a plugin runs. They are looked up in a bundle when an engine is built, and
-// stored in the engine.
+// The kernels that a plugin runs, for one or more architectures. They are looked up in a bundle
+// when an engine is built, and stored in the engine.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -15,10 +16,14 @@
 
 namespace dynamo_moe::plugin {
 
-// An opened program. The launcher keeps and loads equal programs once.
+// A layer's opened programs, one for each architecture. The launcher keeps and loads equal ones
+// once.
 class Kernels {
  public:
-  static Status Open(const void* data, std::size_t size, std::shared_ptr<const Kernels>* kernels);
+  // From a bundle whose programs are all of one layer.
+  static Status Open(std::string_view bundle, std::shared_ptr<const Kernels>* kernels);
+  // Those that another layer has opened; null if none has.
+  static Status Find(const dynamo_moe_key& key, std::shared_ptr<const Kernels>* kernels);
 
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
@@ -27,15 +32,26 @@ class Kernels {
   dynamo_moe_program* program() const { return program_; }
   const dynamo_moe_layer& layer() const { return layer_; }
   std::string_view bytes() const { return bytes_; }
-  std::uint32_t checksum() const;
+  const dynamo_moe_key& key() const { return key_; }
 
  private:
   Kernels() = default;
 
+  // Reads what the opened programs say of themselves.
+  Status Describe();
+
   dynamo_moe_program* program_ = nullptr;
   dynamo_moe_layer layer_ = {};
+  dynamo_moe_key key_ = {};
   std::string_view bytes_;
 };
+
+// Architectures as numbers: 90 for sm_90.
+using Architectures = std::vector<std::uint32_t>;
+
+// Those that the environment variable DYNAMO_MOE_ARCHITECTURES names, such as "sm_89,sm_120"; empty
+// if it names none.
+Status ReadArchitectures(Architectures* names);
 
 // A bundle's file in memory; plugins that use the same file share one.
 class BundleFile {
@@ -49,9 +65,11 @@ class BundleFile {
   std::uint32_t checksum() const;
   const std::vector<dynamo_moe::Bundle::Entry>& programs() const { return content_.programs(); }
 
-  // The bytes of the layer's program for an architecture. They lie in the bundle.
-  Status Find(const dynamo_moe_layer& layer, std::uint32_t architecture,
-              std::string_view* program) const;
+  // The programs of layers, of which each architecture's first counts. With names, only those
+  // architectures; one that is missing is an error. No program at all is none.
+  Status Select(const Architectures& names,
+                const std::function<bool(const dynamo_moe_layer&)>& wanted,
+                std::vector<std::string_view>* programs) const;
 
  private:
   Status Read(std::size_t size);

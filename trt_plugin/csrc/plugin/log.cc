@@ -1,10 +1,13 @@
 #include "plugin/log.h"
 
+#include <cxxabi.h>
 #include <dlfcn.h>
 
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <string_view>
+#include <typeinfo>
 
 #include "plugin/tensorrt_abi.h"
 
@@ -17,11 +20,11 @@ namespace v11 = tensorrt::v11;
 // The longest message that TensorRT permits, with the terminator.
 constexpr std::size_t kMaxMessage = 1024;
 
-// The TensorRT that has loaded us. The layout of loggers depends on its version. In version 10 none
-// of their functions gives it, but the library that holds the finder's code does.
+// The TensorRT that has loaded us.
 struct Host {
   void* finder = nullptr;
-  int major = 0;
+  // Loggers are laid out as in TensorRT 11, as versioned interfaces.
+  bool versioned = false;
   void* (*get_logger)() = nullptr;
 };
 
@@ -29,6 +32,25 @@ std::mutex mutex;
 Host current;
 
 const void* CodeOf(const void* object) { return *static_cast<const void* const*>(object); }
+
+// Whether an object's class has a base class IVersionedInterface. The version does not tell it:
+// TensorRT for RTX 1.7 has loggers of TensorRT 11. A call would not do either: where the layout is
+// another, it calls another function.
+bool IsVersioned(const void* object) {
+  const auto* const table = *static_cast<const std::type_info* const* const*>(object);
+  // A class's description lies before its first function.
+  const std::type_info* type = table[-1];
+  while (type != nullptr) {
+    const std::string_view name = type->name();
+    constexpr std::string_view kBase = "19IVersionedInterfaceE";
+    if (name.size() >= kBase.size() && name.substr(name.size() - kBase.size()) == kBase) {
+      return true;
+    }
+    const auto* const derived = dynamic_cast<const abi::__si_class_type_info*>(type);
+    type = derived == nullptr ? nullptr : derived->__base_type;
+  }
+  return false;
+}
 
 Host HostOf(void* finder) {
   Host host;
@@ -40,27 +62,26 @@ Host HostOf(void* finder) {
   if (library == nullptr) {
     return host;
   }
-  const auto version = reinterpret_cast<int (*)()>(dlsym(library, "getInferLibVersion"));
-  if (version != nullptr) {
-    // 101601 is 10.16.1.
-    host = {finder, version() / 10000, reinterpret_cast<void* (*)()>(dlsym(library, "getLogger"))};
+  if (dlsym(library, "getInferLibVersion") != nullptr) {
+    host = {finder, IsVersioned(finder),
+            reinterpret_cast<void* (*)()>(dlsym(library, "getLogger"))};
   }
   dlclose(library);
   return host;
 }
 
-bool IsInterface(const v11::VersionedInterface& object, const char* kind) {
+bool IsInterface(const v11::IVersionedInterface& object, const char* kind) {
   const v11::InterfaceInfo info = object.getInterfaceInfo();
   return info.kind != nullptr && std::strcmp(info.kind, kind) == 0 && info.major == 1;
 }
 
 void* FindLogger(const Host& host) {
   void* logger = nullptr;
-  if (host.major == 10) {
-    logger = static_cast<v10::LoggerFinder*>(host.finder)->findLogger();
-  } else if (host.major >= 11) {
+  if (host.versioned) {
     auto* const finder = static_cast<v11::LoggerFinder*>(host.finder);
     logger = IsInterface(*finder, "ILoggerFinder") ? finder->findLogger() : nullptr;
+  } else if (host.finder != nullptr) {
+    logger = static_cast<v10::LoggerFinder*>(host.finder)->findLogger();
   }
   return logger == nullptr && host.get_logger != nullptr ? host.get_logger() : logger;
 }
@@ -76,11 +97,11 @@ bool LogTo(const Host& host, tensorrt::Severity severity, const char* message) {
   if (logger == nullptr) {
     return false;
   }
-  if (host.major == 10) {
+  if (!host.versioned) {
     static_cast<v10::Logger*>(logger)->log(severity, message);
     return true;
   }
-  if (host.major >= 11 && IsInterface(*static_cast<v11::Logger*>(logger), "ILogger")) {
+  if (IsInterface(*static_cast<v11::Logger*>(logger), "ILogger")) {
     static_cast<v11::Logger*>(logger)->log(severity, message);
     return true;
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <string_view>
 #include <utility>
@@ -22,11 +23,13 @@ using nvinfer1::PluginFieldType;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
-// The one field that an engine stores: a program of a bundle, which includes the layer.
-constexpr const char* kProgramField = "program";
+// The one field that an engine stores: a bundle of the layer's programs, which include the layer,
+// or else the name of such a bundle that another layer of the engine stores.
+constexpr const char* kProgramsField = "programs";
+constexpr const char* kNameField = "programs_name";
 
-// The dtypes of a layer's inputs in words.
-std::string DtypesText(const dynamo_moe_layer& layer) {
+// A layer's inputs and their dtypes in words.
+std::string InputsText(const dynamo_moe_layer& layer) {
   std::string text;
   for (const format::Tensor tensor : InputsOf(static_cast<format::Operator>(layer.op))) {
     if (const std::uint32_t code = DtypeIn(layer, tensor); code != format::kNone) {
@@ -42,23 +45,39 @@ std::string Hexadecimal(std::uint32_t value) {
   return text;
 }
 
-Status ProgramIn(const PluginFieldCollection& fields, std::string_view* program) {
+// The bytes of an engine's only field, and whether they are a name.
+Status ReadField(const PluginFieldCollection& fields, std::string_view* bytes, bool* is_name) {
   const PluginField* const field = fields.fields;
-  if (fields.nbFields != 1 || field == nullptr || field->name == nullptr ||
-      std::string_view(field->name) != kProgramField) {
-    return InvalidArgument("an engine's layer has one field, ", kProgramField, "; got ",
-                           fields.nbFields, " fields, the first ",
+  const bool is_one = fields.nbFields == 1 && field != nullptr && field->name != nullptr;
+  *is_name = is_one && std::string_view(field->name) == kNameField;
+  if (!is_one || (!*is_name && std::string_view(field->name) != kProgramsField)) {
+    return InvalidArgument("an engine's layer has one field, ", kProgramsField, " or ", kNameField,
+                           "; got ", fields.nbFields, " fields, the first ",
                            fields.nbFields > 0 && field != nullptr && field->name != nullptr
                                ? Printable(field->name)
                                : "without a name",
                            ": was the engine built with another version of this library?");
   }
   if (field->type != PluginFieldType::kUNKNOWN || field->length < 1 || field->data == nullptr) {
-    return InvalidArgument("field ", kProgramField, " must be bytes, got ", field->length,
+    return InvalidArgument("field ", field->name, " must be bytes, got ", field->length,
                            " of type ", static_cast<std::int32_t>(field->type));
   }
-  *program = {static_cast<const char*>(field->data), static_cast<std::size_t>(field->length)};
+  *bytes = {static_cast<const char*>(field->data), static_cast<std::size_t>(field->length)};
   return {};
+}
+
+Status NoKernels() {
+  return InvalidArgument(
+      "the layer has no kernels yet: configurePlugin() must come first, and succeed");
+}
+
+Status ReadName(std::string_view bytes, StoredName* name) {
+  if (bytes.size() != sizeof(*name)) {
+    return InvalidArgument("field ", kNameField, " must have ", sizeof(*name), " bytes, got ",
+                           bytes.size());
+  }
+  std::memcpy(name, bytes.data(), sizeof(*name));
+  return CheckLayer(name->layer);
 }
 
 }  // namespace
@@ -70,18 +89,20 @@ Status Plugin::FromAttributes(format::Operator op, const std::string& subject,
   DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(op, fields, &attributes));
   auto layer = std::make_shared<Layer>();
   DYNAMO_MOE_RETURN_IF_ERROR(BundleFile::Open(attributes.kernels, &layer->bundle));
-  const auto& programs = layer->bundle->programs();
-  const bool known = std::any_of(programs.begin(), programs.end(), [&](const auto& each) {
-    return HasAttributes(each.layer, attributes.layer);
-  });
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadArchitectures(&layer->architectures));
+  std::vector<std::string_view> programs;
+  DYNAMO_MOE_RETURN_IF_ERROR(layer->bundle->Select(
+      layer->architectures, [&](const auto& each) { return HasAttributes(each, attributes.layer); },
+      &programs));
   layer->description = Describe(attributes.layer);
-  if (!known) {
+  if (programs.empty()) {
     return {DYNAMO_MOE_NOT_FOUND,
             Text(layer->bundle->path(), " has no kernels of this layer: ", layer->description)};
   }
   layer->op = op;
   layer->subject = subject;
   layer->attributes = attributes.layer;
+  layer->sharing = Sharing::Current();
   layer->timing_id = Text(layer->description, " kernels=", Hexadecimal(layer->bundle->checksum()));
   plugin->reset(new Plugin());
   (*plugin)->layer_ = std::move(layer);
@@ -90,22 +111,32 @@ Status Plugin::FromAttributes(format::Operator op, const std::string& subject,
 
 Status Plugin::FromEngine(format::Operator op, const std::string& subject,
                           const PluginFieldCollection& fields, std::unique_ptr<Plugin>* plugin) {
-  std::string_view program;
-  DYNAMO_MOE_RETURN_IF_ERROR(ProgramIn(fields, &program));
+  std::string_view bytes;
+  bool is_name = false;
+  StoredName name = {};
   std::shared_ptr<const Kernels> kernels;
-  DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Open(program.data(), program.size(), &kernels));
-  if (kernels->layer().op != op) {
-    return InvalidArgument("field ", kProgramField, " is a program of the other operator");
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadField(fields, &bytes, &is_name));
+  if (is_name) {
+    DYNAMO_MOE_RETURN_IF_ERROR(ReadName(bytes, &name));
+  } else {
+    DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Open(bytes, &kernels));
+    name = {kernels->layer(), kernels->key()};
+  }
+  if (name.layer.op != op) {
+    return InvalidArgument("field ", is_name ? kNameField : kProgramsField,
+                           " is of the other operator");
   }
   auto layer = std::make_shared<Layer>();
   layer->op = op;
   layer->subject = subject;
-  layer->attributes = AttributesOf(kernels->layer());
+  layer->attributes = AttributesOf(name.layer);
   layer->description = Describe(layer->attributes);
-  layer->timing_id = Text(layer->description, " program=", Hexadecimal(kernels->checksum()));
+  layer->timing_id = Text(layer->description, " kernels=", name.key.hash);
   plugin->reset(new Plugin());
   (*plugin)->layer_ = std::move(layer);
   (*plugin)->kernels_ = std::move(kernels);
+  (*plugin)->name_ = name;
+  (*plugin)->stores_name_ = is_name;
   return {};
 }
 
@@ -189,19 +220,54 @@ void Plugin::WarnOfRefusal(const Call& call, std::int32_t position) const {
   if (layer_->bundle == nullptr || layer_->has_warned.exchange(true)) {
     return;
   }
+  if (const std::string missing = MissingInputs(call); !missing.empty()) {
+    Log(tensorrt::Severity::kError, layer_->subject.c_str(),
+        Text("the node has no input ", missing, "; ", KnownInputsText(),
+             ": compile the kernels of this file")
+            .c_str());
+    return;
+  }
   const format::Tensor tensor = call.tensor(position);
   const std::uint32_t code = DtypeCode(call.at(position).type);
-  std::string text = Text("no kernels with ", NameOf(tensor), " ",
-                          code == format::kNone ? "of another type" : DtypeName(code), "; ",
-                          layer_->bundle->path(), " has this layer with ");
-  const char* separator = "";
-  for (const auto& each : layer_->bundle->programs()) {
-    if (HasAttributes(each.layer, layer_->attributes)) {
-      text += Text(separator, DtypesText(each.layer));
-      separator = "; or ";
+  const std::string text =
+      Text("no kernels with ", NameOf(tensor), " ",
+           code == format::kNone ? "of another type" : DtypeName(code), "; ", KnownInputsText());
+  Log(tensorrt::Severity::kWarning, layer_->subject.c_str(), text.c_str());
+}
+
+// The names of the inputs that a node lacks, and that the bundle's layers all have.
+std::string Plugin::MissingInputs(const Call& call) const {
+  std::string names;
+  const Span<format::Tensor> order = InputsOf(layer_->op);
+  for (std::size_t i = static_cast<std::size_t>(call.inputs); i < order.size(); ++i) {
+    const auto& programs = layer_->bundle->programs();
+    const bool needed = std::all_of(programs.begin(), programs.end(), [&](const auto& each) {
+      return !HasAttributes(each.layer, layer_->attributes) ||
+             DtypeIn(each.layer, order[i]) != format::kNone;
+    });
+    if (needed) {
+      names += Text(names.empty() ? "" : ", ", NameOf(order[i]));
     }
   }
-  Log(tensorrt::Severity::kWarning, layer_->subject.c_str(), text.c_str());
+  return names;
+}
+
+// With which inputs the bundle has the layer.
+std::string Plugin::KnownInputsText() const {
+  std::vector<std::string> known;
+  for (const auto& each : layer_->bundle->programs()) {
+    if (HasAttributes(each.layer, layer_->attributes)) {
+      std::string inputs = InputsText(each.layer);
+      if (std::find(known.begin(), known.end(), inputs) == known.end()) {
+        known.push_back(std::move(inputs));
+      }
+    }
+  }
+  std::string text = Text(layer_->bundle->path(), " has this layer with ");
+  for (std::size_t i = 0; i < known.size(); ++i) {
+    text += Text(i == 0 ? "" : "; or ", known[i]);
+  }
+  return text;
 }
 
 std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int32_t inputs,
@@ -215,7 +281,7 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
     } else {
       dynamo_moe_layer layer = layer_->attributes;
       DYNAMO_MOE_RETURN_IF_ERROR(CompleteLayer(call, &layer));
-      DYNAMO_MOE_RETURN_IF_ERROR(Choose(layer));
+      DYNAMO_MOE_RETURN_IF_ERROR(Take(layer));
     }
     // getWorkspaceSize() cannot fail, so a profile with too many tokens is refused here.
     std::size_t size = 0;
@@ -224,24 +290,25 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
   });
 }
 
-Status Plugin::Choose(const dynamo_moe_layer& layer) {
-  std::uint32_t architecture = 0;
-  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_device_architecture(&architecture)));
-  std::string_view program;
-  Status status = layer_->bundle->Find(layer, architecture, &program);
-  if (status.code() == DYNAMO_MOE_NOT_FOUND && layer.experts_dtype == format::kFloat32) {
+Status Plugin::Take(const dynamo_moe_layer& layer) {
+  std::vector<std::string_view> programs;
+  const auto select = [&](const dynamo_moe_layer& wanted) {
+    return layer_->bundle->Select(
+        layer_->architectures, [&](const auto& each) { return SameLayer(each, wanted); },
+        &programs);
+  };
+  DYNAMO_MOE_RETURN_IF_ERROR(select(layer));
+  if (programs.empty() && layer.experts_dtype == format::kFloat32) {
     // A bundle with TF32 products only was compiled that way on purpose.
     dynamo_moe_layer fast = layer;
     fast.flags |= format::kHasTf32;
-    if (layer_->bundle->Find(fast, architecture, &program).ok()) {
-      status = {};
-    }
+    DYNAMO_MOE_RETURN_IF_ERROR(select(fast));
   }
-  DYNAMO_MOE_RETURN_IF_ERROR(status);
-  if (kernels_ != nullptr && kernels_->bytes() == program) {
-    return {};
+  if (programs.empty()) {
+    return {DYNAMO_MOE_NOT_FOUND,
+            Text("no kernels with ", InputsText(layer), "; ", KnownInputsText())};
   }
-  return Kernels::Open(program.data(), program.size(), &kernels_);
+  return Kernels::Open(BundleOf(programs), &kernels_);
 }
 
 std::size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* in, std::int32_t inputs,
@@ -250,7 +317,9 @@ std::size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* in, std::int
   std::size_t size = 0;
   const int error = Guard(layer_->subject.c_str(), [&]() -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(CheckCounts(layer_->op, inputs, outputs));
-    DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+    if (kernels_ == nullptr) {
+      return NoKernels();
+    }
     DYNAMO_MOE_RETURN_IF_ERROR(
         FromLauncher(dynamo_moe_program_workspace(kernels_->program(), Tokens(in[0].max), &size)));
     // Room to align it.
@@ -260,11 +329,17 @@ std::size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* in, std::int
   return error == 0 ? size : 0;
 }
 
-Status Plugin::RequireKernels() const {
-  return kernels_ != nullptr ? Status()
-                             : InvalidArgument(
-                                   "the layer's kernels are not chosen yet: "
-                                   "configurePlugin() must come first, and succeed");
+Status Plugin::RequireKernels() {
+  if (kernels_ == nullptr && stores_name_) {
+    DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Find(name_.key, &kernels_));
+    if (kernels_ == nullptr || !SameLayer(kernels_->layer(), name_.layer)) {
+      kernels_ = nullptr;
+      return {DYNAMO_MOE_NOT_FOUND,
+              "the kernels are stored with another layer of the engine, which is not loaded: build "
+              "the engine anew, without sharing kernels"};
+    }
+  }
+  return kernels_ != nullptr ? Status() : NoKernels();
 }
 
 // --- Runtime phase ---
@@ -322,17 +397,25 @@ nvinfer1::IPluginV3* Plugin::attachToContext(
 }
 
 const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
-  field_ = PluginField{kProgramField, nullptr, PluginFieldType::kUNKNOWN, 0};
+  field_ = PluginField{kProgramsField, nullptr, PluginFieldType::kUNKNOWN, 0};
   serialized_.nbFields = 0;
   serialized_.fields = &field_;
   Guard(layer_->subject.c_str(), [&]() -> Status {
-    DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
-    const std::string_view bytes = kernels_->bytes();
+    if (!stores_name_) {
+      DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+      name_ = {kernels_->layer(), kernels_->key()};
+    }
+    const bool named =
+        stores_name_ || (layer_->sharing != nullptr && !layer_->sharing->Stores(name_.key, layer_));
+    const std::string_view bytes =
+        named ? std::string_view(reinterpret_cast<const char*>(&name_), sizeof(name_))
+              : kernels_->bytes();
     if (bytes.size() > std::numeric_limits<std::int32_t>::max()) {
       return InvalidArgument("the kernels have ", bytes.size(),
                              " bytes, an engine's field at most ",
                              std::numeric_limits<std::int32_t>::max());
     }
+    field_.name = named ? kNameField : kProgramsField;
     field_.data = bytes.data();
     field_.length = static_cast<std::int32_t>(bytes.size());
     serialized_.nbFields = 1;

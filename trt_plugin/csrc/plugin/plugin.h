@@ -8,6 +8,7 @@
 #include "plugin/attributes.h"
 #include "plugin/inputs.h"
 #include "plugin/kernels.h"
+#include "plugin/sharing.h"
 #include "plugin/tensorrt_abi.h"
 #include "status.h"
 
@@ -15,6 +16,13 @@ namespace dynamo_moe::plugin {
 
 inline constexpr const char* kVersion = "1";
 inline constexpr const char* kNamespace = "";
+
+// Names a layer's kernels in an engine.
+struct StoredName {
+  dynamo_moe_layer layer;
+  dynamo_moe_key key;
+};
+static_assert(sizeof(StoredName) == 80);
 
 // One object has all capabilities, since a clone copies all of them.
 // NOLINTNEXTLINE(misc-multiple-inheritance)
@@ -84,6 +92,10 @@ class Plugin final : public nvinfer1::IPluginV3,
     dynamo_moe_layer attributes;
     // Null for a layer of an engine, which holds its kernels.
     std::shared_ptr<BundleFile> bundle;
+    // Of these architectures; empty: of all that the bundle has.
+    Architectures architectures;
+    // With which layers it shares kernels; null: with none.
+    std::shared_ptr<Sharing> sharing;
     std::string description;
     std::string timing_id;
     std::atomic<bool> has_warned = false;
@@ -92,15 +104,23 @@ class Plugin final : public nvinfer1::IPluginV3,
   Plugin() = default;
   Plugin(const Plugin&) = default;
 
-  // Chooses the kernels for a complete layer.
-  Status Choose(const dynamo_moe_layer& layer);
+  // Takes a complete layer's kernels from the bundle.
+  Status Take(const dynamo_moe_layer& layer);
   bool HasKernels(const Call& call, std::int32_t position) const;
-  Status RequireKernels() const;
+  // Finds the kernels of a layer whose engine stores them with another layer.
+  Status RequireKernels();
   void WarnOfRefusal(const Call& call, std::int32_t position) const;
+  std::string KnownInputsText() const;
+  std::string MissingInputs(const Call& call) const;
 
   std::shared_ptr<Layer> layer_;
-  // Null in the build phase until configurePlugin().
+  // Null in the build phase until configurePlugin(), and until onShapeChange() if another layer of
+  // the engine stores them.
   std::shared_ptr<const Kernels> kernels_;
+  // What the engine stores in place of kernels that another of its layers stores, and whether it
+  // does.
+  StoredName name_ = {};
+  bool stores_name_ = false;
   nvinfer1::PluginField field_;
   nvinfer1::PluginFieldCollection serialized_;
 };

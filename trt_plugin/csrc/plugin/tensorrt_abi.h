@@ -267,19 +267,19 @@ struct InterfaceInfo {
   std::int32_t minor;
 };
 
-class VersionedInterface {
+class IVersionedInterface {
  public:
   virtual std::int32_t getAPILanguage() const noexcept = 0;
   virtual InterfaceInfo getInterfaceInfo() const noexcept = 0;
-  virtual ~VersionedInterface() = default;
+  virtual ~IVersionedInterface() = default;
 };
 
-class Logger : public VersionedInterface {
+class Logger : public IVersionedInterface {
  public:
   virtual void log(Severity severity, const char* message) noexcept = 0;
 };
 
-class LoggerFinder : public VersionedInterface {
+class LoggerFinder : public IVersionedInterface {
  public:
   virtual Logger* findLogger() = 0;
 };

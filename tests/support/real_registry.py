@@ -1,23 +1,34 @@
 """A script that tests the plugin with a real TensorRT registry and prints its results as JSON.
 
-It runs in a process of its own. Arguments: the native library, a bundle, a program in it,
-attributes as JSON.
+It runs in a process of its own. Arguments: the native library, a layer's bundle, attributes as
+JSON, TensorRT's module.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorrt_lean_bindings as trt
 
 import trt_plugin.plugin
 
-library, bundle, program = map(Path, sys.argv[1:4])
-attributes = json.loads(sys.argv[4]) | {"kernels": str(bundle)}
+trt: Any = importlib.import_module(sys.argv[4])
+library, bundle = map(Path, sys.argv[1:3])
+attributes = json.loads(sys.argv[3]) | {"kernels": str(bundle)}
 trt_plugin.plugin.library_path = lambda: library
 kept: list[Any] = []
+messages: list[str] = []
+
+
+class Logger(trt.ILogger):
+    def log(self, severity, message):
+        messages.append(f"{severity.name} {message}")
+
+
+# A runtime needs a GPU, and there is no logger without it. A builder needs none.
+builder = trt.Builder(Logger()) if hasattr(trt, "Builder") else None
 
 
 def field(name, value):
@@ -58,7 +69,7 @@ report["fields"] = [[each.name for each in creator.field_names] for creator in c
 
 creator = creators[0]
 built = create(attributes)
-loaded = create({"program": program.read_bytes()}, trt.TensorRTPhase.RUNTIME)
+loaded = create({"programs": bundle.read_bytes()}, trt.TensorRTPhase.RUNTIME)
 report["plugins"] = []
 for plugin in (built, loaded):
     kinds = trt.PluginCapabilityType
@@ -75,7 +86,8 @@ report["refused"] = [
         ({}, trt.TensorRTPhase.BUILD),
         (attributes | {"top_k": 0}, trt.TensorRTPhase.BUILD),
         (attributes | {"top_k": "2"}, trt.TensorRTPhase.BUILD),
-        ({"program": program.read_bytes()[:-1]}, trt.TensorRTPhase.RUNTIME),
+        ({"programs": bundle.read_bytes()[:-1]}, trt.TensorRTPhase.RUNTIME),
     )
 ]
+report["messages"] = messages
 sys.stdout.write(json.dumps(report))
