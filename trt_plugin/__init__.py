@@ -1,7 +1,8 @@
 """MoE layers on NVIDIA GPUs without Python: kernels compiled ahead of time, and a TensorRT plugin.
 
 :func:`compile` makes a bundle of kernels, on any machine; :func:`read` reads one. :func:`load`
-registers the plugin with TensorRT; :func:`build_engine` and :class:`Runner` use it.
+registers the plugin with TensorRT; :func:`build_engine`, :func:`bench_engines` and :class:`Runner`
+use it. :func:`read_engine` looks into an engine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trt_plugin.bundle import Bundle, BundleError, is_bundle, read
     from trt_plugin.compiling import CompileError, compile, parse_spec  # noqa: A004
-    from trt_plugin.engine import EngineError, Runner, build_engine, parse_shapes
+    from trt_plugin.engine import (
+        BenchmarkReport,
+        EngineContents,
+        EngineError,
+        EngineReport,
+        Runner,
+        bench_engines,
+        build_engine,
+        is_engine,
+        join_profiles,
+        parse_shapes,
+        read_engine,
+    )
     from trt_plugin.native import library_path
     from trt_plugin.plugin import PluginLoadError, load, sharing_kernels
 
@@ -31,10 +44,18 @@ __all__ = [
     "load",
     "PluginLoadError",
     "sharing_kernels",
+    # Engines
     "build_engine",
-    "parse_shapes",
-    "Runner",
+    "EngineReport",
     "EngineError",
+    "parse_shapes",
+    "join_profiles",
+    "read_engine",
+    "is_engine",
+    "EngineContents",
+    "Runner",
+    "bench_engines",
+    "BenchmarkReport",
 ]
 
 # Imported at first use: a bundle is read without PyTorch and Triton.
@@ -51,9 +72,16 @@ _HOME = {
     "PluginLoadError": "plugin",
     "sharing_kernels": "plugin",
     "build_engine": "engine",
-    "parse_shapes": "engine",
-    "Runner": "engine",
+    "EngineReport": "engine",
     "EngineError": "engine",
+    "parse_shapes": "engine",
+    "join_profiles": "engine",
+    "read_engine": "engine",
+    "is_engine": "engine",
+    "EngineContents": "engine",
+    "Runner": "engine",
+    "bench_engines": "engine",
+    "BenchmarkReport": "engine",
 }
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["progress_bars", "write_whole"]
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes | memoryview) -> None:
     """Writes a file beside its place and renames it: a reader never sees a part.
 
     Raises:

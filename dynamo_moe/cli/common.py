@@ -6,8 +6,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +24,12 @@ __all__ = [
     "Quiet",
     "app",
     "failures",
+    "known_architectures",
     "message_of",
+    "name_architecture",
     "need_file",
     "need_place",
+    "need_triton",
     "print_json",
     "step",
 ]
@@ -116,6 +120,30 @@ def need_place(path: Path) -> None:
         raise UsageError(f"no such folder: {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"cannot write into folder: {path.parent}")
+
+
+def need_triton() -> None:
+    """Raises an ImportError that says how to install Triton, if it is missing."""
+    if find_spec("triton") is None:
+        raise ImportError("compiling needs Triton: pip install 'dynamo-moe[kernels]'")
+
+
+def known_architectures(names: Sequence[str]) -> list[str]:
+    """Returns architectures as ``sm_90``, or raises a :class:`UsageError` for an unknown one."""
+    from custom_ops.kernels.architectures import architecture
+
+    try:
+        return [architecture(name).name for name in names]
+    except ValueError as error:
+        raise UsageError(f"--arch: {error}") from None
+
+
+def name_architecture() -> str:
+    """Returns how to name a GPU architecture, for an error."""
+    from custom_ops.kernels.architectures import ARCHITECTURES
+
+    known = ", ".join(each.name for each in ARCHITECTURES.values())
+    return f"name a GPU architecture with --arch: {known}"
 
 
 def print_json(report: Mapping[str, Any]) -> None:

@@ -1,8 +1,11 @@
-"""``dynamo-moe engine`` and ``plugin-path``: what hands a file to TensorRT."""
+"""``dynamo-moe engine``, ``bench-engine`` and ``plugin-path``: what hands a file to TensorRT."""
 
 from __future__ import annotations
 
-import time
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,18 +13,52 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from dynamo_moe.cli.common import Debug, Quiet, app, failures, need_file, need_place
+from dynamo_moe.cli.common import (
+    Debug,
+    Json,
+    Quiet,
+    app,
+    failures,
+    known_architectures,
+    name_architecture,
+    need_file,
+    need_place,
+    need_triton,
+    print_json,
+)
 from dynamo_moe.cli.model_loading import UsageError
 
-__all__ = ["engine", "plugin_path"]
+__all__ = ["bench_engine", "engine", "plugin_path"]
+
+
+class Builder(StrEnum):
+    """What builds and runs engines."""
+
+    tensorrt = "tensorrt"
+    rtx = "rtx"
+
+
+BuilderOption = Annotated[
+    Builder | None,
+    typer.Option(
+        metavar="NAME",
+        help="[cyan]tensorrt[/], or [cyan]rtx[/]: TensorRT for RTX. Default: the one that is "
+        "installed, TensorRT before TensorRT for RTX.",
+        show_default=False,
+    ),
+]
 
 
 @app.command(
-    epilog="Example:\n\n"
-    "[cyan]dynamo-moe engine swin.onnx --shapes x=1x1x8x8:32x1x8x8:64x1x8x8 -o swin.engine[/]"
+    epilog="Examples:\n\n"
+    "[cyan]dynamo-moe engine swin.onnx --shapes x=1x1x8x8:32x1x8x8:64x1x8x8 -o swin.engine[/]\n\n"
+    "[cyan]dynamo-moe engine swin.onnx --builder rtx --arch sm_89 --arch sm_120 --shapes x=4x1x8x8"
+    "[/]"
 )
 def engine(
-    file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="A file of target plugin.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.onnx", help="A file of target plugin or dense.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -32,11 +69,22 @@ def engine(
             show_default=False,
         ),
     ] = None,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ARCH",
+            help="GPU architecture to build for, [cyan]sm_89[/] or [cyan]89[/]; may be repeated. "
+            "TensorRT builds for this machine's GPU, and only the MoE kernels for these. Default: "
+            "the bundle's, or else this machine's GPU.",
+            show_default=False,
+        ),
+    ] = None,
     shapes: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=MIN:USUAL:MAX",
-            help="Shapes of an input, like [cyan]x=1x64:16x64:128x64[/]; may be repeated.",
+            help="Shapes of an input, like [cyan]x=1x64:16x64:128x64[/]; may be repeated. An "
+            "input's second ones belong to a second optimisation profile, and so on.",
             show_default=False,
         ),
     ] = None,
@@ -44,50 +92,125 @@ def engine(
         Path | None,
         typer.Option(
             metavar="FILE.moek",
-            help="The bundle of the layers' kernels. Default: FILE.moek if it is there.",
+            help="The bundle of the layers' kernels. Default: FILE.moek if it is there; else they "
+            "are compiled now.",
             show_default=False,
         ),
     ] = None,
+    builder: BuilderOption = None,
     timing_cache: Annotated[
         Path | None,
-        typer.Option(help="File that measured tactics are read from and written to."),
+        typer.Option(
+            metavar="CACHE",
+            help="With TensorRT: file that measured tactics are read from and written to.",
+            show_default=False,
+        ),
     ] = None,
     with_library: Annotated[
         bool,
         typer.Option("--with-library", help="Store the plugin's library in the engine."),
     ] = False,
     quiet: Quiet = False,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Build a TensorRT engine, whose MoE layers are the plugin."""
+    """Build an engine of TensorRT or TensorRT for RTX, whose MoE layers are the plugin."""
+    console = Console(stderr=True, quiet=quiet)
     with failures(debug):
         need_file(file)
         out = out or file.with_suffix(".engine")
         need_place(out)
-        beside = file.with_suffix(".moek")
         if kernels:
             need_file(kernels)
-        elif beside.is_file():
-            kernels = beside
         import trt_plugin
+        from trt_plugin.engine.installed import installed
 
         try:
-            profiles = dict(trt_plugin.parse_shapes(text) for text in shapes or ())
+            profiles = trt_plugin.join_profiles(
+                [trt_plugin.parse_shapes(text) for text in shapes or ()]
+            )
         except ValueError as error:
             raise UsageError(f"--shapes: {error}") from None
-        started = time.perf_counter()
-        trt_plugin.build_engine(
-            file,
-            out,
-            profiles,
-            kernels=kernels,
-            timing_cache=timing_cache,
-            with_library=with_library,
-            progress=not quiet,
+        architectures = known_architectures(arch or [])
+        found = installed("building an engine", builder.value if builder else None)
+        if timing_cache and found.is_rtx:
+            raise UsageError("--timing-cache: TensorRT for RTX measures nothing when it builds")
+        with _kernels(file, kernels, architectures, not quiet) as bundle:
+            report = trt_plugin.build_engine(
+                file,
+                out,
+                profiles,
+                architectures=(architectures or None) if found.is_rtx else None,
+                builder=found.name,
+                kernels=bundle,
+                timing_cache=timing_cache,
+                with_library=with_library,
+                progress=not quiet,
+            )
+        if as_json:
+            print_json(report.to_dict())
+        elif not quiet:
+            Console().print(report)
+        text = Text.assemble(f"Wrote {out} ", (f"{report.seconds:.1f} s", "dim"))
+        console.print(text, soft_wrap=True)
+
+
+@app.command(
+    name="bench-engine",
+    epilog="Example: [cyan]dynamo-moe bench-engine plugin.engine dense.engine --shape x=16x64[/]",
+)
+def bench_engine(
+    engines: Annotated[
+        list[Path],
+        typer.Argument(metavar="ENGINE...", help="Engines with the same inputs."),
+    ],
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SHAPE",
+            help="Shape of an input, like [cyan]x=16x64[/]; may be repeated. Default: the usual "
+            "shape of the first engine's first profile.",
+            show_default=False,
+        ),
+    ] = None,
+    warmup: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Runs of each engine that are not measured.")
+    ] = 10,
+    iterations: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Runs of each engine that are measured.")
+    ] = 100,
+    cuda_graph: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graph/--no-cuda-graph", help="Whether to measure CUDA graphs of the runs, too."
+        ),
+    ] = True,
+    builder: BuilderOption = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run engines on this machine's GPU, in turns on the same inputs, and compare their times.
+
+    It also shows how far each engine's outputs are from those of the first.
+    """
+    with failures(debug):
+        for each in engines:
+            need_file(each)
+        import trt_plugin
+
+        report = trt_plugin.bench_engines(
+            engines,
+            _shapes(shape or []),
+            warmup=warmup,
+            iterations=iterations,
+            cuda_graph=cuda_graph,
+            builder=builder.value if builder else None,
         )
-        seconds = time.perf_counter() - started
-        text = Text.assemble(f"Wrote {out} ", (f"{seconds:.1f} s", "dim"))
-        Console(stderr=True, quiet=quiet).print(text, soft_wrap=True)
+        if as_json:
+            print_json(report.to_dict())
+        elif not quiet:
+            Console().print(report)
 
 
 @app.command()
@@ -97,3 +220,56 @@ def plugin_path(debug: Debug = False) -> None:
         import trt_plugin
 
         typer.echo(trt_plugin.library_path())
+
+
+@contextmanager
+def _kernels(
+    file: Path, given: Path | None, architectures: list[str], progress: bool
+) -> Iterator[Path | None]:
+    """Yields the bundle of a file's layers, compiled now if there is none; None for no layers."""
+    beside = file.with_suffix(".moek")
+    if given or beside.is_file():
+        yield given or beside
+        return
+    from dynamo_moe.files.kernel_layers import kernel_layers
+
+    layers = [each.layer for each in kernel_layers(file)]
+    if not layers:
+        yield None
+        return
+    import trt_plugin
+
+    need_triton()
+    with tempfile.TemporaryDirectory(prefix="dynamo-moe-") as folder:
+        bundle = Path(folder) / beside.name
+        trt_plugin.compile(layers, architectures or [_device()], bundle, progress=progress)
+        yield bundle
+
+
+def _device() -> str:
+    """This machine's GPU, as an architecture."""
+    import torch
+
+    from custom_ops.kernels.architectures import nearest_architecture
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "what to compile the MoE kernels for, as there is no GPU that PyTorch can use: "
+            f"{name_architecture()}"
+        )
+    return nearest_architecture(*torch.cuda.get_device_capability()).name
+
+
+def _shapes(given: list[str]) -> dict[str, tuple[int, ...]]:
+    import trt_plugin
+
+    shapes = {}
+    for text in given:
+        try:
+            name, (smallest, _, largest) = trt_plugin.parse_shapes(text)
+        except ValueError as error:
+            raise UsageError(f"--shape: {error}") from None
+        if smallest != largest:
+            raise UsageError(f"--shape takes one shape of an input, got {text!r}")
+        shapes[name] = tuple(largest)
+    return shapes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +18,11 @@ from dynamo_moe.cli.common import (
     Quiet,
     app,
     failures,
+    known_architectures,
+    name_architecture,
     need_file,
     need_place,
+    need_triton,
     print_json,
 )
 from dynamo_moe.cli.model_loading import UsageError
@@ -35,11 +37,15 @@ __all__ = ["compile", "inspect"]
     epilog="Examples:\n\n"
     "[cyan]dynamo-moe inspect swin.onnx --picture swin.svg[/]\n\n"
     "[cyan]dynamo-moe inspect swin.moek[/]\n\n"
+    "[cyan]dynamo-moe inspect swin.engine[/]\n\n"
     "With [cyan]-q[/] alone, the exit code says whether the file can be read."
 )
 def inspect(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Any ONNX file, or a bundle of kernels.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="Any ONNX file, a bundle of kernels, or an engine of TensorRT."
+        ),
     ],
     picture: Annotated[
         Path | None,
@@ -53,7 +59,10 @@ def inspect(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what is in an ONNX file (MoE layers, weights, operators) or in a bundle of kernels."""
+    """Show what is in an ONNX file (MoE layers, weights, operators), a bundle or an engine.
+
+    Of an engine it shows the kernels of MoE layers; the rest takes TensorRT and a GPU to read.
+    """
     with failures(debug):
         need_file(file)
         if picture and picture.suffix.lower() not in (".svg", ".png"):
@@ -63,14 +72,15 @@ def inspect(
         import dynamo_moe
         import trt_plugin
 
-        if trt_plugin.is_bundle(file):
+        if trt_plugin.is_bundle(file) or trt_plugin.is_engine(file):
             if picture:
-                raise UsageError(f"{file} is a bundle of kernels: there is no graph to draw")
-            bundle = trt_plugin.read(file)
+                raise UsageError(f"{file} is not an ONNX file: there is no graph to draw")
+            is_bundle = trt_plugin.is_bundle(file)
+            found = trt_plugin.read(file) if is_bundle else trt_plugin.read_engine(file)
             if as_json:
-                print_json({"path": file, **bundle.to_dict()})
+                print_json({"path": file, **found.to_dict()})
             elif not quiet:
-                Console().print(bundle)
+                Console().print(found)
             return
         summary = dynamo_moe.inspect(file)
         if as_json:
@@ -166,9 +176,10 @@ def compile(  # noqa: A001  The command's name.
                 raise UsageError("where to write to: name a file with -o OUT.moek")
             out = file.with_suffix(".moek")
         need_place(out)
-        if find_spec("triton") is None:
-            raise ImportError("compiling needs Triton: pip install 'dynamo-moe[kernels]'")
-        devices = _architectures(arch)
+        need_triton()
+        devices = known_architectures(arch or [])
+        if not devices:
+            raise UsageError(f"what to compile for: {name_architecture()}")
         started = time.perf_counter()
         layers = [replace(each, tf32=each.tf32 or tf32) for each in _layers(file, spec or [])]
         import trt_plugin
@@ -184,18 +195,6 @@ def compile(  # noqa: A001  The command's name.
         console.print(Text.assemble(f"Wrote {out} ", (f"{seconds:.1f} s", "dim")), soft_wrap=True)
 
 
-def _architectures(names: list[str] | None) -> list[str]:
-    from custom_ops.kernels.architectures import ARCHITECTURES, architecture
-
-    if not names:
-        known = ", ".join(each.name for each in ARCHITECTURES.values())
-        raise UsageError(f"what to compile for: name a GPU architecture with --arch: {known}")
-    try:
-        return [architecture(name).name for name in names]
-    except ValueError as error:
-        raise UsageError(f"--arch: {error}") from None
-
-
 def _layers(file: Path | None, specs: list[str]) -> list[Layer]:
     import trt_plugin
     from dynamo_moe.files.kernel_layers import kernel_layers
@@ -205,4 +204,6 @@ def _layers(file: Path | None, specs: list[str]) -> list[Layer]:
     except ValueError as error:
         raise UsageError(f"--spec: {error}") from None
     found = [each.layer for each in kernel_layers(file)] if file else []
+    if file and not found:
+        raise ValueError(f"{file} has no MoE nodes of domain 'moe', as files of target plugin do")
     return found + given

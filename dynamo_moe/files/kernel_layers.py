@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -14,7 +13,7 @@ from onnx_ir import tensor_adapters
 from custom_ops.dtypes import FLOATS, IDS
 from custom_ops.kernels.layer import Layer
 from dynamo_moe.files.model_files import load_graph
-from dynamo_moe.moe_nodes.nodes import DOMAIN, is_moe, moe_nodes, parse
+from dynamo_moe.moe_nodes.nodes import is_moe, moe_nodes, parse
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.operators.schemas import is_own_domain
 
@@ -35,8 +34,8 @@ def kernel_layers(path: str | PathLike[str]) -> list[NamedLayer]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is not an ONNX model or has no MoE nodes, or there are no kernels for
-            one, which is named.
+        ValueError: The file is not an ONNX model, or there are no kernels for a node, which is
+            named.
     """
     model = ir.from_proto(load_graph(path))
     if any(is_moe(node) for function in model.functions.values() for node in function.all_nodes()):
@@ -46,10 +45,6 @@ def kernel_layers(path: str | PathLike[str]) -> list[NamedLayer]:
     if any(value.dtype is None for node in nodes for value in node.inputs if value is not None):
         # Not strict: where the file contradicts itself, what is not known is named below.
         common_passes.ShapeInferencePass(check_type=False, strict_mode=False)(model)
-    if not nodes:
-        raise ValueError(
-            f"{Path(path)} has no MoE nodes of domain {DOMAIN!r}, as files of target plugin do"
-        )
     return [_layer(node) for node in nodes]
 
 

@@ -355,7 +355,7 @@ def test_a_file_without_layers_fails(tmp_path: Path) -> None:
 def test_triton_is_asked_for_where_it_is_missing(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynamo_moe.cli.products.find_spec", lambda name: None)
+    monkeypatch.setattr("dynamo_moe.cli.common.find_spec", lambda name: None)
     message = error("compile", str(file), "--arch", "90", code=1)
     assert message == "error: compiling needs Triton: pip install 'dynamo-moe[kernels]'"
 
@@ -380,7 +380,7 @@ def test_a_damaged_bundle_is_named(tmp_path: Path) -> None:
 def test_a_bundle_has_no_picture(tmp_path: Path) -> None:
     (tmp_path / "b.moek").touch()
     message = error("inspect", "b.moek", "--picture", "b.svg", code=2)
-    assert message == "error: b.moek is a bundle of kernels: there is no graph to draw"
+    assert message == "error: b.moek is not an ONNX file: there is no graph to draw"
 
 
 def test_moe_layers_of_the_demo_file_need_wider_sizes(tmp_path: Path) -> None:

@@ -20,9 +20,12 @@ import dynamo_moe
 import trt_plugin
 from dynamo_moe.cli import app
 from dynamo_moe.models import swin_moe_digits
-from trt_plugin.engine import _kernels_from
+from trt_plugin.engine.building import _kernels_from
 
-without_tensorrt = pytest.mark.skipif(find_spec("tensorrt") is not None, reason="it is installed")
+without_tensorrt = pytest.mark.skipif(
+    any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")),
+    reason="it is installed",
+)
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -53,15 +56,30 @@ def test_shapes_must_grow():
         trt_plugin.parse_shapes("x=4x8:2x8:8x8")
 
 
+def test_an_inputs_second_shapes_are_those_of_the_second_profile():
+    one, two, all_ = (((size,),) * 3 for size in (1, 2, 3))
+    assert trt_plugin.join_profiles([]) == []
+    assert trt_plugin.join_profiles([("a", one), ("b", two)]) == [{"a": one, "b": two}]
+    assert trt_plugin.join_profiles([("a", one), ("m", all_), ("a", two)]) == [
+        {"a": one, "m": all_},
+        {"a": two, "m": all_},
+    ]
+
+
 @without_tensorrt
 def test_without_tensorrt_one_line_says_what_is_missing(tmp_path):
     model = tmp_path / "model.onnx"
     model.touch()
     code, out, error = run("engine", str(model))
     assert (code, out) == (1, "")
-    assert error.startswith("error: building an engine needs the package tensorrt; the lean")
-    with pytest.raises(trt_plugin.EngineError, match="running an engine needs the package tensor"):
+    assert error.startswith(
+        "error: building an engine needs TensorRT or TensorRT for RTX: pip install "
+        "'dynamo-moe[tensorrt]', or pip install 'dynamo-moe[tensorrt-rtx]'; the lean runtime is not"
+    )
+    with pytest.raises(trt_plugin.EngineError, match="running an engine needs TensorRT or TensorR"):
         trt_plugin.Runner(model)
+    with pytest.raises(ValueError, match="builder must be one of tensorrt, rtx; got 'trtexec'"):
+        trt_plugin.Runner(model, builder="trtexec")
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):
@@ -72,6 +90,15 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     assert code == 2
     assert "--shapes: shapes must be" in error
     assert run("engine", str(model), "--kernels", "no.moek")[0] == 2
+    code, _, error = run("engine", str(model), "--arch", "sm_42")
+    assert code == 2
+    assert "--arch: architecture must be one of sm_75, " in error
+    shapes = [each for text in ("a=1", "a=2", "a=3", "b=1", "b=2") for each in ("--shapes", text)]
+    code, _, error = run("engine", str(model), *shapes)
+    assert code == 2
+    assert (
+        "inputs of several profiles must be named equally often, got a 3 times, b 2 times" in error
+    )
 
 
 def test_the_librarys_place_is_told():
@@ -143,11 +170,23 @@ class Config(Empty):
         return self.cache
 
 
+class ParserError:
+    """What the parser says of a node."""
+
+    def __init__(self, reason: str, name: str, operator: str, importer: str = "", *stack: str):
+        self.desc, self.node_name, self.node_operator, self.func, self.local_function_stack = (
+            lambda value=value: value for value in (reason, name, operator, importer, list(stack))
+        )
+
+
 class FakeTensorRT(ModuleType):
     """The module ``tensorrt``; tests change what its parts answer."""
 
+    # It is its own registry, and a registry's class says which module it belongs to.
+    __module__ = "tensorrt"
     __version__ = "10.9.0"
     NetworkDefinitionCreationFlag = SimpleNamespace()
+    LayerType = SimpleNamespace(PLUGIN_V3="a plugin's")
     IProgressMonitor = object
     TensorIOMode = SimpleNamespace(INPUT="input", OUTPUT="output")
 
@@ -161,6 +200,8 @@ class FakeTensorRT(ModuleType):
         self.registers = True
         self.says: list[Any] = []
         self.parses, self.plan = True, b"an engine"
+        self.errors = [ParserError("no creator of MoE", "MoE_2", "DroplessMoE")]
+        self.network_inputs: list[Any] = []
         self.config = Config()
         self.runtime = None
 
@@ -180,11 +221,10 @@ class FakeTensorRT(ModuleType):
         return self
 
     def OnnxParser(self, network, logger):  # noqa: N802
-        error = SimpleNamespace(desc=lambda: "no creator of MoE")
         return SimpleNamespace(
             parse_from_file=lambda path: self.say() or self.parses,
-            num_errors=1,
-            get_error=lambda at: error,
+            num_errors=len(self.errors),
+            get_error=lambda at: self.errors[at],
         )
 
     def say(self) -> None:
@@ -192,7 +232,12 @@ class FakeTensorRT(ModuleType):
             self.logger.log(severity, message)
 
     def create_network(self, flags):
-        return SimpleNamespace(num_inputs=0)
+        return SimpleNamespace(
+            num_inputs=len(self.network_inputs),
+            get_input=lambda at: self.network_inputs[at],
+            num_outputs=0,
+            num_layers=0,
+        )
 
     def create_builder_config(self):
         return self.config
@@ -202,7 +247,8 @@ class FakeTensorRT(ModuleType):
 
     # The runtime
     def Runtime(self, logger):  # noqa: N802
-        self.runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: Engine())
+        self.engine = Engine()
+        self.runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: self.engine)
         return self.runtime
 
 
@@ -210,6 +256,7 @@ class Engine(Empty):
     """Adds a to b, as far as one can see."""
 
     num_io_tensors = 3
+    num_optimization_profiles = 2
     names = ("a", "b", "y")
 
     def get_tensor_name(self, at: int) -> str:
@@ -221,9 +268,36 @@ class Engine(Empty):
     def get_tensor_dtype(self, name: str):
         return SimpleNamespace(name="FLOAT")
 
-    def create_execution_context(self):
-        self.addresses, self.streams = {}, []
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        return [(1,), (4,), (8,)] if profile == 0 else [(9,), (16,), (32,)]
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self.profiles.append(profile)
+        return True
+
+    def create_execution_context(self, config=None):
+        self.addresses, self.streams, self.profiles, self.config = {}, [], [], config
         return self
+
+    # TensorRT for RTX
+    def create_runtime_config(self):
+        self.cache = None
+        return self
+
+    def create_runtime_cache(self):
+        self.content = b""
+        return self
+
+    def deserialize(self, content: bytes) -> bool:
+        if content.startswith(b"good"):
+            self.content = content
+        return self.content == content
+
+    def set_runtime_cache(self, cache) -> None:
+        self.cache = cache
+
+    def serialize(self) -> bytes:
+        return self.content + b" and more"
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         self.shape = shape
@@ -247,9 +321,11 @@ def tensorrt(monkeypatch):
     return fake
 
 
-def built(tmp_path, **options) -> bytes:
-    engine = tmp_path / "model.engine"
-    trt_plugin.build_engine(tmp_path / "model.onnx", engine, progress=False, **options)
+def built(tmp_path, *profiles, **options) -> bytes:
+    model, engine = tmp_path / "model.onnx", tmp_path / "model.engine"
+    model.touch()
+    trt_plugin.build_engine(model, engine, *profiles, progress=False, **options)
+    model.unlink()
     return engine.read_bytes()
 
 
@@ -260,7 +336,58 @@ def test_what_the_plugin_said_is_in_the_error(tensorrt, tmp_path):
     with pytest.raises(trt_plugin.EngineError) as caught:
         built(tmp_path)
     path = tmp_path / "model.onnx"
-    assert str(caught.value) == f"TensorRT does not parse {path}: no creator of MoE; {reason}"
+    assert str(caught.value) == (
+        f"TensorRT 10.9.0 does not parse {path}: node 'MoE_2' (DroplessMoE): no creator of MoE; "
+        f"{reason}"
+    )
+
+
+def test_errors_name_what_was_being_parsed(tensorrt, tmp_path):
+    tensorrt.parses = False
+    # As the parser says it: in an importer it knows no node, but the functions around it.
+    body = ("layer (DroplessMoE)", "many (else_branch)")
+    inner = ParserError("no reduction", "", "", "importScatterElements", *body)
+    tensorrt.errors = [inner, inner, *(ParserError("bad", f"n{i}", "MoE") for i in range(4))]
+    with pytest.raises(trt_plugin.EngineError) as caught:
+        built(tmp_path)
+    assert str(caught.value).split(": ", 1)[1] == (
+        "a node ScatterElements in many (else_branch) in layer (DroplessMoE): no reduction; "
+        "node 'n0' (MoE): bad; node 'n1' (MoE): bad; and 2 more. com.microsoft::MoE is for ONNX "
+        "Runtime: export the model for target plugin, or dense"
+    )
+
+
+def test_a_body_that_cannot_be_parsed_tells_why_the_plugin_is_missing(tensorrt, tmp_path):
+    tensorrt.registers = False
+    assert built(tmp_path) == b"an engine"
+    tensorrt.parses = False
+    tensorrt.errors = [ParserError("bad", "", "", "importScan", "layer (DroplessMoE)")]
+    with pytest.raises(trt_plugin.EngineError) as caught:
+        built(tmp_path)
+    message = str(caught.value)
+    assert "a node Scan in layer (DroplessMoE): bad. its MoE nodes need the plugin's" in message
+    assert "It is not loaded: TensorRT 10.9.0 did not register DroplessMoE and" in message
+    assert message.endswith("A file of target dense needs no plugin")
+
+
+def test_shapes_that_are_missing_or_do_not_fit(tensorrt, tmp_path):
+    tensorrt.network_inputs = [
+        SimpleNamespace(name="x", shape=(-1, 8), dtype=SimpleNamespace(name="FLOAT")),
+        SimpleNamespace(name="m", shape=(8,), dtype=SimpleNamespace(name="FLOAT")),
+    ]
+    for profiles, message in (
+        ({}, r"symbolic sizes: x \[\?, 8\]; give .* with --shapes x=1x8:4x8:16x8$"),
+        ({"y": ((1,),) * 3}, "has no input y; its inputs: x, m"),
+        ({"x": ((1, 8), (4, 8), (16, 9))}, r"x has the shape \[\?, 8\] .*; \[16, 9\] does not fit"),
+        ([{"x": ((1, 8),) * 3}, {"x": ((1,),) * 3}], r"\[1\] does not fit"),
+    ):
+        with pytest.raises(trt_plugin.EngineError, match=message):
+            built(tmp_path, profiles)
+
+
+def test_architectures_are_for_tensorrt_for_rtx(tensorrt, tmp_path):
+    with pytest.raises(trt_plugin.EngineError, match=r"TensorRT 10\.9\.0 builds for the device"):
+        built(tmp_path, architectures=["sm_89"])
 
 
 def test_what_the_plugin_warns_of_is_a_warning(tensorrt, tmp_path):
@@ -275,7 +402,12 @@ def test_what_the_plugin_warns_of_is_a_warning(tensorrt, tmp_path):
 def test_a_plugin_that_cannot_be_loaded(tensorrt, tmp_path):
     tensorrt.registers = False
     with pytest.raises(trt_plugin.EngineError, match="did not register DroplessMoE"):
-        built(tmp_path)
+        built(tmp_path, kernels=tmp_path / "model.moek")
+
+
+def test_a_file_that_is_not_there(tensorrt, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no such file: .*model\.onnx"):
+        trt_plugin.build_engine(tmp_path / "model.onnx", tmp_path / "model.engine")
 
 
 def test_a_timing_cache_grows(tensorrt, tmp_path):
@@ -349,6 +481,41 @@ def test_inputs_stay_where_they_are_if_they_are_aligned(runner):
     # On the inputs' device, and its stream.
     assert runner.entered == [a.device]
     assert context.streams == [(7, a.device)]
+
+
+def test_the_profile_is_one_that_has_the_shapes(runner):
+    context = runner._context
+    for rows, selected in ((8, []), (16, [1]), (32, [1]), (4, [1, 0])):
+        runner(a=aligned(rows), b=aligned(rows))
+        assert context.profiles == selected
+    assert runner.usual_shapes() == {"a": (4,), "b": (4,)}
+    # No profile has it: TensorRT says why.
+    context.set_input_shape = lambda name, shape: False
+    with pytest.raises(trt_plugin.EngineError, match=r"does not take a of shape \(64,\)"):
+        runner(a=aligned(64), b=aligned(64))
+
+
+def test_a_runtime_cache_is_read_and_written(tensorrt, tmp_path, monkeypatch):
+    engine, path = tmp_path / "model.engine", tmp_path / "cache"
+    engine.touch()
+    with pytest.raises(trt_plugin.EngineError, match=r"TensorRT 10\.9\.0 has no runtime cache"):
+        trt_plugin.Runner(engine, runtime_cache=path)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", tensorrt)
+    monkeypatch.setattr("trt_plugin.engine.running.load_plugin", lambda found: None)
+    runner = trt_plugin.Runner(engine, builder="rtx", runtime_cache=path)
+    assert tensorrt.engine.config.cache is tensorrt.engine
+    runner.save_runtime_cache()
+    assert path.read_bytes() == b" and more"
+    with pytest.warns(
+        UserWarning, match="cache is damaged, or of another device, driver or"
+    ) as caught:
+        trt_plugin.Runner(engine, builder="rtx", runtime_cache=path)
+    assert caught[0].filename == __file__
+    path.write_bytes(b"good")
+    trt_plugin.Runner(engine, builder="rtx", runtime_cache=path).save_runtime_cache()
+    assert path.read_bytes() == b"good and more"
+    with pytest.raises(ValueError, match="make it with runtime_cache="):
+        trt_plugin.Runner(engine, builder="rtx").save_runtime_cache()
 
 
 def test_inputs_are_of_one_cuda_device(runner):

@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["bundle_view"]
+__all__ = ["bundle_view", "layer_text", "size_text"]
 
 # So many tokens are as good as no limit.
 _ANY_NUMBER = 2**24
@@ -27,14 +27,14 @@ def bundle_view(bundle: dict[str, Any]) -> RenderableType:
     kernels = sum(len(program["kernels"]) for program in programs)
     head = Text.assemble(
         (f"{len(programs)} program{'s' * (len(programs) > 1)}, {kernels} kernels", "bold"),
-        f"  {_bytes(bundle['bytes'])}",
+        f"  {size_text(bundle['bytes'])}",
     )
     parts: list[RenderableType] = [head]
     for program in programs:
         title = Text.assemble(
             (program["architecture"], "bold"),
-            f"  {_layer(program['layer'])}  ",
-            (_bytes(program["bytes"]), "dim"),
+            f"  {layer_text(program['layer'])}  ",
+            (size_text(program["bytes"]), "dim"),
         )
         parts += ["", title, _kernels(program)]
     return Group(*parts)
@@ -58,14 +58,15 @@ def _kernels(program: dict[str, Any]) -> Table:
             _tokens(program["ranges"], index),
             str(kernel["num_warps"]),
             str(kernel["registers"]),
-            _bytes(kernel["shared_memory"]),
-            Text(_bytes(local), style="yellow" if local else "dim"),
-            _bytes(kernel["image_bytes"]),
+            size_text(kernel["shared_memory"]),
+            Text(size_text(local), style="yellow" if local else "dim"),
+            size_text(kernel["image_bytes"]),
         )
     return table
 
 
-def _layer(layer: dict[str, Any]) -> str:
+def layer_text(layer: dict[str, Any]) -> str:
+    """Returns ``LayerRecord.to_dict()`` in one line."""
     gated = "gated " if layer["gated"] else ""
     around = "".join(f", {name.replace('_', ' ')}" for name in _AROUND if layer[name])
     dtypes = dict.fromkeys(layer[name] for name in ("tokens_dtype", "experts_dtype"))
@@ -87,10 +88,10 @@ def _tokens(ranges: list[dict[str, Any]], kernel: int) -> str:
     return ", ".join(spans)
 
 
-def _bytes(count: int) -> str:
+def size_text(count: int) -> str:
     """Three digits or so: ``96 B``, ``15.2 KiB``.
 
-    >>> _bytes(96), _bytes(15_600), _bytes(3 * 1024**2)
+    >>> size_text(96), size_text(15_600), size_text(3 * 1024**2)
     ('96 B', '15.2 KiB', '3 MiB')
     """
     value, units = float(count), ["B", "KiB", "MiB", "GiB"]

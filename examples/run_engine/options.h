@@ -1,0 +1,42 @@
+// The command line of run_engine.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace run_engine {
+
+// Something that the user can correct; the message says what.
+class UsageError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct Options {
+  std::string engine;
+  // The plugin's library, loaded before the engine; empty: none.
+  std::string plugin;
+  std::map<std::string, std::vector<std::int64_t>> shapes;
+  // Size of the first dimension of every input without a shape, where it is symbolic.
+  std::optional<std::int64_t> batch;
+  std::map<std::string, std::string> input_files;
+  std::map<std::string, std::string> output_files;
+  std::int32_t profile = 0;
+  int warmup = 10;
+  int iterations = 100;
+  bool cuda_graph = false;
+  // How many of an output's largest values to print, for each row; 0: none.
+  int top_k = 0;
+  bool help = false;
+};
+
+// Throws a UsageError.
+Options parse_options(const std::vector<std::string>& arguments);
+
+const char* usage();
+
+}  // namespace run_engine

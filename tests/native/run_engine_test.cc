@@ -1,0 +1,93 @@
+// What examples/run_engine does without a GPU. Prints a JSON object for test_run_engine.py: the
+// options of each command line given, or its error, and what results.cc computes.
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "options.h"
+#include "results.h"
+
+namespace {
+
+using run_engine::Format;
+
+template <typename T>
+std::vector<std::byte> bytes(const std::vector<T>& values) {
+  std::vector<std::byte> data(values.size() * sizeof(T));
+  std::memcpy(data.data(), values.data(), data.size());
+  return data;
+}
+
+void print(const char* name, const std::vector<double>& values) {
+  std::printf("\"%s\": [", name);
+  for (std::size_t at = 0; at < values.size(); ++at) {
+    std::printf("%s%.17g", at == 0 ? "" : ", ", values[at]);
+  }
+  std::printf("],\n");
+}
+
+}  // namespace
+
+int main(int count, char** values) {
+  std::printf("{\n");
+  if (count > 1) {
+    try {
+      const run_engine::Options options =
+          run_engine::parse_options(std::vector<std::string>(values + 1, values + count));
+      for (const auto& [name, shape] : options.shapes) {
+        print(("shape " + name).c_str(), {shape.begin(), shape.end()});
+      }
+      for (const auto& [name, file] : options.input_files) {
+        std::printf("\"input %s\": \"%s\",\n", name.c_str(), file.c_str());
+      }
+      std::printf("\"engine\": \"%s\", \"plugin\": \"%s\", \"batch\": %ld,\n",
+                  options.engine.c_str(), options.plugin.c_str(),
+                  static_cast<long>(options.batch.value_or(-1)));
+      std::printf("\"runs\": [%d, %d, %d, %d, %d]}\n", options.profile, options.warmup,
+                  options.iterations, options.cuda_graph ? 1 : 0, options.top_k);
+    } catch (const run_engine::UsageError& error) {
+      std::string text = error.what();
+      for (char& each : text) {
+        each = each == '"' ? '\'' : each;
+      }
+      std::printf("\"error\": \"%s\"}\n", text.c_str());
+    }
+    return 0;
+  }
+  // 1, -2, the largest, the smallest normal and subnormal.
+  print("float16",
+        decode(Format::kFloat16, bytes<std::uint16_t>({0x3C00, 0xC000, 0x7BFF, 0x0400, 0x0001})));
+  print("bfloat16", decode(Format::kBfloat16, bytes<std::uint16_t>({0x3F80, 0xC000, 0x4049})));
+  print("int64", decode(Format::kInt64, bytes<std::int64_t>({-3, 1LL << 40})));
+  print("int8", decode(Format::kInt8, bytes<std::int8_t>({-3, 127})));
+  print("bool", decode(Format::kBool, bytes<std::uint8_t>({0, 1})));
+  const auto special = decode(Format::kFloat16, bytes<std::uint16_t>({0x7C00, 0xFC00, 0x7E00}));
+  print("special",
+        {double(std::isinf(special[0]) && special[0] > 0),
+         double(std::isinf(special[1]) && special[1] < 0), double(std::isnan(special[2]))});
+  for (const Format format :
+       {Format::kFloat32, Format::kFloat16, Format::kBfloat16, Format::kInt32}) {
+    print((std::string("example ") + run_engine::name_of(format)).c_str(),
+          decode(format, run_engine::example_values(format, 64)));
+  }
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const std::vector<double> row{1, nan, 5, -2, 5};
+  std::vector<double> indices;
+  for (const run_engine::Ranked& each : run_engine::largest(row.data(), row.size(), 9)) {
+    indices.push_back(static_cast<double>(each.index));
+  }
+  print("largest", indices);
+  std::vector<double> times;
+  for (int at = 200; at > 0; --at) {
+    times.push_back(at);
+  }
+  const run_engine::Latency latency = run_engine::summarize(times);
+  print("latency", {latency.mean, latency.median, latency.p99});
+  const run_engine::Latency single = run_engine::summarize({3});
+  std::printf("\"single\": [%g, %g, %g]}\n", single.mean, single.median, single.p99);
+  return 0;
+}

@@ -1,0 +1,188 @@
+"""Engines that TensorRT for RTX builds of exported files, without a GPU: none of them runs here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dynamo_moe
+import trt_plugin
+from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.plan import plan
+from dynamo_moe.files.kernel_layers import kernel_layers
+from dynamo_moe.models import swin_moe_digits
+from engine_command import Done, run_commands
+from interpreted_gpu import uncompiled_program
+from standin import ROOT
+from tensorrt_wheels import RTX, install
+from trt_plugin.bundle import Bundle
+from trt_plugin.native import library_path
+
+pytestmark = pytest.mark.slow
+
+SHAPES = ("--shapes", "images=1x1x8x8:4x1x8x8:16x1x8x8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the demo's model for two targets, and a model without MoE layers."""
+    folder = tmp_path_factory.mktemp("exported")
+    torch.manual_seed(0)
+    model = swin_moe_digits().eval()
+    dynamo_moe.convert(model)
+    for target in ("plugin", "onnxruntime"):
+        dynamo_moe.export(model, torch.randn(4, 1, 8, 8), folder / f"{target}.onnx", target=target)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    dynamo_moe.export(plain, torch.randn(4, 8), folder / "plain.onnx")
+    return folder
+
+
+def bundle_of(path: Path, architectures: Sequence[str]) -> Bundle:
+    """Returns a bundle of a file's layers, whose kernels have no code."""
+    return Bundle(
+        tuple(
+            uncompiled_program(plan(each.layer, architecture(name)))
+            for each in kernel_layers(path)
+            for name in architectures
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def built(folder) -> dict[str, Done]:
+    """What the commands said that build engines, which are beside the files."""
+    bundle = bundle_of(folder / "plugin.onnx", ["sm_80", "sm_89", "sm_120"])
+    bundle.save(folder / "plugin.moek")
+    several = ("--shapes", "input=1x8", "--shapes", "input=2x8:16x8:64x8")
+    names = ("two architectures", "with library", "inspected", "plain")
+    commands = (
+        ("engine", folder / "plugin.onnx", "--arch", "sm_89", "--arch", "120", *SHAPES, "--json"),
+        ("engine", folder / "plugin.onnx", "-o", folder / "b.plan", "--with-library", *SHAPES),
+        ("inspect", folder / "b.plan"),
+        ("engine", folder / "plain.onnx", *several, "--arch", "86", "--json"),
+    )
+    done = dict(zip(names, run_commands(*commands), strict=True))
+    assert [each.code for each in done.values()] == [0] * len(done), done
+    return done
+
+
+def test_an_engine_for_two_architectures_holds_the_kernels_of_both(folder, built):
+    report = json.loads(built["two architectures"].out)
+    assert report["builder"].startswith("TensorRT for RTX 1.7")
+    assert report["architectures"] == ["sm_89", "sm_120"]
+    assert report["inputs"] == [{"name": "images", "dtype": "float", "shape": [-1, 1, 8, 8]}]
+    assert [each["plugin"] for each in report["plugin_layers"]] == ["DroplessMoE"] * 2
+    assert [each["name"].split("/")[0] for each in report["plugin_layers"]] == [
+        "stages.0.block1.mlp",
+        "stages.1.block1.mlp",
+    ]
+    assert report["layers"] > 100
+    assert report["profiles"] == 1
+    # The engine's file has the bundle's programs, byte for byte.
+    contents = trt_plugin.read_engine(folder / "plugin.engine")
+    assert contents.tensorrt == report["builder"]
+    assert contents.bytes == report["contents"]["bytes"]
+    bundle = trt_plugin.read(folder / "plugin.moek")
+    stored = {each.program.data for each in contents.programs}
+    given = {program.data for program in bundle.programs if program.architecture in {89, 120}}
+    assert len(given) == 4
+    assert given <= stored <= {program.data for program in bundle.programs}
+    assert contents.library is None
+
+
+def test_inspect_shows_an_engine(folder, built):
+    assert "2 of them plugins" in built["with library"].out
+    # Without --arch, those of the bundle.
+    assert "sm_80, sm_89, sm_120" in built["with library"].out
+    assert "Wrote" in built["with library"].error
+    out = built["inspected"].out
+    assert "Engine of TensorRT for RTX 1.7" in out
+    assert [out.count(name) for name in ("sm_80", "sm_89", "sm_120")] == [2, 2, 2]
+    assert "Plugin's library: in it, as it is installed here" in out
+    assert "Not known: names and number of its layers" in " ".join(out.split())
+
+
+def test_another_version_of_the_library_is_told_apart(folder, built, tmp_path):
+    library = library_path().read_bytes()
+    data = (folder / "b.plan").read_bytes()
+    assert data.count(library) == 1
+    (tmp_path / "c.plan").write_bytes(data.replace(library, library[:-1] + b"?"))
+    contents = trt_plugin.read_engine(tmp_path / "c.plan")
+    assert contents.library == "other"
+    # A program that is damaged does not count.
+    program = contents.programs[0]
+    at = data.find(program.program.data)
+    (tmp_path / "c.plan").write_bytes(data[: at + 300] + b"?" + data[at + 301 :])
+    assert trt_plugin.read_engine(tmp_path / "c.plan").programs != contents.programs
+
+
+def test_a_model_without_moe_layers_needs_no_bundle(folder, built):
+    report = json.loads(built["plain"].out)
+    assert (report["architectures"], report["profiles"]) == (["sm_86"], 2)
+    assert report["plugin_layers"] == report["contents"]["programs"] == []
+
+
+def test_errors_say_what_to_do(folder, tmp_path):
+    bundle_of(folder / "plugin.onnx", ["sm_89"]).save(tmp_path / "old.moek")
+    (tmp_path / "new.onnx").write_bytes((folder / "plugin.onnx").read_bytes())
+    shown = "does not build for sm_90; it builds for sm_75, sm_80, sm_86, sm_89, sm_120, sm_121"
+    cases = {
+        (folder / "onnxruntime.onnx", "--arch", "89"): (
+            1,
+            (
+                "not parse .*node 'MoE' \\(MoE\\): .*\"Plugin not found, .*; node 'MoE_2' .*"
+                "com.microsoft::MoE is for ONNX Runtime: export the model for target plugin"
+            ),
+        ),
+        (folder / "plain.onnx",): (
+            1,
+            r"symbolic sizes: input \[\?, 8\]; give the smallest, usual and largest",
+        ),
+        (folder / "plain.onnx", "--arch", "sm_90", "--shapes", "input=4x8"): (1, shown),
+        (
+            *(folder / "plugin.onnx", "--kernels", tmp_path / "old.moek"),
+            *("--arch", "120", *SHAPES),
+        ): (1, "the bundle has no kernels for sm_120 of the layer dropless, 2 of 8 experts, "),
+        (folder / "plugin.onnx", *SHAPES, "--builder", "tensorrt"): (
+            1,
+            r"building an engine needs TensorRT: pip install 'dynamo-moe\[tensorrt\]'",
+        ),
+        (folder / "plain.onnx", "--shapes", "input=4x8", "--timing-cache", "t"): (
+            2,
+            "--timing-cache: TensorRT for RTX measures nothing when it builds",
+        ),
+        # Without a bundle: kernels would be compiled, but for what?
+        (tmp_path / "new.onnx", *SHAPES): (
+            2,
+            "there is no GPU that PyTorch can use: name a GPU architecture with --arch",
+        ),
+    }
+    out = tmp_path / "none.engine"
+    ran = run_commands(*(("engine", *arguments, "-o", out) for arguments in cases))
+    for done, (code, message) in zip(ran, cases.values(), strict=True):
+        assert (done.code, done.out) == (code, ""), done
+        assert re.search(message, done.error), done.error
+    assert not out.exists()
+
+
+def test_a_missing_link_is_made_before_it_ends_the_process(folder, tmp_path):
+    # The wheels without the link that the tests' installation has made, as links to their files.
+    packages = tmp_path / "packages"
+    for name in ("tensorrt_rtx_libs", "tensorrt_rtx_bindings"):
+        (packages / name).mkdir(parents=True)
+        for file in (install(RTX) / name).iterdir():
+            if file.name not in {"libtensorrt_rtx.so", "__pycache__"}:
+                (packages / name / file.name).symlink_to(file)
+    bundle = tmp_path / "b.moek"
+    bundle_of(folder / "plugin.onnx", ["sm_89"]).save(bundle)
+    command = ("engine", folder / "plugin.onnx", *SHAPES, "--kernels", bundle)
+    (done,) = run_commands((*command, "-o", tmp_path / "a.engine"), PYTHONPATH=f"{packages}:{ROOT}")
+    assert done.code == 0, done
+    link = packages / "tensorrt_rtx_libs" / "libtensorrt_rtx.so"
+    assert link.readlink() == Path("libtensorrt_rtx.so.1")

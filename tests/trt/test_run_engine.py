@@ -1,0 +1,103 @@
+"""examples/run_engine: what needs no GPU, and that all of it compiles where headers are given."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from standin import ROOT
+
+EXAMPLE = ROOT / "examples" / "run_engine"
+COMPILER = ("g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{EXAMPLE}")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("run_engine") / "test"
+    sources = (ROOT / "tests/native/run_engine_test.cc", *map(EXAMPLE.joinpath, HOST_SOURCES))
+    subprocess.run([*COMPILER, *map(str, sources), "-o", str(path)], check=True)
+    return path
+
+
+HOST_SOURCES = ("options.cc", "results.cc")
+
+
+def said(program: Path, *arguments: str) -> dict:
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_options(program):
+    assert said(program, "m.engine") == {
+        "engine": "m.engine",
+        "plugin": "",
+        "batch": -1,
+        "runs": [0, 10, 100, 0, 0],
+    }
+    given = (
+        *("--shape", "x=4x3x8", "--shape", "s=0", "--batch", "16", "--plugin", "lib.so"),
+        *("--input", "x=a=b.bin", "--profile", "1", "--warmup", "0", "--iterations", "7"),
+        *("m.engine", "--cuda-graph", "--top-k", "5"),
+    )
+    assert said(program, *given) == {
+        "shape s": [0],
+        "shape x": [4, 3, 8],
+        "input x": "a=b.bin",
+        "engine": "m.engine",
+        "plugin": "lib.so",
+        "batch": 16,
+        "runs": [1, 0, 7, 1, 5],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--cuda-graph", "name an engine"),
+        ("a b", "one engine at a time, got a and b"),
+        ("a --graph", "unknown option --graph"),
+        ("a --batch", "--batch needs a value"),
+        ("a --batch 0", "--batch needs a number of at least 1, got '0'"),
+        ("a --iterations 1e3", "--iterations needs a number of at least 1, got '1e3'"),
+        ("a --shape x", "--shape needs NAME=VALUE, got 'x'"),
+        ("a --shape x=4x", "--shape needs a number of at least 0, got ''"),
+        ("a --shape x=4x-1", "--shape needs a number of at least 0, got '-1'"),
+        ("a --top-k 99999999999", "--top-k needs a number of at least 1, got '99999999999'"),
+    ],
+)
+def test_options_that_make_no_sense(program, arguments, error):
+    assert said(program, *arguments.split())["error"] == error
+
+
+def test_values_and_summaries(program):
+    computed = said(program)
+    assert computed["float16"] == [1.0, -2.0, 65504.0, 2.0**-14, 2.0**-24]
+    assert computed["bfloat16"] == [1.0, -2.0, 3.140625]
+    assert computed["int64"] == [-3, 2**40]
+    assert computed["int8"] == [-3, 127]
+    assert computed["bool"] == [0, 1]
+    assert computed["special"] == [1, 1, 1]
+    for dtype in ("float32", "float16", "bfloat16"):
+        values = computed[f"example {dtype}"]
+        assert len(values) == 64
+        assert all(0.5 <= abs(value) < 1 for value in values)
+        assert min(values) < 0 < max(values)
+        assert len(set(values)) > 32
+    assert computed["example int32"] == [0] * 64
+    # Equal values in their order, NaN last.
+    assert computed["largest"] == [2, 4, 0, 3, 1]
+    assert computed["latency"] == [100.5, 100.5, 198]
+    assert computed["single"] == [3, 3, 3]
+
+
+def test_it_compiles_against_the_sdk(tmp_path):
+    tensorrt, cuda = (os.environ.get(f"{name}_INCLUDE_DIR") for name in ("TENSORRT", "CUDA"))
+    if not (tensorrt and cuda):
+        pytest.skip("TENSORRT_INCLUDE_DIR and CUDA_INCLUDE_DIR name no folders with headers")
+    for source in ("engine.cc", "main.cc"):
+        flags = ("-isystem", tensorrt, "-isystem", cuda, "-c", "-o", str(tmp_path / "object"))
+        subprocess.run([*COMPILER, *flags, str(EXAMPLE / source)], check=True)

@@ -1,0 +1,36 @@
+"""Engines: built from ONNX files, looked into, run on torch tensors, and compared in speed.
+
+TensorRT and TensorRT for RTX both will do. The tests build engines with TensorRT for RTX, which
+needs no GPU for that. No engine has run on a GPU yet.
+"""
+
+from trt_plugin.engine.benchmark import BenchmarkReport, Timing, bench_engines
+from trt_plugin.engine.building import EngineReport, PluginLayer, TensorInfo, build_engine
+from trt_plugin.engine.contents import EngineContents, StoredProgram, is_engine, read_engine
+from trt_plugin.engine.installed import BUILDERS, EngineError
+from trt_plugin.engine.running import Runner
+from trt_plugin.engine.shapes import Profile, join_profiles, parse_shapes
+
+__all__ = [
+    # Building
+    "build_engine",
+    "EngineReport",
+    "PluginLayer",
+    "TensorInfo",
+    "EngineError",
+    "BUILDERS",
+    # Shapes
+    "Profile",
+    "parse_shapes",
+    "join_profiles",
+    # Looking into them
+    "read_engine",
+    "is_engine",
+    "EngineContents",
+    "StoredProgram",
+    # Running
+    "Runner",
+    "bench_engines",
+    "BenchmarkReport",
+    "Timing",
+]

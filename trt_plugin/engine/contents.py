@@ -1,0 +1,170 @@
+"""What can be found in an engine's file without TensorRT and without a GPU."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trt_plugin.bundle import Bundle, BundleError, Program, read
+from trt_plugin.bundle.records import FILE_HEADER, FILE_MAGIC
+from trt_plugin.native import library_path
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["EngineContents", "StoredProgram", "is_engine", "read_engine"]
+
+#: What cannot be known without loading the engine.
+UNKNOWN = (
+    "names and number of its layers, its inputs and shapes, and the GPUs that the rest of it is "
+    "built for: TensorRT reads them where there is such a GPU"
+)
+
+# TensorRT's plans, as those of TensorRT for RTX 1.7 begin.
+_PLAN_MAGIC = b"vtrt"
+# The plan's version: major, minor, patch, build.
+_VERSION = slice(24, 28)
+# Every version of the plugin's library exports this function.
+_EXPORTED = b"\0dynamo_moe_program_open\0"
+
+
+@dataclass(frozen=True)
+class StoredProgram:
+    """A program of MoE kernels, and how often the file has it.
+
+    Attributes:
+        program: The layer, its architecture and kernels.
+        copies: How many times its bytes are in the file.
+    """
+
+    program: Program
+    copies: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The program as dicts, lists, strings and numbers."""
+        return {**self.program.to_dict(), "copies": self.copies}
+
+
+@dataclass(frozen=True)
+class EngineContents:
+    """What was found in an engine's file; rich prints it as a table.
+
+    Attributes:
+        path: The file.
+        bytes: Its size.
+        tensorrt: The TensorRT that wrote it, such as ``"TensorRT for RTX 1.7.1.116"``; None if the
+            file does not say it in a way that is known.
+        programs: Programs of MoE layers, each once, in the file's order. Equal layers share one.
+        library: ``"installed"`` if the file holds the plugin's library that is installed here,
+            ``"other"`` for another version of it, None if it holds none.
+    """
+
+    path: Path
+    bytes: int
+    tensorrt: str | None
+    programs: tuple[StoredProgram, ...]
+    library: str | None
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Architectures that the MoE kernels are compiled for: ``("sm_89", "sm_120")``."""
+        found = {stored.program.architecture for stored in self.programs}
+        return tuple(f"sm_{each}" for each in sorted(found))
+
+    @property
+    def program_bytes(self) -> int:
+        """The size of all programs, repeated ones included."""
+        return sum(len(stored.program.data) * stored.copies for stored in self.programs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents as dicts, lists, strings and numbers, ready for ``json.dumps``."""
+        return {
+            "path": str(self.path),
+            "bytes": self.bytes,
+            "tensorrt": self.tensorrt,
+            "architectures": list(self.architectures),
+            "program_bytes": self.program_bytes,
+            "programs": [stored.to_dict() for stored in self.programs],
+            "library": self.library,
+            "unknown": UNKNOWN,
+        }
+
+    def __rich__(self) -> RenderableType:
+        """What rich prints."""
+        from trt_plugin.engine.view import contents_view
+
+        return contents_view(self)
+
+
+def is_engine(path: str | PathLike[str]) -> bool:
+    """Whether a file is meant to be an engine, by its name or its first bytes."""
+    path = Path(path)
+    if path.suffix in {".engine", ".plan", ".trt"}:
+        return True
+    with path.open("rb") as file:
+        return file.read(len(_PLAN_MAGIC)) == _PLAN_MAGIC
+
+
+def read_engine(path: str | PathLike[str]) -> EngineContents:
+    """Searches an engine's file for the kernels of MoE layers and the plugin's library.
+
+    The file is searched, not interpreted: its format is TensorRT's own. A program counts if the
+    native library accepts all of its bytes.
+
+    Raises:
+        OSError: If the file cannot be read, or the native library is missing.
+        ValueError: If the file is empty.
+    """
+    path = Path(path)
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty: that is no engine")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        copies: dict[bytes, int] = {}
+        programs: dict[bytes, Program] = {}
+        for bundle in _bundles(data):
+            for program in bundle.programs:
+                programs[program.data] = program
+                copies[program.data] = copies.get(program.data, 0) + 1
+        return EngineContents(
+            path=path,
+            bytes=len(data),
+            tensorrt=_version(data),
+            programs=tuple(
+                StoredProgram(program, copies[content]) for content, program in programs.items()
+            ),
+            library=_library(data),
+        )
+
+
+def _bundles(data: mmap.mmap) -> Iterator[Bundle]:
+    at = data.find(FILE_MAGIC)
+    while at >= 0:
+        end = at + len(FILE_MAGIC)
+        header = data[at : at + FILE_HEADER.size]
+        if len(header) == FILE_HEADER.size:
+            size = FILE_HEADER.unpack(header)[3]
+            try:
+                yield read(data[at : at + size])
+                end = at + size
+            except BundleError:
+                # The library itself holds these eight bytes too.
+                pass
+        at = data.find(FILE_MAGIC, end)
+
+
+def _version(data: mmap.mmap) -> str | None:
+    version = data[_VERSION]
+    # The first TensorRT for RTX has major version 1; TensorRT's was far beyond by then.
+    if data[: len(_PLAN_MAGIC)] != _PLAN_MAGIC or version[:1] != b"\x01":
+        return None
+    return f"TensorRT for RTX {'.'.join(map(str, version))}"
+
+
+def _library(data: mmap.mmap) -> str | None:
+    if data.find(library_path().read_bytes()) >= 0:
+        return "installed"
+    return "other" if data.find(_EXPORTED) >= 0 else None

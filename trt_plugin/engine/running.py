@@ -1,0 +1,213 @@
+"""Runs engines on torch tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trt_plugin.engine.installed import EngineError, installed, load_plugin
+from trt_plugin.engine.log import Log
+from trt_plugin.output import write_whole
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Runner"]
+
+# TensorRT asks for addresses at multiples of this.
+_ALIGNMENT = 256
+
+
+class Runner:
+    """Runs an engine on torch tensors.
+
+    All calls share one execution context, and its memory. One that follows on another stream must
+    wait for the earlier one's stream, as by ``stream.wait_stream(earlier)``.
+
+    Not verified on a GPU.
+
+    Args:
+        engine: An engine's file.
+        builder: ``"tensorrt"`` or ``"rtx"``, as it was built; by default TensorRT if it is
+            installed, and else TensorRT for RTX.
+        runtime_cache: File of the kernels that TensorRT for RTX compiled for this machine's device
+            in earlier runs; :meth:`save_runtime_cache` writes it. One that is refused, such as
+            another device's, is started anew, with a warning.
+        allow_host_code: Whether TensorRT may load and run a library that the engine holds, such as
+            the plugin's that ``build_engine(…, with_library=True)`` stores. The installed library
+            is not loaded then. Only for engines whose origin you trust.
+
+    Attributes:
+        inputs: Names of the inputs.
+        outputs: Names of the outputs.
+
+    Raises:
+        EngineError: If TensorRT is missing, or refuses the engine or the plugin.
+        FileNotFoundError: If there is no such file, or the plugin's library is missing.
+    """
+
+    def __init__(
+        self,
+        engine: str | PathLike[str],
+        *,
+        allow_host_code: bool = False,
+        builder: str | None = None,
+        runtime_cache: str | PathLike[str] | None = None,
+    ) -> None:
+        found = installed("running an engine", builder)
+        if runtime_cache is not None and not found.is_rtx:
+            raise EngineError(f"{found.title} has no runtime cache; TensorRT for RTX has")
+        trt = found.module
+        self._log = Log(trt)
+        self._runtime = trt.Runtime(self._log.logger)
+        if self._runtime is None:
+            raise EngineError(f"{found.title} has no runtime here: {self._log.text()}")
+        if allow_host_code:
+            self._runtime.engine_host_code_allowed = True
+        else:
+            load_plugin(found)
+        self._engine = self._runtime.deserialize_cuda_engine(Path(engine).read_bytes())
+        if self._engine is None:
+            raise EngineError(f"{found.title} does not load {engine}: {self._log.text()}")
+        self._cache_path = None if runtime_cache is None else Path(runtime_cache)
+        self._cache: Any = None
+        self._context = self._create_context()
+        if self._context is None:
+            raise EngineError(f"{found.title} does not run {engine}: {self._log.text()}")
+        self._profile = 0
+        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
+        modes = {name: self._engine.get_tensor_mode(name) for name in names}
+        self.inputs = [name for name in names if modes[name] == trt.TensorIOMode.INPUT]
+        self.outputs = [name for name in names if modes[name] == trt.TensorIOMode.OUTPUT]
+
+    def save_runtime_cache(self) -> None:
+        """Writes what TensorRT for RTX has compiled so far, for the next :class:`Runner`.
+
+        Raises:
+            OSError: If the file cannot be written.
+            ValueError: If the runner was made without ``runtime_cache``.
+        """
+        if self._cache_path is None:
+            raise ValueError("this Runner has no file to write to: make it with runtime_cache=…")
+        write_whole(self._cache_path, bytes(self._cache.serialize()))
+
+    def usual_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the inputs' usual shapes in the first profile."""
+        return {name: self._range(name, 0)[1] for name in self.inputs}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype of an input or output."""
+        import torch
+
+        # DataType.HALF is torch.float16; most names are the same.
+        names = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
+        given = self._engine.get_tensor_dtype(name).name
+        dtype: torch.dtype = getattr(torch, names.get(given, given.lower()))
+        return dtype
+
+    def __call__(self, **tensors: Tensor) -> dict[str, Tensor]:
+        """Runs on the current CUDA stream of the inputs' device, which it does not wait for.
+
+        Args:
+            tensors: Tensors of one CUDA device by the inputs' names, in the engine's dtypes. Those
+                that are not contiguous, or do not begin at a multiple of 256 bytes, are copied.
+
+        Returns:
+            The outputs by name.
+
+        Raises:
+            EngineError: If TensorRT refuses a shape, or fails.
+            TypeError: If an input's dtype is not the engine's, or the inputs are not all on one
+                CUDA device.
+            ValueError: If inputs are missing or unknown.
+        """
+        import torch
+
+        if set(tensors) != set(self.inputs):
+            raise ValueError(f"the inputs are {', '.join(self.inputs)}; got {', '.join(tensors)}")
+        for name, tensor in tensors.items():
+            dtype = self.dtype(name)
+            if tensor.dtype != dtype:
+                raise TypeError(f"input {name} must be {dtype}, got {tensor.dtype}")
+            if not tensor.is_cuda:
+                raise TypeError(f"input {name} must be on a CUDA device, got {tensor.device}")
+        devices = {tensor.device: None for tensor in tensors.values()}
+        if len(devices) > 1:
+            raise TypeError(f"inputs must be on one device, got {', '.join(map(str, devices))}")
+        device = next(iter(devices), torch.device("cuda"))
+        with torch.cuda.device(device):
+            return self._run(tensors, device)
+
+    def _run(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        import torch
+
+        stream = torch.cuda.current_stream(device)
+        if self._engine.num_optimization_profiles > 1:
+            self._select_profile(tensors, stream.cuda_stream)
+        held = {}
+        for name, tensor in tensors.items():
+            held[name] = tensor.contiguous()
+            if held[name].data_ptr() % _ALIGNMENT:
+                held[name] = held[name].clone()
+            if not self._context.set_input_shape(name, tuple(tensor.shape)):
+                raise EngineError(
+                    f"the engine does not take {name} of shape {tuple(tensor.shape)}: "
+                    f"{self._log.text()}"
+                )
+            self._context.set_tensor_address(name, held[name].data_ptr())
+        results = {}
+        for name in self.outputs:
+            shape = tuple(self._context.get_tensor_shape(name))
+            results[name] = torch.empty(shape, dtype=self.dtype(name), device=device)
+            self._context.set_tensor_address(name, results[name].data_ptr())
+        if not self._context.execute_async_v3(stream.cuda_stream):
+            raise EngineError(f"TensorRT does not run the engine: {self._log.text()}")
+        for tensor in held.values():
+            tensor.record_stream(stream)
+        return results
+
+    def _create_context(self) -> Any:
+        if self._cache_path is None:
+            return self._engine.create_execution_context()
+        config = self._engine.create_runtime_config()
+        self._cache = config.create_runtime_cache()
+        path = self._cache_path
+        if path.exists() and not self._cache.deserialize(path.read_bytes()):
+            warnings.warn(
+                f"{path} is damaged, or of another device, driver or TensorRT: the runtime cache "
+                "starts anew",
+                stacklevel=3,
+            )
+        config.set_runtime_cache(self._cache)
+        return self._engine.create_execution_context(config)
+
+    def _select_profile(self, tensors: Mapping[str, Tensor], stream: int) -> None:
+        """Selects the first profile that has the tensors' shapes, if the current one has not."""
+        count = self._engine.num_optimization_profiles
+        profiles = [self._profile, *(at for at in range(count) if at != self._profile)]
+        for at in profiles:
+            if all(self._fits(name, tensor, at) for name, tensor in tensors.items()):
+                break
+        else:
+            # None has: set_input_shape says why.
+            return
+        if at != self._profile:
+            if not self._context.set_optimization_profile_async(at, stream):
+                raise EngineError(f"TensorRT does not take profile {at}: {self._log.text()}")
+            self._profile = at
+
+    def _fits(self, name: str, tensor: Tensor, profile: int) -> bool:
+        smallest, _, largest = self._range(name, profile)
+        return len(smallest) == tensor.dim() and all(
+            low <= size <= high
+            for low, size, high in zip(smallest, tensor.shape, largest, strict=True)
+        )
+
+    def _range(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        """The smallest, usual and largest shape of an input."""
+        shapes = self._engine.get_tensor_profile_shape(name, profile)
+        return [tuple(shape) for shape in shapes]
