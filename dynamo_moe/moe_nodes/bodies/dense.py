@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import onnx_ir as ir
 
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
@@ -58,20 +57,14 @@ def experts(
 def _weights_by_expert(
     op: Ops, dtype: ir.DataType, ids_TK: ir.Value, weights_TK: ir.Value
 ) -> ir.Value:
-    """Each token's weight for each expert ``[E, T, 1]``; a token's choices of one expert add up."""
-    tokens_1 = op.Shape(ids_TK, start=0, end=1, out="T")
-    # Column 0 collects the weights of choices of no expert.
-    columns_1 = op.Add(op.size("num_experts"), 1, out="columns")
-    zeros = op.zeros(op.Concat(tokens_1, columns_1, axis=0, out="TE_1"), dtype, out="zeros")
-    scattered = op.ScatterElements(
-        zeros,
-        op.Add(ids_TK, 1, out="columns_TK"),
-        weights_TK,
-        axis=1,
-        reduction="add",
-        out="scattered",
+    """Each token's weight for each expert ``[E, T, 1]``; a token's choices of one expert add up.
+
+    TensorRT has no ScatterElements that adds.
+    """
+    E = op.Squeeze(op.size("num_experts"), [0], out="E")
+    experts_E11 = op.Unsqueeze(op.Range(0, E, 1, out="range_E"), [1, 2], out="experts_E11")
+    chosen_ETK = op.Equal(ids_TK, experts_E11, out="chosen_ETK")
+    weights_ETK = op.Where(
+        chosen_ETK, weights_TK, op.constant("not_chosen", 0, dtype), out="weights_ETK"
     )
-    weights_TE = op.Slice(scattered, [1], [np.iinfo(np.int64).max], [1], out="weights_TE")
-    return op.Unsqueeze(
-        op.Transpose(weights_TE, perm=[1, 0], out="weights_ET"), [2], out="weights_ET1"
-    )
+    return op.ReduceSum(weights_ETK, [2], keepdims=1, out="weights_ET1")

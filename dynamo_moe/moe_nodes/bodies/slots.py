@@ -24,10 +24,10 @@ class Slots:
     """The slots sorted by expert, beginning with those of no expert."""
 
     ids_TK: ir.Value
-    slots_N: ir.Value
-    """The slots' indices in the tokens' order."""
+    places_N: ir.Value
+    """Each slot's place in that order."""
     rows_N: ir.Value
-    """For each slot, its row in the experts' inputs."""
+    """In that order, the rows in the experts' inputs."""
     counts_E: ir.Value
     begins_E: ir.Value
     ends_E: ir.Value
@@ -39,24 +39,42 @@ class Slots:
 
 
 def sort(op: Ops, config: BodyConfig, ids_TK: ir.Value) -> Slots:
-    """Sorts the slots of the tokens' choices by expert."""
-    # Bucket 0 holds slots of no expert. TopK puts the lower index first in a tie: a stable sort.
-    buckets_N = op.Add(op.Reshape(ids_TK, [-1], out="ids_N"), 1, out="buckets_N")
-    N = op.Shape(buckets_N, out="N")
-    _, slots_N = op.TopK(buckets_N, N, axis=0, largest=0, out=("sorted_N", "slots_N"))
-    zeros = op.zeros(
-        op.Add(op.size("num_experts"), 1, out="buckets"), ir.DataType.INT64, out="no_slots"
+    """Sorts the slots of the tokens' choices by expert.
+
+    A slot's place is the number of slots before it: those of lower experts, and those of its own
+    that come earlier. One CumSum over a table of experts by slots counts both. TensorRT takes it
+    for any number of slots, but no TopK of more than 3840.
+    """
+    # In the table, row 0 is for slots of no expert. Column 0 is one such slot more, so that a row
+    # has a last column, which counts up to its expert's end, even if there are no slots.
+    ids_N = op.Reshape(ids_TK, [-1], out="ids_N")
+    columns = op.Concat([-1], ids_N, axis=0, out="columns")
+    width_1 = op.Shape(columns, out="width_1")
+    E = op.Squeeze(op.size("num_experts"), [0], out="E")
+    rows_1 = op.Unsqueeze(op.Range(-1, E, 1, out="rows"), [1], out="rows_1")
+    chosen = op.Reshape(op.Equal(rows_1, columns, out="chosen"), [-1], out="chosen_flat")
+    # ONNX Runtime adds up 32 bits faster than 64.
+    counts = op.CumSum(op.Cast(chosen, to=ir.DataType.INT32, out="ones"), 0, out="counts")
+    table = op.Reshape(counts, op.Concat([-1], width_1, axis=0, out="table_shape"), out="table")
+    last_1 = op.Cast(
+        op.Slice(table, [-1], [_END], [1], out="last_column"), to=ir.DataType.INT64, out="last_1"
     )
-    counts = op.ScatterElements(
-        zeros, buckets_N, op.Expand(1, N, out="ones_N"), axis=0, reduction="add", out="counts"
-    )
-    counts_E = op.Slice(counts, [1], [_END], [0], out="counts_E")
-    ends_E = op.Slice(op.CumSum(counts, 0, out="ends"), [1], [_END], [0], out="ends_E")
-    rows_N = slots_N
+    ends = op.Sub(op.Squeeze(last_1, [1], out="last"), 1, out="ends")
+    begins_E = op.Slice(ends, [0], [-1], [0], out="begins_E")
+    ends_E = op.Slice(ends, [1], [_END], [0], out="ends_E")
+    counts_E = op.Sub(ends_E, begins_E, out="counts_E")
+
+    N = op.Squeeze(op.Shape(ids_N, out="N_1"), [0], out="N")
+    range_N = op.Range(0, N, 1, out="range_N")
+    row_N = op.Mul(op.Add(ids_N, 1, out="row"), width_1, out="row_N")
+    own_N = op.Add(row_N, op.Add(range_N, 1, out="column_N"), out="own_N")
+    count_N = op.Cast(op.Gather(counts, own_N, out="count"), to=ir.DataType.INT64, out="count_N")
+    places_N = op.Sub(count_N, 2, out="places_N")
+    rows_N = range_N
     if not config.weight_on_input:
-        rows_N = op.Div(slots_N, op.size("top_k"), out="tokens_N")
-    begins_E = op.Sub(ends_E, counts_E, out="begins_E")
-    return Slots(ids_TK, slots_N, rows_N, counts_E, begins_E, ends_E)
+        rows_N = op.Div(range_N, op.size("top_k"), out="tokens_N")
+    rows_N = op.ScatterElements(rows_N, places_N, rows_N, axis=0, out="sorted_rows_N")
+    return Slots(ids_TK, places_N, rows_N, counts_E, begins_E, ends_E)
 
 
 def combine(
@@ -86,10 +104,7 @@ def weighted_sum(op: Ops, config: BodyConfig, y_TKD: ir.Value, weights_TK: ir.Va
 def _places(op: Ops, slots: Slots, first_E: ir.Value) -> ir.Value:
     """The rows ``[T, K]`` of the slots' results; -1, the last row, for slots of no expert."""
     TK = op.Shape(slots.ids_TK, out="TK")
-    N = op.Squeeze(op.Shape(slots.slots_N, out="N_1"), [0], out="N_0")
-    range_N = op.Range(0, N, 1, out="range_N")
-    order_N = op.ScatterElements(slots.slots_N, slots.slots_N, range_N, axis=0, out="order_N")
-    order_TK = op.Reshape(order_N, TK, allowzero=1, out="order_TK")
+    order_TK = op.Reshape(slots.places_N, TK, allowzero=1, out="order_TK")
     shift_E = op.Sub(first_E, slots.begins_E, out="shift_E")
     shift_TK = op.Gather(shift_E, slots.ids_TK, out="shift_TK")
     place_TK = op.Add(order_TK, shift_TK, out="shifted_TK")
