@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,10 +31,10 @@ __all__ = [
     "enable_python_dispatcher",
     "has_forward_hooks",
     "hooks_removed",
-    "own_tensors",
     "schema_of",
     "shallow_copy",
     "storage_key",
+    "tensors_replaced",
     "without_values",
     "wrapper_subclass",
 ]
@@ -151,12 +151,29 @@ def hooks_removed(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def own_tensors(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Returns a module's own parameters and buffers by name, as dictionaries that can be changed.
+@contextlib.contextmanager
+def tensors_replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Lets a module compute with other parameters and buffers.
+
+    Args:
+        module: The module.
+        replacement: From a tensor's path, and the tensor or None, to what takes its place.
 
     Raises:
         RuntimeError: If this PyTorch keeps them elsewhere.
     """
+    with contextlib.ExitStack() as restored:
+        for path, part in module.named_modules():
+            for held in _own_tensors(part):
+                for name, tensor in held.items():
+                    other = replacement(f"{path}.{name}" if path else name, tensor)
+                    if other is not tensor:
+                        restored.callback(held.__setitem__, name, tensor)
+                        held[name] = other
+        yield
+
+
+def _own_tensors(module: nn.Module) -> tuple[dict[str, Any], ...]:
     names = ("_parameters", "_buffers")
     return tuple(_held(module, name, "torch.nn.Module._parameters") for name in names)
 

@@ -3,7 +3,7 @@
 It begins in ``convert_model``, which converts in three ways, in this order:
 
 - ``transformers_experts``: experts of transformers' models, through transformers' own interface;
-- ``registry``: modules that a registered adapter recognises (``llama4``, ``switch``, the user's);
+- ``registry``: modules that a registered adapter recognises (``transformers_layers``, the user's);
 - ``convert_layers``: layers of any other class. ``locate_layers`` finds them by shapes and names,
   ``identify_layer`` and ``identify_experts`` find what one computes, by numbers. The result is a
   ``layer_spec``, a record that can compute the layer; ``expert_weights`` is its part for the
@@ -15,7 +15,7 @@ All of them use ``observation`` to run modules in trials, ``comparison`` to comp
 things: a dense model's MLPs, and the weight files of InfMoE.
 """
 
-from dynamo_moe.conversion import llama4, switch  # noqa: F401  Importing registers them.
+from dynamo_moe.conversion import transformers_layers  # noqa: F401  Importing registers them.
 from dynamo_moe.conversion.convert_model import convert, convertible_modules
 from dynamo_moe.conversion.registry import Adapter, adapters, register_adapter
 from dynamo_moe.conversion.reports import (

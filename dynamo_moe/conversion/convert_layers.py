@@ -7,6 +7,7 @@ is proved against the layer, with its own weights and with random ones, and inst
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,17 +24,11 @@ from dynamo_moe.conversion.identify_layer import (
     side_effects,
 )
 from dynamo_moe.conversion.layer_spec import LayerSpec, install
-from dynamo_moe.conversion.locate_layers import (
-    ExpertList,
-    ExpertStacks,
-    LayerCandidate,
-    locate_layers,
-)
+from dynamo_moe.conversion.locate_layers import LayerCandidate, LocatedExperts, locate_layers
 from dynamo_moe.conversion.observation import (
     FullPrecision,
     has_values,
     in_float32,
-    on_any_device,
     on_tokens,
     preserving_state,
     using_tensors,
@@ -52,20 +47,12 @@ _SCALES = (0.01, 5.0)
 _MOST_TOKENS, _NO_CAPACITY = 8192, 2**31
 
 
-def convert_layers(
-    model: nn.Module, handled: Set[nn.Module]
-) -> tuple[list[Replacement], list[Unrecognised]]:
+def convert_layers(model: nn.Module, handled: Set[nn.Module]) -> list[Replacement | Unrecognised]:
     """Converts the MoE layers of a model in place, except in modules that are handled."""
-    replaced: list[Replacement] = []
-    unrecognised: list[Unrecognised] = []
     known: dict[Any, IdentifiedLayer] = {}
-    for candidate in locate_layers(model, handled):
-        outcome = _convert_candidate(model, candidate, known)
-        if isinstance(outcome, Replacement):
-            replaced.append(outcome)
-        elif outcome is not None:
-            unrecognised.append(outcome)
-    return replaced, unrecognised
+    located = locate_layers(model, handled)
+    outcomes = [_convert_candidate(model, candidate, known) for candidate in located]
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _convert_candidate(
@@ -94,7 +81,7 @@ def _convert_candidate(
             reasons[path] = ValueError(f"{type(failure).__name__}: {failure}")
     routes = [path for path, reason in reasons.items() if not isinstance(reason, NotRoutedError)]
     # A list of alike MLPs can be anything; stacks with a matrix of E rows beside them cannot.
-    if not (routes or isinstance(candidate.experts, ExpertStacks) or candidate.is_named(model)):
+    if not (routes or candidate.experts.stacks or candidate.is_named(model)):
         return None
     path = routes[0] if routes else candidate.path
     module = model.get_submodule(path)
@@ -102,7 +89,7 @@ def _convert_candidate(
 
 
 def _convert_layer(
-    module: nn.Module, experts: ExpertList | ExpertStacks, known: IdentifiedLayer | None
+    module: nn.Module, experts: LocatedExperts, known: IdentifiedLayer | None
 ) -> tuple[IdentifiedLayer, tuple[str, ...]]:
     """Converts a layer in place; returns what it computes, and notes on what it no longer does.
 
@@ -115,13 +102,9 @@ def _convert_layer(
     tried = in_float32(module)
     with evaluating(tried), evaluating(module):
         identified = None
-        if known is not None:
-            try:
-                identified = _prove(tried, known, values)
-            except ValueError:  # It has the same shapes, and computes something else.
-                identified = None
-        if identified is None:
-            identified = _prove(tried, identify_layer(tried, experts), values)
+        with suppress(ValueError):  # It has the same shapes, and may compute something else.
+            identified = known and _prove(tried, known, values)
+        identified = identified or _prove(tried, identify_layer(tried, experts), values)
         _check_hooks(module, identified.spec)
         if tried is not module and values:
             _check_dtype(module, identified)
@@ -140,7 +123,6 @@ def _prove(module: nn.Module, identified: IdentifiedLayer, values: bool) -> Iden
         ValueError: If the module does not compute that, with random weights and with its own.
     """
     spec = identified.spec
-    original = on_tokens(on_any_device(module), channels_first=spec.channels_first)
     candidate = on_tokens(partial(spec, module), channels_first=spec.channels_first)
     thresholds = _thresholds(module)
     builtin = spec.routing.builtin()
@@ -152,7 +134,7 @@ def _prove(module: nn.Module, identified: IdentifiedLayer, values: bool) -> Iden
             continue
         with preserving_state(module), using_tensors(module, weights), FullPrecision():
             dimensions = compare_shapes(
-                original,
+                identified.own_forward(module),
                 candidate,
                 identified.example(module),
                 "a mixture of experts",
@@ -171,32 +153,26 @@ def _prove(module: nn.Module, identified: IdentifiedLayer, values: bool) -> Iden
 def _check_hooks(module: nn.Module, spec: LayerSpec) -> None:
     """Raises ValueError if a submodule has hooks that would not run."""
     for path, part in module.named_modules():
-        runs = any(f"{path}.".startswith(f"{call.path}.") for call in spec.calls())
-        if path and not runs and has_forward_hooks(part):
+        if path and not spec.still_runs(path) and has_forward_hooks(part):
             raise ValueError(f"its submodule {path!r} has forward hooks, which would not run")
 
 
 def _check_dtype(module: nn.Module, identified: IdentifiedLayer) -> None:
     """Raises ValueError if a module in half precision returns another dtype than its tokens'."""
     x = torch.zeros_like(identified.example(module))
-    run = on_tokens(on_any_device(module), channels_first=identified.spec.channels_first)
     with preserving_state(module), torch.no_grad():
-        result = run(x)
-    dtypes = {leaf.dtype for leaf in pytree.tree_leaves(result) if _is_result(leaf, x)}
+        result = identified.own_forward(module)(x)
+    dtypes = {
+        leaf.dtype
+        for leaf in pytree.tree_leaves(result)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() == x.numel()
+    }
     if dtypes and x.dtype not in dtypes:
         raise ValueError(f"it returns {dtypes.pop()} for tokens in {x.dtype}")
 
 
-def _is_result(leaf: Any, x: Tensor) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() == x.numel()
-
-
 def _thresholds(module: nn.Module) -> list[int]:
-    """Returns the numbers of tokens above which a module may compute something else.
-
-    Raises:
-        ValueError: If there is one that is too large to try.
-    """
+    """Returns the numbers of tokens above which a module may compute something else."""
     found = sorted(value for _, value in _capacities(module) if type(value) is int and value > 1)
     if found and found[-1] > _MOST_TOKENS:
         raise ValueError(f"a capacity of {found[-1]} tokens is more than can be tried")

@@ -6,9 +6,6 @@ adapter recognises are replaced by what it builds, and all other layers are iden
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -76,19 +73,21 @@ def convert(
     check_model(model)
     if experts_dtype is not None and not experts_dtype.is_floating_point:
         raise TypeError(f"experts_dtype must be a floating dtype, got {experts_dtype}")
-    replaced, unrecognised = transformers_experts.convert_experts(model, fallback)
-    handled = _handled_modules(model)
-    by_adapters, refused = convert_by_adapters(model, handled)
-    handled = _handled_modules(model)
-    layers, left = convert_layers(model, handled)
-    replaced += [*by_adapters, *layers]
-    unrecognised += _merged(each for each in (*refused, *left) if not _is_within(each, layers))
+    outcomes = transformers_experts.convert_experts(model, fallback)
+    outcomes += convert_by_adapters(model, _handled_modules(model))
+    layers = convert_layers(model, _handled_modules(model))
+    outcomes += layers
     if experts_dtype is not None:
         _cast_experts(model, experts_dtype)
     order = {path: place for place, (path, _) in enumerate(model.named_modules())}
+    outcomes.sort(key=lambda each: order.get(each.module, 0))
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for each in outcomes:
+        if isinstance(each, Unrecognised) and not _is_around(each.module, layers):
+            reasons.setdefault((each.module, each.original), []).append(each.reason)
     return ConversionReport(
-        tuple(sorted(replaced, key=lambda each: order.get(each.module, 0))),
-        tuple(sorted(unrecognised, key=lambda each: order.get(each.module, 0))),
+        tuple(each for each in outcomes if isinstance(each, Replacement)),
+        tuple(Unrecognised(*module, "; ".join(said)) for module, said in reasons.items()),
     )
 
 
@@ -115,20 +114,10 @@ def _handled_modules(model: nn.Module) -> set[nn.Module]:
     }
 
 
-def _merged(lefts: Iterable[Unrecognised]) -> list[Unrecognised]:
-    """Returns one entry for each module, with all reasons."""
-    found: dict[str, Unrecognised] = {}
-    for left in lefts:
-        known = found.get(left.module)
-        found[left.module] = (
-            left if known is None else replace(known, reason=f"{known.reason}; {left.reason}")
-        )
-    return list(found.values())
-
-
-def _is_within(left: Unrecognised, replaced: list[Replacement]) -> bool:
-    """Whether a module that was left holds, or is, one that was converted otherwise."""
-    prefix = f"{left.module}." if left.module else ""
+def _is_around(path: str, outcomes: list[Replacement | Unrecognised]) -> bool:
+    """Whether a module holds, or is, one that was converted."""
+    prefix = f"{path}." if path else ""
+    replaced = (each for each in outcomes if isinstance(each, Replacement))
     return any(f"{each.module}.".startswith(prefix) for each in replaced)
 
 
@@ -137,12 +126,20 @@ def _is_within(left: Unrecognised, replaced: list[Replacement]) -> bool:
 
 def _cast_experts(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts the experts' parameters of all converted modules; shared ones stay shared."""
-    for path, module in model.named_modules():
-        if isinstance(module, ConvertedModule) or transformers_experts.is_selected(module):
-            _check_not_parametrized(path, module)
+    converted = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, ConvertedModule) or transformers_experts.is_selected(module)
+    }
+    for path, module in converted.items():
+        _check_not_parametrized(path, module)
     cast: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in _experts_parameters(module).items():
+    for module in converted.values():
+        if isinstance(module, ConvertedModule):
+            parameters = module.experts_parameters()
+        else:
+            parameters = transformers_experts.experts_parameters(module)
+        for name, parameter in parameters.items():
             if parameter not in cast:
                 cast[parameter] = nn.Parameter(
                     parameter.detach().to(dtype), parameter.requires_grad
@@ -159,11 +156,3 @@ def _check_not_parametrized(path: str, module: nn.Module) -> None:
                 f"experts_dtype cannot cast {weight!r}: each forward computes it anew, as LoRA "
                 "does; merge it first"
             )
-
-
-def _experts_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    if isinstance(module, ConvertedModule):
-        return module.experts_parameters()
-    if transformers_experts.is_selected(module):
-        return transformers_experts.experts_parameters(module)
-    return {}

@@ -5,7 +5,6 @@ Legend: D model width, H hidden width, F = H, or 2H when gated, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -17,6 +16,35 @@ from custom_ops.options import ExpertOptions
 from dynamo_moe.private import change_count
 
 __all__ = ["CachedWeights", "ExpertWeights", "ExpertsSpec", "ParameterStack"]
+
+
+@dataclass(frozen=True)
+class ParameterStack:
+    """Where a module keeps one matrix, or one bias, of every expert.
+
+    Attributes:
+        names: One parameter per expert, or a single one for all.
+        shape: ``(E, a, b)`` or ``(E, a)``: all of them as they are stored, in any number of
+            dimensions.
+        transposed: Whether matrices are stored (in, out).
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """(out, in) of one expert's matrix, or (out,) of its bias."""
+        return self.shape[:0:-1] if self.transposed else self.shape[1:]
+
+    def tensor(self, module: nn.Module) -> Tensor:
+        """Returns ``[E, out, in]`` or ``[E, out]``: a view where the layout allows it."""
+        parts: list[Tensor] = [attrgetter(name)(module) for name in self.names]
+        stacked = parts[0] if len(parts) == 1 else torch.stack(parts)
+        if stacked.shape != self.shape:
+            stacked = stacked.reshape(self.shape)
+        return stacked.mT if self.transposed else stacked
 
 
 class ExpertWeights(NamedTuple):
@@ -33,95 +61,55 @@ class ExpertsSpec:
     """What a module's experts compute, and from which of its parameters.
 
     Attributes:
-        first: The matrices of the first product: one stack, or gate and up in a stack each.
-        first_bias: Their biases; empty if there are none.
-        second: The matrices of the second product.
-        second_bias: Its biases, or None.
+        w1: The matrices of the first product: one stack, or gate and up in a stack each.
+        b1: Their biases; empty if there are none.
+        w2: The matrices of the second product, one stack.
+        b2: Its biases, one stack or none.
         options: What is computed around and between the two products.
         up_first: Whether a single first stack holds the up rows before the gate rows.
     """
 
-    first: tuple[ParameterStack, ...]
-    first_bias: tuple[ParameterStack, ...]
-    second: ParameterStack
-    second_bias: ParameterStack | None
+    w1: tuple[ParameterStack, ...]
+    b1: tuple[ParameterStack, ...]
+    w2: tuple[ParameterStack, ...]
+    b2: tuple[ParameterStack, ...]
     options: ExpertOptions
     up_first: bool = False
 
     @property
     def num_experts(self) -> int:
         """E."""
-        return self.second.num_experts
+        return self.w2[0].shape[0]
 
-    def width(self, module: nn.Module) -> int:
-        """Returns D."""
-        return self.second.shape(module)[0]
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.w2[0].sizes[0]
+
+    @property
+    def stacks(self) -> tuple[ParameterStack, ...]:
+        """The stacks of all matrices and biases."""
+        return (*self.w1, *self.b1, *self.w2, *self.b2)
 
     def weights(self, module: nn.Module) -> ExpertWeights:
         """Returns the weights as the operators take them: views where the layout allows it."""
-        return ExpertWeights(
-            self._gate_rows_first([stack.matrices(module) for stack in self.first]),
-            self._gate_rows_first([stack.biases(module) for stack in self.first_bias])
-            if self.first_bias
-            else None,
-            self.second.matrices(module),
-            None if self.second_bias is None else self.second_bias.biases(module),
-        )
 
-    def _gate_rows_first(self, parts: list[Tensor]) -> Tensor:
-        if self.up_first:
-            up, gate = parts[0].chunk(2, dim=1)
-            parts = [gate, up]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        def joined(stacks: tuple[ParameterStack, ...]) -> Any:
+            parts = [stack.tensor(module) for stack in stacks]
+            return torch.cat(parts, dim=1) if len(parts) > 1 else next(iter(parts), None)
 
-    def stacks(self) -> Iterator[ParameterStack]:
-        """Yields the stacks of all matrices and biases."""
-        yield from (*self.first, *self.first_bias, self.second)
-        if self.second_bias is not None:
-            yield self.second_bias
+        def gate_first(rows: Tensor | None) -> Any:
+            if rows is None or not self.up_first:
+                return rows
+            up, gate = rows.chunk(2, dim=1)
+            return torch.cat([gate, up], dim=1)
+
+        w1, b1, w2, b2 = map(joined, (self.w1, self.b1, self.w2, self.b2))
+        return ExpertWeights(gate_first(w1), gate_first(b1), w2, b2)
 
     def parameter_names(self) -> list[str]:
         """Returns the paths of the parameters."""
-        return [name for stack in self.stacks() for name in stack.names]
-
-
-@dataclass(frozen=True)
-class ParameterStack:
-    """Where a module keeps one matrix, or one bias, of every expert.
-
-    Attributes:
-        names: One parameter per expert, or a single one ``[E, a, b]`` or ``[E * a, b]`` for all.
-        num_experts: E.
-        transposed: Whether matrices are stored (in, out).
-    """
-
-    names: tuple[str, ...]
-    num_experts: int
-    transposed: bool = False
-
-    def matrices(self, module: nn.Module) -> Tensor:
-        """Returns ``[E, out, in]``."""
-        stacked = self._stacked(module)
-        if stacked.ndim != 3:
-            stacked = stacked.reshape(self.num_experts, -1, stacked.shape[-1])
-        return stacked.mT if self.transposed else stacked
-
-    def shape(self, module: nn.Module) -> tuple[int, int]:
-        """Returns (out, in) of one expert's matrix."""
-        parameter: Tensor = attrgetter(self.names[0])(module)
-        matrices = self.num_experts if len(self.names) == 1 else 1
-        columns = parameter.shape[-1]
-        rows = parameter.numel() // (matrices * columns)
-        return (columns, rows) if self.transposed else (rows, columns)
-
-    def biases(self, module: nn.Module) -> Tensor:
-        """Returns ``[E, out]``."""
-        stacked = self._stacked(module)
-        return stacked if stacked.ndim == 2 else stacked.reshape(self.num_experts, -1)
-
-    def _stacked(self, module: nn.Module) -> Tensor:
-        parts: list[Tensor] = [attrgetter(name)(module) for name in self.names]
-        return parts[0] if len(parts) == 1 else torch.stack(parts)
+        return [name for stack in self.stacks for name in stack.names]
 
 
 class CachedWeights:
@@ -138,10 +126,7 @@ class CachedWeights:
         self._weights: ExpertWeights | None = None
         self._key: Any = None
 
-    def __deepcopy__(self, memo: Any) -> CachedWeights:
-        return CachedWeights()
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # Copies and pickles begin without weights.
         return CachedWeights, ()
 
     def get(self, experts: ExpertsSpec, module: nn.Module) -> ExpertWeights:
@@ -167,28 +152,16 @@ def _memory_key(parameters: list[Tensor]) -> Any:
 
 
 def _make_parameters_views(experts: ExpertsSpec, module: nn.Module, weights: ExpertWeights) -> bool:
-    """Makes all experts' parameters views of the stacked weights.
-
-    Returns:
-        Whether the layout allowed it.
-    """
-    if experts.up_first:
+    """Makes all experts' parameters views of the stacked weights, if the layout allows it."""
+    if experts.up_first or any(len(stack.names) == 1 for stack in experts.stacks):
         return False
     views: list[tuple[Tensor, Tensor]] = []
-    second_bias = () if experts.second_bias is None else (experts.second_bias,)
-    for stacks, stacked in (
-        (experts.first, weights.w1),
-        (experts.first_bias, weights.b1),
-        ((experts.second,), weights.w2),
-        (second_bias, weights.b2),
-    ):
+    for operand, stacked in weights._asdict().items():
+        stacks: tuple[ParameterStack, ...] = getattr(experts, operand)
         for place, stack in enumerate(stacks):
-            if stacked is None or len(stack.names) == 1:
-                return False
             part = stacked.chunk(len(stacks), dim=1)[place]
-            for expert, name in enumerate(stack.names):
-                view = part[expert].mT if stack.transposed else part[expert]
-                views.append((attrgetter(name)(module), view))
+            part = part.mT if stack.transposed else part
+            views += [(attrgetter(n)(module), part[number]) for number, n in enumerate(stack.names)]
     is_shared = len({id(parameter) for parameter, _ in views}) < len(views)
     if is_shared or not all(_can_become_view(parameter, view) for parameter, view in views):
         return False

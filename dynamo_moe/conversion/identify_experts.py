@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,14 +19,10 @@ from torch import Tensor, nn
 
 import custom_ops
 from custom_ops.options import ExpertOptions
-from dynamo_moe.conversion.activation import possible_activations, possible_gatings
+from dynamo_moe.conversion.activation import possible_activations
 from dynamo_moe.conversion.expert_weights import ExpertsSpec, ExpertWeights, ParameterStack
-from dynamo_moe.conversion.locate_layers import ExpertList, ExpertStacks, without_leading_ones
-from dynamo_moe.conversion.observation import (
-    preserving_state,
-    random_weights,
-    using_tensors,
-)
+from dynamo_moe.conversion.locate_layers import LocatedExperts, without_leading_ones
+from dynamo_moe.conversion.observation import preserving_state, random_weights, using_tensors
 from dynamo_moe.private import has_forward_hooks
 
 __all__ = ["identify_experts"]
@@ -41,7 +37,7 @@ _SIZES = (0.3, 2.0, 2.0, 10.0, 40.0)
 _TOLERANCE = 1e-4
 
 
-def identify_experts(module: nn.Module, experts: ExpertList | ExpertStacks) -> list[ExpertsSpec]:
+def identify_experts(module: nn.Module, experts: LocatedExperts) -> list[ExpertsSpec]:
     """Returns what a layer's experts may compute: one candidate, where an expert can be called.
 
     Args:
@@ -51,11 +47,11 @@ def identify_experts(module: nn.Module, experts: ExpertList | ExpertStacks) -> l
     Raises:
         ValueError: If they are none that the operators compute; with the reason.
     """
-    if isinstance(experts, ExpertList):
+    if not experts.stacks:
         return _identify_list(module, experts.path)
     candidates = list(_identify_stacks(module, experts))
     if not candidates:
-        names = ", ".join(names[0] for names in experts.names)
+        names = ", ".join(names[0] for names in experts.stacks)
         raise ValueError(
             f"its stacks of {experts.num_experts} experts ({names}) are not the two or three "
             "matrices of an MLP"
@@ -70,37 +66,28 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
     children = dict(module.get_submodule(path).named_children())
     first = next(iter(children.values()))
     parameters = dict(first.named_parameters())
-    shapes = _check_parameters(parameters)
+    stacks = _stacks_of_one(parameters)
     _check_same_structure(children, parameters)
-    weights = random_weights(first, [*parameters, *dict(first.named_buffers())])
+    weights = random_weights(first)
     prefix = f"{path}." if path else ""
 
     def of_all(stack: ParameterStack) -> ParameterStack:
         names = tuple(f"{prefix}{key}.{stack.names[0]}" for key in children)
-        return replace(stack, names=names, num_experts=len(children))
+        return replace(stack, names=names, shape=(len(children), *stack.shape[1:]))
 
     runs: dict[Any, tuple[Tensor, Any]] = {}
     candidates: list[ExpertsSpec] = []
-    for expert in _candidates(
-        {name: shape for name, shape in shapes.items() if len(shape) == 2},
-        {name: shape[0] for name, shape in shapes.items() if len(shape) == 1},
-        _clamp_numbers(module, first),
-        lambda name: ParameterStack((name,), 1),
-    ):
+    for expert in _candidates(stacks, _clamp_numbers(module, first)):
         with using_tensors(first, weights):
             given = expert.weights(first)
-        layout = expert.first, expert.second
+        layout = expert.w1, expert.w2
         if layout not in runs:
             x_TD = _tokens(given.w1)
             runs[layout] = x_TD, _run(first, weights, x_TD)
         x_TD, expected = runs[layout]
-        candidate = replace(
-            expert,
-            first=tuple(map(of_all, expert.first)),
-            first_bias=tuple(map(of_all, expert.first_bias)),
-            second=of_all(expert.second),
-            second_bias=None if expert.second_bias is None else of_all(expert.second_bias),
-        )
+        operands = (expert.w1, expert.b1, expert.w2, expert.b2)
+        w1, b1, w2, b2 = (tuple(map(of_all, operand)) for operand in operands)
+        candidate = replace(expert, w1=w1, b1=b1, w2=w2, b2=b2)
         if isinstance(expected, Exception):
             candidates.append(candidate)
         elif _agree(_compute(given, expert.options, x_TD), expected):
@@ -111,12 +98,8 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
     return candidates
 
 
-def _check_parameters(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters' shapes.
-
-    Raises:
-        ValueError: If they are not two or three matrices and vectors.
-    """
+def _stacks_of_one(parameters: Mapping[str, Tensor]) -> list[ParameterStack]:
+    """Returns the stacks of a single expert; raises ValueError unless it is an MLP's."""
     if any("parametrizations" in name for name in parameters):
         raise ValueError(
             "an expert's weights are parametrized: make them parameters first, with "
@@ -130,7 +113,7 @@ def _check_parameters(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, 
             f"an expert's parameters ({', '.join(parameters)}) are not two or three matrices and "
             f"their biases{': merge their adapters first' if is_lora else ''}"
         )
-    return shapes
+    return [ParameterStack((name,), (1, *shape)) for name, shape in shapes.items()]
 
 
 def _check_same_structure(
@@ -190,118 +173,90 @@ def _agree(result: Any, expected: Any) -> bool:
 # --- Experts that are stacks ---
 
 
-def _identify_stacks(module: nn.Module, experts: ExpertStacks) -> Iterator[ExpertsSpec]:
+def _identify_stacks(module: nn.Module, experts: LocatedExperts) -> Iterator[ExpertsSpec]:
     prefix = f"{experts.path}." if experts.path else ""
-    stacks = {prefix + names[0]: tuple(prefix + name for name in names) for names in experts.names}
     count = experts.num_experts
     parameters = dict(module.named_parameters())
-    owners = {name.rpartition(".")[0] for name in stacks}
-    biases = {
-        name: p.numel() // count
-        for name, p in parameters.items()
-        if name not in stacks
-        and name.rpartition(".")[0] in owners
-        and p.shape[0] == count
-        and (p.ndim == 2 or (p.ndim == 3 and 1 in p.shape[1:]))
-    }
-    return _candidates(
-        {name: ParameterStack(names, count).shape(module) for name, names in stacks.items()},
-        biases,
-        _clamp_numbers(module, module.get_submodule(experts.path)),
-        lambda name: ParameterStack(stacks.get(name, (name,)), count),
-    )
+    stacks: list[ParameterStack] = []
+    for names in experts.stacks:
+        paths = tuple(prefix + name for name in names)
+        columns = parameters[paths[0]].shape[-1]
+        numbers = sum(parameters[path].numel() for path in paths)
+        stacks.append(ParameterStack(paths, (count, numbers // (count * columns), columns)))
+    known = {stack.names[0] for stack in stacks}
+    owners = {_owner(stack) for stack in stacks}
+    for name, p in parameters.items():
+        bias = ParameterStack((name,), (count, p.numel() // count))
+        is_vector = p.ndim == 2 or (p.ndim == 3 and 1 in p.shape[1:])
+        if is_vector and p.shape[0] == count and name not in known and _owner(bias) in owners:
+            stacks.append(bias)
+    return _candidates(stacks, _clamp_numbers(module, module.get_submodule(experts.path)))
 
 
 # --- Ways to combine matrices ---
 
 
 def _candidates(
-    matrices: Mapping[str, tuple[int, ...]],
-    vectors: Mapping[str, int],
-    numbers: Sequence[float],
-    stack: Callable[[str], ParameterStack],
+    stacks: Sequence[ParameterStack], numbers: Sequence[float]
 ) -> Iterator[ExpertsSpec]:
-    """Yields what experts may compute, by the shapes of one expert's matrices and vectors."""
-    for layout in _layouts(matrices):
-        biases = _biases(layout, vectors)
-        if biases is None:
-            continue
-        first_bias, second_bias = biases
-        for options, up_first in _activations(layout, numbers):
-            yield ExpertsSpec(
-                tuple(replace(stack(n), transposed=layout.first_transposed) for n in layout.first),
-                tuple(map(stack, first_bias)),
-                replace(stack(layout.second), transposed=layout.second_transposed),
-                None if second_bias is None else stack(second_bias),
-                options,
-                up_first,
-            )
+    """Yields what experts of these matrices and biases may compute."""
+    matrices = [stack for stack in stacks if len(stack.shape) == 3]
+    vectors = [stack for stack in stacks if len(stack.shape) == 2]
+    # The last matrix is tried first as that of the second product.
+    for second in reversed(matrices):
+        others = [matrix for matrix in matrices if matrix is not second]
+        for turned, second_turned in itertools.product((False, True), repeat=2):
+            w2 = replace(second, transposed=second_turned)
+            width, hidden = w2.sizes
+            for permuted in itertools.permutations(others):
+                w1 = tuple(replace(matrix, transposed=turned) for matrix in permuted)
+                sizes = {matrix.sizes for matrix in w1}
+                halves = len(w1) == 1 and sizes == {(2 * hidden, width)}  # Gate and up in one.
+                biases = _biases(w1, w2, vectors)
+                if biases is None or not (halves or sizes == {(hidden, width)}):
+                    continue
+                b1, b2 = biases
+                gated = halves or len(w1) == 2
+                for options, up_first in _activations(numbers, gated=gated, halves=halves):
+                    yield ExpertsSpec(w1, b1, (w2,), b2, options, up_first)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Which matrices belong to the first product and which to the second, and how they lie."""
-
-    first: tuple[str, ...]
-    second: str
-    first_transposed: bool  # Stored (in, out).
-    second_transposed: bool
-    hidden: int
-    width: int
-    gated: bool  # F is 2H.
-
-
-def _layouts(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[_Layout]:
-    """Yields the layouts that fit; the last matrix is tried first as that of the second product."""
-    for second in reversed(list(shapes)):
-        others = [name for name in shapes if name != second]
-        for first_turned, second_turned in itertools.product((False, True), repeat=2):
-            width, hidden = _turned(shapes[second], second_turned)
-            for first in itertools.permutations(others):
-                firsts = {_turned(shapes[name], first_turned) for name in first}
-                gated = len(first) == 2 or firsts == {(2 * hidden, width)}
-                if firsts == {(hidden, width)} or (len(first) == 1 and gated):
-                    yield _Layout(first, second, first_turned, second_turned, hidden, width, gated)
-
-
-def _turned(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
-    return shape[::-1] if transposed else shape
-
-
-def _biases(layout: _Layout, vectors: Mapping[str, int]) -> tuple[list[str], str | None] | None:
+def _biases(
+    w1: Sequence[ParameterStack], w2: ParameterStack, vectors: Sequence[ParameterStack]
+) -> tuple[tuple[ParameterStack, ...], tuple[ParameterStack, ...]] | None:
     """Returns the biases of the first product and of the second; None if one fits nowhere."""
-    remaining = dict(vectors)
+    remaining = list(vectors)
 
-    def take(matrix: str, size: int) -> str | None:
+    def take(matrix: ParameterStack) -> list[ParameterStack]:
         # That of the same module first: w1.weight and w1.bias.
-        owner = matrix.rpartition(".")[0]
-        alike = sorted(remaining, key=lambda name: name.rpartition(".")[0] != owner)
-        name = next((name for name in alike if remaining[name] == size), None)
-        if name is not None and (owner == name.rpartition(".")[0] or "." not in matrix):
-            del remaining[name]
-            return name
-        return None
+        owner = _owner(matrix)
+        alike = sorted(remaining, key=lambda vector: _owner(vector) != owner)
+        for vector in alike:
+            if vector.sizes == matrix.sizes[:1] and (not owner or _owner(vector) == owner):
+                remaining.remove(vector)
+                return [vector]
+        return []
 
-    rows = 2 * layout.hidden if layout.gated and len(layout.first) == 1 else layout.hidden
-    first = [take(matrix, rows) for matrix in layout.first]
-    second = take(layout.second, layout.width)
-    named = [name for name in first if name is not None]
-    if remaining or len(named) not in (0, len(first)):
-        return None
-    return named, second
+    b1 = tuple(itertools.chain.from_iterable(map(take, w1)))
+    b2 = tuple(take(w2))
+    return None if remaining or len(b1) not in (0, len(w1)) else (b1, b2)
 
 
-def _activations(layout: _Layout, numbers: Sequence[float]) -> Iterator[tuple[ExpertOptions, bool]]:
-    """Yields the options that a layout may have, each with whether up rows come first."""
-    if not layout.gated:
-        yield from ((options, False) for options in possible_activations())
-        return
-    orders = ((False, False), (False, True), (True, False))
-    for interleaved, up_first in orders if len(layout.first) == 1 else orders[:1]:
-        gatings = possible_gatings(
-            interleaved=interleaved, limits=() if up_first else numbers, alphas=numbers
-        )
-        yield from ((options, up_first) for options in gatings)
+def _owner(stack: ParameterStack) -> str:
+    return stack.names[0].rpartition(".")[0]
+
+
+def _activations(
+    numbers: Sequence[float], *, gated: bool, halves: bool
+) -> Iterator[tuple[ExpertOptions, bool]]:
+    """Yields the options that experts may have, each with whether up rows come first."""
+    orders = ((False, False), (False, True), (True, False)) if halves else ((False, False),)
+    for interleaved, up_first in orders:
+        limits = () if up_first else numbers
+        for options in possible_activations(
+            gated=gated, interleaved=interleaved, limits=limits, alphas=numbers
+        ):
+            yield options, up_first
 
 
 def _clamp_numbers(*modules: nn.Module) -> list[float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, get_args
@@ -39,9 +39,8 @@ from dynamo_moe.conversion.layer_spec import (
     TopKRouting,
     Weighting,
     is_plain,
-    tokens_per_expert,
 )
-from dynamo_moe.conversion.locate_layers import ExpertList, ExpertStacks
+from dynamo_moe.conversion.locate_layers import LocatedExperts
 from dynamo_moe.conversion.observation import (
     ObservedForward,
     observe_forward,
@@ -98,12 +97,16 @@ class IdentifiedLayer:
 
     def example(self, module: nn.Module) -> Tensor:
         """Returns tokens of the shape that it was found with, in the dtype of the layer."""
-        shape = (*self.leading, self.spec.experts.width(module))
+        shape = (*self.leading, self.spec.experts.width)
         generator = torch.Generator().manual_seed(2)
         return random_tokens(*shape, like=_floating(module), generator=generator)
 
+    def own_forward(self, module: nn.Module) -> Callable[[Tensor], Any]:
+        """Returns the layer's own forward, from and to tokens ``[..., D]``."""
+        return on_tokens(on_any_device(module), channels_first=self.spec.channels_first)
 
-def identify_layer(module: nn.Module, experts: ExpertList | ExpertStacks) -> IdentifiedLayer:
+
+def identify_layer(module: nn.Module, experts: LocatedExperts) -> IdentifiedLayer:
     """Returns what a layer in evaluation mode, in at least float32, computes.
 
     Raises:
@@ -111,12 +114,25 @@ def identify_layer(module: nn.Module, experts: ExpertList | ExpertStacks) -> Ide
         ValueError: If it is not an MoE layer that the operators compute; with the reason.
     """
     candidates = identify_experts(module, experts)
-    hidden = [module.get_submodule(experts.path)] if isinstance(experts, ExpertList) else []
-    weights = random_weights(module, _names_to_draw(module, candidates))
+    # A list of experts holds neither gates nor shared experts.
+    hidden = [] if experts.stacks else [module.get_submodule(experts.path)]
+    weights = random_weights(module, _names_to_keep(module, candidates))
     _enlarge_every_second_expert(weights, candidates[0])
+    refusals: list[ValueError] = []
+    failures: list[ValueError] = []
     with torch.no_grad(), using_tensors(module, weights):
-        spec, leading = _search(module, candidates, hidden)
-    return IdentifiedLayer(spec, weights, leading)
+        for width in dict.fromkeys(each.width for each in candidates):
+            try:
+                trial = _observe(module, candidates, hidden, width)
+            except NotRoutedError as failure:
+                failures.append(failure)
+                continue
+            try:
+                return IdentifiedLayer(trial.spec(), weights, tuple(trial.x.shape[:-1]))
+            except ValueError as refusal:
+                refusals.append(refusal)
+    # The first, unless another width shows that it routes.
+    raise min((*refusals, *failures), key=lambda reason: isinstance(reason, NotRoutedError))
 
 
 def side_effects(
@@ -129,9 +145,9 @@ def side_effects(
         now on; and what the user should know of these, its buffers and its losses.
     """
     spec = identified.spec
-    run = on_tokens(on_any_device(module), channels_first=spec.channels_first)
+    run, x = identified.own_forward(module), identified.example(module)
     with using_tensors(module, identified.weights):
-        seen = observe_forward(module, run, identified.example(module), [module])
+        seen = observe_forward(module, run, x, [module])
     notes = [f"{name} is no longer updated" for name in seen.changed_buffers]
     if seen.casts_to_half:
         notes.append("it computes in half precision in between; now, in the dtype of its weights")
@@ -139,8 +155,8 @@ def side_effects(
         notes.append("the loss that it returns beside its result is 0")
     attributes: dict[str, dict[str, Any]] = {}
     for path, values in seen.attributes.items():
-        if any(f"{path}.".startswith(f"{call.path}.") for call in spec.calls()):
-            continue  # Such a submodule still runs.
+        if spec.still_runs(path):
+            continue
         for name, value in values.items():
             kept = value if is_plain(value) else None
             if isinstance(value, Tensor) and value.ndim == 0:
@@ -157,23 +173,22 @@ def side_effects(
 # --- Weights for the trials ---
 
 
-def _names_to_draw(module: nn.Module, candidates: list[ExpertsSpec]) -> set[str]:
-    """Returns the names of the parameters and buffers to draw at random."""
-    named = dict((*module.named_parameters(), *module.named_buffers()))
-    if sum(tensor.numel() for tensor in named.values()) <= _MOST_RANDOM:
-        return set(named)
+def _names_to_keep(module: nn.Module, candidates: list[ExpertsSpec]) -> set[str]:
+    """Returns the names of the parameters that are not drawn at random."""
+    if sum(t.numel() for t in (*module.parameters(), *module.buffers())) <= _MOST_RANDOM:
+        return set()
     kept = {name for experts in candidates for name in experts.parameter_names()}
-    if any(named[name].is_meta for name in kept):
+    if any(module.get_parameter(name).is_meta for name in kept):
         raise ValueError("it is too large for a trial without its weights")
-    return set(named) - kept
+    return kept
 
 
 def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpec) -> None:
     """Clamps show with large numbers, everything else with ordinary ones."""
-    for stack in experts.stacks():
+    for stack in experts.stacks:
         for place, name in enumerate(stack.names):
             if name in weights and len(stack.names) == 1:
-                weights[name].view(stack.num_experts, -1)[1::2] *= _LARGE
+                weights[name].view(stack.shape[0], -1)[1::2] *= _LARGE
             elif name in weights and place % 2:
                 weights[name] *= _LARGE
 
@@ -181,44 +196,10 @@ def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpe
 # --- The search ---
 
 
-def _search(
-    module: nn.Module, candidates: list[ExpertsSpec], hidden: list[nn.Module]
-) -> tuple[LayerSpec, tuple[int, ...]]:
-    """Returns the first that gives the layer's numbers, and the tokens' leading dimensions.
-
-    What is hidden, a list of experts, holds neither gates nor shared experts.
-
-    Raises:
-        NotRoutedError: If the layer does not route, as far as can be seen.
-        ValueError: If none does.
-    """
-    refusals: list[NotRoutedError] = []
-    failures: list[NotRoutedError] = []
-    routes = False
-    for width in dict.fromkeys(each.width(module) for each in candidates):
-        try:
-            x, channels_first, seen = _observe(module, width, hidden)
-        except NotRoutedError as failure:
-            failures.append(failure)
-            continue
-        try:
-            spec = _Trial(module, candidates, hidden, x, seen).spec()
-        except NotRoutedError as refusal:
-            refusals.append(refusal)
-            continue
-        if spec is not None:
-            return replace(spec, channels_first=channels_first), tuple(x.shape[:-1])
-        routes = True
-    if not routes and (reasons := [*refusals, *failures]):
-        raise reasons[0]
-    count = candidates[0].num_experts
-    raise ValueError(f"no known way to choose among its {count} experts gives its numbers")
-
-
 def _observe(
-    module: nn.Module, width: int, hidden: list[nn.Module]
-) -> tuple[Tensor, bool, ObservedForward]:
-    """Returns tokens that a layer takes, whether as images, and what it does with them.
+    module: nn.Module, candidates: list[ExpertsSpec], hidden: list[nn.Module], width: int
+) -> _Trial:
+    """Returns what a layer does with tokens of a shape that it takes.
 
     Raises:
         NotRoutedError: If it takes none.
@@ -238,7 +219,7 @@ def _observe(
             again = observe_forward(module, run, x, hidden)
         if not _same(seen.result, again.result):
             raise ValueError("it gives other numbers each time, in evaluation mode too")
-        return x, channels_first, seen
+        return _Trial(module, candidates, hidden, x, seen, channels_first)
     first_line = str(first_failure).strip().split("\n")[0]
     raise NotRoutedError(f"it fails on random tokens: {first_line}") from first_failure
 
@@ -252,16 +233,12 @@ class _Trial:
     hidden: list[nn.Module]
     x: Tensor
     seen: ObservedForward
+    channels_first: bool
 
     @property
     def num_experts(self) -> int:
         """E."""
         return self.candidates[0].num_experts
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.x.shape[:-1].numel()
 
     @functools.cached_property
     def expert_parameters(self) -> set[str]:
@@ -276,10 +253,16 @@ class _Trial:
         values = [value for part in parts for value in vars(part).values()]
         return [value for value in values if type(value) in (int, float) and value > 0]
 
-    def spec(self) -> LayerSpec | None:
-        """Returns the first combination that gives the layer's numbers, or None."""
+    def spec(self) -> LayerSpec:
+        """Returns the first combination that gives the layer's numbers.
+
+        Raises:
+            NotRoutedError: If the layer does not route, as far as can be seen.
+            ValueError: If none does.
+        """
         leaves, structure = pytree.tree_flatten(self.seen.result)
-        results = [place for place, leaf in enumerate(leaves) if _is_like_tokens(leaf, self.x)]
+        width = self.x.shape[-1]
+        results = [place for place, leaf in enumerate(leaves) if self._is_per_token(leaf, width)]
         if not results:
             raise NotRoutedError(
                 f"it does not return a tensor of its tokens' shape {list(self.x.shape)}"
@@ -299,33 +282,38 @@ class _Trial:
                     expected = expected - attrgetter(bias)(self.module)
                 if not expected.any():  # Any experts that give zeros would do.
                     continue
-                number, scale, error = self._best(
-                    y_RTD,
-                    expected.reshape(y_RTD.shape[1:]),
-                    scaled=not experts.options.weight_on_input,
+                expected_TD = expected.reshape_as(y_RTD[0])
+                scaled = not experts.options.weight_on_input
+                number, scale, error = self._best(y_RTD, expected_TD, scaled=scaled)
+                if error > _TOLERANCE:
+                    continue
+                routing, routed = routings[number]
+                returned = [
+                    ReturnValue("result", keeps_shape=leaf.ndim == self.x.ndim)
+                    if position == place
+                    else self._return_value(leaf, routed)
+                    for position, leaf in enumerate(leaves)
+                ]
+                attributes = vars(leaves[place]).items()
+                return LayerSpec(
+                    arguments=_arguments(self.module),
+                    routing=replace(routing, scale=scale),
+                    experts=experts,
+                    shared=shared,
+                    returned=pytree.tree_unflatten(returned, structure),
+                    result_attributes=tuple(
+                        (name, self._return_value(value, routed)) for name, value in attributes
+                    ),
+                    channels_first=self.channels_first,
+                    bias=bias,
                 )
-                if error <= _TOLERANCE:
-                    routing, routed = routings[number]
-                    returned = [
-                        ReturnValue("result", keeps_shape=leaf.ndim == self.x.ndim)
-                        if position == place
-                        else _return_value(leaf, routed, self.x, self.num_experts)
-                        for position, leaf in enumerate(leaves)
-                    ]
-                    attributes = {
-                        name: _return_value(value, routed, self.x, self.num_experts)
-                        for name, value in vars(leaves[place]).items()
-                    }
-                    return LayerSpec(
-                        arguments=_arguments(self.module),
-                        routing=replace(routing, scale=scale),
-                        experts=experts,
-                        shared=shared,
-                        returned=pytree.tree_unflatten(returned, structure),
-                        result_attributes=tuple(attributes.items()),
-                        bias=bias,
-                    )
-        return None
+        raise ValueError(
+            f"no known way to choose among its {self.num_experts} experts gives its numbers"
+        )
+
+    def _is_per_token(self, value: Any, size: int) -> bool:
+        """Whether a value is a floating tensor with so many numbers for each token."""
+        return _is_matrix(value, self.x.shape[:-1].numel(), size)
 
     # --- Routing ---
 
@@ -339,7 +327,7 @@ class _Trial:
                 dense_TE = _dense_weights(routed, self.num_experts)
             except Exception:  # noqa: S112  A routing that does not fit the gate.
                 continue
-            if len(routed.ids) == self.num_tokens and not any(
+            if len(routed.ids) == self.x.shape[:-1].numel() and not any(
                 torch.allclose(dense_TE, other, rtol=1e-6, atol=1e-9) for other in known
             ):
                 known.append(dense_TE)
@@ -348,54 +336,35 @@ class _Trial:
 
     def _gate_routings(self) -> Iterator[Routing]:
         """Yields routings by gates that return the experts and their weights."""
-        for observed in self.seen.calls:
-            outputs = [(i, o) for i, o in enumerate(observed.outputs) if isinstance(o, Tensor)]
-            for (ids, chosen), (weights, output) in itertools.product(outputs, repeat=2):
+        for call, outputs in self.seen.calls:
+            tensors = [(i, o) for i, o in enumerate(outputs) if isinstance(o, Tensor)]
+            for (ids, chosen), (weights, output) in itertools.product(tensors, repeat=2):
                 is_ids = chosen.dtype in (torch.int32, torch.int64)
                 if is_ids and output.is_floating_point() and output.shape == chosen.shape:
                     for weighting in get_args(Weighting):
-                        yield GateRouting(observed.call, ids, weights, weighting)
+                        yield GateRouting(call, ids, weights, weighting)
 
     def _top_k_routings(self) -> Iterator[Routing]:
         """Yields routings by the largest of E scores."""
+        count = self.num_experts
         integers = {number for number in self.numbers if type(number) is int}
-        top_ks = [*self.seen.top_ks, *sorted(integers), self.num_experts]
-        top_ks = [k for k in dict.fromkeys(top_ks) if 1 <= k <= self.num_experts]
-        biases = [None, *self._selection_biases()]
-        sources: list[tuple[SubmoduleCall | LinearRouter, int]] = [
-            *self._score_calls(),
-            *self._linear_routers(),
-        ]
-        for source, output in sources:
-            for top_k, bias in itertools.product(top_ks, biases):
-                for scoring, weighting in _SCORINGS:
-                    yield TopKRouting(source, output, top_k, scoring, bias, weighting)
-
-    def _selection_biases(self) -> list[str]:
+        top_ks = [*self.seen.top_ks, *sorted(integers), count]
+        top_ks = [k for k in dict.fromkeys(top_ks) if 1 <= k <= count]
         named = (*self.module.named_parameters(), *self.module.named_buffers())
-        return [
-            name
-            for name, tensor in named
-            if tensor.is_floating_point()
-            and tensor.numel() == self.num_experts
-            and tensor.shape[-1:] == (self.num_experts,)
-            and name not in self.expert_parameters
+        vectors = [name for name, tensor in named if _is_matrix(tensor, 1, count)]
+        biases = [None, *(name for name in vectors if name not in self.expert_parameters)]
+        sources: list[tuple[SubmoduleCall | LinearRouter, int]] = [
+            (call, place)
+            for call, outputs in self.seen.calls
+            for place, output in enumerate(outputs)
+            if self._is_per_token(output, count)
         ]
+        sources += [(router, 0) for router in self._linear_routers()]
+        for (source, output), top_k, bias in itertools.product(sources, top_ks, biases):
+            for scoring, weighting in _SCORINGS:
+                yield TopKRouting(source, output, top_k, scoring, bias, weighting)
 
-    def _score_calls(self) -> Iterator[tuple[SubmoduleCall, int]]:
-        """Yields the calls that return E numbers for each token, and which output these are."""
-        for observed in self.seen.calls:
-            for place, output in enumerate(observed.outputs):
-                if (
-                    isinstance(output, Tensor)
-                    and output.is_floating_point()
-                    and output.ndim >= 2
-                    and output.shape[-1] == self.num_experts
-                    and output.numel() == self.num_tokens * self.num_experts
-                ):
-                    yield observed.call, place
-
-    def _linear_routers(self) -> Iterator[tuple[LinearRouter, int]]:
+    def _linear_routers(self) -> Iterator[LinearRouter]:
         """Yields products with parameters that give E numbers for each token."""
         count, width = self.num_experts, self.x.shape[-1]
         named = dict(self.module.named_parameters())
@@ -405,9 +374,10 @@ class _Trial:
             bias = name.removesuffix("weight") + "bias" if name.endswith("weight") else None
             if bias not in named or named[bias].shape != (count,):
                 bias = None
-            for transposed in (False, True):
-                if parameter.shape == ((width, count) if transposed else (count, width)):
-                    yield LinearRouter(name, bias, transposed), 0
+            if parameter.shape == (count, width):
+                yield LinearRouter(name, bias, transposed=False)
+            if parameter.shape == (width, count):
+                yield LinearRouter(name, bias, transposed=True)
 
     # --- Experts behind each routing ---
 
@@ -415,32 +385,26 @@ class _Trial:
         self, routings: list[tuple[Routing, Routed]]
     ) -> Iterator[tuple[ExpertsSpec, Tensor]]:
         """Yields what the experts may compute, with the result for each routing ``[R, T, D]``."""
-        width = self.x.shape[-1]
+        width, count = self.x.shape[-1], self.num_experts
         x_TD = self.x.reshape(-1, width)
-        candidates = [each for each in self.candidates if each.width(self.module) == width]
-        dense_RTE = torch.stack(
-            [_dense_weights(routed, self.num_experts) for _, routed in routings]
-        )
+
+        def compute(experts: ExpertsSpec, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            given, options = experts.weights(self.module), asdict(experts.options)
+            return custom_ops.experts(x, ids, weights, *given, **options).double()
+
+        # Every expert on every token.
+        rows = x_TD.repeat_interleave(count, dim=0)
+        ids = torch.arange(count, device=x_TD.device).repeat(len(x_TD))[:, None]
+        ones = torch.ones_like(ids, dtype=x_TD.dtype)
+        dense_RTE = torch.stack([_dense_weights(routed, count) for _, routed in routings])
+        candidates = [each for each in self.candidates if each.width == width]
         for experts in candidates:
-            yield experts, torch.einsum("rte,ted->rtd", dense_RTE, self._each_expert(experts, x_TD))
+            y_TED = compute(experts, rows, ids, ones).view(len(x_TD), count, -1)
+            yield experts, torch.einsum("rte,ted->rtd", dense_RTE, y_TED)
         for each in candidates:
             experts = replace(each, options=replace(each.options, weight_on_input=True))
-            weights, options = experts.weights(self.module), asdict(experts.options)
-            results = [
-                custom_ops.experts(x_TD, routed.ids, routed.weights, *weights, **options)
-                for _, routed in routings
-            ]
-            yield experts, torch.stack(results).double()
-
-    def _each_expert(self, experts: ExpertsSpec, x_TD: Tensor) -> Tensor:
-        """Returns what each expert gives for each token, ``[T, E, D]``, in float64."""
-        tokens, count = len(x_TD), self.num_experts
-        ids = torch.arange(count, device=x_TD.device).repeat(tokens)[:, None]
-        rows = x_TD.repeat_interleave(count, dim=0)
-        ones = torch.ones_like(ids, dtype=x_TD.dtype)
-        weights = experts.weights(self.module)
-        y = custom_ops.experts(rows, ids, ones, *weights, **asdict(experts.options))
-        return y.view(tokens, count, -1).double()
+            results = [compute(experts, x_TD, chosen.ids, chosen.weights) for _, chosen in routings]
+            yield experts, torch.stack(results)
 
     def _best(
         self, y_RTD: Tensor, expected_TD: Tensor, *, scaled: bool
@@ -458,24 +422,16 @@ class _Trial:
                 best = number, scale, error
         return best
 
-    # --- What every token gets besides ---
+    # --- What every token gets besides, and what else the layer returns ---
 
     def _shared(self) -> list[tuple[SharedExpert, ...]]:
         """Returns the sets of shared experts to try."""
-        single = [
-            (observed.call, observed.outputs[0])
-            for observed in self.seen.calls
-            if len(observed.outputs) == 1 and isinstance(observed.outputs[0], Tensor)
-        ]
-        mlps = [call for call, output in single if _is_like_tokens(output, self.x)]
+        single = [(call, *outputs) for call, outputs in self.seen.calls if len(outputs) == 1]
+        mlps = [call for call, output in single if self._is_per_token(output, self.x.shape[-1])]
         outer = [c for c in mlps if not any(c.path.startswith(f"{o.path}.") for o in mlps)]
-        gates = [call for call, output in single if output.numel() == self.num_tokens]
-        found: list[tuple[SharedExpert, ...]] = []
-        if outer:
-            found.append(tuple(SharedExpert(call) for call in outer))
-            found += [tuple(SharedExpert(call, gate) for call in outer) for gate in gates]
-            found += [(SharedExpert(call),) for call in outer]
-        return list(dict.fromkeys([*found, ()]))
+        gates = [call for call, output in single if self._is_per_token(output, 1)]
+        together = [tuple(SharedExpert(call, gate) for call in outer) for gate in (None, *gates)]
+        return list(dict.fromkeys([*together, *((SharedExpert(call),) for call in outer), ()]))
 
     def _output_biases(self) -> list[str | None]:
         """Returns the parameters ``[D]`` that may be added behind the experts, and None."""
@@ -483,40 +439,40 @@ class _Trial:
         names = [name for name, p in named if p.shape == self.x.shape[-1:]]
         return [None, *(name for name in names if name not in self.expert_parameters)]
 
-
-def _return_value(value: Any, routed: Routed, x: Tensor, num_experts: int) -> ReturnValue:
-    """Returns how a value that the layer returns beside its result comes about.
-
-    Raises:
-        ValueError: If it is not known.
-    """
-    if not isinstance(value, Tensor):
-        return ReturnValue("constant", value)
-    if value.ndim == 0 and value.is_floating_point():
-        return ReturnValue("zero")
-    counts_E = tokens_per_expert(routed.ids, num_experts)
-    if value.shape == counts_E.shape and torch.equal(value.long(), counts_E.long()):
-        return ReturnValue("counts", (num_experts, value.dtype))
-    sources: list[tuple[Any, int | None, Any]] = [
-        *(("gate_output", place, output) for place, output in enumerate(routed.gate_outputs)),
-        ("ids", None, routed.ids),
-        ("weights", None, routed.weights),
-    ]
-    for kind, place, source in sources:
-        if (
-            isinstance(source, Tensor)
-            and source.numel() == value.numel()
-            and (source.shape[-1:] == value.shape[-1:] or source.shape[-1] == 1)
-            and torch.allclose(
-                source.reshape(value.shape).double(), value.double(), rtol=1e-5, atol=1e-7
-            )
+    def _return_value(self, value: Any, routed: Routed) -> ReturnValue:
+        """Returns how a value beside the result comes about, or raises ValueError."""
+        if not isinstance(value, Tensor):
+            return ReturnValue("constant", value)
+        if value.ndim == 0 and value.is_floating_point():
+            return ReturnValue("zero")
+        sources: list[tuple[Any, Any]] = [
+            *(
+                ("gate_output", place)
+                for place, output in enumerate(routed.gate_outputs)
+                if isinstance(output, Tensor) and output.ndim
+            ),
+            ("ids", None),
+            ("weights", None),
+        ]
+        for candidate in (
+            ReturnValue("counts", (self.num_experts, value.dtype)),
+            *(
+                ReturnValue(*source, keeps_shape, squeezed)
+                for source in sources
+                for keeps_shape, squeezed in itertools.product((True, False), (False, True))
+            ),
         ):
-            squeezed = source.shape[-1:] != value.shape[-1:]
-            leading = value.shape if squeezed else value.shape[:-1]
-            return ReturnValue(kind, place, leading == x.shape[:-1], squeezed)
-    raise ValueError(
-        f"it returns a tensor {list(value.shape)} that is neither its result nor its routing"
-    )
+            try:
+                computed = candidate.compute(self.x, routed)
+            except RuntimeError:  # It is of another size.
+                continue
+            if computed.shape == value.shape and torch.allclose(
+                computed.double(), value.double(), rtol=1e-5, atol=1e-7
+            ):
+                return candidate
+        raise ValueError(
+            f"it returns a tensor {list(value.shape)} that is neither its result nor its routing"
+        )
 
 
 def _arguments(module: nn.Module) -> tuple[tuple[str, Any], ...]:
@@ -534,11 +490,10 @@ def _floating(module: nn.Module) -> Tensor:
     return next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
 
 
-def _is_like_tokens(value: Any, x: Tensor) -> bool:
-    """Whether a value is a tensor with D numbers for each token."""
-    return (
-        isinstance(value, Tensor) and value.numel() == x.numel() and value.shape[-1] == x.shape[-1]
-    )
+def _is_matrix(value: Any, rows: int, columns: int) -> bool:
+    """Whether a value is a floating tensor of so many numbers in its last dimension, and rows."""
+    is_floating = isinstance(value, Tensor) and value.is_floating_point()
+    return is_floating and value.shape[-1:] == (columns,) and value.numel() == rows * columns
 
 
 def _dense_weights(routed: Routed, num_experts: int) -> Tensor:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import custom_ops
+from dynamo_moe.conversion.reports import few
 from dynamo_moe.modules import ConvertedModule
 
 __all__ = ["InfMoELayer", "Sublayer", "Variant", "load_infmoe"]
@@ -57,8 +58,7 @@ class InfMoELayer(ConvertedModule):
         self, router_weight: nn.Parameter, w1: nn.Parameter, w2: nn.Parameter, *, mixes: bool
     ) -> None:
         super().__init__()
-        self.router_weight = router_weight
-        self.w1, self.w2 = w1, w2
+        self.router_weight, self.w1, self.w2 = router_weight, w1, w2
         self.mixes = mixes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,12 +134,9 @@ def load_infmoe(
             is missing, unknown or has the wrong shape; if a weight is not finite in the dtype that
             it is stored in; or an option is unknown or does not fit.
     """
-    for name, value, known in (
-        ("sublayer", sublayer, get_args(Sublayer)),
-        ("variant", variant, get_args(Variant)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+    for name, value, known in (("sublayer", sublayer, Sublayer), ("variant", variant, Variant)):
+        if value not in get_args(known):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(known))}; got {value!r}")
     if experts_dtype not in _EXPERTS_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _EXPERTS_DTYPES)
         raise TypeError(f"experts_dtype must be one of {names}; got {experts_dtype}")
@@ -152,12 +149,8 @@ def load_infmoe(
     router_weight_ED = _router_weight(centroids, layernorm_weight)
     experts, width = router_weight_ED.shape
     w1, w2 = _experts(Path(npz_path), experts, width, experts_dtype)
-    return InfMoELayer(
-        nn.Parameter(router_weight_ED),
-        nn.Parameter(w1),
-        nn.Parameter(w2),
-        mixes=variant == "base_layer",
-    )
+    parameters = map(nn.Parameter, (router_weight_ED, w1, w2))
+    return InfMoELayer(*parameters, mixes=variant == "base_layer")
 
 
 def _router_weight(
@@ -191,7 +184,9 @@ def _experts(path: Path, experts: int, width: int, dtype: torch.dtype) -> tuple[
         _check_names(path, archive.files, experts, width)
 
         def read(name: str, form: str, *shape: int) -> Array:
-            array = _read(path, archive, name)
+            with _reading(path, name):
+                array = archive[name]
+            array = _floating(f"{path}: {name}", array)
             wanted = shape or (*array.shape[:1], width)
             if array.shape != wanted:
                 raise ValueError(
@@ -249,54 +244,43 @@ def _check_names(path: Path, names: Iterable[str], experts: int, width: int) -> 
     unknown = sorted(name for name in given if not _NAME.fullmatch(name))
     if unknown:
         raise ValueError(
-            f"{path}: unknown arrays {_some(unknown)}; a T5_FF layer has {', '.join(_WEIGHTS)}, "
-            "each named n/name for expert n"
+            f"{path}: unknown arrays {few(unknown, _SHOWN)}; a T5_FF layer has "
+            f"{', '.join(_WEIGHTS)}, each named n/name for expert n"
         )
     rows_are_experts = len({name.split("/")[0] for name in given}) == width != experts
     hint = "; they look like [E, D]: pass the transpose" if rows_are_experts else ""
     missing = [name for name in wanted if name not in given]
     if missing:
         raise ValueError(
-            f"{path}: missing {_some(missing)}; centroids [D, E] have {experts} experts{hint}"
+            f"{path}: missing {few(missing, _SHOWN)}; centroids [D, E] have {experts} experts{hint}"
         )
     extra = sorted({int(name.split("/")[0]) for name in given.difference(wanted)})
     if extra:
         raise ValueError(
-            f"{path}: has weights of expert {_some(map(str, extra))}, but centroids [D, E] have "
-            f"only the experts 0..{experts - 1}{hint}"
+            f"{path}: has weights of expert {few([*map(str, extra)], _SHOWN)}, but centroids "
+            f"[D, E] have only the experts 0..{experts - 1}{hint}"
         )
-
-
-def _some(names: Iterable[str]) -> str:
-    first, rest = (names := list(names))[:_SHOWN], len(names) - _SHOWN
-    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _read(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> Array:
-    try:
-        array = archive[name]
-    except (*_UNREADABLE, zlib.error) as error:
-        raise ValueError(f"{path}: {_why_unreadable(name, error)}") from error
-    return _floating(f"{path}: {name}", array)
 
 
 def _read_npy(path: Path) -> Array:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
-    try:
-        with path.open("rb") as file:
-            array = np.load(file, allow_pickle=False)
-    except _UNREADABLE as error:
-        raise ValueError(f"{path}: {_why_unreadable('centroids', error)}") from error
+    with _reading(path, "centroids"), path.open("rb") as file:
+        array = np.load(file, allow_pickle=False)
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path}: centroids must be one array of numpy.save, not an archive")
     return array
 
 
-def _why_unreadable(name: str, error: Exception) -> str:
-    if "pickle" in str(error):
-        return f"{name} is not a plain array; pickled objects can run any code and are not loaded"
-    return f"{name} cannot be read: {error}"
+@contextlib.contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (*_UNREADABLE, zlib.error) as error:
+        why = f"cannot be read: {error}"
+        if "pickle" in str(error):
+            why = "is not a plain array; pickled objects can run any code and are not loaded"
+        raise ValueError(f"{path}: {name} {why}") from error
 
 
 def _floating(name: str, given: Array | Tensor) -> Array:

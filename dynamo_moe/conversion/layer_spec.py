@@ -9,9 +9,8 @@ Legend: T tokens, D model width, E experts, K choices.
 from __future__ import annotations
 
 import functools
-import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -87,11 +86,8 @@ class LayerSpec:
         if builtin is not None:
             linear, router = builtin
             router_weight, router_bias = linear.parameters(module)
-            y = custom_ops.dropless(
-                x, router_weight, *weights, router.top_k, router_bias,
-                scoring=router.scoring, renormalize=router.renormalize,
-                routed_scaling=router.routed_scaling, **options,
-            )  # fmt: skip
+            given = {**weights._asdict(), **asdict(router), **options}
+            y = custom_ops.dropless(x, router_weight, router_bias=router_bias, **given)
         else:
             routed = routing(module, x)
             ids, choices = (
@@ -122,20 +118,17 @@ class LayerSpec:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         x = given.pop(names[0], None)
         defaults = dict(self.arguments)
-        if not all(
-            name in defaults and _is_default(value, defaults[name]) for name, value in given.items()
-        ):
+        if not all(_is_default(value, defaults.get(name, ...)) for name, value in given.items()):
             return None
         return x if isinstance(x, Tensor) and x.ndim in self.dimensions else None
 
-    def calls(self) -> Iterator[SubmoduleCall]:
-        """Yields the calls of submodules that it makes."""
-        if isinstance(self.routing.source, SubmoduleCall):
-            yield self.routing.source
-        for shared in self.shared:
-            yield shared.call
-            if shared.gate is not None:
-                yield shared.gate
+    def still_runs(self, path: str) -> bool:
+        """Whether a submodule runs, or is part of one that does."""
+        shared = [call for each in self.shared for call in (each.call, each.gate)]
+        return any(
+            isinstance(call, SubmoduleCall) and f"{path}.".startswith(f"{call.path}.")
+            for call in (self.routing.source, *shared)
+        )
 
     def return_values(self) -> list[ReturnValue]:
         """Returns all values that the forward returns or sets on its result."""
@@ -434,6 +427,7 @@ def install(module: nn.Module, spec: LayerSpec) -> None:
 class _ConvertedLayer(ConvertedModule):
     """The base that a converted layer's class has ahead of the layer's original class."""
 
+    _dynamo_moe_original: type[nn.Module]
     _dynamo_moe_spec: LayerSpec
     _dynamo_moe_weights: CachedWeights
 
@@ -447,7 +441,7 @@ class _ConvertedLayer(ConvertedModule):
             return self._dynamo_moe_spec(self, x, self._dynamo_moe_weights)
         if not self.training:
             warnings.warn(
-                f"{_original_class(type(self)).__name__} is called with other arguments, or tokens "
+                f"{self._dynamo_moe_original.__name__} is called with other arguments, or tokens "
                 "of other dimensions, than it was compared with: its own forward computes",
                 stacklevel=2,
             )
@@ -467,18 +461,13 @@ class _ConvertedLayer(ConvertedModule):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Its class is made at run time; pickle would not find it.
         state = super().__reduce_ex__(protocol)[2]
-        return _restored, (_original_class(type(self)),), state
+        return _restored, (self._dynamo_moe_original,), state
 
 
 @functools.cache
 def _converted_class(original: Any) -> type[_ConvertedLayer]:
-    made = types.new_class(f"Converted{original.__name__}", (_ConvertedLayer, original))
-    made.__module__ = original.__module__
-    return made
-
-
-def _original_class(converted: type[nn.Module]) -> type[nn.Module]:
-    return converted.__bases__[1] if issubclass(converted, _ConvertedLayer) else converted
+    known = {"__module__": original.__module__, "_dynamo_moe_original": original}
+    return type(f"Converted{original.__name__}", (_ConvertedLayer, original), known)
 
 
 def _restored(original: Any) -> nn.Module:

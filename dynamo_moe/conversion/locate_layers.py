@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dynamo_moe.modules import ConvertedModule
 
-__all__ = ["ExpertList", "ExpertStacks", "LayerCandidate", "locate_layers", "without_leading_ones"]
+__all__ = ["LayerCandidate", "LocatedExperts", "locate_layers", "without_leading_ones"]
 
 # From a list of experts up to the layer: the experts may be in a module of their own, and that in
 # another.
@@ -29,32 +29,19 @@ _BIAS = re.compile(r".*bias.*|b\d*")
 
 
 @dataclass(frozen=True)
-class ExpertList:
-    """Experts that are modules, in a list.
+class LocatedExperts:
+    """Experts that are modules, in a list, or whose weights are stacked.
 
     Attributes:
-        path: The path of the list.
+        path: The path of the list, or of the innermost module that holds the stacks.
         num_experts: E.
+        stacks: The stacks' parameters, by their path in that module: a single one each, or one for
+            each expert. Empty for a list.
     """
 
     path: str
     num_experts: int
-
-
-@dataclass(frozen=True)
-class ExpertStacks:
-    """Experts whose weights are stacked.
-
-    Attributes:
-        path: The path of the innermost module that holds the stacks.
-        names: The stacks' parameters, by their path in that module: a single one each, or one for
-            each expert.
-        num_experts: E.
-    """
-
-    path: str
-    names: tuple[tuple[str, ...], ...]
-    num_experts: int
+    stacks: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,12 +56,12 @@ class LayerCandidate:
 
     path: str
     paths: tuple[str, ...]
-    experts: ExpertList | ExpertStacks
+    experts: LocatedExperts
 
     def is_named(self, model: nn.Module) -> bool:
         """Whether a name says that these are experts."""
         names = [self.experts.path.rpartition(".")[2]]
-        if isinstance(self.experts, ExpertStacks):
+        if self.experts.stacks:
             names.append(type(model.get_submodule(self.experts.path)).__name__)
         return any("expert" in name.lower() for name in names)
 
@@ -113,9 +100,9 @@ def locate_layers(model: nn.Module, handled: Set[nn.Module]) -> list[LayerCandid
     return found
 
 
-def _paths_upwards(experts: ExpertList | ExpertStacks) -> Iterator[str]:
+def _paths_upwards(experts: LocatedExperts) -> Iterator[str]:
     path = experts.path
-    if isinstance(experts, ExpertStacks):
+    if experts.stacks:
         yield path
     for _ in range(_LEVELS):
         if not path:
@@ -128,13 +115,11 @@ def _is_within(path: str, ancestor: str) -> bool:
     return not ancestor or f"{path}.".startswith(f"{ancestor}.")
 
 
-def _may_route(model: nn.Module, path: str, experts: ExpertList | ExpertStacks) -> bool:
+def _may_route(model: nn.Module, path: str, experts: LocatedExperts) -> bool:
     """Whether a module has a matrix beside its experts that may give E scores for D numbers."""
     holder = model.get_submodule(experts.path)
-    if isinstance(experts, ExpertList):
-        weights = list(holder.parameters())
-    else:
-        weights = [holder.get_parameter(name) for names in experts.names for name in names]
+    stacked = [holder.get_parameter(name) for names in experts.stacks for name in names]
+    weights = stacked or list(holder.parameters())
     inner = {id(weight) for weight in weights}
     sizes = {size for weight in weights for size in weight.shape[-2:]}
     return any(
@@ -144,7 +129,7 @@ def _may_route(model: nn.Module, path: str, experts: ExpertList | ExpertStacks) 
     )
 
 
-def _locate_experts(model: nn.Module) -> Iterator[ExpertList | ExpertStacks]:
+def _locate_experts(model: nn.Module) -> Iterator[LocatedExperts]:
     """Yields where a model has what may be experts."""
     within: set[nn.Module] = set()
     named: set[nn.Module] = set()
@@ -154,7 +139,7 @@ def _locate_experts(model: nn.Module) -> Iterator[ExpertList | ExpertStacks]:
         is_named = "expert" in path.rpartition(".")[2].lower()
         if _may_be_expert_list(module, is_named=is_named):
             within.update(module.modules())
-            yield ExpertList(path, len(list(module.children())))
+            yield LocatedExperts(path, len(list(module.children())))
             if is_named:
                 named.update(module.modules())
     yield from _locate_stacks(model, named)
@@ -182,19 +167,19 @@ def without_leading_ones(parameter: Tensor) -> tuple[int, ...]:
     return shape
 
 
-def _locate_stacks(model: nn.Module, excluded: set[nn.Module]) -> Iterator[ExpertStacks]:
+def _locate_stacks(model: nn.Module, excluded: set[nn.Module]) -> Iterator[LocatedExperts]:
     """Yields the modules with two or three stacks of matrices, the innermost ones."""
     found: list[str] = []
     for path, module in reversed(list(model.named_modules())):
         if any(_is_within(inner, path) for inner in found) or excluded & {*module.modules()}:
             continue
-        for names, num_experts in _stacks_in(module):
+        for num_experts, stacks in _stacks_in(module):
             found.append(path)
-            yield ExpertStacks(path, names, num_experts)
+            yield LocatedExperts(path, num_experts, stacks)
 
 
-def _stacks_in(module: nn.Module) -> Iterator[tuple[tuple[tuple[str, ...], ...], int]]:
-    """Yields the names of stacks that belong together, and how many experts they are of."""
+def _stacks_in(module: nn.Module) -> Iterator[tuple[int, tuple[tuple[str, ...], ...]]]:
+    """Yields how many experts stacks that belong together are of, and the names of these."""
     by_experts: dict[int, list[tuple[str, ...]]] = {}
     for name, parameter in module.named_parameters():
         if parameter.ndim == 3 and not _BIAS.fullmatch(name.rpartition(".")[2]):
@@ -206,7 +191,7 @@ def _stacks_in(module: nn.Module) -> Iterator[tuple[tuple[tuple[str, ...], ...],
             by_experts.setdefault(len(held), []).append(tuple(f"{name}.{key}" for key in held))
     for num_experts, stacks in by_experts.items():
         if len(stacks) in (2, 3):
-            yield tuple(stacks), num_experts
+            yield num_experts, tuple(stacks)
     # Stacked along the rows of one matrix; a number among the attributes says how many there are.
     direct = {n: p for n, p in module.named_parameters(recurse=False) if p.ndim == 2}
     sizes = {tuple(p.shape) for p in direct.values()}
@@ -214,4 +199,4 @@ def _stacks_in(module: nn.Module) -> Iterator[tuple[tuple[tuple[str, ...], ...],
     if len(direct) in (2, 3) and len(sizes) <= 2:
         for count in counts:
             if all(p.shape[0] % count == 0 and p.shape[0] > count for p in direct.values()):
-                yield tuple((name,) for name in direct), count
+                yield count, tuple((name,) for name in direct)

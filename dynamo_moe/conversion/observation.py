@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from dynamo_moe import pytree
 from dynamo_moe.conversion.layer_spec import SubmoduleCall, TensorArgument
-from dynamo_moe.private import has_forward_hooks, hooks_removed, own_tensors
+from dynamo_moe.private import has_forward_hooks, hooks_removed, tensors_replaced
 from dynamo_moe.process_state import exclusive
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 __all__ = [
     "FullPrecision",
-    "ObservedCall",
     "ObservedForward",
     "check_no_hooks",
     "has_values",
@@ -48,26 +48,14 @@ _SHARE_OF_VALUE = 0.3
 # --- Watching one run ---
 
 
-@dataclass(frozen=True)
-class ObservedCall:
-    """A call of a submodule that got the tokens.
-
-    Attributes:
-        call: How it is called.
-        outputs: What it returned, flattened.
-    """
-
-    call: SubmoduleCall
-    outputs: list[Any]
-
-
 @dataclass
 class ObservedForward:
     """What one run of a module showed.
 
     Attributes:
         result: What it returned.
-        calls: Calls of submodules with all of its tokens, in order.
+        calls: Calls of submodules with all of its tokens, in order, each with what it returned,
+            flattened.
         top_ks: Each k that top-k was called with, in order.
         attributes: Attributes that it set on itself, by submodule.
         casts_to_half: Whether it casts numbers to half precision.
@@ -75,7 +63,7 @@ class ObservedForward:
     """
 
     result: Any = None
-    calls: list[ObservedCall] = field(default_factory=list)
+    calls: list[tuple[SubmoduleCall, list[Any]]] = field(default_factory=list)
     top_ks: list[int] = field(default_factory=list)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     casts_to_half: bool = False
@@ -98,93 +86,53 @@ def observe_forward(
     seen = ObservedForward()
     hidden = {part for each in unwatched for part in each.modules()}
 
-    def watch(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    before = dict(module.named_buffers())
+
+    def watch(path: str, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call = _call_with_tokens(module, path, args, kwargs, x)
         if call is not None:
-            seen.calls.append(ObservedCall(call, pytree.tree_leaves(output)))
-
-    def hook(path: str) -> Callable[..., None]:
-        return lambda _, args, kwargs, output: watch(path, args, kwargs, output)
+            seen.calls.append((call, pytree.tree_leaves(output)))
 
     with contextlib.ExitStack() as stack:
-        attributes = stack.enter_context(preserving_state(module))
-        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        seen.attributes = stack.enter_context(preserving_state(module))
         stack.enter_context(torch.no_grad())
         precision = stack.enter_context(FullPrecision())
-        stack.enter_context(_RecordTopK(seen.top_ks))
         for path, part in module.named_modules():
             if path and part not in hidden:
-                handle = part.register_forward_hook(hook(path), with_kwargs=True)
+                handle = part.register_forward_hook(partial(watch, path), with_kwargs=True)
                 stack.callback(handle.remove)
         seen.result = run(x)
-        seen.casts_to_half = precision.has_cast
+        seen.casts_to_half, seen.top_ks = precision.has_cast, precision.top_ks
         seen.changed_buffers = [
             name
             for name, buffer in module.named_buffers()
             if name in before and not torch.equal(buffer, before[name])
         ]
-    seen.attributes = {path: values for path, values in attributes.items() if values}
     return seen
 
 
 def _call_with_tokens(
     module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor
 ) -> SubmoduleCall | None:
-    """Returns a call that got all tokens once, and besides them only what is known before it."""
+    """Returns a call that got all tokens once, and no other tensor that the layer computes."""
     names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
     x_TD = x.reshape(-1, x.shape[-1])
-    shapes: list[torch.Size] = []
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    computed = [tensor for tensor in tensors if id(tensor) not in names]
+    if len(computed) != 1 or not computed[0].is_floating_point():
+        return None
+    shape = computed[0].shape
+    if shape not in (x.shape, x_TD.shape) or not torch.equal(
+        computed[0].reshape(x_TD.shape).to(x_TD.dtype), x_TD
+    ):
+        return None
 
     def described(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) in names:
-            return TensorArgument(names[id(value)])
-        if _are_tokens(value, x_TD):
-            shapes.append(value.shape)
-            return TensorArgument("")
-        raise LookupError
+        return TensorArgument(names.get(id(value), "")) if isinstance(value, Tensor) else value
 
-    try:
-        call_args = tuple(map(described, args))
-        call_kwargs = tuple((name, described(value)) for name, value in kwargs.items())
-    except LookupError:
-        return None
-    if len(shapes) != 1 or shapes[0] not in (x.shape, x_TD.shape):
-        return None
-    return SubmoduleCall(path, call_args, call_kwargs, flat=shapes[0] == x_TD.shape)
-
-
-def _are_tokens(value: Tensor, x_TD: Tensor) -> bool:
-    return (
-        value.is_floating_point()
-        and value.ndim >= 2
-        and value.shape[-1] == x_TD.shape[-1]
-        and value.numel() == x_TD.numel()
-        and bool(torch.equal(value.reshape(x_TD.shape).to(x_TD.dtype), x_TD))
-    )
-
-
-class _RecordTopK(TorchFunctionMode):
-    """Records the k of every top-k."""
-
-    def __init__(self, top_ks: list[int]) -> None:
-        super().__init__()
-        self._top_ks = top_ks
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        k: Any = None
-        if name == "topk":
-            k = kwargs.get("k", args[1] if len(args) > 1 else None)
-        elif name in ("argmax", "max"):
-            k = 1
-        if isinstance(k, int) and k not in self._top_ks:
-            self._top_ks.append(k)
-        return func(*args, **kwargs)
+    call_args = tuple(map(described, args))
+    call_kwargs = tuple((name, described(value)) for name, value in kwargs.items())
+    return SubmoduleCall(path, call_args, call_kwargs, flat=shape == x_TD.shape)
 
 
 # --- Leaving the module as it was ---
@@ -219,11 +167,13 @@ def preserving_state(module: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
             yield attributes
         finally:
             for path, part, before in parts:
-                attributes[path] = {
+                changed = {
                     name: value
                     for name, value in vars(part).items()
                     if value is not before.get(name, _MISSING)
                 }
+                if changed:
+                    attributes[path] = changed
                 vars(part).clear()
                 vars(part).update(before)
             for value, earlier in containers:
@@ -240,22 +190,11 @@ def check_no_hooks(module: nn.Module) -> None:
 # --- Other weights and tokens ---
 
 
-@contextlib.contextmanager
-def using_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def using_tensors(
+    module: nn.Module, tensors: Mapping[str, Tensor]
+) -> contextlib.AbstractContextManager[None]:
     """Lets a module compute with other parameters and buffers, given by path."""
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for path, part in module.named_modules():
-            for kind in own_tensors(part):
-                for name in kind:
-                    tensor = tensors.get(f"{path}.{name}" if path else name)
-                    if tensor is not None:
-                        replaced.append((kind, name, kind[name]))
-                        kind[name] = tensor
-        yield
-    finally:
-        for kind, name, original in replaced:
-            kind[name] = original
+    return tensors_replaced(module, tensors.get)
 
 
 def in_float32(module: nn.Module) -> nn.Module:
@@ -285,16 +224,17 @@ def random_tokens(*shape: int, like: Tensor, generator: torch.Generator | None =
     return x.to("cpu" if like.is_meta else like.device, like.dtype)
 
 
-def random_weights(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Draws parameters and buffers anew: an initial value of 0 or 1 hides what it is used for.
+def random_weights(module: nn.Module, kept: Collection[str] = ()) -> dict[str, Tensor]:
+    """Draws parameters and buffers anew, except those that are kept.
 
+    An initial value of 0 or 1 hides what it is used for.
     Matrices keep the size of what passes through them; anything else, such as a temperature or a
     bias, stays near its value.
     """
     generator = torch.Generator().manual_seed(0)
     drawn: dict[str, Tensor] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name not in names or not tensor.is_floating_point():
+        if name in kept or not tensor.is_floating_point():
             continue
         random = torch.randn(tensor.shape, generator=generator)
         if tensor.ndim >= 2 and min(tensor.shape) > 1:
@@ -315,11 +255,13 @@ class FullPrecision(TorchFunctionMode):
 
     Attributes:
         has_cast: Whether there were any.
+        top_ks: Each k that top-k was called with, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.has_cast = False
+        self.top_ks: list[int] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -328,6 +270,11 @@ class FullPrecision(TorchFunctionMode):
         methods = {"bfloat16": torch.bfloat16, "half": torch.float16}
         name = getattr(func, "__name__", "")
         dtypes = [*args[1:], *kwargs.values(), methods.get(name)]
+        k = 1 if name in ("argmax", "max") else None
+        if name == "topk":
+            k = kwargs.get("k", args[1] if len(args) > 1 else None)
+        if isinstance(k, int) and k not in self.top_ks:
+            self.top_ks.append(k)
         casts = name in ("to", "type", *methods) and any(
             dtype in _HALF for dtype in dtypes if isinstance(dtype, torch.dtype)
         )

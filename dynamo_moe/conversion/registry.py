@@ -87,18 +87,18 @@ def matching_adapters(module: nn.Module) -> list[Adapter]:
 
 def convert_by_adapters(
     model: nn.Module, handled: Set[nn.Module]
-) -> tuple[list[Replacement], list[Unrecognised]]:
+) -> list[Replacement | Unrecognised]:
     """Replaces the modules that an adapter recognises, in place, except handled ones.
 
     Raises:
         ValueError: If an adapter would replace the model itself.
     """
-    replaced, unrecognised = [], []
+    outcomes: list[Replacement | Unrecognised] = []
     done = set(handled)
     for path, module in list(model.named_modules()):
         if module in done:
             continue
-        reasons = []
+        name, reasons = type(module).__name__, []
         for adapter in matching_adapters(module):
             try:
                 replacement, compared = _replacement(adapter, module)
@@ -107,22 +107,17 @@ def convert_by_adapters(
                 reasons.append(f"adapter {adapter.name!r}: {kind}{refusal}")
                 continue
             _replace(model, module, replacement)
-            replaced.append(Replacement(path, adapter.name, type(module).__name__, compared))
+            outcomes.append(Replacement(path, adapter.name, name, compared))
             done.update(module.modules())
             break
         else:
             if reasons:
-                name = type(module).__name__
-                unrecognised.append(Unrecognised(path, name, "; ".join(reasons)))
-    return replaced, unrecognised
+                outcomes.append(Unrecognised(path, name, "; ".join(reasons)))
+    return outcomes
 
 
 def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, bool]:
-    """Returns what replaces a module, and whether the two were compared.
-
-    Raises:
-        ValueError: If it cannot be replaced; with the reason.
-    """
+    """Returns what replaces a module, and whether the two were compared, or raises ValueError."""
     check_no_hooks(module)
     replacement = adapter.convert(module).train(module.training)
     _check_arguments(module, replacement)

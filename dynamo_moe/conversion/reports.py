@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["ADAPTER_PAGE", "ConversionReport", "Replacement", "Unrecognised"]
+__all__ = ["ADAPTER_PAGE", "ConversionReport", "Replacement", "Unrecognised", "few"]
 
 ADAPTER_PAGE = "docs/how-to/add_an_adapter.md"
 """The page that messages name for modules that are left as they are."""
@@ -98,3 +99,9 @@ class Unrecognised:
     module: str
     original: str
     reason: str
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """Returns the first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

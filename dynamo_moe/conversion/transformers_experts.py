@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import custom_ops
 from custom_ops.options import ExpertOptions
 from dynamo_moe.conversion import private
-from dynamo_moe.conversion.activation import identify_activation, identify_gating
+from dynamo_moe.conversion.activation import identify_activation
 from dynamo_moe.conversion.comparison import compare
 from dynamo_moe.conversion.observation import (
     check_no_hooks,
@@ -53,15 +53,13 @@ _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_c
 _OPTIONS, _FALLBACK = "_dynamo_moe_options", "_dynamo_moe_fallback"
 
 
-def convert_experts(
-    model: nn.Module, fallback: str | None
-) -> tuple[list[Replacement], list[Unrecognised]]:
+def convert_experts(model: nn.Module, fallback: str | None) -> list[Replacement | Unrecognised]:
     """Selects the implementation here for a model's experts, where it is exact, else the fallback.
 
     Raises:
         ValueError: If transformers knows no implementation ``fallback``.
     """
-    replaced, unrecognised = [], []
+    outcomes: list[Replacement | Unrecognised] = []
     decisions: list[tuple[Experts, ExpertOptions | None]] = []
     for path, module in model.named_modules():
         if not is_convertible(module):
@@ -69,17 +67,17 @@ def convert_experts(
         name, options = type(module).__name__, None
         try:
             options, compared = _identify(module)
-            replaced.append(Replacement(path, _NAME, name, compared))
+            outcomes.append(Replacement(path, _NAME, name, compared))
         except ValueError as refusal:
             computed = "left as it is" if fallback is None else f"computed by {fallback!r}"
-            unrecognised.append(Unrecognised(path, name, f"{refusal}; {computed}"))
+            outcomes.append(Unrecognised(path, name, f"{refusal}; {computed}"))
         decisions.append((module, options))
     # Modules of one config share its implementation, so all of them must know what to compute.
     useful = {id(module.config) for module, options in decisions if options is not None or fallback}
     for module, options in decisions:
         if id(module.config) in useful:
             _select(module, options, fallback)
-    return replaced, unrecognised
+    return outcomes
 
 
 def is_convertible(module: nn.Module) -> bool:
@@ -120,11 +118,7 @@ def _first_weight(module: Experts) -> str:
 
 
 def _identify(module: Experts) -> tuple[ExpertOptions, bool]:
-    """Returns how ``torch.ops.moe.experts`` computes a module, and whether both were compared.
-
-    Raises:
-        ValueError: If it cannot; with the reason.
-    """
+    """Returns how ``torch.ops.moe.experts`` computes a module, and whether both were compared."""
     check_no_hooks(module)
     options = identify_options(module)
     if not has_values(module):
@@ -147,8 +141,9 @@ def identify_options(module: Experts) -> ExpertOptions:
     if not module.has_gate:
         return identify_activation(module.act_fn)
     # The names that transformers' models give the two numbers.
-    return identify_gating(
+    return identify_activation(
         private.gate_function(module),
+        gated=True,
         interleaved=not module.is_concatenated,
         limits=_numbers(module, "limit", "swiglu_limit"),
         alphas=[*_numbers(module, "alpha", "swiglu_alpha"), 1.0],
@@ -198,16 +193,13 @@ def _forward(
 ) -> Tensor:
     """The experts implementation: ``[T, D]``, ``[T, K]`` and ``[T, K]`` to ``[T, D]``."""
     options = getattr(self, _OPTIONS, None)
-    if options is None:
-        return _fallback(self)(hidden_states, top_k_index, top_k_weights)
-    return _compute(self, options, hidden_states, top_k_index, top_k_weights)
-
-
-def _fallback(module: Experts) -> Callable[..., Tensor]:
+    if options is not None:
+        return _compute(self, options, hidden_states, top_k_index, top_k_weights)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    name = getattr(module, _FALLBACK, None)
-    return _own_forward(module) if name is None else partial(ALL_EXPERTS_FUNCTIONS[name], module)
+    name = getattr(self, _FALLBACK, None)
+    fallback = _own_forward(self) if name is None else partial(ALL_EXPERTS_FUNCTIONS[name], self)
+    return fallback(hidden_states, top_k_index, top_k_weights)
 
 
 def _compute(

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from dynamo_moe.conversion.convert_model import convertible_modules
-from dynamo_moe.conversion.reports import ADAPTER_PAGE, Unrecognised
+from dynamo_moe.conversion.reports import ADAPTER_PAGE, Unrecognised, few
 from dynamo_moe.modules import ConvertedModule
 
 __all__ = [
@@ -41,7 +41,7 @@ def converted_modules(model: nn.Module) -> list[str]:
 
 def own_forward_warning(paths: Sequence[str]) -> str:
     """Returns what it means that converted modules have no node in a file, in one line."""
-    which = _few([repr(path) for path in paths])
+    which = few([repr(path) for path in paths], _SHOWN)
     return (
         f"{len(paths)} converted module{' is' if len(paths) == 1 else 's are'} called otherwise "
         f"than compared, or not at all, so each is many nodes, of its own forward: {which}"
@@ -50,7 +50,7 @@ def own_forward_warning(paths: Sequence[str]) -> str:
 
 def listing(modules: Sequence[Unrecognised]) -> str:
     """Returns the first few modules by path and class, and how many more there are."""
-    return _few([f"{each.module!r} ({each.original})" for each in modules])
+    return few([f"{each.module!r} ({each.original})" for each in modules], _SHOWN)
 
 
 def warning(left: Sequence[Unrecognised]) -> str:
@@ -73,7 +73,7 @@ def merge_hint(model: nn.Module) -> str:
         "merge them first, in peft by model.merge_and_unload(), else by "
         "torch.nn.utils.parametrize.remove_parametrizations()"
     )
-    return f"Each forward computes some weights anew, as LoRA does: {_few(unmerged)}; {how}."
+    return f"Each forward computes some weights anew, as LoRA does: {few(unmerged, _SHOWN)}; {how}."
 
 
 def _unmerged(path: str, module: nn.Module) -> Iterator[str]:
@@ -86,8 +86,3 @@ def _unmerged(path: str, module: nn.Module) -> Iterator[str]:
 
 def _are_not_converted(left: Sequence[Unrecognised]) -> str:
     return f"{len(left)} MoE module{' is' if len(left) == 1 else 's are'} not converted"
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

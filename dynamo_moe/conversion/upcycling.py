@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -180,10 +181,6 @@ class _Mlp:
     run: Callable[[Any, Tensor], Any]
 
 
-def _run_decoder_layer(module: nn.Module, x: Tensor) -> Any:
-    return module(x, x)
-
-
 def _run_intermediate_and_output(module: Any, x: Tensor) -> Any:
     hidden = module.intermediate(x)
     residuals = len(inspect.signature(module.output.forward).parameters) - 1
@@ -200,7 +197,7 @@ def _run_alone(module: nn.Module, x: Tensor) -> Any:
 _ENCODER_LAYER = _Mlp(
     "linear1", "activation", "linear2", "linear1", ("activation", "dropout", "linear2"), _run_alone
 )
-_DECODER_LAYER = replace(_ENCODER_LAYER, run=_run_decoder_layer)
+_DECODER_LAYER = replace(_ENCODER_LAYER, run=lambda module, x: module(x, x))
 _BERT = _Mlp(
     "intermediate.dense", "intermediate.intermediate_act_fn", "output.dense",
     "intermediate", ("output.dense",), _run_intermediate_and_output,
@@ -241,15 +238,11 @@ def _get(module: nn.Module, path: str) -> Any:
 def _moe_layer(
     module: nn.Module, mlp: _Mlp, num_experts: int, top_k: int, generator: torch.Generator
 ) -> DroplessMoE:
-    """Returns the layer whose experts are copies of the module's MLP.
-
-    Raises:
-        ValueError: If ``torch.ops.moe`` cannot compute it.
-    """
+    """Returns the layer whose experts are copies of the module's MLP, or raises ValueError."""
     first, second = _get(module, mlp.first), _get(module, mlp.second)
-    for part in (mlp.place, *mlp.emptied):
-        if isinstance(_get(module, part), nn.Module):
-            check_no_hooks(_get(module, part))
+    for part in (_get(module, path) for path in (mlp.place, *mlp.emptied)):
+        if isinstance(part, nn.Module):
+            check_no_hooks(part)
     options = identify_activation(_get(module, mlp.activation))
 
     def copies(weight: Tensor) -> nn.Parameter:
@@ -286,29 +279,18 @@ def _put(module: nn.Module, mlp: _Mlp, layer: nn.Module) -> None:
 
 
 def _check(module: nn.Module, mlp: _Mlp, layer: DroplessMoE) -> None:
-    """Compares the module with a twin that has the MoE layer.
-
-    Raises:
-        ValueError: If they do not give the same numbers.
-    """
+    """Raises ValueError unless a twin that has the MoE layer gives the module's numbers."""
     if layer.w1.dtype.itemsize < 4:
         # Half precision would hide what differs, or differ itself.
         module, layer = copy.deepcopy(module).float(), copy.deepcopy(layer).float()
     candidate = shallow_copy(module)
     _put(candidate, mlp, layer)
     x_BLD = random_tokens(2, 5, layer.w1.shape[1], like=layer.w1)
+
+    def tensors(module: nn.Module, x: Tensor) -> list[Tensor]:
+        result = mlp.run(module, x)
+        values = result if isinstance(result, (tuple, list)) else [result]
+        return [value for value in values if isinstance(value, Tensor)]
+
     with evaluating(module, candidate):
-        compare(
-            lambda x: _tensors(mlp.run(module, x)),
-            lambda x: _tensors(mlp.run(candidate, x)),
-            [x_BLD],
-            "an MLP",
-        )
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    return [
-        value
-        for value in (result if isinstance(result, (tuple, list)) else [result])
-        if isinstance(value, Tensor)
-    ]
+        compare(partial(tensors, module), partial(tensors, candidate), [x_BLD], "an MLP")

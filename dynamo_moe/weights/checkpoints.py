@@ -61,30 +61,22 @@ def open_checkpoint(
         TypeError: If ``dtype`` is not a floating dtype.
         ModuleNotFoundError: If transformers is not installed.
     """
-    folder = Path(folder)
-    return _load(folder, dtype, open_tensors(_checked(folder, dtype)))
+    return _load(Path(folder), dtype, lazy=True)
 
 
 def load_checkpoint(
     folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
     """Reads a checkpoint whole; like :func:`open_checkpoint` otherwise."""
-    folder = Path(folder)
-    tensors: dict[str, Any] = open_tensors(_checked(folder, dtype))
-    return _load(folder, dtype, {name: tensor.read() for name, tensor in tensors.items()})
+    return _load(Path(folder), dtype, lazy=False)
 
 
-def _checked(folder: Path, dtype: torch.dtype | None) -> Path:
+def _load(folder: Path, dtype: torch.dtype | None, *, lazy: bool) -> PreTrainedModel:
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating dtype, got {dtype}")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: it is not a checkpoint's folder")
-    return folder
-
-
-def _load(
-    folder: Path, dtype: torch.dtype | None, tensors: dict[str, torch.Tensor]
-) -> PreTrainedModel:
+    tensors: dict[str, Any] = open_tensors(folder)
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -98,7 +90,7 @@ def _load(
         model, loaded = model_class.from_pretrained(
             None,
             config=config,
-            state_dict=tensors,
+            state_dict=tensors if lazy else {name: t.read() for name, t in tensors.items()},
             dtype="auto" if dtype is None else dtype,
             output_loading_info=True,
         )

@@ -81,19 +81,6 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A tensor in memory, from which others are computed as they are written."""
-
-    tensor: Tensor
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        return self.tensor[start:stop]
-
-    def read(self) -> Tensor:
-        return self.tensor
-
-
-@dataclass(frozen=True)
 class _Result:
     """What an operation gives; ``place`` among its results where it has several."""
 
@@ -116,9 +103,9 @@ class LazyTensor(Tensor):
     """
 
     _meta: Tensor
-    _source: Stored | _Held | _Result
+    _source: Stored | _Result
 
-    def __new__(cls, meta: Tensor, source: Stored | _Held | _Result) -> Self:
+    def __new__(cls, meta: Tensor, source: Stored | _Result) -> Self:
         """Makes a tensor of the shape, strides and dtype of ``meta``."""
         lazy = wrapper_subclass(cls, meta)
         lazy._meta, lazy._source = meta, source
@@ -132,7 +119,8 @@ class LazyTensor(Tensor):
     @classmethod
     def held(cls, tensor: Tensor) -> LazyTensor:
         """Returns a tensor in memory, such that what is made of it is computed when it is read."""
-        return cls(tensor.detach().to("meta"), _Held(tensor.detach()))
+        known = tensor.detach()
+        return cls(known.to("meta"), _Result(_aten.alias.default, (known,), {}, None))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -146,8 +134,11 @@ class LazyTensor(Tensor):
         if schema_of(func).is_mutable:
             raise NotImplementedError(f"{func} would change a tensor that lies in a checkpoint")
         meta_args, meta_kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
+        if meta_kwargs.get("device") is not None:
+            # A cast may name the device that a lazy tensor is on already.
+            meta_kwargs["device"] = torch.device("meta")
         try:
-            results = func(*meta_args, **{**meta_kwargs, **_on_meta(meta_kwargs)})
+            results = func(*meta_args, **meta_kwargs)
         except NotImplementedError:
             results = None
         if isinstance(results, Tensor):
@@ -162,16 +153,14 @@ class LazyTensor(Tensor):
     @property
     def origin(self) -> Stored | None:
         """Where its values lie in a file as they are; None if they have to be computed."""
-        source = self._source
-        while isinstance(source, _Result):
-            if source.function not in _SAME:
-                return None
-            source = source.args[0]._source
+        source: Any = self._source
+        while isinstance(source, _Result) and source.function in _SAME:
+            source = getattr(source.args[0], "_source", None)
         return source if isinstance(source, Stored) else None
 
     def read(self) -> Tensor:
         """Returns the values, all in memory."""
-        if not isinstance(self._source, _Result):
+        if isinstance(self._source, Stored):
             return self._source.read()
         return self._source.of(*tree_map_only(LazyTensor, LazyTensor.read, self._source.args))
 
@@ -182,20 +171,13 @@ class LazyTensor(Tensor):
             return
         length = self.shape[0]
         step = max(1, CHUNK_BYTES * length // (self.numel() * self.dtype.itemsize))
-        whole = None if length <= step or _has_rows(self) else self.read()
+        rows = _row_reader(self) or _rows_of(self.read())
         for start in range(0, length, step):
-            stop = min(start + step, length)
-            rows = _rows(self, start, stop) if whole is None else whole[start:stop]
-            yield rows.contiguous()
+            yield rows(start, min(start + step, length)).contiguous()
 
 
 def _as_meta(tensor: Tensor) -> Tensor:
     return tensor._meta if isinstance(tensor, LazyTensor) else tensor.to("meta")
-
-
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A cast may name the device that a lazy tensor is on already."""
-    return {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
 
 
 def lazy_cast(tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
@@ -206,51 +188,46 @@ def lazy_cast(tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
 
 
 # --- Rows ---
-# Rows of a result from rows of its operands: by operation, what gives rows start to stop, or None
-# if the operation mixes rows.
+
 _Rows = Callable[[int, int], Tensor]
 
 _SAME = frozenset({_aten.alias.default, _aten.detach.default, _aten.lift_fresh.default})
 _POINTWISE = _SAME | {_aten.clone.default, _aten._to_copy.default}
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
-def _has_rows(tensor: LazyTensor) -> bool:
+def _row_reader(tensor: Tensor) -> _Rows | None:
+    """Returns what gives rows start to stop from rows of the operands; None if rows are mixed."""
+    if not isinstance(tensor, LazyTensor):
+        return _rows_of(tensor)
     source = tensor._source
-    return not isinstance(source, _Result) or _by_rows(tensor, source) is not None
-
-
-def _rows(tensor: LazyTensor, start: int, stop: int) -> Tensor:
-    source = tensor._source
-    if not isinstance(source, _Result):
-        return source.rows(start, stop)
-    by_rows = _by_rows(tensor, source)
-    return tensor.read()[start:stop] if by_rows is None else by_rows(start, stop)
-
-
-def _by_rows(tensor: LazyTensor, source: _Result) -> _Rows | None:
+    if isinstance(source, Stored):
+        return source.rows
     function, (first, *rest) = source.function, source.args
     if function is _aten.stack.default and _dimension(tensor, rest) == 0:
         return lambda start, stop: source.of([part.read() for part in first[start:stop]], *rest)
     if function in (_aten.stack.default, _aten.cat.default):
-        if _dimension(tensor, rest) == 0 or not all(map(_has_rows, first)):
+        readers = [_row_reader(part) for part in first]
+        if _dimension(tensor, rest) == 0 or None in readers:
             return None
-        return lambda a, b: source.of([_rows(part, a, b) for part in first], *rest)
-    if not isinstance(first, LazyTensor) or not first.ndim or not _has_rows(first):
+        return lambda a, b: source.of([read(a, b) for read in readers if read], *rest)
+    read = _row_reader(first) if isinstance(first, Tensor) and first.ndim else None
+    if read is None or not _keeps_rows(first, tensor, function, rest):
         return None
-    if not _keeps_rows(first, tensor, function, rest):
-        return None
-    if function in (_aten.view.default, _aten._unsafe_view.default):
-        return lambda a, b: _rows(first, a, b).reshape(b - a, *tensor.shape[1:])
-    return lambda a, b: source.of(_rows(first, a, b), *rest)
+    if function in _VIEWS:
+        return lambda a, b: read(a, b).reshape(b - a, *tensor.shape[1:])
+    return lambda a, b: source.of(read(a, b), *rest)
+
+
+def _rows_of(tensor: Tensor) -> _Rows:
+    return lambda start, stop: tensor[start:stop]
 
 
 def _keeps_rows(
-    before: LazyTensor, after: LazyTensor, function: Callable[..., Any], rest: list[Any]
+    before: Tensor, after: Tensor, function: Callable[..., Any], rest: list[Any]
 ) -> bool:
     """Whether row i of the result comes from row i of the operand alone."""
-    if function in _POINTWISE:
-        return True
-    if function in (_aten.view.default, _aten._unsafe_view.default):
+    if function in _VIEWS:
         return before.shape[0] == after.shape[0]
     if function is _aten.transpose.int:
         return 0 not in (axis % before.ndim for axis in rest)
@@ -260,7 +237,7 @@ def _keeps_rows(
         return _dimension(before, rest) != 0
     if function in (_aten.split.Tensor, _aten.split_with_sizes.default):
         return _dimension(before, rest[1:]) != 0
-    return False
+    return function in _POINTWISE
 
 
 def _dimension(tensor: Tensor, rest: list[Any]) -> int:

@@ -21,7 +21,7 @@ import onnx_ir.tensor_adapters
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.private import own_tensors
+from dynamo_moe.private import tensors_replaced
 from dynamo_moe.process_state import ProcessState
 from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
 
@@ -82,22 +82,17 @@ def placeholders(model: nn.Module) -> Iterator[Lazies]:
     """Replaces a model's lazy parameters and buffers until the context ends."""
     lazies: Lazies = {}
     made: dict[int, Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, LazyTensor]] = []
-    for module in model.modules():
-        for tensors in own_tensors(module):
-            for name, tensor in tensors.items():
-                if not isinstance(tensor, LazyTensor):
-                    continue
-                if id(tensor) not in made:
-                    made[id(tensor)] = _placeholder(tensor)
-                    lazies[made[id(tensor)].data_ptr()] = tensor
-                replaced.append((tensors, name, tensor))
-                tensors[name] = made[id(tensor)]
-    try:
+
+    def placeholder(_path: str, tensor: Any) -> Any:
+        if not isinstance(tensor, LazyTensor):
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = _placeholder(tensor)
+            lazies[made[id(tensor)].data_ptr()] = tensor
+        return made[id(tensor)]
+
+    with tensors_replaced(model, placeholder):
         yield lazies
-    finally:
-        for tensors, name, tensor in replaced:
-            tensors[name] = tensor
 
 
 def attach(model: ir.Model, lazies: Lazies) -> None:
@@ -150,12 +145,10 @@ def _origin(value: ir.Value) -> Stored | None:
 
 
 def _placeholder(lazy: LazyTensor) -> Tensor:
-    size = lazy.numel() * lazy.dtype.itemsize
+    flags = {}
     if hasattr(mmap, "MAP_ANONYMOUS"):
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-        buffer = mmap.mmap(-1, max(size, 1), flags=flags)
-    else:
-        buffer = mmap.mmap(-1, max(size, 1))
+        flags["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    buffer = mmap.mmap(-1, max(1, lazy.numel() * lazy.dtype.itemsize), **flags)
     tensor = torch.frombuffer(buffer, dtype=lazy.dtype, count=lazy.numel()).view(lazy.shape)
     if isinstance(lazy, nn.Parameter):
         return nn.Parameter(tensor, lazy.requires_grad)

@@ -19,7 +19,7 @@ from dynamo_moe.models import (
     swin_moe_digits,
     swin_moe_tiny,
 )
-from dynamo_moe.models.window_attention import WindowAttention
+from dynamo_moe.models.swin_moe import WindowAttention
 
 # Swin-T's grids, windows and stages with an eighth of its channels.
 NARROW_TINY = SwinMoEConfig(embed_dim=12, mlp_ratio=1, num_classes=7, num_experts=4)
