@@ -121,6 +121,18 @@ def test_the_bundle_is_named_to_the_plugin_for_as_long_as_it_is_parsed(monkeypat
     assert os.environ.get(name) == before
 
 
+def test_the_architectures_are_named_unless_the_environment_does(monkeypatch):
+    name = "DYNAMO_MOE_ARCHITECTURES"
+    monkeypatch.delenv(name, raising=False)
+    with _kernels_from("a.moek", ["sm_89", "sm_120"]):
+        assert os.environ[name] == "sm_89,sm_120"
+    assert name not in os.environ
+    monkeypatch.setenv(name, "sm_89")
+    with _kernels_from("a.moek", ["sm_89", "sm_120"]):
+        assert os.environ[name] == "sm_89"
+    assert os.environ[name] == "sm_89"
+
+
 def test_parsers_of_several_threads_take_turns(monkeypatch):
     monkeypatch.delenv("DYNAMO_MOE_KERNELS", raising=False)
     named = []
@@ -402,7 +414,7 @@ def test_what_the_plugin_warns_of_is_a_warning(tensorrt, tmp_path):
 def test_a_plugin_that_cannot_be_loaded(tensorrt, tmp_path):
     tensorrt.registers = False
     with pytest.raises(trt_plugin.EngineError, match="did not register DroplessMoE"):
-        built(tmp_path, kernels=tmp_path / "model.moek")
+        built(tmp_path, with_library=True)
 
 
 def test_a_file_that_is_not_there(tensorrt, tmp_path):

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -21,15 +21,17 @@ from trt_plugin.engine.shapes import Profile, add_profiles
 from trt_plugin.launcher import find_program
 from trt_plugin.native import LauncherError, library_path
 from trt_plugin.output import write_whole
-from trt_plugin.plugin import PLUGINS
+from trt_plugin.plugin import PLUGINS, sharing_kernels
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = ["EngineReport", "PluginLayer", "TensorInfo", "build_engine"]
 
+# What the plugin reads while a file is parsed.
 _KERNELS = "DYNAMO_MOE_KERNELS"
-# The variable belongs to the process: parsers take turns.
+_ARCHITECTURES = "DYNAMO_MOE_ARCHITECTURES"
+# The variables belong to the process: parsers take turns.
 _NAMING = threading.Lock()
 # Operators of target onnxruntime, which only ONNX Runtime has.
 _ONNXRUNTIME = ("MoE", "QMoE")
@@ -166,13 +168,15 @@ def build_engine(
     trt = found.module
     if timing_cache is not None and found.is_rtx:
         raise EngineError("TensorRT for RTX measures nothing when it builds: no timing cache")
-    targets = _targets(found, architectures, kernels)
+    bundle = None if kernels is None else read(kernels)
+    targets = _targets(found, architectures, bundle)
+    stored = [] if bundle is None else _stored(bundle, targets)
     missing = _load_plugin(found, needed=with_library or kernels is not None)
     log = Log(trt)
     trt_builder = trt.Builder(log.logger)
     network = trt_builder.create_network(_strongly_typed(trt))
     parser = trt.OnnxParser(network, log.logger)
-    with _kernels_from(kernels):
+    with _kernels_from(kernels, stored), nullcontext() if missing else sharing_kernels():
         parsed = parser.parse_from_file(str(onnx_path))
     if not parsed:
         raise EngineError(_refusal(found, onnx_path, parser, log, missing))
@@ -208,7 +212,7 @@ def build_engine(
 def _targets(
     found: Installed,
     architectures: Iterable[str | int] | None,
-    kernels: str | PathLike[str] | None,
+    bundle: Bundle | None,
 ) -> list[str]:
     """Returns the names of the architectures to build for; none if the builder chooses."""
     from custom_ops.kernels.architectures import architecture
@@ -220,7 +224,6 @@ def _targets(
                 "build with TensorRT for RTX"
             )
         return []
-    bundle = None if kernels is None else read(kernels)
     if architectures is not None:
         names = [architecture(each).name for each in architectures]
     elif bundle is not None:
@@ -238,22 +241,23 @@ def _targets(
             raise EngineError(
                 f"{found.title} does not build for {name}; it builds for {', '.join(known)}"
             )
-    if bundle is not None:
-        _check_kernels(bundle, distinct)
     return distinct
 
 
-def _check_kernels(bundle: Bundle, targets: Sequence[str]) -> None:
-    """Checks that a bundle has kernels of all of its layers for all architectures.
+def _stored(bundle: Bundle, targets: Sequence[str]) -> list[str]:
+    """Returns the architectures whose kernels go into the engine: those that the targets run.
 
-    Otherwise the engine would fail where it runs.
+    Raises:
+        EngineError: If a layer has none for a target: the engine would fail there.
     """
     from trt_plugin.bundle.view import layer_text
 
+    chosen: dict[str, None] = {}
     for layer in dict.fromkeys(program.layer for program in bundle.programs):
+        programs = {each.data: each for each in bundle.programs if each.layer == layer}
         for name in targets:
             try:
-                find_program(bundle.data, layer, int(name.removeprefix("sm_")))
+                found = find_program(bundle.data, layer, int(name.removeprefix("sm_")))
             except LauncherError as error:
                 if error.status != "not found":
                     raise
@@ -261,6 +265,8 @@ def _check_kernels(bundle: Bundle, targets: Sequence[str]) -> None:
                     f"the bundle has no kernels for {name} of the layer "
                     f"{layer_text(layer.to_dict())}: compile it for {', '.join(targets)}"
                 ) from error
+            chosen[f"sm_{programs[found].architecture}"] = None
+    return list(chosen)
 
 
 def _set_targets(trt: Any, config: Any, targets: Sequence[str]) -> None:
@@ -342,19 +348,27 @@ def _strongly_typed(trt: Any) -> int:
 
 
 @contextmanager
-def _kernels_from(bundle: str | PathLike[str] | None) -> Iterator[None]:
-    """Tells the plugin where the bundle is: it reads the bundle when the parser creates it."""
+def _kernels_from(
+    bundle: str | PathLike[str] | None, architectures: Sequence[str] = ()
+) -> Iterator[None]:
+    """Tells the plugin where the bundle is, and which of its architectures the engine stores.
+
+    It reads the bundle when the parser creates it. A choice of architectures that the user's
+    environment makes stays.
+    """
+    named = {} if bundle is None else {_KERNELS: str(Path(bundle).resolve())}
     with _NAMING:
-        old = os.environ.get(_KERNELS)
-        if bundle is not None:
-            os.environ[_KERNELS] = str(Path(bundle).resolve())
+        if architectures and _ARCHITECTURES not in os.environ:
+            named[_ARCHITECTURES] = ",".join(architectures)
+        old = {name: os.environ.get(name) for name in named}
+        os.environ.update(named)
         try:
             yield
         finally:
-            if bundle is not None:
-                os.environ.pop(_KERNELS)
-                if old is not None:
-                    os.environ[_KERNELS] = old
+            for name, value in old.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 @contextmanager
