@@ -12,8 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from dynamo_moe.moe_nodes.nodes import module_of, moe_nodes
-from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
+from dynamo_moe.moe_nodes.nodes import TENSORRT_ATTRIBUTES, module_of, moe_nodes
 
 __all__ = ["KEY", "Layer", "from_metadata", "record", "store"]
 
@@ -49,7 +48,7 @@ def record(model: ir.Model) -> list[Layer]:
             attributes={
                 name: attribute.value
                 for name, attribute in sorted(node.attributes.items())
-                if name not in PLUGIN_ATTRIBUTES
+                if name not in TENSORRT_ATTRIBUTES
             },
             inputs=tuple(_name(value) for value in node.inputs),
         )

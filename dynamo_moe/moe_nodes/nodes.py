@@ -17,14 +17,16 @@ from custom_ops.options import (
     Option,
     RouterOptions,
 )
-from dynamo_moe.operators.schemas import OWN_DOMAIN, is_own_domain
+from dynamo_moe.operators.schemas import OWN_DOMAIN, PLUGIN_ATTRIBUTES, is_own_domain
 
 __all__ = [
     "DOMAIN",
     "DROPLESS",
     "EXPERTS",
     "INPUTS",
+    "KERNELS",
     "OPTIONAL_INPUTS",
+    "TENSORRT_ATTRIBUTES",
     "MoENode",
     "is_moe",
     "moe_nodes",
@@ -42,6 +44,11 @@ INPUTS = {
     EXPERTS: ("x", "expert_ids", "expert_weights", "w1", "w2", "b1", "b2"),
 }
 OPTIONAL_INPUTS = ("router_bias", "b1", "b2")
+
+#: The attribute that names the bundle of kernels. Empty: the plugin's environment variable does.
+KERNELS = "kernels"
+#: A node's attributes that say nothing of its layer.
+TENSORRT_ATTRIBUTES = {**PLUGIN_ATTRIBUTES, KERNELS: ""}
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 

@@ -13,9 +13,15 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from custom_ops.dtypes import FLOATS, IDS
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
-from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS, INPUTS, OPTIONAL_INPUTS
+from dynamo_moe.moe_nodes.nodes import (
+    DOMAIN,
+    DROPLESS,
+    EXPERTS,
+    INPUTS,
+    OPTIONAL_INPUTS,
+    TENSORRT_ATTRIBUTES,
+)
 from dynamo_moe.operators import shape_inference
-from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
 
 __all__ = ["FLOAT_TYPES", "ID_TYPES", "SCHEMAS", "VERSION", "attribute"]
 
@@ -90,7 +96,7 @@ def _schema(
                 OpSchema.Attribute(
                     name, onnx.helper.make_attribute(name, value), "Read by TensorRT's ONNX parser."
                 )
-                for name, value in PLUGIN_ATTRIBUTES.items()
+                for name, value in TENSORRT_ATTRIBUTES.items()
             ),
         ],
     )

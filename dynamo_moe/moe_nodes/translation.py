@@ -12,7 +12,7 @@ import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
 from dynamo_moe.moe_nodes.bodies import rms_norm_body
 from dynamo_moe.moe_nodes.bodies.of_node import moe_body
-from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS
+from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS, KERNELS, TENSORRT_ATTRIBUTES
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.operators.registration import register_op
 from dynamo_moe.operators.registry import Arguments, operators
@@ -95,6 +95,7 @@ for _op, _op_type, _compute in (
         op_type=_op_type,
         schema=SCHEMAS[_op_type],
         attributes=_compute,
+        constants={KERNELS: TENSORRT_ATTRIBUTES[KERNELS]},
         body=moe_body,
         fill=_fill,
     )

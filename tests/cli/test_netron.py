@@ -108,6 +108,7 @@ def test_sidebar_describes_the_layer(exported: Exported, page: Page, name: str) 
         "routed_scaling": "1",
         "plugin_version": "1",
         "plugin_namespace": "",
+        "kernels": "",
     }
     inputs = shown["Inputs"]
     assert list(inputs) == ["x", "router_weight", "w1", "w2", "router_bias", "b1", "b2"]

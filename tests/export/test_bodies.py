@@ -304,6 +304,7 @@ def attributes(layer: Layer) -> dict[str, int | float | str]:
         "routed_scaling": layer.scaling,
         "plugin_version": "1",
         "plugin_namespace": "",
+        "kernels": "",
     }
     return {name: values[name] for name in config.attributes}
 

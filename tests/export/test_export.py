@@ -126,7 +126,7 @@ def test_plugin_node(exported) -> None:
         "activation_alpha": pytest.approx(1.702), "activation_limit": 7.0,
         "pre_norm": b"none", "norm_eps": pytest.approx(1e-6), "residual": 0,
         "scoring": b"softmax", "renormalize": 1, "routed_scaling": 1.0,
-        "plugin_version": b"1", "plugin_namespace": b"",
+        "plugin_version": b"1", "plugin_namespace": b"", "kernels": b"",
     }  # fmt: skip
     assert list(nodes[1].input[1:4]) == ["1.mlp.router.weight", "1.mlp.w1", "1.mlp.w2"]
     assert list(nodes[1].input[5:]) == ["1.mlp.b1", "1.mlp.b2"]
@@ -147,7 +147,7 @@ def test_nodes_obey_the_rules_of_tensorrts_parser(exported, name: str) -> None:
         assert all(node.input)
         assert {a.name for a in node.attribute} == set(function.attribute)
         assert not node.overload
-        assert {"plugin_version", "plugin_namespace"} <= set(function.attribute)
+        assert {"plugin_version", "plugin_namespace", "kernels"} <= set(function.attribute)
 
 
 def test_one_configuration_keeps_the_plain_domain(exported) -> None:

@@ -27,9 +27,8 @@ from custom_ops.options import (
     _option,
     options_of,
 )
-from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS
+from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, TENSORRT_ATTRIBUTES
 from dynamo_moe.moe_nodes.schemas import SCHEMAS, attribute
-from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
 from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD, LayerRecord
 from trt_plugin.compiling.layer_table import FILE, layer_table
 from trt_plugin.compiling.packing import layer_record
@@ -127,7 +126,7 @@ def test_nodes_have_the_table_s_options_as_attributes() -> None:
             default = default.decode() if isinstance(default, bytes) else default
             wanted = pytest.approx(option.default) if option.type is float else option.default
             assert default == wanted
-        known = {row.attribute for row in (*options, *SIZES)} | {*PLUGIN_ATTRIBUTES}
+        known = {row.attribute for row in (*options, *SIZES)} | {*TENSORRT_ATTRIBUTES}
         assert set(declared) == known
 
 
