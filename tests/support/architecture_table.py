@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,19 +16,33 @@ BEGIN, END = "<!-- table: make test-all writes it -->", "<!-- end of table -->"
 def main() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from moe_architectures import ARCHITECTURES
+    from tensorrt_wheels import RTX, install
 
-    rows = [json.loads((ROWS / f"{name}.json").read_text()) for name in sorted(ARCHITECTURES)]
+    names = sorted(ARCHITECTURES)
+    rows = [json.loads((ROWS / f"{name}.json").read_text()) for name in names]
+    # There are none where TensorRT for RTX cannot be had, and the table stays as it is.
+    engines = {
+        name: json.loads((ROWS / f"{name}.engines.json").read_text())
+        for name, row in zip(names, rows, strict=True)
+        if row["onnxruntime"] is not None
+    }
+    (rtx,) = distributions(name="tensorrt-rtx-cu13-bindings", path=[str(install(RTX))])
     packages = ("transformers", "torch", "onnxscript", "onnxruntime")
+    versions = [*(f"{name} {version(name)}" for name in packages), f"TensorRT for RTX {rtx.version}"]
+    notes = {
+        name: " ".join(filter(None, (row["note"], engines.get(name, {}).get("note"))))
+        for name, row in zip(names, rows, strict=True)
+    }
     lines = [
         BEGIN,
         "",
-        ", ".join(f"{name} {version(name)}" for name in packages) + ":",
+        f"{', '.join(versions)}:",
         "",
-        "| model | class | operator | PyTorch | nodes | ONNX Runtime |",
-        "|---|---|---|---|---|---|",
-        *map(line, rows),
+        "| model | class | operator | PyTorch | nodes | ONNX Runtime | `plugin` | `dense` |",
+        "|---|---|---|---|---|---|---|---|",
+        *(line(row, engines.get(row["model"], {})) for row in rows),
         "",
-        *(f"- `{row['model']}`: {row['note']}." for row in rows if row["note"]),
+        *(f"- `{name}`: {note}." for name, note in notes.items() if note),
         "",
         END,
     ]
@@ -37,7 +51,7 @@ def main() -> None:
     PAGE.write_text(before + "\n".join(lines) + after)
 
 
-def line(row: dict[str, object]) -> str:
+def line(row: dict[str, object], engine: dict[str, str]) -> str:
     ours = row["operator"] in ("dropless", "experts")
     operator = f"`moe.{row['operator']}`" if ours else f"fallback `{row['operator']}`"
     exported = row["onnxruntime"]
@@ -49,6 +63,8 @@ def line(row: dict[str, object]) -> str:
         f"{row['pytorch']:.1e}",
         "" if row["nodes"] is None else str(row["nodes"]),
         result,
+        engine.get("plugin", ""),
+        engine.get("dense", ""),
     )
     return f"| {' | '.join(cells)} |"
 
