@@ -25,6 +25,7 @@ from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
+from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
 from dynamo_moe.operators.registry import NodeError
 from dynamo_moe.process_state import ProcessState
@@ -87,7 +88,8 @@ def export(
         kwargs: Example keyword arguments.
         target: ``plugin``: one ``moe`` node per layer, with a body of standard operators in the
             same file; ``dense``: standard operators only, every expert on every token;
-            ``onnxruntime``: ``com.microsoft::MoE``.
+            ``onnxruntime``: ``com.microsoft::MoE``; ``tensorrt_moe``: TensorRT's own ``TRT_MoE``,
+            experimental, for datacentre Blackwell and Thor alone.
         body: With ``plugin``, how runtimes without the plugin compute a layer. ``loop`` visits the
             experts and reads their weights where they are: with external data it loads at once,
             however large the model. ``unrolled`` has products for each expert, whose weights ONNX
@@ -329,6 +331,7 @@ def _optimize(
         if link:
             kept |= placeholders.linkable(model)
         passes.optimize(model, keep=kept)
+        roll_repeats(model)
         if target == "plugin":
             lowering.lower(model, target, body)
         common_passes.ClearMetadataAndDocStringPass()(model)
@@ -434,7 +437,7 @@ class ExportReport:
     Attributes:
         path: The ONNX file.
         files: All files written, the ONNX file first.
-        target: ``plugin``, ``dense`` or ``onnxruntime``.
+        target: ``plugin``, ``dense``, ``onnxruntime`` or ``tensorrt_moe``.
         body: ``loop`` or ``unrolled``; None with other targets than ``plugin``.
         layers: The MoE layers' paths in the model.
         operators: Number of layers by operator: ``DroplessMoE``, which holds the layer's router,

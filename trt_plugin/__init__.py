@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Runner,
         bench_engines,
         build_engine,
+        installed_tensorrt,
         is_engine,
         join_profiles,
         parse_shapes,
@@ -45,6 +46,7 @@ __all__ = [
     "PluginLoadError",
     "sharing_kernels",
     # Engines
+    "installed_tensorrt",
     "build_engine",
     "EngineReport",
     "EngineError",
@@ -71,6 +73,7 @@ _HOME = {
     "load": "plugin",
     "PluginLoadError": "plugin",
     "sharing_kernels": "plugin",
+    "installed_tensorrt": "engine",
     "build_engine": "engine",
     "EngineReport": "engine",
     "EngineError": "engine",

@@ -1,8 +1,8 @@
-"""The command line: ``dynamo-moe export``, ``verify``, ``inspect``, ``compile`` and ``engine``.
+"""The command line, ``dynamo-moe``: its commands, and what their exit codes say.
 
-Exit codes: 0 success; 1 an export, a verification, a compilation or the reading of a file
-failed; 2 what was asked for does not exist or makes no sense. A report goes to stdout, all else to
-stderr, what the model's own code prints included.
+Exit codes: 0 success; 1 an export, a verification, a compilation, an engine or the reading of a
+file failed; 2 what was asked for does not exist or makes no sense. A report goes to stdout, all
+else to stderr, what the model's own code prints included.
 """
 
 from __future__ import annotations

@@ -123,7 +123,6 @@ def engine(
         if kernels:
             need_file(kernels)
         import trt_plugin
-        from trt_plugin.engine.installed import installed
 
         try:
             profiles = trt_plugin.join_profiles(
@@ -132,7 +131,9 @@ def engine(
         except ValueError as error:
             raise UsageError(f"--shapes: {error}") from None
         architectures = known_architectures(arch or [])
-        found = installed("building an engine", builder.value if builder else None)
+        found = trt_plugin.installed_tensorrt(
+            "building an engine", builder.value if builder else None
+        )
         if timing_cache and found.is_rtx:
             raise UsageError("--timing-cache: TensorRT for RTX measures nothing when it builds")
         with _kernels(file, kernels, architectures, not quiet) as bundle:

@@ -50,6 +50,7 @@ class Target(StrEnum):
     plugin = "plugin"
     dense = "dense"
     onnxruntime = "onnxruntime"
+    tensorrt_moe = "tensorrt_moe"
 
 
 class Body(StrEnum):
@@ -120,7 +121,8 @@ def export(
             metavar="TARGET",
             help="[cyan]plugin[/]: one node per MoE layer, for the TensorRT plugin and ONNX "
             "Runtime. [cyan]dense[/]: standard operators only, every expert on every token. "
-            "[cyan]onnxruntime[/]: com.microsoft::MoE.",
+            "[cyan]onnxruntime[/]: com.microsoft::MoE. [cyan]tensorrt_moe[/]: TensorRT's own "
+            "TRT_MoE, experimental.",
         ),
     ] = Target.plugin,
     body: Annotated[

@@ -16,7 +16,7 @@ from dynamo_moe.operators.user_bodies import content, omit_absent, prepare_body
 
 __all__ = ["BODIES", "TARGETS", "Body", "Target", "lower", "notes"]
 
-Target = Literal["plugin", "dense", "onnxruntime"]
+Target = Literal["plugin", "dense", "onnxruntime", "tensorrt_moe"]
 Body = Literal["loop", "unrolled"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
@@ -74,6 +74,11 @@ def notes(model: ir.Model, activations: Collection[str], target: str) -> list[st
     if target == "onnxruntime" and "gelu" in activations:
         found.append(
             "com.microsoft::MoE computes GELU in its tanh form: up to 5.5e-4 off the exact"
+        )
+    if target == "tensorrt_moe" and activations:
+        found.append(
+            "experimental: only TensorRT has TRT_MoE, for compute capabilities 10.0, 10.3 and "
+            "11.0; ONNX Runtime does not run this file, so nothing has verified it"
         )
     names = Counter(function.name for function in model.functions.values())
     moe = sum(names[name] for name in INPUTS)

@@ -163,8 +163,9 @@ def _infer_shapes(model: ir.Model) -> None:
 
 
 def _type_foreign_results(model: ir.Model) -> bool:
-    """Types the results of ``com.microsoft::MoE``, unknown to onnx; returns whether any exist."""
-    nodes = [node for node in model.graph if node.domain == "com.microsoft"]
+    """Types the results of runtimes' own MoE operators; returns whether there are any."""
+    known = {("com.microsoft", "MoE"), ("trt", "TRT_MoE")}
+    nodes = [node for node in model.graph if (node.domain, node.op_type) in known]
     for node in nodes:
         tokens, result = node.inputs[0], node.outputs[0]
         if tokens is not None:

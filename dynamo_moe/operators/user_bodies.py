@@ -171,7 +171,8 @@ def _check(function: ir.Function, name: str, attributes: Collection[str]) -> Non
     for node in function.all_nodes():
         given |= {a.ref_attr_name for a in node.attributes.values() if a.is_ref()}
         standard = node.domain in _STANDARD_DOMAINS and onnx.defs.has(node.op_type, node.domain)
-        if not standard and not node.domain.startswith("com.microsoft"):
+        foreign = node.domain.startswith("com.microsoft") or node.op_type == "TRT_MoE"
+        if not standard and not foreign:
             raise ValueError(
                 f"the body of {name} uses {node.domain or 'ai.onnx'}::{node.op_type}, which is "
                 "not an ONNX operator: write what it computes into the body itself"

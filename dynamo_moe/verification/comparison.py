@@ -298,6 +298,11 @@ def _reason(error: str, proto: onnx.ModelProto) -> str:
     """Returns why ONNX Runtime cannot load a file."""
     functions = {(function.domain, function.name) for function in proto.functions}
     for node in all_nodes(proto.graph.node):
+        if (node.domain, node.op_type) == ("trt", "TRT_MoE"):
+            return (
+                "only TensorRT has TRT_MoE. Verify an export of the same model with target "
+                "'plugin' or 'dense'"
+            )
         if node.domain not in _RUNTIME_DOMAINS and (node.domain, node.op_type) not in functions:
             return (
                 f"{node.domain}::{node.op_type} has no body in the file. Give register_op a body "

@@ -1,6 +1,7 @@
 // Exercises the launcher under sanitizers: threads, contexts, failures.
 //
-// Arguments: bundles of one program each, for sm_80 and for sm_90. libcuda.so.1 is the stand-in.
+// Arguments: bundles of one layer's program for sm_80, for sm_90, and for both. libcuda.so.1 is the
+// stand-in.
 
 #include <dlfcn.h>
 
@@ -69,10 +70,10 @@ std::string Read(const char* path) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
-std::string ProgramOf(const std::string& bundle) {
+std::string ProgramOf(const std::string& bundle, std::uint32_t index = 0) {
   const void* program = nullptr;
   std::size_t size = 0;
-  CHECK(dynamo_moe_bundle_program(bundle.data(), bundle.size(), 0, nullptr, nullptr, &program,
+  CHECK(dynamo_moe_bundle_program(bundle.data(), bundle.size(), index, nullptr, nullptr, &program,
                                   &size) == DYNAMO_MOE_OK);
   return {static_cast<const char*>(program), size};
 }
@@ -95,9 +96,9 @@ void Enqueue(dynamo_moe_program* program, Tensors* tensors, std::int64_t tokens,
   CHECK(status == expected);
 }
 
-void CheckThreads(const Standin& cuda, const std::string& bytes) {
+void CheckThreads(const Standin& cuda, const std::string& bytes, int second_device = 0) {
   constexpr int kThreads = 8;
-  void* const contexts[2] = {cuda.create_context(0), cuda.create_context(0)};
+  void* const contexts[2] = {cuda.create_context(0), cuda.create_context(second_device)};
   dynamo_moe_program* shared = nullptr;
   CHECK(dynamo_moe_program_open(bytes.data(), bytes.size(), &shared) == DYNAMO_MOE_OK);
   std::vector<std::thread> threads;
@@ -166,7 +167,7 @@ void AddImages(const Standin& cuda, const std::string& program) {
 }  // namespace
 
 int main(int count, char** paths) {
-  CHECK(count == 3);
+  CHECK(count == 4);
   const Standin cuda = LoadStandin();
   const int architectures[2] = {80, 90};
   for (int i = 0; i < 2; ++i) {
@@ -178,6 +179,13 @@ int main(int count, char** paths) {
     CheckThreads(cuda, program);
     CheckFailures(cuda, program);
   }
+  const std::string both = Read(paths[3]);
+  cuda.reset();
+  for (std::uint32_t i = 0; i < 2; ++i) {
+    cuda.add_device(architectures[i], 232448);
+    AddImages(cuda, ProgramOf(both, i));
+  }
+  CheckThreads(cuda, both, 1);
   std::puts("ok");
   return 0;
 }

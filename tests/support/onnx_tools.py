@@ -103,14 +103,6 @@ TOOLS: dict[str, tuple[Tool, float]] = {
     ),
     "onnxconverter_common.float16": (on_models(common_float16.convert_float_to_float16), HALF),
     "transformers.float16": (on_models(runtime_float16.convert_float_to_float16), HALF),
-    "float16, ScatterElements blocked": (
-        on_models(
-            lambda model: common_float16.convert_float_to_float16(
-                model, op_block_list=[*common_float16.DEFAULT_OP_BLOCK_LIST, "ScatterElements"]
-            )
-        ),
-        HALF,
-    ),
     "quant_pre_process": (quant_pre_process, EXACT),
     "quant_pre_process, auto_merge, skip_optimization": (
         lambda source, result: quant_pre_process(

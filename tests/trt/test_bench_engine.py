@@ -72,6 +72,8 @@ def clock(monkeypatch):
             return end.at - self.at
 
     class Graph:
+        name: str
+
         def replay(self):
             clock.run(self.name, graph=True)
 

@@ -8,6 +8,7 @@ import threading
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,9 @@ from typer.testing import CliRunner
 import dynamo_moe
 import trt_plugin
 from dynamo_moe.cli import app
-from dynamo_moe.models import swin_moe_digits
+from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
+from onnx_files import dense_model, save
+from small_bundles import SMALL
 from trt_plugin.engine.building import _kernels_from
 
 without_tensorrt = pytest.mark.skipif(
@@ -377,7 +380,7 @@ def test_a_body_that_cannot_be_parsed_tells_why_the_plugin_is_missing(tensorrt, 
     with pytest.raises(trt_plugin.EngineError) as caught:
         built(tmp_path)
     message = str(caught.value)
-    assert "a node Scan in layer (DroplessMoE): bad. its MoE nodes need the plugin's" in message
+    assert "a node Scan in layer (DroplessMoE): bad. Its MoE nodes need the plugin's" in message
     assert "It is not loaded: TensorRT 10.9.0 did not register DroplessMoE and" in message
     assert message.endswith("A file of target dense needs no plugin")
 
@@ -445,6 +448,61 @@ def test_a_tensorrt_without_timing_caches(tensorrt, tmp_path):
     with pytest.warns(UserWarning, match="starts anew"):
         assert built(tmp_path, timing_cache=tmp_path / "timing") == b"an engine"
     assert not (tmp_path / "timing").exists()
+
+
+# --- The command, on the same TensorRT ---
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[tuple[int, list[str]]]:
+    """For how many layers, and for which architectures, the command has compiled."""
+    calls = []
+
+    def compile(layers, architectures, output, *, progress):  # noqa: A001
+        calls.append((len(layers), architectures))
+        SMALL.save(output)
+
+    monkeypatch.setattr(trt_plugin, "compile", compile, raising=False)
+    return calls
+
+
+@pytest.fixture
+def moe_file(tmp_path) -> Path:
+    model = DroplessMoEMlp(16, 24, num_experts=4, top_k=2).eval()
+    dynamo_moe.convert(model)
+    dynamo_moe.export(model, torch.randn(4, 16), tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def test_kernels_are_compiled_if_there_is_no_bundle(
+    tensorrt, compiled, moe_file, tmp_path, monkeypatch
+):
+    named = []
+    tensorrt.say = lambda: named.append(os.environ.get("DYNAMO_MOE_KERNELS"))
+    code, out, error = run("engine", str(moe_file), "--arch", "89", "--arch", "sm_120")
+    assert (code, "TensorRT 10.9.0" in out) == (0, True), error
+    assert compiled == [(1, ["sm_89", "sm_120"])]
+    assert named[0].endswith("/model.moek")
+    assert not Path(named[0]).exists()
+    assert (tmp_path / "model.engine").read_bytes() == b"an engine"
+    # For this machine's GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert run("engine", str(moe_file), "--json")[0] == 0
+    assert compiled.pop() == (1, ["sm_90"])
+    # The bundle beside the file comes first, and one that is named before that.
+    SMALL.save(tmp_path / "model.moek")
+    SMALL.save(tmp_path / "other.moek")
+    for bundle, options in (("model", []), ("other", ["--kernels", str(tmp_path / "other.moek")])):
+        assert run("engine", str(moe_file), *options)[0] == 0
+        assert named.pop() == str(tmp_path / f"{bundle}.moek")
+    assert len(compiled) == 1
+
+
+def test_without_moe_nodes_nothing_is_compiled(tensorrt, compiled, tmp_path):
+    file = save(dense_model(), tmp_path / "dense.onnx")
+    assert run("engine", str(file), "--arch", "89")[0] == 0
+    assert compiled == []
 
 
 class OnGpu(torch.Tensor):

@@ -31,12 +31,12 @@ SHAPES = ("--shapes", "images=1x1x8x8:4x1x8x8:16x1x8x8")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with the demo's model for two targets, and a model without MoE layers."""
+    """A folder with the demo's model for each target, and a model without MoE layers."""
     folder = tmp_path_factory.mktemp("exported")
     torch.manual_seed(0)
     model = swin_moe_digits().eval()
     dynamo_moe.convert(model)
-    for target in ("plugin", "onnxruntime"):
+    for target in ("plugin", "dense", "onnxruntime"):
         dynamo_moe.export(model, torch.randn(4, 1, 8, 8), folder / f"{target}.onnx", target=target)
     plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     dynamo_moe.export(plain, torch.randn(4, 8), folder / "plain.onnx")
@@ -60,11 +60,12 @@ def built(folder) -> dict[str, Done]:
     bundle = bundle_of(folder / "plugin.onnx", ["sm_80", "sm_89", "sm_120"])
     bundle.save(folder / "plugin.moek")
     several = ("--shapes", "input=1x8", "--shapes", "input=2x8:16x8:64x8")
-    names = ("two architectures", "with library", "inspected", "plain")
+    names = ("two architectures", "with library", "inspected", "dense", "plain")
     commands = (
         ("engine", folder / "plugin.onnx", "--arch", "sm_89", "--arch", "120", *SHAPES, "--json"),
         ("engine", folder / "plugin.onnx", "-o", folder / "b.plan", "--with-library", *SHAPES),
         ("inspect", folder / "b.plan"),
+        ("engine", folder / "dense.onnx", "--arch", "sm_89", "--arch", "120", *SHAPES, "--json"),
         ("engine", folder / "plain.onnx", *several, "--arch", "86", "--json"),
     )
     done = dict(zip(names, run_commands(*commands), strict=True))
@@ -123,7 +124,11 @@ def test_another_version_of_the_library_is_told_apart(folder, built, tmp_path):
     assert trt_plugin.read_engine(tmp_path / "c.plan").programs != contents.programs
 
 
-def test_a_model_without_moe_layers_needs_no_bundle(folder, built):
+def test_files_without_moe_nodes_need_no_bundle(built):
+    report = json.loads(built["dense"].out)
+    assert report["architectures"] == ["sm_89", "sm_120"]
+    assert report["layers"] > 100
+    assert report["plugin_layers"] == report["contents"]["programs"] == []
     report = json.loads(built["plain"].out)
     assert (report["architectures"], report["profiles"]) == (["sm_86"], 2)
     assert report["plugin_layers"] == report["contents"]["programs"] == []

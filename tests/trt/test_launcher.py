@@ -397,12 +397,15 @@ def test_under_sanitizers(tmp_path, sanitizer):
         "launcher_check", [*sources, native / "launcher_check.cc"], *flags, "-ldl", "-pthread"
     )
     case = make_case("experts", (30,), width=136, hidden=72, dtype=torch.float16)
-    for device in ("sm_80", "sm_90"):
-        planned = limit_tokens(plan(layer_of(case), architecture(device)), 50)
-        program = uncompiled_program(planned)
-        (tmp_path / f"{device}.moek").write_bytes(Bundle((program,)).data)
+    both = tuple(
+        uncompiled_program(limit_tokens(plan(layer_of(case), architecture(device)), 50))
+        for device in ("sm_80", "sm_90")
+    )
+    paths = [tmp_path / f"{number}.moek" for number in range(3)]
+    for path, programs in zip(paths, (both[:1], both[1:], both), strict=True):
+        path.write_bytes(Bundle(programs).data)
     done = subprocess.run(
-        [check, tmp_path / "sm_80.moek", tmp_path / "sm_90.moek"],
+        [check, *paths],
         env={**os.environ, "LD_LIBRARY_PATH": str(cuda.parent)},
         capture_output=True,
         text=True,

@@ -433,7 +433,7 @@ def test_a_node_without_the_biases_of_its_kernels(tensorrt, layer):
     error = the_error(tensorrt)
     assert error.startswith("the node has no input b1, b2; ")
     assert "/model.moek has this layer with x float32, router_weight float32, w1 float32" in error
-    assert error.endswith(", b1 float32, b2 float32: compile the kernels of this file")
+    assert error.endswith(", b1 float32, b2 float32: compile the kernels for this file")
     assert plugin.configure(inputs, output) == NOT_FOUND
     assert the_error(tensorrt).startswith("no kernels with x float32, router_weight float32, w1 ")
     copy.destroy()

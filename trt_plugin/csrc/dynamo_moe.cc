@@ -13,7 +13,6 @@
 #include "bundle/expression.h"
 #include "bundle/layer.h"
 #include "launch/launcher.h"
-#include "plugin/sharing.h"
 
 struct dynamo_moe_program {
   std::unique_ptr<dynamo_moe::LayerLauncher> launcher;
@@ -197,20 +196,6 @@ dynamo_moe_status dynamo_moe_program_find(const dynamo_moe_key* key, dynamo_moe_
     auto opened = std::make_unique<dynamo_moe_program>();
     DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::LayerLauncher::Find(content, &opened->launcher));
     *program = opened.release();
-    return {};
-  });
-}
-
-dynamo_moe_status dynamo_moe_sharing_begin(void) {
-  return Guard([]() -> Status {
-    dynamo_moe::plugin::Sharing::Begin();
-    return {};
-  });
-}
-
-dynamo_moe_status dynamo_moe_sharing_end(void) {
-  return Guard([]() -> Status {
-    dynamo_moe::plugin::Sharing::End();
     return {};
   });
 }

@@ -82,7 +82,7 @@ class BenchmarkReport:
         """What rich prints."""
         from trt_plugin.engine.view import benchmark_view
 
-        return benchmark_view(self)
+        return benchmark_view(self.to_dict())
 
 
 def bench_engines(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trt_plugin.bundle import Bundle, read
 from trt_plugin.engine.contents import EngineContents, read_engine
-from trt_plugin.engine.installed import EngineError, Installed, installed, load_plugin
+from trt_plugin.engine.installed import EngineError, Installed, installed_tensorrt, load_plugin
 from trt_plugin.engine.log import Log, progress_monitor
 from trt_plugin.engine.shapes import Profile, add_profiles
 from trt_plugin.launcher import find_program
@@ -115,7 +115,7 @@ class EngineReport:
         """What rich prints."""
         from trt_plugin.engine.view import report_view
 
-        return report_view(self)
+        return report_view(self.to_dict())
 
 
 def build_engine(
@@ -164,7 +164,7 @@ def build_engine(
     started = time.perf_counter()
     if not Path(onnx_path).is_file():
         raise FileNotFoundError(f"no such file: {onnx_path}")
-    found = installed("building an engine", builder)
+    found = installed_tensorrt("building an engine", builder)
     trt = found.module
     if timing_cache is not None and found.is_rtx:
         raise EngineError("TensorRT for RTX measures nothing when it builds: no timing cache")
@@ -305,7 +305,7 @@ def _refusal(
     hints = []
     if missing and any(plugin in text for plugin in PLUGINS):
         hints.append(
-            "its MoE nodes need the plugin's library, for their bodies are for ONNX Runtime. It is "
+            "Its MoE nodes need the plugin's library, as their bodies are for ONNX Runtime. It is "
             f"not loaded: {missing}. A file of target dense needs no plugin"
         )
     if any(error.node_operator() in _ONNXRUNTIME for error in errors):

@@ -97,7 +97,7 @@ class EngineContents:
         """What rich prints."""
         from trt_plugin.engine.view import contents_view
 
-        return contents_view(self)
+        return contents_view(self.to_dict())
 
 
 def is_engine(path: str | PathLike[str]) -> bool:

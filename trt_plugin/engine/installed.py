@@ -11,7 +11,7 @@ from typing import Any
 
 from trt_plugin.plugin import PLUGINS, PluginLoadError, load
 
-__all__ = ["BUILDERS", "EngineError", "Installed", "installed", "load_plugin"]
+__all__ = ["BUILDERS", "EngineError", "Installed", "installed_tensorrt", "load_plugin"]
 
 #: Names of the builders: TensorRT, and TensorRT for RTX.
 BUILDERS = ("tensorrt", "rtx")
@@ -52,7 +52,7 @@ class Installed:
         return f"{_TITLES[self.name]} {self.module.__version__}"
 
 
-def installed(what: str, name: str | None = None) -> Installed:
+def installed_tensorrt(what: str, name: str | None = None) -> Installed:
     """Returns the TensorRT to use.
 
     Args:

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_plugin.engine.installed import EngineError, installed, load_plugin
+from trt_plugin.engine.installed import EngineError, installed_tensorrt, load_plugin
 from trt_plugin.engine.log import Log
 from trt_plugin.output import write_whole
 
@@ -58,7 +58,7 @@ class Runner:
         builder: str | None = None,
         runtime_cache: str | PathLike[str] | None = None,
     ) -> None:
-        found = installed("running an engine", builder)
+        found = installed_tensorrt("running an engine", builder)
         if runtime_cache is not None and not found.is_rtx:
             raise EngineError(f"{found.title} has no runtime cache; TensorRT for RTX has")
         trt = found.module

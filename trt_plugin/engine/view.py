@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group
@@ -10,98 +10,99 @@ from rich.table import Table
 from rich.text import Text
 
 from trt_plugin.bundle.view import layer_text, size_text
-from trt_plugin.engine.contents import UNKNOWN
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from collections.abc import Sequence
 
-    from trt_plugin.engine.benchmark import BenchmarkReport
-    from trt_plugin.engine.building import EngineReport
-    from trt_plugin.engine.contents import EngineContents
+    from rich.console import RenderableType
 
 __all__ = ["benchmark_view", "contents_view", "report_view"]
 
+# ``EngineContents.library``.
+_LIBRARY = {
+    "installed": "in it, as it is installed here",
+    "other": "in it, in another version than the one that is installed here",
+    None: "not in it; load it before the engine",
+}
 
-def report_view(report: EngineReport) -> RenderableType:
-    """Returns what ``dynamo-moe engine`` prints."""
+
+def report_view(report: dict[str, Any]) -> RenderableType:
+    """Returns a table of ``EngineReport.to_dict()``."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    plugins = ", ".join(f"{each.name} ({each.plugin})" for each in report.plugin_layers)
+    contents, plugins = report["contents"], report["plugin_layers"]
     rows = {
-        "Builder": report.builder,
-        "Built for": ", ".join(report.architectures) or "the builder's choice",
-        "MoE kernels for": ", ".join(report.contents.architectures) or "none",
-        "Layers": f"{report.layers} before fusion, {len(report.plugin_layers)} of them plugins",
-        "Plugin layers": plugins or "none",
-        "Inputs": ", ".join(_tensor(each) for each in report.inputs),
-        "Outputs": ", ".join(_tensor(each) for each in report.outputs),
-        "Profiles": str(report.profiles),
-        "Size": size_text(report.contents.bytes),
-        "MoE kernels": size_text(report.contents.program_bytes),
-        "Time": f"{report.seconds:.1f} s",
+        "Builder": report["builder"],
+        "Built for": ", ".join(report["architectures"]) or "the builder's choice",
+        "MoE kernels for": ", ".join(contents["architectures"]) or "none",
+        "Layers": f"{report['layers']} before fusion, {len(plugins)} of them plugins",
+        "Plugin layers": ", ".join(f"{each['name']} ({each['plugin']})" for each in plugins),
+        "Inputs": ", ".join(_tensor(each) for each in report["inputs"]),
+        "Outputs": ", ".join(_tensor(each) for each in report["outputs"]),
+        "Profiles": str(report["profiles"]),
+        "Size": size_text(contents["bytes"]),
+        "MoE kernels": size_text(contents["program_bytes"]),
+        "Time": f"{report['seconds']:.1f} s",
     }
     for name, value in rows.items():
-        table.add_row(name, Text(value))
-    return Group(Text(str(report.path), style="bold"), table)
+        table.add_row(name, Text(value or "none"))
+    return Group(Text(report["path"], style="bold"), table)
 
 
-def contents_view(contents: EngineContents) -> RenderableType:
-    """Returns what ``dynamo-moe inspect`` prints of an engine."""
-    library = {
-        "installed": "in it, as it is installed here",
-        "other": "in it, in another version than the one that is installed here",
-        None: "not in it; load it before the engine",
-    }
+def contents_view(contents: dict[str, Any]) -> RenderableType:
+    """Returns a table of ``EngineContents.to_dict()``."""
     head = Text.assemble(
-        (f"Engine of {contents.tensorrt or 'TensorRT'}", "bold"), f"  {size_text(contents.bytes)}"
+        (f"Engine of {contents['tensorrt'] or 'TensorRT'}", "bold"),
+        f"  {size_text(contents['bytes'])}",
     )
     parts: list[RenderableType] = [head]
-    if contents.programs:
-        parts += ["", _programs(contents), "", f"Plugin's library: {library[contents.library]}"]
+    if contents["programs"]:
+        library = f"Plugin's library: {_LIBRARY[contents['library']]}"
+        parts += ["", _programs(contents["programs"]), "", library]
     else:
         parts.append("No kernels of MoE layers")
-    parts.append(Text(f"Not known: {UNKNOWN}", style="dim"))
+    parts.append(Text(f"Not known: {contents['unknown']}", style="dim"))
     return Group(*parts)
 
 
-def benchmark_view(report: BenchmarkReport) -> RenderableType:
-    """Returns what ``dynamo-moe bench-engine`` prints."""
-    shapes = ", ".join(f"{name} {list(shape)}" for name, shape in report.shapes.items())
+def benchmark_view(report: dict[str, Any]) -> RenderableType:
+    """Returns a table of ``BenchmarkReport.to_dict()``."""
+    shapes = ", ".join(f"{name} {shape}" for name, shape in report["shapes"].items())
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
     table.add_column("Engine", overflow="fold", style="cyan")
     table.add_column("CUDA graph")
     for heading in ("Mean ms", "Median", "p90", "p99", "Rows/s", "Difference"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for each in report.timings:
+    for each in report["timings"]:
         table.add_row(
-            str(each.engine),
-            "yes" if each.cuda_graph else "no",
-            *(f"{time:.3f}" for time in (each.mean, each.median, each.p90, each.p99)),
-            f"{each.throughput:,.0f}",
-            f"{each.difference:.1e}",
+            Text(each["engine"]),
+            "yes" if each["cuda_graph"] else "no",
+            *(f"{each[name]:.3f}" for name in ("mean", "median", "p90", "p99")),
+            f"{each['throughput']:,.0f}",
+            f"{each['difference']:.1e}",
         )
-    return Group(Text(f"{report.device}, {shapes}", style="bold"), "", table)
+    return Group(Text(f"{report['device']}, {shapes}", style="bold"), "", table)
 
 
-def _programs(contents: EngineContents) -> Table:
+def _programs(programs: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
-    table.add_column("MoE layer", overflow="fold")
+    table.add_column("MoE layer", overflow="fold", style="cyan")
     table.add_column("GPU", no_wrap=True)
     for heading in ("Kernels", "Size", "Copies"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for stored in contents.programs:
-        program = stored.program
+    for program in programs:
         table.add_row(
-            Text(layer_text(program.layer.to_dict()), style="cyan"),
-            f"sm_{program.architecture}",
-            str(len(program.kernels)),
-            size_text(len(program.data)),
-            str(stored.copies),
+            Text(layer_text(program["layer"])),
+            program["architecture"],
+            str(len(program["kernels"])),
+            size_text(program["bytes"]),
+            str(program["copies"]),
         )
     return table
 
 
-def _tensor(tensor: object) -> str:
-    name, dtype, shape = (getattr(tensor, each) for each in ("name", "dtype", "shape"))
-    return f"{name} {dtype} [{', '.join('?' if size < 0 else str(size) for size in shape)}]"
+def _tensor(tensor: dict[str, Any]) -> str:
+    """``x float [?, 8]``."""
+    sizes = ", ".join("?" if size < 0 else str(size) for size in tensor["shape"])
+    return f"{tensor['name']} {tensor['dtype']} [{sizes}]"

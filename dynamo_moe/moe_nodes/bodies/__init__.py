@@ -9,16 +9,32 @@ operator itself (TensorRT with the plugin) ignores the function.
   file.
 - ``dense_body``: every expert on every token, without control flow.
 - ``onnxruntime_body``: ONNX Runtime's own MoE operator.
+- ``tensorrt_body``: TensorRT's own.
 - ``rms_norm_body``: the normalisation.
 
 Map: ``config`` holds what a body depends on, ``ops`` records nodes, ``layer`` builds the function
 around a layer, ``router`` chooses the experts, ``slots`` assigns rows to experts, and ``expert``
-has an expert's activation and dtypes. ``dropless`` (with ``gathered``), ``unrolled``, ``dense`` and
-``onnxruntime`` are the ways to run the experts. ``rms_norm`` is the other operator.
+has an expert's activation and dtypes. ``dropless`` (with ``gathered``), ``unrolled``, ``dense``,
+``onnxruntime`` and ``tensorrt`` are the ways to run the experts. ``rms_norm`` is the other
+operator.
 """
 
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
-from dynamo_moe.moe_nodes.bodies.layer import body, dense_body, onnxruntime_body, unrolled_body
+from dynamo_moe.moe_nodes.bodies.layer import (
+    body,
+    dense_body,
+    onnxruntime_body,
+    tensorrt_body,
+    unrolled_body,
+)
 from dynamo_moe.moe_nodes.bodies.rms_norm import rms_norm_body
 
-__all__ = ["BodyConfig", "body", "dense_body", "onnxruntime_body", "rms_norm_body", "unrolled_body"]
+__all__ = [
+    "BodyConfig",
+    "body",
+    "dense_body",
+    "onnxruntime_body",
+    "rms_norm_body",
+    "tensorrt_body",
+    "unrolled_body",
+]

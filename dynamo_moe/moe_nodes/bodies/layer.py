@@ -10,12 +10,20 @@ from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
-from dynamo_moe.moe_nodes.bodies import dense, dropless, onnxruntime, unrolled
+from dynamo_moe.moe_nodes.bodies import dense, dropless, onnxruntime, tensorrt, unrolled
 from dynamo_moe.moe_nodes.bodies.config import MIN_OPSET, BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.router import route
 
-__all__ = ["body", "dense_body", "function", "onnxruntime_body", "routed", "unrolled_body"]
+__all__ = [
+    "body",
+    "dense_body",
+    "function",
+    "onnxruntime_body",
+    "routed",
+    "tensorrt_body",
+    "unrolled_body",
+]
 
 Inputs = Mapping[str, ir.Value]
 Layer = Callable[[Ops, BodyConfig, Inputs, ir.Value], ir.Value]
@@ -57,6 +65,13 @@ def onnxruntime_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> 
     """The operator as ONNX Runtime's ``com.microsoft::MoE``; see :func:`body`."""
     result = function(config, opset, domain, onnxruntime.layer)
     result.opset_imports[onnxruntime.DOMAIN] = 1
+    return result
+
+
+def tensorrt_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
+    """The operator as TensorRT's ``TRT_MoE``; see :func:`body`."""
+    result = function(config, opset, domain, routed(tensorrt.experts))
+    result.opset_imports[tensorrt.DOMAIN] = 1
     return result
 
 

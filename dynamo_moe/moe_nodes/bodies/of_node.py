@@ -8,7 +8,13 @@ from typing import Any
 import onnx_ir as ir
 
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
-from dynamo_moe.moe_nodes.bodies.layer import body, dense_body, onnxruntime_body, unrolled_body
+from dynamo_moe.moe_nodes.bodies.layer import (
+    body,
+    dense_body,
+    onnxruntime_body,
+    tensorrt_body,
+    unrolled_body,
+)
 from dynamo_moe.moe_nodes.nodes import OPTIONAL_INPUTS, parse
 
 __all__ = ["config_of", "moe_body", "unrolled_moe_body"]
@@ -17,6 +23,7 @@ _BODIES: dict[str, Callable[..., ir.Function]] = {
     "plugin": body,
     "dense": dense_body,
     "onnxruntime": onnxruntime_body,
+    "tensorrt_moe": tensorrt_body,
 }
 
 

@@ -1,4 +1,5 @@
-// What TensorRT calls when it loads this library, and the creators that it then registers.
+// What TensorRT calls when it loads this library, the creators that it then registers, and the part
+// of the C interface that concerns plugins.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -7,6 +8,7 @@
 #include "dynamo_moe.h"
 #include "plugin/log.h"
 #include "plugin/plugin.h"
+#include "plugin/sharing.h"
 #include "plugin/tensorrt_abi.h"
 
 namespace dynamo_moe::plugin {
@@ -72,4 +74,17 @@ extern "C" DYNAMO_MOE_API nvinfer1::IPluginCreatorInterface* const* getCreators(
   static nvinfer1::IPluginCreatorInterface* const creators[] = {&dropless, &experts};
   count = 2;
   return creators;
+}
+
+dynamo_moe_status dynamo_moe_sharing_begin(void) {
+  return static_cast<dynamo_moe_status>(
+      dynamo_moe::plugin::Guard("sharing kernels", []() -> dynamo_moe::Status {
+        dynamo_moe::plugin::Sharing::Begin();
+        return {};
+      }));
+}
+
+dynamo_moe_status dynamo_moe_sharing_end(void) {
+  dynamo_moe::plugin::Sharing::End();
+  return DYNAMO_MOE_OK;
 }

@@ -223,7 +223,7 @@ void Plugin::WarnOfRefusal(const Call& call, std::int32_t position) const {
   if (const std::string missing = MissingInputs(call); !missing.empty()) {
     Log(tensorrt::Severity::kError, layer_->subject.c_str(),
         Text("the node has no input ", missing, "; ", KnownInputsText(),
-             ": compile the kernels of this file")
+             ": compile the kernels for this file")
             .c_str());
     return;
   }
@@ -239,7 +239,7 @@ void Plugin::WarnOfRefusal(const Call& call, std::int32_t position) const {
 std::string Plugin::MissingInputs(const Call& call) const {
   std::string names;
   const Span<format::Tensor> order = InputsOf(layer_->op);
-  for (std::size_t i = static_cast<std::size_t>(call.inputs); i < order.size(); ++i) {
+  for (auto i = static_cast<std::size_t>(call.inputs); i < order.size(); ++i) {
     const auto& programs = layer_->bundle->programs();
     const bool needed = std::all_of(programs.begin(), programs.end(), [&](const auto& each) {
       return !HasAttributes(each.layer, layer_->attributes) ||
