@@ -209,7 +209,7 @@ def test_engines_in_half_precision(dtype: torch.dtype, target: str, tmp_path: Pa
 
 
 def outcome(result: Build) -> str:
-    return "builds" if result.built else "parses" if result.parsed else "refused"
+    return "builds" if result.built else "parses" if result.parsed else "refuses"
 
 
 def write_row(name: str, row: dict[str, Any]) -> None:

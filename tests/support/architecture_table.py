@@ -28,7 +28,10 @@ def main() -> None:
     }
     (rtx,) = distributions(name="tensorrt-rtx-cu13-bindings", path=[str(install(RTX))])
     packages = ("transformers", "torch", "onnxscript", "onnxruntime")
-    versions = [*(f"{name} {version(name)}" for name in packages), f"TensorRT for RTX {rtx.version}"]
+    versions = [
+        *(f"{name} {version(name)}" for name in packages),
+        f"TensorRT for RTX {rtx.version}",
+    ]
     notes = {
         name: " ".join(filter(None, (row["note"], engines.get(name, {}).get("note"))))
         for name, row in zip(names, rows, strict=True)

@@ -49,7 +49,10 @@ def build(parsed):
                 profile.set_shape(tensor.name, *shapes_of(tensor))
             config.add_optimization_profile(profile)
             profiles.append(
-                {each.name: [list(shape) for shape in profile.get_shape(each.name)] for each in symbolic}
+                {
+                    each.name: [list(shape) for shape in profile.get_shape(each.name)]
+                    for each in symbolic
+                }
             )
     return builder.build_serialized_network(network, config), profiles
 
