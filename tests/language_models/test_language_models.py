@@ -99,7 +99,7 @@ def test_tensorrt_builds_a_generation_with_past(exported: tuple[Any, Path]) -> N
         return {
             "input_ids": [batch, sequence],
             "attention_mask": [batch, past + sequence],
-            **dict.fromkeys(caches, [batch, 2, past, 8]),
+            **{name: [batch, 2, past, 8] for name in caches},
         }
 
     first, usual, largest = shapes(1, 1, 0), shapes(2, 1, 40), shapes(4, 16, 112)

@@ -10,32 +10,31 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "build" / "tests" / "architectures"
 PAGE = ROOT / "docs" / "reference" / "transformers_models.md"
+# Of the files that TensorRT for RTX gets.
+TARGETS = ("plugin", "dense")
 BEGIN, END = "<!-- table: make test-all writes it -->", "<!-- end of table -->"
 
 
 def main() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from moe_architectures import ARCHITECTURES
-    from tensorrt_wheels import RTX, install
+    from tensorrt_wheels import RTX
 
+    packages = ROOT / "build" / "tensorrt" / RTX / "packages"
+    found = list(distributions(name="tensorrt-rtx-cu13-bindings", path=[str(packages)]))
+    if not found:
+        sys.stderr.write("The table stays as it is: TensorRT for RTX cannot be had.\n")
+        return
     names = sorted(ARCHITECTURES)
     rows = [json.loads((ROWS / f"{name}.json").read_text()) for name in names]
-    # There are none where TensorRT for RTX cannot be had, and the table stays as it is.
-    engines = {
-        name: json.loads((ROWS / f"{name}.engines.json").read_text())
-        for name, row in zip(names, rows, strict=True)
-        if row["onnxruntime"] is not None
-    }
-    (rtx,) = distributions(name="tensorrt-rtx-cu13-bindings", path=[str(install(RTX))])
-    packages = ("transformers", "torch", "onnxscript", "onnxruntime")
-    versions = [
-        *(f"{name} {version(name)}" for name in packages),
-        f"TensorRT for RTX {rtx.version}",
-    ]
-    notes = {
-        name: " ".join(filter(None, (row["note"], engines.get(name, {}).get("note"))))
-        for name, row in zip(names, rows, strict=True)
-    }
+    for row in rows:
+        for target in TARGETS if row["onnxruntime"] is not None else ():
+            engine = json.loads((ROWS / f"{row['model']}.{target}.json").read_text())
+            row[target] = engine["outcome"]
+            row["note"] = row["note"] or engine["note"]
+    used = ("transformers", "torch", "onnxscript", "onnxruntime")
+    versions = [f"{name} {version(name)}" for name in used]
+    versions.append(f"TensorRT for RTX {found[0].version}")
     lines = [
         BEGIN,
         "",
@@ -43,9 +42,9 @@ def main() -> None:
         "",
         "| model | class | operator | PyTorch | nodes | ONNX Runtime | `plugin` | `dense` |",
         "|---|---|---|---|---|---|---|---|",
-        *(line(row, engines.get(row["model"], {})) for row in rows),
+        *map(line, rows),
         "",
-        *(f"- `{name}`: {note}." for name, note in notes.items() if note),
+        *(f"- `{row['model']}`: {row['note']}." for row in rows if row["note"]),
         "",
         END,
     ]
@@ -54,7 +53,7 @@ def main() -> None:
     PAGE.write_text(before + "\n".join(lines) + after)
 
 
-def line(row: dict[str, object], engine: dict[str, str]) -> str:
+def line(row: dict[str, object]) -> str:
     ours = row["operator"] in ("dropless", "experts")
     operator = f"`moe.{row['operator']}`" if ours else f"fallback `{row['operator']}`"
     exported = row["onnxruntime"]
@@ -66,8 +65,7 @@ def line(row: dict[str, object], engine: dict[str, str]) -> str:
         f"{row['pytorch']:.1e}",
         "" if row["nodes"] is None else str(row["nodes"]),
         result,
-        engine.get("plugin", ""),
-        engine.get("dense", ""),
+        *(str(row.get(target, "")) for target in TARGETS),
     )
     return f"| {' | '.join(cells)} |"
 

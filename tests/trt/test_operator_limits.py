@@ -43,8 +43,7 @@ REFUSED = {
     ),
     "Scan": (
         "(float[4,8] x) => (float[4,8] y)",
-        "{ y = Scan <num_scan_inputs = 1, body = b (float[8] e) => (float[8] o) { o = Neg (e) }>"
-        " (x) }",
+        "{ y = Scan <body = b (float[8] e) => (float[8] f) {f = Abs(e)}, num_scan_inputs = 1> (x) }",
         "(Scan): Invalid Node",
     ),
     "TopK": (
@@ -62,8 +61,10 @@ TAKEN = {
     "ScatterND": (REFUSED["ScatterND"][0], "{ y = ScatterND (x, i, u) }"),
     "Scan": (
         "(float[4,8] x, float[8] z) => (float[8] o, float[4,8] y)",
-        "{ o, y = Scan <num_scan_inputs = 1, body = b (float[8] s, float[8] e) =>"
-        " (float[8] t, float[8] u) { t = Add (s, e) u = Neg (e) }> (z, x) }",
+        (
+            "{ o, y = Scan <num_scan_inputs = 1, body = b (float[8] s, float[8] e) => (float[8] t,"
+            " float[8] u) { t = Add (s, e) u = Abs (e) }> (z, x) }"
+        ),
     ),
     "TopK": (
         "(float[5000] x) => (float[3840] y, int64[3840] i)",
