@@ -43,7 +43,7 @@ REFUSED = {
     ),
     "Scan": (
         "(float[4,8] x) => (float[4,8] y)",
-        "{ y = Scan <body = b (float[8] e) => (float[8] f) {f = Abs(e)}, num_scan_inputs = 1> (x) }",
+        "{ y = Scan <body = b (float[8] e) => (float[8] f) {f = Abs(e)}, num_scan_inputs=1> (x) }",
         "(Scan): Invalid Node",
     ),
     "TopK": (
