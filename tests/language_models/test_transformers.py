@@ -32,7 +32,12 @@ UNEXPORTABLE = {
     "qwen4_exp": "the indexer of its attention loops over the results of nonzero()",
 }
 # What TensorRT for RTX does not build: a part of its reason, and the note in the table.
-UNBUILDABLE: dict[str, tuple[str, str]] = {}
+UNBUILDABLE = {
+    "glm5_next": (
+        "self_attn.indexer/NonZero' (NonZero)",
+        "the indexer of its attention uses NonZero, which TensorRT for RTX does not have",
+    )
+}
 SHAPES = ((1, 4), (3, 9), (2, 7))
 # Models with routers that torch.ops.moe.dropless has.
 PLAIN_ROUTERS = {
