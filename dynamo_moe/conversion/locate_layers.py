@@ -120,10 +120,11 @@ def _may_route(model: nn.Module, path: str, experts: LocatedExperts) -> bool:
     weights = stacked or list(holder.parameters())
     inner = {id(weight) for weight in weights}
     sizes = {size for weight in weights for size in weight.shape[-2:]}
+    # A dimension is not both: of the counts that stacked rows could have, one may be the width.
     return any(
-        experts.num_experts in parameter.shape and sizes & set(parameter.shape)
+        any(count == experts.num_experts and size in sizes for count, size in (shape, shape[::-1]))
         for name, parameter in model.get_submodule(path).named_parameters()
-        if id(parameter) not in inner and parameter.ndim == 2 and "bias" not in name
+        if id(parameter) not in inner and "bias" not in name and len(shape := parameter.shape) == 2
     )
 
 

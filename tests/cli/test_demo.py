@@ -21,6 +21,7 @@ from dynamo_moe.demo.__main__ import app
 from dynamo_moe.demo.measure import compare, time_all
 from dynamo_moe.demo.pipeline import DemoResult, FileResult
 from dynamo_moe.tolerances import tolerance_for
+from engine_checks import checked_engine
 
 EPOCHS = 10
 FLOOR = 0.9
@@ -65,6 +66,18 @@ def test_half_precision_file_has_its_own_reference_and_bounds(result: DemoResult
     assert dtypes.pop("router.weight") == onnx.TensorProto.FLOAT
     assert set(dtypes) == {"w1", "b1", "w2", "b2"}
     assert set(dtypes.values()) == {onnx.TensorProto.FLOAT16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_tensorrt_builds_the_files(result: DemoResult, file: str) -> None:
+    engine = checked_engine(result.folder / file)
+    if file == "onnxruntime.onnx":
+        assert not engine.parsed
+        assert "(MoE): " in engine.reason()
+        assert "Plugin not found" in engine.reason()
+    else:
+        assert engine.built, engine.reason()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import dynamo_moe
 from dynamo_moe.conversion.observation import FullPrecision
 from dynamo_moe.modules import ConvertedModule
-from public_moe import CASES
+from public_moe import CASES, dbrx
 from public_moe.surroundings import Case, ClaimsCuda
 
 _CAPACITY = r"it may drop tokens by a capacity \(\w+ is"
@@ -108,3 +108,13 @@ def test_public_structure(case: Case) -> None:
             scale = reference.double().square().mean().sqrt().clamp_min(1e-30)
             error = (result.double() - reference.double()).abs().max() / scale
             assert error <= 1e-4
+
+
+def test_the_width_is_not_taken_for_the_number_of_experts() -> None:
+    """As in DBRX's own sizes, the width also divides the rows of all experts' matrices."""
+    torch.manual_seed(0)
+    layer = dbrx.DbrxFFN(hidden_size=32, ffn_hidden_size=24, moe_num_experts=8, moe_top_k=2)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    assert not dynamo_moe.convert(layer).unrecognised
+    assert isinstance(layer, ConvertedModule)

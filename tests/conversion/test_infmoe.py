@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import dynamo_moe
+from engine_checks import checked_engine
 from infmoe_reference import infmoe_layer, random_weights
 from moe_cases import assert_matches
 from small_models import T5Encoder
@@ -205,6 +206,13 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
     return T5Encoder(vocabulary=50, width=16, heads=4, feed_forwards=layers).eval()
 
 
+def export_encoder(encoder: nn.Module, folder: Path, target: str) -> dynamo_moe.ExportReport:
+    return dynamo_moe.export(
+        encoder, torch.zeros(2, 7, dtype=torch.int64), folder / "encoder.onnx", target=target,
+        dynamic_shapes={"ids": {0: "batch", 1: "length"}},
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_whole_encoder_exports_in_one_piece(encoder, tmp_path: Path, target: str):
     generator = torch.Generator().manual_seed(0)
@@ -212,10 +220,7 @@ def test_a_whole_encoder_exports_in_one_piece(encoder, tmp_path: Path, target: s
     def ids(batch: int, length: int) -> torch.Tensor:
         return torch.randint(0, 50, (batch, length), generator=generator)
 
-    report = dynamo_moe.export(
-        encoder, ids(2, 7), tmp_path / "encoder.onnx", target=target,
-        dynamic_shapes={"ids": {0: "batch", 1: "length"}},
-    )  # fmt: skip
+    report = export_encoder(encoder, tmp_path, target)
     cases = [(ids(*shape),) for shape in ((1, 1), (1, 40), (3, 13), (5, 2))]
     verified = dynamo_moe.verify(report.path, encoder, cases)
     assert all(case.routing_agreement == 1.0 for case in verified.cases)
@@ -225,6 +230,12 @@ def test_a_whole_encoder_exports_in_one_piece(encoder, tmp_path: Path, target: s
         assert [layer.name for layer in summary.moe_layers] == [
             f"blocks.{number}.feed_forward" for number in range(3)
         ]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_tensorrt_builds_a_whole_encoder(encoder, tmp_path: Path, target: str):
+    engine = checked_engine(export_encoder(encoder, tmp_path, target).path)
+    assert engine.built, engine.reason()
 
 
 # --- Errors ---

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe.graph import passes
+from engine_checks import checked_engine
 
 LENGTH = {"x": {1: "length"}}
 
@@ -254,6 +255,18 @@ def test_every_value_has_a_type_and_a_shape_of_sizes_and_names(exported, name: s
     for value in (output for node in model.graph for output in node.outputs):
         assert all(isinstance(size, int) or size.value for size in value.shape), value
     onnx.checker.check_model(path, full_check=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in {"resnet", "swin", "t5"} else pytest.mark.every)
+        for name in MODELS
+    ],
+)
+def test_tensorrt_builds_them(exported, name: str) -> None:
+    engine = checked_engine(exported(name)[1])
+    assert engine.built, engine.reason()
 
 
 def operators(proto: onnx.ModelProto) -> Counter[str]:

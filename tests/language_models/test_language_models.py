@@ -14,8 +14,10 @@ import torch
 
 import dynamo_moe
 from dynamo_moe.language_models import example_case, performing
+from engine_checks import checked_engine
 from moe_architectures import ARCHITECTURES
 
+KEY_VALUE = ("key", "value")
 WITH_PAST = "text-generation-with-past"
 
 
@@ -72,7 +74,7 @@ def test_names_and_dimensions(exported: tuple[Any, Path]) -> None:
     outputs = {o.name: o.shape for o in session.get_outputs()}
     cache = ["batch", 2, "past", 8]
     grown = ["batch", 2, "past + sequence", 8]
-    parts = [f"{layer}.{part}" for layer in range(2) for part in ("key", "value")]
+    parts = [f"{layer}.{part}" for layer in range(2) for part in KEY_VALUE]
     assert inputs == {
         "input_ids": ["batch", "sequence"],
         "attention_mask": ["batch", "total_sequence"],
@@ -89,6 +91,21 @@ def test_prompts_and_steps(sizes: tuple[int, int, int], exported: tuple[Any, Pat
     model, path = exported
     with performing(model, WITH_PAST):
         dynamo_moe.verify(path, model, [example_case(model, *sizes)])
+
+
+def test_tensorrt_builds_a_generation_with_past(exported: tuple[Any, Path]) -> None:
+    def shapes(batch: int, sequence: int, past: int) -> dict[str, list[int]]:
+        caches = (f"past_key_values.{layer}.{part}" for layer in range(2) for part in KEY_VALUE)
+        return {
+            "input_ids": [batch, sequence],
+            "attention_mask": [batch, past + sequence],
+            **{name: [batch, 2, past, 8] for name in caches},
+        }
+
+    first, usual, largest = shapes(1, 1, 0), shapes(2, 1, 40), shapes(4, 16, 112)
+    profile = {name: (first[name], usual[name], largest[name]) for name in first}
+    engine = checked_engine(exported[1], shapes=profile)
+    assert engine.built, engine.reason()
 
 
 def test_the_model_as_it_is(exported: tuple[Any, Path], tmp_path: Path) -> None:

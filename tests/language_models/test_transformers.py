@@ -1,13 +1,14 @@
-"""transformers models: converted, exported and run in ONNX Runtime, with the original's numbers.
+"""transformers models: converted, exported, and run in ONNX Runtime with the original's numbers.
 
-`make test` runs a few architectures, `make test-all` every one that stacks its experts. Each run
-writes a row to build/tests/architectures; tests/support/architecture_table.py turns them into the
-page.
+TensorRT for RTX builds engines of the files. `make test` runs a few architectures, `make test-all`
+every one that stacks its experts. Each run writes rows to build/tests/architectures;
+tests/support/architecture_table.py turns them into the page.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from custom_ops.options import ExpertOptions
+from engine_checks import checked_engine
 from moe_architectures import ARCHITECTURES, example_inputs
 
 ROWS = Path(__file__).parents[2] / "build" / "tests" / "architectures"
@@ -28,6 +30,13 @@ FALLBACK = {"inkling2": "batched_mm", "muse_spark": "batched_mm"}
 UNEXPORTABLE = {
     "minimax_m3_vl": "the exporter writes ScatterElements of ranks 4 and 5 for sparse attention",
     "qwen4_exp": "the indexer of its attention loops over the results of nonzero()",
+}
+# What TensorRT for RTX does not build: a part of its reason, and the note in the table.
+UNBUILDABLE = {
+    "glm5_next": (
+        "self_attn.indexer/NonZero' (NonZero)",
+        "the indexer of its attention uses NonZero, which TensorRT for RTX does not have",
+    )
 }
 SHAPES = ((1, 4), (3, 9), (2, 7))
 # Models with routers that torch.ops.moe.dropless has.
@@ -73,43 +82,86 @@ def largest_error(result: Tensor, expected: Tensor) -> float:
     return float((result - expected).abs().max() / expected.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("name", names())
-def test_architecture(name: str, tmp_path: Path) -> None:
+@dataclass
+class Converted:
+    """A tiny model after its conversion, what it computed before, and its files.
+
+    Attributes:
+        name: The architecture's.
+        model: The converted model.
+        report: What was converted.
+        inputs: Inputs other than the example.
+        expected: The original's result for each.
+        folder: Where the files are.
+    """
+
+    name: str
+    model: nn.Module
+    report: dynamo_moe.ConversionReport
+    inputs: list[dict[str, Tensor]]
+    expected: list[Tensor]
+    folder: Path
+    exports: dict[str, dynamo_moe.ExportReport] = field(default_factory=dict)
+
+    def export(self, target: str = "plugin") -> dynamo_moe.ExportReport:
+        """Exports the model with a symbolic batch and length, once for each target."""
+        if target not in self.exports:
+            example = example_inputs(ARCHITECTURES[self.name], 2, 5)
+            self.exports[target] = dynamo_moe.export(
+                self.model,
+                (),
+                self.folder / f"{target}.onnx",
+                kwargs=example,
+                dynamic_shapes={key: {1: f"{key}_length"} for key in example},
+                target=target,
+            )
+        return self.exports[target]
+
+
+@pytest.fixture(scope="module", params=names())
+def converted(request, tmp_path_factory) -> Converted:
+    name = request.param
     architecture = ARCHITECTURES[name]
     model = Answer(architecture.build())
     inputs = [example_inputs(architecture, *shape, seed=sum(shape)) for shape in SHAPES]
     with torch.no_grad():
         expected = [model(**case) for case in inputs]
+    report = dynamo_moe.convert(model, fallback=FALLBACK.get(name))
+    return Converted(name, model, report, inputs, expected, tmp_path_factory.mktemp(name))
 
+
+def test_architecture(converted: Converted) -> None:
+    name, model, inputs = converted.name, converted.model, converted.inputs
     fallback = FALLBACK.get(name)
-    converted = dynamo_moe.convert(model, fallback=fallback)
     if fallback is None:
-        assert converted.replaced
-        assert not converted.unrecognised
-        assert all(replacement.compared for replacement in converted.replaced)
+        assert converted.report.replaced
+        assert not converted.report.unrecognised
+        assert all(replacement.compared for replacement in converted.report.replaced)
     else:
-        assert not converted.replaced
-        assert all(fallback in left.reason for left in converted.unrecognised)
+        assert not converted.report.replaced
+        assert all(fallback in left.reason for left in converted.report.unrecognised)
     with torch.no_grad():
-        errors = [largest_error(model(**case), y) for case, y in zip(inputs, expected, strict=True)]
+        errors = [
+            largest_error(model(**case), y)
+            for case, y in zip(inputs, converted.expected, strict=True)
+        ]
     assert max(errors) < 1e-4
 
     row = {
         "model": name,
-        "class": architecture.model,
+        "class": ARCHITECTURES[name].model,
         "operator": fallback or "experts",
         "pytorch": max(errors),
         "nodes": None,
         "onnxruntime": None,
         "note": UNEXPORTABLE.get(name, ""),
     }
-    example = example_inputs(architecture, 2, 5)
-    dynamic = {key: {1: f"{key}_length"} for key in example}
     if name in UNEXPORTABLE:
         with pytest.raises(Exception):  # noqa: B017, PT011  PyTorch's, or ONNX Runtime's.
-            export_and_verify(model, example, dynamic, inputs, tmp_path)
+            dynamo_moe.verify(converted.export().path, model, inputs)
     else:
-        exported, verified = export_and_verify(model, example, dynamic, inputs, tmp_path)
+        exported = converted.export()
+        verified = dynamo_moe.verify(exported.path, model, inputs)
         row["nodes"] = sum(exported.nodes.values())
         row["onnxruntime"] = max(case.max_error for case in verified.cases)
         plain = name in PLAIN_ROUTERS
@@ -120,15 +172,43 @@ def test_architecture(name: str, tmp_path: Path) -> None:
         }
         if plain:
             row["operator"] = "dropless"
+    write_row(name, row)
+
+
+@pytest.mark.parametrize("target", ["plugin", pytest.param("dense", marks=pytest.mark.every)])
+def test_engine(converted: Converted, target: str) -> None:
+    """TensorRT for RTX builds the file, or refuses it as known."""
+    name = converted.name
+    if name in UNEXPORTABLE:
+        pytest.skip(UNEXPORTABLE[name])
+    result = checked_engine(converted.export(target).path)
+    outcome = "builds" if result.built else "parses" if result.parsed else "refuses"
+    part_of_reason, note = UNBUILDABLE.get(name, ("", ""))
+    write_row(f"{name}.{target}", {"outcome": outcome, "note": note})
+    assert result.built == (name not in UNBUILDABLE), result.reason()
+    assert part_of_reason in result.reason()
+
+
+@pytest.mark.parametrize("target", ["plugin", pytest.param("dense", marks=pytest.mark.every)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_engines_in_half_precision(dtype: torch.dtype, target: str, tmp_path: Path) -> None:
+    model = ARCHITECTURES["mixtral"].build().to(dtype)
+    dynamo_moe.convert(model)
+    report = dynamo_moe.export_language_model(
+        model, tmp_path / "model.onnx", task="text-generation", target=target
+    )
+    engine = checked_engine(report.path)
+    assert engine.built, engine.reason()
+    if target == "plugin":
+        name = {torch.float16: "HALF", torch.bfloat16: "BF16"}[dtype]
+        # Mixtral's router computes in float32.
+        dtypes = (name, "INT64", "FLOAT", name, name, name)
+        assert [each[2] for each in engine.plugins] == [dtypes] * 2
+
+
+def write_row(name: str, row: dict[str, Any]) -> None:
     ROWS.mkdir(parents=True, exist_ok=True)
     (ROWS / f"{name}.json").write_text(json.dumps(row))
-
-
-def export_and_verify(model, example, dynamic, inputs, folder):
-    exported = dynamo_moe.export(
-        model, (), folder / "model.onnx", kwargs=example, dynamic_shapes=dynamic
-    )
-    return exported, dynamo_moe.verify(exported.path, model, inputs)
 
 
 def mixtral(**overrides: Any) -> nn.Module:

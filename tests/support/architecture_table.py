@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "build" / "tests" / "architectures"
 PAGE = ROOT / "docs" / "reference" / "transformers_models.md"
+# Of the files that TensorRT for RTX gets.
+TARGETS = ("plugin", "dense")
 BEGIN, END = "<!-- table: make test-all writes it -->", "<!-- end of table -->"
 
 
 def main() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from moe_architectures import ARCHITECTURES
+    from tensorrt_wheels import RTX
 
-    rows = [json.loads((ROWS / f"{name}.json").read_text()) for name in sorted(ARCHITECTURES)]
-    packages = ("transformers", "torch", "onnxscript", "onnxruntime")
+    packages = ROOT / "build" / "tensorrt" / RTX / "packages"
+    found = list(distributions(name="tensorrt-rtx-cu13-bindings", path=[str(packages)]))
+    if not found:
+        sys.stderr.write("The table stays as it is: TensorRT for RTX cannot be had.\n")
+        return
+    names = sorted(ARCHITECTURES)
+    rows = [json.loads((ROWS / f"{name}.json").read_text()) for name in names]
+    for row in rows:
+        for target in TARGETS if row["onnxruntime"] is not None else ():
+            engine = json.loads((ROWS / f"{row['model']}.{target}.json").read_text())
+            row[target] = engine["outcome"]
+            row["note"] = row["note"] or engine["note"]
+    used = ("transformers", "torch", "onnxscript", "onnxruntime")
+    versions = [f"{name} {version(name)}" for name in used]
+    versions.append(f"TensorRT for RTX {found[0].version}")
     lines = [
         BEGIN,
         "",
-        ", ".join(f"{name} {version(name)}" for name in packages) + ":",
+        f"{', '.join(versions)}:",
         "",
-        "| model | class | operator | PyTorch | nodes | ONNX Runtime |",
-        "|---|---|---|---|---|---|",
+        "| model | class | operator | PyTorch | nodes | ONNX Runtime | `plugin` | `dense` |",
+        "|---|---|---|---|---|---|---|---|",
         *map(line, rows),
         "",
         *(f"- `{row['model']}`: {row['note']}." for row in rows if row["note"]),
@@ -49,6 +65,7 @@ def line(row: dict[str, object]) -> str:
         f"{row['pytorch']:.1e}",
         "" if row["nodes"] is None else str(row["nodes"]),
         result,
+        *(str(row.get(target, "")) for target in TARGETS),
     )
     return f"| {' | '.join(cells)} |"
 

@@ -30,7 +30,7 @@ def shapes_of(tensor):
 
 def build(parsed):
     if not parsed or request["engine"] is None:
-        return None
+        return None, []
     config = builder.create_builder_config()
     for name in request["flags"]:
         config.set_flag(getattr(trt.BuilderFlag, name))
@@ -41,13 +41,20 @@ def build(parsed):
         config.set_compute_capability(getattr(trt.ComputeCapability, name), place)
     inputs = [network.get_input(place) for place in range(network.num_inputs)]
     symbolic = [tensor for tensor in inputs if -1 in tuple(tensor.shape)]
+    profiles = []
     if symbolic:
         for _ in range(request["profiles"]):
             profile = builder.create_optimization_profile()
             for tensor in symbolic:
                 profile.set_shape(tensor.name, *shapes_of(tensor))
             config.add_optimization_profile(profile)
-    return builder.build_serialized_network(network, config)
+            profiles.append(
+                {
+                    each.name: [list(shape) for shape in profile.get_shape(each.name)]
+                    for each in symbolic
+                }
+            )
+    return builder.build_serialized_network(network, config), profiles
 
 
 logger = Logger()
@@ -61,7 +68,7 @@ parsed = parser.parse_from_file(request["onnx"])
 parse_errors = [parser.get_error(place) for place in range(parser.num_errors)]
 parse_seconds = time.perf_counter() - started
 started = time.perf_counter()
-engine = build(parsed)
+engine, profiles = build(parsed)
 build_seconds = time.perf_counter() - started
 if engine is not None:
     Path(request["engine"]).write_bytes(engine)
@@ -73,6 +80,14 @@ def tensors(get, count):
     return {each.name: [each.dtype.name, list(each.shape)] for each in found}
 
 
+def plugin(layer):
+    given = [layer.get_input(place).dtype.name for place in range(layer.num_inputs)]
+    # TensorRT's Python shows a layer by its base class until told its own.
+    name, layer.__class__ = layer.name, trt.IPluginV3Layer
+    core = layer.plugin.get_capability_interface(trt.PluginCapabilityType.CORE)
+    return [name, core.plugin_name, [*given, layer.get_output(0).dtype.name]]
+
+
 report = {
     "parsed": parsed,
     "parse_errors": [
@@ -80,8 +95,10 @@ report = {
         for error in parse_errors
     ],
     "layers": [[layer.name, layer.type.name] for layer in layers],
+    "plugins": [plugin(layer) for layer in layers if layer.type == trt.LayerType.PLUGIN_V3],
     "inputs": tensors(network.get_input, network.num_inputs),
     "outputs": tensors(network.get_output, network.num_outputs),
+    "profiles": profiles,
     "parse_seconds": parse_seconds,
     "build_seconds": build_seconds,
     "bytes": 0 if engine is None else engine.nbytes,

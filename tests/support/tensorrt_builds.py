@@ -27,8 +27,10 @@ class Build:
         parsed: Whether the parser took it.
         parse_errors: The parser's reasons, with node and operator.
         layers: The network's layers: name and type.
+        plugins: Those that are plugins: name, plugin, dtypes of the inputs and the output.
         inputs: Dtype and shape by name, -1 for a symbolic size.
         outputs: The same of the outputs.
+        profiles: Smallest, usual and largest shape of each input with symbolic sizes.
         parse_seconds: Time of the parser.
         build_seconds: Time of the builder.
         bytes: Size of the engine; 0: there is none.
@@ -39,8 +41,10 @@ class Build:
     parsed: bool
     parse_errors: tuple[str, ...] = ()
     layers: tuple[tuple[str, str], ...] = ()
+    plugins: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
     inputs: Mapping[str, tuple[str, list[int]]] | None = None
     outputs: Mapping[str, tuple[str, list[int]]] | None = None
+    profiles: tuple[Mapping[str, list[list[int]]], ...] = ()
     parse_seconds: float = 0.0
     build_seconds: float = 0.0
     bytes: int = 0
@@ -123,7 +127,8 @@ def _run(request: Mapping[str, object], variables: Mapping[str, str], timeout: f
         said = ran.stderr.strip().splitlines()[-5:]
         return Build(parsed=False, errors=(f"ended with status {ran.returncode}", *said))
     report = json.loads(ran.stdout.splitlines()[-1])
-    for name in ("parse_errors", "errors", "warnings"):
+    for name in ("parse_errors", "errors", "warnings", "profiles"):
         report[name] = tuple(report[name])
     report["layers"] = tuple((name, kind) for name, kind in report["layers"])
+    report["plugins"] = tuple((*names, tuple(dtypes)) for *names, dtypes in report["plugins"])
     return Build(**report)

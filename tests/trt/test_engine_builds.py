@@ -13,12 +13,10 @@ from torch import nn
 
 import dynamo_moe
 import trt_plugin
-from custom_ops.kernels.architectures import architecture
-from custom_ops.kernels.plan import plan
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import swin_moe_digits
+from engine_checks import programs_of
 from engine_command import Done, run_commands
-from interpreted_gpu import uncompiled_program
 from standin import ROOT
 from tensorrt_wheels import RTX, install
 from trt_plugin.bundle import Bundle
@@ -47,9 +45,9 @@ def bundle_of(path: Path, architectures: Sequence[str]) -> Bundle:
     """Returns a bundle of a file's layers, whose kernels have no code."""
     return Bundle(
         tuple(
-            uncompiled_program(plan(layer, architecture(name)))
+            program
             for layer in kernel_layers(path)
-            for name in architectures
+            for program in programs_of(layer, architectures)
         )
     )
 

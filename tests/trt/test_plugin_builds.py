@@ -13,11 +13,9 @@ import torch
 from torch import nn
 
 import dynamo_moe
-from custom_ops.kernels.architectures import architecture
-from custom_ops.kernels.plan import plan
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import DroplessMoEMlp
-from interpreted_gpu import uncompiled_program
+from engine_checks import programs_of
 from standin import ROOT
 from tensorrt_wheels import RTX, environment
 from trt_plugin.bundle import Bundle
@@ -36,9 +34,8 @@ def bundle(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("rtx") / "model.onnx"
     dynamo_moe.export(model, (torch.randn(4, 16),), path)
     (layer,) = set(kernel_layers(path))
-    programs = [uncompiled_program(plan(layer, architecture(name))) for name in ("sm_89", "sm_120")]
     bundle = path.with_suffix(".moek")
-    bundle.write_bytes(Bundle(tuple(programs)).data)
+    Bundle(tuple(programs_of(layer))).save(bundle)
     return bundle
 
 
