@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from typing import Any
 
 
-def json_values(report: DataclassInstance) -> dict[str, Any]:
+def json_values(report: Any) -> dict[str, Any]:
     """Returns a dataclass as dicts, lists, strings and numbers; paths are strings.
 
     Raises:
