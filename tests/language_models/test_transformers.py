@@ -28,7 +28,6 @@ FEW = ("deepseek_v2", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe")
 FALLBACK = {"inkling2": "batched_mm", "muse_spark": "batched_mm"}
 # What PyTorch's exporter cannot export, outside the MoE layers.
 UNEXPORTABLE = {
-    "minimax_m3_vl": "the exporter writes ScatterElements of ranks 4 and 5 for sparse attention",
     "qwen4_exp": "the indexer of its attention loops over the results of nonzero()",
 }
 # What TensorRT for RTX does not build: a part of its reason, and the note in the table.
