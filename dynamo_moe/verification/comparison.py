@@ -99,7 +99,8 @@ def verify(
         for case in cases:
             feeds = _feeds(file.inputs, case)
             try:
-                with RoutingRecorder() as recorder:
+                recorder = RoutingRecorder()
+                with recorder:
                     own = _outputs(model, case)
                 expected = own if reference is None else _outputs(reference, case)
             except Exception as error:  # The model's own code runs.

@@ -251,7 +251,7 @@ def test_numbers_at_other_sizes_than_the_example(exported, name: str) -> None:
 def test_every_value_has_a_type_and_a_shape_of_sizes_and_names(exported, name: str) -> None:
     _, path = exported(name)
     model = ir.load(path)
-    assert passes.shapes_are_complete(model)
+    assert passes._shapes_are_complete(model)
     for value in (output for node in model.graph for output in node.outputs):
         assert all(isinstance(size, int) or size.value for size in value.shape), value
     onnx.checker.check_model(path, full_check=True)
