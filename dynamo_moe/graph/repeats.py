@@ -71,8 +71,9 @@ def _step(divide: ir.Node) -> _Step | None:
         or given.shape != divide.outputs[0].shape
     ):
         return None
-    keepdims = reduce.attributes.get_int("keepdims", 1)
-    key = tuple(axes.numpy().tolist()), keepdims, id(_input(add, 1)), given.dtype, str(given.shape)
+    attributes = {name: attribute.value for name, attribute in reduce.attributes.items()}
+    added = id(_input(add, 1))
+    key = tuple(axes.numpy().tolist()), attributes, added, given.dtype, str(given.shape)
     return _Step(reduce, add, divide, key)
 
 
@@ -111,7 +112,8 @@ def _roll(graph: ir.Graph, steps: Sequence[_Step], period: int) -> None:
     loop = ir.node("Loop", [*limits, first.given], {"body": body}, name=f"{name}/Loop")
     result = loop.outputs[0]
     result.name, result.type, result.shape = last.result.name, last.result.type, last.result.shape
-    graph.insert_before(first.reduce, loop)
+    # What the steps add may be computed between the first step and the last.
+    graph.insert_before(last.divide, loop)
     last.result.replace_all_uses_with(result, replace_graph_outputs=True)
     nodes = [node for step in steps for node in (step.reduce, step.add, step.divide)]
     graph.remove(nodes[::-1], safe=True)
