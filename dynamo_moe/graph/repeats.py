@@ -102,7 +102,7 @@ def _roll(graph: ir.Graph, steps: Sequence[_Step], period: int) -> None:
     first, last = steps[0], steps[-1]
     name = first.divide.name or first.result.name
     body = _body(steps[:period], f"{name}/repeated")
-    # TensorRT's parser refuses a Loop without a condition.
+    # The parser of TensorRT for RTX 1.7 refuses a Loop without a condition.
     limits = [
         ir.Value(name=f"{name}/repeats", const_value=ir.tensor(len(steps) // period)),
         ir.Value(name=f"{name}/true", const_value=ir.tensor(True)),
