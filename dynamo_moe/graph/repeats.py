@@ -71,8 +71,9 @@ def _step(divide: ir.Node) -> _Step | None:
         or given.shape != divide.outputs[0].shape
     ):
         return None
-    keepdims = reduce.attributes.get_int("keepdims", 1)
-    key = tuple(axes.numpy().tolist()), keepdims, id(_input(add, 1)), given.dtype, str(given.shape)
+    attributes = {name: attribute.value for name, attribute in reduce.attributes.items()}
+    added = id(_input(add, 1))
+    key = tuple(axes.numpy().tolist()), attributes, added, given.dtype, str(given.shape)
     return _Step(reduce, add, divide, key)
 
 
@@ -101,7 +102,7 @@ def _roll(graph: ir.Graph, steps: Sequence[_Step], period: int) -> None:
     first, last = steps[0], steps[-1]
     name = first.divide.name or first.result.name
     body = _body(steps[:period], f"{name}/repeated")
-    # TensorRT's parser refuses a Loop without a condition.
+    # The parser of TensorRT for RTX 1.7 refuses a Loop without a condition.
     limits = [
         ir.Value(name=f"{name}/repeats", const_value=ir.tensor(len(steps) // period)),
         ir.Value(name=f"{name}/true", const_value=ir.tensor(True)),
@@ -111,7 +112,8 @@ def _roll(graph: ir.Graph, steps: Sequence[_Step], period: int) -> None:
     loop = ir.node("Loop", [*limits, first.given], {"body": body}, name=f"{name}/Loop")
     result = loop.outputs[0]
     result.name, result.type, result.shape = last.result.name, last.result.type, last.result.shape
-    graph.insert_before(first.reduce, loop)
+    # What the steps add may be computed between the first step and the last.
+    graph.insert_before(last.divide, loop)
     last.result.replace_all_uses_with(result, replace_graph_outputs=True)
     nodes = [node for step in steps for node in (step.reduce, step.add, step.divide)]
     graph.remove(nodes[::-1], safe=True)

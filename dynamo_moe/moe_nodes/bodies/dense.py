@@ -57,7 +57,7 @@ def _weights_by_expert(
 ) -> ir.Value:
     """Each token's weight for each expert ``[E, T, 1]``; a token's choices of one expert add up.
 
-    TensorRT has no ScatterElements that adds.
+    TensorRT for RTX 1.7 refuses a ScatterElements that adds.
     """
     E = op.Squeeze(op.size("num_experts"), [0], out="E")
     experts_E11 = op.Unsqueeze(op.Range(0, E, 1, out="range_E"), [1, 2], out="experts_E11")

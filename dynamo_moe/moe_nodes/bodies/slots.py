@@ -40,8 +40,8 @@ def sort(op: Ops, config: BodyConfig, ids_TK: ir.Value) -> Slots:
     """Sorts the slots of the tokens' choices by expert.
 
     A slot's place is the number of slots before it: those of lower experts, and those of its own
-    that come earlier. One CumSum over a table of experts by slots counts both. TensorRT takes it
-    for any number of slots, but no TopK of more than 3840.
+    that come earlier. One CumSum over a table of experts by slots counts both. TensorRT for RTX
+    1.7 takes it for any number of slots, but no TopK of more than 3840.
     """
     # In the table, row 0 is for slots of no expert. Column 0 is one such slot more, so that a row
     # has a last column, which counts up to its expert's end, even if there are no slots.
