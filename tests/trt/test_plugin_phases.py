@@ -521,7 +521,8 @@ def test_a_layer_whose_kernels_are_not_loaded(driver, tensorrt, tmp_path):
     (message,) = tensorrt.messages()
     assert message == (
         "own 1 DroplessMoEExperts layer: the kernels are stored with another layer of the engine, "
-        "which is not loaded: build the engine anew, without sharing kernels"
+        "which is not loaded: build the engine anew with share_kernels=False of build_engine, or "
+        "--no-share-kernels of dynamo-moe engine"
     )
     # Those of another engine serve as well, if they are the same.
     storing = engine_layer(tensorrt, case, fields[0])

@@ -337,7 +337,8 @@ Status Plugin::RequireKernels() {
       kernels_ = nullptr;
       return {DYNAMO_MOE_NOT_FOUND,
               "the kernels are stored with another layer of the engine, which is not loaded: build "
-              "the engine anew, without sharing kernels"};
+              "the engine anew with share_kernels=False of build_engine, or --no-share-kernels of "
+              "dynamo-moe engine"};
     }
   }
   return kernels_ != nullptr ? Status() : NoKernels();
