@@ -3,7 +3,7 @@
 #include <cxxabi.h>
 #include <dlfcn.h>
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -11,6 +11,7 @@
 #include <optional>
 #include <string_view>
 #include <typeinfo>
+#include <vector>
 
 #include "plugin/tensorrt_abi.h"
 
@@ -37,19 +38,23 @@ Host current;
 const void* CodeOf(const void* object) { return *static_cast<const void* const*>(object); }
 
 // Whether a class is IVersionedInterface or derives from it.
-bool IsVersioned(const abi::__class_type_info& type) {
-  const std::string_view name = type.name();
-  constexpr std::string_view kBase = "19IVersionedInterfaceE";
-  if (name.size() >= kBase.size() && name.substr(name.size() - kBase.size()) == kBase) {
-    return true;
-  }
-  if (const auto* const one = dynamic_cast<const abi::__si_class_type_info*>(&type)) {
-    return IsVersioned(*one->__base_type);
-  }
-  if (const auto* const several = dynamic_cast<const abi::__vmi_class_type_info*>(&type)) {
-    const auto* const bases = several->__base_info;
-    return std::any_of(bases, bases + several->__base_count,
-                       [](const auto& base) { return IsVersioned(*base.__base_type); });
+bool IsVersioned(const std::type_info* type) {
+  std::vector<const std::type_info*> types = {type};
+  // Base classes are appended while it runs.
+  for (std::size_t i = 0; i < types.size(); ++i) {
+    const std::string_view name = types[i]->name();
+    constexpr std::string_view kBase = "19IVersionedInterfaceE";
+    if (name.size() >= kBase.size() && name.substr(name.size() - kBase.size()) == kBase) {
+      return true;
+    }
+    if (const auto* const one = dynamic_cast<const abi::__si_class_type_info*>(types[i])) {
+      types.push_back(one->__base_type);
+    }
+    if (const auto* const several = dynamic_cast<const abi::__vmi_class_type_info*>(types[i])) {
+      for (unsigned base = 0; base < several->__base_count; ++base) {
+        types.push_back(several->__base_info[base].__base_type);
+      }
+    }
   }
   return false;
 }
@@ -62,7 +67,7 @@ std::optional<bool> HasVersionedLoggers(const void* finder, std::int32_t version
   // A class's description lies before its first function, unless it was compiled without.
   const auto* const type = dynamic_cast<const abi::__class_type_info*>(table[-1]);
   if (type != nullptr) {
-    return IsVersioned(*type);
+    return IsVersioned(type);
   }
   const std::int32_t major = version / 10000;
   return major >= 10 ? std::optional<bool>(major >= 11) : std::nullopt;
