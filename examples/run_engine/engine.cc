@@ -63,6 +63,7 @@ void Logger::log(Severity severity, const char* message) noexcept {
     return;
   }
   try {
+    const std::scoped_lock lock(mutex_);
     std::cerr << "TensorRT: " << message << '\n';
     if (severity <= Severity::kERROR) {
       errors_ += errors_.empty() ? "" : "; ";
@@ -76,7 +77,10 @@ void Logger::log(Severity severity, const char* message) noexcept {
 
 std::string Logger::take_errors() {
   std::string errors;
-  errors.swap(errors_);
+  {
+    const std::scoped_lock lock(mutex_);
+    errors.swap(errors_);
+  }
   return errors.empty() ? "TensorRT's log says no more" : errors;
 }
 

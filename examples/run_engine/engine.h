@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,8 @@ class Logger : public nvinfer1::ILogger {
   std::string take_errors();
 
  private:
+  // TensorRT may log from several threads.
+  std::mutex mutex_;
   std::string errors_;
 };
 

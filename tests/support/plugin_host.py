@@ -168,14 +168,20 @@ def _dims(sizes: Sequence[int] | None) -> _Dims:
 
 
 class Host:
-    """A TensorRT of one version, with the plugin's library loaded."""
+    """A TensorRT of one version, with the plugin's library loaded.
 
-    def __init__(self, version: int, library: Path) -> None:
+    Args:
+        version: The result of getInferLibVersion().
+        library: The plugin's library.
+        flags: More of the compiler's flags.
+    """
+
+    def __init__(self, version: int, library: Path, flags: Sequence[str] = ()) -> None:
         path = build(
             f"host_{version}.so",
             [_HOST],
             *(f"-DHOST_VERSION={version}", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"),
-            "-ldl",
+            *(*flags, "-ldl"),
         )
         self.call = ctypes.CDLL(str(path))
         pointers = ("create", "clone", "attach", "field_names", "serialize")
@@ -404,13 +410,13 @@ def build_library(*flags: str) -> Path:
 
 
 @cache
-def _host(version: int) -> Host:
-    return Host(version, library_path())
+def _host(version: int, flags: tuple[str, ...]) -> Host:
+    return Host(version, library_path(), flags)
 
 
-def host(version: int) -> Host:
-    """A fresh TensorRT host."""
-    tensorrt = _host(version)
+def host(version: int, *flags: str) -> Host:
+    """A fresh TensorRT host, built with more flags of the compiler."""
+    tensorrt = _host(version, flags)
     tensorrt.load(library_path())
     tensorrt.call.host_set_loggers(True, True)
     tensorrt.messages()

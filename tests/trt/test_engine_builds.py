@@ -14,12 +14,13 @@ from torch import nn
 import dynamo_moe
 import trt_plugin
 from dynamo_moe.files.kernel_layers import kernel_layers
-from dynamo_moe.models import swin_moe_digits
+from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from engine_checks import programs_of
 from engine_command import Done, run_commands
 from standin import ROOT
 from tensorrt_wheels import RTX, install
 from trt_plugin.bundle import Bundle
+from trt_plugin.compiling.cubin import inspect_cubin
 from trt_plugin.native import library_path
 
 pytestmark = pytest.mark.slow
@@ -190,3 +191,28 @@ def test_a_missing_link_is_made_before_it_ends_the_process(folder, tmp_path):
     assert done.code == 0, done
     link = packages / "tensorrt_rtx_libs" / "libtensorrt_rtx.so"
     assert link.readlink() == Path("libtensorrt_rtx.so.1")
+
+
+def test_the_engine_holds_compiled_kernels_byte_for_byte(tmp_path):
+    torch.manual_seed(0)
+    model = DroplessMoEMlp(16, 24, num_experts=4, top_k=2).eval()
+    dynamo_moe.convert(model)
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.randn(4, 16), path, input_names=["x"])
+    # The command takes the bundle that is beside the file.
+    bundle = trt_plugin.compile(
+        kernel_layers(path),
+        ["sm_89"],
+        path.with_suffix(".moek"),
+        max_tokens=16,
+        progress=False,
+        cache=False,
+    )
+    (program,) = bundle.programs
+    assert all(inspect_cubin(kernel.image).registers for kernel in program.kernels)
+    shapes = ("--shapes", "x=1x16:4x16:16x16")
+    (done,) = run_commands(("engine", path, "--arch", "sm_89", *shapes))
+    assert done.code == 0, done
+    (stored,) = trt_plugin.read_engine(path.with_suffix(".engine")).programs
+    assert stored.program.data == program.data
+    assert stored.program.to_dict() == program.to_dict()

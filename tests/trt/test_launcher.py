@@ -5,10 +5,12 @@ So the launcher computes real numbers: the oracle's, and to the bit those of the
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -173,6 +175,46 @@ def test_a_context_that_takes_another_ones_place_gets_its_own_kernels(driver):
         driver.set_context(driver.create_context(0))
         enqueue(opened, case)
     assert driver.live_modules == 0
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks"),
+            *("fordblks", "keepcost"),
+        )
+    )
+
+
+def allocated() -> int:
+    """Bytes that malloc has given out in this process."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def test_a_bundle_is_in_memory_once(driver):
+    program = Gpu(driver).program(small_case())
+    # An ELF file may be longer than what it describes.
+    padding = bytes(4 << 20)
+    kernels = tuple(replace(each, image=each.image + padding) for each in program.kernels)
+    data = Bundle((replace(program, kernels=kernels),)).data
+    before = allocated()
+    with OpenProgram(data), OpenProgram(data):
+        assert len(data) <= allocated() - before < 1.1 * len(data)
+    assert allocated() - before < 0.1 * len(data)
+
+
+def test_a_program_outlives_the_bundle_that_it_was_read_from(driver):
+    case = small_case()
+    gpus = Gpu(driver, "sm_90"), Gpu(driver, "sm_80")
+    both = tuple(gpu.program(case) for gpu in gpus)
+    with OpenProgram(Bundle(both).data):
+        second = OpenProgram(Bundle(both[1:]).data)
+    with second:
+        assert_matches(enqueue(second, case), case.oracle(), case.dtypes)
 
 
 def test_preparing_loads_everything(driver):

@@ -586,15 +586,32 @@ def test_more_tokens_than_the_kernels_take(tensorrt, stored, layer):
 # --- Loggers ---
 
 
-@pytest.mark.parametrize("version", [*VERSIONS, RTX_VERSION])
-def test_the_logger_of_whoever_calls_comes_first(capfd, version):
-    tensorrt = host(version)
+@pytest.mark.parametrize(
+    ("version", "flags"),
+    [
+        *((version, ()) for version in (*VERSIONS, RTX_VERSION)),
+        *((version, ("-DHOST_SECOND_BASE",)) for version in (VERSIONS[0], RTX_VERSION)),
+        # Without run-time type information the version decides.
+        *((version, ("-fno-rtti",)) for version in VERSIONS),
+    ],
+)
+def test_the_logger_of_whoever_calls_comes_first(capfd, version, flags):
+    tensorrt = host(version, *flags)
     for own, expected in ((True, "own"), (False, "global")):
         tensorrt.call.host_set_loggers(own, True)
         assert tensorrt.create("DroplessMoE", {}) is None
         (message,) = tensorrt.messages()
         assert message.startswith(f"{expected} 1 DroplessMoE layers.3.mlp: attribute num_exp")
     assert capfd.readouterr().err == ""
+
+
+def test_loggers_of_an_unknown_kind_are_left_alone(capfd):
+    # Nothing tells how this TensorRT for RTX lays them out.
+    tensorrt = host(RTX_VERSION, "-fno-rtti")
+    assert tensorrt.create("DroplessMoE", {}) is None
+    assert tensorrt.messages() == []
+    expected = "[dynamo-moe] DroplessMoE layers.3.mlp: attribute num_experts is missing\n"
+    assert capfd.readouterr().err == expected
 
 
 def test_without_a_logger_errors_go_to_stderr(tensorrt, capfd):

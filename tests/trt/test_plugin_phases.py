@@ -521,13 +521,38 @@ def test_a_layer_whose_kernels_are_not_loaded(driver, tensorrt, tmp_path):
     (message,) = tensorrt.messages()
     assert message == (
         "own 1 DroplessMoEExperts layer: the kernels are stored with another layer of the engine, "
-        "which is not loaded: build the engine anew, without sharing kernels"
+        "which is not loaded: build the engine anew with share_kernels=False of build_engine, or "
+        "--no-share-kernels of dynamo-moe engine"
     )
     # Those of another engine serve as well, if they are the same.
     storing = engine_layer(tensorrt, case, fields[0])
     check(plugin, case, size)
     plugin.destroy()
     storing.destroy()
+
+
+def test_a_layer_of_an_engine_answers_the_builder(driver, tensorrt, tmp_path):
+    case = small_case()
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    fields, size = shared_engine(tensorrt, case, bundle)
+    inputs, output = profile(case, most=5)
+    other, other_output = profile(small_case(x_dtype=torch.float16), most=5)
+    named = engine_layer(tensorrt, case, fields[1])
+    # Without its kernels it knows its dtypes and nothing more.
+    assert named.supports_all(inputs, output)
+    assert not named.supports_all(other, other_output)
+    assert named.configure(inputs, output) == 3
+    assert named.workspace(inputs, output) == 0
+    missing, none = tensorrt.messages()
+    assert "stored with another layer of the engine, which is not loaded" in missing
+    assert "configurePlugin() must come first, and succeed" in none
+    storing = engine_layer(tensorrt, case, fields[0])
+    for plugin in (named, storing):
+        assert plugin.supports_all(inputs, output)
+        assert plugin.configure(inputs, output) == 0
+        assert plugin.workspace(inputs, output) == size
+        check(plugin, case, size)
+        plugin.destroy()
 
 
 def test_networks_with_free_dtypes_get_those_of_the_bundle(driver, tensorrt, tmp_path):

@@ -2,7 +2,8 @@
 // phases.
 //
 // One library of this source is one TensorRT: HOST_VERSION is what getInferLibVersion() returns,
-// and loggers are laid out as that version has them. Tests call the functions below through ctypes.
+// and loggers are laid out as that version has them. With HOST_SECOND_BASE its finder has two base
+// classes. Tests call the functions below through ctypes.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -19,6 +20,19 @@ namespace {
 
 namespace trt = nvinfer1;
 using dynamo_moe::tensorrt::Severity;
+
+#ifdef HOST_SECOND_BASE
+struct Second {
+  virtual ~Second() = default;
+};
+#define FINDER_BASES \
+ public              \
+  loggers::LoggerFinder, public Second
+#else
+#define FINDER_BASES \
+ public              \
+  loggers::LoggerFinder
+#endif
 
 std::mutex mutex;
 std::deque<std::string> messages;
@@ -47,7 +61,7 @@ class Logger final : public loggers::Logger {
   const char* name_;
 };
 
-class Finder final : public loggers::LoggerFinder {
+class Finder final : FINDER_BASES {
  public:
   explicit Finder(Logger* own) : own_(own) {}
   loggers::Logger* findLogger() override { return has_own_logger ? own_ : nullptr; }
@@ -73,7 +87,7 @@ class Logger final : public loggers::Logger {
   const char* name_;
 };
 
-class Finder final : public loggers::LoggerFinder {
+class Finder final : FINDER_BASES {
  public:
   explicit Finder(Logger* own) : own_(own) {}
   std::int32_t getAPILanguage() const noexcept override { return 0; }

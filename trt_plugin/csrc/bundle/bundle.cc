@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "bundle/checks.h"
 #include "bundle/checksum.h"
@@ -292,14 +293,18 @@ class ProgramChecker {
   Program& program_;
 };
 
-Status Program::Parse(const void* data, std::size_t size, Program* program,
-                      const std::string& name) {
+Status Program::Parse(const void* data, std::size_t size, Program* program, const std::string& name,
+                      std::shared_ptr<const std::string> owner) {
   const auto parse = [&]() -> Status {
     Program parsed;
     DYNAMO_MOE_RETURN_IF_ERROR(
         ReadHeader("program", format::kProgramMagic, data, size, &parsed.header_));
-    const auto* const bytes = static_cast<const char*>(data);
-    parsed.bytes_.assign(bytes, bytes + size);
+    parsed.bytes_ = {static_cast<const char*>(data), size};
+    if (owner == nullptr) {
+      owner = std::make_shared<const std::string>(parsed.bytes_);
+      parsed.bytes_ = *owner;
+    }
+    parsed.owner_ = std::move(owner);
     DYNAMO_MOE_RETURN_IF_ERROR(ProgramChecker(&parsed).Run());
     *program = std::move(parsed);
     return {};

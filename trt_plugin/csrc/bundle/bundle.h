@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -17,9 +18,11 @@ namespace dynamo_moe {
 // A program whose offsets, indices and expressions have all been checked.
 class Program {
  public:
-  // Copies the bytes. A failure's message begins with the name.
+  // A failure's message begins with the name. Copies the bytes, or, if they lie in an owner's
+  // memory at a multiple of kTableAlignment, keeps the owner.
   static Status Parse(const void* data, std::size_t size, Program* program,
-                      const std::string& name = "program");
+                      const std::string& name = "program",
+                      std::shared_ptr<const std::string> owner = nullptr);
 
   const dynamo_moe_layer& layer() const { return header_.layer; }
   std::uint32_t architecture() const { return header_.architecture; }
@@ -48,7 +51,7 @@ class Program {
   const void* image(const format::Kernel& kernel) const {
     return images_.begin() + kernel.image_offset;
   }
-  std::string_view bytes() const { return {bytes_.data(), bytes_.size()}; }
+  std::string_view bytes() const { return bytes_; }
 
   Sizes SizesFor(std::int64_t tokens) const;
 
@@ -60,7 +63,8 @@ class Program {
  private:
   friend class ProgramChecker;
 
-  std::vector<char> bytes_;
+  std::shared_ptr<const std::string> owner_;
+  std::string_view bytes_;
   format::ProgramHeader header_ = {};
   Span<format::Range> ranges_;
   Span<format::Buffer> buffers_;

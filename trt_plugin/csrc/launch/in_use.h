@@ -13,7 +13,7 @@
 
 namespace dynamo_moe {
 
-// T has bytes(), and Read(bytes), which copies them.
+// T has bytes(), and Read(bytes, owner...), after which bytes() stay valid as long as T.
 template <typename T>
 class InUse {
  public:
@@ -24,7 +24,8 @@ class InUse {
   }
 
   // Finds the object of these bytes, or reads it.
-  Status Open(std::string_view bytes, std::shared_ptr<T>* object) {
+  template <typename... Owner>
+  Status Open(std::string_view bytes, std::shared_ptr<T>* object, const Owner&... owner) {
     const ContentKey key(bytes);
     const std::scoped_lock lock(mutex_);
     *object = FindWhere(key, [bytes](const T& each) { return each.bytes() == bytes; });
@@ -36,7 +37,7 @@ class InUse {
       each = each->second.expired() ? objects_.erase(each) : std::next(each);
     }
     auto read = std::make_shared<T>();
-    DYNAMO_MOE_RETURN_IF_ERROR(read->Read(bytes));
+    DYNAMO_MOE_RETURN_IF_ERROR(read->Read(bytes, owner...));
     objects_.emplace(key.hash, read);
     *object = std::move(read);
     return {};

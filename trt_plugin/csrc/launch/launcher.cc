@@ -281,10 +281,11 @@ Status Launcher::Encode(const cuda::Driver& driver, std::size_t index, const voi
 }
 
 Status SharedLayer::Read(std::string_view bytes) {
-  std::vector<std::string_view> programs = {bytes};
-  if (IsBundle(bytes)) {
+  bytes_ = std::make_shared<const std::string>(bytes);
+  std::vector<std::string_view> programs = {*bytes_};
+  if (IsBundle(*bytes_)) {
     Bundle bundle;
-    DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bytes.data(), bytes.size(), &bundle));
+    DYNAMO_MOE_RETURN_IF_ERROR(Bundle::Open(bytes_->data(), bytes_->size(), &bundle));
     programs.clear();
     for (const Bundle::Entry& each : bundle.programs()) {
       if (!SameLayer(each.layer, bundle.programs().front().layer)) {
@@ -296,9 +297,8 @@ Status SharedLayer::Read(std::string_view bytes) {
   }
   for (const std::string_view program : programs) {
     DYNAMO_MOE_RETURN_IF_ERROR(
-        InUse<SharedProgram>::All().Open(program, &programs_.emplace_back()));
+        InUse<SharedProgram>::All().Open(program, &programs_.emplace_back(), bytes_));
   }
-  bytes_ = bytes;
   return {};
 }
 

@@ -44,17 +44,18 @@ class Launcher {
   std::vector<EncodedMap> maps_;
 };
 
-// What layers of equal bytes share: the bytes, and the programs in them.
+// What layers of equal bytes share: the bytes, and the programs in them. A program keeps the bytes
+// that it was first read from, which other layers may have too.
 class SharedLayer {
  public:
   // Reads a program, or a bundle whose programs are all of one layer.
   Status Read(std::string_view bytes);
 
-  std::string_view bytes() const { return bytes_; }
+  std::string_view bytes() const { return *bytes_; }
   const std::vector<std::shared_ptr<SharedProgram>>& programs() const { return programs_; }
 
  private:
-  std::string bytes_;
+  std::shared_ptr<const std::string> bytes_;
   std::vector<std::shared_ptr<SharedProgram>> programs_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 namespace dynamo_moe {
 namespace {
@@ -133,8 +134,8 @@ Status LoadedKernels::LoadKernel(const Program& program, const format::Kernel& k
   return {};
 }
 
-Status SharedProgram::Read(std::string_view bytes) {
-  return Program::Parse(bytes.data(), bytes.size(), &program_);
+Status SharedProgram::Read(std::string_view bytes, std::shared_ptr<const std::string> owner) {
+  return Program::Parse(bytes.data(), bytes.size(), &program_, "program", std::move(owner));
 }
 
 Status SharedProgram::Kernels(const cuda::Driver& driver, const ContextIdentity& current,

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -62,7 +63,8 @@ class LoadedKernels {
 // A program and its kernels; handles of equal programs share one.
 class SharedProgram {
  public:
-  Status Read(std::string_view bytes);
+  // The owner's memory has the bytes, in which they are aligned.
+  Status Read(std::string_view bytes, std::shared_ptr<const std::string> owner);
 
   const Program& program() const { return program_; }
   std::string_view bytes() const { return program_.bytes(); }

@@ -3,11 +3,15 @@
 #include <cxxabi.h>
 #include <dlfcn.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <string_view>
 #include <typeinfo>
+#include <vector>
 
 #include "plugin/tensorrt_abi.h"
 
@@ -33,23 +37,40 @@ Host current;
 
 const void* CodeOf(const void* object) { return *static_cast<const void* const*>(object); }
 
-// Whether an object's class has a base class IVersionedInterface. The version does not tell it:
-// TensorRT for RTX 1.7 has loggers of TensorRT 11. A call would not do either: where the layout is
-// another, it calls another function.
-bool IsVersioned(const void* object) {
-  const auto* const table = *static_cast<const std::type_info* const* const*>(object);
-  // A class's description lies before its first function.
-  const std::type_info* type = table[-1];
-  while (type != nullptr) {
-    const std::string_view name = type->name();
+// Whether a class is IVersionedInterface or derives from it.
+bool IsVersioned(const std::type_info* type) {
+  std::vector<const std::type_info*> types = {type};
+  // Base classes are appended while it runs.
+  for (std::size_t i = 0; i < types.size(); ++i) {
+    const std::string_view name = types[i]->name();
     constexpr std::string_view kBase = "19IVersionedInterfaceE";
     if (name.size() >= kBase.size() && name.substr(name.size() - kBase.size()) == kBase) {
       return true;
     }
-    const auto* const derived = dynamic_cast<const abi::__si_class_type_info*>(type);
-    type = derived == nullptr ? nullptr : derived->__base_type;
+    if (const auto* const one = dynamic_cast<const abi::__si_class_type_info*>(types[i])) {
+      types.push_back(one->__base_type);
+    }
+    if (const auto* const several = dynamic_cast<const abi::__vmi_class_type_info*>(types[i])) {
+      for (unsigned base = 0; base < several->__base_count; ++base) {
+        types.push_back(several->__base_info[base].__base_type);
+      }
+    }
   }
   return false;
+}
+
+// Whether a TensorRT's loggers are versioned interfaces; empty if that is unknown. The version does
+// not always tell it: TensorRT for RTX 1.7 has loggers of TensorRT 11. A call would not do either:
+// where the layout is another, it calls another function.
+std::optional<bool> HasVersionedLoggers(const void* finder, std::int32_t version) {
+  const auto* const table = *static_cast<const std::type_info* const* const*>(finder);
+  // A class's description lies before its first function, unless it was compiled without.
+  const auto* const type = dynamic_cast<const abi::__class_type_info*>(table[-1]);
+  if (type != nullptr) {
+    return IsVersioned(type);
+  }
+  const std::int32_t major = version / 10000;
+  return major >= 10 ? std::optional<bool>(major >= 11) : std::nullopt;
 }
 
 Host HostOf(void* finder) {
@@ -62,9 +83,11 @@ Host HostOf(void* finder) {
   if (library == nullptr) {
     return host;
   }
-  if (dlsym(library, "getInferLibVersion") != nullptr) {
-    host = {finder, IsVersioned(finder),
-            reinterpret_cast<void* (*)()>(dlsym(library, "getLogger"))};
+  const auto version = reinterpret_cast<std::int32_t (*)()>(dlsym(library, "getInferLibVersion"));
+  if (version != nullptr) {
+    if (const auto versioned = HasVersionedLoggers(finder, version()); versioned.has_value()) {
+      host = {finder, *versioned, reinterpret_cast<void* (*)()>(dlsym(library, "getLogger"))};
+    }
   }
   dlclose(library);
   return host;

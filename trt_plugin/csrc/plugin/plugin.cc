@@ -206,7 +206,7 @@ bool Plugin::supportsFormatCombination(std::int32_t position, const DynamicPlugi
 
 bool Plugin::HasKernels(const Call& call, std::int32_t position) const {
   if (layer_->bundle == nullptr) {
-    return Matches(kernels_->layer(), layer_->attributes, call, position);
+    return Matches(name_.layer, layer_->attributes, call, position);
   }
   const auto& programs = layer_->bundle->programs();
   return std::any_of(programs.begin(), programs.end(), [&](const auto& each) {
@@ -277,6 +277,7 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
     Call call = {};
     DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->op, in, inputs, out, outputs, &call));
     if (layer_->bundle == nullptr) {
+      DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
       DYNAMO_MOE_RETURN_IF_ERROR(CheckCall(kernels_->layer(), call));
     } else {
       dynamo_moe_layer layer = layer_->attributes;
@@ -336,7 +337,8 @@ Status Plugin::RequireKernels() {
       kernels_ = nullptr;
       return {DYNAMO_MOE_NOT_FOUND,
               "the kernels are stored with another layer of the engine, which is not loaded: build "
-              "the engine anew, without sharing kernels"};
+              "the engine anew with share_kernels=False of build_engine, or --no-share-kernels of "
+              "dynamo-moe engine"};
     }
   }
   return kernels_ != nullptr ? Status() : NoKernels();
