@@ -482,8 +482,23 @@ def test_a_link_that_cannot_be_made_is_asked_for(tensorrt, wheel, monkeypatch):
     assert str(caught.value) == (
         "TensorRT for RTX would end this process: its parser looks for "
         f"{wheel}/libtensorrt_rtx.so, and the link cannot be made here (Permission denied). "
-        f"Make it with: ln -s libtensorrt_rtx.so.1 {wheel}/libtensorrt_rtx.so"
+        f"Make it with: ln -sf libtensorrt_rtx.so.1 {wheel}/libtensorrt_rtx.so"
     )
+
+
+def test_a_loaded_plugin_needs_the_link_too(tensorrt, wheel, tmp_path, monkeypatch):
+    tensorrt.loaded.append("by trt_plugin.load()")
+    link = wheel / "libtensorrt_rtx.so"
+    load_plugin(Installed("rtx", tensorrt))
+    assert link.readlink() == Path("libtensorrt_rtx.so.1")
+    # The file might have MoE nodes: its parser would add the plugin and end the process.
+    link.unlink()
+    link.symlink_to("libtensorrt_rtx.so.0")
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", tensorrt)
+    with pytest.raises(
+        trt_plugin.EngineError, match=r"is a link to libtensorrt_rtx\.so\.0, which is missing"
+    ):
+        built(tmp_path, builder="rtx")
 
 
 # --- The command, on the same TensorRT ---

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from trt_plugin.bundle import Bundle, read
 from trt_plugin.engine.contents import EngineContents, read_engine
-from trt_plugin.engine.installed import EngineError, Installed, installed_tensorrt, load_plugin
+from trt_plugin.engine.installed import (
+    EngineError,
+    Installed,
+    installed_tensorrt,
+    is_plugin_loaded,
+    load_plugin,
+)
 from trt_plugin.engine.log import Log, progress_monitor
 from trt_plugin.engine.shapes import Profile, add_profiles
 from trt_plugin.launcher import find_program
@@ -282,7 +288,8 @@ def _load_plugin(found: Installed, *, needed: bool) -> str | None:
     try:
         load_plugin(found)
     except (EngineError, FileNotFoundError) as error:
-        if needed:
+        # A plugin that is loaded, but that the parser cannot add, would end the process.
+        if needed or is_plugin_loaded(found):
             raise
         return str(error)
     return None

@@ -79,18 +79,23 @@ def load_plugin(found: Installed) -> None:
     """Loads the plugin's library, unless the process has it already.
 
     Raises:
-        EngineError: If TensorRT does not take the library.
+        EngineError: If TensorRT does not take the library, or its parser could not add the plugin.
         FileNotFoundError: If the library is missing.
     """
-    registry = found.module.get_plugin_registry()
-    if registry.get_creator(PLUGINS[0], "1", "") is not None:
-        return
+    # Whoever loaded the plugin: the parser opens TensorRT for RTX's library when it adds one.
     if found.is_rtx:
         _name_library()
+    if is_plugin_loaded(found):
+        return
     try:
-        load(registry)
+        load(found.module.get_plugin_registry())
     except PluginLoadError as error:
         raise EngineError(str(error)) from error
+
+
+def is_plugin_loaded(found: Installed) -> bool:
+    """Whether TensorRT's registry has the plugin."""
+    return found.module.get_plugin_registry().get_creator(PLUGINS[0], "1", "") is not None
 
 
 def _imported(name: str, module: str) -> Installed:
@@ -114,14 +119,20 @@ def _name_library() -> None:
     link = folder / "libtensorrt_rtx.so"
     if link.exists() or not (folder / f"{link.name}.1").exists():
         return
+    if link.is_symlink():
+        raise EngineError(_no_library(link, f"it is a link to {link.readlink()}, which is missing"))
     try:
         link.symlink_to(f"{link.name}.1")
     except FileExistsError:
         # Another process was first.
         return
     except OSError as error:
-        raise EngineError(
-            f"TensorRT for RTX would end this process: its parser looks for {link}, and the link "
-            f"cannot be made here ({error.strerror}). Make it with: "
-            f"ln -s {link.name}.1 {link}"
-        ) from error
+        reason = f"the link cannot be made here ({error.strerror})"
+        raise EngineError(_no_library(link, reason)) from error
+
+
+def _no_library(link: Path, reason: str) -> str:
+    return (
+        f"TensorRT for RTX would end this process: its parser looks for {link}, and {reason}. Make "
+        f"it with: ln -sf {link.name}.1 {link}"
+    )
