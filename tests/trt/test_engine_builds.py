@@ -85,7 +85,6 @@ def test_an_engine_for_two_architectures_holds_the_kernels_of_both(folder, built
     assert report["profiles"] == 1
     # The engine's file has the bundle's programs, byte for byte.
     contents = trt_plugin.read_engine(folder / "plugin.engine")
-    assert contents.tensorrt == report["builder"]
     assert contents.bytes == report["contents"]["bytes"]
     bundle = trt_plugin.read(folder / "plugin.moek")
     stored = {each.program.data for each in contents.programs}
@@ -102,7 +101,7 @@ def test_inspect_shows_an_engine(folder, built):
     assert "sm_80, sm_89, sm_120" in built["with library"].out
     assert "Wrote" in built["with library"].error
     out = built["inspected"].out
-    assert "Engine of TensorRT for RTX 1.7" in out
+    assert out.startswith("Engine  ")
     assert [out.count(name) for name in ("sm_80", "sm_89", "sm_120")] == [2, 2, 2]
     assert "Plugin's library: in it, as it is installed here" in out
     assert "Not known: names and number of its layers" in " ".join(out.split())
