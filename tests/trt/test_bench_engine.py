@@ -147,6 +147,15 @@ def test_outputs_of_other_shapes_have_no_difference():
     assert math.isnan(benchmark._difference(first, {"y": torch.zeros(3)}))
     assert math.isnan(benchmark._difference(first, {"z": torch.zeros(2)}))
     assert benchmark._difference(first, {"y": torch.tensor([0.5, -2.0])}) == 2.0
+    assert benchmark._difference({"y": torch.zeros(0)}, {"y": torch.zeros(0)}) == 0.0
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_difference_that_is_nan_stays(at):
+    first = {name: torch.zeros(2) for name in "abc"}
+    other = {name: torch.ones(2) for name in "abc"}
+    other["abc"[at]][1] = math.nan
+    assert math.isnan(benchmark._difference(first, other))
 
 
 def test_what_makes_no_sense(clock, engines, monkeypatch):

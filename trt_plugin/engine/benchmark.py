@@ -36,7 +36,7 @@ class Timing:
         p99: 99 % of the runs took no longer.
         throughput: Rows of the first input (its batch) each second, at the mean latency.
         difference: The largest absolute difference of an output from the first engine's; NaN if
-            outputs have other names or shapes.
+            a difference is, or outputs have other names or shapes.
     """
 
     engine: Path
@@ -260,14 +260,16 @@ def _milliseconds(run: Callable[[], object], count: int) -> list[float]:
 
 
 def _difference(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    import torch
+
     if {name: tensor.shape for name, tensor in first.items()} != {
         name: tensor.shape for name, tensor in other.items()
     }:
         return float("nan")
-    return max(
-        (
-            float((tensor.double() - other[name].double()).abs().max()) if tensor.numel() else 0.0
-            for name, tensor in first.items()
-        ),
-        default=0.0,
-    )
+    distances = [
+        (tensor.double() - other[name].double()).abs().max()
+        for name, tensor in first.items()
+        if tensor.numel()
+    ]
+    # A tensor's maximum is NaN if any element is; Python's depends on the order.
+    return float(torch.stack(distances).max()) if distances else 0.0
