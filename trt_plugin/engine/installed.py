@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +49,27 @@ class Installed:
     def title(self) -> str:
         """Name and version for people."""
         return f"{_TITLES[self.name]} {self.module.__version__}"
+
+    def check_targets(self, names: Iterable[str]) -> None:
+        """Checks that it builds for architectures, such as ``["sm_89"]``.
+
+        TensorRT builds for the device that it runs on, so it refuses none.
+
+        Raises:
+            EngineError: If TensorRT for RTX does not build for one of them.
+        """
+        if not self.is_rtx:
+            return
+        known = [
+            f"sm_{name.removeprefix('SM')}"
+            for name in self.module.ComputeCapability.__members__
+            if name.startswith("SM")
+        ]
+        for name in names:
+            if name not in known:
+                raise EngineError(
+                    f"{self.title} does not build for {name}; it builds for {', '.join(known)}"
+                )
 
 
 def installed_tensorrt(what: str, name: str | None = None) -> Installed:
