@@ -734,8 +734,43 @@ def test_inputs_stay_where_they_are_if_they_are_aligned(runner):
     assert list(result) == ["y"]
     assert result["y"].shape == (8,)
     # On the inputs' device, and its stream.
-    assert runner.entered == [a.device]
+    assert set(runner.entered) == {a.device}
     assert context.streams == [(7, a.device)]
+
+
+def test_a_prepared_run_only_enqueues(runner):
+    a, b = aligned(8), aligned(8)
+    results, enqueue = runner.prepare(a=a, b=b)
+    context = runner._context
+    addresses = dict(context.addresses)
+    assert (addresses["a"], addresses["y"]) == (a.data_ptr(), results["y"].data_ptr())
+    assert context.streams == []
+    for runs in (1, 2):
+        enqueue()
+        assert (context.streams, context.addresses) == ([(7, a.device)] * runs, addresses)
+    context.execute_async_v3 = lambda stream: False
+    with pytest.raises(trt_plugin.EngineError, match="does not run the engine"):
+        enqueue()
+
+
+def test_an_engine_that_is_refused_may_be_the_other_builders(tensorrt, tmp_path, monkeypatch):
+    (tmp_path / "model.engine").touch()
+
+    def refused(**options: str) -> str:
+        with pytest.raises(trt_plugin.EngineError, match="does not load") as caught:
+            trt_plugin.Runner(tmp_path / "model.engine", **options)
+        return str(caught.value)
+
+    monkeypatch.setattr(
+        tensorrt,
+        "Runtime",
+        lambda logger: SimpleNamespace(deserialize_cuda_engine=lambda plan: None),
+    )
+    hint = "builder='rtx'"
+    assert hint not in refused()
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", tensorrt)
+    assert refused().endswith(f". If the other TensorRT built it, name it: {hint}")
+    assert hint not in refused(builder="tensorrt")
 
 
 def test_the_profile_is_one_that_has_the_shapes(runner):

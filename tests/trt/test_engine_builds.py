@@ -57,14 +57,22 @@ def built(folder) -> dict[str, Done]:
     """What the commands said that build engines, which are beside the files."""
     bundle = bundle_of(folder / "plugin.onnx", ["sm_80", "sm_89", "sm_120"])
     bundle.save(folder / "plugin.moek")
+    # Each layer for an architecture of its own, both of which sm_89 runs.
+    one, other = kernel_layers(folder / "plugin.onnx")
+    mixed = Bundle((*programs_of(one, ["sm_89"]), *programs_of(other, ["sm_80"])))
+    mixed.save(folder / "mixed.moek")
     several = ("--shapes", "input=1x8", "--shapes", "input=2x8:16x8:64x8")
-    names = ("two architectures", "with library", "inspected", "dense", "plain")
+    names = ("two architectures", "with library", "inspected", "dense", "plain", "mixed")
     commands = (
         ("engine", folder / "plugin.onnx", "--arch", "sm_89", "--arch", "120", *SHAPES, "--json"),
         ("engine", folder / "plugin.onnx", "-o", folder / "b.plan", "--with-library", *SHAPES),
         ("inspect", folder / "b.plan"),
         ("engine", folder / "dense.onnx", "--arch", "sm_89", "--arch", "120", *SHAPES, "--json"),
         ("engine", folder / "plain.onnx", *several, "--arch", "86", "--json"),
+        (
+            *("engine", folder / "plugin.onnx", "-o", folder / "mixed.engine", *SHAPES),
+            *("--kernels", folder / "mixed.moek", "--arch", "89", "--no-share-kernels"),
+        ),
     )
     done = dict(zip(names, run_commands(*commands), strict=True))
     assert [each.code for each in done.values()] == [0] * len(done), done
@@ -93,6 +101,13 @@ def test_an_engine_for_two_architectures_holds_the_kernels_of_both(folder, built
     assert stored == given
     assert contents.architectures == ("sm_89", "sm_120")
     assert contents.library is None
+
+
+def test_layers_may_have_kernels_for_different_architectures(folder, built):
+    contents = trt_plugin.read_engine(folder / "mixed.engine")
+    assert {each.program.architecture for each in contents.programs} == {80, 89}
+    stored = {each.program.data for each in contents.programs}
+    assert stored == {each.data for each in trt_plugin.read(folder / "mixed.moek").programs}
 
 
 def test_inspect_shows_an_engine(folder, built):
@@ -136,7 +151,7 @@ def test_errors_say_what_to_do(folder, tmp_path):
     (tmp_path / "new.onnx").write_bytes((folder / "plugin.onnx").read_bytes())
     shown = "does not build for sm_90; it builds for sm_75, sm_80, sm_86, sm_89, sm_120, sm_121"
     cases = {
-        (folder / "onnxruntime.onnx", "--arch", "89"): (
+        (folder / "onnxruntime.onnx", "--arch", "89", *SHAPES): (
             1,
             (
                 "not parse .*node 'MoE' \\(MoE\\): .*\"Plugin not found, .*; node 'MoE_2' .*"

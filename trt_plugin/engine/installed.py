@@ -87,14 +87,19 @@ def installed_tensorrt(what: str, name: str | None = None) -> Installed:
     if name is not None and name not in BUILDERS:
         raise ValueError(f"builder must be one of {', '.join(BUILDERS)}; got {name!r}")
     for candidate in (name,) if name else BUILDERS:
-        for module in _MODULES[candidate]:
-            if module in sys.modules or find_spec(module) is not None:
-                return _imported(candidate, module)
+        module = _module(candidate)
+        if module is not None:
+            return _imported(candidate, module)
     wanted = (name,) if name else BUILDERS
     raise EngineError(
         f"{what} needs {' or '.join(_TITLES[each] for each in wanted)}: "
         f"{', or '.join(_INSTALL[each] for each in wanted)}; the lean runtime is not enough"
     )
+
+
+def is_installed(name: str) -> bool:
+    """Whether one of :data:`BUILDERS` is installed; it is not imported."""
+    return _module(name) is not None
 
 
 def load_plugin(found: Installed) -> None:
@@ -118,6 +123,14 @@ def load_plugin(found: Installed) -> None:
 def is_plugin_loaded(found: Installed) -> bool:
     """Whether TensorRT's registry has the plugin."""
     return found.module.get_plugin_registry().get_creator(PLUGINS[0], "1", "") is not None
+
+
+def _module(name: str) -> str | None:
+    """The name of a builder's module that is installed; None if there is none."""
+    for module in _MODULES[name]:
+        if module in sys.modules or find_spec(module) is not None:
+            return module
+    return None
 
 
 def _imported(name: str, module: str) -> Installed:
