@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -203,4 +206,19 @@ def test_a_missing_link_is_made_before_it_ends_the_process(folder, tmp_path):
     (done,) = run_commands((*command, "-o", tmp_path / "a.engine"), PYTHONPATH=f"{packages}:{ROOT}")
     assert done.code == 0, done
     link = packages / "tensorrt_rtx_libs" / "libtensorrt_rtx.so"
+    assert link.readlink() == Path("libtensorrt_rtx.so.1")
+    # The same where the plugin is loaded before.
+    link.unlink()
+    script = (
+        "import sys, trt_plugin; trt_plugin.load(); profile = ((1, 1, 8, 8),) * 3; model, out, "
+        "bundle = sys.argv[1:]; trt_plugin.build_engine(model, out, {'images': profile}, "
+        "kernels=bundle, progress=False)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, folder / "plugin.onnx", tmp_path / "b.engine", bundle],
+        env={**os.environ, "PYTHONPATH": f"{packages}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        timeout=400,
+        check=True,
+    )
     assert link.readlink() == Path("libtensorrt_rtx.so.1")
