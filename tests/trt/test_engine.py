@@ -465,6 +465,23 @@ def test_each_layer_stores_what_the_target_runs(parsed, tmp_path):
         built(tmp_path, kernels=bundle, architectures=["sm_80"])
 
 
+def test_errors_name_the_given_bundle(tensorrt, tmp_path):
+    bundle = tmp_path / "mixed.moek"
+    MIXED.save(bundle)
+    tensorrt.parses = False
+
+    def say() -> None:
+        named = os.environ["DYNAMO_MOE_KERNELS"]
+        message = f"DroplessMoE moe: {named} has other layers"
+        tensorrt.logger.log(1, message)
+
+    tensorrt.say = say
+    with pytest.raises(
+        trt_plugin.EngineError, match=f"DroplessMoE moe: {bundle} has other layers$"
+    ):
+        built(tmp_path, kernels=bundle, architectures=["sm_89"])
+
+
 def test_the_environment_leaves_architectures_out(parsed, tmp_path, monkeypatch):
     bundle, name = tmp_path / "mixed.moek", "DYNAMO_MOE_ARCHITECTURES"
     monkeypatch.setenv(name, "120")

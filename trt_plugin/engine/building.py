@@ -191,10 +191,12 @@ def build_engine(
     network = trt_builder.create_network(_strongly_typed(trt))
     parser = trt.OnnxParser(network, log.logger)
     share = share_kernels and not missing
-    with _kernels_from(kernels, chosen), sharing_kernels() if share else nullcontext():
+    with _kernels_from(kernels, chosen) as path, sharing_kernels() if share else nullcontext():
         parsed = parser.parse_from_file(str(onnx_path))
     if not parsed:
-        raise EngineError(_refusal(found, onnx_path, parser, log, missing))
+        refusal = _refusal(found, onnx_path, parser, log, missing)
+        # The chosen programs were in a temporary file: the plugin's errors are about the given one.
+        raise EngineError(refusal.replace(path, str(kernels)) if path else refusal)
     config = trt_builder.create_builder_config()
     if found.is_rtx:
         _set_targets(trt, config, targets)
@@ -398,8 +400,10 @@ def _strongly_typed(trt: Any) -> int:
 @contextmanager
 def _kernels_from(
     bundle: str | PathLike[str] | None, chosen: Bundle | None = None
-) -> Iterator[None]:
+) -> Iterator[str | None]:
     """Tells the plugin where the kernels are; it reads them when the parser creates it.
+
+    Yields the file that it reads; None if the environment decides.
 
     Args:
         bundle: A bundle's file; None leaves the environment as it is.
@@ -407,7 +411,7 @@ def _kernels_from(
     """
     if bundle is None:
         with _NAMING:
-            yield
+            yield None
         return
     with tempfile.TemporaryDirectory(prefix="dynamo-moe-") as folder, _NAMING:
         path = Path(bundle).resolve()
@@ -419,7 +423,7 @@ def _kernels_from(
         # The choice is made. The plugin would want each layer for all that the variable names.
         os.environ.pop(_ARCHITECTURES, None)
         try:
-            yield
+            yield str(path)
         finally:
             for name, value in old.items():
                 os.environ.pop(name, None)
