@@ -62,8 +62,8 @@ def engine(
         typer.Option(
             metavar="ARCH",
             help="GPU architecture to build for, [cyan]sm_89[/] or [cyan]89[/]; may be repeated. "
-            "TensorRT builds for this machine's GPU, and only the MoE kernels for these. Default: "
-            "the bundle's, or else this machine's GPU.",
+            "TensorRT builds for this machine's GPU, and stores the MoE kernels for these. "
+            "Default: the bundle's, or else this machine's GPU.",
         ),
     ] = None,
     shapes: Annotated[
@@ -90,6 +90,14 @@ def engine(
             help="With TensorRT: file that measured tactics are read from and written to.",
         ),
     ] = None,
+    share_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--share-kernels/--no-share-kernels",
+            help="Whether equal layers store their kernels once; otherwise each layer is "
+            "self-contained.",
+        ),
+    ] = True,
     with_library: Annotated[
         bool,
         typer.Option("--with-library", help="Store the plugin's library in the engine."),
@@ -116,15 +124,18 @@ def engine(
         found = trt_plugin.installed_tensorrt("building an engine", builder)
         if timing_cache and found.is_rtx:
             raise UsageError("--timing-cache: TensorRT for RTX measures nothing when it builds")
+        found.check_targets(architectures)
+        trt_plugin.check_shapes(profiles, _input_shapes(file))
         with _kernels(file, kernels, architectures, not quiet) as bundle:
             report = trt_plugin.build_engine(
                 file,
                 out,
                 profiles,
-                architectures=(architectures or None) if found.is_rtx else None,
+                architectures=(architectures or None) if found.is_rtx or bundle else None,
                 builder=found.name,
                 kernels=bundle,
                 timing_cache=timing_cache,
+                share_kernels=share_kernels,
                 with_library=with_library,
                 progress=not quiet,
             )
@@ -212,6 +223,22 @@ def _kernels(
         bundle = Path(folder) / beside.name
         trt_plugin.compile(layers, architectures or [_device()], bundle, progress=progress)
         yield bundle
+
+
+def _input_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a file's inputs; -1 for a symbolic size."""
+    from dynamo_moe.files.model_files import load_graph
+
+    graph = load_graph(file).graph
+    initializers = {each.name for each in graph.initializer}
+    return {
+        each.name: tuple(
+            size.dim_value if size.HasField("dim_value") else -1
+            for size in each.type.tensor_type.shape.dim
+        )
+        for each in graph.input
+        if each.name not in initializers
+    }
 
 
 def _device() -> str:

@@ -349,7 +349,10 @@ def test_unconverted_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"target": "tflite"}, "target must be one of plugin, dense, onnxruntime, tensorrt_moe; got 'tflite'"),
+        (
+            {"target": "tflite"},
+            "target must be one of plugin, dense, onnxruntime, tensorrt_moe; got 'tflite'",
+        ),
         ({"body": "scan"}, "body must be one of loop, unrolled; got 'scan'"),
         (
             {"body": "unrolled", "target": "dense"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -22,7 +23,8 @@ import trt_plugin
 from dynamo_moe.cli import app
 from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from onnx_files import dense_model, save
-from small_bundles import SMALL
+from small_bundles import LAYER, SMALL, program
+from trt_plugin.bundle import Bundle
 from trt_plugin.engine.building import _kernels_from
 from trt_plugin.engine.installed import Installed, load_plugin
 
@@ -125,16 +127,15 @@ def test_the_bundle_is_named_to_the_plugin_for_as_long_as_it_is_parsed(monkeypat
     assert os.environ.get(name) == before
 
 
-def test_the_architectures_are_named_unless_the_environment_does(monkeypatch):
-    name = "DYNAMO_MOE_ARCHITECTURES"
-    monkeypatch.delenv(name, raising=False)
-    with _kernels_from("a.moek", ["sm_89", "sm_120"]):
-        assert os.environ[name] == "sm_89,sm_120"
-    assert name not in os.environ
-    monkeypatch.setenv(name, "sm_89")
-    with _kernels_from("a.moek", ["sm_89", "sm_120"]):
-        assert os.environ[name] == "sm_89"
-    assert os.environ[name] == "sm_89"
+def test_the_plugin_reads_the_chosen_programs(monkeypatch, tmp_path):
+    monkeypatch.setenv("DYNAMO_MOE_ARCHITECTURES", "sm_90")
+    one = Bundle(SMALL.programs[:1])
+    with _kernels_from(tmp_path / "a.moek", one):
+        named = Path(os.environ["DYNAMO_MOE_KERNELS"])
+        assert trt_plugin.read(named) == one
+        assert "DYNAMO_MOE_ARCHITECTURES" not in os.environ
+    assert not named.exists()
+    assert os.environ["DYNAMO_MOE_ARCHITECTURES"] == "sm_90"
 
 
 def test_parsers_of_several_threads_take_turns(monkeypatch):
@@ -173,6 +174,9 @@ class Config(Empty):
     """Takes the timing caches that begin with b"good", of which one is of another device."""
 
     cache = None
+
+    def add_optimization_profile(self, profile) -> int:
+        return 0
 
     def create_timing_cache(self, content: bytes) -> Cache | None:
         return Cache(content) if not content or content.startswith(b"good") else None
@@ -257,6 +261,9 @@ class FakeTensorRT(ModuleType):
 
     def create_builder_config(self):
         return self.config
+
+    def create_optimization_profile(self):
+        return Empty()
 
     def build_serialized_network(self, network, config):
         return self.plan
@@ -401,9 +408,111 @@ def test_shapes_that_are_missing_or_do_not_fit(tensorrt, tmp_path):
             built(tmp_path, profiles)
 
 
+def test_a_report_is_the_same_after_json(tensorrt, tmp_path):
+    x = SimpleNamespace(name="x", shape=(-1, 8), dtype=SimpleNamespace(name="FLOAT"))
+    tensorrt.network_inputs = [x]
+    (tmp_path / "model.onnx").touch()
+    report = trt_plugin.build_engine(
+        tmp_path / "model.onnx", tmp_path / "a.engine", {"x": ((4, 8),) * 3}, progress=False
+    ).to_dict()
+    assert report["inputs"] == [{"name": "x", "dtype": "float", "shape": [-1, 8]}]
+    assert json.loads(json.dumps(report)) == report
+
+
 def test_architectures_are_for_tensorrt_for_rtx(tensorrt, tmp_path):
     with pytest.raises(trt_plugin.EngineError, match=r"TensorRT 10\.9\.0 builds for the device"):
         built(tmp_path, architectures=["sm_89"])
+
+
+# Of one layer for sm_89 and sm_120, and of another for sm_80 and sm_120.
+OTHER = LAYER._replace(experts=16)
+MIXED = Bundle(
+    (
+        *(program(architecture=89), program(architecture=120)),
+        *(program(layer=OTHER, architecture=80), program(layer=OTHER, architecture=120)),
+    )
+)
+
+
+@pytest.fixture
+def parsed(tensorrt, tmp_path) -> list[tuple[list[int], str | None]]:
+    """Which programs the plugin was given when a file was parsed, and the variable beside them."""
+    MIXED.save(tmp_path / "mixed.moek")
+    seen = []
+
+    def say() -> None:
+        given = trt_plugin.read(os.environ["DYNAMO_MOE_KERNELS"])
+        names = os.environ.get("DYNAMO_MOE_ARCHITECTURES")
+        seen.append(([each.architecture for each in given.programs], names))
+
+    tensorrt.say = say
+    return seen
+
+
+def test_each_layer_stores_what_the_target_runs(parsed, tmp_path):
+    bundle = tmp_path / "mixed.moek"
+    for architectures, stored in (
+        (["sm_89"], [89, 80]),
+        (["sm_120"], [120, 120]),
+        ([89, 120], [89, 120, 80, 120]),
+        (None, [89, 120, 80, 120]),
+    ):
+        built(tmp_path, kernels=bundle, architectures=architectures)
+        assert parsed.pop() == (stored, None)
+    with pytest.raises(
+        trt_plugin.EngineError, match=r"bundle has no kernels for sm_80 of the layer .*: compile it"
+    ):
+        built(tmp_path, kernels=bundle, architectures=["sm_80"])
+
+
+def test_errors_name_the_given_bundle(tensorrt, tmp_path):
+    bundle = tmp_path / "mixed.moek"
+    MIXED.save(bundle)
+    tensorrt.parses = False
+
+    def say() -> None:
+        named = os.environ["DYNAMO_MOE_KERNELS"]
+        message = f"DroplessMoE moe: {named} has other layers"
+        tensorrt.logger.log(1, message)
+
+    tensorrt.say = say
+    with pytest.raises(
+        trt_plugin.EngineError, match=f"DroplessMoE moe: {bundle} has other layers$"
+    ):
+        built(tmp_path, kernels=bundle, architectures=["sm_89"])
+
+
+def test_the_environment_leaves_architectures_out(parsed, tmp_path, monkeypatch):
+    bundle, name = tmp_path / "mixed.moek", "DYNAMO_MOE_ARCHITECTURES"
+    monkeypatch.setenv(name, "120")
+    built(tmp_path, kernels=bundle)
+    assert parsed.pop() == ([120, 120], None)
+    with pytest.raises(
+        trt_plugin.EngineError, match=f"{name}=120 leaves others out has no kernels for sm_89"
+    ):
+        built(tmp_path, kernels=bundle, architectures=["sm_89"])
+    # Then the other layer has none left.
+    monkeypatch.setenv(name, "sm_89")
+    with pytest.raises(
+        trt_plugin.EngineError, match=f"{name}=sm_89 leaves others out has no kernels for sm_89"
+    ):
+        built(tmp_path, kernels=bundle, architectures=["sm_89"])
+    monkeypatch.setenv(name, "sm_90")
+    with pytest.raises(
+        trt_plugin.EngineError, match=f"{name} is 'sm_90': .* the bundle, sm_89, sm_120, sm_80$"
+    ):
+        built(tmp_path, kernels=bundle)
+
+
+def test_kernels_are_shared_unless_asked_otherwise(tensorrt, tmp_path, monkeypatch):
+    entered = []
+    monkeypatch.setattr(
+        "trt_plugin.engine.building.sharing_kernels", lambda: nullcontext(entered.append("shared"))
+    )
+    built(tmp_path)
+    assert entered == ["shared"]
+    built(tmp_path, share_kernels=False)
+    assert entered == ["shared"]
 
 
 def test_what_the_plugin_warns_of_is_a_warning(tensorrt, tmp_path):
@@ -482,8 +591,23 @@ def test_a_link_that_cannot_be_made_is_asked_for(tensorrt, wheel, monkeypatch):
     assert str(caught.value) == (
         "TensorRT for RTX would end this process: its parser looks for "
         f"{wheel}/libtensorrt_rtx.so, and the link cannot be made here (Permission denied). "
-        f"Make it with: ln -s libtensorrt_rtx.so.1 {wheel}/libtensorrt_rtx.so"
+        f"Make it with: ln -sf libtensorrt_rtx.so.1 {wheel}/libtensorrt_rtx.so"
     )
+
+
+def test_a_loaded_plugin_needs_the_link_too(tensorrt, wheel, tmp_path, monkeypatch):
+    tensorrt.loaded.append("by trt_plugin.load()")
+    link = wheel / "libtensorrt_rtx.so"
+    load_plugin(Installed("rtx", tensorrt))
+    assert link.readlink() == Path("libtensorrt_rtx.so.1")
+    # The file might have MoE nodes: its parser would add the plugin and end the process.
+    link.unlink()
+    link.symlink_to("libtensorrt_rtx.so.0")
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", tensorrt)
+    with pytest.raises(
+        trt_plugin.EngineError, match=r"is a link to libtensorrt_rtx\.so\.0, which is missing"
+    ):
+        built(tmp_path, builder="rtx")
 
 
 # --- The command, on the same TensorRT ---
@@ -496,18 +620,26 @@ def compiled(monkeypatch) -> list[tuple[int, list[str]]]:
 
     def compile(layers, architectures, output, *, progress):  # noqa: A001
         calls.append((len(layers), architectures))
-        SMALL.save(output)
+        numbers = [int(name.removeprefix("sm_")) for name in architectures]
+        Bundle(tuple(program(architecture=each) for each in numbers)).save(output)
 
     monkeypatch.setattr(trt_plugin, "compile", compile, raising=False)
     return calls
 
 
 @pytest.fixture
-def moe_file(tmp_path) -> Path:
+def moe_file(tensorrt, tmp_path) -> Path:
     model = DroplessMoEMlp(16, 24, num_experts=4, top_k=2).eval()
     dynamo_moe.convert(model)
-    dynamo_moe.export(model, torch.randn(4, 16), tmp_path / "model.onnx")
+    dynamo_moe.export(model, torch.randn(4, 16), tmp_path / "model.onnx", input_names=["x"])
+    tensorrt.network_inputs = [
+        SimpleNamespace(name="x", shape=(-1, 16), dtype=SimpleNamespace(name="FLOAT"))
+    ]
     return tmp_path / "model.onnx"
+
+
+def run_engine(file: Path, *options: str) -> tuple[int, str, str]:
+    return run("engine", str(file), "--shapes", "x=4x16", *options)
 
 
 def test_kernels_are_compiled_if_there_is_no_bundle(
@@ -515,7 +647,7 @@ def test_kernels_are_compiled_if_there_is_no_bundle(
 ):
     named = []
     tensorrt.say = lambda: named.append(os.environ.get("DYNAMO_MOE_KERNELS"))
-    code, out, error = run("engine", str(moe_file), "--arch", "89", "--arch", "sm_120")
+    code, out, error = run_engine(moe_file, "--arch", "89", "--arch", "sm_120")
     assert (code, "TensorRT 10.9.0" in out) == (0, True), error
     assert compiled == [(1, ["sm_89", "sm_120"])]
     assert named[0].endswith("/model.moek")
@@ -524,21 +656,55 @@ def test_kernels_are_compiled_if_there_is_no_bundle(
     # For this machine's GPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert run("engine", str(moe_file), "--json")[0] == 0
+    assert run_engine(moe_file, "--json")[0] == 0
     assert compiled.pop() == (1, ["sm_90"])
     # The bundle beside the file comes first, and one that is named before that.
     SMALL.save(tmp_path / "model.moek")
     SMALL.save(tmp_path / "other.moek")
     for bundle, options in (("model", []), ("other", ["--kernels", str(tmp_path / "other.moek")])):
-        assert run("engine", str(moe_file), *options)[0] == 0
+        assert run_engine(moe_file, *options)[0] == 0
         assert named.pop() == str(tmp_path / f"{bundle}.moek")
     assert len(compiled) == 1
 
 
 def test_without_moe_nodes_nothing_is_compiled(tensorrt, compiled, tmp_path):
     file = save(dense_model(), tmp_path / "dense.onnx")
-    assert run("engine", str(file), "--arch", "89")[0] == 0
+    sizes = [
+        size.dim_value or -1 for size in dense_model().graph.input[0].type.tensor_type.shape.dim
+    ]
+    tensorrt.network_inputs = [
+        SimpleNamespace(name="x", shape=tuple(sizes), dtype=SimpleNamespace(name="FLOAT"))
+    ]
+    shape = "x".join(str(abs(size)) for size in sizes)
+    assert run("engine", str(file), "--arch", "89", "--shapes", f"x={shape}")[0] == 0
     assert compiled == []
+
+
+def test_what_no_engine_can_be_built_for_is_refused_before_kernels_are_compiled(
+    tensorrt, compiled, moe_file, monkeypatch
+):
+    code, _, error = run("engine", str(moe_file), "--arch", "89")
+    assert (code, "symbolic sizes: x [?, 16]; give" in error) == (1, True), error
+    code, _, error = run("engine", str(moe_file), "--arch", "89", "--shapes", "y=1")
+    assert (code, "the file has no input y; its inputs: x" in error) == (1, True), error
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", tensorrt)
+    tensorrt.ComputeCapability = SimpleNamespace(__members__=("NONE", "SM89", "SM120"))
+    code, _, error = run_engine(moe_file, "--builder", "rtx", "--arch", "sm_90")
+    shown = "does not build for sm_90; it builds for sm_89, sm_120"
+    assert (code, shown in error) == (1, True), error
+    assert compiled == []
+
+
+def test_a_bundle_must_have_the_kernels_of_each_architecture(tensorrt, moe_file, tmp_path):
+    given = []
+    tensorrt.say = lambda: given.append(trt_plugin.read(os.environ["DYNAMO_MOE_KERNELS"]))
+    SMALL.save(tmp_path / "model.moek")
+    code, _, error = run_engine(moe_file, "--arch", "75")
+    assert (code, "the bundle has no kernels for sm_75 of the layer" in error) == (1, True), error
+    assert given == []
+    # Of the bundle's, for sm_80 and sm_90, those for the named one.
+    assert run_engine(moe_file, "--arch", "80")[0] == 0
+    assert [each.architecture for each in given[0].programs] == [80]
 
 
 class OnGpu(torch.Tensor):
@@ -585,8 +751,43 @@ def test_inputs_stay_where_they_are_if_they_are_aligned(runner):
     assert list(result) == ["y"]
     assert result["y"].shape == (8,)
     # On the inputs' device, and its stream.
-    assert runner.entered == [a.device]
+    assert set(runner.entered) == {a.device}
     assert context.streams == [(7, a.device)]
+
+
+def test_a_prepared_run_only_enqueues(runner):
+    a, b = aligned(8), aligned(8)
+    results, enqueue = runner.prepare(a=a, b=b)
+    context = runner._context
+    addresses = dict(context.addresses)
+    assert (addresses["a"], addresses["y"]) == (a.data_ptr(), results["y"].data_ptr())
+    assert context.streams == []
+    for runs in (1, 2):
+        enqueue()
+        assert (context.streams, context.addresses) == ([(7, a.device)] * runs, addresses)
+    context.execute_async_v3 = lambda stream: False
+    with pytest.raises(trt_plugin.EngineError, match="does not run the engine"):
+        enqueue()
+
+
+def test_an_engine_that_is_refused_may_be_the_other_builders(tensorrt, tmp_path, monkeypatch):
+    (tmp_path / "model.engine").touch()
+
+    def refused(**options: str) -> str:
+        with pytest.raises(trt_plugin.EngineError, match="does not load") as caught:
+            trt_plugin.Runner(tmp_path / "model.engine", **options)
+        return str(caught.value)
+
+    monkeypatch.setattr(
+        tensorrt,
+        "Runtime",
+        lambda logger: SimpleNamespace(deserialize_cuda_engine=lambda plan: None),
+    )
+    hint = "builder='rtx'"
+    assert hint not in refused()
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", tensorrt)
+    assert refused().endswith(f". If the other TensorRT built it, name it: {hint}")
+    assert hint not in refused(builder="tensorrt")
 
 
 def test_the_profile_is_one_that_has_the_shapes(runner):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,14 +61,22 @@ def built(folder) -> dict[str, Done]:
     """What the commands said that build engines, which are beside the files."""
     bundle = bundle_of(folder / "plugin.onnx", ["sm_80", "sm_89", "sm_120"])
     bundle.save(folder / "plugin.moek")
+    # Each layer for an architecture of its own, both of which sm_89 runs.
+    one, other = kernel_layers(folder / "plugin.onnx")
+    mixed = Bundle((*programs_of(one, ["sm_89"]), *programs_of(other, ["sm_80"])))
+    mixed.save(folder / "mixed.moek")
     several = ("--shapes", "input=1x8", "--shapes", "input=2x8:16x8:64x8")
-    names = ("two architectures", "with library", "inspected", "dense", "plain")
+    names = ("two architectures", "with library", "inspected", "dense", "plain", "mixed")
     commands = (
         ("engine", folder / "plugin.onnx", "--arch", "sm_89", "--arch", "120", *SHAPES, "--json"),
         ("engine", folder / "plugin.onnx", "-o", folder / "b.plan", "--with-library", *SHAPES),
         ("inspect", folder / "b.plan"),
         ("engine", folder / "dense.onnx", "--arch", "sm_89", "--arch", "120", *SHAPES, "--json"),
         ("engine", folder / "plain.onnx", *several, "--arch", "86", "--json"),
+        (
+            *("engine", folder / "plugin.onnx", "-o", folder / "mixed.engine", *SHAPES),
+            *("--kernels", folder / "mixed.moek", "--arch", "89", "--no-share-kernels"),
+        ),
     )
     done = dict(zip(names, run_commands(*commands), strict=True))
     assert [each.code for each in done.values()] == [0] * len(done), done
@@ -86,7 +97,6 @@ def test_an_engine_for_two_architectures_holds_the_kernels_of_both(folder, built
     assert report["profiles"] == 1
     # The engine's file has the bundle's programs, byte for byte.
     contents = trt_plugin.read_engine(folder / "plugin.engine")
-    assert contents.tensorrt == report["builder"]
     assert contents.bytes == report["contents"]["bytes"]
     bundle = trt_plugin.read(folder / "plugin.moek")
     stored = {each.program.data for each in contents.programs}
@@ -97,13 +107,20 @@ def test_an_engine_for_two_architectures_holds_the_kernels_of_both(folder, built
     assert contents.library is None
 
 
+def test_layers_may_have_kernels_for_different_architectures(folder, built):
+    contents = trt_plugin.read_engine(folder / "mixed.engine")
+    assert {each.program.architecture for each in contents.programs} == {80, 89}
+    stored = {each.program.data for each in contents.programs}
+    assert stored == {each.data for each in trt_plugin.read(folder / "mixed.moek").programs}
+
+
 def test_inspect_shows_an_engine(folder, built):
     assert "2 of them plugins" in built["with library"].out
     # Without --arch, those of the bundle.
     assert "sm_80, sm_89, sm_120" in built["with library"].out
     assert "Wrote" in built["with library"].error
     out = built["inspected"].out
-    assert "Engine of TensorRT for RTX 1.7" in out
+    assert out.startswith("Engine  ")
     assert [out.count(name) for name in ("sm_80", "sm_89", "sm_120")] == [2, 2, 2]
     assert "Plugin's library: in it, as it is installed here" in out
     assert "Not known: names and number of its layers" in " ".join(out.split())
@@ -138,7 +155,7 @@ def test_errors_say_what_to_do(folder, tmp_path):
     (tmp_path / "new.onnx").write_bytes((folder / "plugin.onnx").read_bytes())
     shown = "does not build for sm_90; it builds for sm_75, sm_80, sm_86, sm_89, sm_120, sm_121"
     cases = {
-        (folder / "onnxruntime.onnx", "--arch", "89"): (
+        (folder / "onnxruntime.onnx", "--arch", "89", *SHAPES): (
             1,
             (
                 "not parse .*node 'MoE' \\(MoE\\): .*\"Plugin not found, .*; node 'MoE_2' .*"
@@ -190,6 +207,21 @@ def test_a_missing_link_is_made_before_it_ends_the_process(folder, tmp_path):
     (done,) = run_commands((*command, "-o", tmp_path / "a.engine"), PYTHONPATH=f"{packages}:{ROOT}")
     assert done.code == 0, done
     link = packages / "tensorrt_rtx_libs" / "libtensorrt_rtx.so"
+    assert link.readlink() == Path("libtensorrt_rtx.so.1")
+    # The same where the plugin is loaded before.
+    link.unlink()
+    script = (
+        "import sys, trt_plugin; trt_plugin.load(); profile = ((1, 1, 8, 8),) * 3; model, out, "
+        "bundle = sys.argv[1:]; trt_plugin.build_engine(model, out, {'images': profile}, "
+        "kernels=bundle, progress=False)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, folder / "plugin.onnx", tmp_path / "b.engine", bundle],
+        env={**os.environ, "PYTHONPATH": f"{packages}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        timeout=400,
+        check=True,
+    )
     assert link.readlink() == Path("libtensorrt_rtx.so.1")
 
 

@@ -12,7 +12,9 @@ from custom_ops.kernels.plan import plan
 from interpreted_gpu import uncompiled_program
 from kernel_runs import layer_of
 from moe_cases import make_case
-from trt_plugin.bundle import Bundle, Program
+from trt_plugin.bundle import Bundle, Program, read
+from trt_plugin.bundle.records import FILE_HEADER, FILE_MAGIC, VERSION
+from trt_plugin.engine import contents as contents_module
 from trt_plugin.native import library_path
 
 
@@ -39,7 +41,7 @@ def test_programs_are_counted_and_listed_once(tmp_path):
     assert found.architectures == ("sm_89", "sm_120")
     sizes = [len(each.program.data) * each.copies for each in found.programs]
     assert found.program_bytes == sum(sizes) == found.to_dict()["program_bytes"]
-    assert (found.tensorrt, found.library) == (None, None)
+    assert found.library is None
 
 
 def test_damaged_programs_do_not_count(tmp_path):
@@ -58,29 +60,27 @@ def test_the_plugins_library_is_found(tmp_path):
     assert contents(tmp_path, b"dynamo_moe_program_open failed").library is None
 
 
-@pytest.mark.parametrize(
-    ("start", "writer"),
-    [
-        (b"vtrt" + bytes(20) + bytes((1, 7, 1, 116)), "TensorRT for RTX 1.7.1.116"),
-        (b"vtrt" + bytes(20) + bytes((10, 9, 0, 34)), None),
-        (b"ftrt" + bytes(20) + bytes((1, 7, 1, 116)), None),
-        (b"vtrt", None),
-    ],
-)
-def test_the_writer_is_named_where_it_is_known(tmp_path, start, writer):
-    assert contents(tmp_path, start).tensorrt == writer
+def test_false_headers_cost_no_more_than_the_bytes_they_have(tmp_path, monkeypatch):
+    true = Bundle((program("sm_89"),)).data
+    # Each claims the rest of the file, or another version.
+    rest, count = 2**20, 4000
+    claims = [
+        FILE_HEADER.pack(FILE_MAGIC, version, 1, rest, 0, 0)
+        for version in (VERSION, VERSION + 1)
+        for _ in range(count)
+    ]
+    checked = []
+    monkeypatch.setattr(
+        contents_module, "read", lambda data: checked.append(len(data)) or read(data)
+    )
+    found = contents(tmp_path, *claims, true, bytes(rest))
+    assert [each.program for each in found.programs] == [program("sm_89")]
+    assert checked == [len(true)]
 
 
 def test_what_is_no_engine(tmp_path):
     (tmp_path / "empty.engine").touch()
     with pytest.raises(ValueError, match=r"empty\.engine is empty: that is no engine"):
         trt_plugin.read_engine(tmp_path / "empty.engine")
-    for name, content, expected in (
-        ("a.plan", b"", True),
-        ("a.trt", b"", True),
-        ("a", b"vtrt and more", True),
-        ("a.onnx", b"onnx", False),
-        ("b", b"", False),
-    ):
-        (tmp_path / name).write_bytes(content)
-        assert trt_plugin.is_engine(tmp_path / name) is expected
+    for name, expected in (("a.plan", True), ("a.trt", True), ("a.onnx", False), ("b", False)):
+        assert trt_plugin.is_engine(name) is expected

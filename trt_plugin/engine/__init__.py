@@ -9,7 +9,7 @@ from trt_plugin.engine.building import EngineReport, PluginLayer, TensorInfo, bu
 from trt_plugin.engine.contents import EngineContents, StoredProgram, is_engine, read_engine
 from trt_plugin.engine.installed import BUILDERS, EngineError, Installed, installed_tensorrt
 from trt_plugin.engine.running import Runner
-from trt_plugin.engine.shapes import Profile, join_profiles, parse_shapes
+from trt_plugin.engine.shapes import Profile, check_shapes, join_profiles, parse_shapes
 
 __all__ = [
     # Building
@@ -25,6 +25,7 @@ __all__ = [
     "Profile",
     "parse_shapes",
     "join_profiles",
+    "check_shapes",
     # Looking into them
     "read_engine",
     "is_engine",

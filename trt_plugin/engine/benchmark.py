@@ -24,7 +24,10 @@ _DEVICE = "cuda"
 
 @dataclass(frozen=True)
 class Timing:
-    """Latencies of an engine, in milliseconds on the device.
+    """Latencies of an engine, in milliseconds between two events on the device's stream.
+
+    Shapes and addresses are set before. Without a CUDA graph, the time that TensorRT takes to
+    enqueue the run counts where the device waits for it.
 
     Attributes:
         engine: The engine's file.
@@ -36,7 +39,7 @@ class Timing:
         p99: 99 % of the runs took no longer.
         throughput: Rows of the first input (its batch) each second, at the mean latency.
         difference: The largest absolute difference of an output from the first engine's; NaN if
-            outputs have other names or shapes.
+            a difference is, or outputs have other names or shapes.
     """
 
     engine: Path
@@ -211,15 +214,18 @@ def _measure(
     import torch
 
     rows = next((tensor.shape[0] for tensor in inputs.values() if tensor.dim()), 1)
-    # Also what a capture needs: shapes set and kernels loaded before.
-    results = [runner(**inputs) for runner in runners]
+    prepared = [runner.prepare(**inputs) for runner in runners]
+    results = [outputs for outputs, _ in prepared]
+    # A capture needs an earlier run, too: it loads the kernels.
+    for _, enqueue in prepared:
+        enqueue()
     torch.cuda.synchronize()
     differences = [_difference(results[0], each) for each in results]
     runs: dict[tuple[int, bool], Callable[[], object]] = {}
-    for at, runner in enumerate(runners):
-        runs[at, False] = lambda runner=runner: runner(**inputs)  # type: ignore[misc]
+    for at, (_, enqueue) in enumerate(prepared):
+        runs[at, False] = enqueue
         if cuda_graph:
-            runs[at, True] = _captured(runner, inputs).replay
+            runs[at, True] = _captured(enqueue).replay
     for run in runs.values():
         for _ in range(warmup):
             run()
@@ -234,12 +240,12 @@ def _measure(
     ]
 
 
-def _captured(runner: Runner, inputs: Mapping[str, Tensor]) -> torch.cuda.CUDAGraph:
+def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
     import torch
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        runner(**inputs)
+        enqueue()
     return graph
 
 
@@ -260,14 +266,16 @@ def _milliseconds(run: Callable[[], object], count: int) -> list[float]:
 
 
 def _difference(first: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    import torch
+
     if {name: tensor.shape for name, tensor in first.items()} != {
         name: tensor.shape for name, tensor in other.items()
     }:
         return float("nan")
-    return max(
-        (
-            float((tensor.double() - other[name].double()).abs().max()) if tensor.numel() else 0.0
-            for name, tensor in first.items()
-        ),
-        default=0.0,
-    )
+    distances = [
+        (tensor.double() - other[name].double()).abs().max()
+        for name, tensor in first.items()
+        if tensor.numel()
+    ]
+    # A tensor's maximum is NaN if any element is; Python's depends on the order.
+    return float(torch.stack(distances).max()) if distances else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 import warnings
@@ -13,9 +14,15 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_plugin.bundle import Bundle, read
+from trt_plugin.bundle import Bundle, LayerRecord, read
 from trt_plugin.engine.contents import EngineContents, read_engine
-from trt_plugin.engine.installed import EngineError, Installed, installed_tensorrt, load_plugin
+from trt_plugin.engine.installed import (
+    EngineError,
+    Installed,
+    installed_tensorrt,
+    is_plugin_loaded,
+    load_plugin,
+)
 from trt_plugin.engine.log import Log, progress_monitor
 from trt_plugin.engine.shapes import Profile, add_profiles
 from trt_plugin.launcher import find_program
@@ -50,6 +57,10 @@ class TensorInfo:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tensor as strings, and its shape as a list."""
+        return {**asdict(self), "shape": list(self.shape)}
 
 
 @dataclass(frozen=True)
@@ -103,8 +114,8 @@ class EngineReport:
             "seconds": round(self.seconds, 3),
             "layers": self.layers,
             "plugin_layers": [asdict(each) for each in self.plugin_layers],
-            "inputs": [asdict(each) for each in self.inputs],
-            "outputs": [asdict(each) for each in self.outputs],
+            "inputs": [each.to_dict() for each in self.inputs],
+            "outputs": [each.to_dict() for each in self.outputs],
             "profiles": self.profiles,
             "contents": self.contents.to_dict(),
         }
@@ -125,6 +136,7 @@ def build_engine(
     builder: str | None = None,
     kernels: str | PathLike[str] | None = None,
     timing_cache: str | PathLike[str] | None = None,
+    share_kernels: bool = True,
     with_library: bool = False,
     workspace: int | None = None,
     progress: bool = True,
@@ -141,13 +153,17 @@ def build_engine(
         architectures: The GPUs to build for, such as ``["sm_89", "sm_120"]``. TensorRT for RTX
             builds for those that it knows, on any machine. By default it builds for the
             architectures of ``kernels``; without ``kernels``, it chooses. TensorRT builds for the
-            device that it runs on, and takes no architectures.
+            device that it runs on: they only choose which of ``kernels`` the engine stores.
         builder: ``"tensorrt"`` or ``"rtx"``; by default TensorRT if it is installed, and else
             TensorRT for RTX.
-        kernels: The bundle of the layers' kernels; by default the one that the plugin finds, see
-            the reference of the plugin.
+        kernels: The bundle of the layers' kernels. The engine stores those that
+            ``architectures`` run, or else all; the environment variable
+            ``DYNAMO_MOE_ARCHITECTURES`` leaves out others. By default the bundle that the plugin
+            finds, see the reference of the plugin, which is not compared with ``architectures``.
         timing_cache: File that measured tactics are read from and written to, with TensorRT. One
             that it refuses, such as another device's, is started anew, with a warning.
+        share_kernels: Whether equal layers store their kernels once, see
+            :func:`trt_plugin.sharing_kernels`; otherwise each layer is self-contained.
         with_library: Whether the engine also holds the plugin's library, so that TensorRT loads it
             by itself where its runtime allows host code: ``Runner(…, allow_host_code=True)``.
         workspace: Most bytes that a layer may use at a time; by default TensorRT's own limit.
@@ -155,7 +171,8 @@ def build_engine(
 
     Raises:
         EngineError: If TensorRT is missing, cannot build for an architecture, does not take a node
-            of the file, which is named, or fails otherwise.
+            of the file, which is named, or fails otherwise; or if ``kernels`` lacks a layer's
+            kernels for an architecture.
         OSError: If a file cannot be read or written.
         ValueError: If there is no such builder or architecture, or ``kernels`` is no bundle.
     """
@@ -167,19 +184,22 @@ def build_engine(
     if timing_cache is not None and found.is_rtx:
         raise EngineError("TensorRT for RTX measures nothing when it builds: no timing cache")
     bundle = None if kernels is None else read(kernels)
-    targets = _targets(found, architectures, bundle)
-    stored = [] if bundle is None else _stored(bundle, targets)
+    targets, chosen = _choose(found, architectures, bundle)
     missing = _load_plugin(found, needed=with_library or kernels is not None)
     log = Log(trt)
     trt_builder = trt.Builder(log.logger)
     network = trt_builder.create_network(_strongly_typed(trt))
     parser = trt.OnnxParser(network, log.logger)
-    with _kernels_from(kernels, stored), nullcontext() if missing else sharing_kernels():
+    share = share_kernels and not missing
+    with _kernels_from(kernels, chosen) as path, sharing_kernels() if share else nullcontext():
         parsed = parser.parse_from_file(str(onnx_path))
     if not parsed:
-        raise EngineError(_refusal(found, onnx_path, parser, log, missing))
+        refusal = _refusal(found, onnx_path, parser, log, missing)
+        # The chosen programs were in a temporary file: the plugin's errors are about the given one.
+        raise EngineError(refusal.replace(path, str(kernels)) if path else refusal)
     config = trt_builder.create_builder_config()
-    _set_targets(trt, config, targets)
+    if found.is_rtx:
+        _set_targets(trt, config, targets)
     if workspace is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     if with_library:
@@ -196,7 +216,7 @@ def build_engine(
     return EngineReport(
         path=Path(output),
         builder=found.title,
-        architectures=tuple(targets),
+        architectures=tuple(targets) if found.is_rtx else (),
         seconds=time.perf_counter() - started,
         layers=network.num_layers,
         plugin_layers=tuple(_plugin_layers(trt, network)),
@@ -207,64 +227,95 @@ def build_engine(
     )
 
 
+def _choose(
+    found: Installed,
+    architectures: Iterable[str | int] | None,
+    bundle: Bundle | None,
+) -> tuple[list[str], Bundle | None]:
+    """Returns the targets, and the programs that the engine stores; None if that is all of them."""
+    if bundle is None:
+        return _targets(found, architectures, None), None
+    allowed = _allowed(bundle)
+    targets = _targets(found, architectures, allowed)
+    chosen = _chosen(allowed, [each.layer for each in bundle.programs], targets)
+    # If it is the same, the plugin reads the given file, and its errors name it.
+    return targets, None if chosen == bundle else chosen
+
+
 def _targets(
     found: Installed,
     architectures: Iterable[str | int] | None,
     bundle: Bundle | None,
 ) -> list[str]:
-    """Returns the names of the architectures to build for; none if the builder chooses."""
+    """Returns the names of the architectures to build or store kernels for; none if all will do."""
     from custom_ops.kernels.architectures import architecture
 
-    if not found.is_rtx:
-        if architectures is not None:
+    if architectures is not None:
+        if bundle is None and not found.is_rtx:
             raise EngineError(
                 f"{found.title} builds for the device that it runs on: give no architectures, or "
-                "build with TensorRT for RTX"
+                "give them with kernels, or build with TensorRT for RTX"
             )
-        return []
-    if architectures is not None:
         names = [architecture(each).name for each in architectures]
-    elif bundle is not None:
-        names = [f"sm_{each.architecture}" for each in bundle.programs]
+    elif bundle is not None and found.is_rtx:
+        names = _architectures(bundle)
     else:
         return []
-    known = [
-        f"sm_{name.removeprefix('SM')}"
-        for name in found.module.ComputeCapability.__members__
-        if name.startswith("SM")
-    ]
     distinct = list(dict.fromkeys(names))
-    for name in distinct:
-        if name not in known:
-            raise EngineError(
-                f"{found.title} does not build for {name}; it builds for {', '.join(known)}"
-            )
+    found.check_targets(distinct)
     return distinct
 
 
-def _stored(bundle: Bundle, targets: Sequence[str]) -> list[str]:
-    """Returns the architectures whose kernels go into the engine: those that the targets run.
+def _architectures(bundle: Bundle) -> list[str]:
+    return list(dict.fromkeys(f"sm_{each.architecture}" for each in bundle.programs))
+
+
+def _allowed(bundle: Bundle) -> Bundle:
+    """Returns the programs of the architectures that the environment names; all if it names none.
+
+    Raises:
+        EngineError: If it names one that the bundle lacks.
+    """
+    text = os.environ.get(_ARCHITECTURES, "")
+    names = [f"sm_{name.removeprefix('sm_')}" for name in text.split(",") if name]
+    known = _architectures(bundle)
+    for name in names:
+        if name not in known:
+            raise EngineError(
+                f"the environment variable {_ARCHITECTURES} is {text!r}: it must name "
+                f"architectures of the bundle, {', '.join(known)}"
+            )
+    if not names:
+        return bundle
+    return Bundle(tuple(each for each in bundle.programs if f"sm_{each.architecture}" in names))
+
+
+def _chosen(bundle: Bundle, layers: Iterable[LayerRecord], targets: Sequence[str]) -> Bundle:
+    """Returns the programs that the engine stores: of each layer, those that the targets run.
 
     Raises:
         EngineError: If a layer has none for a target: the engine would fail there.
     """
     from trt_plugin.bundle.view import layer_text
 
-    chosen: dict[str, None] = {}
-    for layer in dict.fromkeys(program.layer for program in bundle.programs):
-        programs = {each.data: each for each in bundle.programs if each.layer == layer}
+    if not targets:
+        return bundle
+    chosen = set()
+    for layer in dict.fromkeys(layers):
         for name in targets:
             try:
                 found = find_program(bundle.data, layer, int(name.removeprefix("sm_")))
             except LauncherError as error:
                 if error.status != "not found":
                     raise
+                named = os.environ.get(_ARCHITECTURES)
+                narrowed = f", of which {_ARCHITECTURES}={named} leaves others out" if named else ""
                 raise EngineError(
-                    f"the bundle has no kernels for {name} of the layer "
+                    f"the bundle{narrowed} has no kernels for {name} of the layer "
                     f"{layer_text(layer.to_dict())}: compile it for {', '.join(targets)}"
                 ) from error
-            chosen[f"sm_{programs[found].architecture}"] = None
-    return list(chosen)
+            chosen.add(found)
+    return Bundle(tuple(each for each in bundle.programs if each.data in chosen))
 
 
 def _set_targets(trt: Any, config: Any, targets: Sequence[str]) -> None:
@@ -282,7 +333,8 @@ def _load_plugin(found: Installed, *, needed: bool) -> str | None:
     try:
         load_plugin(found)
     except (EngineError, FileNotFoundError) as error:
-        if needed:
+        # A plugin that is loaded, but that the parser cannot add, would end the process.
+        if needed or is_plugin_loaded(found):
             raise
         return str(error)
     return None
@@ -347,24 +399,34 @@ def _strongly_typed(trt: Any) -> int:
 
 @contextmanager
 def _kernels_from(
-    bundle: str | PathLike[str] | None, architectures: Sequence[str] = ()
-) -> Iterator[None]:
-    """Tells the plugin where the bundle is, and which of its architectures the engine stores.
+    bundle: str | PathLike[str] | None, chosen: Bundle | None = None
+) -> Iterator[str | None]:
+    """Tells the plugin where the kernels are; it reads them when the parser creates it.
 
-    It reads the bundle when the parser creates it. A choice of architectures that the user's
-    environment makes stays.
+    Yields the file that it reads; None if the environment decides.
+
+    Args:
+        bundle: A bundle's file; None leaves the environment as it is.
+        chosen: Those of its programs that the engine stores; None for all.
     """
-    named = {} if bundle is None else {_KERNELS: str(Path(bundle).resolve())}
-    with _NAMING:
-        if architectures and _ARCHITECTURES not in os.environ:
-            named[_ARCHITECTURES] = ",".join(architectures)
-        old = {name: os.environ.get(name) for name in named}
-        os.environ.update(named)
+    if bundle is None:
+        with _NAMING:
+            yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="dynamo-moe-") as folder, _NAMING:
+        path = Path(bundle).resolve()
+        if chosen is not None:
+            path = Path(folder) / path.name
+            chosen.save(path)
+        old = {name: os.environ.get(name) for name in (_KERNELS, _ARCHITECTURES)}
+        os.environ[_KERNELS] = str(path)
+        # The choice is made. The plugin would want each layer for all that the variable names.
+        os.environ.pop(_ARCHITECTURES, None)
         try:
-            yield
+            yield str(path)
         finally:
             for name, value in old.items():
-                os.environ.pop(name)
+                os.environ.pop(name, None)
                 if value is not None:
                     os.environ[name] = value
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_plugin.bundle import Bundle, BundleError, Program, read
-from trt_plugin.bundle.records import FILE_HEADER, FILE_MAGIC
+from trt_plugin.bundle.records import FILE_HEADER, FILE_MAGIC, VERSION
 from trt_plugin.native import library_path
 
 if TYPE_CHECKING:
@@ -22,10 +23,7 @@ UNKNOWN = (
     "built for: TensorRT reads them where there is such a GPU"
 )
 
-# TensorRT's plans, as those of TensorRT for RTX 1.7 begin.
-_PLAN_MAGIC = b"vtrt"
-# The plan's version: major, minor, patch, build.
-_VERSION = slice(24, 28)
+_SUFFIXES = {".engine", ".plan", ".trt"}
 # Every version of the plugin's library exports this function.
 _EXPORTED = b"\0dynamo_moe_program_open\0"
 
@@ -54,8 +52,6 @@ class EngineContents:
     Attributes:
         path: The file.
         bytes: Its size.
-        tensorrt: The TensorRT that wrote it, such as ``"TensorRT for RTX 1.7.1.116"``; None if the
-            file does not say it in a way that is known.
         programs: Programs of MoE layers, each once, in the file's order. Equal layers share one.
         library: ``"installed"`` if the file holds the plugin's library that is installed here,
             ``"other"`` for another version of it, None if it holds none.
@@ -63,7 +59,6 @@ class EngineContents:
 
     path: Path
     bytes: int
-    tensorrt: str | None
     programs: tuple[StoredProgram, ...]
     library: str | None
 
@@ -83,7 +78,6 @@ class EngineContents:
         return {
             "path": str(self.path),
             "bytes": self.bytes,
-            "tensorrt": self.tensorrt,
             "architectures": list(self.architectures),
             "program_bytes": self.program_bytes,
             "programs": [stored.to_dict() for stored in self.programs],
@@ -99,12 +93,8 @@ class EngineContents:
 
 
 def is_engine(path: str | PathLike[str]) -> bool:
-    """Whether a file is meant to be an engine, by its name or its first bytes."""
-    path = Path(path)
-    if path.suffix in {".engine", ".plan", ".trt"}:
-        return True
-    with path.open("rb") as file:
-        return file.read(len(_PLAN_MAGIC)) == _PLAN_MAGIC
+    """Whether a file is meant to be an engine, by its name: ``.engine``, ``.plan`` or ``.trt``."""
+    return Path(path).suffix in _SUFFIXES
 
 
 def read_engine(path: str | PathLike[str]) -> EngineContents:
@@ -130,7 +120,6 @@ def read_engine(path: str | PathLike[str]) -> EngineContents:
         return EngineContents(
             path=path,
             bytes=len(data),
-            tensorrt=_version(data),
             programs=tuple(
                 StoredProgram(program, copies[content]) for content, program in programs.items()
             ),
@@ -141,25 +130,16 @@ def read_engine(path: str | PathLike[str]) -> EngineContents:
 def _bundles(data: mmap.mmap) -> Iterator[Bundle]:
     at = data.find(FILE_MAGIC)
     while at >= 0:
-        end = at + len(FILE_MAGIC)
-        header = data[at : at + FILE_HEADER.size]
-        if len(header) == FILE_HEADER.size:
-            size = FILE_HEADER.unpack(header)[3]
-            try:
-                yield read(data[at : at + size])
-                end = at + size
-            except BundleError:
-                # The library itself holds these eight bytes too.
-                pass
-        at = data.find(FILE_MAGIC, end)
-
-
-def _version(data: mmap.mmap) -> str | None:
-    version = data[_VERSION]
-    # The first TensorRT for RTX has major version 1; TensorRT's was far beyond by then.
-    if data[: len(_PLAN_MAGIC)] != _PLAN_MAGIC or version[:1] != b"\x01":
-        return None
-    return f"TensorRT for RTX {'.'.join(map(str, version))}"
+        following = data.find(FILE_MAGIC, at + len(FILE_MAGIC))
+        # No bundle contains another, so each byte is copied and checked at most once.
+        room = (following if following >= 0 else len(data)) - at
+        if room >= FILE_HEADER.size:
+            _, version, _, size, *_ = FILE_HEADER.unpack_from(data, at)
+            # The library itself holds the magic too.
+            if version == VERSION and size <= room:
+                with suppress(BundleError):
+                    yield read(data[at : at + size])
+        at = following
 
 
 def _library(data: mmap.mmap) -> str | None:

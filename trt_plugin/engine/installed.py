@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,6 +50,27 @@ class Installed:
         """Name and version for people."""
         return f"{_TITLES[self.name]} {self.module.__version__}"
 
+    def check_targets(self, names: Iterable[str]) -> None:
+        """Checks that it builds for architectures, such as ``["sm_89"]``.
+
+        TensorRT builds for the device that it runs on, so it refuses none.
+
+        Raises:
+            EngineError: If TensorRT for RTX does not build for one of them.
+        """
+        if not self.is_rtx:
+            return
+        known = [
+            f"sm_{name.removeprefix('SM')}"
+            for name in self.module.ComputeCapability.__members__
+            if name.startswith("SM")
+        ]
+        for name in names:
+            if name not in known:
+                raise EngineError(
+                    f"{self.title} does not build for {name}; it builds for {', '.join(known)}"
+                )
+
 
 def installed_tensorrt(what: str, name: str | None = None) -> Installed:
     """Returns the TensorRT to use.
@@ -65,9 +87,9 @@ def installed_tensorrt(what: str, name: str | None = None) -> Installed:
     if name is not None and name not in BUILDERS:
         raise ValueError(f"builder must be one of {', '.join(BUILDERS)}; got {name!r}")
     for candidate in (name,) if name else BUILDERS:
-        for module in _MODULES[candidate]:
-            if module in sys.modules or find_spec(module) is not None:
-                return _imported(candidate, module)
+        module = _module(candidate)
+        if module is not None:
+            return _imported(candidate, module)
     wanted = (name,) if name else BUILDERS
     raise EngineError(
         f"{what} needs {' or '.join(_TITLES[each] for each in wanted)}: "
@@ -75,22 +97,40 @@ def installed_tensorrt(what: str, name: str | None = None) -> Installed:
     )
 
 
+def is_installed(name: str) -> bool:
+    """Whether one of :data:`BUILDERS` is installed; it is not imported."""
+    return _module(name) is not None
+
+
 def load_plugin(found: Installed) -> None:
     """Loads the plugin's library, unless the process has it already.
 
     Raises:
-        EngineError: If TensorRT does not take the library.
+        EngineError: If TensorRT does not take the library, or its parser could not add the plugin.
         FileNotFoundError: If the library is missing.
     """
-    registry = found.module.get_plugin_registry()
-    if registry.get_creator(PLUGINS[0], "1", "") is not None:
-        return
+    # Whoever loaded the plugin: the parser opens TensorRT for RTX's library when it adds one.
     if found.is_rtx:
         _name_library()
+    if is_plugin_loaded(found):
+        return
     try:
-        load(registry)
+        load(found.module.get_plugin_registry())
     except PluginLoadError as error:
         raise EngineError(str(error)) from error
+
+
+def is_plugin_loaded(found: Installed) -> bool:
+    """Whether TensorRT's registry has the plugin."""
+    return found.module.get_plugin_registry().get_creator(PLUGINS[0], "1", "") is not None
+
+
+def _module(name: str) -> str | None:
+    """The name of a builder's module that is installed; None if there is none."""
+    for module in _MODULES[name]:
+        if module in sys.modules or find_spec(module) is not None:
+            return module
+    return None
 
 
 def _imported(name: str, module: str) -> Installed:
@@ -114,14 +154,20 @@ def _name_library() -> None:
     link = folder / "libtensorrt_rtx.so"
     if link.exists() or not (folder / f"{link.name}.1").exists():
         return
+    if link.is_symlink():
+        raise EngineError(_no_library(link, f"it is a link to {link.readlink()}, which is missing"))
     try:
         link.symlink_to(f"{link.name}.1")
     except FileExistsError:
         # Another process was first.
         return
     except OSError as error:
-        raise EngineError(
-            f"TensorRT for RTX would end this process: its parser looks for {link}, and the link "
-            f"cannot be made here ({error.strerror}). Make it with: "
-            f"ln -s {link.name}.1 {link}"
-        ) from error
+        reason = f"the link cannot be made here ({error.strerror})"
+        raise EngineError(_no_library(link, reason)) from error
+
+
+def _no_library(link: Path, reason: str) -> str:
+    return (
+        f"TensorRT for RTX would end this process: its parser looks for {link}, and {reason}. Make "
+        f"it with: ln -sf {link.name}.1 {link}"
+    )

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_plugin.engine.installed import EngineError, installed_tensorrt, load_plugin
+from trt_plugin.engine.installed import (
+    BUILDERS,
+    EngineError,
+    Installed,
+    installed_tensorrt,
+    is_installed,
+    load_plugin,
+)
 from trt_plugin.engine.log import Log
 from trt_plugin.output import write_whole
 
@@ -18,6 +25,14 @@ if TYPE_CHECKING:
 
 # TensorRT asks for addresses at multiples of this.
 _ALIGNMENT = 256
+
+
+def _hint(found: Installed, builder: str | None) -> str:
+    """What to try where the builder was not named, and the other one is installed, too."""
+    others = [name for name in BUILDERS if name != found.name and is_installed(name)]
+    if builder is not None or not others:
+        return ""
+    return f". If the other TensorRT built it, name it: builder={others[0]!r}"
 
 
 class Runner:
@@ -70,7 +85,9 @@ class Runner:
             self._runtime.engine_host_code_allowed = True
         self._engine = self._runtime.deserialize_cuda_engine(Path(engine).read_bytes())
         if self._engine is None:
-            raise EngineError(f"{found.title} does not load {engine}: {self._log.text()}")
+            raise EngineError(
+                f"{found.title} does not load {engine}: {self._log.text()}{_hint(found, builder)}"
+            )
         self._cache_path = None if runtime_cache is None else Path(runtime_cache)
         self._cache: Any = None
         self._context = self._create_context()
@@ -125,6 +142,54 @@ class Runner:
         """
         import torch
 
+        results, enqueue, held = self._prepared(tensors)
+        enqueue()
+        for tensor in held:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return results
+
+    def prepare(self, **tensors: Tensor) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """Sets the shapes and addresses of inputs and outputs, once for many runs.
+
+        Args:
+            tensors: As of a call.
+
+        Returns:
+            The outputs by name, and a function that enqueues the engine on the current stream of
+            their device: it reads these inputs and writes these outputs each time. It is valid
+            until the runner is called or prepared again.
+
+        Raises:
+            EngineError: If TensorRT refuses a shape; the function raises it if TensorRT fails.
+            TypeError: As of a call.
+            ValueError: As of a call.
+        """
+        results, enqueue, _ = self._prepared(tensors)
+        return results, enqueue
+
+    def _prepared(
+        self, tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Callable[[], None], list[Tensor]]:
+        """Returns the outputs, what enqueues the engine, and the inputs that it reads."""
+        import torch
+
+        device = self._device(tensors)
+        with torch.cuda.device(device):
+            results, held = self._bind(tensors, device)
+
+        # It holds the inputs, which TensorRT knows by their addresses only.
+        def enqueue(held: list[Tensor] = held) -> None:
+            with torch.cuda.device(device):
+                stream = torch.cuda.current_stream(device).cuda_stream
+                if not self._context.execute_async_v3(stream):
+                    raise EngineError(f"TensorRT does not run the engine: {self._log.text()}")
+
+        return results, enqueue, held
+
+    def _device(self, tensors: Mapping[str, Tensor]) -> torch.device:
+        """Checks inputs; returns the device that they are on."""
+        import torch
+
         if set(tensors) != set(self.inputs):
             raise ValueError(f"the inputs are {', '.join(self.inputs)}; got {', '.join(tensors)}")
         for name, tensor in tensors.items():
@@ -136,37 +201,34 @@ class Runner:
         devices = {tensor.device: None for tensor in tensors.values()}
         if len(devices) > 1:
             raise TypeError(f"inputs must be on one device, got {', '.join(map(str, devices))}")
-        device = next(iter(devices), torch.device("cuda"))
-        with torch.cuda.device(device):
-            return self._run(tensors, device)
+        return next(iter(devices), torch.device("cuda"))
 
-    def _run(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    def _bind(
+        self, tensors: Mapping[str, Tensor], device: torch.device
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Gives the context its shapes and addresses; returns the outputs and the inputs."""
         import torch
 
-        stream = torch.cuda.current_stream(device)
         if self._engine.num_optimization_profiles > 1:
-            self._select_profile(tensors, stream.cuda_stream)
-        held = {}
+            self._select_profile(tensors, torch.cuda.current_stream(device).cuda_stream)
+        held = []
         for name, tensor in tensors.items():
-            held[name] = tensor.contiguous()
-            if held[name].data_ptr() % _ALIGNMENT:
-                held[name] = held[name].clone()
+            given = tensor.contiguous()
+            if given.data_ptr() % _ALIGNMENT:
+                given = given.clone()
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
                 raise EngineError(
                     f"the engine does not take {name} of shape {tuple(tensor.shape)}: "
                     f"{self._log.text()}"
                 )
-            self._context.set_tensor_address(name, held[name].data_ptr())
+            self._context.set_tensor_address(name, given.data_ptr())
+            held.append(given)
         results = {}
         for name in self.outputs:
             shape = tuple(self._context.get_tensor_shape(name))
             results[name] = torch.empty(shape, dtype=self.dtype(name), device=device)
             self._context.set_tensor_address(name, results[name].data_ptr())
-        if not self._context.execute_async_v3(stream.cuda_stream):
-            raise EngineError(f"TensorRT does not run the engine: {self._log.text()}")
-        for tensor in held.values():
-            tensor.record_stream(stream)
-        return results
+        return results, held
 
     def _create_context(self) -> Any:
         if self._cache_path is None:

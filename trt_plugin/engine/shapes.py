@@ -81,9 +81,7 @@ def add_profiles(
     """
     listed = [profiles] if isinstance(profiles, Mapping) else list(profiles)
     inputs = [network.get_input(at) for at in range(network.num_inputs)]
-    shapes = {tensor.name: tuple(tensor.shape) for tensor in inputs}
-    for each in listed or [{}]:
-        _check(each, shapes)
+    check_shapes(listed, {tensor.name: tuple(tensor.shape) for tensor in inputs})
     added = [each for each in listed if each]
     for each in added:
         profile = builder.create_optimization_profile()
@@ -92,6 +90,18 @@ def add_profiles(
         if config.add_optimization_profile(profile) < 0:
             raise EngineError(f"TensorRT refuses the shapes {dict(each)}")
     return len(added)
+
+
+def check_shapes(
+    profiles: Sequence[Mapping[str, Profile]], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compares profiles with the shapes of a file's inputs, in which -1 is a symbolic size.
+
+    Raises:
+        EngineError: If an input's shapes are missing, or do not fit the file's.
+    """
+    for each in profiles or [{}]:
+        _check(each, shapes)
 
 
 def _check(profile: Mapping[str, Profile], shapes: Mapping[str, tuple[int, ...]]) -> None:

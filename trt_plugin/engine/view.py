@@ -50,10 +50,7 @@ def report_view(report: dict[str, Any]) -> RenderableType:
 
 def contents_view(contents: dict[str, Any]) -> RenderableType:
     """Returns a table of ``EngineContents.to_dict()``."""
-    head = Text.assemble(
-        (f"Engine of {contents['tensorrt'] or 'TensorRT'}", "bold"),
-        f"  {size_text(contents['bytes'])}",
-    )
+    head = Text.assemble(("Engine", "bold"), f"  {size_text(contents['bytes'])}")
     parts: list[RenderableType] = [head]
     if contents["programs"]:
         library = f"Plugin's library: {_LIBRARY[contents['library']]}"
