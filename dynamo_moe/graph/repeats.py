@@ -2,7 +2,8 @@
 
 Sinkhorn's method divides a matrix by the sums of its rows and of its columns in turn, twenty times
 in DeepSeek-V4. TensorRT for RTX 1.7 builds an engine of three such steps in 0.5 s, of five in 2.5 s
-and of seven in 27 s, but of the Loop in 0.1 s. ONNX Runtime takes the same time for both.
+and of seven in 27 s, but of the Loop in 0.1 s. In ONNX Runtime the Loop takes as long as the steps,
+plus some 6 microseconds.
 """
 
 from __future__ import annotations
