@@ -72,9 +72,9 @@ test-torch: $(INSTALLED) ## Run the export tests with another PyTorch: make test
 	@test -n "$(TORCH)" || { echo "name a version, as in make test-torch TORCH=2.12"; exit 1; }
 	@test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
 	@$(TORCH_BIN)/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH).*"
-	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> "$$($(TORCH_BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/all_else.pth"
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(TORCH_BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+	OMP_NUM_THREADS=1 $(TORCH_BIN)/python -m pytest -n $(JOBS) --dist worksteal \
 		-m "not slow and not every" tests/conversion tests/export tests/graph tests/language_models \
 		tests/tracing
 

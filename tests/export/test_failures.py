@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.torch_version import TorchVersion
 
 import dynamo_moe
 from dynamo_moe.conversion import ADAPTER_PAGE, ConvertedModule, unconverted
@@ -168,7 +169,14 @@ def test_a_cast_of_a_module_in_forward(tmp_path: Path, cast: Callable[[nn.Module
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((torch.zeros(2, 5), torch.zeros(2, 5)), "to have one of the following scalar types"),
+        pytest.param(
+            (torch.zeros(2, 5), torch.zeros(2, 5)),
+            "to have one of the following scalar types",
+            marks=pytest.mark.skipif(
+                torch.__version__ < TorchVersion("2.13"),
+                reason="its embedding is traced with any dtype; onnx's check refuses the graph",
+            ),
+        ),
         ((torch.zeros(2, 5).long(), torch.zeros(2, 6)), r"size of tensor a \(5\) must match"),
     ],
 )
