@@ -51,11 +51,10 @@ def with_options(options: tuple[Option, ...]) -> Callable[[_F], _F]:
     def decorate(function: _F) -> _F:
         signature = inspect.signature(function)
         *own, _ = signature.parameters.values()
-        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*own, *keywords]
-        )
-        function.__doc__ = list_options(function.__doc__, options)
-        function.__keywords__ = frozenset(row.name for row in options)  # type: ignore[attr-defined]
+        described: Any = function
+        described.__signature__ = signature.replace(parameters=[*own, *keywords])
+        described.__doc__ = list_options(function.__doc__, options)
+        described.__keywords__ = frozenset(row.name for row in options)
         return function
 
     return decorate

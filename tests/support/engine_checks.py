@@ -19,8 +19,6 @@ from tensorrt_builds import Build, Shape, build
 from trt_plugin.bundle import Bundle, Program
 from trt_plugin.native import library_path
 
-__all__ = ["TARGETS", "checked_engine", "programs_of"]
-
 #: What engines are built for.
 TARGETS = ("sm_89", "sm_120")
 # Smallest, usual and largest value of every symbolic size.

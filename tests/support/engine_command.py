@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from tensorrt_wheels import RTX, environment
 
-__all__ = ["Done", "run_commands"]
-
 _SCRIPT = """
 import json, sys
 from typer.testing import CliRunner

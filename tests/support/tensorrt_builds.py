@@ -12,8 +12,6 @@ from pathlib import Path
 
 from tensorrt_wheels import RTX, environment
 
-__all__ = ["Build", "build", "parse"]
-
 _SCRIPT = Path(__file__).with_name("tensorrt_build.py")
 
 Shape = Sequence[int]

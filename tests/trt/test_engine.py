@@ -25,8 +25,8 @@ from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from onnx_files import dense_model, save
 from small_bundles import LAYER, SMALL, program
 from trt_plugin.bundle import Bundle
-from trt_plugin.engine.building import _kernels_from
 from trt_plugin.engine.installed import Installed, load_plugin
+from trt_plugin.engine.kernels import kernels_from
 
 without_tensorrt = pytest.mark.skipif(
     any(find_spec(name) for name in ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")),
@@ -120,9 +120,9 @@ def test_the_bundle_is_named_to_the_plugin_for_as_long_as_it_is_parsed(monkeypat
     monkeypatch.delenv(name, raising=False)
     if before:
         monkeypatch.setenv(name, before)
-    with _kernels_from(None):
+    with kernels_from(None):
         assert os.environ.get(name) == before
-    with _kernels_from("new.moek"):
+    with kernels_from("new.moek"):
         assert os.environ[name].endswith("/new.moek")
     assert os.environ.get(name) == before
 
@@ -130,7 +130,7 @@ def test_the_bundle_is_named_to_the_plugin_for_as_long_as_it_is_parsed(monkeypat
 def test_the_plugin_reads_the_chosen_programs(monkeypatch, tmp_path):
     monkeypatch.setenv("DYNAMO_MOE_ARCHITECTURES", "sm_90")
     one = Bundle(SMALL.programs[:1])
-    with _kernels_from(tmp_path / "a.moek", one):
+    with kernels_from(tmp_path / "a.moek", one):
         named = Path(os.environ["DYNAMO_MOE_KERNELS"])
         assert trt_plugin.read(named) == one
         assert "DYNAMO_MOE_ARCHITECTURES" not in os.environ
@@ -143,10 +143,10 @@ def test_parsers_of_several_threads_take_turns(monkeypatch):
     named = []
 
     def parse() -> None:
-        with _kernels_from(None):
+        with kernels_from(None):
             named.append(os.environ.get("DYNAMO_MOE_KERNELS"))
 
-    with _kernels_from("mine.moek"):
+    with kernels_from("mine.moek"):
         other = threading.Thread(target=parse)
         other.start()
         other.join(0.1)

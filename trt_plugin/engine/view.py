@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from trt_plugin.bundle.view import layer_text, size_text
+from trt_plugin.bundle.view import layer_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,8 +40,8 @@ def report_view(report: dict[str, Any]) -> RenderableType:
         "Inputs": ", ".join(_tensor(each) for each in report["inputs"]),
         "Outputs": ", ".join(_tensor(each) for each in report["outputs"]),
         "Profiles": str(report["profiles"]),
-        "Size": size_text(contents["bytes"]),
-        "MoE kernels": size_text(contents["program_bytes"]),
+        "Size": decimal(contents["bytes"]),
+        "MoE kernels": decimal(contents["program_bytes"]),
         "Time": f"{report['seconds']:.1f} s",
     }
     for name, value in rows.items():
@@ -50,7 +51,7 @@ def report_view(report: dict[str, Any]) -> RenderableType:
 
 def contents_view(contents: dict[str, Any]) -> RenderableType:
     """Returns a table of ``EngineContents.to_dict()``."""
-    head = Text.assemble(("Engine", "bold"), f"  {size_text(contents['bytes'])}")
+    head = Text.assemble(("Engine", "bold"), f"  {decimal(contents['bytes'])}")
     parts: list[RenderableType] = [head]
     if contents["programs"]:
         library = f"Plugin's library: {_LIBRARY[contents['library']]}"
@@ -91,7 +92,7 @@ def _programs(programs: Sequence[dict[str, Any]]) -> Table:
             Text(layer_text(program["layer"])),
             program["architecture"],
             str(len(program["kernels"])),
-            size_text(program["bytes"]),
+            decimal(program["bytes"]),
             str(program["copies"]),
         )
     return table
