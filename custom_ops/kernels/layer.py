@@ -34,6 +34,8 @@ class Layer:
         b1: Whether the first product has a bias.
         b2: Whether the second product has a bias.
         tf32: Whether products of float32 experts may round their inputs to TF32.
+        w1_transposed: Whether w1 lies in memory as (in, out), ``[E, D, F]``, not ``[E, F, D]``.
+        w2_transposed: Whether w2 lies in memory as (in, out), ``[E, H, D]``, not ``[E, D, H]``.
 
     Raises:
         ValueError: If a size is out of range.
@@ -53,6 +55,8 @@ class Layer:
     b1: bool = False
     b2: bool = False
     tf32: bool = False
+    w1_transposed: bool = False
+    w2_transposed: bool = False
 
     def __post_init__(self) -> None:
         for name, most in (("experts", MAX_EXPERTS), ("top_k", MAX_TOP_K)):
