@@ -162,10 +162,9 @@ def expert_mlp_kernel(
             w1_ptrs += UP * D
             b1_at += UP
             up = _first_product(x_a, x_b, a, b, w1_ptrs, b1_ptr, b1_at, scale, D, PRECISION)
-        h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT)
+        h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT, dtype)
         if H % BLOCK_N != 0:
             h = tl.where(in_hidden[None, :], h, 0.0)
-        h = h.to(dtype)
         y_a = _second_product(h, w2_base, y_a, a, unit, in_hidden, D, H, PRECISION)
         if BLOCK_B > 0:
             y_b = _second_product(h, w2_base, y_b, b, unit, in_hidden, D, H, PRECISION)

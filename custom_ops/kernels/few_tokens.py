@@ -85,8 +85,8 @@ def few_up_kernel(
         z += tl.load(b1_ptr + row).to(tl.float32)
         if GATED:
             u += tl.load(b1_ptr + row + UP).to(tl.float32)
-    h = activate(z, u, GATED, ACTIVATION, ALPHA, LIMIT)
-    tl.store(hidden_ptr + slot * H + n, h.to(dtype), mask=n < H)
+    h = activate(z, u, GATED, ACTIVATION, ALPHA, LIMIT, dtype)
+    tl.store(hidden_ptr + slot * H + n, h, mask=n < H)
 
 
 @triton.jit

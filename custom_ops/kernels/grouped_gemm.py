@@ -129,9 +129,9 @@ def expert_up_kernel(
         gate += tl.load(b1_ptrs).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(b1_ptrs + UP).to(tl.float32)[None, :]
-    h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT)
+    h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT, dtype)
     h_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * H + n[None, :]
-    tl.store(h_ptrs, h.to(dtype), mask=in_expert[:, None] & (n < H)[None, :])
+    tl.store(h_ptrs, h, mask=in_expert[:, None] & (n < H)[None, :])
 
 
 @triton.jit
