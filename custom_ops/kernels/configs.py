@@ -39,8 +39,8 @@ _VECTOR_BYTES = 16 * 1024 * 1024
 # What a thread loads of the weight in one stage of the vector products.
 _VECTOR_THREAD_BYTES = 64
 _STAGE_BYTES = 24 * 1024
-# Elements of the weight that a thread splits in one stage, above which registers run out.
-_SPLIT_ELEMENTS = 16
+# Elements of a float32 weight that pass through a thread's registers in one stage.
+_REGISTER_ELEMENTS = 16
 # 64-bit keys of a thread, above which registers spill.
 _KEYS = 32
 
@@ -254,24 +254,29 @@ def router_config(
     fused_bytes = _FUSED_BYTES if first_tokens >= _FUSED_TOKENS else _ALONE_BYTES
     if experts <= 256 and weight_bytes <= fused_bytes:
         if few:
-            return _vectors(layer, "fused", experts, num_warps=8)
+            return _vectors(layer, architecture, "fused", experts, num_warps=8)
         block_t = 16 if first_tokens < 1024 else 32 if first_tokens < 4096 else 64
         block_t = min(block_t, 8 * 32 * _KEYS // experts)
         return _tiled(layer, architecture, "fused", block_t, max(16, experts))
     if few and last_tokens * weight_bytes <= _VECTOR_BYTES:
         # Experts of a program as long as 256 programs remain.
         fits = (n for n in (4, 2) if first_tokens * layer.experts >= 256 * n)
-        return _vectors(layer, "vectors", next(fits, 1), num_warps=4)
+        return _vectors(layer, architecture, "vectors", next(fits, 1), num_warps=4)
     block = 16 if first_tokens < 64 else 32 if first_tokens < 1024 else 64
     return _tiled(layer, architecture, "tiles", block, max(16, min(experts, block)))
 
 
 def _vectors(
-    layer: Layer, path: Literal["fused", "vectors"], block_e: int, num_warps: int
+    layer: Layer,
+    architecture: Architecture,
+    path: Literal["fused", "vectors"],
+    block_e: int,
+    num_warps: int,
 ) -> RouterConfig:
     row_bytes = _VECTOR_THREAD_BYTES * 32 * num_warps // block_e
     block_d = min(row_bytes // layer.routing_dtype.itemsize, _power_of_2(layer.width))
-    return RouterConfig(path, 1, block_e, block_d, num_warps, num_stages=3)
+    num_stages = _stages(architecture, _depth_bytes(layer, 1, block_e) * block_d)
+    return RouterConfig(path, 1, block_e, block_d, num_warps, num_stages)
 
 
 def _tiled(
@@ -281,20 +286,28 @@ def _tiled(
     block_t: int,
     block_e: int,
 ) -> RouterConfig:
-    sizes = layer.tokens_dtype.itemsize, layer.routing_dtype.itemsize
-    depth_bytes = block_t * sizes[0] + block_e * sizes[1]
+    depth_bytes = _depth_bytes(layer, block_t, block_e)
     # 512 contiguous bytes of a row, unless that makes the stages too big.
-    block_d = min(512 // max(sizes), _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
-    block_d = max(16, 1 << (block_d.bit_length() - 1))
+    itemsize = max(layer.tokens_dtype.itemsize, layer.routing_dtype.itemsize)
+    block_d = min(512 // itemsize, _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
     num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS else 4
-    if layer.tokens_dtype.itemsize < layer.routing_dtype.itemsize:
-        # The weight is split in registers.
-        block_d = min(block_d, _SPLIT_ELEMENTS * 32 * num_warps // block_e)
+    if layer.routing_dtype == torch.float32:
+        block_d = min(block_d, _REGISTER_ELEMENTS * 32 * num_warps // block_e)
+    block_d = max(16, 1 << (block_d.bit_length() - 1))
     if needs_upcast(layer, architecture) and layer.routing_dtype.itemsize == 2:
         # The upcast weight passes through registers: deeper blocks spill.
         block_d = 16
-    stages = architecture.shared_memory // 2 // (depth_bytes * block_d)
-    return RouterConfig(path, block_t, block_e, block_d, num_warps, max(1, min(3, stages)))
+    num_stages = _stages(architecture, depth_bytes * block_d)
+    return RouterConfig(path, block_t, block_e, block_d, num_warps, num_stages)
+
+
+def _depth_bytes(layer: Layer, block_t: int, block_e: int) -> int:
+    return block_t * layer.tokens_dtype.itemsize + block_e * layer.routing_dtype.itemsize
+
+
+def _stages(architecture: Architecture, stage_bytes: int) -> int:
+    # Two programs on a multiprocessor, if they can be.
+    return max(1, min(3, architecture.shared_memory // 2 // stage_bytes))
 
 
 def needs_upcast(layer: Layer, architecture: Architecture) -> bool:
