@@ -39,8 +39,8 @@ _VECTOR_BYTES = 16 * 1024 * 1024
 # What a thread loads of the weight in one stage of the vector products.
 _VECTOR_THREAD_BYTES = 64
 _STAGE_BYTES = 24 * 1024
-# Elements of a float32 weight that pass through a thread's registers in one stage.
-_REGISTER_ELEMENTS = 16
+# Elements of a float32 weight that a thread splits in one stage, above which registers run out.
+_SPLIT_ELEMENTS = 16
 # 64-bit keys of a thread, above which registers spill.
 _KEYS = 32
 
@@ -291,10 +291,11 @@ def _tiled(
     itemsize = max(layer.tokens_dtype.itemsize, layer.routing_dtype.itemsize)
     block_d = min(512 // itemsize, _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
     num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS else 4
-    if layer.routing_dtype == torch.float32:
-        block_d = min(block_d, _REGISTER_ELEMENTS * 32 * num_warps // block_e)
+    upcast = needs_upcast(layer, architecture)
+    if not upcast and layer.routing_dtype == torch.float32:
+        block_d = min(block_d, _SPLIT_ELEMENTS * 32 * num_warps // block_e)
     block_d = max(16, 1 << (block_d.bit_length() - 1))
-    if needs_upcast(layer, architecture) and layer.routing_dtype.itemsize == 2:
+    if upcast and layer.routing_dtype.itemsize == 2:
         # The upcast weight passes through registers: deeper blocks spill.
         block_d = 16
     num_stages = _stages(architecture, depth_bytes * block_d)
