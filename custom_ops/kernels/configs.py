@@ -29,13 +29,18 @@ _FEW_REREADS = 1.15
 _MLP_WIDTH = 128
 
 
-# One program reads some 100 kB/us (estimated): it does so with a weight of the first size at any
-# number of tokens, of the second where the experts take far longer anyway.
+# One program reads some 100 kB/us (estimated): it does so with a router weight of the first size at
+# any number of tokens, of the second where there are programs for every multiprocessor.
 _ALONE_BYTES = 64 * 1024
 _FUSED_BYTES = 1024 * 1024
+_FUSED_TOKENS = 1024
 # Vector products read the weight once per token, from L2; beyond this, tiles of 16 tokens win.
 _VECTOR_BYTES = 16 * 1024 * 1024
+# What a thread loads of the weight in one stage of the vector products.
+_VECTOR_THREAD_BYTES = 64
 _STAGE_BYTES = 24 * 1024
+# Elements of a float32 weight that a thread splits in one stage, above which registers run out.
+_SPLIT_ELEMENTS = 16
 # 64-bit keys of a thread, above which registers spill.
 _KEYS = 32
 
@@ -243,21 +248,35 @@ def router_config(
     layer: Layer, architecture: Architecture, first_tokens: int, last_tokens: int
 ) -> RouterConfig:
     """Chooses for a range of tokens from sizes alone; nothing here was measured on a GPU."""
-    experts = max(16, _power_of_2(layer.experts))
+    experts = _power_of_2(layer.experts)
     weight_bytes = layer.experts * layer.width * layer.routing_dtype.itemsize
     few = last_tokens <= _FEW_TOKENS
-    if experts <= 256 and weight_bytes <= (_ALONE_BYTES if few else _FUSED_BYTES):
+    fused_bytes = _FUSED_BYTES if first_tokens >= _FUSED_TOKENS else _ALONE_BYTES
+    if experts <= 256 and weight_bytes <= fused_bytes:
+        if few:
+            return _vectors(layer, architecture, "fused", experts, num_warps=8)
         block_t = 16 if first_tokens < 1024 else 32 if first_tokens < 4096 else 64
         block_t = min(block_t, 8 * 32 * _KEYS // experts)
-        return _tiled(layer, architecture, "fused", block_t, experts)
+        return _tiled(layer, architecture, "fused", block_t, max(16, experts))
     if few and last_tokens * weight_bytes <= _VECTOR_BYTES:
-        # A warp reads 512 contiguous bytes of an expert's row.
-        block_d = min(_power_of_2(layer.width), 512 // layer.routing_dtype.itemsize)
-        return RouterConfig("vectors", 1, 4, block_d, num_warps=4, num_stages=2)
-    if first_tokens < 64:
-        return _tiled(layer, architecture, "tiles", 16, min(experts, 16 if few else 32))
-    block_t = 32 if first_tokens < 1024 else 64
-    return _tiled(layer, architecture, "tiles", block_t, min(experts, 64))
+        # Experts of a program as long as 256 programs remain.
+        fits = (n for n in (4, 2) if first_tokens * layer.experts >= 256 * n)
+        return _vectors(layer, architecture, "vectors", next(fits, 1), num_warps=4)
+    block = 16 if first_tokens < 64 else 32 if first_tokens < 1024 else 64
+    return _tiled(layer, architecture, "tiles", block, max(16, min(experts, block)))
+
+
+def _vectors(
+    layer: Layer,
+    architecture: Architecture,
+    path: Literal["fused", "vectors"],
+    block_e: int,
+    num_warps: int,
+) -> RouterConfig:
+    row_bytes = _VECTOR_THREAD_BYTES * 32 * num_warps // block_e
+    block_d = min(row_bytes // layer.routing_dtype.itemsize, _power_of_2(layer.width))
+    num_stages = _stages(architecture, _depth_bytes(layer, 1, block_e) * block_d)
+    return RouterConfig(path, 1, block_e, block_d, num_warps, num_stages)
 
 
 def _tiled(
@@ -267,27 +286,43 @@ def _tiled(
     block_t: int,
     block_e: int,
 ) -> RouterConfig:
+    depth_bytes = _depth_bytes(layer, block_t, block_e)
+    # 512 contiguous bytes of a row, unless that makes the stages too big.
     itemsize = max(layer.tokens_dtype.itemsize, layer.routing_dtype.itemsize)
-    depth_bytes = (block_t + block_e) * itemsize
-    # 128 contiguous bytes of a row, unless that makes the stages too big.
-    block_d = min(128 // itemsize, _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
+    block_d = min(512 // itemsize, _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
+    num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS else 4
+    upcast = needs_upcast(layer, architecture)
+    if not upcast and layer.routing_dtype == torch.float32:
+        block_d = min(block_d, _SPLIT_ELEMENTS * 32 * num_warps // block_e)
     block_d = max(16, 1 << (block_d.bit_length() - 1))
-    if needs_upcast(layer, architecture) and layer.routing_dtype.itemsize == 2:
+    if upcast and layer.routing_dtype.itemsize == 2:
         # The upcast weight passes through registers: deeper blocks spill.
         block_d = 16
-    stages = architecture.shared_memory // 2 // (depth_bytes * block_d)
-    num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS else 4
-    return RouterConfig(path, block_t, block_e, block_d, num_warps, max(1, min(3, stages)))
+    num_stages = _stages(architecture, depth_bytes * block_d)
+    return RouterConfig(path, block_t, block_e, block_d, num_warps, num_stages)
+
+
+def _depth_bytes(layer: Layer, block_t: int, block_e: int) -> int:
+    return block_t * layer.tokens_dtype.itemsize + block_e * layer.routing_dtype.itemsize
+
+
+def _stages(architecture: Architecture, stage_bytes: int) -> int:
+    # Two programs on a multiprocessor, if they can be.
+    return max(1, min(3, architecture.shared_memory // 2 // stage_bytes))
 
 
 def needs_upcast(layer: Layer, architecture: Architecture) -> bool:
     """Returns whether products are of float32 and so not by tensor cores.
 
-    For sm_75 Triton compiles no product to tensor cores.
+    These take two operands of one 16-bit dtype, or bfloat16 tokens and a float32 weight, which is
+    a sum of three bfloat16 terms; float16 has too few exponents for that. For sm_75 Triton
+    compiles no product to tensor cores.
     """
     same = layer.tokens_dtype == layer.routing_dtype
-    half = layer.tokens_dtype.itemsize == 2
-    return not (same and half and architecture.has_tensor_cores)
+    exact = (same and layer.tokens_dtype.itemsize == 2) or (
+        layer.tokens_dtype == torch.bfloat16 and layer.routing_dtype == torch.float32
+    )
+    return not (exact and architecture.has_tensor_cores)
 
 
 def _power_of_2(size: int) -> int:

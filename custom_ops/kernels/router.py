@@ -33,11 +33,28 @@ from custom_ops.routing import RENORMALIZE_EPS
 _EPS = tl.constexpr(RENORMALIZE_EPS)
 
 
+# What a bfloat16 leaves of a float32 is this much smaller, at least. A power of two.
+_SPLIT = tl.constexpr(256.0)
+
+
+@triton.jit
+def _split(w):
+    """Splits float32 into bfloat16 terms: ``w == high + (middle + low / 256) / 256``, exactly.
+
+    The lower terms are scaled up so that they keep all bits of a subnormal number. Where ``high``
+    is infinite or NaN, the others mean nothing; it is infinite from 2**128 - 2**119 on.
+    """
+    high = w.to(tl.bfloat16)
+    rest = (w - high.to(tl.float32)) * _SPLIT
+    middle = rest.to(tl.bfloat16)
+    low = ((rest - middle.to(tl.float32)) * _SPLIT).to(tl.bfloat16)
+    return high, middle, low
+
+
 @triton.jit
 def _tile_logits(
     x_ptr,  # [T, D]
     router_weight_ptr,  # [E, D]
-    router_bias_ptr,  # [E] or None
     token,  # [BLOCK_T], each below T
     expert,  # [BLOCK_E], each below E
     D: tl.constexpr,
@@ -46,22 +63,80 @@ def _tile_logits(
 ):
     """Returns float32 logits ``[BLOCK_T, BLOCK_E]`` by matrix products.
 
-    16-bit operands have exact products, summed in float32. Others are upcast, and never rounded to
-    TF32: that would change which experts a token gets.
+    16-bit operands have exact products, summed in float32; a float32 weight for bfloat16 tokens is
+    split into three such. Others are upcast, and never rounded to TF32: that would change which
+    experts a token gets.
     """
     d = tl.arange(0, BLOCK_D)
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * D + d[None, :]
     w_ptrs = router_weight_ptr + expert[None, :] * D + d[:, None]
     whole: tl.constexpr = D % BLOCK_D == 0
+    split: tl.constexpr = not UPCAST and router_weight_ptr.dtype.element_ty == tl.float32
     logits = tl.zeros((token.shape[0], expert.shape[0]), tl.float32)
+    middle_logits = tl.zeros_like(logits)
+    low_logits = tl.zeros_like(logits)
     for start in tl.range(0, D, BLOCK_D):
         inside = start + d < D
         x = load_block(x_ptrs + start, inside[None, :], whole)
         w = load_block(w_ptrs + start, inside[:, None], whole)
+        if split:
+            w, middle, low = _split(w)
+            middle_logits = tl.dot(x, middle, middle_logits)
+            low_logits = tl.dot(x, low, low_logits)
         if UPCAST:
             x = x.to(tl.float32)
             w = w.to(tl.float32)
         logits = tl.dot(x, w, logits, input_precision="ieee")
+    if split:
+        finite = tl.abs(logits) < float("inf")
+        rest = (middle_logits + low_logits / _SPLIT) / _SPLIT
+        logits = tl.where(finite, logits + rest, logits)
+    return logits
+
+
+@triton.jit
+def _vector_logits(
+    x_ptr,  # [T, D]
+    router_weight_ptr,  # [E, D]
+    token,
+    expert,  # [BLOCK_E], each below E
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Returns one token's float32 logits ``[1, BLOCK_E]`` by vector products."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    x_ptrs = x_ptr + token.to(tl.int64) * D + d
+    w_ptrs = router_weight_ptr + expert[:, None] * D + d
+    whole: tl.constexpr = D % BLOCK_D == 0
+    products = tl.zeros((expert.shape[0], BLOCK_D), tl.float32)
+    for start in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
+        inside = start + d < D
+        x = load_block(x_ptrs + start, inside, whole)
+        w = load_block(w_ptrs + start, inside, whole)
+        products += x.to(tl.float32) * w.to(tl.float32)
+    return tl.sum(products, axis=1)[None, :]
+
+
+@triton.jit
+def _logits(
+    x_ptr,  # [T, D]
+    router_weight_ptr,  # [E, D]
+    router_bias_ptr,  # [E] or None
+    token,  # [BLOCK_T], each below T
+    expert,  # [BLOCK_E], each below E
+    D: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Returns float32 logits ``[BLOCK_T, BLOCK_E]``; with BLOCK_T = 1 by vector products."""
+    if token.shape[0] == 1:
+        logits = _vector_logits(
+            x_ptr, router_weight_ptr, tl.max(token, axis=0), expert, D, BLOCK_D, NUM_STAGES
+        )
+    else:
+        logits = _tile_logits(x_ptr, router_weight_ptr, token, expert, D, UPCAST, BLOCK_D)
     if router_bias_ptr is not None:
         logits += tl.load(router_bias_ptr + expert).to(tl.float32)[None, :]
     return logits
@@ -150,6 +225,7 @@ def route_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Routes BLOCK_T tokens; BLOCK_E is at least E."""
@@ -158,8 +234,8 @@ def route_kernel(
     # What lies beyond the last token or expert reads that one's row and is not stored.
     read = tl.minimum(token, tokens - 1)
     expert = tl.minimum(tl.arange(0, BLOCK_E), E - 1)
-    logits = _tile_logits(
-        x_ptr, router_weight_ptr, router_bias_ptr, read, expert, D, UPCAST, BLOCK_D
+    logits = _logits(
+        x_ptr, router_weight_ptr, router_bias_ptr, read, expert, D, UPCAST, BLOCK_D, NUM_STAGES
     )
     _select(
         logits, expert_ids_ptr, expert_weights_ptr, token, tokens,
@@ -180,35 +256,20 @@ def router_logits_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes a tile of the logits; with BLOCK_T = 1 by vector products."""
+    """Computes a tile of the logits."""
     wait_for_previous(PDL)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    read = tl.minimum(token, tokens - 1)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     row = tl.minimum(expert, E - 1)
-    if BLOCK_T == 1:
-        token = tl.program_id(0).to(tl.int64)
-        d = tl.arange(0, BLOCK_D)
-        x_ptrs = x_ptr + token * D + d
-        w_ptrs = router_weight_ptr + row[:, None] * D + d[None, :]
-        products = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
-        for start in tl.range(0, D, BLOCK_D):
-            inside = start + d < D
-            x = tl.load(x_ptrs + start, mask=inside, other=0.0).to(tl.float32)
-            w = tl.load(w_ptrs + start, mask=inside[None, :], other=0.0).to(tl.float32)
-            products += x[None, :] * w
-        logits = tl.sum(products, axis=1)
-        if router_bias_ptr is not None:
-            logits += tl.load(router_bias_ptr + row).to(tl.float32)
-        tl.store(logits_ptr + token * E + expert, logits, mask=expert < E)
-    else:
-        token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-        read = tl.minimum(token, tokens - 1)
-        logits = _tile_logits(
-            x_ptr, router_weight_ptr, router_bias_ptr, read, row, D, UPCAST, BLOCK_D
-        )
-        ptrs = logits_ptr + token.to(tl.int64)[:, None] * E + expert[None, :]
-        tl.store(ptrs, logits, mask=(token < tokens)[:, None] & (expert < E)[None, :])
+    logits = _logits(
+        x_ptr, router_weight_ptr, router_bias_ptr, read, row, D, UPCAST, BLOCK_D, NUM_STAGES
+    )
+    ptrs = logits_ptr + token.to(tl.int64)[:, None] * E + expert[None, :]
+    tl.store(ptrs, logits, mask=(token < tokens)[:, None] & (expert < E)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +17,7 @@ from custom_ops.kernels.architectures import ARCHITECTURES, architecture
 from custom_ops.kernels.configs import RouterConfig, router_config
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.router import router_step, router_step_with
-from custom_ops.kernels.spec import MAX_TOKENS, Step
+from custom_ops.kernels.spec import MAX_TOKENS, Constant, Step
 from interpreter import ON, run_step
 from moe_cases import ROUTER_FORMS, assert_matches
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 bounded = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-PATHS = ("fused", "tiles", "vectors")
+PATHS = ("fused", "fused_vectors", "tiles", "vectors")
 INF, NAN = float("inf"), float("nan")
 
 
@@ -34,7 +35,10 @@ def config_of(path: str, experts: int) -> RouterConfig:
     """Small blocks, so that a few tokens and experts already need several."""
     if path == "vectors":
         return RouterConfig("vectors", 1, 32, 32, num_warps=4, num_stages=2)
-    block_e = max(16, 1 << (experts - 1).bit_length()) if path == "fused" else 64
+    power = 1 << (experts - 1).bit_length()
+    if path == "fused_vectors":
+        return RouterConfig("fused", 1, power, 32, num_warps=4, num_stages=2)
+    block_e = max(16, power) if path == "fused" else 64
     return RouterConfig(path, 16, block_e, 16, num_warps=4, num_stages=2)
 
 
@@ -171,6 +175,76 @@ def test_products_are_not_rounded_to_tf32():
         assert all(spec.constants.get("UPCAST", True) for spec in step.launches)
 
 
+def logits_of(tensors: dict[str, Tensor], *, upcast: bool) -> Tensor:
+    """Logits ``[T, E]`` of bfloat16 tokens and a float32 weight, which is split or not."""
+    (experts, width), dtypes = tensors["router_weight"].shape, (torch.bfloat16, torch.float32, None)
+    layer = layer_of(experts, width, 1, dtypes)
+    step = router_step_with(layer, ON, config_of("tiles", experts))
+    spec = step.launches[0]
+    assert not spec.constants["UPCAST"]
+    spec = replace(spec, arguments={**spec.arguments, "UPCAST": Constant(upcast)})
+    tokens = len(tensors["x"])
+    buffers = run_step(Step(step.buffers[:1], (spec,)), layer, tokens, tensors)
+    return buffers["router_logits"].view(tokens, experts)
+
+
+@bounded
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
+def test_a_split_weight_keeps_every_bit(values):
+    # Beyond, the nearest bfloat16 is infinite.
+    column = torch.tensor(values).clamp(-(2.0**128 - 2.0**120), 2.0**128 - 2.0**120)
+    weight = torch.zeros(len(column), 16)
+    weight[:, 0] = column
+    x = torch.zeros(3, 16, dtype=torch.bfloat16)
+    x[:, 0] = torch.tensor([1, -1, 0.5])
+    logits = logits_of({"x": x, "router_weight": weight}, upcast=False)
+    assert torch.equal(logits, torch.stack([column, -column, 0.5 * column]))
+
+
+@pytest.mark.parametrize("exponents", [0, 30, 100])
+def test_a_split_weight_gives_no_larger_errors_than_float32(exponents):
+    generator = torch.Generator().manual_seed(exponents)
+
+    def wide(rows: int) -> Tensor:
+        size = (rows, 1024)
+        scale = torch.randint(-exponents // 2, exponents // 2 + 1, size, generator=generator)
+        return torch.randn(size, generator=generator).ldexp(scale)
+
+    tensors = {"x": wide(32).bfloat16(), "router_weight": wide(64)}
+    x, weight = (each.double() for each in tensors.values())
+    exact, magnitude = x @ weight.mT, x.abs() @ weight.abs().mT
+    split, upcast = (
+        (logits_of(tensors, upcast=upcast) - exact).abs() / magnitude for upcast in (False, True)
+    )
+    # The worst of 2048 is a matter of luck; without the lowest terms it is 10 times as large.
+    assert split.max() <= 1.5 * upcast.max()
+    assert split.square().mean() <= upcast.square().mean()
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 1 + 2**-23), (0.0, 2**-149), (-(2**-149), 0.0)])
+def test_the_last_bit_of_a_float32_weight_decides(low, high):
+    x = torch.zeros(1, 16, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    weight = torch.zeros(2, 16)
+    weight[:, 0] = torch.tensor([low, high])
+    layer = layer_of(2, 16, 1, (torch.bfloat16, torch.float32, None), scoring="sigmoid")
+    for path in PATHS:
+        step = router_step_with(layer, ON, config_of(path, 2))
+        ids, _ = run(layer, step, {"x": x, "router_weight": weight})
+        assert ids.item() == 1, path
+
+
+def test_infinity_and_nan_pass_through_a_split_weight():
+    values = torch.tensor([1.0, -2.0, 1e-3, 1e-40, 3.3e38, INF, -INF, NAN, 0.0])
+    pairs = torch.tensor(list(product(values, values)))
+    x, weight = torch.zeros(len(pairs), 16, dtype=torch.bfloat16), torch.zeros(len(pairs), 16)
+    x[:, :2], weight[:, :2] = pairs.bfloat16(), pairs.flip(0)
+    tensors = {"x": x, "router_weight": weight}
+    split, upcast = (logits_of(tensors, upcast=each) for each in (False, True))
+    # Subnormal results are multiples of 2**-149.
+    torch.testing.assert_close(split, upcast, rtol=1e-6, atol=2.0**-147, equal_nan=True)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_nan_stays_in_its_row(scoring, path):
@@ -259,7 +333,8 @@ MIXED = (torch.bfloat16, torch.float32, None)
         (8, 4096, HALF, (1, 2), "fused"),
         (8, 4096, MIXED, (1, 2), "vectors"),
         (128, 2048, HALF, (1, 4), "vectors"),
-        (128, 2048, HALF, (5, 256), "fused"),
+        # Sixteen programs would each read 512 KiB.
+        (128, 2048, HALF, (5, 256), "tiles"),
         (128, 2048, HALF, (1025, MAX_TOKENS), "fused"),
         (256, 7168, HALF, (1, 4), "vectors"),
         (256, 7168, HALF, (1, 16), "tiles"),
@@ -280,13 +355,18 @@ def test_every_configuration_fits(on):
     for (experts, width, dtypes), span in product(sizes, spans):
         layer = layer_of(experts, width, 1, dtypes)
         config = router_config(layer, on, *span)
-        stage = (config.block_t + config.block_e) * config.block_d * 4
-        assert config.num_stages * stage <= on.shared_memory
+        x, weight = config.block_t * config.block_d, config.block_e * config.block_d
+        stage = x * layer.tokens_dtype.itemsize + weight * layer.routing_dtype.itemsize
+        # Products take the three terms of a float32 weight from shared memory.
+        terms = 6 * weight if dtypes == MIXED and config.block_t > 1 else 0
+        assert config.num_stages * stage + terms <= on.shared_memory
         assert config.block_d & (config.block_d - 1) == 0
         assert config.path != "fused" or config.block_e >= experts
-        if config.path != "vectors":
+        if config.block_t > 1:
             assert min(config.block_t, config.block_e, config.block_d) >= 16
             assert config.block_t * config.block_e <= 32 * 32 * config.num_warps
+        else:
+            assert weight <= 32 * 32 * config.num_warps
         for spec in router_step(layer, on, *span).launches:
             assert spec.dependent_launch == spec.constants["PDL"] == on.has_dependent_launch
 
@@ -296,13 +376,16 @@ def test_every_configuration_fits(on):
     [
         ("sm_80", torch.bfloat16, torch.bfloat16, False),
         ("sm_80", torch.float16, torch.float16, False),
+        ("sm_80", torch.bfloat16, torch.float32, False),
         ("sm_80", torch.float16, torch.bfloat16, True),
-        ("sm_80", torch.bfloat16, torch.float32, True),
+        ("sm_80", torch.float16, torch.float32, True),
+        ("sm_80", torch.float32, torch.bfloat16, True),
         ("sm_80", torch.float32, torch.float32, True),
         ("sm_75", torch.float16, torch.float16, True),
+        ("sm_75", torch.bfloat16, torch.float32, True),
     ],
 )
-def test_only_pairs_of_one_16_bit_dtype_take_tensor_cores(on, x, weight, upcast):
+def test_only_exact_products_of_16_bits_take_tensor_cores(on, x, weight, upcast):
     layer = layer_of(8, 64, 2, (x, weight, None))
     (spec,) = router_step(layer, architecture(on), 17, 64).launches
     assert spec.constants["UPCAST"] == upcast
