@@ -1,8 +1,10 @@
 """The experts for few tokens: no sort, a vector product per slot.
 
 The slots' expert ids serve as the tile table. Reading the weights takes all the time, so each
-program streams rows of one expert's matrix past one vector. The second kernel sums a token's
-choices in slot order and writes y. Their torch reference is :func:`custom_ops.reference.experts`.
+program streams tiles of them past vectors, with several stages of tiles under way. A tile keeps its
+products apart; they are added along the vector once, at the end. The second kernel takes all slots
+of a token at once, sums their results in slot order and writes y. Their torch reference is
+:func:`custom_ops.reference.experts`.
 """
 
 from __future__ import annotations
@@ -32,17 +34,18 @@ def _load_weights(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    VOLATILE: tl.constexpr = False,
 ):
     """Loads a tile of weights as float32, with zeros for what is not inside.
 
-    Nothing else reads a weight, so another format of them is unpacked here. ``expert``, ``row``
-    and ``column`` are int64 and broadcast to the tile.
+    ``expert``, ``row`` and ``column`` are int64 and broadcast to the tile. Nothing else reads
+    weights, so that their format is known here alone.
     """
     if TRANSPOSED:
         ptrs = w_ptr + (expert * (ROWS * COLUMNS) + row) + column * ROWS
     else:
         ptrs = w_ptr + (expert * (ROWS * COLUMNS) + row * COLUMNS) + column
-    return tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(ptrs, mask=inside, other=0.0, volatile=VOLATILE).to(tl.float32)
 
 
 @triton.jit
@@ -150,6 +153,14 @@ def few_down_kernel(
     k = tl.expand_dims(tl.arange(0, BLOCK_K), (0, 3 - K_AXIS))
     s = tl.arange(0, SLOTS)[:, None, None]
     slot = token * K + s
+    if PDL:
+        # The first weights come to L2 while the first kernel ends. The ids are older than it, since
+        # it let this kernel start after its own wait for them, but nothing says that they are
+        # visible before this kernel's wait. They are hints here: whatever is in range reads
+        # weights, which no kernel writes, and nothing that is read is used. Volatile loads stay.
+        hint = tl.load(expert_ids_ptr + slot, mask=s < K, other=-1, volatile=True).to(tl.int64)
+        in_first = (hint >= 0) & (hint < E) & (n < D) & (k < H)
+        _load_weights(w2_ptr, hint, n, k.to(tl.int64), in_first, D, H, W2_TRANSPOSED, True)
     wait_for_previous(PDL)
     expert = tl.load(expert_ids_ptr + slot, mask=s < K, other=-1).to(tl.int64)
     has_expert = (expert >= 0) & (expert < E)
