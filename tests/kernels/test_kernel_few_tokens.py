@@ -150,18 +150,18 @@ def test_a_block_fits_into_registers_and_shared_memory(
     planned = layer(width, hidden, 32, top_k, transposed=transposed, dtype=dtype, **GATINGS[gating])
     up, down = few_blocks(planned, on)
     gates, slots = planned.options.rows_per_hidden, 1 << (top_k - 1).bit_length()
-    for block, depth, columns in (
-        (up, width, gates * up.block_n),
-        (down, hidden, slots * down.block_n),
+    for block, depth, vectors, rows in (
+        (up, width, 1, gates * up.block_n),
+        (down, hidden, slots, down.block_n),
     ):
-        elements = columns * block.block_k
+        elements = vectors * rows * block.block_k
         assert elements * dtype.itemsize <= 16 * 1024
         assert elements / (32 * block.num_warps) <= 128
         assert all(n & (n - 1) == 0 for n in (block.block_n, block.block_k, block.num_warps))
         # Little of a block lies beyond the end of the vector, unless it is small anyway.
         assert block.block_k * dtype.itemsize <= 128 or -depth % block.block_k <= depth / 8
         # The vectors and the weights of the stages under way.
-        stage = (elements + slots * block.block_k) * max(dtype.itemsize, 2)
+        stage = (elements + vectors * block.block_k) * dtype.itemsize
         assert (block.num_stages - 1) * stage <= on.shared_memory - 4096
 
 
