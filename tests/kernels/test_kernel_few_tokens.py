@@ -165,20 +165,13 @@ def test_a_block_fits_into_registers_and_shared_memory(
         assert (block.num_stages - 1) * stage <= on.shared_memory - 4096
 
 
-@pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("layer", [QWEN, GPT_OSS], ids=["rows", "columns"])
-def test_stages_take_shared_memory_and_nothing_spills(layer, name):
-    on = architecture(name)
-    up, down = few_blocks(layer, on)
-
-    def kernels(num_stages: int):
-        blocks = (replace(each, num_stages=num_stages) for each in (up, down))
-        plan = plan_with(layer, on, (RangeConfig(MAX_TOKENS, "few", *blocks),))
-        (program,) = compile_plans([limit_tokens(plan, 1)], progress=False).programs
-        return program.kernels
-
-    one, four = kernels(1), kernels(4)
-    for shallow, deep in zip(one, four, strict=True):
+def test_stages_take_shared_memory_and_nothing_spills(layer):
+    on = architecture("sm_90")
+    planned = plan_with(layer, on, (RangeConfig(MAX_TOKENS, "few", *few_blocks(layer, on)),))
+    (program,) = compile_plans([limit_tokens(planned, 1)], progress=False).programs
+    assert [kernel.name for kernel in program.kernels] == ["few_up_kernel", "few_down_kernel"]
+    for kernel in program.kernels:
         # Three stages under way, of 16 KiB of weights each.
-        assert deep.shared_memory >= shallow.shared_memory + 3 * 16 * 1024 - 4096
-        assert deep.local_memory == 0
+        assert kernel.shared_memory >= 3 * 16 * 1024
+        assert kernel.local_memory == 0
