@@ -21,6 +21,11 @@ from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import MAX_TOKENS
 
 _FEW_TOKENS = 16
+# What a stage of the vector products reads: with this under way in each of a multiprocessor's
+# programs, memory is busy; the sums of more do not fit into registers.
+_FEW_BYTES = 16 * 1024
+# What memory delivers at a time.
+_LINE_BYTES = 128
 # Reading an expert's weights again for a second slot costs up to this much more traffic before
 # sorting the slots, which is one launch more, pays.
 _FEW_REREADS = 1.15
@@ -163,10 +168,25 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
     BLOCK_M is the mean number of rows of an expert, rounded up to 16, 32, 64 or 128.
     """
     few = _last_few_tokens(layer)
-    few_up = _few(layer, layer.hidden, depth=layer.width, vectors=layer.top_k)
-    few_down = _few(layer, layer.width, depth=layer.hidden, vectors=1)
-    ranges = [RangeConfig(few, "few", few_up, few_down)]
     gates = layer.options.rows_per_hidden
+    few_up = _few(
+        layer,
+        architecture,
+        layer.hidden,
+        depth=layer.width,
+        transposed=layer.w1_transposed,
+        gates=gates,
+        vectors=layer.top_k,
+    )
+    few_down = _few(
+        layer,
+        architecture,
+        layer.width,
+        depth=layer.hidden,
+        transposed=layer.w2_transposed,
+        slots=layer.top_k,
+    )
+    ranges = [RangeConfig(few, "few", few_up, few_down)]
     tensor_cores = _on_tensor_cores(layer, architecture)
     on_chip = tensor_cores and layer.width <= _MLP_WIDTH
     blocks_m = (16, 32, 64, 128) if tensor_cores else (16, 32, 64)
@@ -202,11 +222,50 @@ def _on_tensor_cores(layer: Layer, architecture: Architecture) -> bool:
     return architecture.has_tensor_cores and layer.experts_dtype != torch.float32
 
 
-def _few(layer: Layer, columns: int, *, depth: int, vectors: int) -> FewConfig:
-    # A warp reads 512 contiguous bytes of a row; rows per program as long as 256 programs remain.
-    block_k = min(_power_of_2(depth), 512 // layer.experts_dtype.itemsize)
-    fits = (n for n in (16, 8) if columns * vectors >= 256 * n)
-    return FewConfig(next(fits, 4), block_k, num_warps=4)
+def _few(
+    layer: Layer,
+    architecture: Architecture,
+    columns: int,
+    *,
+    depth: int,
+    transposed: bool,
+    gates: int = 1,
+    slots: int = 1,
+    vectors: int = 1,
+) -> FewConfig:
+    """Chooses the block of a vector product.
+
+    Args:
+        layer: The layer.
+        architecture: Where it runs.
+        columns: Elements of a result.
+        depth: Elements of a vector.
+        transposed: Whether the weights lie as (in, out).
+        gates: Rows of the weights for an element of the result.
+        slots: Vectors that a program multiplies.
+        vectors: Times that a token's products take ``slots`` vectors.
+    """
+    itemsize = layer.experts_dtype.itemsize
+    slots = _power_of_2(slots)
+    if transposed:
+        blocks_n = [width // (gates * itemsize) for width in (_LINE_BYTES, _LINE_BYTES // 2)]
+    else:
+        blocks_n = [n for n in (16, 8, 4) if slots * gates * n * _LINE_BYTES <= _FEW_BYTES]
+    # As wide as leaves two programs for each multiprocessor.
+    fits = (n for n in blocks_n if columns * vectors >= 256 * n)
+    block_n = min(next(fits, blocks_n[-1]), _power_of_2(columns))
+    block_k = min(_power_of_2(depth), _FEW_BYTES // (slots * gates * block_n * itemsize))
+    # Beyond the end of a row, a block has nothing to load.
+    while block_k * itemsize > _LINE_BYTES and -depth % block_k > depth / 8:
+        block_k //= 2
+    # A thread copies no less than 4 bytes of the vectors, or it would wait for them.
+    threads = slots * block_k * itemsize // 4
+    return FewConfig(
+        block_n,
+        block_k,
+        num_warps=max(1, min(4, threads // 32)),
+        num_stages=4 if architecture.shared_memory >= 128 * 1024 else 3,
+    )
 
 
 def _gemm(
