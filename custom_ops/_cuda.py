@@ -97,8 +97,7 @@ def rms_norm_forward(
 @lru_cache(maxsize=1024)
 def _plan(device: torch.device, **layer: Any) -> ForwardPlan | None:
     """Returns the plan of a layer, given its fields, on a device; None where it has no kernels."""
-    dtypes = (layer[f"{name}_dtype"] for name in ("tokens", "experts", "routing", "weights"))
-    if torch.float64 in dtypes:
+    if torch.float64 in layer.values():
         return None
 
     from custom_ops.kernels.architectures import nearest_architecture
