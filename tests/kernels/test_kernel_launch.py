@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +26,8 @@ from custom_ops.kernels.spec import ForwardPlan, Scalar
 from kernel_runs import call_tensors, layer_of
 from moe_cases import Case, assert_matches, make_case
 from standin_jit import STREAM, StandinJit, with_standin_jit
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -185,3 +191,14 @@ def test_a_kernel_alone():
         launch_kernel(replace(spec, function=kernel), {"x": x, "weight": weight, "y": y})
         torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (16,), weight, 1e-6))
     assert counts([kernel]) == (1, 1)
+
+
+@pytest.mark.slow
+def test_what_is_launched_after_triton_s_own_jit_is_what_it_launches():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment.pop("TRITON_INTERPRET", None)
+    script = ROOT / "tests" / "support" / "jit_launches.py"
+    ran = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout == "the same\n", ran.stderr
