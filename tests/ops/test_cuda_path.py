@@ -24,6 +24,7 @@ from moe_cases import Case, assert_matches, make_case
 def _device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    _cuda._plan.cache_clear()
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_more_slots_than_kernels_count_are_computed_by_pytorch(launches, monkeyp
 
 def test_other_errors_are_raised(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
-    case = make_case("experts", (2,), width=16, hidden=24, experts=7)
+    case = make_case("experts", (2,), width=16, hidden=24)
     with pytest.raises(ValueError, match=r"capability 7\.5 or later, the device has 7\.0"):
         run(case)
 
