@@ -29,7 +29,7 @@ def remembered(check: Callable[..., R]) -> Callable[..., R]:
 
     @wraps(check)
     def checked(*arguments: Any, **options: Any) -> R:
-        looks = ((a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments)
+        looks = [(a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments]
         key = (*looks, *options.items())
         found = results.get(key)
         if found is None:

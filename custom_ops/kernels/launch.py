@@ -153,7 +153,7 @@ def _launches(specs: Iterable[KernelSpec], sizes: Mapping[str, int]) -> tuple[_L
 def _start(prepared: _Prepared, tensors: Mapping[str, Tensor], workspace: Tensor) -> None:
     base = workspace.data_ptr()
     given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    aligned = all(address % _ALIGNMENT == 0 for address in (base, *given.values()))
+    aligned = not any(address % _ALIGNMENT for address in (base, *given.values()))
     addresses = {name: base + offset for name, offset in prepared.offsets} | given
     device = tensors["x"].get_device()
     stream = None
