@@ -11,7 +11,7 @@ EXTRAS := demo,dev,kernels,transformers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-BENCHMARKS := cpu.experts cpu.function_bodies cpu.language_models export.speed export.checkpoint
+BENCHMARKS := cpu.experts cpu.function_bodies cpu.host_cost cpu.language_models export.speed export.checkpoint
 # Where gpu-check writes results.
 OUT ?= docs/benchmarks
 # Without a network it gives up in a minute.

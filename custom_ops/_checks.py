@@ -6,12 +6,40 @@ Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, K = t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from custom_ops.dtypes import FLOATS, IDS, dtype_name
 from custom_ops.options import ExpertOptions
+
+R = TypeVar("R")
+_REMEMBERED = 1024
+
+
+def remembered(check: Callable[..., R]) -> Callable[..., R]:
+    """Makes a check of an operator's arguments return at once what it returned for such before.
+
+    It must depend on the tensors' shapes, dtypes and devices alone, and these be no traced ones.
+    The checks of a call take about 20 us, more than the launch of all its kernels.
+    """
+    results: dict[Any, R] = {}
+
+    @wraps(check)
+    def checked(*arguments: Any, **options: Any) -> R:
+        looks = [(a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments]
+        key = (*looks, *options.items())
+        found = results.get(key)
+        if found is None:
+            found = check(*arguments, **options)
+            if len(results) >= _REMEMBERED:
+                results.clear()
+            results[key] = found
+        return found
+
+    return checked
 
 
 def check_experts(
@@ -152,10 +180,12 @@ def _check_ndim(name: str, tensor: Tensor, form: str) -> None:
 
 
 def _check_shape(name: str, tensor: Tensor, form: str, shape: tuple[int, ...]) -> None:
-    wanted = f"{form} = {_text(shape)}"
-    _check_value(tensor.ndim == len(shape), lambda: f"{name} must be {wanted}, got {_text(tensor)}")
+    def message() -> str:
+        return f"{name} must be {form} = {_text(shape)}, got {_text(tensor)}"
+
+    _check_value(tensor.ndim == len(shape), message)
     for size, expected in zip(tensor.shape, shape, strict=True):
-        _check_value(size == expected, lambda: f"{name} must be {wanted}, got {_text(tensor)}")
+        _check_value(size == expected, message)
 
 
 def _check_float(name: str, tensor: Tensor) -> None:

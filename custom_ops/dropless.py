@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from custom_ops import _cuda, _grouped
-from custom_ops._checks import check_experts, check_router
+from custom_ops._checks import check_experts, check_router, remembered
 from custom_ops._grouped import ExpertParameters
 from custom_ops._library import LIBRARY, check_keywords, register_autocast, schema_of, with_options
 from custom_ops.options import (
@@ -108,6 +108,9 @@ def _check(
     return router_options, expert_options
 
 
+_check_eagerly = remembered(_check)
+
+
 @torch.library.register_fake("moe::dropless", lib=LIBRARY)
 def _dropless_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     _check(x, *arguments, **options)
@@ -127,7 +130,7 @@ def _dropless_forward(
     router_bias: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    router_options, expert_options = _check(
+    router_options, expert_options = _check_eagerly(
         x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
     )
     forward = _cuda.forward if x.is_cuda else _grouped.forward

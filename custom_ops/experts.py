@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from custom_ops import _cuda, _grouped
-from custom_ops._checks import check_experts, check_routing
+from custom_ops._checks import check_experts, check_routing, remembered
 from custom_ops._grouped import ExpertParameters
 from custom_ops._library import LIBRARY, check_keywords, register_autocast, schema_of, with_options
 from custom_ops.options import EXPERT_OPTIONS, ExpertKeywords, ExpertOptions
@@ -86,6 +86,9 @@ def _check(
     return checked
 
 
+_check_eagerly = remembered(_check)
+
+
 @torch.library.register_fake("moe::experts", lib=LIBRARY)
 def _experts_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     _check(x, *arguments, **options)
@@ -97,7 +100,7 @@ def _experts_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 def _experts_forward(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
 ) -> Tensor:
-    checked = _check(x, expert_ids, expert_weights, *parameters, **options)
+    checked = _check_eagerly(x, expert_ids, expert_weights, *parameters, **options)
     forward = _cuda.forward if x.is_cuda else _grouped.forward
     y_TD = forward(
         _rows(x),

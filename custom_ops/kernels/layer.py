@@ -15,6 +15,10 @@ MAX_TOP_K = 32
 SIZE_MULTIPLE = 8
 
 
+class NoKernelsError(ValueError):
+    """A layer has a size that there are no kernels for."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer: sizes, dtypes, options. Two layers that are equal share their kernels.
@@ -38,7 +42,8 @@ class Layer:
         w2_transposed: Whether w2 lies in memory as (in, out), ``[E, H, D]``, not ``[E, D, H]``.
 
     Raises:
-        ValueError: If a size is out of range.
+        NoKernelsError: If there are no kernels for a size.
+        ValueError: If ``top_k`` is not the router's, or exceeds E.
         TypeError: If a dtype has no kernels.
     """
 
@@ -61,11 +66,11 @@ class Layer:
     def __post_init__(self) -> None:
         for name, most in (("experts", MAX_EXPERTS), ("top_k", MAX_TOP_K)):
             if not 1 <= (value := getattr(self, name)) <= most:
-                raise ValueError(f"the kernels need {name} in 1..{most}, got {value}")
+                raise NoKernelsError(f"the kernels need {name} in 1..{most}, got {value}")
         widths = {"D, the model width,": self.width, "H, the hidden width,": self.hidden}
         for name, value in widths.items():
             if value < SIZE_MULTIPLE or value % SIZE_MULTIPLE:
-                raise ValueError(
+                raise NoKernelsError(
                     f"the kernels need {name} to be a multiple of {SIZE_MULTIPLE}, got {value}"
                 )
         self._check_dtype("tokens_dtype", KERNEL_FLOATS)

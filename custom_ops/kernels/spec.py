@@ -181,7 +181,8 @@ class TokenRange:
         return {**offsets, "": end}
 
 
-@dataclass(frozen=True)
+# By identity: launchers look up at every call what they keep for a plan.
+@dataclass(frozen=True, eq=False)
 class ForwardPlan:
     """A layer's forward pass on an architecture, for every number of tokens.
 

@@ -12,6 +12,7 @@ from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import custom_ops
+from custom_ops._checks import remembered
 from moe_cases import Case, make_case
 
 META = torch.device("meta")
@@ -183,8 +184,10 @@ def _case(op: str, changes: dict[str, Any]) -> Case:
 def test_in_eager_mode(
     op: str, changes: dict[str, Any], error: type[Exception], reason: str
 ) -> None:
-    with pytest.raises(error, match=re.escape(reason)):
-        _case(op, changes)()
+    _case(op, {})()  # That this was right is remembered.
+    for _ in range(2):
+        with pytest.raises(error, match=re.escape(reason)):
+            _case(op, changes)()
 
 
 @refused
@@ -251,3 +254,25 @@ def test_an_option_that_does_not_exist(function: Any) -> None:
     reason = f"{function.__name__}() got an unexpected keyword argument 'gate'"
     with pytest.raises(TypeError, match=re.escape(reason)):
         function(**case.arguments, gate=True)
+
+
+def test_a_check_is_remembered_for_all_that_looks_alike() -> None:
+    seen = []
+
+    @remembered
+    def check(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        seen.append((arguments, options))
+        return arguments[1:], options
+
+    x = torch.zeros(2, 3)
+    assert check(x, 1, gated=True) == check(x + 1, 1, gated=True) == ((1,), {"gated": True})
+    assert len(seen) == 1
+    for other in (x.double(), x.mT, x[:1], x.to(META)):
+        check(other, 1, gated=True)
+    check(x, 2, gated=True)
+    check(x, 1, gated=False)
+    check(x, None, gated=True)
+    assert len(seen) == 8
+    for tokens in range(3000):
+        check(x.expand(tokens, 2, 3), 1)
+    assert check(x, 2, gated=True) == ((2,), {"gated": True})
