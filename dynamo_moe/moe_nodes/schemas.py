@@ -90,13 +90,13 @@ def _schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
                 for size in SIZES
             ),
             *(attribute(option) for option in options),
-            *(_attribute_where_set(option) for option in LAYOUT_OPTIONS),
             *(
                 OpSchema.Attribute(
                     name, onnx.helper.make_attribute(name, value), "Read by TensorRT's ONNX parser."
                 )
                 for name, value in TENSORRT_ATTRIBUTES.items()
             ),
+            *(_attribute_where_set(option) for option in LAYOUT_OPTIONS),
         ],
     )
     schema.set_type_and_shape_inference_function(shape_inference.like(0))
