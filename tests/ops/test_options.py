@@ -81,7 +81,9 @@ def test_every_option_has_a_place_of_its_own_in_a_bundle_s_record() -> None:
     assert len(set(words)) == len(words)
 
 
-@pytest.mark.parametrize("option", (*DROPLESS_OPTIONS, *LAYOUT_OPTIONS), ids=lambda option: option.name)
+@pytest.mark.parametrize(
+    "option", (*DROPLESS_OPTIONS, *LAYOUT_OPTIONS), ids=lambda option: option.name
+)
 def test_a_row_is_complete(option: Option) -> None:
     option.check(option.default)
     assert option.doc.endswith(".")

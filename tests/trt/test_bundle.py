@@ -211,11 +211,11 @@ def test_the_table_shows_every_kernel() -> None:
     assert "2 programs, 4 kernels" in text
     assert "dropless, 2 of 8 experts, 64 x 128, gated silu, float16" in text
     assert "17-" in text
-    flags = 128 | 256  # rms_norm, residual
+    flags = 128 | 256 | 1024  # rms_norm, residual, w2_transposed
     layer = SMALL.programs[0].layer._replace(flags=flags, norm_eps=0.5)
     with console.capture() as shown:
         console.print(Bundle((replace(SMALL.programs[0], layer=layer),)))
-    assert "64 x 128, silu, rms norm, residual, float16" in shown.get()
+    assert "64 x 128, silu, rms norm, residual, w2 transposed, float16" in shown.get()
     assert "48 KiB" in text
 
 
@@ -686,7 +686,7 @@ def layers(draw: st.DrawFn) -> Layer:
         *(draw(floats), draw(floats), options, router),
         draw(floats if router else st.sampled_from([torch.int32, torch.int64])),
         draw(st.none() | floats if router else floats),
-        *(draw(st.booleans()) for _ in range(3)),
+        *(draw(st.booleans()) for _ in range(5)),
     )
 
 
@@ -700,5 +700,7 @@ def test_a_layer_survives_and_its_record_is_its_canonical_form(layer: Layer) -> 
     assert trt_plugin.read(bundle.data).programs[0].layer == record
     assert record.to_dict()["experts"] == layer.experts
     assert record.to_dict()["residual"] == layer.options.residual
+    assert record.to_dict()["w1_transposed"] == layer.w1_transposed
+    assert record.to_dict()["w2_transposed"] == layer.w2_transposed
     assert ("norm_eps" in record.to_dict()) == (layer.options.pre_norm == "rms")
     assert record.sizes == layer.sizes
