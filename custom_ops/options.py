@@ -76,7 +76,7 @@ class Option:
     """One row of the table.
 
     Attributes:
-        name: The keyword argument of the operators.
+        name: The keyword argument of the operators, or for a layout the field of the layer.
         type: ``str``, ``bool`` or ``float``.
         default: Its default.
         doc: What it does.

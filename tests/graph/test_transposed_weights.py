@@ -144,10 +144,8 @@ def test_another_permutation_stays(perm: str) -> None:
 
 
 def test_layers_that_share_a_transposed_weight_take_it_as_it_lies() -> None:
-    model = changed(
-        ("y = moe.DroplessMoE(x", "z = moe.DroplessMoE(x, router, turned1, turned2)\n"
-         "y = moe.DroplessMoE(z")
-    )  # fmt: skip
+    layer = "moe.DroplessMoE(x, router, turned1, turned2)"
+    model = changed((f"y = {layer}", f"z = {layer} y = {layer.replace('(x', '(z')}"))
     assert [node.op_type for node in model.graph] == ["DroplessMoE"] * 2
     assert [layouts(node) for node in model.graph] == [BOTH] * 2
 

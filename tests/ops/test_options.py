@@ -82,7 +82,7 @@ def test_every_option_has_a_place_of_its_own_in_a_bundle_s_record() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", (*DROPLESS_OPTIONS, *LAYOUT_OPTIONS), ids=lambda option: option.name
+    "option", [*DROPLESS_OPTIONS, *LAYOUT_OPTIONS], ids=lambda option: option.name
 )
 def test_a_row_is_complete(option: Option) -> None:
     option.check(option.default)
