@@ -76,7 +76,7 @@ class Option:
     """One row of the table.
 
     Attributes:
-        name: The keyword argument of the operators.
+        name: The keyword argument of the operators, or for a layout the field of the layer.
         type: ``str``, ``bool`` or ``float``.
         default: Its default.
         doc: What it does.
@@ -310,8 +310,28 @@ class ExpertOptions(Options):
         return 2 if self.gated else 1
 
 
+@_documented
+@dataclass(frozen=True)
+class WeightLayout(Options):
+    """How the experts' weights lie in memory.
+
+    No arguments of the operators, to which a tensor's strides say it, but attributes of the nodes.
+
+    Attributes:
+        {options}
+    """
+
+    w1_transposed: bool = _option(
+        False, "``w1`` lies as (in, out), ``[E, D, F]``, not ``[E, F, D]``.", slot=Flag(512)
+    )
+    w2_transposed: bool = _option(
+        False, "``w2`` lies as (in, out), ``[E, H, D]``, not ``[E, D, H]``.", slot=Flag(1024)
+    )
+
+
 ROUTER_OPTIONS = options_of(RouterOptions)
 EXPERT_OPTIONS = options_of(ExpertOptions)
+LAYOUT_OPTIONS = options_of(WeightLayout)
 
 
 class ExpertKeywords(TypedDict, total=False):

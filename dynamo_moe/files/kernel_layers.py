@@ -73,6 +73,8 @@ def _layer(node: ir.Node) -> Layer:
         weights_dtype=dtypes.get(weights),
         b1="b1" in dtypes,
         b2="b2" in dtypes,
+        w1_transposed=parsed.layout.w1_transposed,
+        w2_transposed=parsed.layout.w2_transposed,
     )
 
 

@@ -129,6 +129,16 @@ def test_options_and_optional_inputs_are_read(tmp_path: Path) -> None:
     assert (layer.weights_dtype, layer.b1, layer.b2) == (torch.float16, False, True)
 
 
+@pytest.mark.parametrize("weight", ["w1", "w2"])
+def test_weights_that_lie_as_in_out_are_another_layer(tmp_path: Path, weight: str) -> None:
+    flag = f"{weight}_transposed"
+    proto = one_layer(node(**{flag: 1}))
+    assert found(proto, tmp_path) == [parse_spec(f"{SPEC},{flag}")]
+    assert getattr(parse_spec(f"{SPEC},{flag}"), flag)
+    assert parse_spec(f"{SPEC},{flag}") != parse_spec(SPEC)
+    assert found(one_layer(node(**{flag: 0})), tmp_path) == [parse_spec(SPEC)]
+
+
 def test_experts_with_a_router_outside_are_found(tmp_path: Path) -> None:
     proto = one_layer(
         node(

@@ -21,6 +21,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
+from custom_ops.options import LAYOUT_OPTIONS
 from dynamo_moe.moe_nodes.bodies import BodyConfig, body, dense_body, dropless, unrolled_body
 from dynamo_moe.moe_nodes.bodies.gathered import MOST_WEIGHTS, WEIGHTS_PER_VISIT
 from dynamo_moe.moe_nodes.bodies.layer import function, routed
@@ -74,6 +75,12 @@ CONFIGS = [
     replace(EXPERTS, residual=True),
     replace(LLAMA4, pre_norm="rms", residual=True),
 ]
+IN_OUT = [
+    replace(config, w1_transposed=w1, w2_transposed=w2)
+    for config in (PLAIN, BIASED, GPT_OSS, LLAMA4)
+    for w1, w2 in ((True, True), (True, False), (False, True))
+]
+"""Configurations whose weights lie as (in, out), for bodies beside a node."""
 DTYPES = [
     (FLOAT, FLOAT, FLOAT),
     (HALF, HALF, HALF),
@@ -98,6 +105,9 @@ def visiting(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Funct
     return function(config, opset, domain, routed(experts))
 
 
+beside_a_node = pytest.mark.parametrize(
+    "build", [body, visiting, unrolled], ids=["gathered", "visited", "unrolled"]
+)
 every_body = pytest.mark.parametrize(
     "build",
     [body, visiting, unrolled, dense_body],
@@ -138,6 +148,15 @@ class Layer:
             dtype = config.router_dtype if name.startswith("router") else config.w_dtype
             if name in config.inputs:
                 self.parameters[name] = value.astype(dtype.numpy())
+
+    @property
+    def stored(self) -> dict[str, np.ndarray]:
+        """The parameters as the node takes them."""
+        transposed = {"w1": self.config.w1_transposed, "w2": self.config.w2_transposed}
+        return {
+            name: np.ascontiguousarray(value.swapaxes(1, 2)) if transposed.get(name) else value
+            for name, value in self.parameters.items()
+        }
 
     def arguments(self, *lead: int) -> dict[str, np.ndarray]:
         """Tokens of shape ``[*lead, D]`` and, without a router, their choices."""
@@ -258,7 +277,7 @@ def to_model(layers: list[Layer], build: Build, opset: int = 20, rank: int = 2) 
         if not config.router:
             values["expert_ids"] = inputs[1]
             values["expert_weights"] = cast(inputs[2], config.router_dtype, f"weights_{number}")
-        for name, array in layer.parameters.items():
+        for name, array in layer.stored.items():
             tensor = ir.tensor(array, name=f"{number}.{name}")
             values[name] = ir.Value(
                 name=tensor.name,
@@ -346,6 +365,16 @@ def check(layer: Layer, session: ort.InferenceSession, arguments: Arrays) -> Non
 def test_every_option_at_every_number_of_tokens(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
     session = to_session(to_model([layer], build))
+    for tokens in (0, 1, 2, 33):
+        check(layer, session, layer.arguments(tokens))
+
+
+@beside_a_node
+@pytest.mark.parametrize("config", IN_OUT, ids=lambda config: config.overload)
+def test_weights_that_lie_as_in_out(build: Build, config: BodyConfig) -> None:
+    layer = Layer(config)
+    session = to_session(to_model([layer], build))
+    # At 33 tokens an expert has more rows than w2 has columns: the Loop.
     for tokens in (0, 1, 2, 33):
         check(layer, session, layer.arguments(tokens))
 
@@ -535,11 +564,13 @@ def test_few_slots_are_gathered_and_more_are_visited(
         assert bool(ran & {"Scan", "Loop"}) == visits
 
 
+@pytest.mark.parametrize("in_out", [False, True])
 @pytest.mark.parametrize("w_dtype", [FLOAT, HALF])
 def test_onnx_runtime_keeps_the_parameters_as_they_are(
-    tmp_path: Path, w_dtype: ir.DataType
+    tmp_path: Path, w_dtype: ir.DataType, in_out: bool
 ) -> None:
-    layer = Layer(replace(BIASED, w_dtype=w_dtype))
+    config = replace(BIASED, w1_transposed=in_out, w2_transposed=in_out)
+    layer = Layer(replace(config, w_dtype=w_dtype))
     to_session(to_model([layer], body), tmp_path / "optimized.onnx")
     graph = onnx.load(tmp_path / "optimized.onnx").graph
     kept = {t.name: onnx.numpy_helper.to_array(t).nbytes for t in graph.initializer}
@@ -621,11 +652,23 @@ def test_a_function_declares_what_a_node_passes(build: Build) -> None:
         assert function.opset_imports == {"": 20}
 
 
+@beside_a_node
+def test_a_function_declares_the_layout_where_it_is_not_the_default(build: Build) -> None:
+    for config in (PLAIN, *IN_OUT):
+        layouts = {row.attribute for row in LAYOUT_OPTIONS if getattr(config, row.name)}
+        declared = set(build(config, 20).attributes)
+        assert {name for name in declared if name.endswith("_transposed")} == layouts
+
+
 # --- Configurations ---
 
 
 def test_overloads_are_names_of_different_bodies() -> None:
-    configs = {replace(config, x_dtype=x, w_dtype=w) for config in CONFIGS for x, w, _ in DTYPES}
+    configs = {
+        replace(config, x_dtype=x, w_dtype=w)
+        for config in (*CONFIGS, *IN_OUT)
+        for x, w, _ in DTYPES
+    }
     # renormalize changes nothing for topk_softmax.
     same = {config for config in configs if config.scoring == "topk_softmax"}
     assert len({config.overload for config in configs}) == len(configs) - len(same) // 2

@@ -211,11 +211,11 @@ def test_the_table_shows_every_kernel() -> None:
     assert "2 programs, 4 kernels" in text
     assert "dropless, 2 of 8 experts, 64 x 128, gated silu, float16" in text
     assert "17-" in text
-    flags = 128 | 256  # rms_norm, residual
+    flags = 128 | 256 | 1024  # rms_norm, residual, w2_transposed
     layer = SMALL.programs[0].layer._replace(flags=flags, norm_eps=0.5)
     with console.capture() as shown:
         console.print(Bundle((replace(SMALL.programs[0], layer=layer),)))
-    assert "64 x 128, silu, rms norm, residual, float16" in shown.get()
+    assert "64 x 128, silu, rms norm, residual, w2 transposed, float16" in shown.get()
     assert "48 KiB" in text
 
 
@@ -309,7 +309,7 @@ IMAGE = len(kernel().image)
         (36, "I", [6], "the layer's tokens and experts must be float32 (1), float16 (2) or bf"),
         (44, "I", [0], "the layer's routing dtype must be float32 (1), float16 (2) or bfloat16"),
         (48, "I", [4], "the layer's router bias must be float32 (1), float16 (2) or bfloat16 (3)"),
-        (52, "I", [512], "the layer's flags must be below 512, got 512"),
+        (52, "I", [2048], "the layer's flags must be below 2048, got 2048"),
         (52, "I", [8], "the layer's flag interleaved needs flag gated"),
         (52, "I", [64], "the layer's flag tf32 does not apply and must be 0, got 64"),
         (56, "I", [7], "the layer's activation must be below 7, got 7"),
@@ -686,7 +686,7 @@ def layers(draw: st.DrawFn) -> Layer:
         *(draw(floats), draw(floats), options, router),
         draw(floats if router else st.sampled_from([torch.int32, torch.int64])),
         draw(st.none() | floats if router else floats),
-        *(draw(st.booleans()) for _ in range(3)),
+        *(draw(st.booleans()) for _ in range(5)),
     )
 
 
@@ -700,5 +700,7 @@ def test_a_layer_survives_and_its_record_is_its_canonical_form(layer: Layer) -> 
     assert trt_plugin.read(bundle.data).programs[0].layer == record
     assert record.to_dict()["experts"] == layer.experts
     assert record.to_dict()["residual"] == layer.options.residual
+    assert record.to_dict()["w1_transposed"] == layer.w1_transposed
+    assert record.to_dict()["w2_transposed"] == layer.w2_transposed
     assert ("norm_eps" in record.to_dict()) == (layer.options.pre_norm == "rms")
     assert record.sizes == layer.sizes

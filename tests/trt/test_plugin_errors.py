@@ -121,6 +121,8 @@ BAD_ATTRIBUTES = {
     ),
     "infinite eps": ({"norm_eps": float("inf")}, "attribute norm_eps must be finite, got inf"),
     "residual": ({"residual": -1}, "attribute residual must be in 0..1, got -1"),
+    "not a layout": ({"w1_transposed": 2}, "attribute w1_transposed must be in 0..1, got 2"),
+    "another layout": ({"w2_transposed": 1}, "w1_transposed=0 w2_transposed=1 "),
     "another norm": ({"pre_norm": "rms"}, "layer: top_k=2 num_experts=5 in_features=16 "),
     "int for text": ({"activation": 1}, "activation must be a text of CHAR, got 1 of INT32 (5)"),
     "text for int": ({"top_k": "2"}, "attribute top_k must be one INT32, got 1 of CHAR (6)"),
@@ -325,6 +327,38 @@ def test_tensors_at_configuration(tensorrt, layer, name):
     inputs = changed(case, **changes)
     assert plugin.configure(inputs, inputs[0]) == INVALID_ARGUMENT
     assert message in the_error(tensorrt)
+
+
+@pytest.fixture(params=["w1", "w2"])
+def transposed(request, driver, tensorrt, tmp_path):
+    """A plugin whose layer has a weight as (in, out), the weight's name, and the layer's case."""
+    case = small_case()
+    flag = f"{request.param}_transposed"
+    program = StandinGpu(driver).program(case, **{flag: True})
+    bundle = tmp_path / "model.moek"
+    bundle.write_bytes(Bundle((program,)).data)
+    attributes = attributes_of(case) | {"kernels": str(bundle)}
+    assert tensorrt.create(NAMES[case.op], attributes) is None
+    assert "has no kernels of this layer: " in the_error(tensorrt)
+    plugin = tensorrt.create(NAMES[case.op], attributes | {flag: 1})
+    assert plugin is not None
+    yield plugin, request.param, case
+    plugin.destroy()
+
+
+def test_weights_that_lie_as_in_out(tensorrt, transposed):
+    plugin, name, case = transposed
+    experts, *sizes = case.arguments[name].shape
+    inputs = changed(case, **{name: shaped(experts, *reversed(sizes))})
+    assert plugin.configure(inputs, inputs[0]) == 0
+    stored = tensorrt.create(NAMES[case.op], plugin.serialize(), RUNTIME)
+    assert stored.shape_change(inputs, inputs[0]) == 0
+    wrong = described(case)
+    wanted, got = [experts, *reversed(sizes)], [experts, *sizes]
+    for check in (plugin.configure, stored.shape_change):
+        assert check(wrong, wrong[0]) == INVALID_ARGUMENT
+        assert the_error(tensorrt) == f"{name} must have shape {wanted}, got {got}"
+    stored.destroy()
 
 
 def test_another_output(tensorrt, layer):

@@ -612,8 +612,8 @@ def test_what_a_plugin_says_of_itself(driver, tensorrt, tmp_path):
     assert [plugin.has_capability(kind) for kind in (0, 1, 2, 3)] == [True, True, True, False]
     assert plugin.metadata() == (
         "top_k=2 num_experts=5 in_features=16 hidden_features=24 activation=gelu gated=0 "
-        "interleaved=0 weight_on_input=0 pre_norm=none residual=0 scoring=sigmoid renormalize=1 "
-        "routed_scaling=1"
+        "interleaved=0 weight_on_input=0 pre_norm=none residual=0 w1_transposed=0 w2_transposed=0 "
+        "scoring=sigmoid renormalize=1 routed_scaling=1"
     )
     checksum = int.from_bytes(bundle.read_bytes()[24:28], "little")
     assert plugin.timing_id() == f"{plugin.metadata()} kernels={checksum:08x}"

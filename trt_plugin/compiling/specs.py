@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from custom_ops.kernels.layer import Layer
-from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, ExpertOptions, RouterOptions
+from custom_ops.options import (
+    EXPERT_OPTIONS,
+    LAYOUT_OPTIONS,
+    ROUTER_OPTIONS,
+    ExpertOptions,
+    RouterOptions,
+)
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -31,7 +37,8 @@ def parse_spec(text: str) -> Layer:
             (default), ``fp16`` or ``bf16``. ``weights_dtype`` is that of the router's bias, which
             ``router_bias`` adds. With ``op=experts``, ``routing_dtype`` is that of the ids
             (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``). The
-            rest are the operator's options and the flags ``b1``, ``b2`` and ``tf32``.
+            rest are the operator's options and the flags ``b1``, ``b2``, ``tf32``,
+            ``w1_transposed`` and ``w2_transposed``.
 
     Raises:
         ValueError: If a key is unknown or missing, or its value is wrong.
@@ -81,6 +88,7 @@ _Reader = Callable[[str], Any]
 _READERS: dict[type, _Reader] = {str: str, bool: _flag, float: _number}
 _ROUTER = {option.name: _READERS[option.type] for option in ROUTER_OPTIONS}
 _EXPERTS = {option.name: _READERS[option.type] for option in EXPERT_OPTIONS}
+_FLAGS = ("b1", "b2", "tf32", *(option.name for option in LAYOUT_OPTIONS))
 _KEYS: dict[str, _Reader] = {
     "op": partial(_known, known=("dropless", "experts")),
     **dict.fromkeys(_SIZES, _integer),
@@ -89,7 +97,7 @@ _KEYS: dict[str, _Reader] = {
     ),
     **_EXPERTS,
     **_ROUTER,
-    **dict.fromkeys(("router_bias", "b1", "b2", "tf32"), _flag),
+    **dict.fromkeys(("router_bias", *_FLAGS), _flag),
 }
 
 
@@ -134,5 +142,5 @@ def _layer(values: dict[str, Any]) -> Layer:
         router=RouterOptions(values["top_k"], **_given(_ROUTER, values)) if router else None,
         routing_dtype=routing_dtype,
         weights_dtype=weights_dtype,
-        **{flag: values.get(flag, False) for flag in ("b1", "b2", "tf32")},
+        **{flag: values.get(flag, False) for flag in _FLAGS},
     )

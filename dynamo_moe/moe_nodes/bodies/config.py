@@ -8,11 +8,13 @@ import onnx_ir as ir
 
 from custom_ops.options import (
     EXPERT_OPTIONS,
+    LAYOUT_OPTIONS,
     ROUTER_OPTIONS,
     ExpertOptions,
     Flag,
     Option,
     RouterOptions,
+    WeightLayout,
 )
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
 from dynamo_moe.moe_nodes.schemas import FLOAT_TYPES, ID_TYPES, SCHEMAS
@@ -22,7 +24,7 @@ MIN_OPSET = 18
 
 
 @dataclass(frozen=True)
-class BodyConfig(ExpertOptions, RouterOptions):
+class BodyConfig(ExpertOptions, RouterOptions, WeightLayout):
     """The configuration of a layer that one body serves, whatever the layer's sizes.
 
     Beside the attributes listed here it has every option. Numbers among them, and ``top_k``, do not
@@ -81,7 +83,8 @@ class BodyConfig(ExpertOptions, RouterOptions):
     @property
     def attributes(self) -> tuple[str, ...]:
         """The attributes that a node of this configuration passes."""
-        return tuple(SCHEMAS[self.op_type].attributes)
+        absent = {row.attribute for row in LAYOUT_OPTIONS if not getattr(self, row.name)}
+        return tuple(name for name in SCHEMAS[self.op_type].attributes if name not in absent)
 
     @property
     def overload(self) -> str:
@@ -93,7 +96,8 @@ class BodyConfig(ExpertOptions, RouterOptions):
         dtypes = [self.x_dtype, self.w_dtype, self.router_dtype]
         if not self.router:
             dtypes.append(self.ids_dtype)
-        options = (*(ROUTER_OPTIONS if self.router else ()), *EXPERT_OPTIONS)
+        router = ROUTER_OPTIONS if self.router else ()
+        options = (*router, *EXPERT_OPTIONS, *LAYOUT_OPTIONS)
         parts = [
             *(self._part(option) for option in options),
             *("router_bias" * self.has_router_bias, "b1" * self.has_b1, "b2" * self.has_b2),
@@ -109,6 +113,10 @@ class BodyConfig(ExpertOptions, RouterOptions):
         if isinstance(option.slot, Flag):
             return option.flag if option.code(value) else ""
         return str(value)
+
+    def is_transposed(self, weight: str) -> bool:
+        """Whether ``w1`` or ``w2`` lies as (in, out)."""
+        return self.w1_transposed if weight == "w1" else self.w2_transposed
 
     @property
     def renormalizes(self) -> bool:

@@ -54,22 +54,29 @@ struct Shape {
   std::int32_t rank;
 };
 
+bool Has(const dynamo_moe_layer& layer, std::uint32_t flag) { return (layer.flags & flag) != 0; }
+
+// Of each expert's matrix, (out, in) or, where it lies transposed, (in, out).
+Shape MatrixShape(std::int64_t experts, std::int64_t out, std::int64_t in, bool transposed) {
+  return transposed ? Shape{{experts, in, out}, 3} : Shape{{experts, out, in}, 3};
+}
+
 Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
   const std::int64_t experts = layer.experts;
   const std::int64_t width = layer.width;
   const std::int64_t hidden = layer.hidden;
-  const std::int64_t rows = (layer.flags & format::kGated) != 0 ? 2 * hidden : hidden;
+  const std::int64_t rows = Has(layer, format::kGated) ? 2 * hidden : hidden;
   switch (tensor) {
     case format::kRouterWeight:
       return {{experts, width}, 2};
     case format::kRouterBias:
       return {{experts}, 1};
     case format::kW1:
-      return {{experts, rows, width}, 3};
+      return MatrixShape(experts, rows, width, Has(layer, format::kW1Transposed));
     case format::kB1:
       return {{experts, rows}, 2};
     case format::kW2:
-      return {{experts, width, hidden}, 3};
+      return MatrixShape(experts, width, hidden, Has(layer, format::kW2Transposed));
     case format::kB2:
       return {{experts, width}, 2};
     default:
@@ -242,9 +249,9 @@ std::uint32_t DtypeIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
     case format::kExpertWeights:
       return layer.weights_dtype;
     case format::kB1:
-      return (layer.flags & format::kHasB1) != 0 ? layer.experts_dtype : format::kNone;
+      return Has(layer, format::kHasB1) ? layer.experts_dtype : format::kNone;
     case format::kB2:
-      return (layer.flags & format::kHasB2) != 0 ? layer.experts_dtype : format::kNone;
+      return Has(layer, format::kHasB2) ? layer.experts_dtype : format::kNone;
     default:
       return layer.experts_dtype;
   }
