@@ -27,7 +27,8 @@ def launch(
 
     Args:
         plan: What to run.
-        tensors: The operator's by argument, and y, each contiguous; x and y are ``[T, D]``.
+        tensors: The operator's by argument, and y, each contiguous; x and y are ``[T, D]``. One
+            under the name of a buffer takes its place.
         workspace: uint8 of at least ``plan.workspace_size(T)`` bytes, aligned to 256; allocated
             where None. It need not be initialised.
     """
@@ -69,6 +70,8 @@ def _start(
                 return value.evaluate(sizes)
             case TensorPointer(name):
                 return tensors[name]
+            case WorkspacePointer(buffer) if buffer in tensors:
+                return tensors[buffer]
             case WorkspacePointer(buffer, dtype):
                 rest = workspace[offsets[buffer] :]
                 return rest[: rest.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
