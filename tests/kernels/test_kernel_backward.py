@@ -51,3 +51,105 @@ def check(case: Case) -> dict[str, Tensor]:
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 def test_every_form_of_expert(form):
     check(make_case("experts", (7,), width=24, hidden=40, **form))
+
+
+@pytest.mark.parametrize("experts_dtype", FLOATS)
+@pytest.mark.parametrize("tokens_dtype", FLOATS)
+def test_every_pair_of_dtypes(tokens_dtype, experts_dtype):
+    case = make_case(
+        "experts", (7,), width=24, hidden=24, dtype=experts_dtype, x_dtype=tokens_dtype,
+        activation="silu", gated=True,
+    )  # fmt: skip
+    check(case)
+
+
+@pytest.mark.parametrize("width", [8, 72, 136])
+@pytest.mark.parametrize("hidden", [8, 72, 136])
+def test_widths(width, hidden):
+    check(make_case("experts", (6,), width=width, hidden=hidden, gated=True, activation="silu"))
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("norm", [*NORM_FORMS, pytest.param({}, id="plain")])
+@pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
+def test_norm_residual_and_weights_on_input(weight_on_input, norm, biases):
+    case = make_case(
+        "experts", (21,), width=72, hidden=24, weight_on_input=weight_on_input, biases=biases,
+        activation="silu", gated=True, **norm,
+    )  # fmt: skip
+    ids = case.arguments["expert_ids"]
+    ids[3], ids[5, 0], ids[7, 1] = -1, -1, -1
+    case.arguments["expert_weights"][9] = 0
+    check(case)
+
+
+def test_several_tiles_of_an_expert():
+    case = make_case("experts", (150,), width=16, hidden=24, experts=2, gated=True)
+    check(case.changed(expert_ids=torch.ones(150, 2, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize("transposed", [("w1",), ("w2",), ("w1", "w2")])
+def test_weights_that_lie_as_in_out(transposed, monkeypatch):
+    case = make_case("experts", (9,), width=24, hidden=40, gated=True, activation="silu")
+    views = {name: case.arguments[name].mT.contiguous().mT for name in transposed}
+    expected = gradients(case)
+    monkeypatch.setattr(_cuda_backward, "_readable", lambda weight: weight)  # Nothing is copied.
+    actual = check(case.changed(**views))
+    for name in NAMES:
+        assert torch.equal(actual[name], expected[name]), name
+    for name in transposed:
+        assert actual[name].stride() == views[name].stride()
+
+
+def test_weights_of_any_other_strides():
+    case = make_case("experts", (9,), width=24, hidden=40)
+    w1 = case.arguments["w1"].permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    actual = check(case.changed(w1=w1))
+    assert actual["w1"].stride() == torch.empty_like(w1).stride()
+
+
+@pytest.mark.parametrize("routing", ["no token", "no expert", "one expert", "idle experts"])
+def test_unusual_routing(routing):
+    tokens = 0 if routing == "no token" else 19
+    case = make_case("experts", (tokens,), width=16, hidden=24, experts=6)
+    ids = {"no token": 0, "no expert": -1, "one expert": 4, "idle experts": 0}[routing]
+    chosen = torch.full((tokens, 2), ids)
+    if routing == "idle experts":
+        chosen[:, 1] = 5
+        for name in ("w1", "b1", "w2", "b2"):
+            case.arguments[name][1:5] = float("nan")
+        actual = gradients(case.changed(expert_ids=chosen))
+        for name in ("w1", "b1", "w2", "b2"):
+            assert not actual[name][1:5].any()
+            case.arguments[name][1:5] = 0
+    actual = check(case.changed(expert_ids=chosen))
+    if routing in ("no token", "no expert"):
+        assert not any(gradient.any() for gradient in actual.values())
+
+
+def test_a_nan_stays_with_its_token_and_its_experts():
+    case = make_case("experts", (20,), width=16, hidden=24, experts=8)
+    clean = gradients(case)
+    case.arguments["x"][3, 5] = float("nan")
+    actual = gradients(case)
+    others = torch.arange(20) != 3
+    idle = torch.ones(8, dtype=torch.bool)
+    idle[case.arguments["expert_ids"][3]] = False
+    for name, kept in {"x": others, "expert_weights": others, "w1": idle, "w2": idle}.items():
+        assert torch.equal(actual[name][kept], clean[name][kept]), name
+        assert actual[name][~kept].isnan().any()
+
+
+def test_frozen_parameters_have_no_gradients():
+    case = make_case("experts", (9,), width=16, hidden=24, gated=True, pre_norm="rms")
+    all_of_them, actual = gradients(case), gradients(case, train=False)
+    for name in ("x", "expert_weights"):
+        assert torch.equal(actual[name], all_of_them[name])
+    assert [actual[name].numel() for name in NAMES[2:]] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_same_bits_again(dtype):
+    case = make_case("experts", (90,), width=24, hidden=24, dtype=dtype, pre_norm="rms")
+    first, second = gradients(case), gradients(case)
+    assert all(torch.equal(first[name], second[name]) for name in NAMES)
