@@ -5,7 +5,6 @@ Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E expe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,9 @@ from custom_ops.routing import route as route_in_torch
 if TYPE_CHECKING:
     from custom_ops.kernels.architectures import Architecture
     from custom_ops.kernels.layer import Layer
+
+
+_NAMES = ("w1", "b1", "w2", "b2")
 
 
 def route(
@@ -53,10 +55,13 @@ def route(
     chosen = x_TD.shape[0], options.top_k
     ids_TK = x_TD.new_empty(chosen, dtype=torch.int32)
     weights_TK = x_TD.new_empty(chosen, dtype=torch.float32)
-    tensors = {"x": x_TD, "router_weight": router_weight_ED, "router_bias": router_bias_E}
-    outputs = {"expert_ids": ids_TK, "expert_weights": weights_TK}
+    tensors = {
+        **_contiguous(x=x_TD, router_weight=router_weight_ED, router_bias=router_bias_E),
+        "expert_ids": ids_TK,
+        "expert_weights": weights_TK,
+    }
     with torch.cuda.device(x_TD.device):
-        launch(route_plan(layer, _architecture()), {**_contiguous(tensors), **outputs})
+        launch(route_plan(layer, _architecture()), tensors)
     return ids_TK, weights_TK
 
 
@@ -100,10 +105,15 @@ def experts_backward(
     }
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     dweights_TK = torch.empty_like(weights_TK, memory_format=torch.contiguous_format)
-    read = {"x": x_TD, "dy": dy_TD, "expert_ids": ids_TK, "expert_weights": weights_TK}
-    read |= {"b1": parameters.b1_EF, "b2": parameters.b2_ED}
     tensors = {
-        **_contiguous(read),
+        **_contiguous(
+            x=x_TD,
+            dy=dy_TD,
+            expert_ids=ids_TK,
+            expert_weights=weights_TK,
+            b1=parameters.b1_EF,
+            b2=parameters.b2_ED,
+        ),
         "w1": readable.w1_EFD,
         "w2": readable.w2_EDH,
         "dx": dx_TD,
@@ -114,13 +124,12 @@ def experts_backward(
         plan = backward_plan(layer, _architecture(), train_parameters=train_parameters)
         launch(plan, tensors)
     gradients = (
-        _like(parameter, trained[f"d{name}"]) if f"d{name}" in trained else x_TD.new_empty(0)
+        parameters.w1_EFD.new_empty(0)
+        if parameter is None or not train_parameters
+        else _like(parameter, trained[f"d{name}"])
         for name, parameter in zip(_NAMES, parameters, strict=True)
     )
     return dx_TD, dweights_TK, *gradients
-
-
-_NAMES = ("w1", "b1", "w2", "b2")
 
 
 def _layer(
@@ -154,7 +163,7 @@ def _architecture() -> Architecture:
     return nearest_architecture(*torch.cuda.get_device_capability())
 
 
-def _contiguous(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def _contiguous(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: each.contiguous() for name, each in tensors.items() if each is not None}
 
 

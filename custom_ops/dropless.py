@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import torch
@@ -243,18 +245,23 @@ torch.library.register_autograd(
 )
 
 
-def _dropless_autograd(*arguments: Any, **options: Any) -> Tensor:
-    tensors = (each for each in arguments if isinstance(each, Tensor))
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        y, _, _ = torch.ops.moe.dropless_routed(*arguments, **options)
-    else:
-        with below_autograd():
+def _keep_the_choice(context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Makes a call that needs gradients one of ``dropless_routed``."""
+
+    def autograd(*arguments: Any, **options: Any) -> Tensor:
+        tensors = (each for each in arguments if isinstance(each, Tensor))
+        y: Tensor
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            y, _, _ = torch.ops.moe.dropless_routed(*arguments, **options)
+            return y
+        with context():
             y = torch.ops.moe.dropless(*arguments, **options)
-    result: Tensor = y
-    return result
+        return y
+
+    LIBRARY.impl("dropless", autograd, "Autograd")
 
 
-def _route_again(
+def _choose_again(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
 ) -> None:
     _, *routing = torch.ops.moe.dropless_routed(*inputs, **keyword_only_inputs)
@@ -262,10 +269,10 @@ def _route_again(
 
 
 if below_autograd is not None:
-    LIBRARY.impl("dropless", _dropless_autograd, "Autograd")
+    _keep_the_choice(below_autograd)
 else:  # The whole forward pass runs again for the router's choice.
     torch.library.register_autograd(
-        "moe::dropless", _backward, setup_context=_route_again, lib=LIBRARY
+        "moe::dropless", _backward, setup_context=_choose_again, lib=LIBRARY
     )
 
 

@@ -6,6 +6,7 @@ And the router alone, whose choice the backward pass needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -123,44 +124,43 @@ def _backward_steps(
 def hidden_config(layer: Layer, architecture: Architecture, block_m: int) -> GradientConfig:
     """Chooses the tile of the hidden rows, which has an accumulator for gate, up and gradient."""
     block_n, block_k = (64, 64) if _on_tensor_cores(layer, architecture) else (32, 32)
+    tile = GradientConfig(block_m, block_n, block_k, num_warps=8 if block_m == 64 else 4)
     gates = layer.options.rows_per_hidden
-    return _config(
-        layer, architecture, (block_m, block_n, block_k), gates, layer.hidden, depth=layer.width
-    )
+    return _fitted(tile, layer, architecture, layer.hidden, depth=layer.width, gates=gates)
 
 
 def input_config(layer: Layer, architecture: Architecture, block_m: int) -> GradientConfig:
     """Chooses the tile of the rows of x."""
     block_n, block_k = (128, 64) if _on_tensor_cores(layer, architecture) else (64, 32)
-    return _config(
-        layer, architecture, (block_m, block_n, block_k), 1, layer.width, depth=layer.rows
-    )
+    tile = GradientConfig(block_m, block_n, block_k, num_warps=4)
+    return _fitted(tile, layer, architecture, layer.width, depth=layer.rows)
 
 
 def weight_config(layer: Layer, architecture: Architecture) -> GradientConfig:
     """Chooses the tile of a parameter; its depth are an expert's rows."""
-    block, block_k = (128, 32) if _on_tensor_cores(layer, architecture) else (64, 16)
-    block_m = min(block, _power_of_2(layer.hidden))
-    return _config(layer, architecture, (block_m, block, block_k), 1, layer.width, depth=block_k)
+    if _on_tensor_cores(layer, architecture):
+        tile = GradientConfig(min(128, _power_of_2(layer.hidden)), 128, 32, num_warps=8)
+    else:
+        tile = GradientConfig(min(64, _power_of_2(layer.hidden)), 64, 16, num_warps=4)
+    return _fitted(tile, layer, architecture, layer.width)
 
 
-def _config(
+def _fitted(
+    tile: GradientConfig,
     layer: Layer,
     architecture: Architecture,
-    tile: tuple[int, int, int],
-    gates: int,
     columns: int,
     *,
-    depth: int,
+    depth: int = 0,
+    gates: int = 1,
 ) -> GradientConfig:
-    block_m, block_n, block_k = tile
-    block_n = min(block_n, _power_of_2(columns))
+    """Narrows a tile to the columns and to blocks that divide the depth, with stages that fit."""
+    block_n, block_k = min(tile.block_n, _power_of_2(columns)), tile.block_k
     while block_k > 16 and depth % block_k:
         block_k //= 2
-    stage = (block_m + gates * block_n) * block_k * layer.experts_dtype.itemsize
+    stage = (tile.block_m + gates * block_n) * block_k * layer.experts_dtype.itemsize
     num_stages = max(1, min(3, (architecture.shared_memory - 4096) // stage))
-    num_warps = 8 if block_m * block_n > 64 * 128 else 4
-    return GradientConfig(block_m, block_n, block_k, num_warps, num_stages)
+    return replace(tile, block_n=block_n, block_k=block_k, num_stages=num_stages)
 
 
 def _on_tensor_cores(layer: Layer, architecture: Architecture) -> bool:
