@@ -11,6 +11,9 @@ from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions, _cuda_backward, _grouped, reference
 from custom_ops._grouped import ExpertParameters
+from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.backward_plan import backward_plan
+from custom_ops.kernels.layer import Layer
 from custom_ops.options import ROUTER_OPTIONS
 from dynamo_moe.tolerances import tolerance_for
 from kernel_runs import run_kernels
@@ -202,6 +205,25 @@ def test_layers_without_kernels_take_the_products_of_torch(changes):
     case = make_case("experts", (9,), **({"width": 16, "hidden": 24} | changes))
     actual, expected = gradients(case), gradients(case, module=_grouped)
     assert all(torch.equal(actual[name], expected[name]) for name in NAMES)
+
+
+# The pages give the figure for the layer of Qwen3.
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "tile", "norm"),
+    [(torch.bfloat16, 64, "none"), (torch.bfloat16, 64, "rms"), (torch.float32, 32, "none")],
+)
+def test_the_workspace_is_what_the_pages_say(dtype, tile, norm, train):
+    T, D, H, K = 4096, 2048, 768, 8
+    options = ExpertOptions("silu", gated=True, pre_norm=norm)
+    layer = Layer(128, D, H, K, torch.bfloat16, dtype, options=options)
+    planned = backward_plan(layer, architecture("sm_90"), train_parameters=train)
+    size = planned.workspace_size(T)
+    inner = dtype.itemsize * (3 * H if train else 2 * H)
+    parts = 4 * (2 if norm == "rms" else 1) * (-(-H // tile) + 1)
+    assert 0 <= size - T * K * (inner + 2 * D + parts + 4) < 2**18
+    if (dtype, norm, train) == (torch.bfloat16, "none", True):
+        assert round(size / 2**20) == 274
 
 
 # --- The router's choice ---
