@@ -27,8 +27,9 @@ def route(
     x_TD: Tensor,
     router_weight_ED: Tensor,
     router_bias_E: Tensor | None,
-    options: RouterOptions,
+    router: RouterOptions,
     parameters: ExpertParameters,
+    options: ExpertOptions,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts by the kernels of the whole layer's forward pass.
 
@@ -39,20 +40,20 @@ def route(
     layer = _layer(
         x_TD,
         parameters,
-        ExpertOptions("silu", gated=parameters.w1_EFD.shape[1] != parameters.w2_EDH.shape[2]),
-        top_k=options.top_k,
-        router=options,
+        options,
+        top_k=router.top_k,
+        router=router,
         routing_dtype=router_weight_ED.dtype,
         weights_dtype=None if router_bias_E is None else router_bias_E.dtype,
     )
     if layer is None:
-        ids_TK, weights_TK = route_in_torch(x_TD, router_weight_ED, router_bias_E, options)
+        ids_TK, weights_TK = route_in_torch(x_TD, router_weight_ED, router_bias_E, router)
         return ids_TK.int(), weights_TK
 
     from custom_ops.kernels.backward_plan import route_plan
     from custom_ops.kernels.launch import launch
 
-    chosen = x_TD.shape[0], options.top_k
+    chosen = x_TD.shape[0], router.top_k
     ids_TK = x_TD.new_empty(chosen, dtype=torch.int32)
     weights_TK = x_TD.new_empty(chosen, dtype=torch.float32)
     tensors = {
@@ -93,43 +94,27 @@ def experts_backward(
     from custom_ops.kernels.backward_plan import backward_plan
     from custom_ops.kernels.launch import launch
 
-    # The kernels read a weight that lies as (out, in) or (in, out).
-    readable = parameters._replace(
-        w1_EFD=_readable(parameters.w1_EFD), w2_EDH=_readable(parameters.w2_EDH)
-    )
+    w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
+    read = _contiguous(b1=b1_EF, b2=b2_ED) | {"w1": _readable(w1_EFD), "w2": _readable(w2_EDH)}
+    # The kernels do not start for no token.
     empty = torch.empty_like if x_TD.shape[0] else torch.zeros_like
-    trained = {
-        f"d{name}": empty(parameter)
-        for name, parameter in zip(_NAMES, readable, strict=True)
-        if parameter is not None and train_parameters
-    }
+    trained = {name: empty(read[name]) for name in read if train_parameters}
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     dweights_TK = torch.empty_like(weights_TK, memory_format=torch.contiguous_format)
     tensors = {
-        **_contiguous(
-            x=x_TD,
-            dy=dy_TD,
-            expert_ids=ids_TK,
-            expert_weights=weights_TK,
-            b1=parameters.b1_EF,
-            b2=parameters.b2_ED,
-        ),
-        "w1": readable.w1_EFD,
-        "w2": readable.w2_EDH,
+        **_contiguous(x=x_TD, dy=dy_TD, expert_ids=ids_TK, expert_weights=weights_TK),
+        **read,
         "dx": dx_TD,
         "dweights": dweights_TK,
-        **trained,
+        **{f"d{name}": gradient for name, gradient in trained.items()},
     }
     with torch.cuda.device(x_TD.device):
         plan = backward_plan(layer, _architecture(), train_parameters=train_parameters)
         launch(plan, tensors)
-    gradients = (
-        parameters.w1_EFD.new_empty(0)
-        if parameter is None or not train_parameters
-        else _like(parameter, trained[f"d{name}"])
-        for name, parameter in zip(_NAMES, parameters, strict=True)
-    )
-    return dx_TD, dweights_TK, *gradients
+    for name, parameter in zip(_NAMES, parameters, strict=True):
+        if train_parameters and parameter is not None and read[name] is not parameter:
+            trained[name] = torch.empty_like(parameter).copy_(trained[name])
+    return dx_TD, dweights_TK, *(trained.get(name, w1_EFD.new_empty(0)) for name in _NAMES)
 
 
 def _layer(
@@ -172,10 +157,5 @@ def _is_transposed(weight: Tensor) -> bool:
 
 
 def _readable(weight: Tensor) -> Tensor:
+    """Returns the weight as it is if it lies as (out, in) or (in, out), else a copy."""
     return weight if _is_transposed(weight) else weight.contiguous()
-
-
-def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Returns the gradient with the strides that ``torch.empty_like`` gives the parameter's."""
-    like = torch.empty_like(parameter)
-    return gradient if gradient.stride() == like.stride() else like.copy_(gradient)

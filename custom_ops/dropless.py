@@ -187,7 +187,7 @@ def _dropless_routed(
     if x.is_cuda:
         forward = _cuda.forward
         ids_TK, weights_TK = _cuda_backward.route(
-            x_TD, router_weight, router_bias, router_options, parameters
+            x_TD, router_weight, router_bias, router_options, parameters, expert_options
         )
     else:
         forward = _grouped.forward

@@ -55,7 +55,7 @@ class GradientConfig:
     block_n: int
     block_k: int
     num_warps: int
-    num_stages: int = 1
+    num_stages: int
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -80,18 +80,12 @@ def _plan(
     lasts: list[int],
     steps: Callable[[int, int], Iterator[Step] | list[Step]],
 ) -> ForwardPlan:
-    ranges, first = [], 1
-    for last in lasts:
-        planned = list(steps(first, last))
-        ranges.append(
-            TokenRange(
-                first,
-                min(last, MAX_SLOTS // layer.top_k),
-                tuple(buffer for step in planned for buffer in step.buffers),
-                tuple(launch for step in planned for launch in step.launches),
-            )
-        )
-        first = last + 1
+    most = MAX_SLOTS // layer.top_k
+    firsts = [1, *(last + 1 for last in lasts)]
+    ranges = (
+        TokenRange.of(first, min(last, most), steps(first, last))
+        for first, last in zip(firsts, lasts, strict=False)
+    )
     return ForwardPlan(layer, architecture, tuple(ranges))
 
 
@@ -124,7 +118,9 @@ def _backward_steps(
 def hidden_config(layer: Layer, architecture: Architecture, block_m: int) -> GradientConfig:
     """Chooses the tile of the hidden rows, which has an accumulator for gate, up and gradient."""
     block_n, block_k = (64, 64) if _on_tensor_cores(layer, architecture) else (32, 32)
-    tile = GradientConfig(block_m, block_n, block_k, num_warps=8 if block_m == 64 else 4)
+    # With other numbers of stages ptxas spills 8 bytes of GELU's for sm_80.
+    num_warps, num_stages = (8, 3) if block_m == 64 else (4, 4)
+    tile = GradientConfig(block_m, block_n, block_k, num_warps, num_stages)
     gates = layer.options.rows_per_hidden
     return _fitted(tile, layer, architecture, layer.hidden, depth=layer.width, gates=gates)
 
@@ -132,16 +128,18 @@ def hidden_config(layer: Layer, architecture: Architecture, block_m: int) -> Gra
 def input_config(layer: Layer, architecture: Architecture, block_m: int) -> GradientConfig:
     """Chooses the tile of the rows of x."""
     block_n, block_k = (128, 64) if _on_tensor_cores(layer, architecture) else (64, 32)
-    tile = GradientConfig(block_m, block_n, block_k, num_warps=4)
+    tile = GradientConfig(block_m, block_n, block_k, num_warps=4, num_stages=4)
     return _fitted(tile, layer, architecture, layer.width, depth=layer.rows)
 
 
 def weight_config(layer: Layer, architecture: Architecture) -> GradientConfig:
     """Chooses the tile of a parameter; its depth are an expert's rows."""
     if _on_tensor_cores(layer, architecture):
-        tile = GradientConfig(min(128, _power_of_2(layer.hidden)), 128, 32, num_warps=8)
+        tile = GradientConfig(
+            min(128, _power_of_2(layer.hidden)), 128, 32, num_warps=8, num_stages=4
+        )
     else:
-        tile = GradientConfig(min(64, _power_of_2(layer.hidden)), 64, 16, num_warps=4)
+        tile = GradientConfig(min(64, _power_of_2(layer.hidden)), 64, 16, num_warps=4, num_stages=4)
     return _fitted(tile, layer, architecture, layer.width)
 
 
@@ -159,7 +157,7 @@ def _fitted(
     while block_k > 16 and depth % block_k:
         block_k //= 2
     stage = (tile.block_m + gates * block_n) * block_k * layer.experts_dtype.itemsize
-    num_stages = max(1, min(3, (architecture.shared_memory - 4096) // stage))
+    num_stages = max(1, min(tile.num_stages, (architecture.shared_memory - 4096) // stage))
     return replace(tile, block_n=block_n, block_k=block_k, num_stages=num_stages)
 
 

@@ -23,12 +23,12 @@ from custom_ops.kernels.spec import (
 def launch(
     plan: ForwardPlan, tensors: Mapping[str, Tensor], workspace: Tensor | None = None
 ) -> None:
-    """Runs a layer's forward pass, writing ``tensors["y"]``.
+    """Runs a plan, writing its results among ``tensors``.
 
     Args:
         plan: What to run.
-        tensors: The operator's by argument, and y, each contiguous; x and y are ``[T, D]``. One
-            under the name of a buffer takes its place.
+        tensors: The operator's by argument, and the results, such as y, each contiguous; x and y
+            are ``[T, D]``. One under the name of a buffer takes its place.
         workspace: uint8 of at least ``plan.workspace_size(T)`` bytes, aligned to 256; allocated
             where None. It need not be initialised.
     """

@@ -107,11 +107,16 @@ def test_weights_that_lie_as_in_out(transposed, monkeypatch):
         assert actual[name].stride() == views[name].stride()
 
 
-def test_weights_of_any_other_strides():
+def test_tensors_of_any_other_strides():
     case = make_case("experts", (9,), width=24, hidden=40)
-    w1 = case.arguments["w1"].permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    actual = check(case.changed(w1=w1))
-    assert actual["w1"].stride() == torch.empty_like(w1).stride()
+    views = {
+        name: tensor.movedim(0, -1).contiguous().movedim(-1, 0)
+        for name, tensor in case.arguments.items()
+    }
+    assert not any(view.is_contiguous() for view in views.values())
+    actual = check(case.changed(**views))
+    for name in ("w1", "b1", "w2", "b2"):
+        assert actual[name].stride() == views[name].stride()
 
 
 @pytest.mark.parametrize("routing", ["no token", "no expert", "one expert", "idle experts"])
@@ -234,8 +239,14 @@ def route(case: Case, **changes: Any) -> tuple[Tensor, Tensor]:
     names = {row.name for row in ROUTER_OPTIONS} & set(case.options)
     options = {name: case.options[name] for name in names}
     parameters = ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"])
-    router = RouterOptions(a["top_k"], **options)
-    return _cuda_backward.route(a["x"], a["router_weight"], a["router_bias"], router, parameters)
+    return _cuda_backward.route(
+        a["x"],
+        a["router_weight"],
+        a["router_bias"],
+        RouterOptions(a["top_k"], **options),
+        parameters,
+        ExpertOptions(gated=case.options.get("gated", False)),
+    )
 
 
 @pytest.mark.parametrize("router", ROUTER_FORMS)
