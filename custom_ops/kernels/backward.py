@@ -116,7 +116,6 @@ def hidden_gradient_kernel(
     # Rows beyond the expert's compute on slot 0's token and are not stored.
     slot = tl.load(slot_of_row_ptr + row, mask=in_expert, other=0)
     token = (slot // K).to(tl.int64)
-    weight = tl.load(expert_weights_ptr + slot).to(tl.float32)[:, None]
     k = tl.arange(0, BLOCK_K)
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
 
@@ -142,6 +141,7 @@ def hidden_gradient_kernel(
         w = load_block(w2_ptrs + start * W2_D, inside[:, None], WHOLE)
         dh = tl.dot(dy, w, dh, input_precision=PRECISION)
 
+    weight = tl.load(expert_weights_ptr + slot).to(tl.float32)[:, None]
     if row_scale_ptr is not None:
         scale = tl.load(row_scale_ptr + token)[:, None]
         gate_u *= scale

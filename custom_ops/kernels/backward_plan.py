@@ -118,9 +118,8 @@ def _backward_steps(
 def hidden_config(layer: Layer, architecture: Architecture, block_m: int) -> GradientConfig:
     """Chooses the tile of the hidden rows, which has an accumulator for gate, up and gradient."""
     block_n, block_k = (64, 64) if _on_tensor_cores(layer, architecture) else (32, 32)
-    # With other numbers of stages ptxas spills 8 bytes of GELU's for sm_80.
-    num_warps, num_stages = (8, 3) if block_m == 64 else (4, 4)
-    tile = GradientConfig(block_m, block_n, block_k, num_warps, num_stages)
+    num_warps = 8 if block_m == 64 else 4
+    tile = GradientConfig(block_m, block_n, block_k, num_warps, num_stages=3)
     gates = layer.options.rows_per_hidden
     return _fitted(tile, layer, architecture, layer.hidden, depth=layer.width, gates=gates)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions, _cuda_backward, _grouped, reference
@@ -18,9 +19,11 @@ from custom_ops.options import ROUTER_OPTIONS
 from dynamo_moe.tolerances import tolerance_for
 from kernel_runs import run_kernels
 from moe_cases import EXPERT_FORMS, NORM_FORMS, ROUTER_FORMS, Case, assert_matches, make_case
+from random_layers import bounded, cases
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NAMES = ("x", "expert_weights", "w1", "b1", "w2", "b2")
+ROUTER_NAMES = {row.name for row in ROUTER_OPTIONS}
 
 
 @pytest.fixture(autouse=True)
@@ -236,8 +239,7 @@ def test_the_workspace_is_what_the_pages_say(dtype, tile, norm, train):
 
 def route(case: Case, **changes: Any) -> tuple[Tensor, Tensor]:
     a = case.changed(**changes).arguments
-    names = {row.name for row in ROUTER_OPTIONS} & set(case.options)
-    options = {name: case.options[name] for name in names}
+    options = {name: case.options[name] for name in ROUTER_NAMES & set(case.options)}
     parameters = ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"])
     return _cuda_backward.route(
         a["x"],
@@ -247,6 +249,22 @@ def route(case: Case, **changes: Any) -> tuple[Tensor, Tensor]:
         parameters,
         ExpertOptions(gated=case.options.get("gated", False)),
     )
+
+
+def routed(case: Case) -> Case:
+    """The case as one of ``experts``, with the kernels' choice."""
+    ids, weights = route(case)
+    parameters = {name: case.arguments[name] for name in NAMES[2:]}
+    options = {name: value for name, value in case.options.items() if name not in ROUTER_NAMES}
+    routing = {"x": case.arguments["x"], "expert_ids": ids, "expert_weights": weights}
+    return Case("experts", routing | parameters, options)
+
+
+@pytest.mark.slow
+@settings(bounded, max_examples=25)
+@given(case=cases())
+def test_any_layer(case):
+    check(case if case.op == "experts" else routed(case))
 
 
 @pytest.mark.parametrize("router", ROUTER_FORMS)
@@ -265,15 +283,7 @@ def test_the_choice_is_the_oracles(tokens, router):
 
 def test_the_choice_is_that_of_the_forward_pass():
     case = make_case("dropless", (9,), width=16, hidden=24, dtype=torch.bfloat16, gated=True)
-    ids, weights = route(case)
-    a = case.arguments
-    names = ("w1", "b1", "w2", "b2")
-    outside = Case(
-        "experts",
-        {"x": a["x"], "expert_ids": ids, "expert_weights": weights} | {n: a[n] for n in names},
-        case.options,
-    )
-    assert torch.equal(run_kernels(outside), run_kernels(case))
+    assert torch.equal(run_kernels(routed(case)), run_kernels(case))
 
 
 def test_a_choice_that_only_float64_tells_apart():
