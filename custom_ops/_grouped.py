@@ -125,8 +125,8 @@ def experts_backward(
     """Gradients of the forward for ``dy_TD``, recomputing each expert's hidden rows.
 
     Returns:
-        Those of x, the routing weights, w1, b1, w2 and b2, in their dtypes; the parameters' are
-        empty without ``train_parameters``, and where there is no bias.
+        Those of x, the routing weights, w1, b1, w2 and b2, in their dtypes; the parameters' have
+        their strides, and are empty without ``train_parameters``, and where there is no bias.
     """
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
     dtype = accumulation_dtype(x_TD, w1_EFD)
@@ -139,7 +139,7 @@ def experts_backward(
         inner_T1 = torch.zeros_like(scale_T1)
     dweights_N = torch.zeros_like(weights_N)
     dw1_EFD, db1_EF, dw2_EDH, db2_ED = (
-        w1_EFD.new_zeros(p.shape if train_parameters and p is not None else (0,))
+        torch.zeros_like(p) if train_parameters and p is not None else w1_EFD.new_empty(0)
         for p in parameters
     )
     order_N, rows_by_expert = _sort_slots(ids_TK, w1_EFD.shape[0])

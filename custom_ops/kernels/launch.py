@@ -35,13 +35,13 @@ _ALIGNMENT = 16
 def launch(
     plan: ForwardPlan, tensors: Mapping[str, Tensor], workspace: Tensor | None = None
 ) -> None:
-    """Runs a layer's forward pass, writing ``tensors["y"]``, on the current stream.
+    """Runs a plan, writing its results among ``tensors``, on the current stream.
 
     Args:
         plan: What to run.
-        tensors: The operator's by argument, and y, each contiguous; x and y are ``[T, D]``, and on
-            the current device. One under the name of a workspace buffer takes that buffer's place:
-            it has its dtype and at least its size.
+        tensors: The operator's by argument, and the results, such as y, each contiguous; x and y
+            are ``[T, D]``, and all on the current device. One under the name of a workspace buffer
+            takes that buffer's place: it has its dtype and at least its size.
         workspace: uint8 of at least ``plan.workspace_size(T)`` bytes, aligned to 256; allocated
             where None. It need not be initialised.
     """

@@ -14,8 +14,8 @@ def keep_transposed_weights(model: ir.Model) -> None:
     """Gives MoE nodes what their weights are transposed from, and says so in their attributes.
 
     So a checkpoint's own file can hold it. Where a file is written anyway, turning the weight once
-    pays: with 64 tokens and (in, out), ONNX Runtime's loop over the experts takes up to 1.7 times as
-    long on a CPU, and the GPU's kernels for few tokens read shorter runs of memory.
+    pays: with (in, out) and 64 tokens, ONNX Runtime's loop over the experts takes up to 1.7 times
+    as long on a CPU, and the GPU's kernels for few tokens read shorter runs of memory.
     """
     for node in moe_nodes(model):
         for option in LAYOUT_OPTIONS:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,3 +223,57 @@ def test_a_layer_trains() -> None:
     assert losses[-1] < 0.2 * losses[0]
     for name, p in student.named_parameters():
         assert not torch.equal(p, before[name]), name
+
+
+def test_the_backward_pass_takes_the_choice_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = make_case("dropless")
+    expected = case.gradients()
+    calls = []
+
+    def another_choice_each_time(*arguments: Any) -> tuple[Tensor, Tensor]:
+        ids, weights = route(*arguments)
+        calls.append(ids)
+        return (ids + len(calls) - 1) % 5, weights
+
+    for module in ("custom_ops.dropless", "custom_ops._grouped"):
+        monkeypatch.setattr(import_module(module), "route", another_choice_each_time)
+    for name, gradient in case.gradients().items():
+        assert torch.equal(gradient, expected[name]), name
+    assert len(calls) == 1
+
+
+def test_inference_keeps_no_choice() -> None:
+    case = make_case("dropless").with_grad()
+    for training in (True, False):
+        with torch.profiler.profile() as profile, torch.set_grad_enabled(training):
+            result = case()
+        names = {event.name for event in profile.events()}
+        assert ("moe::dropless_routed" in names) == training
+        assert result.requires_grad == training
+
+
+_WITHOUT_PRIVATE_NAMES = """
+import torch
+kept = torch._C._AutoDispatchBelowAutograd
+del torch._C._AutoDispatchBelowAutograd
+import custom_ops
+torch._C._AutoDispatchBelowAutograd = kept
+from moe_cases import make_case
+case = make_case("dropless")
+moved = case.gradients()
+routed = torch.ops.moe.dropless_routed
+direct = case.gradients(lambda same: routed(*same.arguments.values(), **same.options)[0])
+assert all(torch.equal(moved[name], direct[name]) for name in direct)
+assert "dropless_routed" not in repr(case.with_grad()().grad_fn)
+"""
+
+
+def test_training_works_by_public_names() -> None:
+    paths = [str(Path(__file__).parents[1] / "support"), *sys.path]
+    subprocess.run(
+        [sys.executable, "-c", _WITHOUT_PRIVATE_NAMES],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
