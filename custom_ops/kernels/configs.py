@@ -237,6 +237,7 @@ def _gemm(
         num_warps,
         num_stages=max(1, min(4, stages + (not asynchronous))),
         tensor_maps=tensor_cores and architecture.has_tensor_maps and not joined,
+        persistent=asynchronous,
     )
 
 

@@ -25,7 +25,13 @@ from custom_ops.kernels.device import load_block, wait_for_previous
 from custom_ops.kernels.expressions import D, H, K, T, cdiv, minimum
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Argument, Buffer, KernelSpec, Step
-from custom_ops.kernels.weights import load_weights, split_gates, tile_columns, weights_of
+from custom_ops.kernels.weights import (
+    halves,
+    load_weights,
+    split_gates,
+    tile_columns,
+    weights_of,
+)
 
 
 @triton.jit
@@ -75,6 +81,37 @@ def _schedule(
 
 
 @triton.jit
+def _rows_of(tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M: tl.constexpr):
+    """Returns the expert of an M tile, its rows, and which of them the expert has."""
+    expert = tl.load(tile_expert_ptr + tile)
+    row = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)
+    return expert, row, row < tl.load(row_starts_ptr + expert + 1)
+
+
+@triton.jit
+def _store_block(ptr, block, row, first, in_expert, N: tl.constexpr):
+    n = first + tl.arange(0, block.shape[1])
+    ptrs = ptr + row.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=in_expert[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _store_tile(ptr, tile, row, first, in_expert, N: tl.constexpr):
+    """Stores a tile's columns from ``first`` on to the rows of ``[R, N]`` that the expert has.
+
+    A wide tile goes in two halves: on their way to contiguous rows they pass through shared memory,
+    which beside a next tile's stages has no room for the whole if two programs are to fit.
+    """
+    HALF: tl.constexpr = tile.shape[1] // 2
+    if HALF >= 64:
+        left, right = halves(tile)
+        _store_block(ptr, left, row, first, in_expert, N)
+        _store_block(ptr, right, row, first + HALF, in_expert, N)
+    else:
+        _store_block(ptr, tile, row, first, in_expert, N)
+
+
+@triton.jit
 def expert_up_kernel(
     x_ptr,  # [T, D]
     w1,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED: a pointer, or a tensor map
@@ -119,11 +156,12 @@ def expert_up_kernel(
     num_m, rounds = _schedule(
         row_starts_ptr, tile_expert_ptr, E, BLOCK_E, BLOCK_M, NUM_N, GROUP_M, PERSISTENT
     )
+    stored = program
     for turn in tl.range(0, rounds, flatten=PERSISTENT):
         tile, n_tile = _tile_at(program + turn * programs, num_m, NUM_N, GROUP_M)
-        expert = tl.load(tile_expert_ptr + tile)
-        row = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)
-        in_expert = row < tl.load(row_starts_ptr + expert + 1)
+        expert, row, in_expert = _rows_of(
+            tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M
+        )
         # Rows beyond the expert's compute on slot 0's token and are not stored.
         slot = tl.load(slot_of_row_ptr + row, mask=in_expert, other=0)
         k = tl.arange(0, BLOCK_K)
@@ -155,6 +193,15 @@ def expert_up_kernel(
             )
             z = tl.dot(x.to(dtype), w, z, input_precision=PRECISION)
 
+        if PERSISTENT:
+            # Found again by a count of its own: the loop's head is then a tile ahead, and what it
+            # found for this tile would stay in registers all the while.
+            tile, n_tile = _tile_at(stored, num_m, NUM_N, GROUP_M)
+            stored += programs
+            expert, row, in_expert = _rows_of(
+                tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M
+            )
+            first = n_tile * BLOCK_N
         if row_scale_ptr is not None:
             z *= tl.load(row_scale_ptr + slot // K)[:, None]
         if b1_ptr is not None:
@@ -162,9 +209,7 @@ def expert_up_kernel(
             z += tl.load(b1_ptr + expert.to(tl.int64) * F + column).to(tl.float32)[None, :]
         gate, up = split_gates(z, GATED, INTERLEAVED)
         h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT)
-        n = first + tl.arange(0, BLOCK_N)
-        h_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * H + n[None, :]
-        tl.store(h_ptrs, h.to(dtype), mask=in_expert[:, None] & (n < H)[None, :])
+        _store_tile(hidden_ptr, h, row, first, in_expert, H)
 
 
 @triton.jit
@@ -190,7 +235,7 @@ def expert_down_kernel(
     GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ``rows = hidden @ w2[expert].T + b2[expert]``, tile by tile."""
+    """Computes ``rows = hidden @ w2[expert].T + b2[expert]`` by tiles."""
     NUM_N: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -198,15 +243,15 @@ def expert_down_kernel(
     num_m, rounds = _schedule(
         row_starts_ptr, tile_expert_ptr, E, BLOCK_E, BLOCK_M, NUM_N, GROUP_M, PERSISTENT
     )
+    stored = program
     for turn in tl.range(0, rounds, flatten=PERSISTENT):
         tile, n_tile = _tile_at(program + turn * programs, num_m, NUM_N, GROUP_M)
-        expert = tl.load(tile_expert_ptr + tile)
-        first_row = tl.load(tile_row_ptr + tile)
-        row = first_row + tl.arange(0, BLOCK_M)
-        in_expert = row < tl.load(row_starts_ptr + expert + 1)
+        expert, row, in_expert = _rows_of(
+            tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M
+        )
         k = tl.arange(0, BLOCK_K)
-        # Rows beyond the expert's compute on its first row and are not stored.
-        h_row = tl.where(in_expert, row, first_row).to(tl.int64)
+        # Rows beyond the expert's compute on row 0 and are not stored.
+        h_row = tl.where(in_expert, row, 0).to(tl.int64)
         h_ptrs = hidden_ptr + h_row[:, None] * H + k[None, :]
         first = n_tile * BLOCK_N
 
@@ -231,12 +276,19 @@ def expert_down_kernel(
             )
             y = tl.dot(h, w, y, input_precision=PRECISION)
 
-        n = first + tl.arange(0, BLOCK_N)
+        if PERSISTENT:
+            # Found again by a count of its own: the loop's head is then a tile ahead, and what it
+            # found for this tile would stay in registers all the while.
+            tile, n_tile = _tile_at(stored, num_m, NUM_N, GROUP_M)
+            stored += programs
+            expert, row, in_expert = _rows_of(
+                tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M
+            )
+            first = n_tile * BLOCK_N
         if b2_ptr is not None:
-            y += tl.load(b2_ptr + expert.to(tl.int64) * D + n % D).to(tl.float32)[None, :]
-        y_ptrs = rows_ptr + row.to(tl.int64)[:, None] * D + n[None, :]
-        y = y.to(rows_ptr.dtype.element_ty)
-        tl.store(y_ptrs, y, mask=in_expert[:, None] & (n < D)[None, :])
+            column = tile_columns(first, D, BLOCK_N, GATED=False, INTERLEAVED=False)
+            y += tl.load(b2_ptr + expert.to(tl.int64) * D + column).to(tl.float32)[None, :]
+        _store_tile(rows_ptr, y, row, first, in_expert, D)
 
 
 def expert_up_step(layer: Layer, architecture: Architecture, config: GemmConfig) -> Step:
@@ -284,8 +336,10 @@ def _programs_at_once(
     """Returns how many programs a multiprocessor holds, by estimate."""
     columns = gates * config.block_n
     stages = config.num_stages * (config.block_m + columns) * config.block_k
-    shared = (stages + config.block_m * config.block_n) * itemsize
-    # Those of a thread besides its accumulators.
-    others = 80
-    registers = config.block_m * columns + 32 * config.num_warps * others
-    return max(1, min(architecture.shared_memory // shared, 64 * 1024 // registers))
+    stored = config.block_m * min(config.block_n, 64)
+    # Of a thread: a share of the accumulators, and as many others as those of the widest tile.
+    registers = config.block_m * columns + 32 * config.num_warps * 64
+    return max(
+        1,
+        min(architecture.shared_memory // ((stages + stored) * itemsize), 64 * 1024 // registers),
+    )

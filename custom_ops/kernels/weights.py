@@ -85,13 +85,18 @@ def load_weights(
 
 
 @triton.jit
+def halves(z):
+    """Returns the left and the right half of a block's columns."""
+    return z.reshape(z.shape[0], 2, z.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
 def split_gates(z, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Returns gate and up of a product's tile, or the tile twice where there are no gates."""
-    HALF: tl.constexpr = z.shape[1] // 2
     if INTERLEAVED:
-        gate, up = z.reshape(z.shape[0], HALF, 2).split()
+        gate, up = z.reshape(z.shape[0], z.shape[1] // 2, 2).split()
     elif GATED:
-        gate, up = z.reshape(z.shape[0], 2, HALF).permute(0, 2, 1).split()
+        gate, up = halves(z)
     else:
         gate, up = z, z
     return gate, up

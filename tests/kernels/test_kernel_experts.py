@@ -67,6 +67,14 @@ def test_weights_as_in_by_out(path, transposed, form):
     assert_matches(result, case.oracle(), case.dtypes)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_stored_in_halves(gated):
+    tile = GemmConfig(16, 128, 64, 4, 2, persistent=gated)
+    case = make_case("experts", (9,), width=200, hidden=72, dtype=torch.float16, gated=gated)
+    result = run_kernels(case, ranges=(RangeConfig(MAX_TOKENS, "gemm", tile, tile),))
+    assert_matches(result, case.oracle(), case.dtypes)
+
+
 @pytest.mark.parametrize("multiprocessors", [1, 3, 1000])
 def test_programs_that_take_several_tiles_or_none(multiprocessors):
     case = make_case(
