@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -181,7 +181,10 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
             ranges.append(RangeConfig(last, "mlp", _mlp(layer, block_m)))
         else:
             up = _gemm(layer, architecture, block_m, layer.hidden, depth=layer.width, gates=gates)
-            down = _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden, gates=1)
+            down = _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden)
+            if gates == 1:
+                # It activates twice the elements that it does when gated: registers run out.
+                up = replace(up, persistent=False)
             ranges.append(RangeConfig(last, "gemm", up, down))
     return tuple(ranges)
 
@@ -211,7 +214,13 @@ def _few(layer: Layer, columns: int, *, depth: int, vectors: int) -> FewConfig:
 
 
 def _gemm(
-    layer: Layer, architecture: Architecture, block_m: int, columns: int, *, depth: int, gates: int
+    layer: Layer,
+    architecture: Architecture,
+    block_m: int,
+    columns: int,
+    *,
+    depth: int,
+    gates: int = 1,
 ) -> GemmConfig:
     tensor_cores = _on_tensor_cores(layer, architecture)
     block_n, num_warps = (64, 4) if block_m <= 32 else (128 // gates, block_m // 16)
@@ -222,10 +231,10 @@ def _gemm(
     block_n = min(block_n, max(16, _power_of_2(columns)))
     while block_k > 16 and depth % block_k:
         block_k //= 2
-    # From shared memory alone, and slower to give its stages back, but with registers for two
-    # programs on a multiprocessor at any size.
+    # Operands then stay in shared memory, which leaves registers for two programs of 8 warps; each
+    # stage has a buffer of its own, where other products need one less.
     asynchronous = tensor_cores and architecture.has_async_products and block_m >= 64
-    # Gate and up columns that are apart in a row come as two boxes, which would have to be joined.
+    # The compiler joins the gate and up columns of one row through registers.
     joined = gates == 2 and layer.w1_transposed and not layer.options.interleaved
     programs = 2 if asynchronous or num_warps == 4 else 1
     stage = (block_m + gates * block_n) * block_k * layer.experts_dtype.itemsize
@@ -237,7 +246,8 @@ def _gemm(
         num_warps,
         num_stages=max(1, min(4, stages + (not asynchronous))),
         tensor_maps=tensor_cores and architecture.has_tensor_maps and not joined,
-        persistent=asynchronous,
+        # With tcgen05, registers for a second program run out.
+        persistent=asynchronous and architecture.capability == 90,
     )
 
 

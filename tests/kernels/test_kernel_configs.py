@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -78,12 +79,17 @@ def test_two_programs_for_each_multiprocessor(name, device):
             assert (columns, config.block_k, config.num_warps) == (128, 64, 8)
 
 
-@pytest.mark.parametrize("device", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_programs_persist_where_products_are_asynchronous(device):
-    asynchronous = device in ("sm_90", "sm_100")
-    for config, _ in products(LAYERS["qwen3"], device):
-        assert config.persistent == (asynchronous and config.block_m >= 64)
-    assert not any(config.persistent for config, _ in products(LAYERS["float32"], device))
+def test_programs_persist_where_registers_hold_two():
+    def persistent(name: str, device: str) -> set[tuple[int, bool, bool]]:
+        ranges = default_ranges(LAYERS[name], architecture(device))[1:]
+        return {(each.up.block_m, each.up.persistent, each.down.persistent) for each in ranges}
+
+    few = {(16, False, False), (32, False, False)}
+    assert persistent("qwen3", "sm_90") == few | {(64, True, True), (128, True, True)}
+    assert persistent("swin", "sm_90") == few | {(64, False, True), (128, False, True)}
+    for device in ("sm_80", "sm_100", "sm_120"):
+        assert persistent("qwen3", device) == few | {(64, False, False), (128, False, False)}
+    assert not any(persists for _, *both in persistent("float32", "sm_90") for persists in both)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +130,7 @@ def test_persistent_programs_are_as_many_as_run_at_once(config, at_once):
 
 def test_a_measured_configuration_is_of_a_layout():
     layer = LAYERS["qwen3"]
-    changes = (
+    changes: tuple[dict[str, Any], ...] = (
         {},
         {"w1_transposed": True},
         {"w2_transposed": True},
