@@ -80,7 +80,7 @@ def load_weights(
             ptrs = w + (expert * K + start) * N + (k.to(tl.int64)[:, None] * N + n[None, :])
         else:
             ptrs = w + (expert * N + n)[None, :] * K + k[:, None] + start
-        tile = load_block(ptrs, (start + k < K)[:, None], WHOLE)
+        tile = load_block(ptrs, (k + start < K)[:, None], WHOLE)
     return tile
 
 
