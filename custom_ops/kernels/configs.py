@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -56,12 +56,14 @@ class GemmConfig:
 
     Attributes:
         block_m: Rows of one expert.
-        block_n: Columns of the result; as many again for the up half when gated.
+        block_n: Columns of the result; as many again of the weights when gated.
         block_k: Depth of one pipeline stage.
         num_warps: Warps of a program.
         num_stages: Depth of the pipeline.
         group_m: M tiles that take an N tile's weights one after another.
         tensor_maps: Whether the weights come through the tensor memory accelerator.
+        persistent: Whether as many programs as run at once compute all tiles, in turn; each then
+            loads for its next tile while it stores one.
     """
 
     block_m: int
@@ -71,6 +73,7 @@ class GemmConfig:
     num_stages: int
     group_m: int = 8
     tensor_maps: bool = False
+    persistent: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,11 @@ def shape_key(layer: Layer) -> str:
     dtypes = f"{SHORT_NAMES[layer.tokens_dtype]}-{SHORT_NAMES[layer.experts_dtype]}"
     if layer.tf32:
         dtypes += "-tf32"
-    gated = "-gated" if layer.options.gated else ""
-    return f"d{layer.width}-h{layer.hidden}-e{layer.experts}-k{layer.top_k}{gated}-{dtypes}"
+    options = layer.options
+    gates = "-interleaved" if options.interleaved else "-gated" if options.gated else ""
+    layout = "-w1t" * layer.w1_transposed + "-w2t" * layer.w2_transposed
+    sizes = f"d{layer.width}-h{layer.hidden}-e{layer.experts}-k{layer.top_k}"
+    return f"{sizes}{gates}-{dtypes}{layout}"
 
 
 def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfig, ...]:
@@ -197,10 +203,13 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
         if last <= few:
             continue
         if on_chip:
-            ranges.append(RangeConfig(last, "mlp", _mlp(layer, architecture, block_m)))
+            ranges.append(RangeConfig(last, "mlp", _mlp(layer, block_m)))
         else:
             up = _gemm(layer, architecture, block_m, layer.hidden, depth=layer.width, gates=gates)
-            down = _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden, gates=1)
+            down = _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden)
+            if gates == 1:
+                # It activates twice the elements that it does when gated: registers run out.
+                up = replace(up, persistent=False)
             ranges.append(RangeConfig(last, "gemm", up, down))
     return tuple(ranges)
 
@@ -269,35 +278,47 @@ def _few(
 
 
 def _gemm(
-    layer: Layer, architecture: Architecture, block_m: int, columns: int, *, depth: int, gates: int
+    layer: Layer,
+    architecture: Architecture,
+    block_m: int,
+    columns: int,
+    *,
+    depth: int,
+    gates: int = 1,
 ) -> GemmConfig:
     tensor_cores = _on_tensor_cores(layer, architecture)
-    big = architecture.shared_memory >= 200 * 1024
-    if block_m <= 32:
-        block_n, block_k, num_warps = 64, 128, 4
-    elif block_m == 64:
-        block_n, block_k, num_warps = 128 // gates, 64, 4
-    else:
-        block_n, block_k, num_warps = (256 if big else 128) // gates, 64, 8
+    block_n, num_warps = (64, 4) if block_m <= 32 else (128 // gates, block_m // 16)
+    block_k = 64
     if not tensor_cores:
         # Products without tensor cores take their operands from registers.
         block_n, block_k = min(block_n, 64), 32
-    tensor_maps = tensor_cores and architecture.has_tensor_maps
-    if tensor_maps:
-        block_k = 64  # 128 bytes, the widest swizzle.
     block_n = min(block_n, max(16, _power_of_2(columns)))
     while block_k > 16 and depth % block_k:
         block_k //= 2
+    # Operands then stay in shared memory, which leaves registers for two programs of 8 warps; each
+    # stage has a buffer of its own, where other products need one less.
+    asynchronous = tensor_cores and architecture.has_async_products and block_m >= 64
+    # The compiler joins the gate and up columns of one row through registers.
+    joined = gates == 2 and layer.w1_transposed and not layer.options.interleaved
+    programs = 2 if asynchronous or num_warps == 4 else 1
     stage = (block_m + gates * block_n) * block_k * layer.experts_dtype.itemsize
-    num_stages = max(1, min(4, (architecture.shared_memory - 4096) // stage))
-    return GemmConfig(block_m, block_n, block_k, num_warps, num_stages, tensor_maps=tensor_maps)
+    stages = (architecture.shared_memory // programs - 1024) // stage
+    return GemmConfig(
+        block_m,
+        block_n,
+        block_k,
+        num_warps,
+        num_stages=max(1, min(4, stages + (not asynchronous))),
+        tensor_maps=tensor_cores and architecture.has_tensor_maps and not joined,
+        # With tcgen05, registers for a second program run out.
+        persistent=asynchronous and architecture.capability == 90,
+    )
 
 
-def _mlp(layer: Layer, architecture: Architecture, block_m: int) -> MlpConfig:
-    block_n = 32 if architecture.shared_memory < 128 * 1024 else 64
+def _mlp(layer: Layer, block_m: int) -> MlpConfig:
     return MlpConfig(
         block_m,
-        min(block_n, max(16, _power_of_2(layer.hidden))),
+        min(32, max(16, _power_of_2(layer.hidden))),
         num_warps=8 if block_m == 128 else 4,
         num_stages=2,
     )
