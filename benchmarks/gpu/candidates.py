@@ -110,7 +110,7 @@ def gemm_candidates(
         away = max(0.0, 64 - shared) + max(0.0, shared - 192)
         loads = 1 / config.block_m + 1 / (gates * config.block_n)
         slow = architecture.has_tensor_maps and not config.tensor_maps
-        return (config.group_m != 8, slow, away, round(loads, 3), -config.block_k)
+        return (slow, away, round(loads, 3), -config.block_k)
 
     tried = choices(
         GemmConfig,
@@ -128,8 +128,11 @@ def gemm_candidates(
         if _is_distinct(layer, config, columns, depth, gates)
         and fits(layer, architecture, config, gates)
     ]
-    order = sorted(found, key=badness)
-    return tuple(spread(order, blocks, attrgetter("block_n"), attrgetter("num_stages")))
+    tiles = spread(
+        sorted(found, key=badness), blocks, attrgetter("block_n"), attrgetter("num_stages")
+    )
+    # Other groupings of the same tiles come last.
+    return tuple(sorted(tiles, key=lambda config: config.group_m != 8))
 
 
 def _is_distinct(layer: Layer, config: GemmConfig, columns: int, depth: int, gates: int) -> bool:

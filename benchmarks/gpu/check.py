@@ -20,6 +20,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,9 +110,11 @@ class Check:
         """Writes the archive anew, beside the last one, which it then replaces."""
         self.archive.parent.mkdir(parents=True, exist_ok=True)
         beside = self.archive.with_name(f".{self.archive.name}")
-        with tarfile.open(beside, "w:gz", compresslevel=1) as archive:
-            archive.add(self.window.results, "gpu_check")
-        beside.replace(self.archive)
+        # What a stage writes beside a file and renames may vanish; then the last one stays.
+        with suppress(FileNotFoundError):
+            with tarfile.open(beside, "w:gz", compresslevel=1) as archive:
+                archive.add(self.window.results, "gpu_check")
+            beside.replace(self.archive)
 
 
 def main() -> None:

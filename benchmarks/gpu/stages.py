@@ -58,7 +58,7 @@ class Window:
         """Yields the stages, those that later ones depend on first."""
         # Without a device everything else would be skipped, and would seem well.
         device = _DEVICE.format(rehearsal=self.rehearsal)
-        yield Stage("device", ((sys.executable, "-c", device),), 60)
+        yield Stage("device", ((sys.executable, "-c", device),), 30)
         yield self._cache()
         yield self._library()
         yield self._tests()
@@ -66,12 +66,12 @@ class Window:
         yield Stage("shapes", ((*accuracy, *self._sizes()),), 120)
         yield from self._sanitizers()
         pairs = self._module("dependent_launch", "--json", self._json("dependent"))
-        yield Stage("dependent", ((*pairs, *self._sizes(*_DEPENDENT)),), 120)
+        yield Stage("dependent", ((*pairs, *self._sizes(*_DEPENDENT)),), 90)
         yield self._measure("baseline", 300)
         yield self._profile()
         yield self._tune()
         package = self.build / "package" if self.rehearsal else ROOT / "custom_ops" / "kernels"
-        yield self._measure("tuned", 300, ("cp", "-r", str(self._tables), str(package)))
+        yield self._measure("tuned", 240, ("cp", "-r", str(self._tables), str(package)))
 
     def _module(self, name: str, *arguments: str) -> tuple[str, ...]:
         trial = ("--dry-run",) if self.rehearsal else ()
@@ -110,7 +110,7 @@ class Window:
         # Outcomes are in the log as they come, also if the rest is killed.
         parallel = ("-n", _workers()) if find_spec("xdist") and not self.rehearsal else ()
         tests = ("--durations", "5", "tests/ops/test_gpu.py", "tests/trt/test_gpu_launcher.py")
-        return Stage("tests", ((*pytest, *parallel, *tests),), 240)
+        return Stage("tests", ((*pytest, *parallel, *tests),), 210)
 
     def _sanitizers(self) -> Iterator[Stage]:
         """Layers through the C++ launcher: under the tools, PyTorch would take minutes to start."""
@@ -153,7 +153,7 @@ class Window:
             forward = self._module("forward", cell)
             commands.append((str(profiler), *collect, *chosen, *forward))
             commands.append((str(profiler), "--import", f"{report}.ncu-rep", "--page", "details"))
-        return Stage("profile", tuple(commands), 120, missing="" if profiler else "no ncu here")
+        return Stage("profile", tuple(commands), 110, missing="" if profiler else "no ncu here")
 
     def _tune(self) -> Stage:
         sizes = ("--tokens", "5", "--limit", "1") if self.rehearsal else ("--shapes", _TUNED)

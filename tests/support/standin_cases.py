@@ -24,7 +24,7 @@ from custom_ops.kernels.spec import ForwardPlan
 from interpreted_gpu import InterpretedGpu, uncompiled_program
 from launcher_cases import make_cases, write_cases
 from moe_cases import Case
-from standin import ROOT, SOURCES, Standin, build, standin
+from standin import ROOT, Standin, build, standin
 
 ON = architecture("sm_90")
 # Interpreted, others take long.
@@ -52,9 +52,10 @@ def run(driver: Standin, cases: list[tuple[ForwardPlan, Case]], *arguments: str)
         gpu.register(planned, program)
         for kernel in program.kernels:
             driver.add_image(kernel.image)
-    sources = [*SOURCES, ROOT / "tests" / "native" / "run_cases.cc"]
-    flags = ("-O1", "-fPIC", "-shared", "-ldl")
-    library = ctypes.CDLL(str(build("librun_cases.so", sources, *flags)))
+    package = ROOT / "trt_plugin"
+    linked = (f"-L{package}", "-ldynamo_moe", f"-Wl,-rpath,{package}", "-ldl")
+    source = ROOT / "tests" / "native" / "run_cases.cc"
+    library = ctypes.CDLL(str(build("librun_cases.so", [source], "-fPIC", "-shared", *linked)))
     given = [b"run_cases", *(each.encode() for each in arguments)]
     code = library.main(len(given), (ctypes.c_char_p * len(given))(*given))
     for error in driver.errors:
