@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from typing import Any
 import torch
 
 from benchmarks.common.report import parser
+from benchmarks.gpu import accuracy
 from benchmarks.gpu.compiling import Compilation, compile_jobs, plan_jobs
 from benchmarks.gpu.dependent_launch import without_dependent_launch
 from benchmarks.gpu.kernel_archive import kernel_count, pack
 from benchmarks.gpu.layers import ROUTINGS, Shape, matching
 from benchmarks.gpu.speed import cells_of, measuring_jobs
+from benchmarks.gpu.stages import CANDIDATES, TUNED
 from benchmarks.gpu.tune_kernels import TOKENS, tuning_jobs
 from custom_ops.kernels.architectures import Architecture, architecture
 
@@ -33,21 +35,23 @@ _LIBRARY = "triton/_C/libtriton.so"
 
 
 def window_jobs(
-    shapes: tuple[Shape, ...], on: Architecture, limit: int
+    shapes: Sequence[Shape], tuned: Sequence[Shape], on: Architecture, limit: int
 ) -> Iterator[tuple[object, Compilation]]:
     """Yields compilations of the bfloat16 layers, those that are needed first first.
 
-    They are what is measured, what is measured without dependent launch, and up to ``limit``
-    candidates of each product and height of tiles.
+    They are what is measured and compared, the same without dependent launch, and up to ``limit``
+    candidates of each product and height of tiles for the layers that are tuned.
     """
     dtype = torch.bfloat16
     cells = list(cells_of(shapes, (), ROUTINGS))
     yield from measuring_jobs(cells, on, dtype).items()
+    for shape in shapes:
+        yield from plan_jobs(shape.layer(dtype), on, accuracy.TOKENS)
     for cell in cells:
         if cell.routes:
             layer = cell.shape.layer(dtype)
             yield from plan_jobs(layer, without_dependent_launch(on), [cell.tokens])
-    for shape in shapes if limit else ():
+    for shape in tuned if limit else ():
         yield from tuning_jobs(shape.layer(dtype).canonical(), on, TOKENS, limit).items()
 
 
@@ -110,7 +114,7 @@ def main() -> None:
     known.add_argument("--output", type=Path, required=True, help="archive to write")
     known.add_argument("--cache", type=Path, help="folder to compile into; default: beside output")
     known.add_argument("--shapes", default="", help="beginnings of layers' names; default: all")
-    known.add_argument("--limit", type=int, default=24, help="candidates of the tuner")
+    known.add_argument("--limit", type=int, default=CANDIDATES, help="candidates of the tuner")
     known.add_argument("--budget", type=float, help="seconds to take; default: no limit")
     known.add_argument("--triton-key-from", type=Path, help="the GPU machine's wheel of Triton")
     given = known.parse_args()
@@ -120,10 +124,10 @@ def main() -> None:
     # Of the processes that compile; in this one kernels are interpreted.
     os.environ |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     os.environ["TRITON_STORE_BINARY_ONLY"] = "1"
-    jobs = {
-        name: partial(job, device="cpu")
-        for name, job in window_jobs(matching(given.shapes), on, given.limit)
-    }
+    shapes = matching(given.shapes)
+    tuned = [shape for shape in matching(TUNED) if shape in shapes]
+    wanted = window_jobs(shapes, tuned, on, given.limit)
+    jobs = {name: partial(job, device="cpu") for name, job in wanted}
     failed = compile_jobs(jobs, seconds=given.budget, prepare=partial(pretend, on.capability, key))
     for name, why in failed.items():
         print(f"not compiled: {name}: {why}")

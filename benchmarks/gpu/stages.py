@@ -13,11 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 #: In a command, the seconds that it may take.
 SECONDS = "{seconds}"
+#: The layers that are tuned, and how many candidates of each product and height of tiles there is
+#: time for.
+TUNED, CANDIDATES = "qwen3,mixtral,gpt-oss,swin", 8
 
 # Cores that tests and compilations take; each process of the tests holds a context on the GPU.
 _MOST_WORKERS = 14
 _SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
-_TUNED = "qwen3,mixtral,gpt-oss,swin"
 # Layers and numbers of tokens that are measured with dependent launch and without it.
 _DEPENDENT = ("--shapes", "qwen3,mixtral,swin2", "--tokens", "1,16,1024")
 _BREAKDOWNS = ("qwen3:16", "qwen3:1024", "mixtral:4096", "swin1:64")
@@ -156,7 +158,8 @@ class Window:
         return Stage("profile", tuple(commands), 110, missing="" if profiler else "no ncu here")
 
     def _tune(self) -> Stage:
-        sizes = ("--tokens", "5", "--limit", "1") if self.rehearsal else ("--shapes", _TUNED)
+        asked = ("--shapes", TUNED, "--limit", str(CANDIDATES))
+        sizes = ("--tokens", "5", "--limit", "1") if self.rehearsal else asked
         command = self._module("tune_kernels", "--output", str(self._tables), *sizes)
         return Stage("tune", ((*command, "--budget", SECONDS),), 500)
 

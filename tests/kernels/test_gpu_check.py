@@ -354,9 +354,10 @@ def test_the_key_of_another_wheel(tmp_path):
 
 
 def test_all_kernels_of_the_window_are_compiled_beforehand():
-    on = architecture("sm_90")
-    jobs = dict(precompile.window_jobs((SHAPES["tiny"],), on, 2))
+    on, shapes = architecture("sm_90"), [SHAPES["tiny"]]
+    jobs = dict(precompile.window_jobs(shapes, shapes, on, 2))
     specs = [job.spec for job in jobs.values() if isinstance(job, PlanJob)]
     assert {spec.dependent_launch for spec in specs} == {True, False}
-    measured = dict(precompile.window_jobs((SHAPES["tiny"],), on, 0))
+    measured = dict(precompile.window_jobs(shapes, shapes, on, 0))
     assert set(measured) < set(jobs)
+    assert list(measured) == list(dict(precompile.window_jobs(shapes, [], on, 2)))
