@@ -294,6 +294,18 @@ def test_a_wrong_version_is_found(monkeypatch):
     assert bench.measure(Cell(shape, 50)).wrong == {GROUPED: "50 of 50 rows differ from ours"}
 
 
+def test_each_cell_is_saved():
+    """What ends the process between two cells loses neither."""
+    results = speed.Results(RATES)
+    saved: list[list[int]] = []
+    speed.measure_cells(
+        [Cell(SHAPES["tiny"], count, "one") for count in (1, 5)],
+        *(speed.Device.chosen(dry_run=True), torch.float32, math.inf, results),
+        lambda: saved.append([each.cell.count for each in results.cells]),
+    )
+    assert saved == [[1], [1, 5]]
+
+
 def test_a_version_that_fails_is_left_out(monkeypatch):
     def broken(*_):
         raise RuntimeError("no such product\nand more")
