@@ -31,13 +31,13 @@ def main() -> None:
     known.add_argument("archive", type=Path, help="what benchmarks.gpu.precompile wrote")
     known.add_argument("--shapes", default="", help="beginnings of layers' names; default: all")
     known.add_argument("--budget", type=float, help="seconds to compile; default: no limit")
-    known.add_argument("--dry-run", action="store_true", help="try the tiny layer without a GPU")
+    known.add_argument("--dry-run", action="store_true", help="try it without a GPU")
     given = known.parse_args()
     cache = Path(triton.knobs.cache.dir)
     unpack(given.archive, cache)
     before, started = kernel_count(cache), time.monotonic()
     on = architecture(90) if given.dry_run else Device.chosen(dry_run=False).architecture
-    shapes = matching("tiny" if given.dry_run else given.shapes)
+    shapes = matching("tiny" if given.dry_run and not given.shapes else given.shapes)
     cells = list(cells_of(shapes, (), ["uniform"]))
     jobs = measuring_jobs(cells, on, torch.bfloat16)
     prepare = None
