@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ def architecture(name: str | int) -> Architecture:
 def nearest_architecture(major: int, minor: int) -> Architecture:
     """Returns what to plan by on a device: its own architecture, else the nearest older one.
 
+    It has no dependent launch where the environment variable ``DYNAMO_MOE_DEPENDENT_LAUNCH`` is 0.
+
     Args:
         major: Major number of the device's compute capability.
         minor: Minor number of the device's compute capability.
@@ -99,4 +102,7 @@ def nearest_architecture(major: int, minor: int) -> Architecture:
             f"the kernels need compute capability {min(ARCHITECTURES) / 10} or later, "
             f"the device has {major}.{minor}"
         )
-    return ARCHITECTURES[max(older)]
+    nearest = ARCHITECTURES[max(older)]
+    if os.environ.get("DYNAMO_MOE_DEPENDENT_LAUNCH") == "0":
+        return replace(nearest, has_dependent_launch=False)
+    return nearest

@@ -252,6 +252,15 @@ def test_the_nearest_architecture(major, minor, expected):
     assert nearest_architecture(major, minor).capability == expected
 
 
+def test_dependent_launch_can_be_forbidden(monkeypatch):
+    monkeypatch.setenv("DYNAMO_MOE_DEPENDENT_LAUNCH", "0")
+    forbidden = nearest_architecture(9, 0)
+    assert forbidden == replace(architecture("sm_90"), has_dependent_launch=False)
+    for value in ("1", ""):
+        monkeypatch.setenv("DYNAMO_MOE_DEPENDENT_LAUNCH", value)
+        assert nearest_architecture(9, 0) == architecture("sm_90")
+
+
 def test_a_device_older_than_all_is_refused():
     with pytest.raises(ValueError, match=r"need compute capability 7\.5 .* has 7\.0"):
         nearest_architecture(7, 0)

@@ -71,10 +71,10 @@ def gpu_case(op: str, tokens: int, **sizes) -> Case:
     Rounding would decide the routing of such tokens.
     """
     case = make_case(op, (tokens,), **{"width": 136, "hidden": 72, "experts": 8} | sizes)
-    return on_gpu(_without_ties(case) if op == "dropless" and tokens > 1 else case)
+    return on_gpu(without_ties(case) if op == "dropless" and tokens > 1 else case)
 
 
-def _without_ties(case: Case) -> Case:
+def without_ties(case: Case) -> Case:
     a = case.arguments
     experts = a["w1"].shape[0]
     if a["top_k"] == experts:
