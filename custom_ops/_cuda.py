@@ -24,8 +24,9 @@ def forward(
     router: RouterOptions | None = None,
 ) -> Tensor:
     """Computes what :func:`custom_ops._grouped.forward` computes."""
-    routing_dtype, weights_dtype = (None if t is None else t.dtype for t in routing.values())
-    if torch.float64 in (x_TD.dtype, routing_dtype, weights_dtype, parameters.w1_EFD.dtype):
+    dtypes = {name: None if t is None else t.dtype for name, t in routing.items()}
+    routing_dtype, weights_dtype, *_ = dtypes.values()
+    if torch.float64 in (x_TD.dtype, *dtypes.values(), parameters.w1_EFD.dtype):
         # There are no kernels but PyTorch's own.
         return _grouped.forward(x_TD, routing, parameters, options, router)
 
@@ -46,6 +47,7 @@ def forward(
         router=router,
         routing_dtype=routing_dtype or torch.int64,
         weights_dtype=weights_dtype,
+        selection_dtype=dtypes.get("selection_bias"),
         b1=b1_EF is not None,
         b2=b2_ED is not None,
         tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",

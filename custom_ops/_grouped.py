@@ -44,8 +44,8 @@ def forward(
 
     Args:
         x_TD: Tokens ``[T, D]``.
-        routing: The operator's ``router_weight`` and ``router_bias``, or ``expert_ids [T, K]`` and
-            ``expert_weights [T, K]``.
+        routing: The operator's ``router_weight``, ``router_bias`` and ``selection_bias``, or
+            ``expert_ids [T, K]`` and ``expert_weights [T, K]``.
         parameters: The experts' parameters.
         options: What an expert computes.
         router: What the router computes.
@@ -54,7 +54,13 @@ def forward(
         ``[T, D]`` in x's dtype.
     """
     if router is not None:
-        ids_TK, weights_TK = route(x_TD, routing["router_weight"], routing["router_bias"], router)
+        ids_TK, weights_TK = route(
+            x_TD,
+            routing["router_weight"],
+            routing["router_bias"],
+            router,
+            routing["selection_bias"],
+        )
     else:
         ids_TK, weights_TK = routing["expert_ids"], routing["expert_weights"]
     _check_ids(ids_TK, parameters.w1_EFD.shape[0])

@@ -26,7 +26,8 @@ _ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
 LIBRARY.define(
     "dropless(Tensor x, Tensor router_weight, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
     # Positional, since torch.library's autograd takes no keyword-only tensors.
-    f"int top_k, Tensor? router_bias=None, *, {schema_of(_OPTIONS)}) -> Tensor",
+    "int top_k, Tensor? router_bias=None, Tensor? selection_bias=None, *, "
+    f"{schema_of(_OPTIONS)}) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -41,6 +42,7 @@ def dropless(
     b2: Tensor | None,
     top_k: int,
     router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
     **options: Unpack[DroplessKeywords],
 ) -> Tensor:
     """Routes each token to its ``top_k`` experts and sums their weighted results.
@@ -59,11 +61,13 @@ def dropless(
         b2: ``[E, D]`` in ``w1``'s dtype, or None.
         top_k: Experts per token, in ``1..E``.
         router_bias: ``[E]`` added to the logits, or None.
+        selection_bias: ``[E]`` added to the scores by which experts and groups are chosen, but not
+            to the weights, or None: DeepSeek-V3's correction bias. It has no gradient.
         {options}
 
     Returns:
-        ``[..., D]`` in x's dtype, contiguous. Differentiable once in every floating tensor; the
-        choice of experts has no gradient.
+        ``[..., D]`` in x's dtype, contiguous. Differentiable once in every floating tensor but
+        ``selection_bias``; the choice of experts has no gradient.
 
     Raises:
         ValueError: If a shape, device or option does not fit.
@@ -78,7 +82,7 @@ def dropless(
     """
     check_keywords(dropless, {**options})
     result: Tensor = torch.ops.moe.dropless(
-        x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
+        x, router_weight, w1, b1, w2, b2, top_k, router_bias, selection_bias, **options
     )
     return result
 
@@ -99,12 +103,13 @@ def _check(
     b2: Tensor | None,
     top_k: int,
     router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[RouterOptions, ExpertOptions]:
     router_options, rest = _split_options(top_k, options)
     expert_options = ExpertOptions(**rest)
     check_experts(x, w1, b1, w2, b2, expert_options)
-    check_router(x, router_weight, router_bias, w1, top_k)
+    check_router(x, router_weight, router_bias, selection_bias, w1, router_options)
     return router_options, expert_options
 
 
@@ -125,15 +130,21 @@ def _dropless_forward(
     b2: Tensor | None,
     top_k: int,
     router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     router_options, expert_options = _check(
-        x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
+        x, router_weight, w1, b1, w2, b2, top_k, router_bias, selection_bias, **options
     )
+    routing = {
+        "router_weight": router_weight,
+        "router_bias": router_bias,
+        "selection_bias": selection_bias,
+    }
     forward = _cuda.forward if x.is_cuda else _grouped.forward
     y_TD = forward(
         x.reshape(-1, x.shape[-1]),
-        {"router_weight": router_weight, "router_bias": router_bias},
+        routing,
         ExpertParameters(w1, b1, w2, b2),
         expert_options,
         router_options,
@@ -144,18 +155,18 @@ def _dropless_forward(
 def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
 ) -> None:
-    *tensors, ctx.top_k, router_bias = inputs
-    ctx.save_for_backward(*tensors, router_bias)
+    *tensors, ctx.top_k, router_bias, selection_bias = inputs
+    ctx.save_for_backward(*tensors, router_bias, selection_bias)
     ctx.options = keyword_only_inputs
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, router_weight, w1, b1, w2, b2, router_bias = ctx.saved_tensors
+    x, router_weight, w1, b1, w2, b2, router_bias, selection_bias = ctx.saved_tensors
     router_options, expert_options = _split_options(ctx.top_k, ctx.options)
     x_TD, dy_TD = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
     # A backward called inside a region of autocast would route in half precision.
     with torch.autocast(x.device.type, enabled=False):
-        ids_TK, weights_TK = route(x_TD, router_weight, router_bias, router_options)
+        ids_TK, weights_TK = route(x_TD, router_weight, router_bias, router_options, selection_bias)
         dx_TD, dweights_TK, dw1, db1, dw2, db2 = torch.ops.moe.experts_backward(
             dy_TD, x_TD, ids_TK, weights_TK, w1, b1, w2, b2,
             any(ctx.needs_input_grad[2:6]), **expert_options,
@@ -165,8 +176,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         )
     dx = (dx_TD + dx_router_TD.to(x.dtype)).view(x.shape)
     dbias = None if router_bias is None else dbias_E.to(router_bias.dtype)
-    gradients = (dx, drouter_ED.to(router_weight.dtype), dw1, db1, dw2, db2, None, dbias)
-    # Not strict: the dispatcher drops router_bias from the inputs where it is None.
+    gradients = (dx, drouter_ED.to(router_weight.dtype), dw1, db1, dw2, db2, None, dbias, None)
+    # Not strict: the dispatcher drops trailing biases from the inputs where they are None.
     return tuple(
         gradient if needed else None
         for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False)

@@ -243,7 +243,7 @@ def router_config(
     layer: Layer, architecture: Architecture, first_tokens: int, last_tokens: int
 ) -> RouterConfig:
     """Chooses for a range of tokens from sizes alone; nothing here was measured on a GPU."""
-    experts = max(16, _power_of_2(layer.experts))
+    experts = max(16, layer.expert_places)
     weight_bytes = layer.experts * layer.width * layer.routing_dtype.itemsize
     few = last_tokens <= _FEW_TOKENS
     if experts <= 256 and weight_bytes <= (_ALONE_BYTES if few else _FUSED_BYTES):

@@ -31,6 +31,7 @@ class Layer:
         routing_dtype: Dtype of ``router_weight``; without a router, of ``expert_ids``.
         weights_dtype: Dtype of ``router_bias``, None if there is none; without a router, of
             ``expert_weights``.
+        selection_dtype: Dtype of ``selection_bias``, None if there is none.
         b1: Whether the first product has a bias.
         b2: Whether the second product has a bias.
         tf32: Whether products of float32 experts may round their inputs to TF32.
@@ -52,6 +53,7 @@ class Layer:
     router: RouterOptions | None = None
     routing_dtype: torch.dtype = torch.int64
     weights_dtype: torch.dtype | None = torch.float32
+    selection_dtype: torch.dtype | None = None
     b1: bool = False
     b2: bool = False
     tf32: bool = False
@@ -73,14 +75,16 @@ class Layer:
         if self.router is None:
             self._check_dtype("routing_dtype", IDS)
             self._check_dtype("weights_dtype", KERNEL_FLOATS)
+            self._check_dtype("selection_dtype", (None,))
             return
-        if self.router.top_k != self.top_k or self.top_k > self.experts:
-            raise ValueError(
-                f"top_k must be the router's ({self.router.top_k}) and at most the number of "
-                f"experts ({self.experts}), got {self.top_k}"
-            )
+        if self.router.top_k != self.top_k:
+            raise ValueError(f"top_k must be the router's ({self.router.top_k}), got {self.top_k}")
+        for condition, message in self.router.rules(self.experts):
+            if not condition:
+                raise ValueError(message)
         self._check_dtype("routing_dtype", KERNEL_FLOATS)
         self._check_dtype("weights_dtype", (*KERNEL_FLOATS, None))
+        self._check_dtype("selection_dtype", (*KERNEL_FLOATS, None))
 
     def _check_dtype(self, name: str, allowed: tuple[torch.dtype | None, ...]) -> None:
         value = getattr(self, name)
@@ -92,6 +96,15 @@ class Layer:
     def rows(self) -> int:
         """F, the rows of one expert's w1: H, or 2H when gated."""
         return self.options.rows_per_hidden * self.hidden
+
+    @property
+    def expert_places(self) -> int:
+        """The places of a program that scores all experts: powers of two, and of them for groups.
+
+        Each group of experts begins at a multiple of its places.
+        """
+        groups = self.router.n_group if self.router else 1
+        return _power_of_2(groups) * _power_of_2(self.experts // groups)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -109,3 +122,7 @@ class Layer:
             router=None if self.router is None else self.router.canonical(),
             tf32=self.tf32 and self.experts_dtype == torch.float32,
         )
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
