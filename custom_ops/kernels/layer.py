@@ -31,12 +31,12 @@ class Layer:
         routing_dtype: Dtype of ``router_weight``; without a router, of ``expert_ids``.
         weights_dtype: Dtype of ``router_bias``, None if there is none; without a router, of
             ``expert_weights``.
-        selection_dtype: Dtype of ``selection_bias``, None if there is none.
         b1: Whether the first product has a bias.
         b2: Whether the second product has a bias.
         tf32: Whether products of float32 experts may round their inputs to TF32.
         w1_transposed: Whether w1 lies in memory as (in, out), ``[E, D, F]``, not ``[E, F, D]``.
         w2_transposed: Whether w2 lies in memory as (in, out), ``[E, H, D]``, not ``[E, D, H]``.
+        selection_dtype: Dtype of ``selection_bias``, None if there is none.
 
     Raises:
         ValueError: If a size is out of range.
@@ -53,12 +53,12 @@ class Layer:
     router: RouterOptions | None = None
     routing_dtype: torch.dtype = torch.int64
     weights_dtype: torch.dtype | None = torch.float32
-    selection_dtype: torch.dtype | None = None
     b1: bool = False
     b2: bool = False
     tf32: bool = False
     w1_transposed: bool = False
     w2_transposed: bool = False
+    selection_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("experts", MAX_EXPERTS), ("top_k", MAX_TOP_K)):
