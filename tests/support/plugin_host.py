@@ -60,7 +60,7 @@ _REQUIRED = {
     "dropless": ("x", "router_weight", "w1", "w2"),
     "experts": ("x", "expert_ids", "expert_weights", "w1", "w2"),
 }
-_OPTIONAL = {"dropless": ("router_bias", "selection_bias", "b1", "b2"), "experts": ("b1", "b2")}
+_OPTIONAL = {"dropless": ("router_bias", "b1", "b2", "selection_bias"), "experts": ("b1", "b2")}
 _TEXT_BYTES = 4096
 _ALIGNMENT = 256
 
@@ -450,7 +450,6 @@ def filled(case: Case) -> Case:
     experts, rows, width = a["w1"].shape
     zeros = {
         "router_bias": lambda: a["router_weight"].new_zeros(experts),
-        "selection_bias": lambda: a["router_weight"].new_zeros(experts),
         "b1": lambda: a["w1"].new_zeros(experts, rows),
         "b2": lambda: a["w1"].new_zeros(experts, width),
     }

@@ -307,7 +307,7 @@ def test_programs_of_several_layers(driver, tensorrt, tmp_path):
 
 
 def changed(case, **changes) -> list[Description]:
-    names = ("x", "router_weight", "w1", "w2", "router_bias", "selection_bias", "b1", "b2")
+    names = ("x", "router_weight", "w1", "w2", "router_bias", "b1", "b2")
     return [changes.get(name, each) for name, each in zip(names, described(case), strict=False)]
 
 
@@ -381,7 +381,7 @@ def test_numbers_of_inputs(tensorrt, layer, count):
         assert call() == INVALID_ARGUMENT
         assert the_error(tensorrt) == (
             "the layer has 4 to 8 inputs, x, router_weight, w1, w2, router_bias (optional), "
-            "selection_bias (optional), b1 (optional), b2 (optional), and 1 output; "
+            "b1 (optional), b2 (optional), selection_bias (optional), and 1 output; "
             f"got {count} and 1"
         )
 
@@ -400,7 +400,7 @@ def test_formats_and_types_that_are_not_supported(tensorrt, layer):
     assert "no kernels with y float16; " in warning
     for position in (-1, len(inputs) + 1):
         assert not plugin.supports(position, inputs, output)
-        assert the_error(tensorrt) == f"there is no position {position} among 8 inputs"
+        assert the_error(tensorrt) == f"there is no position {position} among 7 inputs"
 
 
 def test_too_many_dimensions(tensorrt, layer):
@@ -446,7 +446,7 @@ def test_no_kernels_for_these_dtypes(tensorrt, layer):
 
 def test_a_node_without_the_biases_of_its_kernels(tensorrt, layer):
     plugin, case = layer
-    inputs, output = described(case)[:6], describe(case.arguments["x"])
+    inputs, output = described(case)[:5], describe(case.arguments["x"])
     copy = plugin.clone()
     for each in (plugin, copy):
         assert not each.supports_all(inputs, output)
@@ -520,7 +520,7 @@ import sys
 from pathlib import Path
 from moe_cases import make_case
 from plugin_host import *
-case = filled(make_case("dropless", (5,), width=16, hidden=24))
+case = make_case("dropless", (5,), width=16, hidden=24)
 tensorrt = host(VERSIONS[0])
 plugin = tensorrt.create("DroplessMoE", attributes_of(case) | {"kernels": sys.argv[1]})
 inputs = [describe(tensor) for tensor in inputs_of(case)]

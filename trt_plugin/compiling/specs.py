@@ -31,7 +31,8 @@ def parse_spec(text: str) -> Layer:
             (default), ``fp16`` or ``bf16``. ``weights_dtype`` is that of the router's bias, which
             ``router_bias`` adds. With ``op=experts``, ``routing_dtype`` is that of the ids
             (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``).
-            ``selection_bias`` adds a selection bias of fp32. The rest are the operator's options and the flags ``b1``, ``b2`` and ``tf32``.
+            ``selection_bias`` adds a selection bias of fp32. The rest are the operator's options
+            and the flags ``b1``, ``b2`` and ``tf32``.
 
     Raises:
         ValueError: If a key is unknown or missing, or its value is wrong.

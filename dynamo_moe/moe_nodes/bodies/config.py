@@ -32,10 +32,10 @@ class BodyConfig(ExpertOptions, RouterOptions):
         router: True for ``DroplessMoE``, False for ``DroplessMoEExperts``, whose ids and weights
             are inputs.
         has_router_bias: The node has ``router_bias``.
-        has_selection_bias: The node has ``selection_bias``, and therefore ``router_bias``, because
-            only trailing inputs may be omitted.
-        has_b1: The node has ``b1``, and with a router also ``selection_bias``.
+        has_b1: The node has ``b1``, and with a router also ``router_bias``, because only trailing
+            inputs may be omitted.
         has_b2: The node has ``b2``, and therefore ``b1``.
+        has_selection_bias: The node has ``selection_bias``, and therefore ``b2``.
         x_dtype: Dtype of the tokens and the result.
         w_dtype: Dtype of ``w1``, ``b1``, ``w2`` and ``b2``.
         router_dtype: Dtype of ``router_weight`` and ``router_bias``, or of ``expert_weights``.
@@ -49,9 +49,9 @@ class BodyConfig(ExpertOptions, RouterOptions):
     top_k: int = 1
     router: bool = True
     has_router_bias: bool = False
-    has_selection_bias: bool = False
     has_b1: bool = False
     has_b2: bool = False
+    has_selection_bias: bool = False
     x_dtype: ir.DataType = ir.DataType.FLOAT
     w_dtype: ir.DataType = ir.DataType.FLOAT
     router_dtype: ir.DataType = ir.DataType.FLOAT
@@ -65,14 +65,10 @@ class BodyConfig(ExpertOptions, RouterOptions):
         _check_choice("ids_dtype", self.ids_dtype, ID_TYPES)
         if self.has_b2 and not self.has_b1:
             raise ValueError("b2 needs b1 before it: pass zeros for b1 and set has_b1")
-        if self.has_selection_bias and not self.has_router_bias:
-            raise ValueError(
-                "selection_bias needs router_bias before it: pass zeros and set has_router_bias"
-            )
-        if self.router and self.has_b1 and not self.has_selection_bias:
-            raise ValueError(
-                "b1 needs selection_bias before it: pass zeros and set has_selection_bias"
-            )
+        if self.router and self.has_b1 and not self.has_router_bias:
+            raise ValueError("b1 needs router_bias before it: pass zeros and set has_router_bias")
+        if self.has_selection_bias and not (self.router and self.has_b2):
+            raise ValueError("selection_bias needs a router, and b2 before it: pass zeros")
         if self.has_router_bias and not self.router:
             raise ValueError("router_bias needs a router")
 

@@ -17,8 +17,8 @@ using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
 constexpr format::Tensor kDroplessInputs[] = {
-    format::kX,          format::kRouterWeight,  format::kW1, format::kW2,
-    format::kRouterBias, format::kSelectionBias, format::kB1, format::kB2};
+    format::kX,          format::kRouterWeight, format::kW1, format::kW2,
+    format::kRouterBias, format::kB1,           format::kB2, format::kSelectionBias};
 constexpr format::Tensor kExpertsInputs[] = {
     format::kX,  format::kExpertIds, format::kExpertWeights, format::kW1, format::kW2,
     format::kB1, format::kB2};
