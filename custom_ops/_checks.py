@@ -84,7 +84,7 @@ def check_router(
             _check_shape(name, bias, "[E]", (experts,))
             _check_float(name, bias)
     for condition, message in options.rules(experts):
-        _check_value(condition, lambda text=message: text)
+        _check_value(condition, message.__str__)
     _check_devices(x, router_weight=router_weight, **biases)
 
 

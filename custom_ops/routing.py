@@ -116,7 +116,8 @@ def _within_best_groups(ranked_TE: Tensor, options: RouterOptions) -> Tensor:
     best, _ = _top_k(ranked_TGS, 2 if options.group_scoring == "top2_sum" else 1)
     _, groups = _top_k(best.sum(dim=-1), options.topk_group)
     outside_TG = torch.ones_like(best[..., 0], dtype=torch.bool).scatter(-1, groups, False)
-    return ranked_TGS.masked_fill(outside_TG.unsqueeze(-1), -math.inf).flatten(-2)
+    kept_TGS: Tensor = ranked_TGS.masked_fill(outside_TG.unsqueeze(-1), -math.inf)
+    return kept_TGS.flatten(-2)
 
 
 def _top_k(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -37,11 +37,13 @@ _VIEWS = ("contiguous", "flatten", "reshape", "view")
 # capacity, say, would not show on a few.
 _PLAIN = (
     *(*_VIEWS, "clone", "detach", "squeeze", "t", "to", "transpose", "type_as", "unsqueeze"),
-    *("add", "addmm", "clamp", "div", "linear", "matmul", "mm", "mul", "sum"),
+    *("add", "addmm", "div", "linear", "matmul", "mm", "mul", "sum"),
     *("gather", "sigmoid", "softmax", "topk"),
     # What a choice of groups of experts is made of besides.
-    *("bitwise_not", "expand", "logical_not", "masked_fill", "max", "scatter", "zeros_like"),
+    *("bitwise_not", "expand", "logical_not", "masked_fill", "scatter", "zeros_like"),
 )
+# A sum of scores below this is one of scores that underflow.
+_LARGEST_FLOOR = 1e-12
 # Ways to score, and whether the weights may be renormalised.
 _SCORINGS = {"softmax": (True, False), "topk_softmax": (True,), "sigmoid": (True, False)}
 # The last bit of a logit of 20 is 2e-6 in float32, which is what its weight is off by, relatively.
@@ -180,7 +182,7 @@ def _reached(
         if node is source or node in reached:
             continue
         known = node.name in parameters or node.target is operator.getitem
-        if not known and not _is_aten(node, _PLAIN):
+        if not (known or _is_aten(node, _PLAIN) or _is_comparison(node)):
             return None
         sizes = [each for each in node.all_input_nodes if _is_size(each)]
         if sizes and not _is_aten(node, _VIEWS):
@@ -188,6 +190,25 @@ def _reached(
         reached.add(node)
         waiting += [each for each in node.all_input_nodes if each not in sizes]
     return reached
+
+
+def _is_comparison(node: fx.Node) -> bool:
+    """Whether a node is one of the comparisons that plain routers have besides top-k.
+
+    They are the best expert of each group, and ERNIE's floor below a sum of scores.
+    """
+    if node.target is torch.ops.aten.max.dim:
+        return True
+    first: Any = node.args[0] if node.args else None
+    arguments: Any = (*node.args[1:], *node.kwargs.values())
+    is_floor = _is_aten(node, ("clamp", "clamp_min")) and len(arguments) == 1
+    return (
+        is_floor
+        and "max" not in node.kwargs
+        and isinstance(arguments[0], float)
+        and arguments[0] <= _LARGEST_FLOOR
+        and _is_aten(first, ("sum",))
+    )
 
 
 def _is_aten(node: fx.Node, names: Collection[str]) -> bool:
@@ -279,11 +300,14 @@ def _roles(part: _Part) -> Iterator[tuple[int | None, int | None]]:
 def _groups(part: _Part) -> Iterator[tuple[str, int, int]]:
     """Yields how groups may be scored, their number, and how many of them may be chosen."""
     experts = part.weight.meta["val"].shape[0]
-    found = {
-        (groups, node.args[1])
+    topks: list[tuple[Any, ...]] = [
+        node.args for node in part.nodes if _is_aten(node, ("topk",)) and len(node.args) > 1
+    ]
+    found: set[tuple[int, int]] = {
+        (groups, k)
         for groups in _numbers_of_groups(part)
-        for node in part.nodes
-        if _is_aten(node, ("topk",)) and _last_size(node.args[0]) == groups
+        for scores, k, *_ in topks
+        if scores.meta["val"].shape[-1] == groups
     }
     for n_group, topk_group in sorted(found):
         for scoring in GROUP_SCORINGS[1:]:
@@ -303,10 +327,6 @@ def _numbers_of_groups(part: _Part) -> set[int]:
         if len(shape) == 3 and all(isinstance(size, int) for size in shape[-2:])
         if shape[-2] * shape[-1] == experts
     }
-
-
-def _last_size(node: Any) -> Any:
-    return node.meta["val"].shape[-1]
 
 
 def _scorings(part: _Part) -> list[tuple[str, bool]]:

@@ -166,15 +166,15 @@ std::string DescribeLayer(const dynamo_moe_layer& layer) {
   for (const format::Size& size : format::kSizes) {
     fields.emplace_back(size.name, Json(SizeOf(layer, size)));
   }
-  fields.insert(fields.end(), {{"tokens_dtype", Json(format::kDataTypeNames[layer.tokens_dtype])},
-                               {"experts_dtype", Json(format::kDataTypeNames[layer.experts_dtype])},
-                               {"routing_dtype", Json(format::kDataTypeNames[layer.routing_dtype])},
-                               {"weights_dtype", Json(format::kDataTypeNames[layer.weights_dtype])},
-                               {"selection_dtype",
-                                Json(format::kDataTypeNames[layer.selection_dtype])},
-                               {"b1", Json((layer.flags & format::kHasB1) != 0)},
-                               {"b2", Json((layer.flags & format::kHasB2) != 0)},
-                               {"tf32", Json((layer.flags & format::kHasTf32) != 0)}});
+  fields.insert(fields.end(),
+                {{"tokens_dtype", Json(format::kDataTypeNames[layer.tokens_dtype])},
+                 {"experts_dtype", Json(format::kDataTypeNames[layer.experts_dtype])},
+                 {"routing_dtype", Json(format::kDataTypeNames[layer.routing_dtype])},
+                 {"weights_dtype", Json(format::kDataTypeNames[layer.weights_dtype])},
+                 {"selection_dtype", Json(format::kDataTypeNames[layer.selection_dtype])},
+                 {"b1", Json((layer.flags & format::kHasB1) != 0)},
+                 {"b2", Json((layer.flags & format::kHasB2) != 0)},
+                 {"tf32", Json((layer.flags & format::kHasTf32) != 0)}});
   for (const format::Option& option : format::kOptions) {
     if (option.router && !router) {
       continue;
