@@ -163,6 +163,13 @@ def test_opcheck(op: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+def test_opcheck_of_a_choice_of_groups() -> None:
+    groups = {"group_scoring": "max", "n_group": 5, "topk_group": 3}
+    case = make_case("dropless", (2, 3), selection_bias=True, **groups).with_grad()
+    results = torch.library.opcheck(case.overload, tuple(case.arguments.values()), case.options)
+    assert set(results.values()) == {"SUCCESS"}
+
+
 @pytest.mark.parametrize("parameters", [False, True])
 def test_opcheck_of_the_backward(parameters: bool) -> None:
     case = make_case("experts", (2, 3), activation="silu")
