@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from custom_ops.dtypes import FLOATS, IDS, dtype_name
-from custom_ops.options import ExpertOptions
+from custom_ops.options import ExpertOptions, RouterOptions
 
 R = TypeVar("R")
 _REMEMBERED = 1024
@@ -89,24 +89,31 @@ def check_experts(
 
 
 def check_router(
-    x: Tensor, router_weight: Tensor, router_bias: Tensor | None, w1: Tensor, top_k: int
+    x: Tensor,
+    router_weight: Tensor,
+    router_bias: Tensor | None,
+    selection_bias: Tensor | None,
+    w1: Tensor,
+    options: RouterOptions,
 ) -> None:
     """Checks the router's parameters against the experts'; call :func:`check_experts` first.
 
     Raises:
-        ValueError: If a shape or a device does not fit, or ``top_k`` exceeds the experts.
+        ValueError: If a shape or a device does not fit, ``top_k`` exceeds the experts that a token
+            can choose from, or the groups do not divide them.
         TypeError: If a dtype is not supported.
     """
     experts, _, width = w1.shape
     _check_shape("router_weight", router_weight, "[E, D]", (experts, width))
     _check_float("router_weight", router_weight)
-    if router_bias is not None:
-        _check_shape("router_bias", router_bias, "[E]", (experts,))
-        _check_float("router_bias", router_bias)
-    _check_value(
-        top_k <= experts, lambda: f"top_k must be in 1..{experts} (the experts), got {top_k}"
-    )
-    _check_devices(x, router_weight=router_weight, router_bias=router_bias)
+    biases = {"router_bias": router_bias, "selection_bias": selection_bias}
+    for name, bias in biases.items():
+        if bias is not None:
+            _check_shape(name, bias, "[E]", (experts,))
+            _check_float(name, bias)
+    for condition, message in options.rules(experts):
+        _check_value(condition, message.__str__)
+    _check_devices(x, router_weight=router_weight, **biases)
 
 
 def check_routing(x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:

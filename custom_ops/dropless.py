@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda, _cuda_backward, _grouped
+from custom_ops import _cuda, _grouped
 from custom_ops._checks import check_experts, check_router, remembered
 from custom_ops._grouped import ExpertParameters
 from custom_ops._library import (
@@ -28,7 +28,7 @@ from custom_ops.options import (
     ExpertOptions,
     RouterOptions,
 )
-from custom_ops.routing import route, route_backward
+from custom_ops.routing import route_backward
 
 _OPTIONS = (*ROUTER_OPTIONS, *EXPERT_OPTIONS)
 _ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
@@ -36,7 +36,8 @@ _ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
 _ARGUMENTS = (
     "Tensor x, Tensor router_weight, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
     # Positional, since torch.library's autograd takes no keyword-only tensors.
-    f"int top_k, Tensor? router_bias=None, *, {schema_of(_OPTIONS)}"
+    "int top_k, Tensor? router_bias=None, Tensor? selection_bias=None, *, "
+    f"{schema_of(_OPTIONS)}"
 )
 LIBRARY.define(f"dropless({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 # With the router's choice, expert_ids [T, K] and expert_weights [T, K], for the backward pass.
@@ -55,6 +56,7 @@ def dropless(
     b2: Tensor | None,
     top_k: int,
     router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
     **options: Unpack[DroplessKeywords],
 ) -> Tensor:
     """Routes each token to its ``top_k`` experts and sums their weighted results.
@@ -73,11 +75,13 @@ def dropless(
         b2: ``[E, D]`` in ``w1``'s dtype, or None.
         top_k: Experts per token, in ``1..E``.
         router_bias: ``[E]`` added to the logits, or None.
+        selection_bias: ``[E]`` added to the scores by which experts and groups are chosen, but not
+            to the weights, or None: DeepSeek-V3's correction bias. It has no gradient.
         {options}
 
     Returns:
-        ``[..., D]`` in x's dtype, contiguous. Differentiable once in every floating tensor; the
-        choice of experts has no gradient.
+        ``[..., D]`` in x's dtype, contiguous. Differentiable once in every floating tensor but
+        ``selection_bias``; the choice of experts has no gradient.
 
     Raises:
         ValueError: If a shape, device or option does not fit.
@@ -92,7 +96,7 @@ def dropless(
     """
     check_keywords(dropless, {**options})
     result: Tensor = torch.ops.moe.dropless(
-        x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
+        x, router_weight, w1, b1, w2, b2, top_k, router_bias, selection_bias, **options
     )
     return result
 
@@ -113,12 +117,13 @@ def _check(
     b2: Tensor | None,
     top_k: int,
     router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[RouterOptions, ExpertOptions]:
     router_options, rest = _split_options(top_k, options)
     expert_options = ExpertOptions(**rest)
     check_experts(x, w1, b1, w2, b2, expert_options)
-    check_router(x, router_weight, router_bias, w1, top_k)
+    check_router(x, router_weight, router_bias, selection_bias, w1, router_options)
     return router_options, expert_options
 
 
@@ -133,29 +138,9 @@ def _dropless_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 @torch.library.impl(LIBRARY, "dropless", "CPU")
 @torch.library.impl(LIBRARY, "dropless", "CUDA")
-def _dropless_forward(
-    x: Tensor,
-    router_weight: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    top_k: int,
-    router_bias: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    router_options, expert_options = _check_eagerly(
-        x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
-    )
+def _dropless_forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     forward = _cuda.forward if x.is_cuda else _grouped.forward
-    y_TD = forward(
-        x.reshape(-1, x.shape[-1]),
-        {"router_weight": router_weight, "router_bias": router_bias},
-        ExpertParameters(w1, b1, w2, b2),
-        expert_options,
-        router_options,
-    )
-    return y_TD.view(x.shape)
+    return forward(*_given(x, *arguments, **options)).view(x.shape)
 
 
 @torch.library.register_fake("moe::dropless_routed", lib=LIBRARY)
@@ -171,7 +156,13 @@ def _dropless_routed_fake(x: Tensor, *arguments: Any, **options: Any) -> tuple[T
 
 @torch.library.impl(LIBRARY, "dropless_routed", "CPU")
 @torch.library.impl(LIBRARY, "dropless_routed", "CUDA")
-def _dropless_routed(
+def _dropless_routed(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    forward = _cuda.forward_routed if x.is_cuda else _grouped.forward_routed
+    y_TD, ids_TK, weights_TK = forward(*_given(x, *arguments, **options))
+    return y_TD.view(x.shape), ids_TK, weights_TK
+
+
+def _given(
     x: Tensor,
     router_weight: Tensor,
     w1: Tensor,
@@ -180,25 +171,20 @@ def _dropless_routed(
     b2: Tensor | None,
     top_k: int,
     router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, dict[str, Tensor | None], ExpertParameters, ExpertOptions, RouterOptions]:
+    """Checks a call, and returns what the implementations take."""
     router_options, expert_options = _check_eagerly(
-        x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
+        x, router_weight, w1, b1, w2, b2, top_k, router_bias, selection_bias, **options
     )
-    x_TD = x.reshape(-1, x.shape[-1])
+    routing = {
+        "router_weight": router_weight,
+        "router_bias": router_bias,
+        "selection_bias": selection_bias,
+    }
     parameters = ExpertParameters(w1, b1, w2, b2)
-    if x.is_cuda:
-        forward = _cuda.forward
-        ids_TK, weights_TK = _cuda_backward.route(
-            x_TD, router_weight, router_bias, router_options, parameters, expert_options
-        )
-    else:
-        forward = _grouped.forward
-        ids_TK, weights_TK = route(x_TD, router_weight, router_bias, router_options)
-        ids_TK = ids_TK.int()
-    routing = {"expert_ids": ids_TK, "expert_weights": weights_TK}
-    y_TD = forward(x_TD, routing, parameters, expert_options)
-    return y_TD.view(x.shape), ids_TK, weights_TK
+    return x.reshape(-1, x.shape[-1]), routing, parameters, expert_options, router_options
 
 
 def _setup_context(
@@ -215,7 +201,7 @@ def _setup_context(
 def _save(
     ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], ids_TK: Tensor, weights_TK: Tensor
 ) -> None:
-    *tensors, ctx.top_k, router_bias = inputs
+    *tensors, ctx.top_k, router_bias, _ = inputs
     ctx.save_for_backward(*tensors, router_bias, ids_TK, weights_TK)
     ctx.options = options
 
@@ -235,8 +221,8 @@ def _backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         )
     dx = (dx_TD + dx_router_TD.to(x.dtype)).view(x.shape)
     dbias = None if router_bias is None else dbias_E.to(router_bias.dtype)
-    gradients = (dx, drouter_ED.to(router_weight.dtype), dw1, db1, dw2, db2, None, dbias)
-    # Not strict: the dispatcher drops router_bias from the inputs where it is None.
+    gradients = (dx, drouter_ED.to(router_weight.dtype), dw1, db1, dw2, db2, None, dbias, None)
+    # Not strict: the dispatcher drops trailing biases from the inputs where they are None.
     return tuple(
         gradient if needed else None
         for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False)

@@ -1,11 +1,8 @@
-"""The backward pass of a layer's experts as a list of launches for every number of tokens.
-
-And the router alone, whose choice the backward pass needs.
-"""
+"""The backward pass of a layer's experts as a list of launches for every number of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,10 +17,8 @@ from custom_ops.kernels.backward import (
     weight_gradients_step,
 )
 from custom_ops.kernels.combine import combine_step
-from custom_ops.kernels.configs import ranges_for
 from custom_ops.kernels.index_sort import index_sort_step
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.router import router_step
 from custom_ops.kernels.row_scale import row_scale_step
 from custom_ops.kernels.spec import (
     MAX_SLOTS,
@@ -37,19 +32,6 @@ from custom_ops.kernels.spec import (
 
 # Rows of a tile, by the mean number of rows of an expert.
 _BLOCKS_M = (16, 64)
-
-
-@lru_cache(maxsize=256)
-def route_plan(layer: Layer, architecture: Architecture) -> ForwardPlan:
-    """Returns the router of a layer alone, as its forward pass runs it.
-
-    It writes the tensors ``expert_ids`` (int32) and ``expert_weights`` (float32), each ``[T, K]``.
-    """
-    layer = layer.canonical()
-    lasts = [config.last_tokens for config in ranges_for(layer, architecture)]
-    return _plan(
-        layer, architecture, lasts, lambda *span: [router_step(layer, architecture, *span)]
-    )
 
 
 @lru_cache(maxsize=256)
@@ -68,25 +50,20 @@ def backward_plan(
     lasts = {block_m * layer.experts // layer.top_k: block_m for block_m in smaller}
     lasts = {last: block_m for last, block_m in lasts.items() if last > 0} | {MAX_TOKENS: largest}
 
-    def steps(_: int, last: int) -> Iterator[Step]:
-        return _backward_steps(layer, architecture, lasts[last], last, train_parameters)
-
-    return _plan(layer, architecture, list(lasts), steps)
-
-
-def _plan(
-    layer: Layer,
-    architecture: Architecture,
-    lasts: list[int],
-    steps: Callable[[int, int], Iterator[Step] | list[Step]],
-) -> ForwardPlan:
     most = MAX_SLOTS // layer.top_k
     firsts = [1, *(last + 1 for last in lasts)]
-    ranges = (
-        TokenRange.of(first, min(last, most), steps(first, last))
-        for first, last in zip(firsts, lasts, strict=False)
+    return ForwardPlan(
+        layer,
+        architecture,
+        tuple(
+            TokenRange.of(
+                first,
+                min(last, most),
+                _backward_steps(layer, architecture, block_m, last, train_parameters),
+            )
+            for first, (last, block_m) in zip(firsts, lasts.items(), strict=False)
+        ),
     )
-    return ForwardPlan(layer, architecture, tuple(ranges))
 
 
 def _backward_steps(

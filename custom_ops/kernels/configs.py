@@ -328,7 +328,7 @@ def router_config(
     layer: Layer, architecture: Architecture, first_tokens: int, last_tokens: int
 ) -> RouterConfig:
     """Chooses for a range of tokens from sizes alone; nothing here was measured on a GPU."""
-    experts = _power_of_2(layer.experts)
+    experts = layer.expert_places
     weight_bytes = layer.experts * layer.width * layer.routing_dtype.itemsize
     few = last_tokens <= _FEW_TOKENS
     fused_bytes = _FUSED_BYTES if first_tokens >= _FUSED_TOKENS else _ALONE_BYTES

@@ -31,6 +31,8 @@ from custom_ops.kernels.spec import (
 from custom_ops.routing import RENORMALIZE_EPS
 
 _EPS = tl.constexpr(RENORMALIZE_EPS)
+# Below every key, -inf's included.
+_LOWEST = tl.constexpr(-(2**63))
 
 
 # What a bfloat16 leaves of a float32 is this much smaller, at least. A power of two.
@@ -143,8 +145,71 @@ def _logits(
 
 
 @triton.jit
+def _expert_at(place, E: tl.constexpr, N_GROUP: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Returns which expert is at a place of BLOCK_E, and whether one is.
+
+    So that groups are rows of a power of two, each begins with a place of its own.
+    """
+    BLOCK_G: tl.constexpr = triton.next_power_of_2(N_GROUP)
+    group = place // (BLOCK_E // BLOCK_G)
+    member = place % (BLOCK_E // BLOCK_G)
+    exists = (group < N_GROUP) & (member < E // N_GROUP)
+    return group * (E // N_GROUP) + member, exists
+
+
+@triton.jit
+def _key(score, place, PLACES: tl.constexpr):
+    """Returns distinct 64-bit integers in the order of the scores, the lower place first.
+
+    In the high half is the score as an integer of the same order, with one zero and one NaN, the
+    greatest; in the low half is the place from behind.
+    """
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (PLACES - 1 - place)
+
+
+@triton.jit
+def _score_of(key):
+    """Returns the score in a key."""
+    ordered = (key >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _within_best_groups(
+    key,  # [BLOCK_T, BLOCK_E]
+    GROUP_SCORING: tl.constexpr,
+    N_GROUP: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
+):
+    """Returns the keys, those outside a token's best groups lowered below every key."""
+    BLOCK_T: tl.constexpr = key.shape[0]
+    BLOCK_G: tl.constexpr = triton.next_power_of_2(N_GROUP)
+    key = tl.reshape(key, (BLOCK_T, BLOCK_G, key.shape[1] // BLOCK_G))
+    best = tl.max(key, axis=2)
+    score = _score_of(best)
+    if GROUP_SCORING == "top2_sum":
+        others = tl.where(key == best[:, :, None], _LOWEST, key)
+        score += _score_of(tl.max(others, axis=2))
+    else:
+        tl.static_assert(GROUP_SCORING == "max")
+    group = tl.arange(0, BLOCK_G)[None, :]
+    group_key = tl.where(group < N_GROUP, _key(score, group, BLOCK_G), _LOWEST)
+    chosen = tl.zeros((BLOCK_T, BLOCK_G), tl.int1)
+    for _ in tl.range(0, TOPK_GROUP):
+        first = group_key == tl.max(group_key, axis=1)[:, None]
+        chosen |= first
+        group_key = tl.where(first, _LOWEST, group_key)
+    key = tl.where(chosen[:, :, None], key, _LOWEST)
+    return tl.reshape(key, (BLOCK_T, key.shape[1] * key.shape[2]))
+
+
+@triton.jit
 def _select(
     logits,  # [BLOCK_T, BLOCK_E], float32
+    selection_bias_ptr,  # [E] or None
     expert_ids_ptr,  # [T, K], int32
     expert_weights_ptr,  # [T, K], float32
     token,  # [BLOCK_T]
@@ -153,44 +218,49 @@ def _select(
     K: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    GROUP_SCORING: tl.constexpr,
+    N_GROUP: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
     SCALING: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Scores the experts, writes each token's K best and their weights."""
     BLOCK_T: tl.constexpr = logits.shape[0]
     BLOCK_E: tl.constexpr = logits.shape[1]
-    expert = tl.arange(0, BLOCK_E)[None, :]
-    exists = expert < E
+    PLAIN: tl.constexpr = selection_bias_ptr is None and GROUP_SCORING == "none"
+    place = tl.arange(0, BLOCK_E)[None, :]
+    expert, exists = _expert_at(place, E, N_GROUP, BLOCK_E)
     if SCORING == "softmax":
         logits = tl.where(exists, logits, float("-inf"))
         # A NaN logit makes the sum NaN, and with it the whole row.
         score = tl.exp(logits - tl.max(logits, axis=1)[:, None])
         score = score / tl.sum(score, axis=1)[:, None]
+    elif SCORING == "sigmoid" and not PLAIN:
+        score = tl.sigmoid(logits)
     else:
         # By the logits: in float32 the sigmoid of any beyond 17 is one.
         tl.static_assert(SCORING == "sigmoid" or SCORING == "topk_softmax")
         score = logits
 
-    # A distinct 64-bit key for each expert: in the high half the score as an integer of the same
-    # order, with one zero and one NaN, the greatest; in the low half the lower expert first.
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (ordered.to(tl.int64) << 32) | (BLOCK_E - 1 - expert)
-    # Below every key, -inf's included.
-    lowest = tl.full((BLOCK_T, BLOCK_E), -(2**63), tl.int64)
-    key = tl.where(exists, key, lowest)
+    ranked = score
+    if selection_bias_ptr is not None:
+        ranked += tl.load(selection_bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)
+    key = tl.where(exists, _key(ranked, place, BLOCK_E), _LOWEST)
+    if GROUP_SCORING != "none":
+        key = _within_best_groups(key, GROUP_SCORING, N_GROUP, TOPK_GROUP)
     choice = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), tl.int64)
     for k in tl.range(0, K):
         best = tl.max(key, axis=1)[:, None]
         chosen = tl.where(choice == k, best, chosen)
-        key = tl.where(key == best, lowest, key)
+        key = tl.where(key == best, _LOWEST, key)
 
-    ordered = (chosen >> 32).to(tl.int32)
-    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-    weight = bits.to(tl.float32, bitcast=True)
-    if SCORING == "sigmoid":
+    place = BLOCK_E - 1 - chosen.to(tl.int32)
+    if selection_bias_ptr is None:
+        weight = _score_of(chosen)
+    else:
+        weight = tl.gather(score, place, axis=1)
+    if SCORING == "sigmoid" and PLAIN:
         weight = tl.sigmoid(weight)
     if SCORING == "topk_softmax":
         weight = tl.where(choice < K, weight, float("-inf"))
@@ -201,7 +271,7 @@ def _select(
         weight = weight / (tl.sum(weight, axis=1)[:, None] + _EPS)
     slot = token.to(tl.int64)[:, None] * K + choice
     stored = (token < tokens)[:, None] & (choice < K)
-    chosen_expert = BLOCK_E - 1 - chosen.to(tl.int32)
+    chosen_expert, _ = _expert_at(place, E, N_GROUP, BLOCK_E)
     tl.store(expert_ids_ptr + slot, chosen_expert, mask=stored)
     tl.store(expert_weights_ptr + slot, weight * SCALING, mask=stored)
 
@@ -211,6 +281,7 @@ def route_kernel(
     x_ptr,  # [T, D]
     router_weight_ptr,  # [E, D]
     router_bias_ptr,  # [E] or None
+    selection_bias_ptr,  # [E] or None
     expert_ids_ptr,  # [T, K], int32
     expert_weights_ptr,  # [T, K], float32
     tokens,
@@ -219,6 +290,9 @@ def route_kernel(
     D: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    GROUP_SCORING: tl.constexpr,
+    N_GROUP: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
     SCALING: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -228,18 +302,19 @@ def route_kernel(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Routes BLOCK_T tokens; BLOCK_E is at least E."""
+    """Routes BLOCK_T tokens; BLOCK_E is at least the layer's expert_places."""
     wait_for_previous(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     # What lies beyond the last token or expert reads that one's row and is not stored.
     read = tl.minimum(token, tokens - 1)
-    expert = tl.minimum(tl.arange(0, BLOCK_E), E - 1)
+    expert, _ = _expert_at(tl.arange(0, BLOCK_E), E, N_GROUP, BLOCK_E)
+    expert = tl.minimum(expert, E - 1)
     logits = _logits(
         x_ptr, router_weight_ptr, router_bias_ptr, read, expert, D, UPCAST, BLOCK_D, NUM_STAGES
     )
     _select(
-        logits, expert_ids_ptr, expert_weights_ptr, token, tokens,
-        E, K, SCORING, RENORMALIZE, SCALING, BLOCK_K,
+        logits, selection_bias_ptr, expert_ids_ptr, expert_weights_ptr, token, tokens,
+        E, K, SCORING, RENORMALIZE, GROUP_SCORING, N_GROUP, TOPK_GROUP, SCALING, BLOCK_K,
     )  # fmt: skip
 
 
@@ -275,6 +350,7 @@ def router_logits_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def select_kernel(
     logits_ptr,  # [T, E], float32
+    selection_bias_ptr,  # [E] or None
     expert_ids_ptr,  # [T, K], int32
     expert_weights_ptr,  # [T, K], float32
     tokens,
@@ -282,21 +358,24 @@ def select_kernel(
     K: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    GROUP_SCORING: tl.constexpr,
+    N_GROUP: tl.constexpr,
+    TOPK_GROUP: tl.constexpr,
     SCALING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores and selects for BLOCK_T tokens; BLOCK_E is at least E."""
+    """Scores and selects for BLOCK_T tokens; BLOCK_E is at least the layer's expert_places."""
     wait_for_previous(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    expert = tl.arange(0, BLOCK_E)[None, :]
+    expert, exists = _expert_at(tl.arange(0, BLOCK_E)[None, :], E, N_GROUP, BLOCK_E)
     ptrs = logits_ptr + token.to(tl.int64)[:, None] * E + expert
-    logits = tl.load(ptrs, mask=(token < tokens)[:, None] & (expert < E), other=0.0)
+    logits = tl.load(ptrs, mask=(token < tokens)[:, None] & exists, other=0.0)
     _select(
-        logits, expert_ids_ptr, expert_weights_ptr, token, tokens,
-        E, K, SCORING, RENORMALIZE, SCALING, BLOCK_K,
+        logits, selection_bias_ptr, expert_ids_ptr, expert_weights_ptr, token, tokens,
+        E, K, SCORING, RENORMALIZE, GROUP_SCORING, N_GROUP, TOPK_GROUP, SCALING, BLOCK_K,
     )  # fmt: skip
 
 
@@ -316,13 +395,16 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
     """The same with a given configuration."""
     if layer.router is None:
         raise ValueError("the layer has no router")
-    bias = layer.weights_dtype
+    bias, selection_bias = layer.weights_dtype, layer.selection_dtype
     product: dict[str, Argument] = {
         "router_weight_ptr": TensorPointer("router_weight", layer.routing_dtype),
         "router_bias_ptr": TensorPointer("router_bias", bias) if bias else Constant(None),
         "UPCAST": Constant(needs_upcast(layer, architecture)),
     }
     selection: dict[str, Argument] = {
+        "selection_bias_ptr": (
+            TensorPointer("selection_bias", selection_bias) if selection_bias else Constant(None)
+        ),
         "SCALING": Constant(layer.router.routed_scaling),
         "BLOCK_K": Constant(triton.next_power_of_2(layer.top_k)),
     }
@@ -337,7 +419,7 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
         return Step(chosen, (fused,))
     logits: dict[str, Argument] = {"logits_ptr": WorkspacePointer("router_logits", torch.float32)}
     own, of_select = {**product, **logits}, {**selection, **logits}
-    experts = triton.next_power_of_2(layer.experts)
+    experts = layer.expert_places
     # Eight keys for each thread of four warps.
     block_t = max(1, 1024 // experts)
     select = {"block_t": block_t, "block_e": experts, "num_warps": 4}

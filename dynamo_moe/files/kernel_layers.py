@@ -71,6 +71,7 @@ def _layer(node: ir.Node) -> Layer:
         router=parsed.router,
         routing_dtype=dtypes[routing],
         weights_dtype=dtypes.get(weights),
+        selection_dtype=dtypes.get("selection_bias"),
         b1="b1" in dtypes,
         b2="b2" in dtypes,
         w1_transposed=parsed.layout.w1_transposed,

@@ -28,10 +28,10 @@ EXPERTS = "DroplessMoEExperts"
 
 #: A node's inputs in order, by the names of the PyTorch operator's arguments.
 INPUTS = {
-    DROPLESS: ("x", "router_weight", "w1", "w2", "router_bias", "b1", "b2"),
+    DROPLESS: ("x", "router_weight", "w1", "w2", "router_bias", "b1", "b2", "selection_bias"),
     EXPERTS: ("x", "expert_ids", "expert_weights", "w1", "w2", "b1", "b2"),
 }
-OPTIONAL_INPUTS = ("router_bias", "b1", "b2")
+OPTIONAL_INPUTS = ("router_bias", "b1", "b2", "selection_bias")
 
 #: The attribute that names the bundle of kernels. Empty: the plugin's environment variable does.
 KERNELS = "kernels"

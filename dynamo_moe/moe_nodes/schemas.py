@@ -32,12 +32,14 @@ _TYPE_CONSTRAINTS = {
     "T": (FLOAT_TYPES, "Tokens and result."),
     "W": (FLOAT_TYPES, "Experts' parameters."),
     "R": (FLOAT_TYPES, "Router's parameters, or the experts' weights."),
+    "S": (FLOAT_TYPES, "Selection bias."),
     "I": (ID_TYPES, "Expert indices."),
 }
 _TENSORS = {
     "x": ("T", "Tokens [..., D]."),
     "router_weight": ("R", "[E, D]."),
     "router_bias": ("R", "[E], added to the logits."),
+    "selection_bias": ("S", "[E], added to the scores by which experts are chosen."),
     "expert_ids": ("I", "[..., K] in 0..E-1, or -1 for no expert."),
     "expert_weights": ("R", "[..., K]."),
     "w1": ("W", "First product [E, F, D], or [E, D, F] if transposed; F = H, or 2H when gated."),

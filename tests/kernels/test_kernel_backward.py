@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from custom_ops import ExpertOptions, RouterOptions, _cuda_backward, _grouped, reference
+from custom_ops import (
+    ExpertOptions,
+    RouterOptions,
+    _cuda,
+    _cuda_backward,
+    _grouped,
+    reference,
+)
 from custom_ops._grouped import ExpertParameters
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.backward_plan import backward_plan
@@ -29,7 +36,9 @@ ROUTER_NAMES = {row.name for row in ROUTER_OPTIONS}
 @pytest.fixture(autouse=True)
 def _device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    for cached in (_cuda._plan, _cuda_backward._plan):
+        cached.cache_clear()
 
 
 def gradients(case: Case, *, module: Any = _cuda_backward, train: bool = True) -> dict[str, Tensor]:
@@ -102,7 +111,7 @@ def test_weights_that_lie_as_in_out(transposed, monkeypatch):
     case = make_case("experts", (9,), width=24, hidden=40, gated=True, activation="silu")
     views = {name: case.arguments[name].mT.contiguous().mT for name in transposed}
     expected = gradients(case)
-    monkeypatch.setattr(_cuda_backward, "_readable", lambda weight: weight)  # Nothing is copied.
+    monkeypatch.setattr(_cuda, "aligned", lambda tensor: tensor)  # Nothing is copied.
     actual = check(case.changed(**views))
     for name in NAMES:
         assert torch.equal(actual[name], expected[name]), name
@@ -241,14 +250,15 @@ def route(case: Case, **changes: Any) -> tuple[Tensor, Tensor]:
     a = case.changed(**changes).arguments
     options = {name: case.options[name] for name in ROUTER_NAMES & set(case.options)}
     parameters = ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"])
-    return _cuda_backward.route(
+    routing = {name: a[name] for name in ("router_weight", "router_bias", "selection_bias")}
+    _, ids, weights = _cuda.forward_routed(
         a["x"],
-        a["router_weight"],
-        a["router_bias"],
-        RouterOptions(a["top_k"], **options),
+        routing,
         parameters,
         ExpertOptions(gated=case.options.get("gated", False)),
+        RouterOptions(a["top_k"], **options),
     )
+    return ids, weights
 
 
 def routed(case: Case) -> Case:

@@ -18,8 +18,11 @@ from custom_ops.kernels.configs import RouterConfig, router_config
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.router import router_step, router_step_with
 from custom_ops.kernels.spec import MAX_TOKENS, Constant, Step
+from custom_ops.options import GROUP_SCORINGS
+from custom_ops.routing import route
 from interpreter import ON, run_step
 from moe_cases import ROUTER_FORMS, assert_matches
+from random_layers import groups
 
 # NumPy's warnings about NaN and infinity in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -31,14 +34,13 @@ PATHS = ("fused", "fused_vectors", "tiles", "vectors")
 INF, NAN = float("inf"), float("nan")
 
 
-def config_of(path: str, experts: int) -> RouterConfig:
+def config_of(path: str, places: int) -> RouterConfig:
     """Small blocks, so that a few tokens and experts already need several."""
     if path == "vectors":
         return RouterConfig("vectors", 1, 32, 32, num_warps=4, num_stages=2)
-    power = 1 << (experts - 1).bit_length()
     if path == "fused_vectors":
-        return RouterConfig("fused", 1, power, 32, num_warps=4, num_stages=2)
-    block_e = max(16, power) if path == "fused" else 64
+        return RouterConfig("fused", 1, places, 32, num_warps=4, num_stages=2)
+    block_e = max(16, places) if path == "fused" else 64
     return RouterConfig(path, 16, block_e, 16, num_warps=4, num_stages=2)
 
 
@@ -47,6 +49,7 @@ def layer_of(
     width: int,
     top_k: int,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None] = (torch.float32,) * 3,
+    selection_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Layer:
     """A layer with the given dtypes of tokens, router weight and router bias."""
@@ -54,7 +57,7 @@ def layer_of(
     router = RouterOptions(top_k, **options)
     return Layer(
         experts, width, 8, top_k, x, torch.float32,
-        router=router, routing_dtype=weight, weights_dtype=bias,
+        router=router, routing_dtype=weight, weights_dtype=bias, selection_dtype=selection_dtype,
     )  # fmt: skip
 
 
@@ -72,6 +75,8 @@ def tensors_of(layer: Layer, tokens: int, seed: int = 0) -> dict[str, Tensor]:
     }
     if layer.weights_dtype is not None:
         tensors["router_bias"] = normal(e, dtype=layer.weights_dtype)
+    if layer.selection_dtype is not None:
+        tensors["selection_bias"] = normal(e, dtype=layer.selection_dtype) / 3
     return tensors
 
 
@@ -79,14 +84,14 @@ def run(
     layer: Layer, step: Step, tensors: dict[str, Tensor], **earlier: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Expert ids and weights ``[T, K]``."""
-    tokens = len(next(iter((tensors | earlier).values())))
+    tokens = len(next(iter((earlier | tensors).values())))
     buffers = run_step(step, layer, tokens, tensors, **earlier)
     shape = (tokens, layer.top_k)
     return buffers["expert_ids"].view(shape), buffers["expert_weights"].view(shape)
 
 
 def check(layer: Layer, path: str, tensors: dict[str, Tensor]) -> None:
-    step = router_step_with(layer, ON, config_of(path, layer.experts))
+    step = router_step_with(layer, ON, config_of(path, layer.expert_places))
     ids, weights = run(layer, step, tensors)
     a = tensors["x"], tensors["router_weight"], tensors.get("router_bias")
     expected_ids, expected = reference.router(*a, layer.router)
@@ -120,6 +125,39 @@ def problems(draw: st.DrawFn) -> tuple[Layer, dict[str, Tensor]]:
     )
     tokens = draw(st.sampled_from([1, 2, 17]))
     return layer, tensors_of(layer, tokens, draw(st.integers(0, 2**16)))
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> tuple[Layer, dict[str, Tensor]]:
+    """Problems with a selection bias, groups or both."""
+    experts = draw(st.sampled_from([1, 4, 6, 15, 20, 60, 256]))
+    top_k = draw(st.integers(1, min(experts, 8)))
+    layer = layer_of(
+        experts,
+        draw(st.sampled_from([24, 96])),
+        top_k,
+        (draw(st.sampled_from(FLOATS)), torch.float32, draw(st.sampled_from([*FLOATS, None]))),
+        selection_dtype=draw(st.sampled_from([*FLOATS, None])),
+        scoring=draw(st.sampled_from(SCORINGS)),
+        renormalize=draw(st.booleans()),
+        **draw(groups(experts, top_k)),
+    )
+    tokens = draw(st.sampled_from([1, 2, 17]))
+    return layer, tensors_of(layer, tokens, draw(st.integers(0, 2**16)))
+
+
+@bounded
+@given(choices(), st.sampled_from(PATHS))
+def test_random_choices(problem, path):
+    layer, tensors = problem
+    step = router_step_with(layer, ON, config_of(path, layer.expert_places))
+    ids, weights = run(layer, step, tensors)
+    names = ("x", "router_weight", "router_bias")
+    expected_ids, expected = reference.router(
+        *map(tensors.get, names), layer.router, tensors.get("selection_bias")
+    )
+    assert torch.equal(ids, expected_ids.int())
+    assert_matches(weights, expected, {torch.float32}, "weights")
 
 
 @bounded
@@ -261,12 +299,17 @@ def test_nan_stays_in_its_row(scoring, path):
     assert torch.equal(weights[others], whole_weights[others])
 
 
-def selected(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
+def selected(
+    logits: Tensor, top_k: int, selection_bias: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
     """The ids and weights that a split router's second kernel computes from logits ``[T, E]``."""
-    layer = layer_of(logits.shape[1], 8, top_k, **options)
-    split = router_step_with(layer, ON, config_of("tiles", layer.experts))
+    biased = selection_bias is not None
+    dtype = torch.float32 if biased else None
+    layer = layer_of(logits.shape[1], 8, top_k, selection_dtype=dtype, **options)
+    tensors = {"selection_bias": selection_bias} if biased else {}
+    split = router_step_with(layer, ON, config_of("tiles", layer.expert_places))
     step = Step(split.buffers[1:], split.launches[1:])
-    return run(layer, step, {}, router_logits=logits.contiguous())
+    return run(layer, step, tensors, router_logits=logits.contiguous())
 
 
 def sorted_by_torch(logits: Tensor, top_k: int, scoring: str) -> tuple[Tensor, Tensor]:
@@ -291,6 +334,40 @@ def test_ties_and_extreme_logits(scoring, data):
     expected_ids, expected = sorted_by_torch(logits, top_k, scoring)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, equal_nan=True)
+
+
+@bounded
+@given(data=st.data())
+def test_ties_among_groups(data):
+    experts = data.draw(st.sampled_from([4, 6, 12, 15, 20]))
+    top_k = data.draw(st.integers(1, experts))
+    options = data.draw(groups(experts, top_k))
+    row = st.lists(st.sampled_from((0.0, -0.0, 1.0, -1.0, 2.0)), min_size=experts, max_size=experts)
+    logits, (bias,) = (
+        torch.tensor(data.draw(st.lists(row, min_size=1, max_size=most))) for most in (3, 1)
+    )
+    biased = data.draw(st.booleans())
+    ids, weights = selected(
+        logits, top_k, bias if biased else None, scoring="topk_softmax", **options
+    )
+    expected_ids, expected = route(
+        logits,
+        torch.eye(experts),
+        None,
+        RouterOptions(top_k, "topk_softmax", **options),
+        bias if biased else None,
+    )
+    assert torch.equal(ids, expected_ids.int())
+    torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("group_scoring", GROUP_SCORINGS[1:])
+def test_a_group_with_nan_is_the_greatest(group_scoring):
+    logits = torch.tensor([[9.0, 9.0, 9.0, 0.0, NAN, 0.0]])
+    options = {"group_scoring": group_scoring, "n_group": 2, "topk_group": 1}
+    ids, weights = selected(logits, 2, scoring="topk_softmax", **options)
+    assert ids.tolist() == [[4, 3]]
+    assert weights.isnan().all()
 
 
 def test_every_nan_is_greatest():

@@ -17,6 +17,7 @@ from custom_ops import ExpertOptions, RouterOptions, _cuda
 from custom_ops._grouped import ExpertParameters
 from custom_ops.kernels.architectures import ARCHITECTURES, nearest_architecture
 from custom_ops.kernels.spec import ForwardPlan
+from custom_ops.options import ROUTER_OPTIONS
 from moe_cases import Case, assert_matches, make_case
 
 
@@ -42,9 +43,9 @@ def run(case: Case) -> torch.Tensor:
     if case.op == "experts":
         routing = {name: a[name] for name in ("expert_ids", "expert_weights")}
         return _cuda.forward(a["x"], routing, parameters, ExpertOptions(**options))
-    routing = {name: a[name] for name in ("router_weight", "router_bias")}
-    names = ("scoring", "renormalize", "routed_scaling")
-    router = {name: options.pop(name) for name in names if name in options}
+    routing = {name: a[name] for name in ("router_weight", "router_bias", "selection_bias")}
+    names = [row.name for row in ROUTER_OPTIONS if row.name in options]
+    router = {name: options.pop(name) for name in names}
     return _cuda.forward(
         a["x"],
         routing,

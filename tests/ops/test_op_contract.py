@@ -171,6 +171,13 @@ def test_opcheck_of_what_training_calls(x_dtype: torch.dtype) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+def test_opcheck_of_a_choice_of_groups() -> None:
+    groups = {"group_scoring": "max", "n_group": 5, "topk_group": 3}
+    case = make_case("dropless", (2, 3), selection_bias=True, **groups).with_grad()
+    results = torch.library.opcheck(case.overload, tuple(case.arguments.values()), case.options)
+    assert set(results.values()) == {"SUCCESS"}
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("parameters", [False, True])
 def test_opcheck_of_the_backward(parameters: bool, transposed: bool) -> None:

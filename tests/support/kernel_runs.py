@@ -36,6 +36,7 @@ def layer_of(case: Case, *, tf32: bool = False) -> Layer:
         router=RouterOptions(top_k, **router) if dropless else None,
         routing_dtype=routing_dtype,
         weights_dtype=weights_dtype,
+        selection_dtype=None if (bias := a.get("selection_bias")) is None else bias.dtype,
         b1=a["b1"] is not None,
         b2=a["b2"] is not None,
         tf32=tf32,

@@ -31,6 +31,7 @@ _HEAD = """\
 """
 _text = json.dumps
 _LEAST = {
+    "at least 1": "1.0F",
     "positive": "std::numeric_limits<float>::denorm_min()",
     "positive and a normal number of float32": "std::numeric_limits<float>::min()",
 }

@@ -76,6 +76,7 @@ def layer_record(layer: Layer) -> LayerRecord:
                 flags |= row.slot.bit if row.code(value) else 0
             else:
                 words[row.slot.index] = _float32(value) if row.type is float else row.code(value)
+    words[LayerRecord._fields.index("selection_dtype")] = CODES.index(layer.selection_dtype)
     dtypes = (layer.tokens_dtype, layer.experts_dtype, layer.routing_dtype, layer.weights_dtype)
     head = (int(layer.router is None), *map(CODES.index, dtypes), flags)
     rest = range(len(head), len(LayerRecord._fields))

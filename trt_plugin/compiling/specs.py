@@ -36,9 +36,9 @@ def parse_spec(text: str) -> Layer:
             ``tokens_dtype``, ``experts_dtype`` and ``routing_dtype`` may differ: ``fp32``
             (default), ``fp16`` or ``bf16``. ``weights_dtype`` is that of the router's bias, which
             ``router_bias`` adds. With ``op=experts``, ``routing_dtype`` is that of the ids
-            (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``). The
-            rest are the operator's options and the flags ``b1``, ``b2``, ``tf32``,
-            ``w1_transposed`` and ``w2_transposed``.
+            (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``).
+            ``selection_bias`` adds a selection bias of fp32. The rest are the operator's options
+            and the flags ``b1``, ``b2``, ``tf32``, ``w1_transposed`` and ``w2_transposed``.
 
     Raises:
         ValueError: If a key is unknown or missing, or its value is wrong.
@@ -85,7 +85,7 @@ def _dtype(text: str) -> torch.dtype:
 
 _SIZES = ("experts", "top_k", "width", "hidden")
 _Reader = Callable[[str], Any]
-_READERS: dict[type, _Reader] = {str: str, bool: _flag, float: _number}
+_READERS: dict[type, _Reader] = {str: str, bool: _flag, int: _integer, float: _number}
 _ROUTER = {option.name: _READERS[option.type] for option in ROUTER_OPTIONS}
 _EXPERTS = {option.name: _READERS[option.type] for option in EXPERT_OPTIONS}
 _FLAGS = ("b1", "b2", "tf32", *(option.name for option in LAYOUT_OPTIONS))
@@ -97,7 +97,7 @@ _KEYS: dict[str, _Reader] = {
     ),
     **_EXPERTS,
     **_ROUTER,
-    **dict.fromkeys(("router_bias", *_FLAGS), _flag),
+    **dict.fromkeys(("router_bias", "selection_bias", *_FLAGS), _flag),
 }
 
 
@@ -127,7 +127,7 @@ def _layer(values: dict[str, Any]) -> Layer:
     dtype = values.get("dtype", torch.float32)
     router = values.get("op", "dropless") == "dropless"
     if not router:
-        extra = _given((*_ROUTER, "router_bias"), values)
+        extra = _given((*_ROUTER, "router_bias", "selection_bias"), values)
         if extra:
             raise ValueError(f"op=experts has no {', '.join(extra)}")
     routing_dtype = values.get("routing_dtype", dtype if router else torch.int64)
@@ -142,5 +142,6 @@ def _layer(values: dict[str, Any]) -> Layer:
         router=RouterOptions(values["top_k"], **_given(_ROUTER, values)) if router else None,
         routing_dtype=routing_dtype,
         weights_dtype=weights_dtype,
+        selection_dtype=torch.float32 if values.get("selection_bias") else None,
         **{flag: values.get(flag, False) for flag in _FLAGS},
     )

@@ -56,7 +56,7 @@ def config_of(node: ir.Node) -> BodyConfig:
         row.name: getattr(record, row.name)
         for record in records
         for row in record.rows
-        if row.type is not float
+        if not row.is_number
     } | {f"has_{name}": name in layer.inputs for name in OPTIONAL_INPUTS}
 
     def dtype(name: str) -> ir.DataType:
@@ -70,6 +70,9 @@ def config_of(node: ir.Node) -> BodyConfig:
         router=layer.router is not None,
         x_dtype=dtype("x"),
         w_dtype=dtype("w1"),
+        selection_dtype=(
+            dtype("selection_bias") if "selection_bias" in layer.inputs else ir.DataType.FLOAT
+        ),
         router_dtype=dtype("router_weight" if layer.router else "expert_weights"),
         ids_dtype=ir.DataType.INT64 if layer.router else dtype("expert_ids"),
     )
