@@ -160,7 +160,7 @@ def hidden_gradient_kernel(
     stored = in_expert[:, None] & (n < H)[None, :]
     part = n_tile.to(tl.int64) * (tokens * K) + row
     if hidden_ptr is not None or not WEIGHT_ON_INPUT:
-        h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT).to(dtype)
+        h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT, dtype)
         if hidden_ptr is not None:
             h_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * H + n[None, :]
             tl.store(h_ptrs, h, mask=stored)

@@ -195,7 +195,7 @@ def test_no_expert_beyond_the_last_is_chosen(path):
     layer = layer_of(9, 8, 9, scoring="topk_softmax")
     tensors = tensors_of(layer, 4)
     tensors["router_bias"] -= 1000
-    ids, _ = run(layer, router_step_with(layer, ON, config_of(path, 9)), tensors)
+    ids, _ = run(layer, router_step_with(layer, ON, config_of(path, layer.expert_places)), tensors)
     assert torch.equal(ids.sort().values, torch.arange(9).expand(4, 9).int())
 
 
@@ -288,7 +288,7 @@ def test_infinity_and_nan_pass_through_a_split_weight():
 def test_nan_stays_in_its_row(scoring, path):
     layer = layer_of(5, 16, 3, scoring=scoring)
     tensors = tensors_of(layer, 17)
-    step = router_step_with(layer, ON, config_of(path, 5))
+    step = router_step_with(layer, ON, config_of(path, layer.expert_places))
     whole_ids, whole_weights = run(layer, step, tensors)
     tensors["x"][6, 3] = NAN
     ids, weights = run(layer, step, tensors)
