@@ -54,17 +54,7 @@ def attribute(option: Option) -> OpSchema.Attribute:
     """Returns the attribute of an option; ONNX has no booleans, so that True is 1."""
     default = int(option.default) if option.type is bool else option.default
     value = onnx.helper.make_attribute(option.attribute, default)
-    return OpSchema.Attribute(option.attribute, value, _description(option))
-
-
-def _attribute_where_set(option: Option) -> OpSchema.Attribute:
-    # With a default, the exporter would write it at every node.
-    kind = OpSchema.AttrType.INT
-    return OpSchema.Attribute(option.attribute, kind, _description(option), required=False)
-
-
-def _description(option: Option) -> str:
-    return option.description.replace("``", "`")
+    return OpSchema.Attribute(option.attribute, value, option.description.replace("``", "`"))
 
 
 def _input(name: str) -> OpSchema.FormalParameter:
@@ -91,14 +81,13 @@ def _schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
                 OpSchema.Attribute(size.attribute, OpSchema.AttrType.INT, size.doc, required=True)
                 for size in SIZES
             ),
-            *(attribute(option) for option in options),
+            *(attribute(option) for option in (*options, *LAYOUT_OPTIONS)),
             *(
                 OpSchema.Attribute(
                     name, onnx.helper.make_attribute(name, value), "Read by TensorRT's ONNX parser."
                 )
                 for name, value in TENSORRT_ATTRIBUTES.items()
             ),
-            *(_attribute_where_set(option) for option in LAYOUT_OPTIONS),
         ],
     )
     schema.set_type_and_shape_inference_function(shape_inference.like(0))
