@@ -370,7 +370,8 @@ def _tiled(
     # 512 contiguous bytes of a row, unless that makes the stages too big.
     itemsize = max(layer.tokens_dtype.itemsize, layer.routing_dtype.itemsize)
     block_d = min(512 // itemsize, _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
-    num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS else 4
+    # With four warps, tiles of 32x32 spill 8 bytes.
+    num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS or block_t == block_e == 32 else 4
     upcast = needs_upcast(layer, architecture)
     if not upcast and layer.routing_dtype == torch.float32:
         block_d = min(block_d, _SPLIT_ELEMENTS * 32 * num_warps // block_e)
