@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.report import conditions, parser, table, write_json
+from benchmarks.common.report import conditions, parser, table
 from benchmarks.gpu.layers import Shape, matching
 from custom_ops.kernels.architectures import ARCHITECTURES, Architecture, architecture
 from custom_ops.kernels.plan import plan
@@ -219,7 +219,9 @@ def measure(
         seen: set[str] = set()
         for span in case.plan.ranges:
             for launch in span.launches:
-                compiled = f"{launch.name} {launch.num_warps} {launch.num_stages} {launch.arguments}"
+                compiled = (
+                    f"{launch.name} {launch.num_warps} {launch.num_stages} {launch.arguments}"
+                )
                 if compiled not in seen and re.search(kernels, launch.name):
                     seen.add(compiled)
                     alone = replace(span, first=1, launches=(launch,))
@@ -265,8 +267,20 @@ def main() -> None:
         where = conditions(["triton", "torch"])
         version = where["versions"]["triton"]
         kept = json.loads(given.json.read_text())["kernels"] if given.json.exists() else {}
-        merged = {**kept, version: kept.get(version, {}) | found}
-        write_json(given.json, {"conditions": where, "kernels": merged})
+        write(given.json, where, {**kept, version: kept.get(version, {}) | found})
+
+
+def write(path: Path, where: Figures, kernels: Mapping[str, Mapping[str, Figures]]) -> None:
+    """Writes figures by Triton's version and kernel, a line for each kernel."""
+    versions = ",\n".join(
+        f"    {json.dumps(version)}: {{\n"
+        + ",\n".join(f"      {json.dumps(name)}: {json.dumps(code)}" for name, code in each.items())
+        + "\n    }"
+        for version, each in kernels.items()
+    )
+    path.write_text(
+        f'{{\n  "conditions": {json.dumps(where)},\n  "kernels": {{\n{versions}\n  }}\n}}\n'
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,14 @@ EMPTY = Kernel("k", "", b"", 4, 0, dependent_launch=False, registers=1, local_me
 def test_blocks_per_sm(registers, warps, shared, device, blocks):
     kernel = replace(EMPTY, registers=registers, num_warps=warps, shared_memory=shared)
     assert blocks_per_sm(kernel, architecture(device)) == blocks
+
+
+def test_the_record_is_json(tmp_path):
+    figures = {"3.9.0": {"a": {"registers": 1}, "b": {"matrix": {"HMMA": 2}}}, "3.6.0": {"a": {}}}
+    kernel_code.write(tmp_path / "record.json", {"cores": 2}, figures)
+    content = (tmp_path / "record.json").read_text()
+    assert json.loads(content) == {"conditions": {"cores": 2}, "kernels": figures}
+    assert content.count("\n") == 12
 
 
 def test_what_is_worse():
