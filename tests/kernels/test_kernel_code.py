@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.gpu import kernel_code
 from benchmarks.gpu.kernel_code import Case, blocks_per_sm, in_loops, measure, worse
 from benchmarks.gpu.layers import SHAPES
 from custom_ops.kernels.architectures import architecture
+from standin import ROOT
 from trt_plugin.bundle import Kernel
 
 RECORD = kernel_code.read_record(triton.__version__)
@@ -86,6 +88,11 @@ EMPTY = Kernel("k", "", b"", 4, 0, dependent_launch=False, registers=1, local_me
 def test_blocks_per_sm(registers, warps, shared, device, blocks):
     kernel = replace(EMPTY, registers=registers, num_warps=warps, shared_memory=shared)
     assert blocks_per_sm(kernel, architecture(device)) == blocks
+
+
+def test_the_tests_version_of_triton_has_a_record():
+    (version,) = re.findall(r"^triton==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert kernel_code.read_record(version)
 
 
 def test_the_record_is_json(tmp_path):
