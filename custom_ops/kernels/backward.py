@@ -332,6 +332,7 @@ def weight_gradient_kernel(
     for start in tl.range(tl.load(row_starts_ptr + expert), end, BLOCK_K):
         row = start + tl.arange(0, BLOCK_K)
         in_expert = row < end
+        # What stands in for rows beyond the expert's is zero all through: slot 0 may hold a NaN.
         slot = tl.load(slot_of_row_ptr + row, mask=in_expert, other=0)
         token = (slot // K).to(tl.int64)
         values_ptrs = values_ptr + row.to(tl.int64)[None, :] * V + m[:, None]
@@ -339,10 +340,11 @@ def weight_gradient_kernel(
         tokens_ptrs = tokens_ptr + token[:, None] * D + n[None, :]
         read = tl.load(tokens_ptrs, mask=in_expert[:, None] & (n < D)[None, :], other=0.0)
         if expert_weights_ptr is not None:
-            weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
-            read = read.to(tl.float32) * weight[:, None]
+            weight = tl.load(expert_weights_ptr + slot, mask=in_expert, other=0.0)
+            read = read.to(tl.float32) * weight.to(tl.float32)[:, None]
         if row_scale_ptr is not None:
-            read = read.to(tl.float32) * tl.load(row_scale_ptr + token)[:, None]
+            scale = tl.load(row_scale_ptr + token, mask=in_expert, other=0.0)
+            read = read.to(tl.float32) * scale[:, None]
         dw = tl.dot(values, read.to(dtype), dw, input_precision=PRECISION)
 
     V_STRIDE: tl.constexpr = 1 if TRANSPOSED else D
@@ -380,7 +382,8 @@ def bias_gradient_kernel(
         values = tl.load(ptrs, mask=in_expert[:, None] & (n < V)[None, :], other=0.0)
         values = values.to(tl.float32)
         if expert_weights_ptr is not None:
-            values *= tl.load(expert_weights_ptr + slot).to(tl.float32)[:, None]
+            weight = tl.load(expert_weights_ptr + slot, mask=in_expert, other=0.0)
+            values *= weight.to(tl.float32)[:, None]
         sums += values
     db = tl.sum(sums, axis=0).to(db_ptr.dtype.element_ty)
     tl.store(db_ptr + expert.to(tl.int64) * V + n, db, mask=n < V)
