@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from moe_cases import (
     Case,
     assert_matches,
     make_case,
+    pruned,
 )
 
 NAN = float("nan")
@@ -86,6 +88,25 @@ def test_every_choice_of_groups_is_the_oracle_s(form: dict[str, Any], selection_
     _assert_gradients_match(case)
     groups = _chosen(case) // 2
     assert all(len(set(row)) <= 2 for row in groups.tolist())
+
+
+@pytest.mark.parametrize("form", GROUP_FORMS)
+def test_pruned_experts_are_chosen_in_their_groups(form: dict[str, Any]) -> None:
+    # Three of two groups of two: one of the chosen is pruned.
+    case = make_case("dropless", (33,), experts=6, top_k=3, selection_bias=True, **form)
+    case = pruned(case)
+    assert_matches(case(), case.oracle(), case.dtypes)
+    groups = _chosen(case) // 2
+    assert all(len(set(row)) == 2 for row in groups.tolist())
+
+
+def test_a_pruned_expert_of_the_best_group_comes_before_other_groups() -> None:
+    options = RouterOptions(2, "sigmoid", group_scoring="max", n_group=2, topk_group=1)
+    x, router = torch.tensor([[0.0, 0.0, 1.0, 0.0]]), torch.eye(4)
+    bias = torch.tensor([0.0, 0.0, 0.0, -math.inf])
+    for choose in (route, reference.router):
+        ids, _ = choose(x, router, None, options, bias)
+        assert ids.tolist() == [[2, 3]]
 
 
 def test_groups_are_scored_by_their_best_experts() -> None:
