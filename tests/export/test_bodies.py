@@ -25,6 +25,7 @@ from custom_ops.options import GROUP_SCORINGS, SCORINGS
 from dynamo_moe.moe_nodes.bodies import BodyConfig, body, dense_body, dropless, unrolled_body
 from dynamo_moe.moe_nodes.bodies.gathered import MOST_WEIGHTS, WEIGHTS_PER_VISIT
 from dynamo_moe.moe_nodes.bodies.layer import function, routed
+from dynamo_moe.moe_nodes.bodies.of_node import config_of
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.tolerances import tolerance_for
 
@@ -415,6 +416,14 @@ def test_pruned_experts_are_chosen_in_their_groups(
     session = to_session(to_model([layer], build))
     for tokens in (0, 1, 33):
         check(layer, session, layer.arguments(tokens))
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_a_choice_of_all_groups_has_the_body_without_groups(scoring: str) -> None:
+    config = replace(PLAIN, scoring=scoring, group_scoring="max")
+    model = to_model([Layer(config, n_group=3, topk_group=3)], body)
+    (node,) = (node for node in model.graph if node.op_type == config.op_type)
+    assert config_of(node).overload == replace(config, group_scoring="none").overload
 
 
 @beside_a_node

@@ -140,6 +140,17 @@ def test_a_choice_of_all_groups_is_none() -> None:
     assert options.canonical() == RouterOptions(2)
 
 
+@all_scorings
+def test_a_choice_of_all_groups_is_the_one_without_groups(scoring: str) -> None:
+    # In float64 the sigmoids of all are one.
+    x, router = torch.tensor([[40.0, 41.0, 43.0, 42.0, 39.0, 38.0]]), torch.eye(6)
+    groups = {"group_scoring": "top2_sum", "n_group": 3, "topk_group": 3}
+    for choose in (route, reference.router):
+        for options in ({}, groups):
+            ids, _ = choose(x, router, None, RouterOptions(3, scoring, **options))
+            assert ids.tolist() == [[2, 3, 1]]
+
+
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
 def test_every_expert_is_the_oracle_s(weight_on_input: bool, form: dict[str, Any]) -> None:
