@@ -37,7 +37,10 @@ def route(
         ``expert_ids [T, K]`` int64, best first, ties to the lower expert; and
         ``expert_weights [T, K]`` in float32, or float64 where ``x_TD`` is float64.
     """
-    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E)
+    # float64 on CUDA: a float32 product may be TF32 there, which chooses other experts than the
+    # router's kernel does.
+    wide = torch.float64 if x_TD.is_cuda else accumulation_dtype(x_TD)
+    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E, wide).to(accumulation_dtype(x_TD))
     scores_TE = logits_TE
     if options.scoring != "topk_softmax":
         sigmoid = options.scoring == "sigmoid"
@@ -76,7 +79,7 @@ def route_backward(
     Returns:
         ``dx [T, D]``, ``drouter_weight [E, D]`` and ``drouter_bias [E]`` in the weights' dtype.
     """
-    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E)
+    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E, accumulation_dtype(x_TD))
     dweights_TK = dweights_TK * options.routed_scaling
     if options.scoring == "topk_softmax":
         weights_TK = torch.softmax(logits_TE.gather(-1, ids_TK), dim=-1)
@@ -102,14 +105,11 @@ def route_backward(
     )
 
 
-def _logits(x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None) -> Tensor:
-    dtype = accumulation_dtype(x_TD)
-    # float64 on CUDA: a float32 product may be TF32 there, which chooses other experts than the
-    # router's kernel does.
-    wide = torch.float64 if x_TD.is_cuda else dtype
-    bias = None if router_bias_E is None else router_bias_E.to(wide)
-    logits = torch.nn.functional.linear(x_TD.to(wide), router_weight_ED.to(wide), bias)
-    return logits.to(dtype)
+def _logits(
+    x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    bias = None if router_bias_E is None else router_bias_E.to(dtype)
+    return torch.nn.functional.linear(x_TD.to(dtype), router_weight_ED.to(dtype), bias)
 
 
 def _members_of_best_groups(ranked_TE: Tensor, options: RouterOptions) -> Tensor:

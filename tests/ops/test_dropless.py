@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from custom_ops import SCORINGS, RouterOptions, dropless, reference
 from custom_ops.dtypes import accumulation_dtype
 from custom_ops.options import ROUTER_OPTIONS
-from custom_ops.routing import route
+from custom_ops.routing import route, route_backward
 from moe_cases import (
     DTYPES,
     EXPERT_FORMS,
@@ -138,6 +140,31 @@ def test_experts_below_the_fill_of_other_models_are_chosen_in_their_groups() -> 
 def test_a_choice_of_all_groups_is_none() -> None:
     options = RouterOptions(2, group_scoring="max", n_group=3, topk_group=3)
     assert options.canonical() == RouterOptions(2)
+
+
+@all_scorings
+def test_the_router_s_gradients_need_no_float64_on_cuda(scoring: str) -> None:
+    dtypes = set()
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **kwargs or {})
+            dtypes.add(getattr(result, "dtype", None))
+            return result
+
+    with FakeTensorMode(), Recorder():
+        x, dweights, router = (
+            torch.empty(size, device="cuda", dtype=torch.bfloat16)
+            for size in ((9, 16), (9, 2), (6, 16))
+        )
+        ids = torch.empty(9, 2, device="cuda", dtype=torch.int64)
+        options = RouterOptions(2, scoring)
+        dx, *_ = route_backward(dweights.float(), x, router, None, ids, options)
+    assert dx.device.type == "cuda"
+    assert torch.float32 in dtypes
+    assert torch.float64 not in dtypes
 
 
 @all_scorings
