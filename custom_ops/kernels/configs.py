@@ -46,6 +46,8 @@ _VECTOR_THREAD_BYTES = 64
 _STAGE_BYTES = 24 * 1024
 # Elements of a float32 weight that a thread splits in one stage, above which registers run out.
 _SPLIT_ELEMENTS = 16
+# Registers of a thread of a grouped product besides its accumulators.
+_OTHER_REGISTERS = 64
 # 64-bit keys of a thread, above which registers spill.
 _KEYS = 32
 
@@ -74,6 +76,14 @@ class GemmConfig:
     group_m: int = 8
     tensor_maps: bool = False
     persistent: bool = False
+
+
+def estimated_registers(config: GemmConfig, gates: int) -> int:
+    """Returns about how many registers a thread of a product takes.
+
+    These are its share of the accumulators, and as many others as beside those of the widest tile.
+    """
+    return gates * config.block_m * config.block_n // (32 * config.num_warps) + _OTHER_REGISTERS
 
 
 @dataclass(frozen=True)
