@@ -19,7 +19,7 @@ from custom_ops.kernels.configs import (
     MlpConfig,
     estimated_registers,
 )
-from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.layer import Layer, power_of_2
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ def _is_distinct(layer: Layer, config: GemmConfig, columns: int, depth: int, gat
         64 <= row_bytes <= 256
         # A tensor map loads rows of 128 bytes, the widest swizzle, or several of them.
         and (row_bytes >= 128 if config.tensor_maps else depth % config.block_k == 0)
-        and config.block_n <= max(32, _power_of_2(columns))
+        and config.block_n <= max(32, power_of_2(columns))
         and (area >= 64 * 128 if config.num_warps == 8 else area <= 128 * 128)
         # A pipeline is no deeper than its loop is long.
         and config.num_stages <= max(2, steps)
@@ -153,16 +153,12 @@ def _is_distinct(layer: Layer, config: GemmConfig, columns: int, depth: int, gat
     )
 
 
-def _power_of_2(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
 def few_candidates(layer: Layer, tokens: int) -> tuple[FewConfig, ...]:
     """Returns blocks of the vector products; none for many tokens."""
     if tokens > _FEW_TOKENS:
         return ()
     per_warp = 512 // layer.experts_dtype.itemsize
-    deepest = _power_of_2(max(layer.width, layer.hidden))
+    deepest = power_of_2(max(layer.width, layer.hidden))
     found = (
         config
         for config in choices(

@@ -13,7 +13,7 @@ that is on the input, else 1.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from custom_ops.kernels.activation import activate
 from custom_ops.kernels.activation_gradient import activate_gradient
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles, sum_of_results
+from custom_ops.kernels.configs import TileConfig
 from custom_ops.kernels.device import load_block, wait_for_previous
 from custom_ops.kernels.expressions import D, E, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
@@ -37,25 +38,6 @@ from custom_ops.kernels.spec import (
 )
 
 _ABSENT = Constant(None)
-
-
-@dataclass(frozen=True)
-class GradientConfig:
-    """The tile of a grouped product of the backward pass.
-
-    Attributes:
-        block_m: Rows of one expert, or of its weight.
-        block_n: Columns of the result.
-        block_k: Depth of one pipeline stage.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -390,7 +372,7 @@ def bias_gradient_kernel(
 
 
 def hidden_gradient_step(
-    layer: Layer, architecture: Architecture, config: GradientConfig, *, train_parameters: bool
+    layer: Layer, architecture: Architecture, config: TileConfig, *, train_parameters: bool
 ) -> Step:
     """The way through the hidden rows: x and dy to the buffers ``dz`` and ``hidden``.
 
@@ -418,7 +400,7 @@ def hidden_gradient_step(
     return Step(tuple(buffers), (spec,))
 
 
-def slot_gradient_step(layer: Layer, architecture: Architecture, config: GradientConfig) -> Step:
+def slot_gradient_step(layer: Layer, architecture: Architecture, config: TileConfig) -> Step:
     """The slots: the parts to dweights and the buffer ``norm_factor``."""
     has_bias = layer.b2 and not layer.options.weight_on_input
     block_d = min(64, triton.next_power_of_2(layer.width))
@@ -441,7 +423,7 @@ def slot_gradient_step(layer: Layer, architecture: Architecture, config: Gradien
     return Step(buffers, (spec,))
 
 
-def input_gradient_step(layer: Layer, architecture: Architecture, config: GradientConfig) -> Step:
+def input_gradient_step(layer: Layer, architecture: Architecture, config: TileConfig) -> Step:
     """The first product's way back: ``dz`` to the buffer ``rows``, in the tokens' dtype."""
     spec = kernel_of(
         input_gradient_kernel,
@@ -456,7 +438,7 @@ def input_gradient_step(layer: Layer, architecture: Architecture, config: Gradie
     return Step((Buffer("rows", layer.tokens_dtype, T * K * D),), (spec,))
 
 
-def weight_gradients_step(layer: Layer, architecture: Architecture, config: GradientConfig) -> Step:
+def weight_gradients_step(layer: Layer, architecture: Architecture, config: TileConfig) -> Step:
     """The experts' parameters: dw1 and dw2, and db1 and db2 where there are biases."""
     on_input = first_product(layer)["expert_weights_ptr"]
     on_result = sum_of_results(layer)["expert_weights_ptr"]
