@@ -271,7 +271,7 @@ class RouterOptions(Options):
     def rules(self, experts: int) -> Iterator[tuple[bool, str]]:
         """Yields what must hold for a number of experts: conditions, and what to say if not."""
         choice = experts
-        if self.limits_groups:
+        if self.group_scoring != "none":
             size = experts // self.n_group
             least = 2 if self.group_scoring == "top2_sum" else 1
             yield (

@@ -47,17 +47,19 @@ def router(
     if options.scoring != "topk_softmax":
         scores = logits.softmax(-1) if options.scoring == "softmax" else logits.sigmoid()
     # By the logits where that is the same: the sigmoids of large ones are all one.
-    plain = selection_bias is None and options.group_scoring == "none"
+    plain = selection_bias is None and not options.limits_groups
     ranked = logits if options.scoring == "sigmoid" and plain else scores
     if selection_bias is not None:
         ranked = scores + selection_bias.double()
-    if options.group_scoring != "none":
+    ids = torch.argsort(ranked, dim=-1, descending=True, stable=True)
+    if options.limits_groups:
         groups = ranked.unflatten(-1, (options.n_group, -1))
         best = groups.sort(-1, descending=True).values
         score = best[..., :2].sum(-1) if options.group_scoring == "top2_sum" else best[..., 0]
         rank = torch.argsort(torch.argsort(score, dim=-1, descending=True, stable=True), dim=-1)
-        ranked = torch.where(rank[..., None] < options.topk_group, groups, -torch.inf).flatten(-2)
-    ids = torch.argsort(ranked, dim=-1, descending=True, stable=True)[..., : options.top_k]
+        outside = rank.gather(-1, ids // groups.shape[-1]) >= options.topk_group
+        ids = ids.gather(-1, torch.argsort(outside.int(), dim=-1, stable=True))
+    ids = ids[..., : options.top_k]
     weights = scores.gather(-1, ids)
     if options.scoring == "topk_softmax":
         weights = weights.softmax(-1)

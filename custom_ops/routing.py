@@ -1,11 +1,10 @@
 """The router: tokens to expert indices and weights, in fp32.
 
-Legend: T tokens, D model width, E experts, K = top_k, G groups of S experts.
+Legend: T tokens, D model width, E experts, K = top_k, G groups of S experts, of
+which a token chooses C with M = C*S members.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -38,7 +37,10 @@ def route(
         ``expert_ids [T, K]`` int64, best first, ties to the lower expert; and
         ``expert_weights [T, K]`` in float32, or float64 where ``x_TD`` is float64.
     """
-    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E)
+    # float64 on CUDA: a float32 product may be TF32 there, which chooses other experts than the
+    # router's kernel does.
+    wide = torch.float64 if x_TD.is_cuda else accumulation_dtype(x_TD)
+    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E, wide).to(accumulation_dtype(x_TD))
     scores_TE = logits_TE
     if options.scoring != "topk_softmax":
         sigmoid = options.scoring == "sigmoid"
@@ -51,8 +53,11 @@ def route(
     else:
         ranked_TE = scores_TE
     if options.limits_groups:
-        ranked_TE = _within_best_groups(ranked_TE, options)
-    _, ids_TK = _top_k(ranked_TE, options.top_k)
+        members_TM = _members_of_best_groups(ranked_TE, options)
+        _, places_TK = _top_k(ranked_TE.gather(-1, members_TM), options.top_k)
+        ids_TK = members_TM.gather(-1, places_TK)
+    else:
+        _, ids_TK = _top_k(ranked_TE, options.top_k)
     top_TK = scores_TE.gather(-1, ids_TK)
     if options.scoring == "topk_softmax":
         top_TK = torch.softmax(top_TK, dim=-1)
@@ -74,7 +79,7 @@ def route_backward(
     Returns:
         ``dx [T, D]``, ``drouter_weight [E, D]`` and ``drouter_bias [E]`` in the weights' dtype.
     """
-    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E)
+    logits_TE = _logits(x_TD, router_weight_ED, router_bias_E, accumulation_dtype(x_TD))
     dweights_TK = dweights_TK * options.routed_scaling
     if options.scoring == "topk_softmax":
         weights_TK = torch.softmax(logits_TE.gather(-1, ids_TK), dim=-1)
@@ -100,24 +105,23 @@ def route_backward(
     )
 
 
-def _logits(x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None) -> Tensor:
-    dtype = accumulation_dtype(x_TD)
-    # float64 on CUDA: a float32 product may be TF32 there, which chooses other experts than the
-    # router's kernel does.
-    wide = torch.float64 if x_TD.is_cuda else dtype
-    bias = None if router_bias_E is None else router_bias_E.to(wide)
-    logits = torch.nn.functional.linear(x_TD.to(wide), router_weight_ED.to(wide), bias)
-    return logits.to(dtype)
+def _logits(
+    x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    bias = None if router_bias_E is None else router_bias_E.to(dtype)
+    return torch.nn.functional.linear(x_TD.to(dtype), router_weight_ED.to(dtype), bias)
 
 
-def _within_best_groups(ranked_TE: Tensor, options: RouterOptions) -> Tensor:
-    """Returns -inf in place of what experts outside a token's best groups are ranked by."""
+def _members_of_best_groups(ranked_TE: Tensor, options: RouterOptions) -> Tensor:
+    """Returns the experts ``[T, M]`` of each token's best groups, in ascending order."""
     ranked_TGS = ranked_TE.unflatten(-1, (options.n_group, -1))
     best, _ = _top_k(ranked_TGS, 2 if options.group_scoring == "top2_sum" else 1)
-    _, groups = _top_k(best.sum(dim=-1), options.topk_group)
-    outside_TG = torch.ones_like(best[..., 0], dtype=torch.bool).scatter(-1, groups, False)
-    kept_TGS: Tensor = ranked_TGS.masked_fill(outside_TG.unsqueeze(-1), -math.inf)
-    return kept_TGS.flatten(-2)
+    _, groups_TC = _top_k(best.sum(dim=-1), options.topk_group)
+    size = ranked_TGS.shape[-1]
+    first_TC = size * groups_TC.sort(dim=-1).values
+    member_S = torch.arange(size, device=ranked_TE.device)
+    members_TM: Tensor = (first_TC.unsqueeze(-1) + member_S).flatten(-2)
+    return members_TM
 
 
 def _top_k(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

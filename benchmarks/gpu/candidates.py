@@ -13,20 +13,21 @@ from typing import Any, TypeVar
 
 from benchmarks.gpu.goals import expected_active
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig
-from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.configs import (
+    FewConfig,
+    GemmConfig,
+    MlpConfig,
+    estimated_registers,
+)
+from custom_ops.kernels.layer import Layer, power_of_2
 
 T = TypeVar("T")
 
 _BLOCKS_M = (16, 32, 64, 128, 256)
 # With more float32 accumulators per thread, registers spill.
 _ACCUMULATORS = 160
-# Registers of a thread besides its accumulators, and those of a multiprocessor.
-_OTHER_REGISTERS, _REGISTERS = 64, 65536
-_THREADS = 2048  # of a multiprocessor
 # What a kernel needs besides its stages: barriers, and the tile that it stores.
 _OTHER_SHARED = 4096
-_RESERVED_SHARED = 1024  # by the system, for each block
 _MLP_WIDTH = 192
 _FEW_TOKENS = 64
 
@@ -81,15 +82,14 @@ def fits(layer: Layer, architecture: Architecture, config: GemmConfig, gates: in
 
 def blocks_per_sm(layer: Layer, architecture: Architecture, config: GemmConfig, gates: int) -> int:
     """Returns how many blocks a multiprocessor runs at once, by estimate; at least 1."""
-    threads = 32 * config.num_warps
-    registers = gates * config.block_m * config.block_n // threads + _OTHER_REGISTERS
-    shared = shared_bytes(layer, config, gates) + _OTHER_SHARED + _RESERVED_SHARED
-    limits = (
-        (architecture.shared_memory + _RESERVED_SHARED) // shared,
-        _REGISTERS // (threads * registers),
-        _THREADS // threads,
+    return max(
+        1,
+        architecture.blocks_per_multiprocessor(
+            config.num_warps,
+            estimated_registers(config, gates),
+            shared_bytes(layer, config, gates) + _OTHER_SHARED,
+        ),
     )
-    return max(1, min(limits))
 
 
 def gemm_candidates(
@@ -144,7 +144,7 @@ def _is_distinct(layer: Layer, config: GemmConfig, columns: int, depth: int, gat
         64 <= row_bytes <= 256
         # A tensor map loads rows of 128 bytes, the widest swizzle, or several of them.
         and (row_bytes >= 128 if config.tensor_maps else depth % config.block_k == 0)
-        and config.block_n <= max(32, _power_of_2(columns))
+        and config.block_n <= max(32, power_of_2(columns))
         and (area >= 64 * 128 if config.num_warps == 8 else area <= 128 * 128)
         # A pipeline is no deeper than its loop is long.
         and config.num_stages <= max(2, steps)
@@ -153,16 +153,12 @@ def _is_distinct(layer: Layer, config: GemmConfig, columns: int, depth: int, gat
     )
 
 
-def _power_of_2(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
 def few_candidates(layer: Layer, tokens: int) -> tuple[FewConfig, ...]:
     """Returns blocks of the vector products; none for many tokens."""
     if tokens > _FEW_TOKENS:
         return ()
     per_warp = 512 // layer.experts_dtype.itemsize
-    deepest = _power_of_2(max(layer.width, layer.hidden))
+    deepest = power_of_2(max(layer.width, layer.hidden))
     found = (
         config
         for config in choices(

@@ -35,14 +35,6 @@ from trt_plugin.compiling import compile_plans
 #: Where the figures of the repository's kernels are.
 RECORD = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel_code.json"
 
-# Of one multiprocessor: warps and blocks, by compute capability (CUDA C++ Programming Guide).
-_MOST_WARPS = {75: 32, 80: 64, 87: 48, 90: 64, 100: 64, 103: 64}
-_MOST_BLOCKS = {75: 16, 80: 32, 86: 16, 87: 16, 89: 24, 90: 32, 100: 32, 103: 32}
-_REGISTERS = 64 * 1024
-# A warp takes whole units of registers; a block's first KiB of shared memory is the system's.
-_REGISTERS_UNIT = 256
-_RESERVED_SHARED = 1024
-
 # A label, or an instruction behind its address and its predicate.
 _LINE = re.compile(
     r"^(?:(\.L_x_\d+):|\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);)", re.MULTILINE
@@ -124,7 +116,9 @@ def code_of(kernel: Kernel, device: Architecture) -> Code:
         registers=kernel.registers,
         local_memory=kernel.local_memory,
         shared_memory=kernel.shared_memory,
-        blocks_per_sm=blocks_per_sm(kernel, device),
+        blocks_per_sm=device.blocks_per_multiprocessor(
+            kernel.num_warps, kernel.registers, kernel.shared_memory
+        ),
         instructions=len(names) - kinds.count("NOP"),
         matrix={kind: kinds.count(kind) for kind in _MATRIX if kind in kinds},
         tensor_loads=kinds.count("UTMALDG"),
@@ -132,22 +126,6 @@ def code_of(kernel: Kernel, device: Architecture) -> Code:
         wide_loads=wide,
         narrow_loads=len(loads) - wide,
         loop_barriers=sum(line.startswith("BAR.") for line in in_loops(text)),
-    )
-
-
-def blocks_per_sm(kernel: Kernel, device: Architecture) -> int:
-    """Returns how many blocks of a kernel a multiprocessor holds at a time.
-
-    The tensor memory of sm_100 is left out: the kernels' tiles fill at most half of it.
-    """
-    capability = device.capability
-    per_warp = -(-kernel.registers * 32 // _REGISTERS_UNIT) * _REGISTERS_UNIT
-    warps = min(_MOST_WARPS.get(capability, 48), _REGISTERS // per_warp)
-    shared = kernel.shared_memory + _RESERVED_SHARED
-    return min(
-        _MOST_BLOCKS.get(capability, 24),
-        warps // kernel.num_warps,
-        (device.shared_memory + _RESERVED_SHARED) // shared,
     )
 
 

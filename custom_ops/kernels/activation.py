@@ -21,8 +21,7 @@ def activate(
 ):
     """Returns ``act(gate)``, times up if GATED, or a clamped gating, in dtype; NaN stays NaN."""
     if ACTIVATION == "clamped_swiglu" or ACTIVATION == "clamped_silu":
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        gate, up = clamp_gates(gate, up, LIMIT)
         if ACTIVATION == "clamped_swiglu":
             h = gate * tl.sigmoid(ALPHA * gate) * (up + 1)
         else:
@@ -32,6 +31,14 @@ def activate(
         if GATED:
             h *= up
     return h.to(dtype)
+
+
+@triton.jit
+def clamp_gates(gate, up, LIMIT: tl.constexpr):
+    """Returns gate, at most the limit, and up within both; NaN stays NaN."""
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return gate, up
 
 
 @triton.jit

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from custom_ops.kernels.activation import clamp_gates
+
 
 @triton.jit
 def activate_gradient(
@@ -23,8 +25,7 @@ def activate_gradient(
     if ACTIVATION == "clamped_swiglu" or ACTIVATION == "clamped_silu":
         slope: tl.constexpr = ALPHA if ACTIVATION == "clamped_swiglu" else 1.0
         shift: tl.constexpr = 1.0 if ACTIVATION == "clamped_swiglu" else 0.0
-        clamped_gate = tl.where(gate > LIMIT, LIMIT, gate)
-        clamped_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        clamped_gate, clamped_up = clamp_gates(gate, up, LIMIT)
         sigmoid = tl.sigmoid(slope * clamped_gate)
         dswish = sigmoid * (1 + slope * clamped_gate * (1 - sigmoid))
         dgate = tl.where(gate > LIMIT, 0.0, dh * (clamped_up + shift) * dswish)

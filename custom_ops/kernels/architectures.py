@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
+_REGISTERS = 64 * 1024  # of a multiprocessor
+# A warp takes whole units of registers; a block's first KiB of shared memory is the system's.
+_REGISTERS_UNIT = 256
+_RESERVED_SHARED = 1024
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -16,6 +21,8 @@ class Architecture:
             Guide, technical specifications per compute capability).
         multiprocessors: Multiprocessors of its best known device; on one with more or fewer, only
             the speed differs.
+        warps: Most warps of a multiprocessor at a time (the same tables).
+        blocks: Most blocks of a multiprocessor at a time (the same tables).
         has_tensor_cores: Whether Triton compiles products to them; for sm_75 it does not.
         has_tensor_maps: Whether the tensor memory accelerator loads tiles (TMA).
         has_async_products: Whether tensor cores take both operands of a product of 64 or more rows
@@ -27,6 +34,8 @@ class Architecture:
     capability: int
     shared_memory: int
     multiprocessors: int
+    warps: int = 48
+    blocks: int = 24
     has_tensor_cores: bool = True
     has_tensor_maps: bool = False
     has_async_products: bool = False
@@ -37,14 +46,39 @@ class Architecture:
         """``sm_90`` for capability 90."""
         return f"sm_{self.capability}"
 
+    def blocks_per_multiprocessor(self, warps: int, registers: int, shared_memory: int) -> int:
+        """Returns how many blocks of a kernel a multiprocessor holds at a time.
+
+        The tensor memory of sm_100 is left out: the kernels' tiles fill at most half of it.
+
+        Args:
+            warps: Of a block.
+            registers: Of a thread.
+            shared_memory: Bytes of a block.
+        """
+        per_warp = -(-registers * 32 // _REGISTERS_UNIT) * _REGISTERS_UNIT
+        return min(
+            self.blocks,
+            min(self.warps, _REGISTERS // per_warp) // warps,
+            (self.shared_memory + _RESERVED_SHARED) // (shared_memory + _RESERVED_SHARED),
+        )
+
 
 def _with_tma(
-    capability: int, kibibytes: int, multiprocessors: int, *, has_async_products: bool
+    capability: int,
+    kibibytes: int,
+    multiprocessors: int,
+    warps: int = 48,
+    blocks: int = 24,
+    *,
+    has_async_products: bool,
 ) -> Architecture:
     return Architecture(
         capability,
         kibibytes * 1024,
         multiprocessors,
+        warps,
+        blocks,
         has_tensor_maps=True,
         has_async_products=has_async_products,
         has_dependent_launch=True,
@@ -54,14 +88,14 @@ def _with_tma(
 ARCHITECTURES = {
     known.capability: known
     for known in (
-        Architecture(75, 64 * 1024, 40, has_tensor_cores=False),  # T4
-        Architecture(80, 163 * 1024, 108),  # A100
-        Architecture(86, 99 * 1024, 84),  # A40
-        Architecture(87, 163 * 1024, 16),  # Jetson AGX Orin
+        Architecture(75, 64 * 1024, 40, 32, 16, has_tensor_cores=False),  # T4
+        Architecture(80, 163 * 1024, 108, 64, 32),  # A100
+        Architecture(86, 99 * 1024, 84, 48, 16),  # A40
+        Architecture(87, 163 * 1024, 16, 48, 16),  # Jetson AGX Orin
         Architecture(89, 99 * 1024, 142),  # L40S
-        _with_tma(90, 227, 132, has_async_products=True),  # H100, H200
-        _with_tma(100, 227, 148, has_async_products=True),  # B200
-        _with_tma(103, 227, 148, has_async_products=True),  # B300
+        _with_tma(90, 227, 132, 64, 32, has_async_products=True),  # H100, H200
+        _with_tma(100, 227, 148, 64, 32, has_async_products=True),  # B200
+        _with_tma(103, 227, 148, 64, 32, has_async_products=True),  # B300
         _with_tma(110, 227, 20, has_async_products=True),  # Jetson AGX Thor
         _with_tma(120, 99, 170, has_async_products=False),  # RTX 5090
         _with_tma(121, 99, 48, has_async_products=False),  # DGX Spark

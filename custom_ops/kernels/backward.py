@@ -13,7 +13,7 @@ that is on the input, else 1.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from custom_ops.kernels.activation import activate
 from custom_ops.kernels.activation_gradient import activate_gradient
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles, sum_of_results
+from custom_ops.kernels.configs import TileConfig
 from custom_ops.kernels.device import load_block, wait_for_previous
 from custom_ops.kernels.expressions import D, E, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
@@ -37,25 +38,6 @@ from custom_ops.kernels.spec import (
 )
 
 _ABSENT = Constant(None)
-
-
-@dataclass(frozen=True)
-class GradientConfig:
-    """The tile of a grouped product of the backward pass.
-
-    Attributes:
-        block_m: Rows of one expert, or of its weight.
-        block_n: Columns of the result.
-        block_k: Depth of one pipeline stage.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -332,6 +314,7 @@ def weight_gradient_kernel(
     for start in tl.range(tl.load(row_starts_ptr + expert), end, BLOCK_K):
         row = start + tl.arange(0, BLOCK_K)
         in_expert = row < end
+        # What stands in for rows beyond the expert's is zero all through: slot 0 may hold a NaN.
         slot = tl.load(slot_of_row_ptr + row, mask=in_expert, other=0)
         token = (slot // K).to(tl.int64)
         values_ptrs = values_ptr + row.to(tl.int64)[None, :] * V + m[:, None]
@@ -339,10 +322,11 @@ def weight_gradient_kernel(
         tokens_ptrs = tokens_ptr + token[:, None] * D + n[None, :]
         read = tl.load(tokens_ptrs, mask=in_expert[:, None] & (n < D)[None, :], other=0.0)
         if expert_weights_ptr is not None:
-            weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
-            read = read.to(tl.float32) * weight[:, None]
+            weight = tl.load(expert_weights_ptr + slot, mask=in_expert, other=0.0)
+            read = read.to(tl.float32) * weight.to(tl.float32)[:, None]
         if row_scale_ptr is not None:
-            read = read.to(tl.float32) * tl.load(row_scale_ptr + token)[:, None]
+            scale = tl.load(row_scale_ptr + token, mask=in_expert, other=0.0)
+            read = read.to(tl.float32) * scale[:, None]
         dw = tl.dot(values, read.to(dtype), dw, input_precision=PRECISION)
 
     V_STRIDE: tl.constexpr = 1 if TRANSPOSED else D
@@ -380,14 +364,15 @@ def bias_gradient_kernel(
         values = tl.load(ptrs, mask=in_expert[:, None] & (n < V)[None, :], other=0.0)
         values = values.to(tl.float32)
         if expert_weights_ptr is not None:
-            values *= tl.load(expert_weights_ptr + slot).to(tl.float32)[:, None]
+            weight = tl.load(expert_weights_ptr + slot, mask=in_expert, other=0.0)
+            values *= weight.to(tl.float32)[:, None]
         sums += values
     db = tl.sum(sums, axis=0).to(db_ptr.dtype.element_ty)
     tl.store(db_ptr + expert.to(tl.int64) * V + n, db, mask=n < V)
 
 
 def hidden_gradient_step(
-    layer: Layer, architecture: Architecture, config: GradientConfig, *, train_parameters: bool
+    layer: Layer, architecture: Architecture, config: TileConfig, *, train_parameters: bool
 ) -> Step:
     """The way through the hidden rows: x and dy to the buffers ``dz`` and ``hidden``.
 
@@ -415,7 +400,7 @@ def hidden_gradient_step(
     return Step(tuple(buffers), (spec,))
 
 
-def slot_gradient_step(layer: Layer, architecture: Architecture, config: GradientConfig) -> Step:
+def slot_gradient_step(layer: Layer, architecture: Architecture, config: TileConfig) -> Step:
     """The slots: the parts to dweights and the buffer ``norm_factor``."""
     has_bias = layer.b2 and not layer.options.weight_on_input
     block_d = min(64, triton.next_power_of_2(layer.width))
@@ -438,7 +423,7 @@ def slot_gradient_step(layer: Layer, architecture: Architecture, config: Gradien
     return Step(buffers, (spec,))
 
 
-def input_gradient_step(layer: Layer, architecture: Architecture, config: GradientConfig) -> Step:
+def input_gradient_step(layer: Layer, architecture: Architecture, config: TileConfig) -> Step:
     """The first product's way back: ``dz`` to the buffer ``rows``, in the tokens' dtype."""
     spec = kernel_of(
         input_gradient_kernel,
@@ -453,7 +438,7 @@ def input_gradient_step(layer: Layer, architecture: Architecture, config: Gradie
     return Step((Buffer("rows", layer.tokens_dtype, T * K * D),), (spec,))
 
 
-def weight_gradients_step(layer: Layer, architecture: Architecture, config: GradientConfig) -> Step:
+def weight_gradients_step(layer: Layer, architecture: Architecture, config: TileConfig) -> Step:
     """The experts' parameters: dw1 and dw2, and db1 and db2 where there are biases."""
     on_input = first_product(layer)["expert_weights_ptr"]
     on_result = sum_of_results(layer)["expert_weights_ptr"]

@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
-
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.backward import (
-    GradientConfig,
     hidden_gradient_step,
     input_gradient_step,
     slot_gradient_step,
     weight_gradients_step,
 )
 from custom_ops.kernels.combine import combine_step
+from custom_ops.kernels.configs import TileConfig, on_tensor_cores
 from custom_ops.kernels.index_sort import index_sort_step
-from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.layer import Layer, power_of_2
 from custom_ops.kernels.row_scale import row_scale_step
 from custom_ops.kernels.spec import (
     MAX_SLOTS,
@@ -92,54 +90,45 @@ def _backward_steps(
         yield weight_gradients_step(layer, architecture, weight_config(layer, architecture))
 
 
-def hidden_config(layer: Layer, architecture: Architecture, block_m: int) -> GradientConfig:
+def hidden_config(layer: Layer, architecture: Architecture, block_m: int) -> TileConfig:
     """Chooses the tile of the hidden rows, which has an accumulator for gate, up and gradient."""
-    block_n, block_k = (64, 64) if _on_tensor_cores(layer, architecture) else (32, 32)
+    block_n, block_k = (64, 64) if on_tensor_cores(layer, architecture) else (32, 32)
     num_warps = 8 if block_m == 64 else 4
-    tile = GradientConfig(block_m, block_n, block_k, num_warps, num_stages=3)
+    tile = TileConfig(block_m, block_n, block_k, num_warps, num_stages=3)
     gates = layer.options.rows_per_hidden
     return _fitted(tile, layer, architecture, layer.hidden, depth=layer.width, gates=gates)
 
 
-def input_config(layer: Layer, architecture: Architecture, block_m: int) -> GradientConfig:
+def input_config(layer: Layer, architecture: Architecture, block_m: int) -> TileConfig:
     """Chooses the tile of the rows of x."""
-    block_n, block_k = (128, 64) if _on_tensor_cores(layer, architecture) else (64, 32)
-    tile = GradientConfig(block_m, block_n, block_k, num_warps=4, num_stages=4)
+    block_n, block_k = (128, 64) if on_tensor_cores(layer, architecture) else (64, 32)
+    tile = TileConfig(block_m, block_n, block_k, num_warps=4, num_stages=4)
     return _fitted(tile, layer, architecture, layer.width, depth=layer.rows)
 
 
-def weight_config(layer: Layer, architecture: Architecture) -> GradientConfig:
+def weight_config(layer: Layer, architecture: Architecture) -> TileConfig:
     """Chooses the tile of a parameter; its depth are an expert's rows."""
-    if _on_tensor_cores(layer, architecture):
-        tile = GradientConfig(
-            min(128, _power_of_2(layer.hidden)), 128, 32, num_warps=8, num_stages=4
-        )
+    rows = max(16, power_of_2(layer.hidden))
+    if on_tensor_cores(layer, architecture):
+        tile = TileConfig(min(128, rows), 128, 32, num_warps=8, num_stages=4)
     else:
-        tile = GradientConfig(min(64, _power_of_2(layer.hidden)), 64, 16, num_warps=4, num_stages=4)
+        tile = TileConfig(min(64, rows), 64, 16, num_warps=4, num_stages=4)
     return _fitted(tile, layer, architecture, layer.width)
 
 
 def _fitted(
-    tile: GradientConfig,
+    tile: TileConfig,
     layer: Layer,
     architecture: Architecture,
     columns: int,
     *,
     depth: int = 0,
     gates: int = 1,
-) -> GradientConfig:
+) -> TileConfig:
     """Narrows a tile to the columns and to blocks that divide the depth, with stages that fit."""
-    block_n, block_k = min(tile.block_n, _power_of_2(columns)), tile.block_k
+    block_n, block_k = min(tile.block_n, max(16, power_of_2(columns))), tile.block_k
     while block_k > 16 and depth % block_k:
         block_k //= 2
     stage = (tile.block_m + gates * block_n) * block_k * layer.experts_dtype.itemsize
     num_stages = max(1, min(tile.num_stages, (architecture.shared_memory - 4096) // stage))
     return replace(tile, block_n=block_n, block_k=block_k, num_stages=num_stages)
-
-
-def _on_tensor_cores(layer: Layer, architecture: Architecture) -> bool:
-    return architecture.has_tensor_cores and layer.experts_dtype != torch.float32
-
-
-def _power_of_2(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())

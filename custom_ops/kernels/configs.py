@@ -17,7 +17,7 @@ import torch
 
 from custom_ops.dtypes import SHORT_NAMES
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.layer import Layer, power_of_2
 from custom_ops.kernels.spec import MAX_TOKENS
 
 _FEW_TOKENS = 16
@@ -46,24 +46,22 @@ _VECTOR_THREAD_BYTES = 64
 _STAGE_BYTES = 24 * 1024
 # Elements of a float32 weight that a thread splits in one stage, above which registers run out.
 _SPLIT_ELEMENTS = 16
+# Registers of a thread of a grouped product besides its accumulators.
+_OTHER_REGISTERS = 64
 # 64-bit keys of a thread, above which registers spill.
 _KEYS = 32
 
 
 @dataclass(frozen=True)
-class GemmConfig:
-    """The tile of a grouped product.
+class TileConfig:
+    """The tile of a product.
 
     Attributes:
-        block_m: Rows of one expert.
+        block_m: Rows of one expert, or of the gradient of its weight.
         block_n: Columns of the result; as many again of the weights when gated.
         block_k: Depth of one pipeline stage.
         num_warps: Warps of a program.
         num_stages: Depth of the pipeline.
-        group_m: M tiles that take an N tile's weights one after another.
-        tensor_maps: Whether the weights come through the tensor memory accelerator.
-        persistent: Whether as many programs as run at once compute all tiles, in turn; each then
-            loads for its next tile while it stores one.
     """
 
     block_m: int
@@ -71,9 +69,30 @@ class GemmConfig:
     block_k: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class GemmConfig(TileConfig):
+    """The tile of a grouped product of the forward pass.
+
+    Attributes:
+        group_m: M tiles that take an N tile's weights one after another.
+        tensor_maps: Whether the weights come through the tensor memory accelerator.
+        persistent: Whether as many programs as run at once compute all tiles, in turn; each then
+            loads for its next tile while it stores one.
+    """
+
     group_m: int = 8
     tensor_maps: bool = False
     persistent: bool = False
+
+
+def estimated_registers(config: GemmConfig, gates: int) -> int:
+    """Returns about how many registers a thread of a product takes.
+
+    These are its share of the accumulators, and as many others as beside those of the widest tile.
+    """
+    return gates * config.block_m * config.block_n // (32 * config.num_warps) + _OTHER_REGISTERS
 
 
 @dataclass(frozen=True)
@@ -193,7 +212,7 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
         slots=layer.top_k,
     )
     ranges = [RangeConfig(few, "few", few_up, few_down)]
-    tensor_cores = _on_tensor_cores(layer, architecture)
+    tensor_cores = on_tensor_cores(layer, architecture)
     on_chip = tensor_cores and layer.width <= _MLP_WIDTH
     blocks_m = (16, 32, 64, 128) if tensor_cores else (16, 32, 64)
     for block_m in blocks_m:
@@ -226,7 +245,7 @@ def _last_few_tokens(layer: Layer) -> int:
     return last
 
 
-def _on_tensor_cores(layer: Layer, architecture: Architecture) -> bool:
+def on_tensor_cores(layer: Layer, architecture: Architecture) -> bool:
     """Whether the products run on tensor cores; TF32 is planned like full float32."""
     return architecture.has_tensor_cores and layer.experts_dtype != torch.float32
 
@@ -255,15 +274,15 @@ def _few(
         vectors: Times that a token's products take ``slots`` vectors.
     """
     itemsize = layer.experts_dtype.itemsize
-    slots = _power_of_2(slots)
+    slots = power_of_2(slots)
     if transposed:
         blocks_n = [width // (gates * itemsize) for width in (_LINE_BYTES, _LINE_BYTES // 2)]
     else:
         blocks_n = [n for n in (16, 8, 4) if slots * gates * n * _LINE_BYTES <= _FEW_BYTES]
     # As wide as leaves two programs for each multiprocessor.
     fits = (n for n in blocks_n if columns * vectors >= 256 * n)
-    block_n = min(next(fits, blocks_n[-1]), _power_of_2(columns))
-    block_k = min(_power_of_2(depth), _FEW_BYTES // (slots * gates * block_n * itemsize))
+    block_n = min(next(fits, blocks_n[-1]), power_of_2(columns))
+    block_k = min(power_of_2(depth), _FEW_BYTES // (slots * gates * block_n * itemsize))
     # Beyond the end of a row, a block has nothing to load.
     while block_k * itemsize > _LINE_BYTES and -depth % block_k > depth / 8:
         block_k //= 2
@@ -286,13 +305,13 @@ def _gemm(
     depth: int,
     gates: int = 1,
 ) -> GemmConfig:
-    tensor_cores = _on_tensor_cores(layer, architecture)
+    tensor_cores = on_tensor_cores(layer, architecture)
     block_n, num_warps = (64, 4) if block_m <= 32 else (128 // gates, block_m // 16)
     block_k = 64
     if not tensor_cores:
         # Products without tensor cores take their operands from registers.
         block_n, block_k = min(block_n, 64), 32
-    block_n = min(block_n, max(16, _power_of_2(columns)))
+    block_n = min(block_n, max(16, power_of_2(columns)))
     while block_k > 16 and depth % block_k:
         block_k //= 2
     # Operands then stay in shared memory, which leaves registers for two programs of 8 warps; each
@@ -318,7 +337,7 @@ def _gemm(
 def _mlp(layer: Layer, block_m: int) -> MlpConfig:
     return MlpConfig(
         block_m,
-        min(32, max(16, _power_of_2(layer.hidden))),
+        min(32, max(16, power_of_2(layer.hidden))),
         num_warps=8 if block_m == 128 else 4,
         num_stages=2,
     )
@@ -354,7 +373,7 @@ def _vectors(
     num_warps: int,
 ) -> RouterConfig:
     row_bytes = _VECTOR_THREAD_BYTES * 32 * num_warps // block_e
-    block_d = min(row_bytes // layer.routing_dtype.itemsize, _power_of_2(layer.width))
+    block_d = min(row_bytes // layer.routing_dtype.itemsize, power_of_2(layer.width))
     num_stages = _stages(architecture, _depth_bytes(layer, 1, block_e) * block_d)
     return RouterConfig(path, 1, block_e, block_d, num_warps, num_stages)
 
@@ -369,7 +388,7 @@ def _tiled(
     depth_bytes = _depth_bytes(layer, block_t, block_e)
     # 512 contiguous bytes of a row, unless that makes the stages too big.
     itemsize = max(layer.tokens_dtype.itemsize, layer.routing_dtype.itemsize)
-    block_d = min(512 // itemsize, _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
+    block_d = min(512 // itemsize, power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
     # With four warps, tiles of 32x32 spill 8 bytes.
     num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS or block_t == block_e == 32 else 4
     upcast = needs_upcast(layer, architecture)
@@ -404,10 +423,6 @@ def needs_upcast(layer: Layer, architecture: Architecture) -> bool:
         layer.tokens_dtype == torch.bfloat16 and layer.routing_dtype == torch.float32
     )
     return not (exact and architecture.has_tensor_cores)
-
-
-def _power_of_2(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 @cache

@@ -22,30 +22,7 @@ from custom_ops.kernels.device import wait_for_previous
 from custom_ops.kernels.expressions import D, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Step
-
-
-@triton.jit
-def _load_weights(
-    w_ptr,  # [E, ROWS, COLUMNS], or [E, COLUMNS, ROWS] if TRANSPOSED
-    expert,
-    row,
-    column,
-    inside,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    VOLATILE: tl.constexpr = False,
-):
-    """Loads a tile of weights as float32, with zeros for what is not inside.
-
-    ``expert``, ``row`` and ``column`` are int64 and broadcast to the tile. Nothing else reads
-    weights, so that their format is known here alone.
-    """
-    if TRANSPOSED:
-        ptrs = w_ptr + (expert * (ROWS * COLUMNS) + row) + column * ROWS
-    else:
-        ptrs = w_ptr + (expert * (ROWS * COLUMNS) + row * COLUMNS) + column
-    return tl.load(ptrs, mask=inside, other=0.0, volatile=VOLATILE).to(tl.float32)
+from custom_ops.kernels.weights import weights_at
 
 
 @triton.jit
@@ -107,7 +84,7 @@ def few_up_kernel(
         if WEIGHT_ON_INPUT:
             x = x.to(tl.float32) * weight
         column = (start + k).to(tl.int64)
-        w = _load_weights(w1_ptr, expert, n, column, in_n & inside, F, D, W1_TRANSPOSED)
+        w = weights_at(w1_ptr, expert, n, column, in_n & inside, F, D, W1_TRANSPOSED)
         products += w * x.to(dtype).to(tl.float32)
     z = tl.sum(products, axis=K_AXIS)
     if row_scale_ptr is not None:
@@ -160,7 +137,7 @@ def few_down_kernel(
         # weights, which no kernel writes, and nothing that is read is used. Volatile loads stay.
         hint = tl.load(expert_ids_ptr + slot, mask=s < K, other=-1, volatile=True).to(tl.int64)
         in_first = (hint >= 0) & (hint < E) & (n < D) & (k < H)
-        _load_weights(w2_ptr, hint, n, k.to(tl.int64), in_first, D, H, W2_TRANSPOSED, True)
+        weights_at(w2_ptr, hint, n, k.to(tl.int64), in_first, D, H, W2_TRANSPOSED, True)
     wait_for_previous(PDL)
     expert = tl.load(expert_ids_ptr + slot, mask=s < K, other=-1).to(tl.int64)
     has_expert = (expert >= 0) & (expert < E)
@@ -174,7 +151,7 @@ def few_down_kernel(
         inside = has_expert & (start + k < H)
         h = tl.load(hidden_ptr + slot * H + start + k, mask=inside, other=0.0).to(tl.float32)
         column = (start + k).to(tl.int64)
-        w = _load_weights(w2_ptr, expert, n, column, inside & (n < D), D, H, W2_TRANSPOSED)
+        w = weights_at(w2_ptr, expert, n, column, inside & (n < D), D, H, W2_TRANSPOSED)
         products += w * h
     if b2_ptr is not None:
         bias = tl.load(b2_ptr + expert * D + n, mask=has_expert & (n < D), other=0.0)

@@ -20,7 +20,7 @@ import triton.language as tl
 from custom_ops.kernels.activation import activate
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles
-from custom_ops.kernels.configs import GemmConfig
+from custom_ops.kernels.configs import GemmConfig, estimated_registers
 from custom_ops.kernels.device import load_block, wait_for_previous
 from custom_ops.kernels.expressions import D, H, K, T, cdiv, minimum
 from custom_ops.kernels.layer import Layer
@@ -334,12 +334,11 @@ def _programs_at_once(
     architecture: Architecture, config: GemmConfig, gates: int, itemsize: int
 ) -> int:
     """Returns how many programs a multiprocessor holds, by estimate."""
-    columns = gates * config.block_n
-    stages = config.num_stages * (config.block_m + columns) * config.block_k
+    stages = config.num_stages * (config.block_m + gates * config.block_n) * config.block_k
     stored = config.block_m * min(config.block_n, 64)
-    # Of a thread: a share of the accumulators, and as many others as those of the widest tile.
-    registers = config.block_m * columns + 32 * config.num_warps * 64
     return max(
         1,
-        min(architecture.shared_memory // ((stages + stored) * itemsize), 64 * 1024 // registers),
+        architecture.blocks_per_multiprocessor(
+            config.num_warps, estimated_registers(config, gates), (stages + stored) * itemsize
+        ),
     )

@@ -109,7 +109,7 @@ class Layer:
         Each group of experts begins at a multiple of its places.
         """
         groups = self.router.n_group if self.router else 1
-        return _power_of_2(groups) * _power_of_2(self.experts // groups)
+        return power_of_2(groups) * power_of_2(self.experts // groups)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -129,5 +129,6 @@ class Layer:
         )
 
 
-def _power_of_2(size: int) -> int:
+def power_of_2(size: int) -> int:
+    """Returns the least power of two that is no less than a positive size."""
     return 1 << (size - 1).bit_length()

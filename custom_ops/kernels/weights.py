@@ -1,4 +1,8 @@
-"""The experts' weights in matrix products: where a tile lies in memory, and how it is loaded.
+"""The experts' weights: where a tile of them lies in memory, and how it is loaded.
+
+All kernels of the forward pass read weights through here, by :func:`load_weights` for products of
+matrices and :func:`weights_at` for those of vectors. The backward pass reads gate and up apart, for
+an accumulator each, and has pointers of its own.
 
 Legend: E experts, N rows of an expert's matrix and so columns of the product, K its depth. A tile
 of a gated w1 holds gate and up of the same hidden units, side by side if their rows alternate in
@@ -82,6 +86,29 @@ def load_weights(
             ptrs = w + (expert * N + n)[None, :] * K + k[:, None] + start
         tile = load_block(ptrs, (k + start < K)[:, None], WHOLE)
     return tile
+
+
+@triton.jit
+def weights_at(
+    w_ptr,  # [E, N, K], or [E, K, N] if TRANSPOSED
+    expert,
+    n,
+    k,
+    inside,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    VOLATILE: tl.constexpr = False,
+):
+    """Returns ``w[expert, n, k]`` as float32, with zeros for what is not inside.
+
+    ``expert``, ``n`` and ``k`` are int64 and broadcast to the tile.
+    """
+    if TRANSPOSED:
+        ptrs = w_ptr + (expert * (N * K) + n) + k * N
+    else:
+        ptrs = w_ptr + (expert * (N * K) + n * K) + k
+    return tl.load(ptrs, mask=inside, other=0.0, volatile=VOLATILE).to(tl.float32)
 
 
 @triton.jit

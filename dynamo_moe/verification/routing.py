@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,43 +57,46 @@ def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str
         graph.node.append(onnx.helper.make_node(op_type, inputs, names, **attributes))
         return names[-1]
 
-    def add_first(op_type: str, *inputs: str) -> str:
-        add(op_type, *inputs, outputs=2)
+    def add_first(op_type: str, *inputs: str, **attributes: Any) -> str:
+        add(op_type, *inputs, outputs=2, **attributes)
         return str(graph.node[-1].output[0])
 
     def ints(*values: int) -> str:
         return add("Constant", value_ints=values)
 
-    def within_best_groups(ranked: str) -> str:
-        options = layer.attributes
-        groups = add("Reshape", ranked, ints(-1, options["n_group"], experts // options["n_group"]))
+    def members_of_best_groups(ranked: str) -> str:
+        count, size = options["n_group"], options["num_experts"] // options["n_group"]
+        groups = add("Reshape", ranked, ints(-1, count, size))
         best = 2 if options["group_scoring"] == "top2_sum" else 1
         scores = add("ReduceSum", add_first("TopK", groups, ints(best)), ints(2), keepdims=0)
-        chosen = add_first("TopK", scores, ints(options["topk_group"]))
-        least = add("ReduceMin", chosen, ints(1), keepdims=1)
-        inside = add("Unsqueeze", add("GreaterOrEqual", scores, least), ints(2))
-        lowest = add("Constant", value_float=-math.inf)
-        return add("Reshape", add("Where", inside, groups, lowest), ints(-1, experts))
+        chosen = add("TopK", scores, ints(options["topk_group"]), outputs=2)
+        ascending = add_first("TopK", chosen, ints(options["topk_group"]), largest=0)
+        members = add("Reshape", ints(*range(count * size)), ints(count, size))
+        return add("Flatten", add("Gather", members, ascending), axis=1)
 
     given = _routing_inputs(layer)
     ids = next(iter(given.values()))
     if layer.op_type == DROPLESS:
-        experts = layer.attributes["num_experts"]
+        options = layer.attributes
         inputs = {
             each: add("Cast", value, to=onnx.TensorProto.FLOAT) for each, value in given.items()
         }
         ranked = add("MatMul", inputs["x"], add("Transpose", inputs["router_weight"], perm=[1, 0]))
         if "router_bias" in inputs:
             ranked = add("Add", ranked, inputs["router_bias"])
-        limited = layer.attributes.get("group_scoring", "none") != "none"
+        limited = options.get("topk_group", 1) < options.get("n_group", 1)
         if limited or "selection_bias" in inputs:
             scoring = {"softmax": "Softmax", "sigmoid": "Sigmoid", "topk_softmax": "Identity"}
-            ranked = add(scoring[layer.attributes.get("scoring", "softmax")], ranked)
+            ranked = add(scoring[options.get("scoring", "softmax")], ranked)
         if "selection_bias" in inputs:
             ranked = add("Add", ranked, inputs["selection_bias"])
+        top_k = ints(options["top_k"])
         if limited:
-            ranked = within_best_groups(ranked)
-        ids = add("TopK", ranked, ints(layer.attributes["top_k"]), outputs=2)
+            members = members_of_best_groups(ranked)
+            places = add("TopK", add("GatherElements", ranked, members, axis=1), top_k, outputs=2)
+            ids = add("GatherElements", members, places, axis=1)
+        else:
+            ids = add("TopK", ranked, top_k, outputs=2)
     output = add("Identity", ids)
     graph.output.append(onnx.ValueInfoProto(name=output))
     return output

@@ -25,6 +25,7 @@ from custom_ops.options import GROUP_SCORINGS, SCORINGS
 from dynamo_moe.moe_nodes.bodies import BodyConfig, body, dense_body, dropless, unrolled_body
 from dynamo_moe.moe_nodes.bodies.gathered import MOST_WEIGHTS, WEIGHTS_PER_VISIT
 from dynamo_moe.moe_nodes.bodies.layer import function, routed
+from dynamo_moe.moe_nodes.bodies.of_node import config_of
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.tolerances import tolerance_for
 
@@ -228,15 +229,16 @@ def route(
     by_logits = layer.config.group_scoring == "none" and layer.config.scoring == "sigmoid"
     ranked = logits if by_logits and bias is None else scores
     ranked = ranked if bias is None else ranked + bias
+    order = np.argsort(-ranked, axis=-1, kind="stable")
     if layer.config.group_scoring != "none":
         size = layer.experts // layer.n_group
         groups = ranked.reshape(*ranked.shape[:-1], layer.n_group, size)
         best = 2 if layer.config.group_scoring == "top2_sum" else 1
         of_groups = np.sort(groups, axis=-1)[..., -best:].sum(-1)
         rank = np.argsort(np.argsort(-of_groups, axis=-1, kind="stable"), axis=-1)
-        inside = rank[..., None] < layer.topk_group
-        ranked = np.where(inside, groups, -np.inf).reshape(ranked.shape)
-    ids = np.argsort(-ranked, axis=-1, kind="stable")[..., : layer.top_k]
+        outside = np.take_along_axis(rank, order // size, -1) >= layer.topk_group
+        order = np.take_along_axis(order, np.argsort(outside, axis=-1, kind="stable"), -1)
+    ids = order[..., : layer.top_k]
     weights = np.take_along_axis(scores, ids, -1)
     if layer.config.scoring == "topk_softmax":
         weights = softmax(weights)
@@ -400,6 +402,28 @@ def test_every_option_at_every_number_of_tokens(build: Build, config: BodyConfig
     session = to_session(to_model([layer], build))
     for tokens in (0, 1, 2, 33):
         check(layer, session, layer.arguments(tokens))
+
+
+@every_body
+@pytest.mark.parametrize("group_scoring", GROUP_SCORINGS[1:])
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_pruned_experts_are_chosen_in_their_groups(
+    build: Build, scoring: str, group_scoring: str
+) -> None:
+    config = replace(BIASED, has_selection_bias=True, scoring=scoring, group_scoring=group_scoring)
+    layer = Layer(config, top_k=3)  # Of two groups of two.
+    layer.parameters["selection_bias"][1::2] = -np.inf
+    session = to_session(to_model([layer], build))
+    for tokens in (0, 1, 33):
+        check(layer, session, layer.arguments(tokens))
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_a_choice_of_all_groups_has_the_body_without_groups(scoring: str) -> None:
+    config = replace(PLAIN, scoring=scoring, group_scoring="max")
+    model = to_model([Layer(config, n_group=3, topk_group=3)], body)
+    (node,) = (node for node in model.graph if node.op_type == config.op_type)
+    assert config_of(node).overload == replace(config, group_scoring="none").overload
 
 
 @beside_a_node

@@ -21,6 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 import custom_ops
 import dynamo_moe
 import onnx_files
+from custom_ops import SCORINGS
+from custom_ops.options import GROUP_SCORINGS
 from dynamo_moe.files.index_ranges import index_limits
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.tolerances import Tolerance, tolerance_for
@@ -207,6 +209,29 @@ def test_routing_of_both_operators(tmp_path: Path, target: str) -> None:
     model = op_model(OpLayer(activation="silu"), OwnRouter(activation="silu"))
     path = tmp_path / "model.onnx"
     dynamo_moe.export(model, torch.randn(2, 16), path, target=target)
+    report = dynamo_moe.verify(path, model, [(torch.randn(50, 16),)])
+    assert report.cases[0].routing_agreement == 1.0
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("group_scoring", GROUP_SCORINGS[1:])
+def test_routing_of_groups_with_pruned_experts(
+    tmp_path: Path, group_scoring: str, scoring: str
+) -> None:
+    class Grouped(OpLayer):
+        def __init__(self) -> None:
+            super().__init__(scoring=scoring, group_scoring=group_scoring, n_group=3, topk_group=1)
+            self.register_buffer("bias", torch.tensor([0.0, -torch.inf]).repeat(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return custom_ops.dropless(
+                x, self.router_weight, self.w1, self.b1, self.w2, self.b2, 2,
+                selection_bias=self.bias, **self.options,
+            )  # fmt: skip
+
+    torch.manual_seed(0)
+    model, path = Grouped().eval(), tmp_path / "model.onnx"
+    dynamo_moe.export(model, torch.randn(2, 16), path)
     report = dynamo_moe.verify(path, model, [(torch.randn(50, 16),)])
     assert report.cases[0].routing_agreement == 1.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -150,17 +151,61 @@ def test_unusual_routing(routing):
         assert not any(gradient.any() for gradient in actual.values())
 
 
-def test_a_nan_stays_with_its_token_and_its_experts():
-    case = make_case("experts", (20,), width=16, hidden=24, experts=8)
+def assert_nan_stays(
+    actual: dict[str, Tensor], clean: dict[str, Tensor], token: int, chosen: Tensor
+) -> None:
+    """A NaN in a token reaches the gradients of that token and of its experts alone."""
+    others = torch.arange(len(clean["x"])) != token
+    idle = torch.ones(len(clean["w1"]), dtype=torch.bool)
+    idle[chosen] = False
+    assert idle.any()
+    for name, gradient in actual.items():
+        if name.startswith("router"):  # Every token has a share in them.
+            continue
+        kept = others if name in ("x", "expert_weights") else idle
+        assert torch.equal(gradient[kept], clean[name][kept]), name
+        assert gradient[~kept].isnan().any() or name in ("b1", "b2"), name
+
+
+# Rows beyond an expert's last stand for slot 0, and so for token 0.
+@pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
+@pytest.mark.parametrize("norm", ["none", "rms"])
+@pytest.mark.parametrize("token", [0, 3])
+def test_a_nan_stays_with_its_token_and_its_experts(token, norm, weight_on_input):
+    case = make_case(
+        "experts", (20,), width=16, hidden=24, experts=8, pre_norm=norm,
+        weight_on_input=weight_on_input,
+    )  # fmt: skip
     clean = gradients(case)
-    case.arguments["x"][3, 5] = float("nan")
+    case.arguments["x"][token, 5] = float("nan")
+    assert_nan_stays(gradients(case), clean, token, case.arguments["expert_ids"][token])
+
+
+@pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
+@pytest.mark.parametrize("slot", [(0, 0), (3, 1)])
+def test_a_nan_weight_of_no_expert_has_no_effect(slot, weight_on_input):
+    case = make_case("experts", (20,), width=16, hidden=24, weight_on_input=weight_on_input)
+    case.arguments["expert_ids"][slot] = -1
+    clean = gradients(case)
+    case.arguments["expert_weights"][slot] = float("nan")
     actual = gradients(case)
-    others = torch.arange(20) != 3
-    idle = torch.ones(8, dtype=torch.bool)
-    idle[case.arguments["expert_ids"][3]] = False
-    for name, kept in {"x": others, "expert_weights": others, "w1": idle, "w2": idle}.items():
-        assert torch.equal(actual[name][kept], clean[name][kept]), name
-        assert actual[name][~kept].isnan().any()
+    for name in NAMES:
+        assert torch.equal(actual[name], clean[name]), name
+
+
+@pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
+def test_a_nan_stays_with_its_experts_through_the_operator(weight_on_input, monkeypatch):
+    monkeypatch.setattr(import_module("custom_ops.dropless"), "_grouped", _cuda)
+    monkeypatch.setattr(import_module("custom_ops.experts"), "_grouped", _cuda_backward)
+    case = make_case(
+        "dropless", (20,), width=16, hidden=24, experts=8, pre_norm="rms",
+        weight_on_input=weight_on_input,
+    )  # fmt: skip
+    clean, (before, _) = case.gradients(), route(case)
+    case.arguments["x"][0, 5] = float("nan")
+    actual, (after, _) = case.gradients(), route(case)
+    # With a NaN the token also leaves the experts that it had chosen.
+    assert_nan_stays(actual, clean, 0, torch.cat([before[0], after[0]]))
 
 
 def test_frozen_parameters_have_no_gradients():

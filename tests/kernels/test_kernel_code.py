@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -13,11 +12,10 @@ pytest.importorskip("triton")
 import triton
 
 from benchmarks.gpu import kernel_code
-from benchmarks.gpu.kernel_code import Case, blocks_per_sm, in_loops, measure, worse
+from benchmarks.gpu.kernel_code import Case, in_loops, measure, worse
 from benchmarks.gpu.layers import SHAPES
 from custom_ops.kernels.architectures import architecture
 from standin import ROOT
-from trt_plugin.bundle import Kernel
 
 RECORD = kernel_code.read_record(triton.__version__)
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -70,9 +68,6 @@ def test_a_loop_is_what_a_branch_goes_back_over():
     assert names == ["LDG.E.128", "BAR.SYNC.DEFER_BLOCKING"]
 
 
-EMPTY = Kernel("k", "", b"", 4, 0, dependent_launch=False, registers=1, local_memory=0)
-
-
 @pytest.mark.parametrize(
     ("registers", "warps", "shared", "device", "blocks"),
     [
@@ -85,9 +80,9 @@ EMPTY = Kernel("k", "", b"", 4, 0, dependent_launch=False, registers=1, local_me
         (16, 4, 0, "sm_89", 12),  # 48 warps
     ],
 )
-def test_blocks_per_sm(registers, warps, shared, device, blocks):
-    kernel = replace(EMPTY, registers=registers, num_warps=warps, shared_memory=shared)
-    assert blocks_per_sm(kernel, architecture(device)) == blocks
+def test_blocks_per_multiprocessor(registers, warps, shared, device, blocks):
+    held = architecture(device).blocks_per_multiprocessor(warps, registers, shared)
+    assert held == blocks
 
 
 def test_the_tests_version_of_triton_has_a_record():

@@ -21,7 +21,7 @@ from custom_ops.kernels.spec import MAX_TOKENS, Constant, Step
 from custom_ops.options import GROUP_SCORINGS
 from custom_ops.routing import route
 from interpreter import ON, run_step
-from moe_cases import ROUTER_FORMS, assert_matches
+from moe_cases import GROUP_FORMS, ROUTER_FORMS, assert_matches
 from random_layers import groups
 
 # NumPy's warnings about NaN and infinity in the interpreter.
@@ -342,10 +342,13 @@ def test_ties_among_groups(data):
     experts = data.draw(st.sampled_from([4, 6, 12, 15, 20]))
     top_k = data.draw(st.integers(1, experts))
     options = data.draw(groups(experts, top_k))
-    row = st.lists(st.sampled_from((0.0, -0.0, 1.0, -1.0, 2.0)), min_size=experts, max_size=experts)
-    logits, (bias,) = (
-        torch.tensor(data.draw(st.lists(row, min_size=1, max_size=most))) for most in (3, 1)
+    values = (0.0, -0.0, 1.0, -1.0, 2.0)
+    row, bias_row = (
+        st.lists(st.sampled_from(each), min_size=experts, max_size=experts)
+        for each in (values, (*values, -INF))
     )
+    logits = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=3)))
+    bias = torch.tensor(data.draw(bias_row))
     biased = data.draw(st.booleans())
     ids, weights = selected(
         logits, top_k, bias if biased else None, scoring="topk_softmax", **options
@@ -359,6 +362,18 @@ def test_ties_among_groups(data):
     )
     assert torch.equal(ids, expected_ids.int())
     torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("form", GROUP_FORMS)
+def test_pruned_experts_are_chosen_in_their_groups(form):
+    logits = torch.randn(33, 6, generator=torch.Generator().manual_seed(0))
+    bias = torch.tensor([0.5, -INF, 0, -INF, -0.5, -INF])
+    ids, weights = selected(logits, 3, bias, **form)
+    expected_ids, expected = reference.router(
+        logits, torch.eye(6), None, RouterOptions(3, **form), bias
+    )
+    assert torch.equal(ids.long(), expected_ids)
+    torch.testing.assert_close(weights, expected.float())
 
 
 @pytest.mark.parametrize("group_scoring", GROUP_SCORINGS[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from custom_ops import SCORINGS, RouterOptions, dropless, reference
 from custom_ops.dtypes import accumulation_dtype
 from custom_ops.options import ROUTER_OPTIONS
-from custom_ops.routing import route
+from custom_ops.routing import route, route_backward
 from moe_cases import (
     DTYPES,
     EXPERT_FORMS,
@@ -25,6 +28,7 @@ from moe_cases import (
     Case,
     assert_matches,
     make_case,
+    pruned,
 )
 
 NAN = float("nan")
@@ -88,6 +92,25 @@ def test_every_choice_of_groups_is_the_oracle_s(form: dict[str, Any], selection_
     assert all(len(set(row)) <= 2 for row in groups.tolist())
 
 
+@pytest.mark.parametrize("form", GROUP_FORMS)
+def test_pruned_experts_are_chosen_in_their_groups(form: dict[str, Any]) -> None:
+    # Three of two groups of two: one of the chosen is pruned.
+    case = make_case("dropless", (33,), experts=6, top_k=3, selection_bias=True, **form)
+    case = pruned(case)
+    assert_matches(case(), case.oracle(), case.dtypes)
+    groups = _chosen(case) // 2
+    assert all(len(set(row)) == 2 for row in groups.tolist())
+
+
+def test_a_pruned_expert_of_the_best_group_comes_before_other_groups() -> None:
+    options = RouterOptions(2, "sigmoid", group_scoring="max", n_group=2, topk_group=1)
+    x, router = torch.tensor([[0.0, 0.0, 1.0, 0.0]]), torch.eye(4)
+    bias = torch.tensor([0.0, 0.0, 0.0, -math.inf])
+    for choose in (route, reference.router):
+        ids, _ = choose(x, router, None, options, bias)
+        assert ids.tolist() == [[2, 3]]
+
+
 def test_groups_are_scored_by_their_best_experts() -> None:
     # Logits of six experts in three groups: the best expert is in the last group.
     logits = torch.tensor([[1.0, 1.0, 0.5, 1.2, -9.0, 1.5]])
@@ -117,6 +140,42 @@ def test_experts_below_the_fill_of_other_models_are_chosen_in_their_groups() -> 
 def test_a_choice_of_all_groups_is_none() -> None:
     options = RouterOptions(2, group_scoring="max", n_group=3, topk_group=3)
     assert options.canonical() == RouterOptions(2)
+
+
+@all_scorings
+def test_the_router_s_gradients_need_no_float64_on_cuda(scoring: str) -> None:
+    dtypes = set()
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **kwargs or {})
+            dtypes.add(getattr(result, "dtype", None))
+            return result
+
+    with FakeTensorMode(), Recorder():
+        x, dweights, router = (
+            torch.empty(size, device="cuda", dtype=torch.bfloat16)
+            for size in ((9, 16), (9, 2), (6, 16))
+        )
+        ids = torch.empty(9, 2, device="cuda", dtype=torch.int64)
+        options = RouterOptions(2, scoring)
+        dx, *_ = route_backward(dweights.float(), x, router, None, ids, options)
+    assert dx.device.type == "cuda"
+    assert torch.float32 in dtypes
+    assert torch.float64 not in dtypes
+
+
+@all_scorings
+def test_a_choice_of_all_groups_is_the_one_without_groups(scoring: str) -> None:
+    # In float64 the sigmoids of all are one.
+    x, router = torch.tensor([[40.0, 41.0, 43.0, 42.0, 39.0, 38.0]]), torch.eye(6)
+    groups = {"group_scoring": "top2_sum", "n_group": 3, "topk_group": 3}
+    for choose in (route, reference.router):
+        for options in ({}, groups):
+            ids, _ = choose(x, router, None, RouterOptions(3, scoring, **options))
+            assert ids.tolist() == [[2, 3, 1]]
 
 
 @pytest.mark.parametrize("form", EXPERT_FORMS)

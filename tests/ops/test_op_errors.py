@@ -149,6 +149,11 @@ ROUTER = [
         "n_group=2 must divide 3 experts into groups of 1 up",
     ),
     (
+        {"group_scoring": "max", "n_group": 2, "topk_group": 2},
+        ValueError,
+        "n_group=2 must divide 3 experts into groups of 1 up",
+    ),
+    (
         {"group_scoring": "top2_sum", "n_group": 3},
         ValueError,
         "n_group=3 must divide 3 experts into groups of 2 up",

@@ -220,6 +220,13 @@ def make_case(
     return Case(op, arguments, options)
 
 
+def pruned(case: Case) -> Case:
+    """The case with every second expert's selection bias at -inf."""
+    bias = case.arguments["selection_bias"].clone()
+    bias[1::2] = -torch.inf
+    return case.changed(selection_bias=bias)
+
+
 def assert_matches(
     actual: Tensor, expected: Tensor, dtypes: set[torch.dtype], name: str = "result"
 ) -> None:

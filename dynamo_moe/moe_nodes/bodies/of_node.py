@@ -50,7 +50,10 @@ def unrolled_moe_body(node: ir.Node, opset: int) -> ir.Function:
 def config_of(node: ir.Node) -> BodyConfig:
     """Returns the configuration that the body of an MoE node depends on."""
     layer = parse(node)
-    records = filter(None, (layer.experts, layer.router, layer.layout))
+    # Numbers are not part of it, so the options must say whether groups limit the choice.
+    records = [
+        record.canonical() for record in (layer.experts, layer.router, layer.layout) if record
+    ]
     # The body takes numbers from the node.
     options: dict[str, Any] = {
         row.name: getattr(record, row.name)

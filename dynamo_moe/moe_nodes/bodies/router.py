@@ -1,13 +1,13 @@
 """The router, or what replaces it: from tokens to the experts' indices and weights.
 
-Legend: T tokens, D model width, E experts, K = top_k, G groups of S experts.
+Legend: T tokens, D model width, E experts, K = top_k, G groups of S experts, of
+which a token chooses C with M = C*S members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import onnx_ir as ir
 
 from custom_ops.routing import RENORMALIZE_EPS
@@ -59,9 +59,13 @@ def _route(
         )
         bias = op.cast(own, config.selection_dtype, dtype, out="selection_bias_wide")
         ranked_TE = op.Add(scores_TE, bias, out="biased_TE")
-    if config.group_scoring != "none":
-        ranked_TE = _within_best_groups(op, config, ranked_TE)
-    top_TK, ids_TK = op.TopK(ranked_TE, op.size("top_k"), out=("top_TK", "ids_TK"))
+    if config.group_scoring == "none":
+        top_TK, ids_TK = op.TopK(ranked_TE, op.size("top_k"), out=("top_TK", "ids_TK"))
+    else:
+        members_TM = _members_of_best_groups(op, config, ranked_TE)
+        ranked_TM = op.GatherElements(ranked_TE, members_TM, axis=1, out="ranked_TM")
+        top_TK, places_TK = op.TopK(ranked_TM, op.size("top_k"), out=("top_TK", "places_TK"))
+        ids_TK = op.GatherElements(members_TM, places_TK, axis=1, out="ids_TK")
     if config.has_selection_bias:
         top_TK = op.GatherElements(scores_TE, ids_TK, axis=1, out="chosen_TK")
     if config.scoring == "sigmoid" and plain:
@@ -77,8 +81,8 @@ def _route(
     return ids_TK, op.cast(weights_TK, dtype, config.compute_dtype, out="weights_wide_TK")
 
 
-def _within_best_groups(op: Ops, config: BodyConfig, ranked_TE: ir.Value) -> ir.Value:
-    """Replaces by -inf what experts outside a token's best groups are ranked by."""
+def _members_of_best_groups(op: Ops, config: BodyConfig, ranked_TE: ir.Value) -> ir.Value:
+    """Returns the experts ``[T, M]`` of each token's best groups, in ascending order."""
     groups_1 = op.size("n_group")
     size_1 = op.Div(op.size("num_experts"), groups_1, out="S")
     # The 0 stands for the tokens, of which there may be none.
@@ -88,21 +92,13 @@ def _within_best_groups(op: Ops, config: BodyConfig, ranked_TE: ir.Value) -> ir.
     best_TGB, _ = op.TopK(ranked_TGS, best, out=("best_TGB", "best_of_group"))
     score_TG = op.ReduceSum(best_TGB, [2], keepdims=0, out="score_TG")
     _, chosen_TC = op.TopK(score_TG, op.size("topk_group"), out=("chosen_scores", "chosen_TC"))
-    group_G11 = op.Unsqueeze(
-        op.Range(0, op.Squeeze(groups_1, [0], out="G"), 1, out="range_G"), [1, 2], out="group_G11"
+    groups_TC, _ = op.TopK(
+        chosen_TC, op.size("topk_group"), largest=0, out=("groups_TC", "order_TC")
     )
-    is_chosen_GTC = op.Cast(
-        op.Equal(chosen_TC, group_G11, out="equal_GTC"), to=ir.DataType.INT32, out="is_chosen_GTC"
-    )
-    inside_GT1 = op.Cast(
-        op.ReduceMax(is_chosen_GTC, [2], keepdims=1, out="times_GT1"),
-        to=ir.DataType.BOOL,
-        out="inside_GT1",
-    )
-    inside_TG1 = op.Transpose(inside_GT1, perm=[1, 0, 2], out="inside_TG1")
-    lowest = op.constant("lowest", -np.inf, config.routing_dtype)
-    kept_TGS = op.Where(inside_TG1, ranked_TGS, lowest, out="kept_TGS")
-    return op.Reshape(kept_TGS, op.Shape(ranked_TE, out="TE"), allowzero=1, out="kept_TE")
+    expert_E = op.Range(0, op.Squeeze(op.size("num_experts"), [0], out="E"), 1, out="expert_E")
+    expert_GS = op.Reshape(expert_E, op.Concat(groups_1, size_1, axis=0, out="GS"), out="expert_GS")
+    members_TCS = op.Gather(expert_GS, groups_TC, axis=0, out="members_TCS")
+    return op.Flatten(members_TCS, axis=1, out="members_TM")
 
 
 def _given(
