@@ -19,8 +19,8 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,15 +87,16 @@ class Check:
             )
         except OSError as error:
             return f"{command[0]}: {error.strerror}"
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                code = process.wait(min(self.refresh, left))
-            except subprocess.TimeoutExpired:
-                self.save()
-            else:
-                return f"exit code {code}" if code else "ok"
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with _ended_with_this_process(process.pid):
+            while (left := deadline - time.monotonic()) > 0:
+                try:
+                    code = process.wait(min(self.refresh, left))
+                except subprocess.TimeoutExpired:
+                    self.save()
+                else:
+                    return f"exit code {code}" if code else "ok"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         return f"not done after {max(0.0, seconds):.0f} s"
 
     def _environment(self) -> dict[str, str]:
@@ -115,6 +116,20 @@ class Check:
             with tarfile.open(beside, "w:gz", compresslevel=1) as archive:
                 archive.add(self.window.results, "gpu_check")
             beside.replace(self.archive)
+
+
+@contextmanager
+def _ended_with_this_process(group: int) -> Iterator[None]:
+    """Has a group of processes killed if this process is killed: they would hold the GPU.
+
+    A shell waits for the end of a pipe, which comes when nobody can write to it any more.
+    """
+    wait = ["sh", "-c", f"read line; kill -KILL -{group}"]
+    with subprocess.Popen(wait, stdin=subprocess.PIPE, start_new_session=True) as watch:
+        try:
+            yield
+        finally:
+            watch.kill()
 
 
 def main() -> None:

@@ -50,6 +50,15 @@ def names_in(archive: Path) -> set[str]:
         return {name.removeprefix("gpu_check/") for name in packed.getnames()}
 
 
+def is_running(process: int) -> bool:
+    """Whether a process has not ended, be its exit code read or not."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
 @pytest.fixture
 def check(tmp_path) -> Check:
     window = Window(tmp_path / "work", tmp_path / "work" / "results")
@@ -94,9 +103,10 @@ def test_a_command_is_told_its_seconds(check):
 def test_a_kill_leaves_what_was_written(tmp_path):
     results = tmp_path / "work" / "results"
     half = (
-        "import os, pathlib, time; print('begun', flush=True)\n"
+        "import os, pathlib, subprocess, time; print('begun', flush=True)\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
         f"file = pathlib.Path({str(results / 'half.json')!r})\n"
-        "file.write_text(str(os.getpid())); time.sleep(600)"
+        "file.write_text(f'{os.getpid()} {child.pid}'); time.sleep(600)"
     )
     code = (
         "import sys, time; from pathlib import Path\n"
@@ -119,8 +129,14 @@ def test_a_kill_leaves_what_was_written(tmp_path):
     finally:
         process.kill()
         process.wait()
-        if (results / "half.json").exists():
-            os.kill(int((results / "half.json").read_text()), signal.SIGKILL)
+    stage = [int(each) for each in (results / "half.json").read_text().split()]
+    try:
+        while any(map(is_running, stage)):
+            assert time.monotonic() < deadline, "the stage outlives gpu-check"
+            time.sleep(0.05)
+    finally:
+        for each in filter(is_running, stage):
+            os.kill(each, signal.SIGKILL)
     assert expected <= names_in(archive)
     with tarfile.open(archive) as packed:
         assert packed.extractfile("gpu_check/first.log").read() == b"1\n"
