@@ -110,9 +110,11 @@ class Window:
     def _tests(self) -> Stage:
         pytest = (sys.executable, "-m", "pytest", "-c", "tests/gpu.ini", "--rootdir", ".", "-v")
         # Outcomes are in the log as they come, also if the rest is killed.
-        parallel = ("-n", _workers()) if find_spec("xdist") and not self.rehearsal else ()
+        parallel = ("-n", _workers()) if find_spec("xdist") else ()
         tests = ("--durations", "5", "tests/ops/test_gpu.py", "tests/trt/test_gpu_launcher.py")
-        return Stage("tests", ((*pytest, *parallel, *tests),), 210)
+        rehearsed = ("-p", "gpu_rehearsal", "tests/ops/test_gpu.py")
+        chosen = rehearsed if self.rehearsal else (*parallel, *tests)
+        return Stage("tests", ((*pytest, *chosen),), 210)
 
     def _sanitizers(self) -> Iterator[Stage]:
         """Layers through the C++ launcher: under the tools, PyTorch would take minutes to start."""

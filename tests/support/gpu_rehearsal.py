@@ -17,7 +17,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # They name CUDA, or take long.
 _LEFT_OUT = ("cuda", "need_memory", "torch.compile", "opcheck")
-_MOST_TOKENS = 70
+_MOST_TOKENS = 4
 
 
 def pytest_configure() -> None:
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keeps the first case of each test that can run, without the mark that skips it."""
     first: dict[object, pytest.Item] = {}
     for item in items:
-        function = getattr(item, "function")
+        function = item.function
         source = inspect.getsource(function)
         if not any(name in source for name in _LEFT_OUT):
             first.setdefault(function, item)
