@@ -14,6 +14,7 @@ never much older than the results: the machine may be taken away at any time.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,13 @@ class Check:
             beside.replace(self.archive)
 
 
+def resume(archive: Path, work: Path) -> None:
+    """Unpacks the results of an earlier machine, among them tuned tables, into the work folder."""
+    with tarfile.open(archive) as packed:
+        packed.extractall(work / "earlier", filter="data")
+    shutil.copytree(work / "earlier" / "gpu_check", work / "results", dirs_exist_ok=True)
+
+
 @contextmanager
 def _ended_with_this_process(group: int) -> Iterator[None]:
     """Has a group of processes killed if this process is killed: they would hold the GPU.
@@ -140,8 +148,11 @@ def main() -> None:
         "--work", type=Path, default=ROOT / "build" / "gpu", help="folder that stages share"
     )
     known.add_argument("--compiled", type=Path, help="archive of benchmarks.gpu.precompile")
+    known.add_argument(
+        "--resume", type=Path, help=f"{ARCHIVE} of an earlier machine, to go on from its results"
+    )
     known.add_argument("--only", default="", help="stages, such as library,tests; default: all")
-    known.add_argument("--budget", type=float, default=2700, help="seconds for all of them")
+    known.add_argument("--budget", type=float, default=1800, help="seconds for all of them")
     known.add_argument(
         "--rehearse", action="store_true", help="try each stage without a GPU, at tiny sizes"
     )
@@ -155,6 +166,8 @@ def main() -> None:
     wanted = given.only.split(",") if given.only else names
     if unknown := set(wanted) - set(names):
         known.error(f"stages are {', '.join(names)}; got {', '.join(sorted(unknown))}")
+    if given.resume:
+        resume(given.resume, work)
     check = Check(window, given.output.absolute() / ARCHIVE)
     lines = check.run([stage for stage in stages if stage.name in wanted], deadline)
     print("\n=== summary", *lines, f"results are in {check.archive}", sep="\n")
