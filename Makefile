@@ -16,6 +16,8 @@ BENCHMARKS := cpu.experts cpu.function_bodies cpu.host_cost cpu.language_models 
 OUT ?= build
 ONLY ?=
 KERNELS ?=
+# The gpu_check.tar.gz of an earlier machine.
+RESUME ?=
 # Without a network it gives up in a minute.
 APT_GET := apt-get --quiet --quiet -o Acquire::http::Timeout=20 -o Acquire::Retries=1 -o DPkg::Lock::Timeout=60
 CSRC := $(wildcard trt_plugin/csrc/*.cc trt_plugin/csrc/*/*.cc)
@@ -137,9 +139,10 @@ bench: $(INSTALLED) ## Run the benchmarks that need no GPU
 	@set -e; for name in $(BENCHMARKS); do echo "--- $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 # Without .venv: the GPU's machine has PyTorch, Triton and pytest.
-gpu-check: ## Build, test, measure and tune on this machine's GPU, in 45 minutes
+gpu-check: ## Build, test, measure and tune on this machine's GPU, in 30 minutes
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu.check --output "$(OUT)" \
-		$(if $(ONLY),--only "$(ONLY)") $(if $(KERNELS),--compiled "$(KERNELS)")
+		$(if $(ONLY),--only "$(ONLY)") $(if $(KERNELS),--compiled "$(KERNELS)") \
+		$(if $(RESUME),--resume "$(RESUME)")
 
 clean: ## Remove what the other targets made, .venv excepted
 	rm -rf build dist docs/_build .coverage .coverage.* .grimp_cache .hypothesis \

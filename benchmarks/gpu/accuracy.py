@@ -19,44 +19,51 @@ from torch import Tensor
 from benchmarks.common.report import table, write_json
 from benchmarks.gpu.layers import Parameters, Shape, parameters_of, random_tokens
 from benchmarks.gpu.speed import Device, gpu_parser, parsed
+from benchmarks.gpu.ties import TIE, choice_margins
 from benchmarks.gpu.timing import reason, release
-from custom_ops import RouterOptions, reference
+from custom_ops import reference
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.plan import plan
 from dynamo_moe.tolerances import tolerance_for
 
 TOKENS = (1, 16, 4096)
-# In float64, DeepSeek-V3's 256 experts take 90 GB.
-SHAPES = "qwen3,gpt-oss,mixtral,swin"
-# Rows that the oracle computes at once, which bounds its memory.
+# DeepSeek-V3's oracle takes longest.
+SHAPES = "qwen3,gpt-oss,mixtral,swin,deepseek"
+# Rows and experts that the oracle computes at once, which bounds its memory: in float64,
+# DeepSeek-V3's 256 experts take 90 GB.
 _ROWS = 1024
-# Rounding decides between experts whose scores are closer than this share.
-_TIE = 1e-4
+_EXPERTS = 32
 _POISON = 0xFF
 
 
 def without_ties(shape: Shape, parameters: Parameters, tokens: int) -> Tensor:
-    """Returns tokens ``[T, D]`` whose K-th and next best expert do not nearly tie."""
+    """Returns tokens ``[T, D]`` whose choice of experts rounding does not decide."""
     x_TD = random_tokens(parameters, 2 * tokens + 8)
-    every = RouterOptions(min(shape.top_k + 1, shape.experts), shape.router.scoring, False)
-    _, scores = reference.router(
-        x_TD, parameters["router_weight"], parameters.get("router_bias"), every
-    )
-    kth, following = scores[:, shape.top_k - 1], scores[:, -1]
-    if shape.top_k == shape.experts:
-        return x_TD[:tokens]
-    return x_TD[kth - following > _TIE * kth.abs()][:tokens].contiguous()
+    margins_T = choice_margins(x_TD, *_router(shape, parameters))
+    return x_TD[margins_T > TIE][:tokens].contiguous()
+
+
+def _router(shape: Shape, parameters: Parameters) -> tuple[Any, ...]:
+    """What the oracle's router takes after x."""
+    router_bias, selection_bias = map(parameters.get, ("router_bias", "selection_bias"))
+    return parameters["router_weight"], router_bias, shape.router, selection_bias
 
 
 def oracle(shape: Shape, parameters: Parameters, x_TD: Tensor) -> Tensor:
     """Returns the layer's result in float64."""
-    p, router = parameters, (parameters["router_weight"], parameters.get("router_bias"))
-    experts = (p["w1"], p.get("b1"), p["w2"], p.get("b2"))
+    p = parameters
     rows = []
     for x in x_TD.split(_ROWS):
-        routing = reference.router(x, *router, shape.router)
-        rows.append(reference.experts(x, *routing, *experts, shape.options))
+        ids, scores = reference.router(x, *_router(shape, parameters))
+        y = torch.zeros_like(x, dtype=torch.float64)
+        for first in range(0, shape.experts, _EXPERTS):
+            own = slice(first, first + _EXPERTS)
+            b1, b2 = (p[name][own] if name in p else None for name in ("b1", "b2"))
+            some = (p["w1"][own], b1, p["w2"][own], b2)
+            # To the oracle, other experts' numbers are none.
+            y += reference.experts(x, ids - first, scores, *some, shape.options)
+        rows.append(y)
     return torch.cat(rows)
 
 

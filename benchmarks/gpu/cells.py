@@ -155,15 +155,17 @@ class Bench:
         if not cell.routes:
             sizes = (cell.tokens, self.shape.experts, self.shape.top_k)
             return random_routing(cell.routing, *sizes, x_TD.device)
-        bias = self.parameters.get("router_bias")
-        return route(x_TD, self.parameters["router_weight"], bias, self.shape.router)
+        weight, bias = self.parameters["router_weight"], self.parameters.get("router_bias")
+        selection_bias = self.parameters.get("selection_bias")
+        return route(x_TD, weight, bias, self.shape.router, selection_bias)
 
     def _ours(self, x_TD: Tensor, routing: Routing | None) -> Call:
         p, options = self.parameters, asdict(self.shape.options)
         experts = (p["w1"], p.get("b1"), p["w2"], p.get("b2"))
         if routing is not None:
             return partial(torch.ops.moe.experts, x_TD, *routing, *experts, **options)
-        router = asdict(self.shape.router) | {"router_bias": p.get("router_bias")}
+        biases = {name: p.get(name) for name in ("router_bias", "selection_bias")}
+        router = asdict(self.shape.router) | biases
         dropless: Any = torch.ops.moe.dropless
         return partial(dropless, x_TD, p["router_weight"], *experts, **router, **options)
 

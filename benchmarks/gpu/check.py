@@ -14,13 +14,14 @@ never much older than the results: the machine may be taken away at any time.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,15 +88,16 @@ class Check:
             )
         except OSError as error:
             return f"{command[0]}: {error.strerror}"
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                code = process.wait(min(self.refresh, left))
-            except subprocess.TimeoutExpired:
-                self.save()
-            else:
-                return f"exit code {code}" if code else "ok"
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with _ended_with_this_process(process.pid):
+            while (left := deadline - time.monotonic()) > 0:
+                try:
+                    code = process.wait(min(self.refresh, left))
+                except subprocess.TimeoutExpired:
+                    self.save()
+                else:
+                    return f"exit code {code}" if code else "ok"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         return f"not done after {max(0.0, seconds):.0f} s"
 
     def _environment(self) -> dict[str, str]:
@@ -117,6 +119,27 @@ class Check:
             beside.replace(self.archive)
 
 
+def resume(archive: Path, work: Path) -> None:
+    """Unpacks the results of an earlier machine, among them tuned tables, into the work folder."""
+    with tarfile.open(archive) as packed:
+        packed.extractall(work / "earlier", filter="data")
+    shutil.copytree(work / "earlier" / "gpu_check", work / "results", dirs_exist_ok=True)
+
+
+@contextmanager
+def _ended_with_this_process(group: int) -> Iterator[None]:
+    """Has a group of processes killed if this process is killed: they would hold the GPU.
+
+    A shell waits for the end of a pipe, which comes when nobody can write to it any more.
+    """
+    wait = ["sh", "-c", f"read line; kill -KILL -{group}"]
+    with subprocess.Popen(wait, stdin=subprocess.PIPE, start_new_session=True) as watch:
+        try:
+            yield
+        finally:
+            watch.kill()
+
+
 def main() -> None:
     """Runs the stages on this machine's GPU."""
     known = parser(__doc__)
@@ -125,8 +148,11 @@ def main() -> None:
         "--work", type=Path, default=ROOT / "build" / "gpu", help="folder that stages share"
     )
     known.add_argument("--compiled", type=Path, help="archive of benchmarks.gpu.precompile")
+    known.add_argument(
+        "--resume", type=Path, help=f"{ARCHIVE} of an earlier machine, to go on from its results"
+    )
     known.add_argument("--only", default="", help="stages, such as library,tests; default: all")
-    known.add_argument("--budget", type=float, default=2700, help="seconds for all of them")
+    known.add_argument("--budget", type=float, default=1800, help="seconds for all of them")
     known.add_argument(
         "--rehearse", action="store_true", help="try each stage without a GPU, at tiny sizes"
     )
@@ -140,6 +166,8 @@ def main() -> None:
     wanted = given.only.split(",") if given.only else names
     if unknown := set(wanted) - set(names):
         known.error(f"stages are {', '.join(names)}; got {', '.join(sorted(unknown))}")
+    if given.resume:
+        resume(given.resume, work)
     check = Check(window, given.output.absolute() / ARCHIVE)
     lines = check.run([stage for stage in stages if stage.name in wanted], deadline)
     print("\n=== summary", *lines, f"results are in {check.archive}", sep="\n")

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.gpu.layers import Parameters, Routing, Shape
+from benchmarks.gpu.peers import torch_router
 
 Start = Callable[..., object]
 
@@ -144,7 +145,7 @@ def fused_place_kernel(ids_ptr, next_ptr, sorted_ptr, slots, BLOCK_N: tl.constex
 @triton.jit(do_not_specialize=["blocks_m", "slots"])
 def fused_product_kernel(
     a_ptr,  # [rows, depth]; a slot's row is slot // A_SLOTS
-    b_ptr,  # [E, columns, depth]
+    b_ptr,  # [E, columns, depth], or [E, depth, columns] if TRANSPOSED
     bias_ptr,  # [E, columns] or None
     c_ptr,  # [N, columns]
     weights_ptr,  # [N] or None
@@ -156,6 +157,7 @@ def fused_product_kernel(
     depth,
     slots,
     A_SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -176,12 +178,18 @@ def fused_product_kernel(
     n = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + (slot // A_SLOTS)[:, None] * depth + k[None, :]
-    b_ptrs = b_ptr + expert * columns * depth + (n % columns)[None, :] * depth + k[:, None]
+    b_ptr += expert * columns * depth
+    if TRANSPOSED:
+        b_ptrs = b_ptr + (n % columns)[None, :] + k[:, None] * columns
+        b_step = columns
+    else:
+        b_ptrs = b_ptr + (n % columns)[None, :] * depth + k[:, None]
+        b_step = 1
     c = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, depth, BLOCK_K):
         deep = start + k < depth
         a = tl.load(a_ptrs + start, mask=inside[:, None] & deep[None, :], other=0.0)
-        b = tl.load(b_ptrs + start, mask=deep[:, None], other=0.0)
+        b = tl.load(b_ptrs + start * b_step, mask=deep[:, None], other=0.0)
         c = tl.dot(a, b, c)
     if bias_ptr is not None:
         c += tl.load(bias_ptr + expert * columns + n % columns).to(tl.float32)[None, :]
@@ -241,7 +249,9 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: object) -> None:
 def fused_router(
     shape: Shape, parameters: Parameters, x_TD: Tensor, start: Start = launch
 ) -> Routing:
-    """The router: a product, then one kernel."""
+    """The router: a product, then one kernel; PyTorch's operations where groups limit it."""
+    if shape.router.limits_groups:
+        return torch_router(shape, parameters, x_TD)
     bias = parameters.get("router_bias")
     logits_TE = torch.nn.functional.linear(x_TD, parameters["router_weight"], bias)
     ids_TK = x_TD.new_empty(len(x_TD), shape.top_k, dtype=torch.int32)
@@ -285,6 +295,7 @@ def fused_moe(
             weights_ptr=weights if c is rows else None, sorted_ptr=sorted_P,
             block_expert_ptr=block_expert, padded_ptr=padded, blocks_m=blocks_m,
             columns=c.shape[1], depth=a.shape[1], slots=slots, A_SLOTS=a_slots,
+            TRANSPOSED=shape.transposed,
             BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
             GROUP_M=config.group_m, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
@@ -330,6 +341,9 @@ def compile_for(
     if shape.biases:
         parameters |= {"router_bias": empty(E), "b1": empty(E, F), "b2": empty(E, D)}
     x_TD = empty(16, D)
-    ids, weights = fused_router(shape, parameters, x_TD, start)
-    for routing in ((ids, weights), (ids.long(), weights)):
+    if not shape.router.limits_groups:
+        fused_router(shape, parameters, x_TD, start)
+    weights = x_TD.new_empty(16, shape.top_k, dtype=torch.float32)
+    for ids in (weights.int(), weights.long()):
+        routing = ids, weights
         fused_moe(shape, parameters, x_TD, routing, config, start)

@@ -15,7 +15,8 @@ from benchmarks.common.layers import random_parameters
 from custom_ops import ExpertOptions, RouterOptions
 from custom_ops.kernels.layer import Layer
 
-#: A layer's tensors by name; one without biases has no ``router_bias``, ``b1`` and ``b2``.
+#: A layer's tensors by name; one without biases has no ``router_bias``, ``b1`` and ``b2``, and most
+#: have no ``selection_bias``.
 Parameters = Mapping[str, Tensor]
 #: Expert ids and weights, ``[T, K]`` each.
 Routing = tuple[Tensor, Tensor]
@@ -38,6 +39,8 @@ class Shape:
     options: ExpertOptions
     router: RouterOptions
     biases: bool = False  # of router and experts
+    selection_bias: bool = False  # float32
+    transposed: bool = False  # whether both weights lie as (in, out)
     counts: tuple[int, ...] = LLM_TOKENS  # tokens, or images where `per_image` is not 1
     per_image: int = 1  # tokens of an image
 
@@ -67,6 +70,9 @@ class Shape:
             weights_dtype=bias if router else torch.float32,
             b1=self.biases,
             b2=self.biases,
+            w1_transposed=self.transposed,
+            w2_transposed=self.transposed,
+            selection_dtype=torch.float32 if router and self.selection_bias else None,
         )
 
 
@@ -81,7 +87,8 @@ def _swin(stage: int, width: int, per_image: int) -> Shape:
     )  # fmt: skip
 
 
-# Sizes and options are from the models' published configurations; Swin is Swin-T at 224x224.
+# Sizes, options and layouts are from the models' published configurations and from transformers;
+# Swin is Swin-T at 224x224.
 SHAPES: Mapping[str, Shape] = {
     shape.name: shape
     for shape in (
@@ -89,12 +96,16 @@ SHAPES: Mapping[str, Shape] = {
         Shape("qwen3", "Qwen3-30B-A3B", 2048, 768, 128, 8, _SILU, RouterOptions(8)),
         Shape(
             "deepseek", "DeepSeek-V3", 7168, 2048, 256, 8, _SILU,
-            RouterOptions(8, "sigmoid", routed_scaling=2.5),
+            RouterOptions(
+                8, "sigmoid", routed_scaling=2.5,
+                group_scoring="top2_sum", n_group=8, topk_group=4,
+            ),
+            selection_bias=True,
         ),
         Shape(
             "gpt-oss", "gpt-oss-20b", 2880, 2880, 32, 4,
             ExpertOptions("clamped_swiglu", gated=True, interleaved=True),
-            RouterOptions(4, "topk_softmax"), biases=True,
+            RouterOptions(4, "topk_softmax"), biases=True, transposed=True,
         ),
         _swin(1, 96, 3136),
         _swin(2, 192, 784),
@@ -122,9 +133,16 @@ def matching(names: str) -> tuple[Shape, ...]:
 
 
 def parameters_of(shape: Shape, dtype: torch.dtype, device: str) -> Parameters:
-    """Returns random parameters of a layer."""
+    """Returns random parameters of a layer, which lie as it has them."""
     sizes = shape.experts, shape.width, shape.hidden, shape.rows
-    return random_parameters(*sizes, biases=shape.biases, dtype=dtype, device=device)
+    found = random_parameters(*sizes, biases=shape.biases, dtype=dtype, device=device)
+    if shape.transposed:
+        found |= {name: found[name].mT.contiguous().mT for name in ("w1", "w2")}
+    if shape.selection_bias:
+        generator = torch.Generator(device).manual_seed(3)
+        bias = torch.randn(shape.experts, generator=generator, device=device)
+        found["selection_bias"] = bias.mul_(0.1)
+    return found
 
 
 def random_tokens(parameters: Parameters, tokens: int) -> Tensor:

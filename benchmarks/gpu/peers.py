@@ -22,7 +22,14 @@ def torch_router(shape: Shape, parameters: Parameters, x_TD: Tensor) -> Routing:
         top_TK, ids_TK = logits_TE.topk(options.top_k, dim=-1)
         return ids_TK, top_TK.softmax(-1)
     scores_TE = logits_TE.sigmoid() if options.scoring == "sigmoid" else logits_TE.softmax(-1)
-    weights_TK, ids_TK = scores_TE.topk(options.top_k, dim=-1)
+    ranked_TE = scores_TE + parameters.get("selection_bias", 0)
+    if options.limits_groups:
+        groups = ranked_TE.unflatten(-1, (options.n_group, -1))
+        best = groups.topk(2 if options.group_scoring == "top2_sum" else 1, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best).scatter_(-1, best.topk(options.topk_group, dim=-1).indices, 1)
+        ranked_TE = groups.masked_fill(kept[..., None] == 0, -torch.inf).flatten(-2)
+    ids_TK = ranked_TE.topk(options.top_k, dim=-1).indices
+    weights_TK = scores_TE.gather(-1, ids_TK)
     if options.renormalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
     return ids_TK, weights_TK * options.routed_scaling

@@ -65,15 +65,15 @@ class Window:
         yield self._library()
         yield self._tests()
         accuracy = self._module("accuracy", "--json", self._json("shapes"))
-        yield Stage("shapes", ((*accuracy, *self._sizes()),), 120)
+        yield Stage("shapes", ((*accuracy, *self._sizes()),), 100)
         yield from self._sanitizers()
         pairs = self._module("dependent_launch", "--json", self._json("dependent"))
-        yield Stage("dependent", ((*pairs, *self._sizes(*_DEPENDENT)),), 90)
-        yield self._measure("baseline", 300)
+        yield Stage("dependent", ((*pairs, *self._sizes(*_DEPENDENT)),), 40)
+        yield self._measure("baseline", 170)
         yield self._profile()
         yield self._tune()
         package = self.build / "package" if self.rehearsal else ROOT / "custom_ops" / "kernels"
-        yield self._measure("tuned", 240, ("cp", "-r", str(self._tables), str(package)))
+        yield self._measure("tuned", 150, ("cp", "-r", str(self._tables), str(package)))
 
     def _module(self, name: str, *arguments: str) -> tuple[str, ...]:
         trial = ("--dry-run",) if self.rehearsal else ()
@@ -93,7 +93,7 @@ class Window:
     def _cache(self) -> Stage:
         command = self._module("probe_cache", str(self.compiled), "--budget", SECONDS)
         missing = "" if self.compiled else "no --compiled archive"
-        return Stage("cache", (command,), 90, missing=missing)
+        return Stage("cache", (command,), 60, missing=missing)
 
     def _library(self) -> Stage:
         generator = ("-G", "Ninja") if shutil.which("ninja") else ()
@@ -105,14 +105,16 @@ class Window:
             ("cmake", "--build", build, "--parallel", _workers()),
             ("cmake", "--install", build, "--prefix", prefix),
         )
-        return Stage("library", commands, 90)
+        return Stage("library", commands, 60)
 
     def _tests(self) -> Stage:
         pytest = (sys.executable, "-m", "pytest", "-c", "tests/gpu.ini", "--rootdir", ".", "-v")
         # Outcomes are in the log as they come, also if the rest is killed.
-        parallel = ("-n", _workers()) if find_spec("xdist") and not self.rehearsal else ()
+        parallel = ("-n", _workers()) if find_spec("xdist") else ()
         tests = ("--durations", "5", "tests/ops/test_gpu.py", "tests/trt/test_gpu_launcher.py")
-        return Stage("tests", ((*pytest, *parallel, *tests),), 210)
+        rehearsed = ("-p", "gpu_rehearsal", "tests/ops/test_gpu.py")
+        chosen = rehearsed if self.rehearsal else (*parallel, *tests)
+        return Stage("tests", ((*pytest, *chosen),), 300)
 
     def _sanitizers(self) -> Iterator[Stage]:
         """Layers through the C++ launcher: under the tools, PyTorch would take minutes to start."""
@@ -126,14 +128,14 @@ class Window:
         run = (str(program), str(cases))
         # A rehearsal's kernels are not compiled: only the stand-in for a GPU runs them.
         first = () if self.rehearsal else (run,)
-        yield Stage("cases", (make, compile_, *first), 120)
+        yield Stage("cases", (make, compile_, *first), 90)
         sanitizer = shutil.which("compute-sanitizer")
         missing = "" if sanitizer else "no compute-sanitizer here"
         for tool in _SANITIZERS:
             # Poison would hide from initcheck what is read before it is written.
             fresh = ("--unpoisoned",) if tool == "initcheck" else ()
             command = (str(sanitizer), "--tool", tool, "--error-exitcode", "9", *run, *fresh)
-            yield Stage(tool, (command,), 200, missing=missing)
+            yield Stage(tool, (command,), 90, missing=missing)
 
     def _measure(self, name: str, seconds: float, *before: tuple[str, ...]) -> Stage:
         picture = str(self.results / f"{name}.png")
@@ -155,13 +157,13 @@ class Window:
             forward = self._module("forward", cell)
             commands.append((str(profiler), *collect, *chosen, *forward))
             commands.append((str(profiler), "--import", f"{report}.ncu-rep", "--page", "details"))
-        return Stage("profile", tuple(commands), 110, missing="" if profiler else "no ncu here")
+        return Stage("profile", tuple(commands), 70, missing="" if profiler else "no ncu here")
 
     def _tune(self) -> Stage:
         asked = ("--shapes", TUNED, "--limit", str(CANDIDATES))
         sizes = ("--tokens", "5", "--limit", "1") if self.rehearsal else asked
         command = self._module("tune_kernels", "--output", str(self._tables), *sizes)
-        return Stage("tune", ((*command, "--budget", SECONDS),), 500)
+        return Stage("tune", ((*command, "--budget", SECONDS),), 250)
 
 
 def _workers() -> str:

@@ -175,6 +175,8 @@ def test_every_shape_is_a_layer_with_kernels():
 def small(name: str):
     shape = SHAPES[name]
     router = replace(shape.router, top_k=2)
+    if router.limits_groups:
+        router = replace(router, n_group=3, topk_group=2)
     return replace(shape, width=32, hidden=24, experts=6, top_k=2, router=router)
 
 
@@ -199,7 +201,11 @@ def test_peers_route_like_the_layer(name):
     given_ = parameters_of(shape, torch.float32, "cpu")
     x = torch.randn(37, 32, generator=torch.Generator().manual_seed(0))
     ids, weights = reference.router(
-        x, given_["router_weight"], given_.get("router_bias"), shape.router
+        x,
+        given_["router_weight"],
+        given_.get("router_bias"),
+        shape.router,
+        given_.get("selection_bias"),
     )
     for router in (torch_router, fused_router):
         found = router(shape, given_, x)

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "bundle/layer.h"
 #include "dynamo_moe.h"
 
 namespace {
@@ -27,19 +28,9 @@ namespace {
 using Address = std::uint64_t;
 
 constexpr unsigned char kPoison = 0xFF;  // NaN as a float, -1 as an expert's number.
-// In the order of dynamo_moe_tensors.
-constexpr const char* kNames[] = {"x",
-                                  "router_weight",
-                                  "router_bias",
-                                  "selection_bias",
-                                  "expert_ids",
-                                  "expert_weights",
-                                  "w1",
-                                  "b1",
-                                  "w2",
-                                  "b2",
-                                  "y"};
-constexpr std::size_t kResult = 10;
+// In the order of dynamo_moe_tensors; the result comes last.
+constexpr auto& kNames = dynamo_moe::format::kTensorNames;
+constexpr std::size_t kResult = std::size(kNames) - 1;
 
 [[noreturn]] void Fail(const std::string& what) {
   std::fprintf(stderr, "%s\n", what.c_str());

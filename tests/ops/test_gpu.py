@@ -11,13 +11,24 @@ import torch
 import gpu_cases
 from custom_ops import ExpertOptions, reference
 from custom_ops.kernels.configs import RangeConfig
-from gpu_cases import PATHS, allow_tf32, check, gpu_case, launch_poisoned, plan_of
-from moe_cases import EXPERT_FORMS, NORM_FORMS, OPS, ROUTER_FORMS, Case, assert_matches
+from gpu_cases import PATHS, allow_tf32, check, gpu_case, launch_poisoned, plan_of, runs_on
+from kernel_runs import in_out
+from moe_cases import (
+    EXPERT_FORMS,
+    GROUP_FORMS,
+    NORM_FORMS,
+    OPS,
+    ROUTER_FORMS,
+    Case,
+    assert_matches,
+)
 
 pytestmark = pytest.mark.gpu
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 GATED = {"activation": "silu", "gated": True}
+# Which weights lie as (in, out).
+LAYOUTS = [("w1",), ("w2",), ("w1", "w2")]
 
 # Dtypes of tokens and of experts, and whether float32 products may round to TF32.
 DTYPES = [
@@ -35,7 +46,7 @@ FEW, SMALL, LARGE = 2, 40, 1500
 
 
 def ranges(path: str) -> tuple[RangeConfig, ...]:
-    if path == "tensor-maps" and not gpu_cases.architecture().has_tensor_maps:
+    if not runs_on(path, gpu_cases.architecture()):
         pytest.skip("the device has no tensor maps")
     return PATHS[path]
 
@@ -59,6 +70,10 @@ def test_token_counts(op, tokens):
     check(gpu_case(op, tokens, width=256, hidden=192, experts=16, top_k=4, dtype=BF16, **GATED))
 
 
+def test_programs_with_several_tiles_each():
+    check(gpu_case("dropless", 6000, width=1024, hidden=512, top_k=4, dtype=BF16, **GATED))
+
+
 @pytest.mark.parametrize("tokens", [FEW, LARGE])
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 def test_forms_of_experts(form, tokens):
@@ -74,6 +89,28 @@ def test_forms_of_experts_on_chip(form):
 @pytest.mark.parametrize("form", ROUTER_FORMS)
 def test_forms_of_routers(form, tokens):
     check(gpu_case("dropless", tokens, experts=13, top_k=3, dtype=FP16, **form))
+
+
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+@pytest.mark.parametrize("selection_bias", [True, False])
+@pytest.mark.parametrize("experts", [6, 192])
+@pytest.mark.parametrize("form", GROUP_FORMS)
+def test_choices_among_groups(form, experts, selection_bias, tokens):
+    sizes = {"experts": experts, "selection_bias": selection_bias}
+    check(gpu_case("dropless", tokens, dtype=BF16, **sizes, **form))
+
+
+@pytest.mark.parametrize("tokens", [FEW, LARGE])
+@pytest.mark.parametrize("form", ROUTER_FORMS)
+def test_a_selection_bias(form, tokens):
+    check(gpu_case("dropless", tokens, experts=13, dtype=FP16, selection_bias=True, **form))
+
+
+@pytest.mark.parametrize("tokens", [1, SMALL, 1500])
+def test_a_router_as_deepseeks(tokens):
+    form = {"scoring": "sigmoid", "routed_scaling": 2.5, "group_scoring": "top2_sum"}
+    sizes = {"width": 256, "experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4}
+    check(gpu_case("dropless", tokens, dtype=BF16, selection_bias=True, **form, **sizes, **GATED))
 
 
 @pytest.mark.parametrize("tokens", [FEW, LARGE])
@@ -130,6 +167,53 @@ def test_plans_on_poisoned_memory(op, width, tokens):
     assert_matches(result, case.oracle(), case.dtypes)
 
 
+# --- Weights that lie as (in, out) ---
+
+
+@pytest.mark.parametrize("weights", LAYOUTS)
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("width", [96, 136])
+def test_weights_that_lie_as_in_out(width, op, tokens, weights):
+    case = in_out(gpu_case(op, tokens, width=width, dtype=BF16, **GATED), *weights)
+    check(case)
+
+
+@pytest.mark.parametrize("weights", LAYOUTS)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("gating", ["plain", "gated", "interleaved"])
+def test_paths_with_weights_that_lie_as_in_out(gating, path, weights):
+    form = {"gated": gating != "plain", "interleaved": gating == "interleaved"}
+    case = in_out(gpu_case("dropless", 300, width=120, dtype=BF16, **form), *weights)
+    result = launch_poisoned(plan_of(case, ranges(path)), case)
+    assert_matches(result, case.oracle(), case.dtypes)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("tokens", [FEW, SMALL, LARGE])
+def test_dtypes_of_weights_that_lie_as_in_out(tokens, dtype):
+    check(in_out(gpu_case("dropless", tokens, dtype=dtype, **GATED), "w1", "w2"))
+
+
+# --- Sizes that have no kernels ---
+
+
+@pytest.mark.parametrize("tokens", [0, FEW, LARGE])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"width": 12},
+        {"hidden": 20},
+        {"width": 16, "hidden": 8, "experts": 1025},
+        {"width": 16, "hidden": 8, "experts": 40, "top_k": 33},
+    ],
+    ids=["width", "hidden", "experts", "top_k"],
+)
+def test_sizes_without_kernels(sizes, op, tokens):
+    check(gpu_case(op, tokens, dtype=BF16, **sizes))
+
+
 # --- Unusual routing ---
 
 
@@ -181,7 +265,7 @@ def test_a_nan_stays_in_its_row(path):
     x[3, 5] = float("nan")
     result = launch_poisoned(chosen, case.changed(x=x))
     assert result[3].isnan().all()
-    others = torch.arange(70, device=gpu_cases.DEVICE) != 3
+    others = torch.arange(len(x), device=gpu_cases.DEVICE) != 3
     assert torch.equal(result[others], clean[others])
 
 
@@ -296,6 +380,28 @@ def test_the_host_waits_for_nothing(op, tokens):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("weights", [(), ("w2",)])
+def test_weights_that_were_written_just_before(weights):
+    """The second kernel reads its first weights before the first one has ended."""
+    case = in_out(gpu_case("experts", FEW, width=1024, hidden=1024, dtype=BF16), *weights)
+    w2 = case.arguments["w2"]
+    versions = [w2 * scale for scale in (1, -1, 2, -2)]
+    expected = []
+    for version in versions:
+        w2.copy_(version)
+        torch.cuda.synchronize()
+        expected.append(case())
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for version in versions:
+            w2.copy_(version)
+            results.append(case())
+    torch.cuda.synchronize()
+    for result, right in zip(results, expected * 10, strict=True):
+        assert torch.equal(result, right)
+
+
 def test_streams_at_once():
     cases = [gpu_case("dropless", tokens, dtype=BF16) for tokens in (2, 40, 300, 1500)]
     expected = [case() for case in cases]
@@ -355,8 +461,7 @@ def test_gradients_of_unusual_routing(tokens, expert):
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_gradients_of_weights_that_lie_as_in_out(dtype):
     case = gpu_case("experts", 200, dtype=dtype, **GATED)
-    views = {name: case.arguments[name].mT.contiguous().mT for name in ("w1", "w2")}
-    check_gradients(case.changed(**views))
+    check_gradients(in_out(case, "w1", "w2"))
 
 
 def test_gradients_after_a_near_tie():

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from custom_ops import RouterOptions, reference
+from benchmarks.gpu.ties import TIE, choice_margins
+from custom_ops import RouterOptions
 from custom_ops.kernels.architectures import Architecture, nearest_architecture
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.plan import plan, plan_with
 from custom_ops.kernels.spec import MAX_TOKENS, ForwardPlan
+from custom_ops.options import ROUTER_OPTIONS
 from kernel_runs import layer_of
 from moe_cases import Case, assert_matches, make_case
 
@@ -25,7 +28,6 @@ DEVICE = "cuda"
 POISON = 0xFF
 
 _GUARD = 4096
-_TIE = 1e-4
 
 
 def _one_range(
@@ -47,8 +49,28 @@ PATHS = {
         GemmConfig(64, 64, 64, 4, 3, tensor_maps=True),
         GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True),
     ),
+    "persistent": _one_range(
+        "gemm",
+        GemmConfig(64, 64, 64, 4, 3, persistent=True),
+        GemmConfig(64, 64, 64, 4, 3, group_m=3, persistent=True),
+    ),
+    "persistent-tensor-maps": _one_range(
+        "gemm",
+        GemmConfig(64, 64, 64, 4, 3, tensor_maps=True, persistent=True),
+        GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True, persistent=True),
+    ),
     "mlp": _one_range("mlp", MlpConfig(32, 64, 4, 2)),
 }
+
+
+def runs_on(path: str, on: Architecture) -> bool:
+    """Whether an architecture has what a path of :data:`PATHS` takes."""
+    return on.has_tensor_maps or not path.endswith("tensor-maps")
+
+
+def one_multiprocessor(on: Architecture) -> Architecture:
+    """The architecture with so few that a persistent program has several tiles of a small layer."""
+    return replace(on, multiprocessors=1)
 
 
 def architecture() -> Architecture:
@@ -75,15 +97,19 @@ def gpu_case(op: str, tokens: int, **sizes) -> Case:
 
 
 def without_ties(case: Case) -> Case:
+    """The case with one token that chooses clearly in place of those that nearly tie."""
     a = case.arguments
-    experts = a["w1"].shape[0]
-    if a["top_k"] == experts:
-        return case
-    options = RouterOptions(experts, case.options.get("scoring", "softmax"), renormalize=False)
-    _, scores = reference.router(a["x"], a["router_weight"], a["router_bias"], options)
-    kth, following = scores[:, a["top_k"] - 1], scores[:, a["top_k"]]
-    apart = (kth - following) / kth.abs()
-    x = torch.where((apart < _TIE)[:, None], a["x"][apart.argmax()], a["x"])
+    router = {
+        row.name: case.options[row.name] for row in ROUTER_OPTIONS if row.name in case.options
+    }
+    margins = choice_margins(
+        a["x"],
+        a["router_weight"],
+        a["router_bias"],
+        RouterOptions(a["top_k"], **router),
+        a["selection_bias"],
+    )
+    x = torch.where((margins < TIE)[:, None], a["x"][margins.argmax()], a["x"])
     return case.changed(x=x)
 
 
@@ -119,8 +145,8 @@ def allow_tf32(*, allowed: bool):
 
 def plan_of(case: Case, ranges: tuple[RangeConfig, ...] = ()) -> ForwardPlan:
     """The case's plan, or a plan with the given configurations."""
-    layer = layer_of(case)
-    return plan_with(layer, architecture(), ranges) if ranges else plan(layer, architecture())
+    layer, on = layer_of(case), architecture()
+    return plan_with(layer, one_multiprocessor(on), ranges) if ranges else plan(layer, on)
 
 
 def launch_poisoned(chosen: ForwardPlan, case: Case) -> Tensor:

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from custom_ops.kernels.architectures import Architecture, architecture, nearest_architecture
+from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan, plan_with
 from custom_ops.kernels.spec import ForwardPlan
 from dynamo_moe.tolerances import tolerance_for
-from gpu_cases import PATHS, without_ties
+from gpu_cases import PATHS, one_multiprocessor, runs_on, without_ties
 from kernel_runs import in_out, is_transposed, layer_of
 from moe_cases import OPS, Case, make_case
 from trt_plugin.bundle import Program
-from trt_plugin.compiling.ahead_of_time import compile_plans
+from trt_plugin.compiling.ahead_of_time import compile_plans, limit_tokens
 
 TOKENS = (1, 3, 40, 300)
 WIDTHS = (56, 136)
 _WEIGHTS = ("w1", "w2")
+_GATED = {"activation": "silu", "gated": True}
 Compile = Callable[[Sequence[ForwardPlan]], Sequence[Program]]
 
 
@@ -35,20 +38,37 @@ def make_cases(on: Architecture) -> Iterator[tuple[ForwardPlan, Case]]:
     for op in OPS:
         for width in WIDTHS:
             for tokens in TOKENS:
-                case = _case(op, tokens, width=width)
-                yield plan(layer_of(case), on), case
+                yield _planned(_case(op, tokens, width=width), on)
     groups = {"group_scoring": "top2_sum", "n_group": 4, "topk_group": 2}
-    case = _case("dropless", 40, width=56, selection_bias=True, scoring="sigmoid", **groups)
-    yield plan(layer_of(case), on), case
-    case = _case("dropless", 40, width=120, activation="silu", gated=True)
-    for tokens in (1, 40):
-        turned = in_out(
-            _case("experts", tokens, width=120, activation="silu", gated=True), *_WEIGHTS
-        )
-        yield plan(layer_of(turned), on), turned
+    for tokens, experts in ((3, 8), (40, 8), (300, 64)):
+        sizes = {"width": 56, "experts": experts, "selection_bias": True}
+        yield _planned(_case("dropless", tokens, scoring="sigmoid", **sizes, **groups), on)
+    # One program can neither read the router's weight nor sort all slots.
+    for tokens in (3, 300):
+        yield _planned(_case("dropless", tokens, width=520, experts=128, top_k=8), on)
+    for width in WIDTHS:
+        for tokens in (3, 300):
+            sizes = {"width": width, "pre_norm": "rms", "residual": True}
+            yield _planned(_case("experts", tokens, **sizes), on)
+    for tokens in (1, 40, 300):
+        gated = _case("experts", tokens, width=136, **_GATED)
+        for weights in ((), ("w1",), ("w2",), _WEIGHTS):
+            yield _planned(in_out(gated, *weights), on)
+    yield _planned(in_out(_case("experts", 40, width=56, **_GATED), *_WEIGHTS), on)
+    case = _case("dropless", 40, width=120, **_GATED)
     for name, ranges in PATHS.items():
-        if name != "tensor-maps" or on.has_tensor_maps:
-            yield plan_with(layer_of(case), on, ranges), case
+        if runs_on(name, on):
+            yield plan_with(layer_of(case), one_multiprocessor(on), ranges), case
+
+
+def _planned(case: Case, on: Architecture) -> tuple[ForwardPlan, Case]:
+    return _plan(layer_of(case), on), case
+
+
+@lru_cache
+def _plan(layer: Layer, on: Architecture) -> ForwardPlan:
+    # Kernels for more tokens would only be compiled.
+    return limit_tokens(plan(layer, on), max(TOKENS))
 
 
 def _case(op: str, tokens: int, **sizes: object) -> Case:

@@ -28,7 +28,7 @@ from standin import ROOT, Standin, build, standin
 
 ON = architecture("sm_90")
 # Interpreted, others take long.
-_MOST_TOKENS, _EVERY = 40, 5
+_MOST_TOKENS, _EVERY = 40, 7
 
 
 def few_cases() -> list[tuple[ForwardPlan, Case]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gpu_cases
 from gpu_cases import gpu_case, launch_poisoned, plan_of
-from kernel_runs import layer_of
+from kernel_runs import in_out, layer_of
 from moe_cases import OPS, Case, assert_matches
 from trt_plugin.launcher import LauncherError, OpenProgram
 
@@ -21,6 +21,10 @@ pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
 TOKENS = (1, 2, 16, 40, 129, 1500)
+OPTIONS = {
+    "norm": {"pre_norm": "rms", "residual": True},
+    "groups": {"scoring": "sigmoid", "group_scoring": "top2_sum", "n_group": 8, "topk_group": 4},
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +67,25 @@ class Enqueued:
 @pytest.mark.parametrize("width", [96, 136])
 def test_the_same_bits_as_the_python_launcher(opened, op, tokens, width):
     case = gpu_case(op, tokens, width=width, dtype=BF16, activation="silu", gated=True)
+    result = Enqueued(opened(case), case).y
+    assert_matches(result, case.oracle(), case.dtypes)
+    assert torch.equal(result, launch_poisoned(plan_of(case), case))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("tokens", [2, 40, 1500])
+def test_options_give_the_same_bits_too(opened, tokens, options):
+    sizes = {"experts": 64, "top_k": 4, "selection_bias": True}
+    case = gpu_case("dropless", tokens, dtype=BF16, **sizes, **options)
+    result = Enqueued(opened(case), case).y
+    assert_matches(result, case.oracle(), case.dtypes)
+    assert torch.equal(result, launch_poisoned(plan_of(case), case))
+
+
+@pytest.mark.parametrize("weights", [("w1",), ("w2",), ("w1", "w2")])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_weights_that_lie_as_in_out_give_the_same_bits_too(opened, tokens, weights):
+    case = in_out(gpu_case("dropless", tokens, dtype=BF16, activation="silu", gated=True), *weights)
     result = Enqueued(opened(case), case).y
     assert_matches(result, case.oracle(), case.dtypes)
     assert torch.equal(result, launch_poisoned(plan_of(case), case))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from inspect import getmodule
 
 import pytest
 
@@ -11,6 +12,9 @@ if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
 
 import standin_cases
+from custom_ops.kernels import plan
+from custom_ops.kernels.spec import Constant
+from launcher_cases import make_cases
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +50,23 @@ def test_a_wrong_element_is_found(driver, cases, tmp_path, capfd):
     (tmp_path / "tensors").write_bytes(data)
     assert standin_cases.run(driver, cases, str(tmp_path), "--unpoisoned") == 1
     assert "2 forward passes, 1 wrong" in capfd.readouterr().out
+
+
+def test_every_kernel_runs_in_some_case():
+    """In every form: with either layout of the weights, by programs of one tile or of several."""
+    cases = list(make_cases(standin_cases.ON))
+    launched = [
+        spec for planned, case in cases for spec in planned.at(len(case.arguments["x"])).launches
+    ]
+    steps = [getmodule(step) for name, step in vars(plan).items() if name.endswith("_step")]
+    every = {name for module in steps for name in vars(module) if name.endswith("_kernel")}
+    assert {spec.name for spec in launched} == every
+    for name in every:
+        constants = [
+            {key: each.value for key, each in spec.arguments.items() if isinstance(each, Constant)}
+            for spec in launched
+            if spec.name == name
+        ]
+        for form in ("PERSISTENT", "W1_TRANSPOSED", "W2_TRANSPOSED"):
+            if form in constants[0]:
+                assert {each[form] for each in constants} == {True, False}, name
