@@ -236,15 +236,19 @@ torch.library.register_autograd(
 
 def _keep_the_choice(context: Callable[[], AbstractContextManager[None]]) -> None:
     """Makes a call that needs gradients one of ``dropless_routed``."""
+    # Overloads, since finding the one of an operator costs every call.
+    dropless = torch.ops.moe.dropless.default
+    dropless_routed = torch.ops.moe.dropless_routed.default
 
     def autograd(*arguments: Any, **options: Any) -> Tensor:
-        tensors = (each for each in arguments if isinstance(each, Tensor))
         y: Tensor
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            y, _, _ = torch.ops.moe.dropless_routed(*arguments, **options)
+        if torch.is_grad_enabled() and any(
+            each.requires_grad for each in arguments if isinstance(each, Tensor)
+        ):
+            y, _, _ = dropless_routed(*arguments, **options)
             return y
         with context():
-            y = torch.ops.moe.dropless(*arguments, **options)
+            y = dropless(*arguments, **options)
         return y
 
     LIBRARY.impl("dropless", autograd, "Autograd")

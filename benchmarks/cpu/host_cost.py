@@ -4,9 +4,10 @@
 
 No GPU is needed: Triton compiles the kernels for sm_90, and its driver is replaced by one whose
 launches do nothing. Timed are the operator's CUDA implementation, checks included, and the whole
-operator without autograd. Left out is what CUDA and Triton's launcher do: choosing the device,
-asking for its stream, encoding tensor maps, the launch itself. Tensors are the CPU's, so PyTorch
-allocates y and the workspace by malloc.
+operator, under torch.inference_mode and under torch.no_grad, where PyTorch's dispatcher passes the
+operator's Python code for gradients. Left out is what CUDA and Triton's launcher do: choosing the
+device, asking for its stream, encoding tensor maps, the launch itself. Tensors are the CPU's, so
+PyTorch allocates y and the workspace by malloc.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from custom_ops.dropless import _dropless_forward
 
 CAPABILITY = (9, 0)
 IMPLEMENTATION, OPERATOR = "implementation", "operator"
+# How a caller does without gradients.
+MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
 QWEN = LayerCase("Qwen3-30B-A3B", 1, 2048, 768, 128, 8, gated=True)
 SWIN = LayerCase("Swin stage 2", 1, 192, 768, 8, 2)
 # A GPU runs few tokens by vector products, more by grouped products, Qwen3's with tensor maps.
@@ -96,19 +99,23 @@ def calls_of(case: LayerCase) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def time_case(case: LayerCase, runs: int) -> tuple[int, dict[str, Timing]]:
-    """Returns the launches of a call, and how long each of the calls takes."""
+def time_case(case: LayerCase, runs: int) -> tuple[int, dict[str, dict[str, Timing]]]:
+    """Returns the launches of a call, and by mode how long each of the calls takes."""
     calls = calls_of(case)
     with (
         patch.object(torch.cuda, "device", lambda device: nullcontext()),
         patch.object(torch.cuda, "get_device_capability", lambda *device: CAPABILITY),
         patch.object(_grouped, "forward", _cuda.forward),
     ):
-        calls[OPERATOR]()  # Compiles.
-        before = NullLauncher.launches
-        calls[OPERATOR]()
-        launches = NullLauncher.launches - before
-        return launches, time_in_turns(calls, runs, before=lambda: None)
+        timings = {}
+        for name, mode in MODES.items():
+            with mode():
+                calls[OPERATOR]()  # Compiles.
+                before = NullLauncher.launches
+                calls[OPERATOR]()
+                launches = NullLauncher.launches - before
+                timings[name] = time_in_turns(calls, runs, before=lambda: None)
+        return launches, timings
 
 
 def main() -> None:
@@ -123,14 +130,18 @@ def main() -> None:
     driver.set_active(NullDriver())
     torch.set_num_threads(1)
     results, rows = [], []
-    with torch.inference_mode():
-        for case in CASES:
-            launches, timings = time_case(case, given.runs)
-            named = {name: asdict(timing) for name, timing in timings.items()}
-            results.append(asdict(case) | {"launches": launches} | named)
-            times = (digits(1e3 * t) for each in timings.values() for t in (each.median, each.best))
-            rows.append([case.name, case.tokens, launches, *times])
-    columns = ["layer", "T", "launches", "implementation, us", "best", "operator, us", "best"]
+    for case in CASES:
+        launches, timings = time_case(case, given.runs)
+        named = {
+            mode: {name: asdict(timing) for name, timing in calls.items()}
+            for mode, calls in timings.items()
+        }
+        results.append(asdict(case) | {"launches": launches} | named)
+        each = [timing for calls in timings.values() for timing in calls.values()]
+        times = (digits(1e3 * time) for timing in each for time in (timing.median, timing.best))
+        rows.append([case.name, case.tokens, launches, *times])
+    timed = [f"{mode}: {name}, us" for mode in MODES for name in (IMPLEMENTATION, OPERATOR)]
+    columns = ["layer", "T", "launches", *(column for each in timed for column in (each, "best"))]
     print(table("host cost of a call, bfloat16", columns, rows))
     result = conditions(["torch", "triton"]) | {"runs": given.runs, "unit": "ms", "cases": results}
     write_json(given.json, result)

@@ -48,13 +48,18 @@ def dbrx_layer() -> tuple[nn.Module, dict[str, Any]]:
     return layer.eval(), {"x": torch.randn(2, 5, 32)}
 
 
-# Which of w1 and w2 lie as (in, out).
+# Which of w1 and w2 lie as (in, out). Each way in which transformers' experts say that they are
+# stored is there: mixtral's is that of all others, some of whose routers see groups or biases
+# (deepseek_v3); nemotron_h has no gate, and gpt_oss interleaves it.
 LAYOUTS = {
     "aria": (True, True),
     "dbrx": (False, True),
+    "deepseek_v3": (False, False),
     "gpt_oss": (True, True),
     "llama4": (True, True),
     "mixtral": (False, False),
+    "nemotron_h": (False, False),
+    "openai_privacy_filter": (True, True),
     "qwen3_moe": (False, False),
 }
 

@@ -193,12 +193,24 @@ def test_a_kernel_alone():
     assert counts([kernel]) == (1, 1)
 
 
-@pytest.mark.slow
-def test_what_is_launched_after_triton_s_own_jit_is_what_it_launches():
+def run_without_interpreter(script: str) -> str:
+    """Runs a program of tests/support, and returns what it prints."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     environment.pop("TRITON_INTERPRET", None)
-    script = ROOT / "tests" / "support" / "jit_launches.py"
+    path = ROOT / "tests" / "support" / script
     ran = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, path], env=environment, capture_output=True, text=True, check=False
     )
-    assert ran.stdout == "the same\n", ran.stderr
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.slow
+def test_what_is_launched_after_triton_s_own_jit_is_what_it_launches():
+    assert run_without_interpreter("jit_launches.py") == "the same\n"
+
+
+@pytest.mark.slow
+def test_the_host_s_part_of_a_call_is_short():
+    # About 3; 7 where each call works out its launches anew, 8 with its plan.
+    assert float(run_without_interpreter("host_cost_bound.py")) < 6

@@ -8,6 +8,7 @@ tests/support/architecture_table.py turns them into the page.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from custom_ops.options import ExpertOptions
 from engine_checks import checked_engine
 from moe_architectures import ARCHITECTURES, example_inputs
 
-ROWS = Path(__file__).parents[2] / "build" / "tests" / "architectures"
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "build" / "tests" / "architectures"
+PAGE = ROOT / "docs" / "reference" / "transformers_models.md"
 FEW = ("deepseek_v2", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe")
 # What torch.ops.moe cannot compute, and the transformers implementation that replaces it.
 FALLBACK = {"inkling2": "batched_mm", "muse_spark": "batched_mm"}
@@ -215,6 +218,17 @@ def test_engines_in_half_precision(dtype: torch.dtype, target: str, tmp_path: Pa
         # Mixtral's router computes in float32.
         dtypes = (name, "INT64", "FLOAT", name, name, name)
         assert [each[2] for each in engine.plugins] == [dtypes] * 2
+
+
+def test_the_page_has_the_operator_of_every_model() -> None:
+    shown = re.findall(r"^\| `(\w+)` \| `\w+` \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
+    expected = {
+        name: f"fallback `{FALLBACK[name]}`"
+        if name in FALLBACK
+        else f"`moe.{'dropless' if name in PLAIN_ROUTERS else 'experts'}`"
+        for name in ARCHITECTURES
+    }
+    assert dict(shown) == expected
 
 
 def write_row(name: str, row: dict[str, Any]) -> None:
