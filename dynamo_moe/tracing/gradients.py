@@ -294,7 +294,44 @@ for _dims in (1, 2, 3):
     decomposes(getattr(_aten, f"replication_pad{_dims}d_backward").default)(_replicated)
 
 
-# --- Attention and elements ---
+# --- Normalisation, attention and elements ---
+
+
+@decomposes(
+    _aten._native_batch_norm_legit_functional.default, when=lambda *arguments: bool(arguments[5])
+)
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """The running variance is without bias, which that of ONNX's operator has."""
+    dims = [0, *range(2, x.ndim)]
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    variance = centred.square().mean(dims, keepdim=True)
+    scale = (variance + eps).rsqrt()
+    y = centred * scale
+    shape = [-1] + [1] * (x.ndim - 2)
+    if weight is not None:
+        y = y * weight.reshape(shape)
+    if bias is not None:
+        y = y + bias.reshape(shape)
+    count = x.shape[0] * math.prod(x.shape[2:])
+    mean, variance, scale = (each.reshape(-1) for each in (mean, variance, scale))
+    unbiased = variance * (count / (count - 1))
+    return (
+        y,
+        mean,
+        scale,
+        running_mean + momentum * (mean - running_mean),
+        running_var + momentum * (unbiased - running_var),
+    )
 
 
 @decomposes(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)

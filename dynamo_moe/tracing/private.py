@@ -15,6 +15,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from onnx.defs import OpSchema
 from onnx_ir.schemas import OpSignature
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.nn.modules import transformer
 
 from dynamo_moe.private import ShapeEnv, enable_python_dispatcher
@@ -51,6 +53,7 @@ __all__ = [
     "stack",
     "torchlib",
     "translating",
+    "with_gradients",
 ]
 
 KNOWN_VERSIONS = ((2, 11), (2, 15))
@@ -361,6 +364,20 @@ def onnx_program(
     changed._graph_module = _fx_passes.remove_assertion_nodes(module)
     changed._graph_signature = signature
     return _core._exported_program_to_onnx_program(changed, registry=registry)
+
+
+def with_gradients(program: ExportedProgram) -> tuple[ExportedProgram, list[OutputSpec]]:
+    """Returns a program whose one result is a loss with the gradients of its parameters.
+
+    All are plain results of the returned program; the specifications beside it say which they are.
+    """
+    from torch.export.experimental import _export_forward_backward
+
+    joint = copy.copy(_export_forward_backward(program))
+    signature = joint.graph_signature
+    plain = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in signature.output_specs]
+    joint._graph_signature = replace(signature, output_specs=plain)
+    return joint, list(signature.output_specs)
 
 
 @functools.cache

@@ -1,0 +1,308 @@
+"""``export_training``: loss and gradients as one ONNX file, for training without PyTorch."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+import torch
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, OutputSpec
+
+import dynamo_moe.tracing.gradients  # noqa: F401  Registers decompositions.
+from dynamo_moe import exporting
+from dynamo_moe.evaluation import check_model
+from dynamo_moe.exporting import DEFAULT_OPSET, ExportError
+from dynamo_moe.files import model_files
+from dynamo_moe.graph import passes
+from dynamo_moe.json_values import json_values
+from dynamo_moe.private import schema_of
+from dynamo_moe.progress.phases import Progress, Stopwatch
+from dynamo_moe.tracing import private
+from dynamo_moe.tracing.dynamic_shapes import BATCH, resolve
+from dynamo_moe.tracing.fixed_sizes import SizeTrials
+from dynamo_moe.tracing.nodes import all_nodes
+
+LOSS = "loss"
+"""The name of a training file's first output."""
+
+_MODEL = "model."
+
+
+def export_training(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    args: tuple[Any, ...] | Tensor,
+    labels: tuple[Any, ...] | Tensor,
+    path: str | os.PathLike[str],
+    *,
+    parameters: Literal["inputs", "initializers"] = "inputs",
+    dynamic_shapes: Mapping[str, Any] | str | None = BATCH,
+    opset: int = DEFAULT_OPSET,
+    external_data: bool | None = None,
+    progress: bool | Progress = False,
+) -> TrainingReport:
+    """Exports a model with its loss and the gradients of its parameters to one ONNX file.
+
+    The file's outputs are ``loss``, ``<parameter>.grad`` for each parameter that requires a
+    gradient, and ``<buffer>.new`` for each buffer that a step changes, such as the statistics of a
+    batch norm. An optimizer outside of the file, in a few lines, makes the step. A parameter that
+    the model uses under two names has one, with the sum of both gradients.
+
+    Args:
+        model: The model, in the modes that its modules are in: call ``model.train()`` first, and
+            ``eval()`` of modules that stay as they are, such as a frozen batch norm.
+        loss: Called with the model's output and the labels; gives a floating scalar. A module's own
+            parameters get gradients too, as ``loss.<parameter>.grad``.
+        args: Example arguments of the model, or one tensor; only shapes and dtypes matter.
+        labels: Example labels, or one tensor: further inputs, ``labels``, or ``labels_0`` and on.
+        path: The file to write. It is written beside and renamed.
+        parameters: ``inputs``: parameters and buffers are inputs of the file, by their names, after
+            the batch and the labels; ``initializers``: their values are in the file, for a runtime
+            that changes them there.
+        dynamic_shapes: As of :func:`export`; labels are arguments of these names.
+        opset: Version of the standard operators, at least 18.
+        external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
+        progress: As of :func:`export`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: If an argument is out of range, no parameter requires a gradient, the loss is no
+            floating scalar, or the model draws random numbers, as dropout does.
+        TypeError: If the model is not a module, or the example does not fit its forward.
+        ExportError: If PyTorch's exporter cannot take the model, or what it makes of it is refused
+            by onnx's checker.
+    """
+    started = time.perf_counter()
+    check_model(model)
+    path = Path(path)
+    if parameters not in ("inputs", "initializers"):
+        raise ValueError(f"parameters must be inputs or initializers; got {parameters!r}")
+    model_files.check_destination(path)
+    args, labels = ((given,) if isinstance(given, Tensor) else given for given in (args, labels))
+    together = _WithLoss(model, loss, len(args), len(labels))
+    if not any(parameter.requires_grad for parameter in together.parameters()):
+        raise ValueError("no parameter of the model requires a gradient: nothing is trained")
+    with exporting.progressing(progress, path) as progressed:
+        watch = Stopwatch(progressed)
+        with watch.running():
+            example = resolve(together, (*args, *labels), {}, dynamic_shapes)
+            trials = SizeTrials(example, has_values=True)
+            given = (*args, *labels), {}
+            program = exporting.captured(together, given, example, trials)
+            _check_loss(program)
+            _refuse_random(program)
+            joint, outputs = _with_gradients(program)
+            graph, note = exporting.translated(joint, example, trials, opset)
+            state = {name for name, _ in (*together.named_parameters(), *together.named_buffers())}
+            _optimize(graph, outputs, state, parameters)
+            exporting.check_graph(graph)
+            files = model_files.save_model(graph, path, external_data)
+    return TrainingReport(
+        path=path,
+        files=tuple(files),
+        inputs=tuple(str(value.name) for value in graph.graph.inputs),
+        gradients=tuple(name for name in outputs if name.endswith(".grad")),
+        buffers=tuple(name for name in outputs if name.endswith(".new")),
+        nodes=dict(Counter(exporting.qualified(node) for node in graph.graph).most_common()),
+        file_bytes=sum(file.stat().st_size for file in files),
+        seconds=time.perf_counter() - started,
+        notes=(note,) if note else (),
+    )
+
+
+class _WithLoss(nn.Module):
+    """A model and its loss as one module, whose arguments are the model's and the labels."""
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[..., Tensor], arguments: int, labels: int
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+        def forward(*given: Any) -> Tensor:
+            return self.loss(self.model(*given[:arguments]), *given[arguments:])
+
+        # The names of the file's inputs.
+        names = _argument_names(model, arguments)
+        names += ["labels"] if labels == 1 else [f"labels_{place}" for place in range(labels)]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, kind) for name in names]
+        )
+        self.forward = forward
+
+
+def _argument_names(model: nn.Module, count: int) -> list[str]:
+    """Returns the names of a model's first arguments; those of ``*args`` are numbered."""
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*range(count)).arguments
+    except TypeError as error:
+        raise TypeError(
+            f"the example does not fit {type(model).__name__}.forward{signature}: {error}"
+        ) from None
+    names: list[str] = []
+    for name, value in bound.items():
+        several = len(value) if isinstance(value, tuple) else 0
+        names += [f"{name}_{place}" for place in range(several)] if several else [name]
+    return names
+
+
+def _own_name(name: str) -> str:
+    """Returns the name of a parameter or buffer in the user's model."""
+    return name.removeprefix(_MODEL)
+
+
+# --- What a graph of training cannot be ---
+
+
+def _check_loss(program: ExportedProgram) -> None:
+    results = [
+        spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT
+    ]
+    values = [_value(program, spec) for spec in results]
+    if len(values) != 1 or not isinstance(values[0], Tensor):
+        raise ValueError(f"loss must give one tensor, got {len(values)} values")
+    (value,) = values
+    if value.ndim or not value.is_floating_point():
+        shape = ", ".join(map(str, value.shape))
+        dtype = str(value.dtype).removeprefix("torch.")
+        raise ValueError(f"loss must be a floating scalar, got {dtype} of shape [{shape}]")
+
+
+def _value(program: ExportedProgram, spec: OutputSpec) -> Any:
+    name = getattr(spec.arg, "name", None)
+    found = (node for node in program.graph.nodes if node.name == name)
+    return next((node.meta["val"] for node in found), None)
+
+
+def _refuse_random(program: ExportedProgram) -> None:
+    for node in all_nodes(program):
+        if _is_random(node):
+            module = _module(node)
+            raise ValueError(
+                f"{module} draws random numbers ({node.target}), which differ between PyTorch and "
+                "the file: set the probability of dropout to 0, or put the module into eval()"
+            )
+
+
+def _is_random(node: fx.Node) -> bool:
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    given = {
+        argument.name: node.args[place]
+        for place, argument in enumerate(schema_of(target).arguments)
+        if place < len(node.args)
+    } | node.kwargs
+    probability = given.get("p", given.get("dropout_p", 0 if "dropout_p" in _names(target) else 1))
+    return probability != 0 and given.get("train", given.get("training", True)) is not False
+
+
+def _module(node: fx.Node) -> str:
+    """Returns the path of the module that calls a node's operator, for a message."""
+    calls = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return _own_name(calls[-1]) if calls and calls[-1] else "the model"
+
+
+def _names(target: Any) -> set[str]:
+    return {argument.name for argument in schema_of(target).arguments}
+
+
+# --- The graph ---
+
+
+def _with_gradients(program: ExportedProgram) -> tuple[ExportedProgram, list[str]]:
+    """Returns the program with its gradients, and the names of its results."""
+    joint, specs = private.with_gradients(program)
+    forms = {
+        OutputKind.LOSS_OUTPUT: LOSS,
+        OutputKind.GRADIENT_TO_PARAMETER: "{}.grad",
+        OutputKind.BUFFER_MUTATION: "{}.new",
+    }
+    for spec in specs:
+        if spec.kind not in forms:
+            raise ExportError(f"the model changes its input {spec.target!r}, which no file can")
+    return joint, [forms[spec.kind].format(_own_name(str(spec.target))) for spec in specs]
+
+
+def _optimize(model: ir.Model, outputs: Sequence[str], state: set[str], parameters: str) -> None:
+    """Names results and parameters, and simplifies the graph, in place."""
+    graph = model.graph
+    for value, name in zip(graph.outputs, outputs, strict=True):
+        value.name = name
+    held = {name: value for name, value in graph.initializers.items() if name in state}
+    passes.name_nodes_by_module(model)
+    passes.optimize(model, keep=held)
+    for name, value in held.items():
+        graph.initializers.pop(name, None)
+        value.name = _own_name(name)
+        if parameters == "inputs":
+            value.const_value = None
+            graph.inputs.append(value)
+        else:
+            graph.register_initializer(value)
+    common_passes.ClearMetadataAndDocStringPass()(model)
+
+
+# --- The outcome ---
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """The outcome of :func:`export_training`.
+
+    Attributes:
+        path: The ONNX file.
+        files: All files written, the ONNX file first.
+        inputs: The file's inputs, in order.
+        gradients: The outputs that are gradients, ``<parameter>.grad``.
+        buffers: The outputs that are new values of buffers, ``<buffer>.new``.
+        nodes: Number of the graph's nodes by operator.
+        file_bytes: Bytes of all files.
+        seconds: Wall time.
+        notes: What a user of the file should know.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    inputs: tuple[str, ...]
+    gradients: tuple[str, ...]
+    buffers: tuple[str, ...]
+    nodes: Mapping[str, int]
+    file_bytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain values, for JSON."""
+        return json_values(self)
+
+    def __rich__(self) -> Table:
+        """Returns a table for the terminal."""
+        title = f"Exported {escape(str(self.path))}, for training"
+        table = Table(show_header=False, title=title, title_justify="left")
+        table.add_row("gradients", str(len(self.gradients)))
+        table.add_row("changed buffers", str(len(self.buffers)))
+        table.add_row("nodes", str(sum(self.nodes.values())))
+        table.add_row("files", f"{decimal(self.file_bytes)} in {len(self.files)}")
+        table.add_row("time", f"{self.seconds:.1f} s")
+        for note in self.notes:
+            table.add_row("note", escape(note))
+        return table
