@@ -43,6 +43,7 @@ from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
+from dynamo_moe.tracing.nodes import NeedsRetraceError
 from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
 
@@ -284,16 +285,23 @@ def captured(
 
 
 def translated(
-    program: ExportedProgram, example: DynamicExample, trials: SizeTrials, opset: int
+    program: ExportedProgram,
+    example: DynamicExample,
+    trials: SizeTrials,
+    opset: int,
+    *,
+    retraces: bool = True,
 ) -> tuple[ir.Model, str | None]:
     """Returns a program's graph, its MoE layers as bare nodes, and a note on who translated it.
+
+    A program with gradients cannot be traced again, where that is needed.
 
     Raises:
         ExportError: If an operator has no translation, or one that is right at one size only.
     """
     try:
-        traced, note = translate(program, opset, trials)
-    except (FixedSizeError, torch.onnx.OnnxExporterError) as error:
+        traced, note = translate(program, opset, trials, retraces=retraces)
+    except (FixedSizeError, NeedsRetraceError, torch.onnx.OnnxExporterError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # The exporter's own errors are pages long.
             cause = cause.__cause__

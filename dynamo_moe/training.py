@@ -6,7 +6,8 @@ import inspect
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from dynamo_moe.json_values import json_values
 from dynamo_moe.private import schema_of
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.tracing import private
-from dynamo_moe.tracing.dynamic_shapes import BATCH, resolve
+from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, resolve
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
 from dynamo_moe.tracing.nodes import all_nodes
 
@@ -95,20 +96,19 @@ def export_training(
     model_files.check_destination(path)
     args, labels = ((given,) if isinstance(given, Tensor) else given for given in (args, labels))
     together = _WithLoss(model, loss, len(args), len(labels))
-    if not any(parameter.requires_grad for parameter in together.parameters()):
-        raise ValueError("no parameter of the model requires a gradient: nothing is trained")
     with exporting.progressing(progress, path) as progressed:
         watch = Stopwatch(progressed)
-        with watch.running():
+        with watch.running(), _kept_buffers(together):
             example = resolve(together, (*args, *labels), {}, dynamic_shapes)
             trials = SizeTrials(example, has_values=True)
             given = (*args, *labels), {}
             program = exporting.captured(together, given, example, trials)
             _check_loss(program)
             _refuse_random(program)
-            joint, outputs = _with_gradients(program)
-            graph, note = exporting.translated(joint, example, trials, opset)
-            state = {name for name, _ in (*together.named_parameters(), *together.named_buffers())}
+            state = _state(together)
+            trained = _trained(together, example)
+            joint, outputs = _with_gradients(program, trained, state)
+            graph, note = exporting.translated(joint, example, trials, opset, retraces=False)
             _optimize(graph, outputs, state, parameters)
             exporting.check_graph(graph)
             files = model_files.save_model(graph, path, external_data)
@@ -148,6 +148,17 @@ class _WithLoss(nn.Module):
         self.forward = forward
 
 
+@contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Gives buffers their values back, which a forward in training may change."""
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in values:
+            buffer.copy_(value)
+
+
 def _argument_names(model: nn.Module, count: int) -> list[str]:
     """Returns the names of a model's first arguments; those of ``*args`` are numbered."""
     signature = inspect.signature(model.forward)
@@ -165,8 +176,18 @@ def _argument_names(model: nn.Module, count: int) -> list[str]:
 
 
 def _own_name(name: str) -> str:
-    """Returns the name of a parameter or buffer in the user's model."""
+    """Returns the path of a module, parameter or buffer in the user's model."""
     return name.removeprefix(_MODEL)
+
+
+def _state(model: nn.Module) -> dict[str, str]:
+    """Returns the names of parameters and buffers as the file has them: one for each tensor."""
+    first: dict[int, str] = {}
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {name: first.setdefault(id(tensor), _own_name(name)) for name, tensor in named}
 
 
 # --- What a graph of training cannot be ---
@@ -206,12 +227,10 @@ def _is_random(node: fx.Node) -> bool:
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
-    given = {
-        argument.name: node.args[place]
-        for place, argument in enumerate(schema_of(target).arguments)
-        if place < len(node.args)
-    } | node.kwargs
-    probability = given.get("p", given.get("dropout_p", 0 if "dropout_p" in _names(target) else 1))
+    arguments = schema_of(target).arguments
+    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    given |= dict(zip((each.name for each in arguments), node.args, strict=False)) | node.kwargs
+    probability = given.get("p", given.get("dropout_p", 1))
     return probability != 0 and given.get("train", given.get("training", True)) is not False
 
 
@@ -221,16 +240,32 @@ def _module(node: fx.Node) -> str:
     return _own_name(calls[-1]) if calls and calls[-1] else "the model"
 
 
-def _names(target: Any) -> set[str]:
-    return {argument.name for argument in schema_of(target).arguments}
-
-
 # --- The graph ---
 
 
-def _with_gradients(program: ExportedProgram) -> tuple[ExportedProgram, list[str]]:
+def _trained(model: nn.Module, example: DynamicExample) -> set[str]:
+    """Returns the names of parameters that get a gradient, by running the example."""
+    named = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
+    if not named:
+        raise ValueError("no parameter of the model requires a gradient: nothing is trained")
+    loss = model(*example.args)
+    found = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
+    return {name for name, gradient in zip(named, found, strict=True) if gradient is not None}
+
+
+def _with_gradients(
+    program: ExportedProgram, trained: set[str], state: Mapping[str, str]
+) -> tuple[ExportedProgram, list[str]]:
     """Returns the program with its gradients, and the names of its results."""
-    joint, specs = private.with_gradients(program)
+    try:
+        joint, specs = private.with_gradients(program, trained)
+    except Exception as error:  # The operators' own code runs.
+        reason = str(error).strip().partition("\n")[0]
+        raise ExportError(f"PyTorch cannot trace the model's gradients: {reason}") from error
     forms = {
         OutputKind.LOSS_OUTPUT: LOSS,
         OutputKind.GRADIENT_TO_PARAMETER: "{}.grad",
@@ -239,10 +274,12 @@ def _with_gradients(program: ExportedProgram) -> tuple[ExportedProgram, list[str
     for spec in specs:
         if spec.kind not in forms:
             raise ExportError(f"the model changes its input {spec.target!r}, which no file can")
-    return joint, [forms[spec.kind].format(_own_name(str(spec.target))) for spec in specs]
+    return joint, [forms[spec.kind].format(state.get(str(spec.target))) for spec in specs]
 
 
-def _optimize(model: ir.Model, outputs: Sequence[str], state: set[str], parameters: str) -> None:
+def _optimize(
+    model: ir.Model, outputs: Sequence[str], state: Mapping[str, str], parameters: str
+) -> None:
     """Names results and parameters, and simplifies the graph, in place."""
     graph = model.graph
     for value, name in zip(graph.outputs, outputs, strict=True):
@@ -252,7 +289,7 @@ def _optimize(model: ir.Model, outputs: Sequence[str], state: set[str], paramete
     passes.optimize(model, keep=held)
     for name, value in held.items():
         graph.initializers.pop(name, None)
-        value.name = _own_name(name)
+        value.name = state[name]
         if parameters == "inputs":
             value.const_value = None
             graph.inputs.append(value)

@@ -14,7 +14,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -366,13 +366,20 @@ def onnx_program(
     return _core._exported_program_to_onnx_program(changed, registry=registry)
 
 
-def with_gradients(program: ExportedProgram) -> tuple[ExportedProgram, list[OutputSpec]]:
-    """Returns a program whose one result is a loss with the gradients of its parameters.
+def with_gradients(
+    program: ExportedProgram, trained: Collection[str]
+) -> tuple[ExportedProgram, list[OutputSpec]]:
+    """Returns a program whose one result is a loss with the gradients of some parameters.
 
     All are plain results of the returned program; the specifications beside it say which they are.
     """
     from torch.export.experimental import _export_forward_backward
 
+    names = program.graph_signature.inputs_to_parameters
+    for node in program.graph.find_nodes(op="placeholder"):
+        # A tensor with two names has two inputs, of which one is used.
+        if node.name in names and not (node.users and names[node.name] in trained):
+            node.meta["val"] = node.meta["val"].detach()
     joint = copy.copy(_export_forward_backward(program))
     signature = joint.graph_signature
     plain = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in signature.output_specs]
