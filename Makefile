@@ -11,9 +11,11 @@ EXTRAS := demo,dev,kernels,transformers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-BENCHMARKS := cpu.experts cpu.function_bodies cpu.language_models export.speed export.checkpoint
-# Where gpu-check writes results.
-OUT ?= docs/benchmarks
+BENCHMARKS := cpu.experts cpu.function_bodies cpu.host_cost cpu.language_models export.speed export.checkpoint
+# Where gpu-check writes its archive; stages that it runs, by default all; kernels compiled before.
+OUT ?= build
+ONLY ?=
+KERNELS ?=
 # Without a network it gives up in a minute.
 APT_GET := apt-get --quiet --quiet -o Acquire::http::Timeout=20 -o Acquire::Retries=1 -o DPkg::Lock::Timeout=60
 CSRC := $(wildcard trt_plugin/csrc/*.cc trt_plugin/csrc/*/*.cc)
@@ -135,8 +137,9 @@ bench: $(INSTALLED) ## Run the benchmarks that need no GPU
 	@set -e; for name in $(BENCHMARKS); do echo "--- $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 # Without .venv: the GPU's machine has PyTorch, Triton and pytest.
-gpu-check: ## Build, test and measure on this machine's GPU, in 10 minutes
-	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu.check --output "$(OUT)"
+gpu-check: ## Build, test, measure and tune on this machine's GPU, in 45 minutes
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu.check --output "$(OUT)" \
+		$(if $(ONLY),--only "$(ONLY)") $(if $(KERNELS),--compiled "$(KERNELS)")
 
 clean: ## Remove what the other targets made, .venv excepted
 	rm -rf build dist docs/_build .coverage .coverage.* .grimp_cache .hypothesis \

@@ -6,12 +6,40 @@ Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, K = t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from custom_ops.dtypes import FLOATS, IDS, dtype_name
-from custom_ops.options import ExpertOptions
+from custom_ops.options import ExpertOptions, RouterOptions
+
+R = TypeVar("R")
+_REMEMBERED = 1024
+
+
+def remembered(check: Callable[..., R]) -> Callable[..., R]:
+    """Makes a check of an operator's arguments return at once what it returned for such before.
+
+    It must depend on the tensors' shapes, dtypes and devices alone, and these be no traced ones.
+    The checks of a call take about 20 us, more than the launch of all its kernels.
+    """
+    results: dict[Any, R] = {}
+
+    @wraps(check)
+    def checked(*arguments: Any, **options: Any) -> R:
+        looks = [(a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments]
+        key = (*looks, *options.items())
+        found = results.get(key)
+        if found is None:
+            found = check(*arguments, **options)
+            if len(results) >= _REMEMBERED:
+                results.clear()
+            results[key] = found
+        return found
+
+    return checked
 
 
 def check_experts(
@@ -61,24 +89,31 @@ def check_experts(
 
 
 def check_router(
-    x: Tensor, router_weight: Tensor, router_bias: Tensor | None, w1: Tensor, top_k: int
+    x: Tensor,
+    router_weight: Tensor,
+    router_bias: Tensor | None,
+    selection_bias: Tensor | None,
+    w1: Tensor,
+    options: RouterOptions,
 ) -> None:
     """Checks the router's parameters against the experts'; call :func:`check_experts` first.
 
     Raises:
-        ValueError: If a shape or a device does not fit, or ``top_k`` exceeds the experts.
+        ValueError: If a shape or a device does not fit, ``top_k`` exceeds the experts that a token
+            can choose from, or the groups do not divide them.
         TypeError: If a dtype is not supported.
     """
     experts, _, width = w1.shape
     _check_shape("router_weight", router_weight, "[E, D]", (experts, width))
     _check_float("router_weight", router_weight)
-    if router_bias is not None:
-        _check_shape("router_bias", router_bias, "[E]", (experts,))
-        _check_float("router_bias", router_bias)
-    _check_value(
-        top_k <= experts, lambda: f"top_k must be in 1..{experts} (the experts), got {top_k}"
-    )
-    _check_devices(x, router_weight=router_weight, router_bias=router_bias)
+    biases = {"router_bias": router_bias, "selection_bias": selection_bias}
+    for name, bias in biases.items():
+        if bias is not None:
+            _check_shape(name, bias, "[E]", (experts,))
+            _check_float(name, bias)
+    for condition, message in options.rules(experts):
+        _check_value(condition, message.__str__)
+    _check_devices(x, router_weight=router_weight, **biases)
 
 
 def check_routing(x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
@@ -152,10 +187,12 @@ def _check_ndim(name: str, tensor: Tensor, form: str) -> None:
 
 
 def _check_shape(name: str, tensor: Tensor, form: str, shape: tuple[int, ...]) -> None:
-    wanted = f"{form} = {_text(shape)}"
-    _check_value(tensor.ndim == len(shape), lambda: f"{name} must be {wanted}, got {_text(tensor)}")
+    def message() -> str:
+        return f"{name} must be {form} = {_text(shape)}, got {_text(tensor)}"
+
+    _check_value(tensor.ndim == len(shape), message)
     for size, expected in zip(tensor.shape, shape, strict=True):
-        _check_value(size == expected, lambda: f"{name} must be {wanted}, got {_text(tensor)}")
+        _check_value(size == expected, message)
 
 
 def _check_float(name: str, tensor: Tensor) -> None:

@@ -1,12 +1,20 @@
 """The operators on CUDA tensors: the Triton kernels, launched by Triton's JIT.
 
-Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts.
+Where there are no kernels PyTorch's products compute, as on the CPU: for float64, for the sizes
+that :class:`custom_ops.kernels.layer.Layer` does not take, and for more slots than the kernels
+count. Those wait for the device, so a CUDA graph cannot capture them.
+
+Weights whose memory is (out, in) or (in, out) are read as they lie. Other strides are copied at
+every call, and so is what does not begin at a multiple of 16 bytes.
+
+Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +22,11 @@ from torch import Tensor
 from custom_ops import _grouped
 from custom_ops._grouped import ExpertParameters
 from custom_ops.options import ExpertOptions, RouterOptions
+
+if TYPE_CHECKING:
+    from custom_ops.kernels.architectures import Architecture
+    from custom_ops.kernels.layer import Layer
+    from custom_ops.kernels.spec import ForwardPlan
 
 
 def forward(
@@ -24,38 +37,38 @@ def forward(
     router: RouterOptions | None = None,
 ) -> Tensor:
     """Computes what :func:`custom_ops._grouped.forward` computes."""
-    routing_dtype, weights_dtype = (None if t is None else t.dtype for t in routing.values())
-    if torch.float64 in (x_TD.dtype, routing_dtype, weights_dtype, parameters.w1_EFD.dtype):
-        # There are no kernels but PyTorch's own.
+    plan = _plan(x_TD.device, **layer_fields(x_TD, routing, parameters, options, router))
+    if plan is None or x_TD.shape[0] > plan.ranges[-1].last:
         return _grouped.forward(x_TD, routing, parameters, options, router)
+    return _launched(plan, x_TD, readable(x_TD, routing, parameters))
 
-    from custom_ops.kernels.architectures import nearest_architecture
+
+def forward_routed(
+    x_TD: Tensor,
+    routing: Mapping[str, Any],
+    parameters: ExpertParameters,
+    options: ExpertOptions,
+    router: RouterOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes what :func:`custom_ops._grouped.forward_routed` computes."""
+    plan = _plan(x_TD.device, **layer_fields(x_TD, routing, parameters, options, router))
+    if plan is None or x_TD.shape[0] > plan.ranges[-1].last:
+        return _grouped.forward_routed(x_TD, routing, parameters, options, router)
+    size = x_TD.shape[0], router.top_k
+    # They take the place of the workspace's.
+    ids_TK = x_TD.new_empty(size, dtype=torch.int32)
+    weights_TK = x_TD.new_empty(size, dtype=torch.float32)
+    chosen = {"expert_ids": ids_TK, "expert_weights": weights_TK}
+    y_TD = _launched(plan, x_TD, readable(x_TD, routing, parameters) | chosen)
+    return y_TD, ids_TK, weights_TK
+
+
+def _launched(plan: ForwardPlan, x_TD: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     from custom_ops.kernels.launch import launch
-    from custom_ops.kernels.layer import Layer
-    from custom_ops.kernels.plan import plan
 
-    w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
-    layer = Layer(
-        experts=w1_EFD.shape[0],
-        width=w1_EFD.shape[2],
-        hidden=w2_EDH.shape[2],
-        top_k=router.top_k if router else routing["expert_ids"].shape[1],
-        tokens_dtype=x_TD.dtype,
-        experts_dtype=w1_EFD.dtype,
-        options=options,
-        router=router,
-        routing_dtype=routing_dtype or torch.int64,
-        weights_dtype=weights_dtype,
-        b1=b1_EF is not None,
-        b2=b2_ED is not None,
-        tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",
-    )
-    y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    tensors = {"x": x_TD, **routing, "w1": w1_EFD, "b1": b1_EF, "w2": w2_EDH, "b2": b2_ED}
-    present = {name: _aligned(tensor) for name, tensor in tensors.items() if tensor is not None}
+    tensors["y"] = y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     with torch.cuda.device(x_TD.device):
-        architecture = nearest_architecture(*torch.cuda.get_device_capability())
-        launch(plan(layer, architecture), {**present, "y": y_TD})
+        launch(plan, tensors)
     return y_TD
 
 
@@ -77,11 +90,83 @@ def rms_norm_forward(
             round_before_weight=round_before_weight,
         )
         with torch.cuda.device(x_TD.device):
-            launch_kernel(spec, {"x": _aligned(x_TD), "weight": _aligned(weight_D), "y": y_TD})
+            launch_kernel(spec, {"x": aligned(x_TD), "weight": aligned(weight_D), "y": y_TD})
     return y_TD
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def layer_fields(
+    x_TD: Tensor,
+    routing: Mapping[str, Any],
+    parameters: ExpertParameters,
+    options: ExpertOptions,
+    router: RouterOptions | None = None,
+) -> dict[str, Any]:
+    """Returns the fields of the :class:`custom_ops.kernels.layer.Layer` that a call computes."""
+    w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
+    routing_dtype, weights_dtype, *_ = (None if t is None else t.dtype for t in routing.values())
+    selection_bias = routing.get("selection_bias")
+    return {
+        "experts": w1_EFD.shape[0],
+        "width": w1_EFD.shape[2],
+        "hidden": w2_EDH.shape[2],
+        "top_k": router.top_k if router else routing["expert_ids"].shape[1],
+        "tokens_dtype": x_TD.dtype,
+        "experts_dtype": w1_EFD.dtype,
+        "options": options,
+        "router": router,
+        "routing_dtype": routing_dtype,
+        "weights_dtype": weights_dtype,
+        "selection_dtype": None if selection_bias is None else selection_bias.dtype,
+        "b1": b1_EF is not None,
+        "b2": b2_ED is not None,
+        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "w1_transposed": _is_transposed(w1_EFD),
+        "w2_transposed": _is_transposed(w2_EDH),
+    }
+
+
+def readable(
+    x_TD: Tensor, routing: Mapping[str, Any], parameters: ExpertParameters
+) -> dict[str, Tensor]:
+    """Returns what a launch reads, by name; a weight that is transposed as the memory has it."""
+    w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
+    w1, w2 = (each.mT if _is_transposed(each) else each for each in (w1_EFD, w2_EDH))
+    tensors = {"x": x_TD, **routing, "w1": w1, "b1": b1_EF, "w2": w2, "b2": b2_ED}
+    return {name: aligned(tensor) for name, tensor in tensors.items() if tensor is not None}
+
+
+def aligned(tensor: Tensor) -> Tensor:
     """Returns the tensor as the kernels read it: contiguous, from a multiple of 16 bytes on."""
     contiguous = tensor.contiguous()
     return contiguous if contiguous.data_ptr() % 16 == 0 else contiguous.clone()
+
+
+def _is_transposed(weight: Tensor) -> bool:
+    return not weight.is_contiguous() and weight.mT.is_contiguous()
+
+
+@lru_cache(maxsize=1024)
+def _plan(device: torch.device, **fields: Any) -> ForwardPlan | None:
+    """Returns the plan of a layer, given its fields, on a device; None where it has no kernels."""
+    known = layer_on(device, **fields)
+    if known is None:
+        return None
+
+    from custom_ops.kernels.plan import plan
+
+    return plan(*known)
+
+
+def layer_on(device: torch.device, **fields: Any) -> tuple[Layer, Architecture] | None:
+    """Returns a layer and where it runs, or None where it has no kernels."""
+    if torch.float64 in fields.values():
+        return None
+
+    from custom_ops.kernels.architectures import nearest_architecture
+    from custom_ops.kernels.layer import Layer, NoKernelsError
+
+    try:
+        layer = Layer(**fields)
+    except NoKernelsError:
+        return None
+    return layer, nearest_architecture(*torch.cuda.get_device_capability(device))

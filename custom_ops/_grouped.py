@@ -44,8 +44,8 @@ def forward(
 
     Args:
         x_TD: Tokens ``[T, D]``.
-        routing: The operator's ``router_weight`` and ``router_bias``, or ``expert_ids [T, K]`` and
-            ``expert_weights [T, K]``.
+        routing: The operator's ``router_weight``, ``router_bias`` and ``selection_bias``, or
+            ``expert_ids [T, K]`` and ``expert_weights [T, K]``.
         parameters: The experts' parameters.
         options: What an expert computes.
         router: What the router computes.
@@ -54,9 +54,8 @@ def forward(
         ``[T, D]`` in x's dtype.
     """
     if router is not None:
-        ids_TK, weights_TK = route(x_TD, routing["router_weight"], routing["router_bias"], router)
-    else:
-        ids_TK, weights_TK = routing["expert_ids"], routing["expert_weights"]
+        return forward_routed(x_TD, routing, parameters, options, router)[0]
+    ids_TK, weights_TK = routing["expert_ids"], routing["expert_weights"]
     _check_ids(ids_TK, parameters.w1_EFD.shape[0])
     y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     for start in range(0, x_TD.shape[0], _TOKENS_PER_BLOCK):
@@ -65,6 +64,27 @@ def forward(
             x_TD[block], ids_TK[block], weights_TK[block], parameters, options
         )
     return y_TD
+
+
+def forward_routed(
+    x_TD: Tensor,
+    routing: Mapping[str, Any],
+    parameters: ExpertParameters,
+    options: ExpertOptions,
+    router: RouterOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes ``torch.ops.moe.dropless`` and what its backward pass needs.
+
+    Returns:
+        y as :func:`forward`; the router's choice ``expert_ids [T, K]`` int32 and ``expert_weights
+        [T, K]`` in float32, or float64 where ``x_TD`` is float64.
+    """
+    ids_TK, weights_TK = route(
+        x_TD, routing["router_weight"], routing["router_bias"], router, routing["selection_bias"]
+    )
+    ids_TK = ids_TK.int()
+    chosen = {"expert_ids": ids_TK, "expert_weights": weights_TK}
+    return forward(x_TD, chosen, parameters, options), ids_TK, weights_TK
 
 
 def _forward_block(
@@ -125,8 +145,8 @@ def experts_backward(
     """Gradients of the forward for ``dy_TD``, recomputing each expert's hidden rows.
 
     Returns:
-        Those of x, the routing weights, w1, b1, w2 and b2, in their dtypes; the parameters' are
-        empty without ``train_parameters``, and where there is no bias.
+        Those of x, the routing weights, w1, b1, w2 and b2, in their dtypes; the parameters' have
+        their strides, and are empty without ``train_parameters``, and where there is no bias.
     """
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
     dtype = accumulation_dtype(x_TD, w1_EFD)
@@ -139,7 +159,7 @@ def experts_backward(
         inner_T1 = torch.zeros_like(scale_T1)
     dweights_N = torch.zeros_like(weights_N)
     dw1_EFD, db1_EF, dw2_EDH, db2_ED = (
-        w1_EFD.new_zeros(p.shape if train_parameters and p is not None else (0,))
+        torch.zeros_like(p) if train_parameters and p is not None else w1_EFD.new_empty(0)
         for p in parameters
     )
     order_N, rows_by_expert = _sort_slots(ids_TK, w1_EFD.shape[0])

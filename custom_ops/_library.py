@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,12 @@ from torch import Tensor
 from custom_ops.options import Option, list_options
 
 LIBRARY = torch.library.Library("moe", "FRAGMENT")
+
+#: A context in which an operator's own kernel is called, not that for autograd; None where this
+#: torch has none. It is not public API.
+below_autograd: Callable[[], AbstractContextManager[None]] | None = getattr(
+    torch._C, "_AutoDispatchBelowAutograd", None
+)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from custom_ops import _cuda, _grouped
-from custom_ops._checks import check_experts, check_router
+from custom_ops._checks import check_experts, check_router, remembered
 from custom_ops._grouped import ExpertParameters
-from custom_ops._library import LIBRARY, check_keywords, register_autocast, schema_of, with_options
+from custom_ops._library import (
+    LIBRARY,
+    below_autograd,
+    check_keywords,
+    register_autocast,
+    schema_of,
+    with_options,
+)
+from custom_ops.dtypes import accumulation_dtype
 from custom_ops.options import (
     EXPERT_OPTIONS,
     ROUTER_OPTIONS,
@@ -18,16 +28,21 @@ from custom_ops.options import (
     ExpertOptions,
     RouterOptions,
 )
-from custom_ops.routing import route, route_backward
+from custom_ops.routing import route_backward
 
 _OPTIONS = (*ROUTER_OPTIONS, *EXPERT_OPTIONS)
 _ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
 
-LIBRARY.define(
-    "dropless(Tensor x, Tensor router_weight, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
+_ARGUMENTS = (
+    "Tensor x, Tensor router_weight, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
     # Positional, since torch.library's autograd takes no keyword-only tensors.
-    f"int top_k, Tensor? router_bias=None, *, {schema_of(_OPTIONS)}) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    "int top_k, Tensor? router_bias=None, Tensor? selection_bias=None, *, "
+    f"{schema_of(_OPTIONS)}"
+)
+LIBRARY.define(f"dropless({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+# With the router's choice, expert_ids [T, K] and expert_weights [T, K], for the backward pass.
+LIBRARY.define(
+    f"dropless_routed({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
 )
 
 
@@ -41,6 +56,7 @@ def dropless(
     b2: Tensor | None,
     top_k: int,
     router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
     **options: Unpack[DroplessKeywords],
 ) -> Tensor:
     """Routes each token to its ``top_k`` experts and sums their weighted results.
@@ -59,11 +75,13 @@ def dropless(
         b2: ``[E, D]`` in ``w1``'s dtype, or None.
         top_k: Experts per token, in ``1..E``.
         router_bias: ``[E]`` added to the logits, or None.
+        selection_bias: ``[E]`` added to the scores by which experts and groups are chosen, but not
+            to the weights, or None: DeepSeek-V3's correction bias. It has no gradient.
         {options}
 
     Returns:
-        ``[..., D]`` in x's dtype, contiguous. Differentiable once in every floating tensor; the
-        choice of experts has no gradient.
+        ``[..., D]`` in x's dtype, contiguous. Differentiable once in every floating tensor but
+        ``selection_bias``; the choice of experts has no gradient.
 
     Raises:
         ValueError: If a shape, device or option does not fit.
@@ -78,7 +96,7 @@ def dropless(
     """
     check_keywords(dropless, {**options})
     result: Tensor = torch.ops.moe.dropless(
-        x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
+        x, router_weight, w1, b1, w2, b2, top_k, router_bias, selection_bias, **options
     )
     return result
 
@@ -99,13 +117,17 @@ def _check(
     b2: Tensor | None,
     top_k: int,
     router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[RouterOptions, ExpertOptions]:
     router_options, rest = _split_options(top_k, options)
     expert_options = ExpertOptions(**rest)
     check_experts(x, w1, b1, w2, b2, expert_options)
-    check_router(x, router_weight, router_bias, w1, top_k)
+    check_router(x, router_weight, router_bias, selection_bias, w1, router_options)
     return router_options, expert_options
+
+
+_check_eagerly = remembered(_check)
 
 
 @torch.library.register_fake("moe::dropless", lib=LIBRARY)
@@ -116,7 +138,31 @@ def _dropless_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 @torch.library.impl(LIBRARY, "dropless", "CPU")
 @torch.library.impl(LIBRARY, "dropless", "CUDA")
-def _dropless_forward(
+def _dropless_forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    forward = _cuda.forward if x.is_cuda else _grouped.forward
+    return forward(*_given(x, *arguments, **options)).view(x.shape)
+
+
+@torch.library.register_fake("moe::dropless_routed", lib=LIBRARY)
+def _dropless_routed_fake(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    router_options, _ = _check(x, *arguments, **options)
+    size = (x.numel() // x.shape[-1], router_options.top_k)
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(size, dtype=torch.int32),
+        x.new_empty(size, dtype=accumulation_dtype(x)),
+    )
+
+
+@torch.library.impl(LIBRARY, "dropless_routed", "CPU")
+@torch.library.impl(LIBRARY, "dropless_routed", "CUDA")
+def _dropless_routed(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    forward = _cuda.forward_routed if x.is_cuda else _grouped.forward_routed
+    y_TD, ids_TK, weights_TK = forward(*_given(x, *arguments, **options))
+    return y_TD.view(x.shape), ids_TK, weights_TK
+
+
+def _given(
     x: Tensor,
     router_weight: Tensor,
     w1: Tensor,
@@ -125,48 +171,58 @@ def _dropless_forward(
     b2: Tensor | None,
     top_k: int,
     router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
     **options: Any,
-) -> Tensor:
-    router_options, expert_options = _check(
-        x, router_weight, w1, b1, w2, b2, top_k, router_bias, **options
+) -> tuple[Tensor, dict[str, Tensor | None], ExpertParameters, ExpertOptions, RouterOptions]:
+    """Checks a call, and returns what the implementations take."""
+    router_options, expert_options = _check_eagerly(
+        x, router_weight, w1, b1, w2, b2, top_k, router_bias, selection_bias, **options
     )
-    forward = _cuda.forward if x.is_cuda else _grouped.forward
-    y_TD = forward(
-        x.reshape(-1, x.shape[-1]),
-        {"router_weight": router_weight, "router_bias": router_bias},
-        ExpertParameters(w1, b1, w2, b2),
-        expert_options,
-        router_options,
-    )
-    return y_TD.view(x.shape)
+    routing = {
+        "router_weight": router_weight,
+        "router_bias": router_bias,
+        "selection_bias": selection_bias,
+    }
+    parameters = ExpertParameters(w1, b1, w2, b2)
+    return x.reshape(-1, x.shape[-1]), routing, parameters, expert_options, router_options
 
 
 def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, ...],
 ) -> None:
-    *tensors, ctx.top_k, router_bias = inputs
-    ctx.save_for_backward(*tensors, router_bias)
-    ctx.options = keyword_only_inputs
+    _, ids_TK, weights_TK = output
+    ctx.mark_non_differentiable(ids_TK, weights_TK)
+    _save(ctx, inputs, keyword_only_inputs, ids_TK, weights_TK)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, router_weight, w1, b1, w2, b2, router_bias = ctx.saved_tensors
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], ids_TK: Tensor, weights_TK: Tensor
+) -> None:
+    *tensors, ctx.top_k, router_bias, _ = inputs
+    ctx.save_for_backward(*tensors, router_bias, ids_TK, weights_TK)
+    ctx.options = options
+
+
+def _backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    x, router_weight, w1, b1, w2, b2, router_bias, ids_TK, weights_TK = ctx.saved_tensors
     router_options, expert_options = _split_options(ctx.top_k, ctx.options)
     x_TD, dy_TD = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
-    # A backward called inside a region of autocast would route in half precision.
+    # A backward called inside a region of autocast would compute in half precision.
     with torch.autocast(x.device.type, enabled=False):
-        ids_TK, weights_TK = route(x_TD, router_weight, router_bias, router_options)
         dx_TD, dweights_TK, dw1, db1, dw2, db2 = torch.ops.moe.experts_backward(
             dy_TD, x_TD, ids_TK, weights_TK, w1, b1, w2, b2,
             any(ctx.needs_input_grad[2:6]), **expert_options,
         )  # fmt: skip
         dx_router_TD, drouter_ED, dbias_E = route_backward(
-            dweights_TK, x_TD, router_weight, router_bias, ids_TK, router_options
+            dweights_TK, x_TD, router_weight, router_bias, ids_TK.long(), router_options
         )
     dx = (dx_TD + dx_router_TD.to(x.dtype)).view(x.shape)
     dbias = None if router_bias is None else dbias_E.to(router_bias.dtype)
-    gradients = (dx, drouter_ED.to(router_weight.dtype), dw1, db1, dw2, db2, None, dbias)
-    # Not strict: the dispatcher drops router_bias from the inputs where it is None.
+    gradients = (dx, drouter_ED.to(router_weight.dtype), dw1, db1, dw2, db2, None, dbias, None)
+    # Not strict: the dispatcher drops trailing biases from the inputs where they are None.
     return tuple(
         gradient if needed else None
         for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False)
@@ -174,8 +230,39 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd(
-    "moe::dropless", _backward, setup_context=_setup_context, lib=LIBRARY
+    "moe::dropless_routed", _backward, setup_context=_setup_context, lib=LIBRARY
 )
+
+
+def _keep_the_choice(context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Makes a call that needs gradients one of ``dropless_routed``."""
+
+    def autograd(*arguments: Any, **options: Any) -> Tensor:
+        tensors = (each for each in arguments if isinstance(each, Tensor))
+        y: Tensor
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            y, _, _ = torch.ops.moe.dropless_routed(*arguments, **options)
+            return y
+        with context():
+            y = torch.ops.moe.dropless(*arguments, **options)
+        return y
+
+    LIBRARY.impl("dropless", autograd, "Autograd")
+
+
+def _choose_again(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
+    _, *routing = torch.ops.moe.dropless_routed(*inputs, **keyword_only_inputs)
+    _save(ctx, inputs, keyword_only_inputs, *routing)
+
+
+if below_autograd is not None:
+    _keep_the_choice(below_autograd)
+else:  # The whole forward pass runs again for the router's choice.
+    torch.library.register_autograd(
+        "moe::dropless", _backward, setup_context=_choose_again, lib=LIBRARY
+    )
 
 
 register_autocast("dropless", parameters=slice(2, 6))

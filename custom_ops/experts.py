@@ -7,8 +7,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda, _grouped
-from custom_ops._checks import check_experts, check_routing
+from custom_ops import _cuda, _cuda_backward, _grouped
+from custom_ops._checks import check_experts, check_routing, remembered
 from custom_ops._grouped import ExpertParameters
 from custom_ops._library import LIBRARY, check_keywords, register_autocast, schema_of, with_options
 from custom_ops.options import EXPERT_OPTIONS, ExpertKeywords, ExpertOptions
@@ -22,8 +22,7 @@ LIBRARY.define(f"experts({_ARGUMENTS}, *, {_SCHEMA}) -> Tensor", tags=torch.Tag.
 LIBRARY.define(
     f"experts_backward(Tensor dy, {_ARGUMENTS}, bool parameters, *, {_SCHEMA})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    # It waits for the device to count each expert's tokens.
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
+    tags=torch.Tag.pt2_compliant_tag,
 )
 
 
@@ -86,6 +85,9 @@ def _check(
     return checked
 
 
+_check_eagerly = remembered(_check)
+
+
 @torch.library.register_fake("moe::experts", lib=LIBRARY)
 def _experts_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     _check(x, *arguments, **options)
@@ -97,7 +99,7 @@ def _experts_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 def _experts_forward(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
 ) -> Tensor:
-    checked = _check(x, expert_ids, expert_weights, *parameters, **options)
+    checked = _check_eagerly(x, expert_ids, expert_weights, *parameters, **options)
     forward = _cuda.forward if x.is_cuda else _grouped.forward
     y_TD = forward(
         _rows(x),
@@ -117,11 +119,13 @@ def _experts_backward_fake(dy: Tensor, *arguments: Any, **options: Any) -> tuple
     *tensors, needed = arguments
     _check(*tensors, **options)
     x, _, expert_weights, *parameters = tensors
-    shapes = [p.shape if needed and p is not None else (0,) for p in parameters]
     return (
         x.new_empty(x.shape),
         expert_weights.new_empty(expert_weights.shape),
-        *(parameters[0].new_empty(shape) for shape in shapes),
+        *(
+            torch.empty_like(p) if needed and p is not None else parameters[0].new_empty(0)
+            for p in parameters
+        ),
     )
 
 
@@ -131,7 +135,8 @@ def _experts_backward(
     dy: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, ...]:
     *parameters, needed = rest
-    dx, dweights, *dparameters = _grouped.experts_backward(
+    backward = _cuda_backward.experts_backward if x.is_cuda else _grouped.experts_backward
+    dx, dweights, *dparameters = backward(
         _rows(dy),
         _rows(x),
         _rows(expert_ids),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Self, TypedDict, TypeVar
@@ -17,13 +18,14 @@ from typing import Any, ClassVar, Self, TypedDict, TypeVar
 # A name's place is its code in a bundle: a new one comes last.
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu", "clamped_silu")
 SCORINGS = ("softmax", "topk_softmax", "sigmoid")
+GROUP_SCORINGS = ("none", "max", "top2_sum")
 PRE_NORMS = ("none", "rms")
 #: The gatings that clamp gate and up.
 CLAMPED = ("clamped_swiglu", "clamped_silu")
 #: The functions of one number, with or without gating.
 POINTWISE = tuple(name for name in ACTIVATIONS if name not in CLAMPED)
 
-Value = str | bool | float
+Value = str | bool | int | float
 _V = TypeVar("_V", bound=Value)
 _C = TypeVar("_C", bound=type)
 
@@ -43,6 +45,7 @@ class Bounds:
     high: float
 
 
+_COUNT = Bounds("at least 1", 1, math.inf)
 _POSITIVE = Bounds("positive", math.nextafter(0, 1), math.inf)
 # Kernels compute with a float32, and one that is 0 makes the scale of a row of zeros infinite.
 _NORMAL = Bounds("positive and a normal number of float32", 2.0**-126, math.nextafter(2.0**128, 0))
@@ -65,7 +68,7 @@ class Flag:
 class Word:
     """An option's place in a bundle's record of a layer: a 32-bit word, counted from 0.
 
-    A name is stored as its place among the option's names, a number as a float32.
+    A name is stored as its place among the option's names, a float as a float32.
     """
 
     index: int
@@ -76,13 +79,13 @@ class Option:
     """One row of the table.
 
     Attributes:
-        name: The keyword argument of the operators.
-        type: ``str``, ``bool`` or ``float``.
+        name: The keyword argument of the operators, or for a layout the field of the layer.
+        type: ``str``, ``bool``, ``int`` or ``float``.
         default: Its default.
         doc: What it does.
         slot: Where a bundle's record of a layer holds it.
         names: The values of a ``str``.
-        bounds: The values of a ``float``; None: any number.
+        bounds: The values of an ``int`` or a ``float``; None: any number.
         attribute: The attribute of the ONNX nodes, and the plugin's field.
         only_with: Another option and the values of it under which this one has an effect; None:
             it always has.
@@ -105,12 +108,17 @@ class Option:
         return f"One of {names}. {self.doc}" if names else self.doc
 
     @property
+    def is_number(self) -> bool:
+        """Whether it is a number, which changes no more than numbers of what is computed."""
+        return self.type in (int, float)
+
+    @property
     def flag(self) -> str:
         """What its flag in a bundle's record is called, where it has one."""
         return (isinstance(self.slot, Flag) and self.slot.name) or self.name
 
     def code(self, value: Any) -> int:
-        """Returns what stands for a name or a bool in a bundle's record."""
+        """Returns what stands for anything but a float in a bundle's record."""
         return self.names.index(value) if self.names else int(value)
 
     def check(self, value: Any) -> None:
@@ -221,11 +229,68 @@ class RouterOptions(Options):
     routed_scaling: float = _option(
         1.0, "Factor on every weight, after renormalising.", slot=Word(12)
     )
+    group_scoring: str = _option(
+        "none",
+        "How a group of consecutive experts is scored where a token chooses among the experts of "
+        "its best groups alone: by its best expert, or by the sum of its two best (DeepSeek-V3). "
+        "Groups are scored as experts are chosen: with the selection bias.",
+        names=GROUP_SCORINGS,
+        slot=Word(16),
+    )
+    n_group: int = _option(
+        1,
+        "Groups, of equal size.",
+        bounds=_COUNT,
+        only_with=("group_scoring", GROUP_SCORINGS[1:]),
+        slot=Word(17),
+    )
+    topk_group: int = _option(
+        1,
+        "Groups that a token chooses.",
+        bounds=_COUNT,
+        only_with=("group_scoring", GROUP_SCORINGS[1:]),
+        slot=Word(18),
+    )
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         super().__post_init__()
+        if self.group_scoring == "none" and self.n_group > 1:
+            raise ValueError(f"n_group={self.n_group} needs a group_scoring, got 'none'")
+        if self.topk_group > self.n_group:
+            raise ValueError(
+                f"topk_group must be in 1..{self.n_group} (the groups), got {self.topk_group}"
+            )
+
+    @property
+    def limits_groups(self) -> bool:
+        """Whether there are experts that a token cannot choose for their group."""
+        return self.topk_group < self.n_group
+
+    def rules(self, experts: int) -> Iterator[tuple[bool, str]]:
+        """Yields what must hold for a number of experts: conditions, and what to say if not."""
+        choice = experts
+        if self.limits_groups:
+            size = experts // self.n_group
+            least = 2 if self.group_scoring == "top2_sum" else 1
+            yield (
+                experts % self.n_group == 0 and size >= least,
+                f"n_group={self.n_group} must divide {experts} experts into groups of {least} up",
+            )
+            choice = self.topk_group * size
+        of_groups = f" of {self.topk_group} groups" if self.limits_groups else ""
+        yield (
+            self.top_k <= choice,
+            f"top_k must be in 1..{choice} (the experts{of_groups}), got {self.top_k}",
+        )
+
+    def canonical(self) -> Self:
+        """Returns the record with every option that has no effect at its default."""
+        record = super().canonical()
+        if record.limits_groups:
+            return record
+        return replace(record, group_scoring="none", n_group=1, topk_group=1)
 
 
 @_documented
@@ -310,8 +375,28 @@ class ExpertOptions(Options):
         return 2 if self.gated else 1
 
 
+@_documented
+@dataclass(frozen=True)
+class WeightLayout(Options):
+    """How the experts' weights lie in memory.
+
+    No arguments of the operators, to which a tensor's strides say it, but attributes of the nodes.
+
+    Attributes:
+        {options}
+    """
+
+    w1_transposed: bool = _option(
+        False, "``w1`` lies as (in, out), ``[E, D, F]``, not ``[E, F, D]``.", slot=Flag(512)
+    )
+    w2_transposed: bool = _option(
+        False, "``w2`` lies as (in, out), ``[E, H, D]``, not ``[E, D, H]``.", slot=Flag(1024)
+    )
+
+
 ROUTER_OPTIONS = options_of(RouterOptions)
 EXPERT_OPTIONS = options_of(ExpertOptions)
+LAYOUT_OPTIONS = options_of(WeightLayout)
 
 
 class ExpertKeywords(TypedDict, total=False):
@@ -334,6 +419,9 @@ class DroplessKeywords(ExpertKeywords, total=False):
     scoring: str
     renormalize: bool
     routed_scaling: float
+    group_scoring: str
+    n_group: int
+    topk_group: int
 
 
 @dataclass(frozen=True)

@@ -25,24 +25,40 @@ def dropless(
     router_options: RouterOptions,
     expert_options: ExpertOptions,
     router_bias: Tensor | None = None,
+    selection_bias: Tensor | None = None,
 ) -> Tensor:
     """``torch.ops.moe.dropless`` in float64; returns x's shape."""
-    ids, weights = router(x, router_weight, router_bias, router_options)
+    ids, weights = router(x, router_weight, router_bias, router_options, selection_bias)
     return experts(x, ids, weights, w1, b1, w2, b2, expert_options)
 
 
 def router(
-    x: Tensor, router_weight: Tensor, router_bias: Tensor | None, options: RouterOptions
+    x: Tensor,
+    router_weight: Tensor,
+    router_bias: Tensor | None,
+    options: RouterOptions,
+    selection_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Expert ids ``[..., K]`` int64 and weights ``[..., K]`` float64 of every token."""
     logits = x.double() @ router_weight.double().mT
     if router_bias is not None:
         logits = logits + router_bias.double()
-    scores = logits.softmax(-1) if options.scoring == "softmax" else logits
-    ids = torch.argsort(scores, dim=-1, descending=True, stable=True)[..., : options.top_k]
+    scores = logits
+    if options.scoring != "topk_softmax":
+        scores = logits.softmax(-1) if options.scoring == "softmax" else logits.sigmoid()
+    # By the logits where that is the same: the sigmoids of large ones are all one.
+    plain = selection_bias is None and options.group_scoring == "none"
+    ranked = logits if options.scoring == "sigmoid" and plain else scores
+    if selection_bias is not None:
+        ranked = scores + selection_bias.double()
+    if options.group_scoring != "none":
+        groups = ranked.unflatten(-1, (options.n_group, -1))
+        best = groups.sort(-1, descending=True).values
+        score = best[..., :2].sum(-1) if options.group_scoring == "top2_sum" else best[..., 0]
+        rank = torch.argsort(torch.argsort(score, dim=-1, descending=True, stable=True), dim=-1)
+        ranked = torch.where(rank[..., None] < options.topk_group, groups, -torch.inf).flatten(-2)
+    ids = torch.argsort(ranked, dim=-1, descending=True, stable=True)[..., : options.top_k]
     weights = scores.gather(-1, ids)
-    if options.scoring == "sigmoid":
-        weights = weights.sigmoid()
     if options.scoring == "topk_softmax":
         weights = weights.softmax(-1)
     elif options.renormalize:

@@ -1,9 +1,11 @@
 """The router: tokens to expert indices and weights, in fp32.
 
-Legend: T tokens, D model width, E experts, K = top_k.
+Legend: T tokens, D model width, E experts, K = top_k, G groups of S experts.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -17,7 +19,11 @@ RENORMALIZE_EPS = 1e-20
 
 
 def route(
-    x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None, options: RouterOptions
+    x_TD: Tensor,
+    router_weight_ED: Tensor,
+    router_bias_E: Tensor | None,
+    options: RouterOptions,
+    selection_bias_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses ``top_k`` experts per token.
 
@@ -25,23 +31,32 @@ def route(
         x_TD: Tokens ``[T, D]``, any floating dtype.
         router_weight_ED: ``[E, D]``, any floating dtype.
         router_bias_E: ``[E]`` added to the logits, or None.
-        options: Scoring, top-k and scaling.
+        options: Scoring, top-k, groups and scaling.
+        selection_bias_E: ``[E]`` added to the scores by which experts are chosen, or None.
 
     Returns:
         ``expert_ids [T, K]`` int64, best first, ties to the lower expert; and
         ``expert_weights [T, K]`` in float32, or float64 where ``x_TD`` is float64.
     """
     logits_TE = _logits(x_TD, router_weight_ED, router_bias_E)
-    if options.scoring == "topk_softmax":
-        top_TK, ids_TK = _top_k(logits_TE, options.top_k)
-        return ids_TK, torch.softmax(top_TK, dim=-1) * options.routed_scaling
-    if options.scoring == "sigmoid":
-        # By the logits: in float32 the sigmoid of any beyond 17 is one.
-        top_TK, ids_TK = _top_k(logits_TE, options.top_k)
-        top_TK = torch.sigmoid(top_TK)
+    scores_TE = logits_TE
+    if options.scoring != "topk_softmax":
+        sigmoid = options.scoring == "sigmoid"
+        scores_TE = torch.sigmoid(logits_TE) if sigmoid else torch.softmax(logits_TE, dim=-1)
+    if selection_bias_E is not None:
+        ranked_TE = scores_TE + selection_bias_E.to(scores_TE.dtype)
+    elif options.scoring == "sigmoid" and not options.limits_groups:
+        # In float32 the sigmoid of any beyond 17 is one.
+        ranked_TE = logits_TE
     else:
-        top_TK, ids_TK = _top_k(torch.softmax(logits_TE, dim=-1), options.top_k)
-    if options.renormalize:
+        ranked_TE = scores_TE
+    if options.limits_groups:
+        ranked_TE = _within_best_groups(ranked_TE, options)
+    _, ids_TK = _top_k(ranked_TE, options.top_k)
+    top_TK = scores_TE.gather(-1, ids_TK)
+    if options.scoring == "topk_softmax":
+        top_TK = torch.softmax(top_TK, dim=-1)
+    elif options.renormalize:
         top_TK = top_TK / (top_TK.sum(dim=-1, keepdim=True) + RENORMALIZE_EPS)
     return ids_TK, top_TK * options.routed_scaling
 
@@ -95,10 +110,20 @@ def _logits(x_TD: Tensor, router_weight_ED: Tensor, router_bias_E: Tensor | None
     return logits.to(dtype)
 
 
+def _within_best_groups(ranked_TE: Tensor, options: RouterOptions) -> Tensor:
+    """Returns -inf in place of what experts outside a token's best groups are ranked by."""
+    ranked_TGS = ranked_TE.unflatten(-1, (options.n_group, -1))
+    best, _ = _top_k(ranked_TGS, 2 if options.group_scoring == "top2_sum" else 1)
+    _, groups = _top_k(best.sum(dim=-1), options.topk_group)
+    outside_TG = torch.ones_like(best[..., 0], dtype=torch.bool).scatter(-1, groups, False)
+    kept_TGS: Tensor = ranked_TGS.masked_fill(outside_TG.unsqueeze(-1), -math.inf)
+    return kept_TGS.flatten(-2)
+
+
 def _top_k(scores_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     # torch.topk leaves the order of ties open; a stable sort gives them to the lower expert.
     values_TE, ids_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
-    return values_TE[:, :top_k], ids_TE[:, :top_k]
+    return values_TE[..., :top_k], ids_TE[..., :top_k]
 
 
 def _softmax_backward(dp: Tensor, p: Tensor) -> Tensor:

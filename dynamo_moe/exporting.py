@@ -32,6 +32,7 @@ from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
+from dynamo_moe.graph.transposed_weights import keep_transposed_weights
 from dynamo_moe.json_values import json_values
 from dynamo_moe.operators.registry import NodeError
 from dynamo_moe.process_state import ProcessState
@@ -328,6 +329,8 @@ def _optimize(
 ) -> list[metadata.Layer]:
     """Gives the traced graph the form of its target, in place; returns its MoE layers."""
     passes.fold_weight_casts(model, link=link)
+    if link and target == "plugin":
+        keep_transposed_weights(model)
     passes.fold_weight_transposes(model, link=link)
     fold_stacked_weights(model)
     passes.name_nodes_by_module(model)

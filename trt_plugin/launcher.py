@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from trt_plugin.bundle import TENSORS, LayerRecord
+from trt_plugin.bundle.records import LAYER
 from trt_plugin.native import LauncherError, call, close
 
 __all__ = ["LauncherError", "OpenProgram", "find_program"]
 
-_LAYER_BYTES = 64
+_LAYER_BYTES = LAYER.size
 
 
 class _Tensors(ctypes.Structure):

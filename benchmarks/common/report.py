@@ -99,9 +99,11 @@ def merged(
 
 
 def write_json(path: Path | None, result: Result) -> None:
-    """Writes results, where a file is asked for."""
+    """Writes results, where a file is asked for, beside it and renamed: the file is whole."""
     if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        beside = path.with_name(f".{path.name}")
+        beside.write_text(json.dumps(result, indent=2) + "\n")
+        beside.replace(path)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

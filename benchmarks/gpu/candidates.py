@@ -5,20 +5,57 @@ Legend: T tokens, D model width, H hidden width, E experts, K = top_k.
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import fields
+from itertools import product, zip_longest
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from benchmarks.gpu.goals import expected_active
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig
 from custom_ops.kernels.layer import Layer
 
+T = TypeVar("T")
+
 _BLOCKS_M = (16, 32, 64, 128, 256)
 # With more float32 accumulators per thread, registers spill.
 _ACCUMULATORS = 160
+# Registers of a thread besides its accumulators, and those of a multiprocessor.
+_OTHER_REGISTERS, _REGISTERS = 64, 65536
+_THREADS = 2048  # of a multiprocessor
 # What a kernel needs besides its stages: barriers, and the tile that it stores.
 _OTHER_SHARED = 4096
+_RESERVED_SHARED = 1024  # by the system, for each block
 _MLP_WIDTH = 192
 _FEW_TOKENS = 64
+
+
+def choices(form: Callable[..., T], **tried: Iterable[object]) -> Iterator[T]:
+    """Yields a dataclass with every combination of the values that are tried for its fields.
+
+    A flag that is not named is tried both ways; another field that is not named has its default.
+    """
+    every: Any = form
+    values = [
+        tried.get(each.name, (False, True) if each.type == "bool" else (each.default,))
+        for each in fields(every)
+    ]
+    return (form(*chosen) for chosen in product(*values))
+
+
+def spread(ordered: Iterable[T], *keys: Callable[[T], Hashable]) -> list[T]:
+    """Returns the same in an order in which neighbours differ by the first key, then the next.
+
+    Where a key is the same, what came first still does.
+    """
+    if not keys:
+        return list(ordered)
+    groups: dict[Hashable, list[T]] = {}
+    for each in ordered:
+        groups.setdefault(keys[0](each), []).append(each)
+    parts = [spread(group, *keys[1:]) for group in groups.values()]
+    return [each for row in zip_longest(*parts) for each in row if each is not None]
 
 
 def blocks_m(layer: Layer, tokens: int) -> tuple[int, ...]:
@@ -42,42 +79,82 @@ def fits(layer: Layer, architecture: Architecture, config: GemmConfig, gates: in
     return shared <= architecture.shared_memory and accumulators <= _ACCUMULATORS
 
 
+def blocks_per_sm(layer: Layer, architecture: Architecture, config: GemmConfig, gates: int) -> int:
+    """Returns how many blocks a multiprocessor runs at once, by estimate; at least 1."""
+    threads = 32 * config.num_warps
+    registers = gates * config.block_m * config.block_n // threads + _OTHER_REGISTERS
+    shared = shared_bytes(layer, config, gates) + _OTHER_SHARED + _RESERVED_SHARED
+    limits = (
+        (architecture.shared_memory + _RESERVED_SHARED) // shared,
+        _REGISTERS // (threads * registers),
+        _THREADS // threads,
+    )
+    return max(1, min(limits))
+
+
 def gemm_candidates(
     layer: Layer, architecture: Architecture, block_m: int, columns: int, depth: int, gates: int
 ) -> tuple[GemmConfig, ...]:
     """Returns tiles, ``block_m`` rows high, of a grouped product with an inner dimension ``depth``.
 
-    There are 2 gates where a tile holds the gate's and the up half's columns, else 1.
+    There are 2 gates where a tile holds the gate's and the up half's columns, else 1. The first few
+    differ in blocks per multiprocessor, in width and in stages.
     """
-    found = []
-    maps = (True, False) if architecture.has_tensor_maps else (False,)
-    widest = max(16, 1 << (columns - 1).bit_length())
-    for block_n, block_k, num_warps, num_stages, tensor_maps in product(
-        (32, 64, 128, 256), (32, 64, 128, 256), (4, 8), (2, 3, 4, 5, 6), maps
-    ):
-        row_bytes = block_k * layer.experts_dtype.itemsize
-        if not 64 <= row_bytes <= 256 or (tensor_maps and row_bytes != 128):
-            continue
-        if block_n > widest or (depth % block_k and not tensor_maps):
-            continue
-        area = block_m * block_n * gates
-        if (num_warps == 8 and area < 64 * 128) or (num_warps == 4 and area > 128 * 128):
-            continue
-        for group_m in (1, 8, 32) if block_m >= 64 else (8,):
-            config = GemmConfig(
-                block_m, block_n, block_k, num_warps, num_stages, group_m, tensor_maps
-            )
-            if fits(layer, architecture, config, gates):
-                found.append(config)
-    return tuple(sorted(found, key=lambda config: _badness(layer, config, gates)))
+
+    def blocks(config: GemmConfig) -> int:
+        return min(3, blocks_per_sm(layer, architecture, config, gates))
+
+    def badness(config: GemmConfig) -> tuple[float, ...]:
+        """Few loads for an operation, by the copy engine, and some 64 to 192 KiB in flight."""
+        shared = blocks(config) * shared_bytes(layer, config, gates) / 1024
+        away = max(0.0, 64 - shared) + max(0.0, shared - 192)
+        loads = 1 / config.block_m + 1 / (gates * config.block_n)
+        slow = architecture.has_tensor_maps and not config.tensor_maps
+        return (slow, away, round(loads, 3), -config.block_k)
+
+    tried = choices(
+        GemmConfig,
+        block_m=(block_m,),
+        block_n=(32, 64, 128, 256),
+        block_k=(32, 64, 128, 256),
+        num_warps=(4, 8),
+        num_stages=(2, 3, 4, 5, 6),
+        group_m=(8, 1, 32),
+        tensor_maps=(True, False) if architecture.has_tensor_maps else (False,),
+    )
+    found = [
+        config
+        for config in tried
+        if _is_distinct(layer, config, columns, depth, gates)
+        and fits(layer, architecture, config, gates)
+    ]
+    tiles = spread(
+        sorted(found, key=badness), blocks, attrgetter("block_n"), attrgetter("num_stages")
+    )
+    # Other groupings of the same tiles come last.
+    return tuple(sorted(tiles, key=lambda config: config.group_m != 8))
 
 
-def _badness(layer: Layer, config: GemmConfig, gates: int) -> tuple[float, ...]:
-    """Orders tiles: some 64 to 192 KiB in flight, few loads for an operation, any grouping."""
-    shared = shared_bytes(layer, config, gates) / 1024
-    away = max(0.0, 64 - shared) + max(0.0, shared - 192)
-    loads = 1 / config.block_m + 1 / (gates * config.block_n)
-    return (away, config.group_m != 8, round(loads, 3), -config.num_stages)
+def _is_distinct(layer: Layer, config: GemmConfig, columns: int, depth: int, gates: int) -> bool:
+    """Whether a tile is sensible, and no other does the same work."""
+    row_bytes = config.block_k * layer.experts_dtype.itemsize
+    area = config.block_m * config.block_n * gates
+    steps = -(-depth // config.block_k)
+    return (
+        64 <= row_bytes <= 256
+        # A tensor map loads rows of 128 bytes, the widest swizzle, or several of them.
+        and (row_bytes >= 128 if config.tensor_maps else depth % config.block_k == 0)
+        and config.block_n <= max(32, _power_of_2(columns))
+        and (area >= 64 * 128 if config.num_warps == 8 else area <= 128 * 128)
+        # A pipeline is no deeper than its loop is long.
+        and config.num_stages <= max(2, steps)
+        # Grouping matters where there are several columns of high tiles.
+        and (config.group_m == 8 or (config.block_m >= 64 and config.block_n < columns))
+    )
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def few_candidates(layer: Layer, tokens: int) -> tuple[FewConfig, ...]:
@@ -85,14 +162,22 @@ def few_candidates(layer: Layer, tokens: int) -> tuple[FewConfig, ...]:
     if tokens > _FEW_TOKENS:
         return ()
     per_warp = 512 // layer.experts_dtype.itemsize
-    return tuple(
-        FewConfig(block_n, block_k, num_warps, num_stages)
-        for block_n, block_k, num_warps, num_stages in product(
-            (2, 4, 8, 16, 32), (per_warp // 2, per_warp, 2 * per_warp), (2, 4, 8), (1, 2, 4)
+    deepest = _power_of_2(max(layer.width, layer.hidden))
+    found = (
+        config
+        for config in choices(
+            FewConfig,
+            block_n=(8, 4, 16, 2, 32),
+            block_k=sorted(
+                {min(deepest, size) for size in (per_warp // 2, per_warp, 2 * per_warp)}
+            ),
+            num_warps=(4, 2, 8),
+            num_stages=(2, 4, 1),
         )
         # Each thread holds a block's part in registers, and loads at least 16 bytes.
-        if 4 <= block_n * block_k / (32 * num_warps) <= 128
+        if 4 <= config.block_n * config.block_k / (32 * config.num_warps) <= 128
     )
+    return tuple(spread(found, *map(attrgetter, ("block_n", "num_stages", "num_warps"))))
 
 
 def mlp_candidates(layer: Layer, architecture: Architecture, block_m: int) -> tuple[MlpConfig, ...]:
@@ -100,11 +185,22 @@ def mlp_candidates(layer: Layer, architecture: Architecture, block_m: int) -> tu
     if layer.width > _MLP_WIDTH or block_m > 128:
         return ()
     itemsize, gates = layer.experts_dtype.itemsize, layer.options.rows_per_hidden
-    found = []
-    for block_n, num_warps, num_stages in product((16, 32, 64, 128), (4, 8), (1, 2, 3, 4)):
-        stage = (gates + 1) * block_n * layer.width * itemsize
-        shared = num_stages * stage + block_m * (layer.width + block_n) * itemsize
-        accumulators = block_m * (layer.width + gates * block_n) / (32 * num_warps)
-        if shared <= architecture.shared_memory - _OTHER_SHARED and accumulators <= _ACCUMULATORS:
-            found.append(MlpConfig(block_m, block_n, num_warps, num_stages))
-    return tuple(found)
+
+    def fits_on_chip(config: MlpConfig) -> bool:
+        stage = (gates + 1) * config.block_n * layer.width * itemsize
+        rows = block_m * (layer.width + config.block_n) * itemsize
+        shared = config.num_stages * stage + rows
+        columns = layer.width + gates * config.block_n
+        accumulators = block_m * columns / (32 * config.num_warps)
+        return (
+            shared <= architecture.shared_memory - _OTHER_SHARED and accumulators <= _ACCUMULATORS
+        )
+
+    tried = choices(
+        MlpConfig,
+        block_m=(block_m,),
+        block_n=(64, 32, 128, 16),
+        num_warps=(4, 8),
+        num_stages=(2, 3, 1, 4),
+    )
+    return tuple(spread(filter(fits_on_chip, tried), *map(attrgetter, ("block_n", "num_stages"))))

@@ -2,167 +2,148 @@
 
     make gpu-check
 
-Builds, tests and measures. It runs from a checkout and needs PyTorch, Triton, pytest, CMake and a
-C++ compiler; it takes pytest-xdist and matplotlib where they are installed. A step that fails does
-not keep the later ones from running; the exit code says so at the end. Each step's output is also
-in a file of its own.
+Builds, tests, measures and tunes, in stages. It runs from a checkout and needs PyTorch, Triton,
+pytest, CMake and a C++ compiler; where they are installed it takes Ninja, pytest-xdist, matplotlib,
+compute-sanitizer and ncu. A stage that fails does not keep the later ones from running; the exit
+code says so at the end.
+
+Everything that stages write, their output too, is kept in one archive that is always whole and
+never much older than the results: the machine may be taken away at any time.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common.report import parser
+from benchmarks.gpu.stages import ROOT, SECONDS, Stage, Window
 
-ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "gpu"
-# Cores that tests and compilations take; each process of the tests holds a context on the GPU.
-MOST_WORKERS = 14
-# Seconds of the measurement besides its cells: start, compilation, the last cell.
-MEASURE_RESERVE = 45
-
-DEVICE = """
-import torch, triton
-print(torch.__version__, torch.cuda.get_device_name(), triton.__version__)
-"""
-# Compiles as a deployment would.
-BUNDLE = """
-import sys, torch, trt_plugin
-from benchmarks.gpu.layers import SHAPES
-from custom_ops.kernels.architectures import nearest_architecture
-device = nearest_architecture(*torch.cuda.get_device_capability())
-layers = [SHAPES[name].layer(torch.bfloat16) for name in ("swin1", "swin3", "qwen3")]
-trt_plugin.compile(layers, [device.name], sys.argv[1], progress=False)
-"""
+#: The archive's name, in the folder for results.
+ARCHIVE = "gpu_check.tar.gz"
+# Seconds between two archives, and those of a stage that measures besides its cells.
+_REFRESH = 10.0
+_RESERVE = 30.0
 
 
 @dataclass(frozen=True)
-class Step:
-    """Commands that run one after another, as long as they succeed."""
+class Check:
+    """Runs stages, and keeps what they write."""
 
-    name: str
-    commands: tuple[tuple[str, ...], ...]
-    seconds: float  # the limit; time that a step leaves goes to the later ones
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to the process's
-    missing: str = ""  # why it is skipped, if it is
+    window: Window
+    archive: Path
+    refresh: float = _REFRESH
 
+    def run(self, stages: Iterable[Stage], deadline: float) -> list[str]:
+        """Runs stages until a time of ``time.monotonic``; returns a line on each."""
+        self.window.results.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for stage in stages:
+            started = time.monotonic()
+            print(f"=== {stage.name}", flush=True)
+            left = min(stage.seconds, deadline - started)
+            result = self.run_stage(stage, left) if left > 0 else "FAILED: no time is left"
+            lines.append(f"{stage.name:<10} {time.monotonic() - started:6.0f} s  {result}")
+            print(f"=== {lines[-1]}", flush=True)
+            with (self.window.results / "summary.txt").open("a") as summary:
+                summary.write(lines[-1] + "\n")
+            self.save()
+        return lines
 
-def steps(output: Path, budget: float) -> list[Step]:
-    """Returns what writes results to a folder, in a budget of seconds for all of it."""
-    python = sys.executable
-    workers = str(min(MOST_WORKERS, len(os.sched_getaffinity(0))))
-    pytest = [python, "-m", "pytest", "-c", "tests/gpu.ini", "--rootdir", ".", "-q"]
-    parallel = ["-n", workers] if find_spec("xdist") else []
-    tests = ["--durations", "5", "tests/ops/test_gpu.py", "tests/trt/test_gpu_launcher.py"]
-    sanitizer = shutil.which("compute-sanitizer")
-    missing = "" if sanitizer else "no compute-sanitizer here"
-    small = (python, "tests/support/gpu_sanitized.py")
-    # The allocator's cache would hide accesses beyond a tensor's end.
-    uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    def run_stage(self, stage: Stage, seconds: float) -> str:
+        """Runs a stage, showing its output and keeping it in a file; returns how it ended."""
+        if stage.missing:
+            return f"skipped: {stage.missing}"
+        deadline = time.monotonic() + seconds
+        log = self.window.results / f"{stage.name}.log"
+        with subprocess.Popen(["tee", str(log)], stdin=subprocess.PIPE) as tee:
+            for command in stage.commands:
+                result = self._run_command(command, stage, tee, deadline)
+                if result != "ok":
+                    break
+        return result if result == "ok" else f"FAILED: {result}"
 
-    def sanitized(tool: str) -> tuple[str, ...]:
-        return (str(sanitizer), "--tool", tool, "--error-exitcode", "9", *small)
-
-    measure = [python, "-m", "benchmarks.gpu.speed"]
-    measure += ["--json", str(output / "gpu_moe.json"), "--plot", str(output / "gpu_moe.png")]
-    for cell in ("qwen3:16", "qwen3:1024", "mixtral:4096", "swin1:64"):
-        measure += ["--breakdown", cell]
-    return [
-        # Without a device the tests would be skipped, and everything would seem well.
-        Step("device", ((python, "-c", DEVICE),), 40),
-        Step(
-            "library",
-            (
-                ("cmake", "-S", ".", "-B", str(BUILD)),
-                ("cmake", "--build", str(BUILD), "--parallel", workers),
-                ("cmake", "--install", str(BUILD), "--prefix", "."),
-            ),
-            60,
-        ),
-        Step("bundle", ((python, "-c", BUNDLE, str(BUILD / "check.moek")),), 60),
-        Step("tests", ((*pytest, *parallel, *tests),), 0.4 * budget),
-        # The first run compiles: under the tools, compiling would be slow.
-        Step("memcheck", (small, sanitized("memcheck")), 80, uncached, missing),
-        Step("racecheck", (sanitized("racecheck"),), 60, uncached, missing),
-        Step("measure", ((*measure, "--budget"),), float("inf")),
-    ]
-
-
-def run(step: Step, seconds: float, log: Path) -> str:
-    """Runs a step, showing its output and keeping it in a file; returns how it ended."""
-    started = time.monotonic()
-    result = f"skipped: {step.missing}" if step.missing else "ok"
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(["tee", str(log)], stdin=subprocess.PIPE) as tee:
-        for command in step.commands if result == "ok" else ():
+    def _run_command(
+        self, command: tuple[str, ...], stage: Stage, tee: subprocess.Popen[bytes], deadline: float
+    ) -> str:
+        seconds = deadline - time.monotonic()
+        budget = str(max(10.0, seconds - _RESERVE))
+        try:
+            process = subprocess.Popen(
+                [part.replace(SECONDS, budget) for part in command],
+                cwd=ROOT,
+                env={**os.environ, **self._environment(), **stage.environment},
+                stdout=tee.stdin,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"{command[0]}: {error.strerror}"
+        while (left := deadline - time.monotonic()) > 0:
             try:
-                process = subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**os.environ, **environment, **step.environment},
-                    stdout=tee.stdin,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                code = process.wait(max(1.0, seconds - (time.monotonic() - started)))
-            except OSError as error:
-                result = f"FAILED: {command[0]}: {error.strerror}"
+                code = process.wait(min(self.refresh, left))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                result = f"FAILED: not done after {seconds:.0f} s"
+                self.save()
             else:
-                result = f"FAILED: exit code {code}" if code else "ok"
-            if result != "ok":
-                break
-    return result
+                return f"exit code {code}" if code else "ok"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"not done after {max(0.0, seconds):.0f} s"
+
+    def _environment(self) -> dict[str, str]:
+        paths = [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+        return {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONUNBUFFERED": "1",
+            "TRITON_CACHE_DIR": str(self.window.build / "triton-cache"),
+        }
+
+    def save(self) -> None:
+        """Writes the archive anew, beside the last one, which it then replaces."""
+        self.archive.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.archive.with_name(f".{self.archive.name}")
+        # What a stage writes beside a file and renames may vanish; then the last one stays.
+        with suppress(FileNotFoundError):
+            with tarfile.open(beside, "w:gz", compresslevel=1) as archive:
+                archive.add(self.window.results, "gpu_check")
+            beside.replace(self.archive)
 
 
 def main() -> None:
-    """Builds, tests and measures on this machine's GPU."""
+    """Runs the stages on this machine's GPU."""
     known = parser(__doc__)
+    known.add_argument("--output", type=Path, default=ROOT / "build", help=f"folder for {ARCHIVE}")
     known.add_argument(
-        "--output", type=Path, default=ROOT / "docs" / "benchmarks", help="folder for results"
+        "--work", type=Path, default=ROOT / "build" / "gpu", help="folder that stages share"
     )
-    known.add_argument("--only", default="", help="steps, such as library,tests; default: all")
-    known.add_argument("--budget", type=float, default=560, help="seconds for all of it")
+    known.add_argument("--compiled", type=Path, help="archive of benchmarks.gpu.precompile")
+    known.add_argument("--only", default="", help="stages, such as library,tests; default: all")
+    known.add_argument("--budget", type=float, default=2700, help="seconds for all of them")
+    known.add_argument(
+        "--rehearse", action="store_true", help="try each stage without a GPU, at tiny sizes"
+    )
     given = known.parse_args()
     deadline = time.monotonic() + given.budget
-    output = given.output.absolute()
-    output.mkdir(parents=True, exist_ok=True)
-    BUILD.mkdir(parents=True, exist_ok=True)
-    planned = steps(output, given.budget)
-    names = [step.name for step in planned]
+    work = given.work.absolute()
+    compiled = given.compiled and given.compiled.absolute()
+    window = Window(work, work / "results", compiled, given.rehearse)
+    stages = list(window.stages())
+    names = [stage.name for stage in stages]
     wanted = given.only.split(",") if given.only else names
     if unknown := set(wanted) - set(names):
-        known.error(f"steps are {', '.join(names)}; got {', '.join(sorted(unknown))}")
-    results = []
-    for step in planned:
-        if step.name not in wanted:
-            continue
-        started = time.monotonic()
-        left = deadline - started
-        commands = step.commands
-        if step.name == "measure":
-            budget = str(max(20.0, left - MEASURE_RESERVE))
-            commands = ((*commands[0], budget),)
-        limited = replace(step, commands=commands)
-        print(f"=== {step.name}", flush=True)
-        result = run(limited, min(step.seconds, left), BUILD / f"{step.name}.log")
-        results.append(f"{step.name:<10} {time.monotonic() - started:6.0f} s  {result}")
-        print(f"=== {results[-1]}", flush=True)
-    print("\n=== summary", *results, sep="\n")
-    if any("FAILED" in result for result in results):
+        known.error(f"stages are {', '.join(names)}; got {', '.join(sorted(unknown))}")
+    check = Check(window, given.output.absolute() / ARCHIVE)
+    lines = check.run([stage for stage in stages if stage.name in wanted], deadline)
+    print("\n=== summary", *lines, f"results are in {check.archive}", sep="\n")
+    if any("FAILED" in line for line in lines):
         sys.exit(1)
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -33,6 +33,13 @@ from custom_ops.kernels.spec import (
 
 Job = Callable[[], None]
 T = TypeVar("T")
+
+
+class Compilation(Protocol):
+    """Compiles kernels for tensors that would be on a device."""
+
+    def __call__(self, device: str = "cuda") -> None:
+        """Compiles them."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +120,20 @@ def _plan(
     return plan(layer, architecture) if ranges is None else plan_with(layer, architecture, ranges)
 
 
-def compile_jobs(jobs: Mapping[T, Job], *, seconds: float | None = None) -> dict[T, str]:
+def compile_jobs(
+    jobs: Mapping[T, Job],
+    *,
+    seconds: float | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> dict[T, str]:
     """Runs jobs, the most important first, in a process for each core; returns why some failed.
 
-    Jobs that have not begun after ``seconds`` are left out, and returned too.
+    Jobs that have not begun after ``seconds`` are left out, and returned too. Each process calls
+    ``prepare`` first.
     """
     failed: dict[T, str] = {}
-    spawn = get_context("spawn")
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=spawn) as pool:
+    workers, spawn = len(os.sched_getaffinity(0)), get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=prepare) as pool:
         names = {pool.submit(_failure, job): name for name, job in jobs.items()}
         try:
             for future in as_completed(names, timeout=seconds):

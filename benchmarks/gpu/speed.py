@@ -16,7 +16,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -42,7 +42,7 @@ from benchmarks.gpu.cells import (
     Result,
     time_launches,
 )
-from benchmarks.gpu.compiling import Job, compile_jobs, compile_only, plan_jobs
+from benchmarks.gpu.compiling import Compilation, compile_jobs, compile_only, plan_jobs
 from benchmarks.gpu.fused_moe import Config, candidates, compile_for
 from benchmarks.gpu.goals import PEER_GOALS, Rates, geometric_mean
 from benchmarks.gpu.layers import ROUTINGS, SHAPES, Shape, matching, parameters_of
@@ -117,15 +117,23 @@ def cells_of(
                     yield Cell(shape, count, routing)
 
 
-def compile_ahead(cells: Sequence[Cell], device: Device, dtype: torch.dtype) -> None:
-    """Compiles what the cells need, in parallel."""
-    jobs: dict[object, Job] = {}
+def measuring_jobs(
+    cells: Iterable[Cell], on: Architecture, dtype: torch.dtype
+) -> dict[object, Compilation]:
+    """Returns the compilations that the cells need."""
+    jobs: dict[object, Compilation] = {}
     for cell in cells:
         layer = cell.shape.layer(dtype, router=cell.routes)
-        jobs |= plan_jobs(layer, device.architecture, [cell.tokens])
+        jobs |= plan_jobs(layer, on, [cell.tokens])
         for config in candidates(cell.shape, cell.tokens):
             job = partial(compile_for, cell.shape, dtype, config, compile_only)
             jobs[cell.shape.name, config] = job
+    return jobs
+
+
+def compile_ahead(cells: Sequence[Cell], device: Device, dtype: torch.dtype) -> None:
+    """Compiles what the cells need, in parallel."""
+    jobs = measuring_jobs(cells, device.architecture, dtype)
     started = time.monotonic()
     failed = compile_jobs(jobs)
     print(f"{len(jobs)} compilations in {time.monotonic() - started:.0f} s")
@@ -157,9 +165,14 @@ class Results:
 
 
 def measure_cells(
-    cells: Iterable[Cell], device: Device, dtype: torch.dtype, deadline: float, results: Results
+    cells: Iterable[Cell],
+    device: Device,
+    dtype: torch.dtype,
+    deadline: float,
+    results: Results,
+    save: Callable[[], None] = lambda: None,
 ) -> None:
-    """Measures cells until the deadline; the parameters of neighbours are made once."""
+    """Measures cells until the deadline, saving each; neighbours' parameters are made once."""
     # Without a GPU, one small block is tried in place of those for servers.
     configs = (Config(16, 16, 16, 2, 4, 2),) if device.name == "cpu" else None
     for shape, same in groupby(cells, key=lambda cell: cell.shape):
@@ -177,9 +190,11 @@ def measure_cells(
                 measured.append(bench.measure(cell))
             except torch.OutOfMemoryError as error:
                 results.left_out.append(f"{cell} ({str(error).splitlines()[0]})")
+            else:
+                results.cells.append(measured[-1])
+                save()
         if measured:
             print(shape_table(measured))
-        results.cells += measured
         del bench
         release()
 
@@ -340,7 +355,11 @@ def main() -> None:
     cells = list(cells_of(given.shapes, given.tokens, given.routing))
     if not given.dry_run:
         compile_ahead(cells, device, dtype)
-    measure_cells(cells, device, dtype, started + given.budget - RESERVE, results)
+
+    def save() -> None:
+        write_json(given.json, described | results.to_json())
+
+    measure_cells(cells, device, dtype, started + given.budget - RESERVE, results, save)
     for cell in given.breakdown:
         name = f"{cell.shape.name}:{cell.count}"
         planned = plan(cell.shape.layer(dtype), device.architecture)
@@ -348,14 +367,14 @@ def main() -> None:
         results.launches[name] = time_launches(cell, planned, parameters, device.timer, rates)
         print(launches_table(name, results.launches[name]))
         del parameters
+        save()
     if not given.dry_run:
         print(goals_table(results.cells))
     if results.left_out:
         print(f"left out for lack of time or memory: {', '.join(results.left_out)}")
-    result = described | results.to_json()
-    write_json(given.json, result)
+    save()
     if given.plot and find_spec("matplotlib"):
-        plot(result, given.plot)
+        plot(described | results.to_json(), given.plot)
     if any(cell.wrong for cell in results.cells):
         sys.exit("some results are wrong")
 

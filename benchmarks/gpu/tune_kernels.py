@@ -4,8 +4,9 @@
 
 For some numbers of tokens each launch of each candidate is timed by itself, in a CUDA graph with a
 cold L2 cache. The sums of their launches' times rank whole plans; the first few are timed whole.
-Ranges of tokens then join numbers that one configuration serves well. The outcome is timed against
-the default at the end, and written only if it is faster.
+Ranges of tokens then join numbers that one configuration serves well. Few and many tokens take
+turns, and after each number the table is written with what is known by then: what ends the process
+loses little. The outcome is timed against the default at the end, and stays only if it is faster.
 
 The data goes into ``custom_ops/kernels/tuned/sm_XX.json``, beside what is there already; layers of
 the same sizes and dtypes take it from there. ``--dry-run`` runs the tuner without a GPU.
@@ -29,7 +30,7 @@ from torch import Tensor
 from benchmarks.common.report import digits, table
 from benchmarks.gpu.candidates import blocks_m, few_candidates, gemm_candidates, mlp_candidates
 from benchmarks.gpu.cells import launches_alone
-from benchmarks.gpu.compiling import compile_jobs, plan_jobs
+from benchmarks.gpu.compiling import Compilation, compile_jobs, plan_jobs
 from benchmarks.gpu.goals import geometric_mean
 from benchmarks.gpu.layers import Shape, call_tensors, parameters_of
 from benchmarks.gpu.selection import Part, choose_ranges, neighbours, parts_of, promising
@@ -44,6 +45,8 @@ from custom_ops.kernels.spec import MAX_TOKENS
 
 T = TypeVar("T")
 Ranges = tuple[RangeConfig, ...]
+#: Microseconds of whole plans, by number of tokens.
+Times = dict[int, dict[RangeConfig, float]]
 
 TOKENS = tuple(2**power for power in range(15))
 TUNED = Path(__file__).parents[2] / "custom_ops" / "kernels" / "tuned"
@@ -144,10 +147,24 @@ class Tuner:
         return found
 
 
-def tune(tuner: Tuner, tokens: Sequence[int], limit: int) -> Ranges:
-    """Returns the ranges of the fastest configurations that were found, for numbers of tokens."""
-    times: dict[int, dict[RangeConfig, float]] = {}
-    for count in tokens:
+def interleaved(tokens: Sequence[int]) -> list[int]:
+    """Returns numbers in an order in which the first few are spread over all of them."""
+    bits = len(tokens).bit_length()
+    return [tokens[i] for i in sorted(range(len(tokens)), key=lambda i: f"{i:0{bits}b}"[::-1])]
+
+
+def tune(
+    tuner: Tuner,
+    tokens: Sequence[int],
+    limit: int,
+    save: Callable[[Times], None] = lambda _: None,
+) -> Ranges:
+    """Returns the ranges of the fastest configurations that were found, for numbers of tokens.
+
+    After each number ``save`` gets the times so far.
+    """
+    times: Times = {}
+    for count in interleaved(tokens):
         tried = list(candidates(tuner.layer, tuner.device, count, limit))
         default = plan_config(default_ranges(tuner.layer, tuner.device), count)
         measured = tuner.times(count, tried) | tuner.whole_times(count, [default])
@@ -155,6 +172,7 @@ def tune(tuner: Tuner, tokens: Sequence[int], limit: int) -> Ranges:
             times[count] = measured
             fastest = min(measured, key=lambda each: measured[each])
             print(f"T {count}: {digits(measured[fastest])} us with {_short(fastest)}", flush=True)
+            save(times)
     for count, others in neighbours(times, WHOLE_PLANS // 2).items():
         times[count] |= tuner.whole_times(count, others)
     return choose_ranges(times)
@@ -167,34 +185,50 @@ def plan_config(ranges: Iterable[RangeConfig], tokens: int) -> RangeConfig:
 
 
 def write(path: Path, layer: Layer, ranges: Ranges, conditions: Mapping[str, Any]) -> None:
-    """Adds a layer's ranges to a table of tuned data, or replaces them."""
+    """Adds a layer's ranges to a table of tuned data, or replaces them; without any, removes it."""
     data = json.loads(path.read_text()) if path.exists() else {"shapes": {}}
-    shapes = data["shapes"] | {shape_key(layer): write_ranges(ranges)}
+    shapes = {key: each for key, each in data["shapes"].items() if key != shape_key(layer)}
+    if ranges:
+        shapes[shape_key(layer)] = write_ranges(ranges)
     data = {
         **{key: conditions[key] for key in ("hardware", "versions", "date")},
         "shapes": dict(sorted(shapes.items())),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(data, indent=1) + "\n")
+    beside.replace(path)
 
 
-def tune_shape(shape: Shape, device: Device, given: Namespace, path: Path) -> None:
+def tuning_jobs(
+    layer: Layer, on: Architecture, tokens: Sequence[int], limit: int
+) -> dict[str, Compilation]:
+    """Returns the compilations of the candidates, in the order in which they are timed."""
+    return {
+        key: job
+        for count in interleaved(tokens)
+        for config in candidates(layer, on, count, limit)
+        for key, job in plan_jobs(layer, on, [count], (config,))
+    }
+
+
+def tune_shape(shape: Shape, device: Device, given: Namespace, path: Path, budget: float) -> None:
     """Tunes one layer, reports what came of it, and writes it if it is faster than the default."""
     started = time.monotonic()
     layer, on = shape.layer(given.dtype).canonical(), device.architecture
-    tokens = given.tokens or TOKENS
+    tokens, conditions = given.tokens or TOKENS, device.conditions()
     print(f"{shape.title}:", flush=True)
     if device.name == "cuda":
-        jobs = {
-            key: job
-            for count in tokens
-            for config in candidates(layer, on, count, given.limit)
-            for key, job in plan_jobs(layer, on, [count], (config,))
-        }
-        compile_jobs(jobs, seconds=COMPILE_SHARE * given.budget)
+        jobs = tuning_jobs(layer, on, tokens, given.limit)
+        compile_jobs(jobs, seconds=COMPILE_SHARE * budget)
     tensors_for = partial(call_tensors, parameters_of(shape, given.dtype, device.name))
-    tuner = Tuner(layer, on, device.timer, tensors_for, started + given.budget)
-    plans = {"default": default_ranges(layer, on), "tuned": tune(tuner, tokens, given.limit)}
+    tuner = Tuner(layer, on, device.timer, tensors_for, started + budget)
+
+    def save(times: Times) -> None:
+        write(path, layer, choose_ranges(times), conditions)
+
+    tuned = tune(tuner, tokens, given.limit, save)
+    plans = {"default": default_ranges(layer, on), "tuned": tuned}
     if device.name == "cuda":
         compile_jobs(dict(chain(*(plan_jobs(layer, on, tokens, each) for each in plans.values()))))
     ratios, rows = [], []
@@ -210,8 +244,8 @@ def tune_shape(shape: Shape, device: Device, given: Namespace, path: Path) -> No
         f"{shape.name}: {ratio:.3f}x faster than the default, in "
         f"{time.monotonic() - started:.0f} s; {len(tuner.failed)} parts did not run"
     )
+    write(path, layer, tuned if ratio > 1 else (), conditions)
     if ratio > 1:
-        write(path, layer, plans["tuned"], device.conditions())
         print(f"written to {path}")
 
 
@@ -223,18 +257,20 @@ def _short(config: RangeConfig) -> str:
 @torch.inference_mode()
 def main() -> None:
     """Tunes the kernels for this machine's GPU."""
-    known = gpu_parser(__doc__, 180)
+    known = gpu_parser(__doc__, 900)
     known.add_argument(
         "--limit", type=int, default=24, help="candidates of each product and tile height"
     )
-    known.add_argument("--output", type=Path, help="file to write, else the package's")
+    known.add_argument("--output", type=Path, help="folder of tables, else the package's")
     given = parsed(known, known.parse_args())
     if given.dry_run and given.output is None:
         known.error("--dry-run needs --output: its times mean nothing")
     device = Device.chosen(given.dry_run)
-    path = given.output or TUNED / f"{device.architecture.name}.json"
-    for shape in given.shapes:
-        tune_shape(shape, device, given, path)
+    path = (given.output or TUNED) / f"{device.architecture.name}.json"
+    deadline = time.monotonic() + given.budget
+    for index, shape in enumerate(given.shapes):
+        left = deadline - time.monotonic()
+        tune_shape(shape, device, given, path, left / (len(given.shapes) - index))
         release()
 
 

@@ -17,8 +17,9 @@ def activate(
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    """Returns ``act(gate)``, times up if GATED, or a clamped gating; NaN stays NaN."""
+    """Returns ``act(gate)``, times up if GATED, or a clamped gating, in dtype; NaN stays NaN."""
     if ACTIVATION == "clamped_swiglu" or ACTIVATION == "clamped_silu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -27,16 +28,40 @@ def activate(
         else:
             h = gate * tl.sigmoid(gate) * up
     else:
-        h = _pointwise(gate, ACTIVATION)
+        h = _pointwise(gate, ACTIVATION, dtype)
         if GATED:
             h *= up
-    return h
+    return h.to(dtype)
 
 
 @triton.jit
-def _pointwise(z, ACTIVATION: tl.constexpr):
+def _gelu_for_halves(z):
+    """Returns ``z * Phi(z)`` with an error below 3e-7, and below 2e-4 of it down to z = -6.
+
+    It is ``max(z, 0) - |z| * Phi(-|z|)``, and Phi's tail is ``exp(-z^2 / 2)`` times a polynomial in
+    ``t = 1 / (1 + 0.2863782 |z|)``: the form of Abramowitz and Stegun 7.1.26, one degree higher,
+    fitted to both bounds. It takes 16 instructions, libdevice's erf 32 (sm_90).
+    """
+    # Beyond, the tail is zero; infinity times zero would be NaN.
+    size = tl.minimum(tl.abs(z), 16.0)
+    u = 1 + 0.286378246319404 * size
+    t = tl.rsqrt(u * u)  # 1 / u takes six instructions more.
+    tail = -0.09391274 * t + 0.31661185
+    tail = tail * t - 0.13345826
+    tail = tail * t + 0.20187443
+    tail = tail * t + 0.09280077
+    tail = tail * t + 0.11608398
+    tail = tail * t * tl.exp2(-0.7213475204444817 * (size * size))
+    return tl.where(z < 0, 0.0, z) - size * tail
+
+
+@triton.jit
+def _pointwise(z, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     if ACTIVATION == "gelu":
-        h = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
+        if dtype == tl.float32:
+            h = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
+        else:
+            h = _gelu_for_halves(z)
     elif ACTIVATION == "gelu_tanh":
         # 1 + tanh(u) = 2 sigmoid(2 u)
         h = z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))

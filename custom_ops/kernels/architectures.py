@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -13,16 +14,22 @@ class Architecture:
         capability: 90 for compute capability 9.0, which is sm_90.
         shared_memory: Largest dynamic shared memory of one block, in bytes (CUDA C++ Programming
             Guide, technical specifications per compute capability).
+        multiprocessors: Multiprocessors of its best known device; on one with more or fewer, only
+            the speed differs.
         has_tensor_cores: Whether Triton compiles products to them; for sm_75 it does not.
         has_tensor_maps: Whether the tensor memory accelerator loads tiles (TMA).
+        has_async_products: Whether tensor cores take both operands of a product of 64 or more rows
+            from shared memory (``wgmma`` or ``tcgen05``).
         has_dependent_launch: Whether a kernel may start before the one ahead of it ends
             (programmatic dependent launch).
     """
 
     capability: int
     shared_memory: int
+    multiprocessors: int
     has_tensor_cores: bool = True
     has_tensor_maps: bool = False
+    has_async_products: bool = False
     has_dependent_launch: bool = False
 
     @property
@@ -31,26 +38,33 @@ class Architecture:
         return f"sm_{self.capability}"
 
 
-def _with_tma(capability: int, kibibytes: int) -> Architecture:
+def _with_tma(
+    capability: int, kibibytes: int, multiprocessors: int, *, has_async_products: bool
+) -> Architecture:
     return Architecture(
-        capability, kibibytes * 1024, has_tensor_maps=True, has_dependent_launch=True
+        capability,
+        kibibytes * 1024,
+        multiprocessors,
+        has_tensor_maps=True,
+        has_async_products=has_async_products,
+        has_dependent_launch=True,
     )
 
 
 ARCHITECTURES = {
     known.capability: known
     for known in (
-        Architecture(75, 64 * 1024, has_tensor_cores=False),
-        Architecture(80, 163 * 1024),
-        Architecture(86, 99 * 1024),
-        Architecture(87, 163 * 1024),
-        Architecture(89, 99 * 1024),
-        _with_tma(90, 227),
-        _with_tma(100, 227),
-        _with_tma(103, 227),
-        _with_tma(110, 227),
-        _with_tma(120, 99),
-        _with_tma(121, 99),
+        Architecture(75, 64 * 1024, 40, has_tensor_cores=False),  # T4
+        Architecture(80, 163 * 1024, 108),  # A100
+        Architecture(86, 99 * 1024, 84),  # A40
+        Architecture(87, 163 * 1024, 16),  # Jetson AGX Orin
+        Architecture(89, 99 * 1024, 142),  # L40S
+        _with_tma(90, 227, 132, has_async_products=True),  # H100, H200
+        _with_tma(100, 227, 148, has_async_products=True),  # B200
+        _with_tma(103, 227, 148, has_async_products=True),  # B300
+        _with_tma(110, 227, 20, has_async_products=True),  # Jetson AGX Thor
+        _with_tma(120, 99, 170, has_async_products=False),  # RTX 5090
+        _with_tma(121, 99, 48, has_async_products=False),  # DGX Spark
     )
 }
 
@@ -72,6 +86,8 @@ def architecture(name: str | int) -> Architecture:
 def nearest_architecture(major: int, minor: int) -> Architecture:
     """Returns what to plan by on a device: its own architecture, else the nearest older one.
 
+    It has no dependent launch where the environment variable ``DYNAMO_MOE_DEPENDENT_LAUNCH`` is 0.
+
     Args:
         major: Major number of the device's compute capability.
         minor: Minor number of the device's compute capability.
@@ -86,4 +102,7 @@ def nearest_architecture(major: int, minor: int) -> Architecture:
             f"the kernels need compute capability {min(ARCHITECTURES) / 10} or later, "
             f"the device has {major}.{minor}"
         )
-    return ARCHITECTURES[max(older)]
+    nearest = ARCHITECTURES[max(older)]
+    if os.environ.get("DYNAMO_MOE_DEPENDENT_LAUNCH") == "0":
+        return replace(nearest, has_dependent_launch=False)
+    return nearest

@@ -101,6 +101,8 @@ def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
         **layer.sizes,
         **{row.name.upper(): getattr(each, row.name) for each in records for row in each.rows},
         "PRECISION": "tf32" if layer.tf32 else "ieee",
+        "W1_TRANSPOSED": layer.w1_transposed,
+        "W2_TRANSPOSED": layer.w2_transposed,
         "PDL": architecture.has_dependent_launch,
     }
     return {

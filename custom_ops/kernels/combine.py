@@ -13,7 +13,7 @@ from custom_ops.kernels.arguments import kernel_of, sum_of_results
 from custom_ops.kernels.device import wait_for_previous
 from custom_ops.kernels.expressions import D, T, cdiv
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import Step
+from custom_ops.kernels.spec import Argument, Step
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -54,8 +54,8 @@ def combine_kernel(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
 
 
-def combine_step(layer: Layer, architecture: Architecture) -> Step:
-    """The last stage: the buffer ``rows`` to y."""
+def combine_step(layer: Layer, architecture: Architecture, **own: Argument) -> Step:
+    """The last stage: the buffer ``rows`` to y; ``own`` replaces arguments of the kernel."""
     # A thread of a warp takes 16 bytes at a time; a program 4096 elements of y.
     block_d = min(512, triton.next_power_of_2(layer.width))
     block_t = max(1, 4096 // block_d)
@@ -65,6 +65,6 @@ def combine_step(layer: Layer, architecture: Architecture) -> Step:
         architecture,
         (cdiv(T, block_t), cdiv(D, block_d)),
         {"block_t": block_t, "block_d": block_d, "num_warps": 4},
-        **sum_of_results(layer),
+        **sum_of_results(layer) | own,
     )
     return Step((), (spec,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -21,6 +21,11 @@ from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import MAX_TOKENS
 
 _FEW_TOKENS = 16
+# What a stage of the vector products reads: with this under way in each of a multiprocessor's
+# programs, memory is busy; the sums of more do not fit into registers.
+_FEW_BYTES = 16 * 1024
+# What memory delivers at a time.
+_LINE_BYTES = 128
 # Reading an expert's weights again for a second slot costs up to this much more traffic before
 # sorting the slots, which is one launch more, pays.
 _FEW_REREADS = 1.15
@@ -29,13 +34,18 @@ _FEW_REREADS = 1.15
 _MLP_WIDTH = 128
 
 
-# One program reads some 100 kB/us (estimated): it does so with a weight of the first size at any
-# number of tokens, of the second where the experts take far longer anyway.
+# One program reads some 100 kB/us (estimated): it does so with a router weight of the first size at
+# any number of tokens, of the second where there are programs for every multiprocessor.
 _ALONE_BYTES = 64 * 1024
 _FUSED_BYTES = 1024 * 1024
+_FUSED_TOKENS = 1024
 # Vector products read the weight once per token, from L2; beyond this, tiles of 16 tokens win.
 _VECTOR_BYTES = 16 * 1024 * 1024
+# What a thread loads of the weight in one stage of the vector products.
+_VECTOR_THREAD_BYTES = 64
 _STAGE_BYTES = 24 * 1024
+# Elements of a float32 weight that a thread splits in one stage, above which registers run out.
+_SPLIT_ELEMENTS = 16
 # 64-bit keys of a thread, above which registers spill.
 _KEYS = 32
 
@@ -46,12 +56,14 @@ class GemmConfig:
 
     Attributes:
         block_m: Rows of one expert.
-        block_n: Columns of the result; as many again for the up half when gated.
+        block_n: Columns of the result; as many again of the weights when gated.
         block_k: Depth of one pipeline stage.
         num_warps: Warps of a program.
         num_stages: Depth of the pipeline.
         group_m: M tiles that take an N tile's weights one after another.
         tensor_maps: Whether the weights come through the tensor memory accelerator.
+        persistent: Whether as many programs as run at once compute all tiles, in turn; each then
+            loads for its next tile while it stores one.
     """
 
     block_m: int
@@ -61,6 +73,7 @@ class GemmConfig:
     num_stages: int
     group_m: int = 8
     tensor_maps: bool = False
+    persistent: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,8 +160,11 @@ def shape_key(layer: Layer) -> str:
     dtypes = f"{SHORT_NAMES[layer.tokens_dtype]}-{SHORT_NAMES[layer.experts_dtype]}"
     if layer.tf32:
         dtypes += "-tf32"
-    gated = "-gated" if layer.options.gated else ""
-    return f"d{layer.width}-h{layer.hidden}-e{layer.experts}-k{layer.top_k}{gated}-{dtypes}"
+    options = layer.options
+    gates = "-interleaved" if options.interleaved else "-gated" if options.gated else ""
+    layout = "-w1t" * layer.w1_transposed + "-w2t" * layer.w2_transposed
+    sizes = f"d{layer.width}-h{layer.hidden}-e{layer.experts}-k{layer.top_k}"
+    return f"{sizes}{gates}-{dtypes}{layout}"
 
 
 def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfig, ...]:
@@ -158,10 +174,25 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
     BLOCK_M is the mean number of rows of an expert, rounded up to 16, 32, 64 or 128.
     """
     few = _last_few_tokens(layer)
-    few_up = _few(layer, layer.hidden, depth=layer.width, vectors=layer.top_k)
-    few_down = _few(layer, layer.width, depth=layer.hidden, vectors=1)
-    ranges = [RangeConfig(few, "few", few_up, few_down)]
     gates = layer.options.rows_per_hidden
+    few_up = _few(
+        layer,
+        architecture,
+        layer.hidden,
+        depth=layer.width,
+        transposed=layer.w1_transposed,
+        gates=gates,
+        vectors=layer.top_k,
+    )
+    few_down = _few(
+        layer,
+        architecture,
+        layer.width,
+        depth=layer.hidden,
+        transposed=layer.w2_transposed,
+        slots=layer.top_k,
+    )
+    ranges = [RangeConfig(few, "few", few_up, few_down)]
     tensor_cores = _on_tensor_cores(layer, architecture)
     on_chip = tensor_cores and layer.width <= _MLP_WIDTH
     blocks_m = (16, 32, 64, 128) if tensor_cores else (16, 32, 64)
@@ -172,10 +203,13 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
         if last <= few:
             continue
         if on_chip:
-            ranges.append(RangeConfig(last, "mlp", _mlp(layer, architecture, block_m)))
+            ranges.append(RangeConfig(last, "mlp", _mlp(layer, block_m)))
         else:
             up = _gemm(layer, architecture, block_m, layer.hidden, depth=layer.width, gates=gates)
-            down = _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden, gates=1)
+            down = _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden)
+            if gates == 1:
+                # It activates twice the elements that it does when gated: registers run out.
+                up = replace(up, persistent=False)
             ranges.append(RangeConfig(last, "gemm", up, down))
     return tuple(ranges)
 
@@ -197,43 +231,94 @@ def _on_tensor_cores(layer: Layer, architecture: Architecture) -> bool:
     return architecture.has_tensor_cores and layer.experts_dtype != torch.float32
 
 
-def _few(layer: Layer, columns: int, *, depth: int, vectors: int) -> FewConfig:
-    # A warp reads 512 contiguous bytes of a row; rows per program as long as 256 programs remain.
-    block_k = min(_power_of_2(depth), 512 // layer.experts_dtype.itemsize)
-    fits = (n for n in (16, 8) if columns * vectors >= 256 * n)
-    return FewConfig(next(fits, 4), block_k, num_warps=4)
+def _few(
+    layer: Layer,
+    architecture: Architecture,
+    columns: int,
+    *,
+    depth: int,
+    transposed: bool,
+    gates: int = 1,
+    slots: int = 1,
+    vectors: int = 1,
+) -> FewConfig:
+    """Chooses the block of a vector product.
+
+    Args:
+        layer: The layer.
+        architecture: Where it runs.
+        columns: Elements of a result.
+        depth: Elements of a vector.
+        transposed: Whether the weights lie as (in, out).
+        gates: Rows of the weights for an element of the result.
+        slots: Vectors that a program multiplies.
+        vectors: Times that a token's products take ``slots`` vectors.
+    """
+    itemsize = layer.experts_dtype.itemsize
+    slots = _power_of_2(slots)
+    if transposed:
+        blocks_n = [width // (gates * itemsize) for width in (_LINE_BYTES, _LINE_BYTES // 2)]
+    else:
+        blocks_n = [n for n in (16, 8, 4) if slots * gates * n * _LINE_BYTES <= _FEW_BYTES]
+    # As wide as leaves two programs for each multiprocessor.
+    fits = (n for n in blocks_n if columns * vectors >= 256 * n)
+    block_n = min(next(fits, blocks_n[-1]), _power_of_2(columns))
+    block_k = min(_power_of_2(depth), _FEW_BYTES // (slots * gates * block_n * itemsize))
+    # Beyond the end of a row, a block has nothing to load.
+    while block_k * itemsize > _LINE_BYTES and -depth % block_k > depth / 8:
+        block_k //= 2
+    # A thread copies no less than 4 bytes of the vectors, or it would wait for them.
+    threads = slots * block_k * itemsize // 4
+    return FewConfig(
+        block_n,
+        block_k,
+        num_warps=max(1, min(4, threads // 32)),
+        num_stages=4 if architecture.shared_memory >= 128 * 1024 else 3,
+    )
 
 
 def _gemm(
-    layer: Layer, architecture: Architecture, block_m: int, columns: int, *, depth: int, gates: int
+    layer: Layer,
+    architecture: Architecture,
+    block_m: int,
+    columns: int,
+    *,
+    depth: int,
+    gates: int = 1,
 ) -> GemmConfig:
     tensor_cores = _on_tensor_cores(layer, architecture)
-    big = architecture.shared_memory >= 200 * 1024
-    if block_m <= 32:
-        block_n, block_k, num_warps = 64, 128, 4
-    elif block_m == 64:
-        block_n, block_k, num_warps = 128 // gates, 64, 4
-    else:
-        block_n, block_k, num_warps = (256 if big else 128) // gates, 64, 8
+    block_n, num_warps = (64, 4) if block_m <= 32 else (128 // gates, block_m // 16)
+    block_k = 64
     if not tensor_cores:
         # Products without tensor cores take their operands from registers.
         block_n, block_k = min(block_n, 64), 32
-    tensor_maps = tensor_cores and architecture.has_tensor_maps
-    if tensor_maps:
-        block_k = 64  # 128 bytes, the widest swizzle.
     block_n = min(block_n, max(16, _power_of_2(columns)))
     while block_k > 16 and depth % block_k:
         block_k //= 2
+    # Operands then stay in shared memory, which leaves registers for two programs of 8 warps; each
+    # stage has a buffer of its own, where other products need one less.
+    asynchronous = tensor_cores and architecture.has_async_products and block_m >= 64
+    # The compiler joins the gate and up columns of one row through registers.
+    joined = gates == 2 and layer.w1_transposed and not layer.options.interleaved
+    programs = 2 if asynchronous or num_warps == 4 else 1
     stage = (block_m + gates * block_n) * block_k * layer.experts_dtype.itemsize
-    num_stages = max(1, min(4, (architecture.shared_memory - 4096) // stage))
-    return GemmConfig(block_m, block_n, block_k, num_warps, num_stages, tensor_maps=tensor_maps)
+    stages = (architecture.shared_memory // programs - 1024) // stage
+    return GemmConfig(
+        block_m,
+        block_n,
+        block_k,
+        num_warps,
+        num_stages=max(1, min(4, stages + (not asynchronous))),
+        tensor_maps=tensor_cores and architecture.has_tensor_maps and not joined,
+        # With tcgen05, registers for a second program run out.
+        persistent=asynchronous and architecture.capability == 90,
+    )
 
 
-def _mlp(layer: Layer, architecture: Architecture, block_m: int) -> MlpConfig:
-    block_n = 32 if architecture.shared_memory < 128 * 1024 else 64
+def _mlp(layer: Layer, block_m: int) -> MlpConfig:
     return MlpConfig(
         block_m,
-        min(block_n, max(16, _power_of_2(layer.hidden))),
+        min(32, max(16, _power_of_2(layer.hidden))),
         num_warps=8 if block_m == 128 else 4,
         num_stages=2,
     )
@@ -243,21 +328,35 @@ def router_config(
     layer: Layer, architecture: Architecture, first_tokens: int, last_tokens: int
 ) -> RouterConfig:
     """Chooses for a range of tokens from sizes alone; nothing here was measured on a GPU."""
-    experts = max(16, _power_of_2(layer.experts))
+    experts = layer.expert_places
     weight_bytes = layer.experts * layer.width * layer.routing_dtype.itemsize
     few = last_tokens <= _FEW_TOKENS
-    if experts <= 256 and weight_bytes <= (_ALONE_BYTES if few else _FUSED_BYTES):
+    fused_bytes = _FUSED_BYTES if first_tokens >= _FUSED_TOKENS else _ALONE_BYTES
+    if experts <= 256 and weight_bytes <= fused_bytes:
+        if few:
+            return _vectors(layer, architecture, "fused", experts, num_warps=8)
         block_t = 16 if first_tokens < 1024 else 32 if first_tokens < 4096 else 64
         block_t = min(block_t, 8 * 32 * _KEYS // experts)
-        return _tiled(layer, architecture, "fused", block_t, experts)
+        return _tiled(layer, architecture, "fused", block_t, max(16, experts))
     if few and last_tokens * weight_bytes <= _VECTOR_BYTES:
-        # A warp reads 512 contiguous bytes of an expert's row.
-        block_d = min(_power_of_2(layer.width), 512 // layer.routing_dtype.itemsize)
-        return RouterConfig("vectors", 1, 4, block_d, num_warps=4, num_stages=2)
-    if first_tokens < 64:
-        return _tiled(layer, architecture, "tiles", 16, min(experts, 16 if few else 32))
-    block_t = 32 if first_tokens < 1024 else 64
-    return _tiled(layer, architecture, "tiles", block_t, min(experts, 64))
+        # Experts of a program as long as 256 programs remain.
+        fits = (n for n in (4, 2) if first_tokens * layer.experts >= 256 * n)
+        return _vectors(layer, architecture, "vectors", next(fits, 1), num_warps=4)
+    block = 16 if first_tokens < 64 else 32 if first_tokens < 1024 else 64
+    return _tiled(layer, architecture, "tiles", block, max(16, min(experts, block)))
+
+
+def _vectors(
+    layer: Layer,
+    architecture: Architecture,
+    path: Literal["fused", "vectors"],
+    block_e: int,
+    num_warps: int,
+) -> RouterConfig:
+    row_bytes = _VECTOR_THREAD_BYTES * 32 * num_warps // block_e
+    block_d = min(row_bytes // layer.routing_dtype.itemsize, _power_of_2(layer.width))
+    num_stages = _stages(architecture, _depth_bytes(layer, 1, block_e) * block_d)
+    return RouterConfig(path, 1, block_e, block_d, num_warps, num_stages)
 
 
 def _tiled(
@@ -267,27 +366,43 @@ def _tiled(
     block_t: int,
     block_e: int,
 ) -> RouterConfig:
+    depth_bytes = _depth_bytes(layer, block_t, block_e)
+    # 512 contiguous bytes of a row, unless that makes the stages too big.
     itemsize = max(layer.tokens_dtype.itemsize, layer.routing_dtype.itemsize)
-    depth_bytes = (block_t + block_e) * itemsize
-    # 128 contiguous bytes of a row, unless that makes the stages too big.
-    block_d = min(128 // itemsize, _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
+    block_d = min(512 // itemsize, _power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
+    num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS else 4
+    upcast = needs_upcast(layer, architecture)
+    if not upcast and layer.routing_dtype == torch.float32:
+        block_d = min(block_d, _SPLIT_ELEMENTS * 32 * num_warps // block_e)
     block_d = max(16, 1 << (block_d.bit_length() - 1))
-    if needs_upcast(layer, architecture) and layer.routing_dtype.itemsize == 2:
+    if upcast and layer.routing_dtype.itemsize == 2:
         # The upcast weight passes through registers: deeper blocks spill.
         block_d = 16
-    stages = architecture.shared_memory // 2 // (depth_bytes * block_d)
-    num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS else 4
-    return RouterConfig(path, block_t, block_e, block_d, num_warps, max(1, min(3, stages)))
+    num_stages = _stages(architecture, depth_bytes * block_d)
+    return RouterConfig(path, block_t, block_e, block_d, num_warps, num_stages)
+
+
+def _depth_bytes(layer: Layer, block_t: int, block_e: int) -> int:
+    return block_t * layer.tokens_dtype.itemsize + block_e * layer.routing_dtype.itemsize
+
+
+def _stages(architecture: Architecture, stage_bytes: int) -> int:
+    # Two programs on a multiprocessor, if they can be.
+    return max(1, min(3, architecture.shared_memory // 2 // stage_bytes))
 
 
 def needs_upcast(layer: Layer, architecture: Architecture) -> bool:
     """Returns whether products are of float32 and so not by tensor cores.
 
-    For sm_75 Triton compiles no product to tensor cores.
+    These take two operands of one 16-bit dtype, or bfloat16 tokens and a float32 weight, which is
+    a sum of three bfloat16 terms; float16 has too few exponents for that. For sm_75 Triton
+    compiles no product to tensor cores.
     """
     same = layer.tokens_dtype == layer.routing_dtype
-    half = layer.tokens_dtype.itemsize == 2
-    return not (same and half and architecture.has_tensor_cores)
+    exact = (same and layer.tokens_dtype.itemsize == 2) or (
+        layer.tokens_dtype == torch.bfloat16 and layer.routing_dtype == torch.float32
+    )
+    return not (exact and architecture.has_tensor_cores)
 
 
 def _power_of_2(size: int) -> int:

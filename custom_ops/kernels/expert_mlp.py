@@ -25,6 +25,7 @@ from custom_ops.kernels.device import load_block, wait_for_previous
 from custom_ops.kernels.expressions import D, K, T
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Step
+from custom_ops.kernels.weights import load_weights, split_gates, tile_columns
 
 
 @triton.jit
@@ -37,45 +38,98 @@ def _load_x(ptrs, d, weight, D: tl.constexpr, WHOLE: tl.constexpr, WEIGHTED: tl.
 
 @triton.jit
 def _first_product(
-    x_a,  # [BLOCK_M, BLOCK_A], columns a of x
-    x_b,  # [BLOCK_M, BLOCK_B], columns b; None where the width has no rest
-    a,
-    b,
-    w1_ptrs,  # [BLOCK_N, 1]
-    b1_ptr,  # or None
-    b1_at,  # [BLOCK_N]
-    scale,  # [BLOCK_M, 1], or None
+    x_a,  # [BLOCK_M, BLOCK_A], the first columns of x
+    x_b,  # [BLOCK_M, BLOCK_B], the others; None where the width has no rest
+    w1_ptr,
+    expert,
+    unit,  # the first hidden unit
     D: tl.constexpr,
+    F: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    W1_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Returns ``scale * x @ w1.T + b1`` for BLOCK_N rows of w1."""
-    w = load_block(w1_ptrs + a[None, :], (a < D)[None, :], a.shape[0] <= D)
-    z = tl.dot(x_a, w.T, input_precision=PRECISION)
+    """Returns ``x @ w1[expert].T`` for the gates of a block of hidden units."""
+    A: tl.constexpr = x_a.shape[1]
+    w = load_weights(
+        w1_ptr,
+        expert,
+        unit,
+        0,
+        F,
+        D,
+        COLUMNS,
+        A,
+        A <= D,
+        GATED,
+        INTERLEAVED,
+        W1_TRANSPOSED,
+        TENSOR_MAP=False,
+    )
+    z = tl.dot(x_a, w, input_precision=PRECISION)
     if x_b is not None:
-        w = load_block(w1_ptrs + b[None, :], (b < D)[None, :], a.shape[0] + b.shape[0] <= D)
-        z = tl.dot(x_b, w.T, z, input_precision=PRECISION)
-    if scale is not None:
-        z *= scale
-    if b1_ptr is not None:
-        z += tl.load(b1_ptr + b1_at).to(tl.float32)[None, :]
+        B: tl.constexpr = x_b.shape[1]
+        w = load_weights(
+            w1_ptr,
+            expert,
+            unit,
+            A,
+            F,
+            D,
+            COLUMNS,
+            B,
+            A + B <= D,
+            GATED,
+            INTERLEAVED,
+            W1_TRANSPOSED,
+            TENSOR_MAP=False,
+        )
+        z = tl.dot(x_b, w, z, input_precision=PRECISION)
     return z
 
 
 @triton.jit
 def _second_product(
-    h, w2_ptr, y, d, unit, in_hidden, D: tl.constexpr, H: tl.constexpr, PRECISION: tl.constexpr
+    h,  # [BLOCK_M, BLOCK_N]
+    w2_ptr,
+    expert,
+    unit,
+    y,
+    first,  # the first column
+    D: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    W2_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Returns ``y + h @ w2.T`` for the columns ``d`` of y."""
-    inside = (d < D)[:, None] & in_hidden[None, :]
-    w2 = tl.load(w2_ptr + d[:, None] * H + unit[None, :], mask=inside, other=0.0)
-    return tl.dot(h, w2.T, y, input_precision=PRECISION)
+    """Returns ``y + h @ w2[expert].T``; columns of y beyond the width hold nothing of use."""
+    w = load_weights(
+        w2_ptr,
+        expert,
+        first,
+        unit,
+        D,
+        H,
+        y.shape[1],
+        BLOCK_N,
+        H % BLOCK_N == 0,
+        GATED=False,
+        INTERLEAVED=False,
+        TRANSPOSED=W2_TRANSPOSED,
+        TENSOR_MAP=False,
+    )
+    return tl.dot(h, w, y, input_precision=PRECISION)
 
 
 @triton.jit
 def _store(y_ptrs, b2_ptr, expert, y, d, in_expert, D: tl.constexpr):
     """Stores the columns ``d`` of y, with their bias."""
     if b2_ptr is not None:
-        y += tl.load(b2_ptr + expert * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(b2_ptr + expert.to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)[
+            None, :
+        ]
     out = y_ptrs.dtype.element_ty
     tl.store(y_ptrs + d[None, :], y.to(out), mask=in_expert[:, None] & (d < D)[None, :])
 
@@ -83,9 +137,9 @@ def _store(y_ptrs, b2_ptr, expert, y, d, in_expert, D: tl.constexpr):
 @triton.jit
 def expert_mlp_kernel(
     x_ptr,  # [T, D]
-    w1_ptr,  # [E, F, D]
+    w1_ptr,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED
     b1_ptr,  # [E, F] or None
-    w2_ptr,  # [E, D, H]
+    w2_ptr,  # [E, D, H], or [E, H, D] if W2_TRANSPOSED
     b2_ptr,  # [E, D] or None
     expert_weights_ptr,  # [T, K] or None
     row_scale_ptr,  # [T], float32, or None where there is no norm
@@ -103,6 +157,8 @@ def expert_mlp_kernel(
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    W1_TRANSPOSED: tl.constexpr,
+    W2_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_A: tl.constexpr,
@@ -115,9 +171,9 @@ def expert_mlp_kernel(
     BLOCK_B is 0 where the width has no rest.
     """
     dtype: tl.constexpr = w1_ptr.dtype.element_ty
-    F: tl.constexpr = 2 * H if GATED else H
-    UNIT: tl.constexpr = 2 if INTERLEAVED else 1
-    UP: tl.constexpr = 1 if INTERLEAVED else H
+    GATES: tl.constexpr = 2 if GATED else 1
+    F: tl.constexpr = GATES * H
+    COLUMNS: tl.constexpr = GATES * BLOCK_N
     tile = tl.program_id(0)
     wait_for_previous(PDL)
     expert = tl.load(tile_expert_ptr + tile)
@@ -133,14 +189,9 @@ def expert_mlp_kernel(
     scale = None
     if row_scale_ptr is not None:
         scale = tl.load(row_scale_ptr + slot // K)[:, None]
-    expert = expert.to(tl.int64)
-    n = tl.arange(0, BLOCK_N)
     a = tl.arange(0, BLOCK_A)
-    b = None
     x_b = None
     x_ptrs = x_ptr + (slot // K).to(tl.int64)[:, None] * D
-    w1_base = w1_ptr + expert * F * D
-    w2_base = w2_ptr + expert * D * H
     y_ptrs = rows_ptr + row.to(tl.int64)[:, None] * D
 
     x_a = _load_x(x_ptrs, a, weight, D, BLOCK_A <= D, WEIGHT_ON_INPUT, dtype)
@@ -150,25 +201,37 @@ def expert_mlp_kernel(
         x_b = _load_x(x_ptrs, b, weight, D, BLOCK_A + BLOCK_B <= D, WEIGHT_ON_INPUT, dtype)
         y_b = tl.zeros((BLOCK_M, BLOCK_B), tl.float32)
 
-    for start in tl.range(0, H, BLOCK_N):
-        unit = start + n
-        in_hidden = unit < H
-        w1_row = unit % H * UNIT
-        w1_ptrs = w1_base + w1_row[:, None] * D
-        b1_at = expert * F + w1_row
-        gate = _first_product(x_a, x_b, a, b, w1_ptrs, b1_ptr, b1_at, scale, D, PRECISION)
-        up = gate
-        if GATED:
-            w1_ptrs += UP * D
-            b1_at += UP
-            up = _first_product(x_a, x_b, a, b, w1_ptrs, b1_ptr, b1_at, scale, D, PRECISION)
-        h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT)
+    for unit in tl.range(0, H, BLOCK_N):
+        z = _first_product(
+            x_a,
+            x_b,
+            w1_ptr,
+            expert,
+            unit,
+            D,
+            F,
+            COLUMNS,
+            GATED,
+            INTERLEAVED,
+            W1_TRANSPOSED,
+            PRECISION,
+        )
+        if scale is not None:
+            z *= scale
+        if b1_ptr is not None:
+            column = tile_columns(unit, F, COLUMNS, GATED, INTERLEAVED)
+            z += tl.load(b1_ptr + expert.to(tl.int64) * F + column).to(tl.float32)[None, :]
+        gate, up = split_gates(z, GATED, INTERLEAVED)
+        h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT, dtype)
         if H % BLOCK_N != 0:
-            h = tl.where(in_hidden[None, :], h, 0.0)
-        h = h.to(dtype)
-        y_a = _second_product(h, w2_base, y_a, a, unit, in_hidden, D, H, PRECISION)
+            h = tl.where((unit + tl.arange(0, BLOCK_N) < H)[None, :], h, 0.0)
+        y_a = _second_product(
+            h, w2_ptr, expert, unit, y_a, 0, D, H, BLOCK_N, W2_TRANSPOSED, PRECISION
+        )
         if BLOCK_B > 0:
-            y_b = _second_product(h, w2_base, y_b, b, unit, in_hidden, D, H, PRECISION)
+            y_b = _second_product(
+                h, w2_ptr, expert, unit, y_b, BLOCK_A, D, H, BLOCK_N, W2_TRANSPOSED, PRECISION
+            )
 
     _store(y_ptrs, b2_ptr, expert, y_a, a, in_expert, D)
     if BLOCK_B > 0:

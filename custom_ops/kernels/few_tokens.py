@@ -1,8 +1,10 @@
 """The experts for few tokens: no sort, a vector product per slot.
 
 The slots' expert ids serve as the tile table. Reading the weights takes all the time, so each
-program streams rows of one expert's matrix past one vector. The second kernel sums a token's
-choices in slot order and writes y. Their torch reference is :func:`custom_ops.reference.experts`.
+program streams tiles of them past vectors, with several stages of tiles under way. A tile keeps its
+products apart; they are added along the vector once, at the end. The second kernel takes all slots
+of a token at once, sums their results in slot order and writes y. Their torch reference is
+:func:`custom_ops.reference.experts`.
 """
 
 from __future__ import annotations
@@ -23,12 +25,36 @@ from custom_ops.kernels.spec import Buffer, Step
 
 
 @triton.jit
+def _load_weights(
+    w_ptr,  # [E, ROWS, COLUMNS], or [E, COLUMNS, ROWS] if TRANSPOSED
+    expert,
+    row,
+    column,
+    inside,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    VOLATILE: tl.constexpr = False,
+):
+    """Loads a tile of weights as float32, with zeros for what is not inside.
+
+    ``expert``, ``row`` and ``column`` are int64 and broadcast to the tile. Nothing else reads
+    weights, so that their format is known here alone.
+    """
+    if TRANSPOSED:
+        ptrs = w_ptr + (expert * (ROWS * COLUMNS) + row) + column * ROWS
+    else:
+        ptrs = w_ptr + (expert * (ROWS * COLUMNS) + row * COLUMNS) + column
+    return tl.load(ptrs, mask=inside, other=0.0, volatile=VOLATILE).to(tl.float32)
+
+
+@triton.jit
 def few_up_kernel(
     x_ptr,  # [T, D]
     expert_ids_ptr,  # [T, K], -1 for no expert
     expert_weights_ptr,  # [T, K], or None
     row_scale_ptr,  # [T], float32, or None where there is no norm
-    w1_ptr,  # [E, F, D]
+    w1_ptr,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED
     b1_ptr,  # [E, F] or None
     hidden_ptr,  # [T, K, H], of the experts' dtype
     E: tl.constexpr,
@@ -41,52 +67,62 @@ def few_up_kernel(
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    W1_TRANSPOSED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes ``hidden[slot] = act(scale[token] * w1[expert] @ x[token] + b1[expert])``."""
     dtype = hidden_ptr.dtype.element_ty
     F: tl.constexpr = 2 * H if GATED else H
-    UNIT: tl.constexpr = 2 if INTERLEAVED else 1
-    UP: tl.constexpr = 1 if INTERLEAVED else H
+    K_AXIS: tl.constexpr = 0 if W1_TRANSPOSED else 1
+    # Gate and up rows are one block.
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     slot = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    first = tl.program_id(0) * BLOCK_N
     wait_for_previous(PDL)
     expert = tl.load(expert_ids_ptr + slot).to(tl.int64)
     if (expert < 0) | (expert >= E):
         return
-    row = expert * F + n % H * UNIT
-    w1_ptrs = w1_ptr + row[:, None] * D + k[None, :]
+    r = tl.arange(0, ROWS)
+    if INTERLEAVED:
+        row = 2 * first + r
+        has_row = row < F
+    else:
+        unit = first + r % BLOCK_N
+        row = r // BLOCK_N * H + unit
+        has_row = unit < H
+    n = tl.expand_dims(row.to(tl.int64), K_AXIS)
+    in_n = tl.expand_dims(has_row, K_AXIS)
+    k = tl.expand_dims(tl.arange(0, BLOCK_K), 1 - K_AXIS)
     x_ptrs = x_ptr + slot // K * D + k
     if WEIGHT_ON_INPUT:
         weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
 
-    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in tl.range(0, D, BLOCK_K):
+    products = tl.zeros((BLOCK_K, ROWS) if W1_TRANSPOSED else (ROWS, BLOCK_K), tl.float32)
+    for start in tl.range(0, D, BLOCK_K, num_stages=NUM_STAGES):
         inside = start + k < D
         x = tl.load(x_ptrs + start, mask=inside, other=0.0)
         if WEIGHT_ON_INPUT:
             x = x.to(tl.float32) * weight
-        x = x.to(dtype).to(tl.float32)[None, :]
-        gate += tl.load(w1_ptrs + start, mask=inside[None, :], other=0.0).to(tl.float32) * x
-        if GATED:
-            w1_up = tl.load(w1_ptrs + UP * D + start, mask=inside[None, :], other=0.0)
-            up += w1_up.to(tl.float32) * x
-    z = tl.sum(gate, axis=1)
-    u = tl.sum(up, axis=1)
+        column = (start + k).to(tl.int64)
+        w = _load_weights(w1_ptr, expert, n, column, in_n & inside, F, D, W1_TRANSPOSED)
+        products += w * x.to(dtype).to(tl.float32)
+    z = tl.sum(products, axis=K_AXIS)
     if row_scale_ptr is not None:
-        scale = tl.load(row_scale_ptr + slot // K)
-        z *= scale
-        u *= scale
+        z *= tl.load(row_scale_ptr + slot // K)
     if b1_ptr is not None:
-        z += tl.load(b1_ptr + row).to(tl.float32)
-        if GATED:
-            u += tl.load(b1_ptr + row + UP).to(tl.float32)
-    h = activate(z, u, GATED, ACTIVATION, ALPHA, LIMIT)
-    tl.store(hidden_ptr + slot * H + n, h.to(dtype), mask=n < H)
+        z += tl.load(b1_ptr + expert * F + row, mask=has_row, other=0.0).to(tl.float32)
+    if not GATED:
+        gate, up = z, z
+    elif INTERLEAVED:
+        gate, up = z.reshape(BLOCK_N, 2).split()
+    else:
+        gate, up = z.reshape(2, BLOCK_N).trans().split()
+    h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT, dtype)
+    unit = first + tl.arange(0, BLOCK_N)
+    tl.store(hidden_ptr + slot * H + unit, h, mask=unit < H)
 
 
 @triton.jit
@@ -94,7 +130,7 @@ def few_down_kernel(
     hidden_ptr,  # [T, K, H]
     expert_ids_ptr,  # [T, K]
     expert_weights_ptr,  # [T, K], or None where the weights are on the input
-    w2_ptr,  # [E, D, H]
+    w2_ptr,  # [E, D, H], or [E, H, D] if W2_TRANSPOSED
     b2_ptr,  # [E, D] or None
     x_ptr,  # [T, D], or None where the result is the sum alone
     y_ptr,  # [T, D]
@@ -102,36 +138,58 @@ def few_down_kernel(
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
+    W2_TRANSPOSED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes ``y[t] = x[t] + sum_k weight[t, k] * (w2[expert] @ hidden[t, k] + b2[expert])``."""
+    SLOTS: tl.constexpr = triton.next_power_of_2(K)
+    K_AXIS: tl.constexpr = 1 if W2_TRANSPOSED else 2
     token = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.expand_dims(d.to(tl.int64), (0, K_AXIS))
+    k = tl.expand_dims(tl.arange(0, BLOCK_K), (0, 3 - K_AXIS))
+    s = tl.arange(0, SLOTS)[:, None, None]
+    slot = token * K + s
+    if PDL:
+        # The first weights come to L2 while the first kernel ends. The ids are older than it, since
+        # it let this kernel start after its own wait for them, but nothing says that they are
+        # visible before this kernel's wait. They are hints here: whatever is in range reads
+        # weights, which no kernel writes, and nothing that is read is used. Volatile loads stay.
+        hint = tl.load(expert_ids_ptr + slot, mask=s < K, other=-1, volatile=True).to(tl.int64)
+        in_first = (hint >= 0) & (hint < E) & (n < D) & (k < H)
+        _load_weights(w2_ptr, hint, n, k.to(tl.int64), in_first, D, H, W2_TRANSPOSED, True)
     wait_for_previous(PDL)
+    expert = tl.load(expert_ids_ptr + slot, mask=s < K, other=-1).to(tl.int64)
+    has_expert = (expert >= 0) & (expert < E)
+
+    # All slots at once, since one expert's rows alone are too little to have in flight.
+    if W2_TRANSPOSED:
+        products = tl.zeros((SLOTS, BLOCK_K, BLOCK_N), tl.float32)
+    else:
+        products = tl.zeros((SLOTS, BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.range(0, H, BLOCK_K, num_stages=NUM_STAGES):
+        inside = has_expert & (start + k < H)
+        h = tl.load(hidden_ptr + slot * H + start + k, mask=inside, other=0.0).to(tl.float32)
+        column = (start + k).to(tl.int64)
+        w = _load_weights(w2_ptr, expert, n, column, inside & (n < D), D, H, W2_TRANSPOSED)
+        products += w * h
+    if b2_ptr is not None:
+        bias = tl.load(b2_ptr + expert * D + n, mask=has_expert & (n < D), other=0.0)
+        products += tl.where(k == 0, bias.to(tl.float32), 0.0)
+    if expert_weights_ptr is not None:
+        weight = tl.load(expert_weights_ptr + slot, mask=has_expert, other=0.0)
+        products *= weight.to(tl.float32)
+    results = tl.sum(products, axis=K_AXIS)
     y = tl.zeros((BLOCK_N,), tl.float32)
-    for slot in tl.range(token * K, token * K + K):
-        expert = tl.load(expert_ids_ptr + slot).to(tl.int64)
-        if (expert >= 0) & (expert < E):
-            row = expert * D + n % D
-            w2_ptrs = w2_ptr + row[:, None] * H + k[None, :]
-            total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-            for start in tl.range(0, H, BLOCK_K):
-                inside = start + k < H
-                h = tl.load(hidden_ptr + slot * H + start + k, mask=inside, other=0.0)
-                w = tl.load(w2_ptrs + start, mask=inside[None, :], other=0.0)
-                total += w.to(tl.float32) * h.to(tl.float32)[None, :]
-            term = tl.sum(total, axis=1)
-            if b2_ptr is not None:
-                term += tl.load(b2_ptr + row).to(tl.float32)
-            if expert_weights_ptr is not None:
-                term *= tl.load(expert_weights_ptr + slot).to(tl.float32)
-            y += term
+    for i in tl.static_range(K):
+        is_slot = tl.arange(0, SLOTS)[:, None] == i
+        y += tl.sum(tl.where(is_slot, results, 0.0), axis=0)
     if x_ptr is not None:
-        y += tl.load(x_ptr + token * D + n, mask=n < D, other=0.0).to(tl.float32)
-    tl.store(y_ptr + token * D + n, y.to(y_ptr.dtype.element_ty), mask=n < D)
+        y += tl.load(x_ptr + token * D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(y_ptr + token * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
 def few_step(layer: Layer, architecture: Architecture, up: FewConfig, down: FewConfig) -> Step:

@@ -12,6 +12,7 @@ N = T*K slots, of which R have an expert and so a row.
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any, Literal
 
 import triton
 import triton.language as tl
@@ -21,30 +22,99 @@ from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles
 from custom_ops.kernels.configs import GemmConfig
 from custom_ops.kernels.device import load_block, wait_for_previous
-from custom_ops.kernels.expressions import D, H, K, T, cdiv
+from custom_ops.kernels.expressions import D, H, K, T, cdiv, minimum
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import Argument, Buffer, Step, TensorMap, TensorPointer
+from custom_ops.kernels.spec import Argument, Buffer, KernelSpec, Step
+from custom_ops.kernels.weights import (
+    halves,
+    load_weights,
+    split_gates,
+    tile_columns,
+    weights_of,
+)
 
 
 @triton.jit
-def _tile_of_program(NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Returns which M tile and N tile a program computes.
+def _number_of_tiles(row_starts_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Returns how many tiles of the table are used; they come first."""
+    expert = tl.arange(0, BLOCK_E)
+    start = tl.load(row_starts_ptr + expert, mask=expert < E, other=0)
+    end = tl.load(row_starts_ptr + expert + 1, mask=expert < E, other=0)
+    return tl.sum(tl.cdiv(end - start, BLOCK_M))
+
+
+@triton.jit
+def _tile_at(index, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Returns the M tile and the N tile at an index.
 
     GROUP_M M tiles with the same N tile are neighbours: they are mostly of one expert, whose
     weights then come from L2.
     """
-    pid = tl.program_id(0)
-    num_m = tl.num_programs(0) // NUM_N
-    first_m = pid // (GROUP_M * NUM_N) * GROUP_M
+    first_m = index // (GROUP_M * NUM_N) * GROUP_M
     group = tl.minimum(num_m - first_m, GROUP_M)
-    within = pid % (GROUP_M * NUM_N)
+    within = index % (GROUP_M * NUM_N)
     return first_m + within % group, within // group
+
+
+@triton.jit
+def _schedule(
+    row_starts_ptr,
+    tile_expert_ptr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NUM_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+):
+    """Returns the number of M tiles, and how many tiles a program computes."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if PERSISTENT:
+        num_m = _number_of_tiles(row_starts_ptr, E, BLOCK_E, BLOCK_M)
+        rounds = tl.cdiv(num_m * NUM_N - program, programs)
+    else:
+        num_m = programs // NUM_N
+        tile, _ = _tile_at(program, num_m, NUM_N, GROUP_M)
+        rounds = (tl.load(tile_expert_ptr + tile) >= 0).to(tl.int32)
+    return num_m, rounds
+
+
+@triton.jit
+def _rows_of(tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M: tl.constexpr):
+    """Returns the expert of an M tile, its rows, and which of them the expert has."""
+    expert = tl.load(tile_expert_ptr + tile)
+    row = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)
+    return expert, row, row < tl.load(row_starts_ptr + expert + 1)
+
+
+@triton.jit
+def _store_block(ptr, block, row, first, in_expert, N: tl.constexpr):
+    n = first + tl.arange(0, block.shape[1])
+    ptrs = ptr + row.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=in_expert[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _store_tile(ptr, tile, row, first, in_expert, N: tl.constexpr):
+    """Stores a tile's columns from ``first`` on to the rows of ``[R, N]`` that the expert has.
+
+    A wide tile goes in two halves: on their way to contiguous rows they pass through shared memory,
+    which beside a next tile's stages has no room for the whole if two programs are to fit.
+    """
+    HALF: tl.constexpr = tile.shape[1] // 2
+    if HALF >= 64:
+        left, right = halves(tile)
+        _store_block(ptr, left, row, first, in_expert, N)
+        _store_block(ptr, right, row, first + HALF, in_expert, N)
+    else:
+        _store_block(ptr, tile, row, first, in_expert, N)
 
 
 @triton.jit
 def expert_up_kernel(
     x_ptr,  # [T, D]
-    w1,  # [E, F, D]: a pointer, or a tensor map
+    w1,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED: a pointer, or a tensor map
     b1_ptr,  # [E, F] or None
     expert_weights_ptr,  # [T, K]
     row_scale_ptr,  # [T], float32, or None where there is no norm
@@ -53,6 +123,7 @@ def expert_up_kernel(
     tile_expert_ptr,  # [tiles]
     tile_row_ptr,  # [tiles]
     hidden_ptr,  # [R, H], of the experts' dtype
+    E: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -62,8 +133,11 @@ def expert_up_kernel(
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
-    TENSOR_MAP: tl.constexpr,
+    W1_TRANSPOSED: tl.constexpr,
+    TENSOR_MAPS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -72,163 +146,200 @@ def expert_up_kernel(
 ):
     """Computes ``hidden = act(scale[token] * x[token] @ w1[expert].T + b1[expert])`` by tiles."""
     dtype = hidden_ptr.dtype.element_ty
-    F: tl.constexpr = 2 * H if GATED else H
-    # Rows of w1 from one hidden unit to the next, and from its gate row to its up row.
-    UNIT: tl.constexpr = 2 if INTERLEAVED else 1
-    UP: tl.constexpr = 1 if INTERLEAVED else H
-    tile, n_tile = _tile_of_program(tl.cdiv(H, BLOCK_N), GROUP_M)
+    GATES: tl.constexpr = 2 if GATED else 1
+    F: tl.constexpr = GATES * H
+    COLUMNS: tl.constexpr = GATES * BLOCK_N
+    NUM_N: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     wait_for_previous(PDL)
-    expert = tl.load(tile_expert_ptr + tile)
-    if expert < 0:
-        return
-    row = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)
-    in_expert = row < tl.load(row_starts_ptr + expert + 1)
-    # Rows beyond the expert's compute on slot 0's token and are not stored.
-    slot = tl.load(slot_of_row_ptr + row, mask=in_expert, other=0)
-    k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + (slot // K).to(tl.int64)[:, None] * D + k[None, :]
-    if WEIGHT_ON_INPUT:
-        weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
-    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if not TENSOR_MAP:
-        unit = expert.to(tl.int64) * F + n % H * UNIT
-        w1_ptrs = w1 + unit[None, :] * D + k[:, None]
-
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(0, D, BLOCK_K):
-        whole: tl.constexpr = D % BLOCK_K == 0
-        inside = start + k < D
-        x = load_block(x_ptrs + start, inside[None, :], whole)
+    num_m, rounds = _schedule(
+        row_starts_ptr, tile_expert_ptr, E, BLOCK_E, BLOCK_M, NUM_N, GROUP_M, PERSISTENT
+    )
+    stored = program
+    for turn in tl.range(0, rounds, flatten=PERSISTENT):
+        tile, n_tile = _tile_at(program + turn * programs, num_m, NUM_N, GROUP_M)
+        expert, row, in_expert = _rows_of(
+            tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M
+        )
+        # Rows beyond the expert's compute on slot 0's token and are not stored.
+        slot = tl.load(slot_of_row_ptr + row, mask=in_expert, other=0)
+        k = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + (slot // K).to(tl.int64)[:, None] * D + k[None, :]
         if WEIGHT_ON_INPUT:
-            x = x.to(tl.float32) * weight[:, None]
-        x = x.to(dtype)
-        if TENSOR_MAP:
-            first = n_tile * BLOCK_N
-            w = w1.load([expert, first, start]).reshape(BLOCK_N, BLOCK_K).T
-        else:
-            w = load_block(w1_ptrs + start, inside[:, None], whole)
-        gate = tl.dot(x, w, gate, input_precision=PRECISION)
-        if GATED:
-            if TENSOR_MAP:
-                if INTERLEAVED:
-                    v = w1.load([expert, first, D + start]).reshape(BLOCK_N, BLOCK_K).T
-                else:
-                    v = w1.load([expert, H + first, start]).reshape(BLOCK_N, BLOCK_K).T
-            else:
-                v = load_block(w1_ptrs + UP * D + start, inside[:, None], whole)
-            up = tl.dot(x, v, up, input_precision=PRECISION)
+            weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
+        first = n_tile * BLOCK_N
 
-    if row_scale_ptr is not None:
-        scale = tl.load(row_scale_ptr + slot // K)[:, None]
-        gate *= scale
-        if GATED:
-            up *= scale
-    if b1_ptr is not None:
-        b1_ptrs = b1_ptr + expert.to(tl.int64) * F + n % H * UNIT
-        gate += tl.load(b1_ptrs).to(tl.float32)[None, :]
-        if GATED:
-            up += tl.load(b1_ptrs + UP).to(tl.float32)[None, :]
-    h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT)
-    h_ptrs = hidden_ptr + row.to(tl.int64)[:, None] * H + n[None, :]
-    tl.store(h_ptrs, h.to(dtype), mask=in_expert[:, None] & (n < H)[None, :])
+        z = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+        for start in tl.range(0, D, BLOCK_K):
+            whole: tl.constexpr = D % BLOCK_K == 0
+            x = load_block(x_ptrs + start, (start + k < D)[None, :], whole)
+            if WEIGHT_ON_INPUT:
+                x = x.to(tl.float32) * weight[:, None]
+            w = load_weights(
+                w1,
+                expert,
+                first,
+                start,
+                F,
+                D,
+                COLUMNS,
+                BLOCK_K,
+                whole,
+                GATED,
+                INTERLEAVED,
+                W1_TRANSPOSED,
+                TENSOR_MAPS,
+            )
+            z = tl.dot(x.to(dtype), w, z, input_precision=PRECISION)
+
+        if PERSISTENT:
+            # Found again by a count of its own: the loop's head is then a tile ahead, and what it
+            # found for this tile would stay in registers all the while.
+            tile, n_tile = _tile_at(stored, num_m, NUM_N, GROUP_M)
+            stored += programs
+            expert, row, in_expert = _rows_of(
+                tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M
+            )
+            first = n_tile * BLOCK_N
+        if row_scale_ptr is not None:
+            z *= tl.load(row_scale_ptr + slot // K)[:, None]
+        if b1_ptr is not None:
+            column = tile_columns(first, F, COLUMNS, GATED, INTERLEAVED)
+            z += tl.load(b1_ptr + expert.to(tl.int64) * F + column).to(tl.float32)[None, :]
+        gate, up = split_gates(z, GATED, INTERLEAVED)
+        h = activate(gate, up, GATED, ACTIVATION, ALPHA, LIMIT, dtype)
+        _store_tile(hidden_ptr, h, row, first, in_expert, H)
 
 
 @triton.jit
 def expert_down_kernel(
     hidden_ptr,  # [R, H]
-    w2,  # [E, D, H]: a pointer, or a tensor map
+    w2,  # [E, D, H], or [E, H, D] if W2_TRANSPOSED: a pointer, or a tensor map
     b2_ptr,  # [E, D] or None
     row_starts_ptr,  # [E + 1]
     tile_expert_ptr,  # [tiles]
     tile_row_ptr,  # [tiles]
     rows_ptr,  # [R, D]
+    E: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
-    TENSOR_MAP: tl.constexpr,
+    W2_TRANSPOSED: tl.constexpr,
+    TENSOR_MAPS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ``rows = hidden @ w2[expert].T + b2[expert]``, tile by tile."""
-    tile, n_tile = _tile_of_program(tl.cdiv(D, BLOCK_N), GROUP_M)
+    """Computes ``rows = hidden @ w2[expert].T + b2[expert]`` by tiles."""
+    NUM_N: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     wait_for_previous(PDL)
-    expert = tl.load(tile_expert_ptr + tile)
-    if expert < 0:
-        return
-    first_row = tl.load(tile_row_ptr + tile)
-    row = first_row + tl.arange(0, BLOCK_M)
-    in_expert = row < tl.load(row_starts_ptr + expert + 1)
-    k = tl.arange(0, BLOCK_K)
-    # Rows beyond the expert's compute on its first row and are not stored.
-    h_row = tl.where(in_expert, row, first_row).to(tl.int64)
-    h_ptrs = hidden_ptr + h_row[:, None] * H + k[None, :]
-    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if not TENSOR_MAP:
-        w2_ptrs = w2 + (expert.to(tl.int64) * D + n % D)[None, :] * H + k[:, None]
+    num_m, rounds = _schedule(
+        row_starts_ptr, tile_expert_ptr, E, BLOCK_E, BLOCK_M, NUM_N, GROUP_M, PERSISTENT
+    )
+    stored = program
+    for turn in tl.range(0, rounds, flatten=PERSISTENT):
+        tile, n_tile = _tile_at(program + turn * programs, num_m, NUM_N, GROUP_M)
+        expert, row, in_expert = _rows_of(
+            tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M
+        )
+        k = tl.arange(0, BLOCK_K)
+        # Rows beyond the expert's compute on row 0 and are not stored.
+        h_row = tl.where(in_expert, row, 0).to(tl.int64)
+        h_ptrs = hidden_ptr + h_row[:, None] * H + k[None, :]
+        first = n_tile * BLOCK_N
 
-    y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(0, H, BLOCK_K):
-        whole: tl.constexpr = H % BLOCK_K == 0
-        inside = start + k < H
-        h = load_block(h_ptrs + start, inside[None, :], whole)
-        if TENSOR_MAP:
-            w = w2.load([expert, n_tile * BLOCK_N, start]).reshape(BLOCK_N, BLOCK_K).T
-        else:
-            w = load_block(w2_ptrs + start, inside[:, None], whole)
-        y = tl.dot(h, w, y, input_precision=PRECISION)
+        y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in tl.range(0, H, BLOCK_K):
+            whole: tl.constexpr = H % BLOCK_K == 0
+            h = load_block(h_ptrs + start, (start + k < H)[None, :], whole)
+            w = load_weights(
+                w2,
+                expert,
+                first,
+                start,
+                D,
+                H,
+                BLOCK_N,
+                BLOCK_K,
+                whole,
+                GATED=False,
+                INTERLEAVED=False,
+                TRANSPOSED=W2_TRANSPOSED,
+                TENSOR_MAP=TENSOR_MAPS,
+            )
+            y = tl.dot(h, w, y, input_precision=PRECISION)
 
-    if b2_ptr is not None:
-        y += tl.load(b2_ptr + expert.to(tl.int64) * D + n % D).to(tl.float32)[None, :]
-    y_ptrs = rows_ptr + row.to(tl.int64)[:, None] * D + n[None, :]
-    y = y.to(rows_ptr.dtype.element_ty)
-    tl.store(y_ptrs, y, mask=in_expert[:, None] & (n < D)[None, :])
+        if PERSISTENT:
+            # Found again by a count of its own: the loop's head is then a tile ahead, and what it
+            # found for this tile would stay in registers all the while.
+            tile, n_tile = _tile_at(stored, num_m, NUM_N, GROUP_M)
+            stored += programs
+            expert, row, in_expert = _rows_of(
+                tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M
+            )
+            first = n_tile * BLOCK_N
+        if b2_ptr is not None:
+            column = tile_columns(first, D, BLOCK_N, GATED=False, INTERLEAVED=False)
+            y += tl.load(b2_ptr + expert.to(tl.int64) * D + column).to(tl.float32)[None, :]
+        _store_tile(rows_ptr, y, row, first, in_expert, D)
 
 
 def expert_up_step(layer: Layer, architecture: Architecture, config: GemmConfig) -> Step:
     """The first product: sorted slots to the buffer ``hidden``."""
-    # One row per hidden unit where gate and up rows alternate. A gate tile that passes the end of
-    # its rows then reads up rows, which x, masked, multiplies by zero: only if those hold no number
-    # does that show, and then the unit has none anyway.
-    unit = 2 if layer.options.interleaved else 1
-    spec = kernel_of(
-        expert_up_kernel,
-        layer,
-        architecture,
-        (max_tiles(config.block_m) * cdiv(H, config.block_n),),
-        asdict(config),
-        w1=_weight(layer, config, "w1", layer.rows // unit, unit * layer.width),
-        TENSOR_MAP=config.tensor_maps,
-        **first_product(layer),
-    )
+    spec = _product(expert_up_kernel, layer, architecture, config, "w1", **first_product(layer))
     return Step((Buffer("hidden", layer.experts_dtype, T * K * H),), (spec,))
 
 
 def expert_down_step(layer: Layer, architecture: Architecture, config: GemmConfig) -> Step:
     """The second product: ``hidden`` to the buffer ``rows``, unweighted, in the tokens' dtype."""
-    spec = kernel_of(
-        expert_down_kernel,
-        layer,
-        architecture,
-        (max_tiles(config.block_m) * cdiv(D, config.block_n),),
-        asdict(config),
-        w2=_weight(layer, config, "w2", layer.width, layer.hidden),
-        TENSOR_MAP=config.tensor_maps,
-    )
+    spec = _product(expert_down_kernel, layer, architecture, config, "w2")
     return Step((Buffer("rows", layer.tokens_dtype, T * K * D),), (spec,))
 
 
-def _weight(layer: Layer, config: GemmConfig, tensor: str, rows: int, width: int) -> Argument:
-    """Returns a pointer to w1 or w2, or a tensor map that views it as ``[E, rows, width]``."""
-    if not config.tensor_maps:
-        return TensorPointer(tensor, layer.experts_dtype)
-    return TensorMap(
-        tensor,
-        layer.experts_dtype,
-        shape=(layer.experts, rows, width),
-        strides=(rows * width, width, 1),
-        box=(1, config.block_n, config.block_k),
+def _product(
+    kernel: Any,
+    layer: Layer,
+    architecture: Architecture,
+    config: GemmConfig,
+    weights: Literal["w1", "w2"],
+    **own: Argument,
+) -> KernelSpec:
+    columns, gates = (H, layer.options.rows_per_hidden) if weights == "w1" else (D, 1)
+    programs = max_tiles(config.block_m) * cdiv(columns, config.block_n)
+    if config.persistent:
+        at_once = _programs_at_once(architecture, config, gates, layer.experts_dtype.itemsize)
+        programs = minimum(programs, architecture.multiprocessors * at_once)
+    own[weights] = weights_of(
+        layer, weights, config.block_n, config.block_k, tensor_maps=config.tensor_maps
+    )
+    return kernel_of(
+        kernel,
+        layer,
+        architecture,
+        (programs,),
+        asdict(config),
+        BLOCK_E=triton.next_power_of_2(layer.experts),
+        **own,
+    )
+
+
+def _programs_at_once(
+    architecture: Architecture, config: GemmConfig, gates: int, itemsize: int
+) -> int:
+    """Returns how many programs a multiprocessor holds, by estimate."""
+    columns = gates * config.block_n
+    stages = config.num_stages * (config.block_m + columns) * config.block_k
+    stored = config.block_m * min(config.block_n, 64)
+    # Of a thread: a share of the accumulators, and as many others as those of the widest tile.
+    registers = config.block_m * columns + 32 * config.num_warps * 64
+    return max(
+        1,
+        min(architecture.shared_memory // ((stages + stored) * itemsize), 64 * 1024 // registers),
     )

@@ -77,6 +77,34 @@ def _experts_of(ids_ptr, slot, end, E: tl.constexpr):
     return tl.where(valid, expert, 0).to(tl.int32), valid
 
 
+# Up to so many experts their counts are scanned; with more, comparing slots is cheaper.
+_SCANNED_EXPERTS = tl.constexpr(32)
+
+
+@triton.jit
+def _rank(
+    expert,  # [BLOCK_N]
+    valid,  # [BLOCK_N]
+    E: tl.constexpr,
+):
+    """Returns how many earlier slots of the block have the same expert, where they have one."""
+    if E <= _SCANNED_EXPERTS:
+        # The counts of four experts share an integer, 16 bits for each.
+        shift = (expert % 4 * 16).to(tl.int64)
+        one = valid.to(tl.int64) << shift
+        counts = tl.zeros_like(one)
+        for four in tl.range(0, tl.cdiv(E, 4)):
+            own = expert // 4 == four
+            counts = tl.where(own, tl.cumsum(tl.where(own, one, 0), axis=0), counts)
+        rank = ((counts >> shift) & 0xFFFF).to(tl.int32) - 1
+    else:
+        n = tl.arange(0, expert.shape[0])
+        earlier = n[None, :] < n[:, None]
+        key = tl.where(valid, expert, -1)
+        rank = tl.sum(((key[:, None] == key[None, :]) & earlier).to(tl.int32), axis=1)
+    return rank
+
+
 @triton.jit
 def _place(
     ids_ptr,
@@ -89,14 +117,10 @@ def _place(
     BLOCK_N: tl.constexpr,
 ):
     """Gives each slot the next row of its expert, in order of slots."""
-    n = tl.arange(0, BLOCK_N)
-    earlier = n[None, :] < n[:, None]
     for start in tl.range(first, end, BLOCK_N):
-        slot = start + n
+        slot = start + tl.arange(0, BLOCK_N)
         expert, valid = _experts_of(ids_ptr, slot, end, E)
-        key = tl.where(valid, expert, -1)
-        rank = tl.sum(((key[:, None] == key[None, :]) & earlier).to(tl.int32), axis=1)
-        row = tl.gather(next_row, expert, 0) + rank
+        row = tl.gather(next_row, expert, 0) + _rank(expert, valid, E)
         tl.store(row_of_slot_ptr + slot, tl.where(valid, row, -1), mask=slot < end)
         tl.store(slot_of_row_ptr + row, slot, mask=valid)
         next_row += tl.histogram(expert, next_row.shape[0], mask=valid)
@@ -168,7 +192,8 @@ def _share(slots, BLOCK_N: tl.constexpr):
     """Returns the slots ``first..end-1`` of this program: whole blocks, as many for each."""
     share = tl.cdiv(tl.cdiv(slots, BLOCK_N), tl.num_programs(0)) * BLOCK_N
     first = tl.program_id(0) * share
-    return first, tl.minimum(first + share, slots)
+    # The sum of first and share may be beyond 32 bits.
+    return first, first + tl.minimum(share, slots - first)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -214,29 +239,32 @@ def place_kernel(
     """Places this program's share of the slots, after the same experts' of earlier programs."""
     wait_for_previous(PDL)
     expert = tl.arange(0, BLOCK_E)[None, :]
-    counts = tl.zeros((BLOCK_E,), tl.int32)
-    before = tl.zeros((BLOCK_E,), tl.int32)
+    all_counts = tl.zeros((BLOCK_P, BLOCK_E), tl.int32)
+    earlier_counts = tl.zeros((BLOCK_P, BLOCK_E), tl.int32)
     for start in tl.range(0, tl.num_programs(0), BLOCK_P):
         program = (start + tl.arange(0, BLOCK_P))[:, None]
         inside = (program < tl.num_programs(0)) & (expert < E)
         count = tl.load(counts_ptr + program * E + expert, mask=inside, other=0)
-        counts += tl.sum(count, axis=0)
-        before += tl.sum(tl.where(program < tl.program_id(0), count, 0), axis=0)
+        all_counts += count
+        earlier_counts += tl.where(program < tl.program_id(0), count, 0)
+    counts = tl.sum(all_counts, axis=0)
     starts = tl.cumsum(counts, axis=0) - counts
     slots = tokens * K
     _tabulate(counts, starts, row_starts_ptr, tile_expert_ptr, tile_row_ptr, slots, E, BLOCK_M)
     first, end = _share(slots, BLOCK_N)
-    next_row = starts + before
+    next_row = starts + tl.sum(earlier_counts, axis=0)
     _place(expert_ids_ptr, slot_of_row_ptr, row_of_slot_ptr, first, end, next_row, E, BLOCK_N)
 
 
-# Slots that a program ranks at a time, by comparing each two of them in registers.
-_BLOCK_SLOTS = 64
+# Slots that a program ranks at a time: by comparing each two of them in registers, or by scans, of
+# which a thread does eight.
+_COMPARED_SLOTS = 64
+_SCANNED_SLOTS = 1024
 # One program handles this many sooner than a second kernel starts (an estimate, like all here).
 _ONE_PROGRAM_SLOTS = 512
-# Two or three programs for each multiprocessor. Each reads the counts of all, at most 128 KiB, and
+# Up to four programs for each multiprocessor. Each reads the counts of all, at most 128 KiB, and
 # this many in one go.
-_MAX_PROGRAMS = 256
+_MAX_PROGRAMS = 512
 _COUNTS = 32 * 1024
 _COUNTS_AT_ONCE = 4096
 
@@ -254,21 +282,25 @@ def index_sort_step(
         Buffer(name, torch.int32, Expression.of(count))
         for name, count in zip(SortedSlots._fields, counts, strict=True)
     )
+    one_program = last_tokens * layer.top_k <= _ONE_PROGRAM_SLOTS
+    block_n = _COMPARED_SLOTS
+    if layer.experts <= _SCANNED_EXPERTS.value:
+        block_n = _ONE_PROGRAM_SLOTS if one_program else _SCANNED_SLOTS
     launch = {
         "block_m": block_m,
-        "block_n": _BLOCK_SLOTS,
+        "block_n": block_n,
         "block_e": block_e,
-        "block_p": min(64, _COUNTS_AT_ONCE // block_e),
+        "block_p": _COUNTS_AT_ONCE // block_e,
         "num_warps": 4,
     }
 
     def spec(function: Any, programs: IntLike, **own: Argument) -> KernelSpec:
         return kernel_of(function, layer, architecture, (programs,), launch, **own)
 
-    if last_tokens * layer.top_k <= _ONE_PROGRAM_SLOTS:
+    if one_program:
         return Step(outputs, (spec(sort_kernel, 1),))
     counts_ptr = WorkspacePointer("slot_counts", torch.int32)
-    programs = minimum(cdiv(T * K, _BLOCK_SLOTS), min(_MAX_PROGRAMS, _COUNTS // block_e))
+    programs = minimum(cdiv(T * K, block_n), min(_MAX_PROGRAMS, _COUNTS // block_e))
     slot_counts = Buffer("slot_counts", torch.int32, programs * E)
     kernels = (spec(each, programs, counts_ptr=counts_ptr) for each in (count_kernel, place_kernel))
     return Step((slot_counts, *outputs), tuple(kernels))

@@ -1,15 +1,24 @@
-"""The Python launcher: runs a plan with Triton's JIT on a GPU, or its interpreter on a CPU."""
+"""The Python launcher: runs a plan with Triton's JIT on a GPU, or its interpreter on a CPU.
+
+What a call needs of a plan and its number of tokens is worked out once. Triton's JIT compiles a
+kernel at its first launch; it would look it up by all its arguments at each later one, which takes
+longer than a small layer runs, so these start the compiled kernel itself, with addresses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from custom_ops.kernels.spec import (
-    Argument,
     Constant,
     ForwardPlan,
     KernelSpec,
@@ -19,28 +28,31 @@ from custom_ops.kernels.spec import (
     WorkspacePointer,
 )
 
+# Triton compiles for pointers to multiples of it, and apart for others.
+_ALIGNMENT = 16
+
 
 def launch(
     plan: ForwardPlan, tensors: Mapping[str, Tensor], workspace: Tensor | None = None
 ) -> None:
-    """Runs a layer's forward pass, writing ``tensors["y"]``.
+    """Runs a plan, writing its results among ``tensors``, on the current stream.
 
     Args:
         plan: What to run.
-        tensors: The operator's by argument, and y, each contiguous; x and y are ``[T, D]``.
+        tensors: The operator's by argument, and the results, such as y, each contiguous; x and y
+            are ``[T, D]``, and all on the current device. One under the name of a workspace buffer
+            takes that buffer's place: it has its dtype and at least its size.
         workspace: uint8 of at least ``plan.workspace_size(T)`` bytes, aligned to 256; allocated
             where None. It need not be initialised.
     """
     tokens = tensors["x"].shape[0]
     if tokens == 0:
         return
-    sizes = {**plan.layer.sizes, "T": tokens}
-    span = plan.at(tokens)
-    offsets = span.offsets(sizes)
+    prepared = _prepare(plan, tokens)
     if workspace is None:
-        workspace = torch.empty(offsets[""], dtype=torch.uint8, device=tensors["x"].device)
-    for spec in span.launches:
-        _start(spec, sizes, tensors, workspace, offsets)
+        size = prepared.workspace_size
+        workspace = torch.empty(size, dtype=torch.uint8, device=tensors["x"].device)
+    _start(prepared, tensors, workspace)
 
 
 def launch_kernel(spec: KernelSpec, tensors: Mapping[str, Tensor]) -> None:
@@ -48,41 +60,177 @@ def launch_kernel(spec: KernelSpec, tensors: Mapping[str, Tensor]) -> None:
 
     Args:
         spec: The kernel; its symbols are T alone.
-        tensors: Contiguous, by the names that the spec gives them; x is ``[T, D]``, not empty.
+        tensors: Contiguous, by the names that the spec gives them; x is ``[T, D]``, not empty, and
+            on the current device.
     """
-    nothing = torch.empty(0, dtype=torch.uint8, device=tensors["x"].device)
-    _start(spec, {"T": tensors["x"].shape[0]}, tensors, nothing, {})
+    prepared = _prepare_kernel(spec, tensors["x"].shape[0])
+    _start(prepared, tensors, torch.empty(0, dtype=torch.uint8, device=tensors["x"].device))
 
 
-def _start(
-    spec: KernelSpec,
-    sizes: Mapping[str, int],
-    tensors: Mapping[str, Tensor],
-    workspace: Tensor,
-    offsets: Mapping[str, int],
-) -> None:
-    def resolve(argument: Argument) -> Any:
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel, and what Triton's JIT made of it on each device.
+
+    Attributes:
+        spec: The kernel.
+        compiled: By the device's index, for aligned addresses.
+    """
+
+    spec: KernelSpec
+    compiled: dict[int, CompiledKernel] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A launch for a number of tokens.
+
+    Attributes:
+        kernel: The kernel.
+        grid: Programs along x, y and z.
+        values: An argument for each parameter, None for those that depend on the call.
+        pointers: The places of pointers, and the names of what they point to.
+        maps: The places of tensor maps.
+    """
+
+    kernel: _Kernel
+    grid: tuple[int, int, int]
+    values: tuple[int | float | bool | str | None, ...]
+    pointers: tuple[tuple[int, str], ...]
+    maps: tuple[tuple[int, TensorMap], ...]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is launched for a number of tokens, with a workspace's size and its buffers' offsets."""
+
+    launches: tuple[_Launch, ...]
+    workspace_size: int = 0
+    offsets: tuple[tuple[str, int], ...] = ()
+
+
+@lru_cache(maxsize=1024)
+def _prepare(plan: ForwardPlan, tokens: int) -> _Prepared:
+    sizes = {**plan.layer.sizes, "T": tokens}
+    span = plan.at(tokens)
+    offsets = span.offsets(sizes)
+    size = offsets.pop("")
+    return _Prepared(_launches(span.launches, sizes), size, tuple(offsets.items()))
+
+
+@lru_cache(maxsize=1024)
+def _prepare_kernel(spec: KernelSpec, tokens: int) -> _Prepared:
+    return _Prepared(_launches((spec,), {"T": tokens}))
+
+
+# Kernels that many calls share stay compiled when the records of some numbers of tokens go.
+@lru_cache(maxsize=4096)
+def _kernel(spec: KernelSpec) -> _Kernel:
+    return _Kernel(spec)
+
+
+def _launches(specs: Iterable[KernelSpec], sizes: Mapping[str, int]) -> tuple[_Launch, ...]:
+    launches = []
+    for spec in specs:
+        values: list[int | float | bool | str | None] = []
+        pointers, maps = [], []
+        for place, argument in enumerate(spec.arguments.values()):
+            values.append(None)
+            match argument:
+                case Constant(value):
+                    values[place] = value
+                case Scalar(expression):
+                    values[place] = expression.evaluate(sizes)
+                case TensorPointer(name) | WorkspacePointer(name):
+                    pointers.append((place, name))
+                case TensorMap():
+                    maps.append((place, argument))
+        x, y, z = (axis.evaluate(sizes) for axis in spec.grid)
+        kernel = _kernel(spec)
+        launches.append(_Launch(kernel, (x, y, z), tuple(values), tuple(pointers), tuple(maps)))
+    return tuple(launches)
+
+
+def _start(prepared: _Prepared, tensors: Mapping[str, Tensor], workspace: Tensor) -> None:
+    base = workspace.data_ptr()
+    given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    aligned = not any(address % _ALIGNMENT for address in (base, *given.values()))
+    addresses = {name: base + offset for name, offset in prepared.offsets} | given
+    device = tensors["x"].get_device()
+    stream = None
+    for each in prepared.launches:
+        kernel = each.kernel
+        compiled = kernel.compiled.get(device) if aligned else None
+        if compiled is None or kernel.spec.function.pre_run_hooks:
+            found = _start_by_jit(each, prepared, tensors, workspace)
+            if aligned and _serves_all_calls(kernel.spec, found):
+                kernel.compiled[device] = found
+            continue
+        if stream is None:
+            stream = driver.active.get_current_stream(device)
+        values: list[Any] = list(each.values)
+        for place, name in each.pointers:
+            values[place] = addresses[name]
+        for place, argument in each.maps:
+            values[place] = _descriptor(argument, addresses[argument.tensor])
+        compiled[each.grid](*values, stream=stream)
+
+
+def _serves_all_calls(spec: KernelSpec, compiled: Any) -> bool:
+    """Whether the JIT compiled a kernel, and for any number of tokens; the interpreter does not."""
+    return isinstance(compiled, CompiledKernel) and all(
+        parameter.do_not_specialize
+        for parameter in spec.function.params
+        if isinstance(spec.arguments[parameter.name], Scalar)
+    )
+
+
+def _start_by_jit(
+    each: _Launch, prepared: _Prepared, tensors: Mapping[str, Tensor], workspace: Tensor
+) -> Any:
+    """Launches a kernel as Triton documents it, by tensors; returns what the JIT compiled."""
+    spec, offsets = each.kernel.spec, dict(prepared.offsets)
+    arguments: dict[str, Any] = {}
+    for (name, argument), value in zip(spec.arguments.items(), each.values, strict=True):
         match argument:
-            case Constant(value):
-                return value
-            case Scalar(value):
-                return value.evaluate(sizes)
-            case TensorPointer(name):
-                return tensors[name]
+            case TensorPointer(tensor):
+                arguments[name] = tensors[tensor]
+            case WorkspacePointer(buffer) if buffer in tensors:
+                arguments[name] = tensors[buffer]
             case WorkspacePointer(buffer, dtype):
                 rest = workspace[offsets[buffer] :]
-                return rest[: rest.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-            case TensorMap(name, _, shape, strides, box):
-                from triton.tools.tensor_descriptor import TensorDescriptor
-
-                return TensorDescriptor(tensors[name], list(shape), list(strides), list(box))
-
-    grid = tuple(axis.evaluate(sizes) for axis in spec.grid)
-    spec.function[grid](
-        **{name: resolve(argument) for name, argument in spec.arguments.items()},
+                rest = rest[: rest.numel() // dtype.itemsize * dtype.itemsize]
+                arguments[name] = rest.view(dtype)
+            case TensorMap(tensor, _, shape, strides, box):
+                lists = map(list, (shape, strides, box))
+                arguments[name] = TensorDescriptor(tensors[tensor], *lists)
+            case _:
+                arguments[name] = value
+    return spec.function[each.grid](
+        **arguments,
         num_warps=spec.num_warps,
         num_stages=spec.num_stages,
         launch_pdl=spec.dependent_launch,
         # Triton 3.10 changes the default; ahead of time, kernels are compiled with it.
         enable_fp_fusion=True,
     )
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a tensor descriptor reads of a tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=4096)
+def _descriptor(argument: TensorMap, address: int) -> TensorDescriptor:
+    """Returns a descriptor that holds no tensor.
+
+    It says where and how memory is viewed, which is as right for a later tensor at that address.
+    """
+    lists = map(list, (argument.shape, argument.strides, argument.box))
+    return TensorDescriptor(_Memory(address, argument.dtype), *lists)

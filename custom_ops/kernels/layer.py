@@ -15,6 +15,10 @@ MAX_TOP_K = 32
 SIZE_MULTIPLE = 8
 
 
+class NoKernelsError(ValueError):
+    """A layer has a size that there are no kernels for."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer: sizes, dtypes, options. Two layers that are equal share their kernels.
@@ -34,9 +38,13 @@ class Layer:
         b1: Whether the first product has a bias.
         b2: Whether the second product has a bias.
         tf32: Whether products of float32 experts may round their inputs to TF32.
+        w1_transposed: Whether w1 lies in memory as (in, out), ``[E, D, F]``, not ``[E, F, D]``.
+        w2_transposed: Whether w2 lies in memory as (in, out), ``[E, H, D]``, not ``[E, D, H]``.
+        selection_dtype: Dtype of ``selection_bias``, None if there is none.
 
     Raises:
-        ValueError: If a size is out of range.
+        NoKernelsError: If there are no kernels for a size.
+        ValueError: If ``top_k`` is not the router's, or exceeds E.
         TypeError: If a dtype has no kernels.
     """
 
@@ -53,15 +61,18 @@ class Layer:
     b1: bool = False
     b2: bool = False
     tf32: bool = False
+    w1_transposed: bool = False
+    w2_transposed: bool = False
+    selection_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("experts", MAX_EXPERTS), ("top_k", MAX_TOP_K)):
             if not 1 <= (value := getattr(self, name)) <= most:
-                raise ValueError(f"the kernels need {name} in 1..{most}, got {value}")
+                raise NoKernelsError(f"the kernels need {name} in 1..{most}, got {value}")
         widths = {"D, the model width,": self.width, "H, the hidden width,": self.hidden}
         for name, value in widths.items():
             if value < SIZE_MULTIPLE or value % SIZE_MULTIPLE:
-                raise ValueError(
+                raise NoKernelsError(
                     f"the kernels need {name} to be a multiple of {SIZE_MULTIPLE}, got {value}"
                 )
         self._check_dtype("tokens_dtype", KERNEL_FLOATS)
@@ -69,14 +80,16 @@ class Layer:
         if self.router is None:
             self._check_dtype("routing_dtype", IDS)
             self._check_dtype("weights_dtype", KERNEL_FLOATS)
+            self._check_dtype("selection_dtype", (None,))
             return
-        if self.router.top_k != self.top_k or self.top_k > self.experts:
-            raise ValueError(
-                f"top_k must be the router's ({self.router.top_k}) and at most the number of "
-                f"experts ({self.experts}), got {self.top_k}"
-            )
+        if self.router.top_k != self.top_k:
+            raise ValueError(f"top_k must be the router's ({self.router.top_k}), got {self.top_k}")
+        for condition, message in self.router.rules(self.experts):
+            if not condition:
+                raise ValueError(message)
         self._check_dtype("routing_dtype", KERNEL_FLOATS)
         self._check_dtype("weights_dtype", (*KERNEL_FLOATS, None))
+        self._check_dtype("selection_dtype", (*KERNEL_FLOATS, None))
 
     def _check_dtype(self, name: str, allowed: tuple[torch.dtype | None, ...]) -> None:
         value = getattr(self, name)
@@ -88,6 +101,15 @@ class Layer:
     def rows(self) -> int:
         """F, the rows of one expert's w1: H, or 2H when gated."""
         return self.options.rows_per_hidden * self.hidden
+
+    @property
+    def expert_places(self) -> int:
+        """The places of a program that scores all experts: powers of two, and of them for groups.
+
+        Each group of experts begins at a multiple of its places.
+        """
+        groups = self.router.n_group if self.router else 1
+        return _power_of_2(groups) * _power_of_2(self.experts // groups)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -105,3 +127,7 @@ class Layer:
             router=None if self.router is None else self.router.canonical(),
             tf32=self.tf32 and self.experts_dtype == torch.float32,
         )
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()

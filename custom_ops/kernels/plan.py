@@ -38,15 +38,8 @@ def plan_with(
     most = MAX_SLOTS // layer.top_k
     first, planned = 1, []
     for config in ranges:
-        steps = tuple(_steps(layer, architecture, config, first))
-        planned.append(
-            TokenRange(
-                first,
-                min(config.last_tokens, most),
-                tuple(buffer for step in steps for buffer in step.buffers),
-                tuple(launch for step in steps for launch in step.launches),
-            )
-        )
+        steps = _steps(layer, architecture, config, first)
+        planned.append(TokenRange.of(first, min(config.last_tokens, most), steps))
         first = config.last_tokens + 1
     return ForwardPlan(layer, architecture, tuple(planned))
 

@@ -6,8 +6,9 @@ with tensors (:mod:`custom_ops.kernels.launch`), the C++ launcher with pointers,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -171,6 +172,12 @@ class TokenRange:
     buffers: tuple[Buffer, ...]
     launches: tuple[KernelSpec, ...]
 
+    @classmethod
+    def of(cls, first: int, last: int, steps: Iterable[Step]) -> TokenRange:
+        """Returns what runs where the steps follow one another."""
+        buffers, launches = zip(*((step.buffers, step.launches) for step in steps), strict=True)
+        return cls(first, last, tuple(chain(*buffers)), tuple(chain(*launches)))
+
     def offsets(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Returns where each buffer begins in the workspace, and under ``""`` the whole's size."""
         offsets, end = {}, 0
@@ -181,7 +188,8 @@ class TokenRange:
         return {**offsets, "": end}
 
 
-@dataclass(frozen=True)
+# By identity: launchers look up at every call what they keep for a plan.
+@dataclass(frozen=True, eq=False)
 class ForwardPlan:
     """A layer's forward pass on an architecture, for every number of tokens.
 

@@ -71,8 +71,11 @@ def _layer(node: ir.Node) -> Layer:
         router=parsed.router,
         routing_dtype=dtypes[routing],
         weights_dtype=dtypes.get(weights),
+        selection_dtype=dtypes.get("selection_bias"),
         b1="b1" in dtypes,
         b2="b2" in dtypes,
+        w1_transposed=parsed.layout.w1_transposed,
+        w2_transposed=parsed.layout.w2_transposed,
     )
 
 

@@ -12,11 +12,13 @@ from onnx import NodeProto
 
 from custom_ops.options import (
     EXPERT_OPTIONS,
+    LAYOUT_OPTIONS,
     ROUTER_OPTIONS,
     SIZES,
     ExpertOptions,
     Option,
     RouterOptions,
+    WeightLayout,
 )
 from dynamo_moe.operators.schemas import OWN_DOMAIN, PLUGIN_ATTRIBUTES, is_own_domain
 
@@ -26,10 +28,10 @@ EXPERTS = "DroplessMoEExperts"
 
 #: A node's inputs in order, by the names of the PyTorch operator's arguments.
 INPUTS = {
-    DROPLESS: ("x", "router_weight", "w1", "w2", "router_bias", "b1", "b2"),
+    DROPLESS: ("x", "router_weight", "w1", "w2", "router_bias", "b1", "b2", "selection_bias"),
     EXPERTS: ("x", "expert_ids", "expert_weights", "w1", "w2", "b1", "b2"),
 }
-OPTIONAL_INPUTS = ("router_bias", "b1", "b2")
+OPTIONAL_INPUTS = ("router_bias", "b1", "b2", "selection_bias")
 
 #: The attribute that names the bundle of kernels. Empty: the plugin's environment variable does.
 KERNELS = "kernels"
@@ -57,12 +59,14 @@ class MoENode:
         sizes: The layer's sizes by the names of :data:`custom_ops.options.SIZES`.
         experts: What an expert computes.
         router: What the router computes; None: the routing is given.
+        layout: How the experts' weights lie.
         inputs: The inputs that the node has, by their names in :data:`INPUTS`.
     """
 
     sizes: Mapping[str, int]
     experts: ExpertOptions
     router: RouterOptions | None
+    layout: WeightLayout
     inputs: Mapping[str, ir.Value]
 
 
@@ -84,7 +88,9 @@ def parse(node: ir.Node) -> MoENode:
     router = None
     if node.op_type == DROPLESS:
         router = RouterOptions(sizes["top_k"], **_options(node, ROUTER_OPTIONS))
-    return MoENode(sizes, ExpertOptions(**_options(node, EXPERT_OPTIONS)), router, inputs)
+    experts = ExpertOptions(**_options(node, EXPERT_OPTIONS))
+    layout = WeightLayout(**_options(node, LAYOUT_OPTIONS))
+    return MoENode(sizes, experts, router, layout, inputs)
 
 
 def _options(node: ir.Node, options: tuple[Option, ...]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from onnx.defs import OpSchema
 from onnx_ir.tensor_adapters import from_torch_dtype
 
 from custom_ops.dtypes import FLOATS, IDS
-from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
+from custom_ops.options import EXPERT_OPTIONS, LAYOUT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
 from dynamo_moe.moe_nodes.nodes import (
     DOMAIN,
     DROPLESS,
@@ -32,16 +32,18 @@ _TYPE_CONSTRAINTS = {
     "T": (FLOAT_TYPES, "Tokens and result."),
     "W": (FLOAT_TYPES, "Experts' parameters."),
     "R": (FLOAT_TYPES, "Router's parameters, or the experts' weights."),
+    "S": (FLOAT_TYPES, "Selection bias."),
     "I": (ID_TYPES, "Expert indices."),
 }
 _TENSORS = {
     "x": ("T", "Tokens [..., D]."),
     "router_weight": ("R", "[E, D]."),
     "router_bias": ("R", "[E], added to the logits."),
+    "selection_bias": ("S", "[E], added to the scores by which experts are chosen."),
     "expert_ids": ("I", "[..., K] in 0..E-1, or -1 for no expert."),
     "expert_weights": ("R", "[..., K]."),
-    "w1": ("W", "First product [E, F, D], (out, in); F = H, or 2H when gated."),
-    "w2": ("W", "Second product [E, D, H]."),
+    "w1": ("W", "First product [E, F, D], or [E, D, F] if transposed; F = H, or 2H when gated."),
+    "w2": ("W", "Second product [E, D, H], or [E, H, D] if transposed."),
     "b1": ("W", "[E, F]."),
     "b2": ("W", "[E, D]."),
 }
@@ -52,7 +54,17 @@ def attribute(option: Option) -> OpSchema.Attribute:
     """Returns the attribute of an option; ONNX has no booleans, so that True is 1."""
     default = int(option.default) if option.type is bool else option.default
     value = onnx.helper.make_attribute(option.attribute, default)
-    return OpSchema.Attribute(option.attribute, value, option.description.replace("``", "`"))
+    return OpSchema.Attribute(option.attribute, value, _description(option))
+
+
+def _attribute_where_set(option: Option) -> OpSchema.Attribute:
+    # With a default, the exporter would write it at every node.
+    kind = OpSchema.AttrType.INT
+    return OpSchema.Attribute(option.attribute, kind, _description(option), required=False)
+
+
+def _description(option: Option) -> str:
+    return option.description.replace("``", "`")
 
 
 def _input(name: str) -> OpSchema.FormalParameter:
@@ -86,6 +98,7 @@ def _schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
                 )
                 for name, value in TENSORRT_ATTRIBUTES.items()
             ),
+            *(_attribute_where_set(option) for option in LAYOUT_OPTIONS),
         ],
     )
     schema.set_type_and_shape_inference_function(shape_inference.like(0))

@@ -59,8 +59,9 @@ def _fill(name: str, arguments: Arguments) -> tuple[tuple[int, ...], ir.DataType
     TensorRT for RTX 1.7 refuses an empty name in place of an input.
     """
     experts, rows, width = _sizes(arguments["w1"])
-    like = arguments["router_weight" if name == "router_bias" else "w1"]
-    shape = {"router_bias": (experts,), "b1": (experts, rows), "b2": (experts, width)}[name]
+    of_router = {"router_bias": (experts,), "selection_bias": (experts,)}
+    like = arguments["router_weight" if name in of_router else "w1"]
+    shape = {**of_router, "b1": (experts, rows), "b2": (experts, width)}[name]
     return shape, like.dtype
 
 

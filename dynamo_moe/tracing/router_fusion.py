@@ -11,6 +11,7 @@ Legend: T tokens, D model width, E experts, K = top_k.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import operator
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from custom_ops.options import RouterOptions
+from custom_ops.options import GROUP_SCORINGS, RouterOptions
 from custom_ops.routing import route
 from dynamo_moe.private import HigherOrderOperator, OpOverload, schema_of
 from dynamo_moe.tracing.private import free_unbacked_symbols
@@ -38,7 +39,11 @@ _PLAIN = (
     *(*_VIEWS, "clone", "detach", "squeeze", "t", "to", "transpose", "type_as", "unsqueeze"),
     *("add", "addmm", "div", "linear", "matmul", "mm", "mul", "sum"),
     *("gather", "sigmoid", "softmax", "topk"),
+    # What a choice of groups of experts is made of besides.
+    *("bitwise_not", "expand", "logical_not", "masked_fill", "scatter", "zeros_like"),
 )
+# A sum of scores below this is one of scores that underflow.
+_LARGEST_FLOOR = 1e-12
 # Ways to score, and whether the weights may be renormalised.
 _SCORINGS = {"softmax": (True, False), "topk_softmax": (True,), "sigmoid": (True, False)}
 # The last bit of a logit of 20 is 2e-6 in float32, which is what its weight is off by, relatively.
@@ -57,22 +62,41 @@ class _Part(NamedTuple):
         experts: The ``experts`` node.
         source: What both the routing and the experts' tokens are computed from.
         weight: A parameter ``[E, D]``.
-        bias: A parameter ``[E]``, or None.
+        biases: Up to two further parameters or buffers of E numbers.
         nodes: The calls in between, in order.
     """
 
     experts: fx.Node
     source: fx.Node
     weight: fx.Node
-    bias: fx.Node | None
+    biases: tuple[fx.Node, ...]
     nodes: list[fx.Node]
+
+
+class _Router(NamedTuple):
+    """A router of the operator.
+
+    Attributes:
+        options: Its options.
+        bias: What of the part's biases is its ``router_bias``; None: it has none.
+        selection_bias: The same of its ``selection_bias``.
+    """
+
+    options: RouterOptions
+    bias: int | None
+    selection_bias: int | None
 
 
 def fuse_routers(program: ExportedProgram) -> None:
     """Turns ``moe.experts`` into ``moe.dropless`` where that has the program's router, in place."""
-    parameters = program.graph_signature.inputs_to_parameters
+    signature = program.graph_signature
+    changed = {*signature.buffers_to_mutate.values()}
+    buffers = {
+        name for name, buffer in signature.inputs_to_buffers.items() if buffer not in changed
+    }
+    parameters = signature.inputs_to_parameters.keys() | buffers
     writes = [node for node in program.graph.nodes if _may_write(node)]
-    known: dict[str, RouterOptions | None] = {}
+    known: dict[str, _Router | None] = {}
     for experts in program.graph.find_nodes(op="call_function", target=_moe.experts.default):
         part = _part(experts, parameters, writes)
         if part is None:
@@ -80,31 +104,43 @@ def fuse_routers(program: ExportedProgram) -> None:
         key = _description(part)
         if key not in known:
             known[key] = _identified(part)
-        options = known[key]
-        if options is not None:
-            _fuse(part, options)
+        router = known[key]
+        if router is not None:
+            _fuse(part, router)
     if any(known.values()):
         program.graph_module.recompile()
 
 
-def _fuse(part: _Part, options: RouterOptions) -> None:
+def _fuse(part: _Part, router: _Router) -> None:
     """Turns the part into one node; the translation leaves out what has no use any more."""
-    experts = part.experts
+    experts, options = part.experts, router.options
+
+    def bias(place: int | None) -> fx.Node | None:
+        if place is None:
+            return None
+        node = part.biases[place]
+        if node.meta["val"].ndim == 1:
+            return node
+        with experts.graph.inserting_before(experts):
+            flat = experts.graph.call_function(torch.ops.aten.view.default, (node, [-1]))
+        flat.meta["val"] = node.meta["val"].view(-1)
+        return flat
+
     x, _, _, *parameters = experts.args
+    biases = bias(router.bias), bias(router.selection_bias)
     experts.target = _moe.dropless.default
-    experts.args = (x, part.weight, *parameters, options.top_k, part.bias)
+    experts.args = (x, part.weight, *parameters, options.top_k, *biases)
     experts.kwargs = {
         **experts.kwargs,
-        "scoring": options.scoring,
-        "renormalize": options.renormalize,
-        "routed_scaling": options.routed_scaling,
+        **{row.name: getattr(options, row.name) for row in options.rows},
     }
 
 
 def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) -> _Part | None:
     """Returns what computes a node's routing, if it is what a plain router is made of.
 
-    ``parameters`` are names of placeholders, ``writes`` nodes that may change a tensor in place.
+    ``parameters`` are names of placeholders of parameters and of buffers that do not change,
+    ``writes`` nodes that may change a tensor in place.
     """
     arguments: Any = experts.args
     x, ids, weights, w1, *_ = arguments
@@ -121,15 +157,18 @@ def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) 
         if calls and calls[0] <= write < experts and not own:
             return None
     shape = (w1.meta["val"].shape[0], x.meta["val"].shape[-1])
-    found = {tuple(node.meta["val"].shape): node for node in given}
-    bias = found.pop(shape[:1], None)
-    if len(given) != 1 + (bias is not None) or found.keys() != {shape}:
-        return None
-    if bias is not None and bias.meta["val"].dtype != found[shape].meta["val"].dtype:
+    found: dict[tuple[int, ...], list[fx.Node]] = {shape: []}
+    for node in sorted(given):
+        sizes = tuple(node.meta["val"].shape)
+        # ERNIE's selection bias is [1, E].
+        sizes = sizes if sizes == shape or sizes[:-1] not in ((), (1,)) else sizes[-1:]
+        found.setdefault(sizes, []).append(node)
+    biases = found.pop(shape[:1], [])
+    if found.keys() != {shape} or len(found[shape]) != 1 or len(biases) > 2:
         return None
     if not isinstance(ids.meta["val"].shape[-1], int):
         return None
-    return _Part(experts, source, found[shape], bias, calls)
+    return _Part(experts, source, found[shape][0], tuple(biases), calls)
 
 
 def _reached(
@@ -143,7 +182,7 @@ def _reached(
         if node is source or node in reached:
             continue
         known = node.name in parameters or node.target is operator.getitem
-        if not known and not _is_aten(node, _PLAIN):
+        if not (known or _is_aten(node, _PLAIN) or _is_comparison(node)):
             return None
         sizes = [each for each in node.all_input_nodes if _is_size(each)]
         if sizes and not _is_aten(node, _VIEWS):
@@ -151,6 +190,25 @@ def _reached(
         reached.add(node)
         waiting += [each for each in node.all_input_nodes if each not in sizes]
     return reached
+
+
+def _is_comparison(node: fx.Node) -> bool:
+    """Whether a node is one of the comparisons that plain routers have besides top-k.
+
+    They are the best expert of each group, and ERNIE's floor below a sum of scores.
+    """
+    if node.target is torch.ops.aten.max.dim:
+        return True
+    first: Any = node.args[0] if node.args else None
+    arguments: Any = (*node.args[1:], *node.kwargs.values())
+    is_floor = _is_aten(node, ("clamp", "clamp_min")) and len(arguments) == 1
+    return (
+        is_floor
+        and "max" not in node.kwargs
+        and isinstance(arguments[0], float)
+        and arguments[0] <= _LARGEST_FLOOR
+        and _is_aten(first, ("sum",))
+    )
 
 
 def _is_aten(node: fx.Node, names: Collection[str]) -> bool:
@@ -184,42 +242,91 @@ def _owner(node: fx.Node) -> fx.Node:
 def _description(part: _Part) -> str:
     """Returns the same for parts that compute the same."""
     names: dict[Any, str] = {node: f"%{place}" for place, node in enumerate(part.nodes)}
-    names |= {part.source: "source", part.weight: "weight", part.bias: "bias"}
+    names |= {part.source: "source", part.weight: "weight"}
+    names |= {bias: f"bias {place}" for place, bias in enumerate(part.biases)}
 
     def name(node: fx.Node) -> str:
         return names.get(node) or str(node.meta["val"])
 
     calls = [(str(node.target), fx.map_arg((node.args, node.kwargs), name)) for node in part.nodes]
     routing = fx.map_arg(part.experts.args[:3], name)
-    values = [node.meta["val"] for node in (part.source, part.weight, part.bias) if node]
+    values = [node.meta["val"] for node in (part.source, part.weight, *part.biases)]
     return repr((calls, routing, [(value.shape, value.dtype) for value in values]))
 
 
-def _identified(part: _Part) -> RouterOptions | None:
+def _identified(part: _Part) -> _Router | None:
     """Returns the operator's router that gives the same routing, if one does."""
     top_k = part.experts.all_input_nodes[1].meta["val"].shape[-1]
     candidates = [
-        RouterOptions(top_k, scoring, renormalize, scaling)
+        _Router(RouterOptions(top_k, scoring, renormalize, scaling, *groups), *roles)
+        for roles in _roles(part)
+        for groups in _groups(part)
         for scaling in _scalings(part)
         for scoring, renormalize in _scorings(part)
     ]
     errors = [0.0] * len(candidates)
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for x_TD, weight, bias, routing_TE in _examples(part):
-                for place, options in enumerate(candidates):
-                    ours_TE = _dense(*route(x_TD, weight, bias, options), len(weight))
-                    errors[place] = max(errors[place], _error(ours_TE, routing_TE))
+            for x_TD, weight, biases, routing_TE in _examples(part):
+                for place, (options, *roles) in enumerate(candidates):
+                    bias, selection_bias = (None if r is None else biases[r] for r in roles)
+                    routing = route(x_TD, weight, bias, options, selection_bias)
+                    error = _error(_dense(*routing, len(weight)), routing_TE)
+                    errors[place] = max(errors[place], error)
     except Exception:  # Whatever it is, the model's own router can do without.
         _LOG.info("The router of %s stays: no trial of it", part.experts, exc_info=True)
         return None
     in_float64 = part.source.meta["val"].dtype == torch.float64
     tolerance = _TOLERANCE_FLOAT64 if in_float64 else _TOLERANCE
-    for options, error in zip(candidates, errors, strict=True):
+    for router, error in zip(candidates, errors, strict=True):
         if error <= tolerance:
-            return options
+            return router
     _LOG.info("The router of %s stays: the nearest is off by %.1e", part.experts, min(errors))
     return None
+
+
+def _roles(part: _Part) -> Iterator[tuple[int | None, int | None]]:
+    """Yields which of the part's biases may be the router's, and which the selection's."""
+    dtypes = [node.meta["val"].dtype for node in part.biases]
+    places = range(len(dtypes))
+    for bias, selection_bias in itertools.product((*places, None), repeat=2):
+        is_one_each = {bias, selection_bias} - {None} == {*places} and bias != selection_bias
+        # In ONNX the router's weight and bias have one type.
+        fits = bias is None or dtypes[bias] == part.weight.meta["val"].dtype
+        if (is_one_each or not places) and fits:
+            yield bias, selection_bias
+
+
+def _groups(part: _Part) -> Iterator[tuple[str, int, int]]:
+    """Yields how groups may be scored, their number, and how many of them may be chosen."""
+    experts = part.weight.meta["val"].shape[0]
+    topks: list[tuple[Any, ...]] = [
+        node.args for node in part.nodes if _is_aten(node, ("topk",)) and len(node.args) > 1
+    ]
+    found: set[tuple[int, int]] = {
+        (groups, k)
+        for groups in _numbers_of_groups(part)
+        for scores, k, *_ in topks
+        if scores.meta["val"].shape[-1] == groups
+    }
+    for n_group, topk_group in sorted(found):
+        for scoring in GROUP_SCORINGS[1:]:
+            options = RouterOptions(1, "softmax", True, 1.0, scoring, n_group, topk_group)
+            if options.limits_groups and all(holds for holds, _ in options.rules(experts)):
+                yield scoring, n_group, topk_group
+    yield "none", 1, 1
+
+
+def _numbers_of_groups(part: _Part) -> set[int]:
+    """Returns into how many groups the part's views may split the experts."""
+    experts = part.weight.meta["val"].shape[0]
+    shapes = [node.meta["val"].shape for node in part.nodes if _is_aten(node, _VIEWS)]
+    return {
+        shape[-2]
+        for shape in shapes
+        if len(shape) == 3 and all(isinstance(size, int) for size in shape[-2:])
+        if shape[-2] * shape[-1] == experts
+    }
 
 
 def _scorings(part: _Part) -> list[tuple[str, bool]]:
@@ -242,8 +349,8 @@ def _scalings(part: _Part) -> Iterator[float]:
             yield float(factor) if _is_aten(node, ("mul",)) else 1 / factor
 
 
-def _examples(part: _Part) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-    """Yields tokens ``[T, D]``, weight, bias, and the part's routing of them as ``[T, E]``."""
+def _examples(part: _Part) -> Iterator[tuple[Tensor, Tensor, list[Tensor], Tensor]]:
+    """Yields tokens ``[T, D]``, weight, biases, and the part's routing of them as ``[T, E]``."""
     generator = torch.Generator().manual_seed(0)
 
     def random(draw: Any, *sizes: int) -> Tensor:
@@ -258,24 +365,32 @@ def _examples(part: _Part) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tens
     if math.prod(sizes) > _MOST_NUMBERS:
         raise ValueError(f"{sizes} are too many numbers for a trial")
     weight = cast((random(torch.randn, experts, width) + 1) / math.sqrt(width), part.weight)
-    bias = None if part.bias is None else cast(random(torch.randn, experts), part.bias)
+    # Small, so that they do not choose alone; then all below 0, where a 0 in place of the scores of
+    # experts outside the chosen groups would be the greatest.
+    centres = [0.0, -3.0] if part.biases else [0.0]
     seen = 0
-    while seen < _TOKENS:
+    while seen < _TOKENS or centres:
+        centre = centres.pop(0) if centres else 0.0
+        biases = [
+            cast(random(torch.randn, *node.meta["val"].shape) / 4 + centre, node)
+            for node in part.biases
+        ]
         # Logits around 0, or around -18, where all sigmoids are small.
         low = random(torch.rand, *sizes[:-1], 1).round_().mul_(-18 / math.sqrt(width))
         source = cast(random(torch.randn, *sizes).add_(low), part.source)
-        x, ids, weights = _run(part, {part.source: source, part.weight: weight, part.bias: bias})
+        given = {part.source: source, part.weight: weight}
+        x, ids, weights = _run(part, given | dict(zip(part.biases, biases, strict=True)))
         x_TD, routing_TE = x.reshape(-1, width), _dense(ids, weights, experts)
         if not len(x_TD):
             raise ValueError("an example without tokens")
         some = slice(None, None, math.ceil(len(x_TD) / _TOKENS))
-        yield x_TD[some], weight, bias, routing_TE[some]
+        yield x_TD[some], weight, [bias.view(-1) for bias in biases], routing_TE[some]
         seen += len(x_TD[some])
 
 
-def _run(part: _Part, given: dict[fx.Node | None, Tensor | None]) -> list[Tensor]:
+def _run(part: _Part, given: dict[fx.Node, Tensor]) -> list[Tensor]:
     """Returns the tokens, ids and weights that the experts get."""
-    values: dict[fx.Node | None, Any] = {**given}
+    values: dict[fx.Node, Any] = {**given}
 
     def value(node: fx.Node) -> Any:
         return values[node] if node in values else _size(node.meta["val"])

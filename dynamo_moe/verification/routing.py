@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
-from custom_ops.options import RouterOptions
+from custom_ops.options import ROUTER_OPTIONS, RouterOptions
 from custom_ops.routing import route
 from dynamo_moe.files import metadata
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
@@ -27,7 +28,7 @@ def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:
     layers = metadata.layers_of(proto)
     known = {name for node in proto.graph.node for name in node.output}
     known |= {value.name for value in (*proto.graph.input, *proto.graph.initializer)}
-    used = {name for layer in layers for name in _routing_inputs(layer)}
+    used = {name for layer in layers for name in _routing_inputs(layer).values()}
     if not used <= known:
         return []
     return [
@@ -36,18 +37,20 @@ def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:
     ]
 
 
-def _routing_inputs(layer: metadata.Layer) -> list[str]:
-    """Returns the values of the graph that decide the layer's routing."""
+def _routing_inputs(layer: metadata.Layer) -> dict[str, str]:
+    """Returns the values of the graph that decide the layer's routing, by the inputs' names."""
     inputs = dict(zip(INPUTS[layer.op_type], layer.inputs, strict=False))
     if layer.op_type == EXPERTS:
-        return [inputs["expert_ids"]]
-    return [inputs[name] for name in ("x", "router_weight", "router_bias") if inputs.get(name)]
+        return {"expert_ids": inputs["expert_ids"]}
+    names = ("x", "router_weight", "router_bias", "selection_bias")
+    return {name: inputs[name] for name in names if inputs.get(name)}
 
 
 def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str) -> str:
     """Adds an output: the layer's expert ids, as the file's own tokens and router give them.
 
-    The top-k of logits is that of their scores: every scoring is monotonic.
+    Without a selection bias and groups the top-k of logits is that of their scores: every scoring
+    is monotonic.
     """
 
     def add(op_type: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
@@ -55,15 +58,43 @@ def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str
         graph.node.append(onnx.helper.make_node(op_type, inputs, names, **attributes))
         return names[-1]
 
-    inputs = _routing_inputs(layer)
-    ids = inputs[0]
+    def add_first(op_type: str, *inputs: str) -> str:
+        add(op_type, *inputs, outputs=2)
+        return str(graph.node[-1].output[0])
+
+    def ints(*values: int) -> str:
+        return add("Constant", value_ints=values)
+
+    def within_best_groups(ranked: str) -> str:
+        options = layer.attributes
+        groups = add("Reshape", ranked, ints(-1, options["n_group"], experts // options["n_group"]))
+        best = 2 if options["group_scoring"] == "top2_sum" else 1
+        scores = add("ReduceSum", add_first("TopK", groups, ints(best)), ints(2), keepdims=0)
+        chosen = add_first("TopK", scores, ints(options["topk_group"]))
+        least = add("ReduceMin", chosen, ints(1), keepdims=1)
+        inside = add("Unsqueeze", add("GreaterOrEqual", scores, least), ints(2))
+        lowest = add("Constant", value_float=-math.inf)
+        return add("Reshape", add("Where", inside, groups, lowest), ints(-1, experts))
+
+    given = _routing_inputs(layer)
+    ids = next(iter(given.values()))
     if layer.op_type == DROPLESS:
-        tokens, weight, *bias = (add("Cast", value, to=onnx.TensorProto.FLOAT) for value in inputs)
-        logits = add("MatMul", tokens, add("Transpose", weight, perm=[1, 0]))
-        for value in bias:
-            logits = add("Add", logits, value)
-        top_k = add("Constant", value_ints=[layer.attributes["top_k"]])
-        ids = add("TopK", logits, top_k, outputs=2)
+        experts = layer.attributes["num_experts"]
+        inputs = {
+            each: add("Cast", value, to=onnx.TensorProto.FLOAT) for each, value in given.items()
+        }
+        ranked = add("MatMul", inputs["x"], add("Transpose", inputs["router_weight"], perm=[1, 0]))
+        if "router_bias" in inputs:
+            ranked = add("Add", ranked, inputs["router_bias"])
+        limited = layer.attributes.get("group_scoring", "none") != "none"
+        if limited or "selection_bias" in inputs:
+            scoring = {"softmax": "Softmax", "sigmoid": "Sigmoid", "topk_softmax": "Identity"}
+            ranked = add(scoring[layer.attributes.get("scoring", "softmax")], ranked)
+        if "selection_bias" in inputs:
+            ranked = add("Add", ranked, inputs["selection_bias"])
+        if limited:
+            ranked = within_best_groups(ranked)
+        ids = add("TopK", ranked, ints(layer.attributes["top_k"]), outputs=2)
     output = add("Identity", ids)
     graph.output.append(onnx.ValueInfoProto(name=output))
     return output
@@ -86,9 +117,12 @@ class RoutingRecorder(TorchDispatchMode):
             self.ids.append(args[1])
         elif func is torch.ops.moe.dropless.default:
             tokens, weight, top_k = args[0], args[1], args[6]
-            bias = args[7] if len(args) > 7 else None
-            options = RouterOptions(top_k, scoring=kwargs.get("scoring", "softmax"))
-            self.ids.append(route(tokens.reshape(-1, tokens.shape[-1]), weight, bias, options)[0])
+            bias, selection_bias = (*args[7:9], None, None)[:2]
+            options = RouterOptions(
+                top_k, **{row.name: kwargs.get(row.name, row.default) for row in ROUTER_OPTIONS}
+            )
+            x_TD = tokens.reshape(-1, tokens.shape[-1])
+            self.ids.append(route(x_TD, weight, bias, options, selection_bias)[0])
         return func(*args, **kwargs)
 
 

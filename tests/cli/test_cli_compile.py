@@ -129,6 +129,16 @@ def test_options_and_optional_inputs_are_read(tmp_path: Path) -> None:
     assert (layer.weights_dtype, layer.b1, layer.b2) == (torch.float16, False, True)
 
 
+@pytest.mark.parametrize("weight", ["w1", "w2"])
+def test_weights_that_lie_as_in_out_are_another_layer(tmp_path: Path, weight: str) -> None:
+    flag = f"{weight}_transposed"
+    proto = one_layer(node(**{flag: 1}))
+    assert found(proto, tmp_path) == [parse_spec(f"{SPEC},{flag}")]
+    assert getattr(parse_spec(f"{SPEC},{flag}"), flag)
+    assert parse_spec(f"{SPEC},{flag}") != parse_spec(SPEC)
+    assert found(one_layer(node(**{flag: 0})), tmp_path) == [parse_spec(SPEC)]
+
+
 def test_experts_with_a_router_outside_are_found(tmp_path: Path) -> None:
     proto = one_layer(
         node(
@@ -210,7 +220,7 @@ def test_weights_outside_the_file_are_not_read(tmp_path: Path) -> None:
         ({"in_features": 36}, "the kernels need D, the model width, to be a multiple of 8, got 36"),
         ({"hidden_features": 4}, "need H, the hidden width, to be a multiple of 8, got 4"),
         ({"num_experts": 2000}, "the kernels need experts in 1..1024, got 2000"),
-        ({"top_k": 5}, "top_k must be the router's"),
+        ({"top_k": 5}, "top_k must be in 1..4 (the experts), got 5"),
         ({"activation": "swish"}, "activation must be one of gelu, "),
         ({"scoring": 3}, "its attribute scoring must be of type STRING, got INT"),
         ({"inputs": "x router w1 w2  b1"}, "b1 must have the dtype of w1"),
@@ -407,7 +417,7 @@ def test_moe_layers_of_the_demo_file_need_wider_sizes(tmp_path: Path) -> None:
         (f"{SPEC},op=both", "op must be one of dropless, experts; got 'both'"),
         (f"{SPEC},op=experts,scoring=sigmoid", "op=experts has no scoring"),
         (f"{SPEC},activation=swish", "activation must be one of gelu, "),
-        ("experts=8,top_k=9,width=32,hidden=48", "top_k must be the router's"),
+        ("experts=8,top_k=9,width=32,hidden=48", "top_k must be in 1..8 (the experts), got 9"),
     ],
 )
 def test_a_wrong_spec_is_named(text: str, message: str) -> None:

@@ -21,6 +21,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
+from custom_ops.options import GROUP_SCORINGS, LAYOUT_OPTIONS, SCORINGS
 from dynamo_moe.moe_nodes.bodies import BodyConfig, body, dense_body, dropless, unrolled_body
 from dynamo_moe.moe_nodes.bodies.gathered import MOST_WEIGHTS, WEIGHTS_PER_VISIT
 from dynamo_moe.moe_nodes.bodies.layer import function, routed
@@ -73,7 +74,26 @@ CONFIGS = [
     replace(BIASED, pre_norm="rms"),
     replace(EXPERTS, residual=True),
     replace(LLAMA4, pre_norm="rms", residual=True),
+    *(replace(BIASED, has_selection_bias=True, scoring=name) for name in SCORINGS),
+    *(
+        replace(PLAIN, scoring=name, group_scoring=group)
+        for name in SCORINGS
+        for group in GROUP_SCORINGS[1:]
+    ),
+    replace(
+        BIASED,
+        has_selection_bias=True,
+        scoring="sigmoid",
+        group_scoring="top2_sum",
+        selection_dtype=BFLOAT16,
+    ),
 ]
+IN_OUT = [
+    replace(config, w1_transposed=w1, w2_transposed=w2)
+    for config in (PLAIN, BIASED, GPT_OSS, LLAMA4)
+    for w1, w2 in ((True, True), (True, False), (False, True))
+]
+"""Configurations whose weights lie as (in, out), for bodies beside a node."""
 DTYPES = [
     (FLOAT, FLOAT, FLOAT),
     (HALF, HALF, HALF),
@@ -85,7 +105,7 @@ DTYPES = [
     (DOUBLE, FLOAT, FLOAT),
     (FLOAT, DOUBLE, FLOAT),
 ]
-EXPERTS_OF_A_LAYER = 5
+EXPERTS_OF_A_LAYER = 6
 unrolled = functools.partial(unrolled_body, num_experts=EXPERTS_OF_A_LAYER)
 
 
@@ -98,6 +118,9 @@ def visiting(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Funct
     return function(config, opset, domain, routed(experts))
 
 
+beside_a_node = pytest.mark.parametrize(
+    "build", [body, visiting, unrolled], ids=["gathered", "visited", "unrolled"]
+)
 every_body = pytest.mark.parametrize(
     "build",
     [body, visiting, unrolled, dense_body],
@@ -119,6 +142,8 @@ class Layer:
     limit: float = 0.875
     scaling: float = 1.5
     norm_eps: float = 0.125
+    n_group: int = 3
+    topk_group: int = 2
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,13 +156,24 @@ class Layer:
             "b1": (E, F),
             "w2": (E, D, H),
             "b2": (E, D),
+            "selection_bias": (E,),
         }
         rng = np.random.default_rng(0)
         for name, shape in shapes.items():
             value = rng.standard_normal(shape) * shape[-1] ** -0.5
             dtype = config.router_dtype if name.startswith("router") else config.w_dtype
+            dtype = config.selection_dtype if name == "selection_bias" else dtype
             if name in config.inputs:
                 self.parameters[name] = value.astype(dtype.numpy())
+
+    @property
+    def stored(self) -> dict[str, np.ndarray]:
+        """The parameters as the node takes them."""
+        transposed = {"w1": self.config.w1_transposed, "w2": self.config.w2_transposed}
+        return {
+            name: np.ascontiguousarray(value.swapaxes(1, 2)) if transposed.get(name) else value
+            for name, value in self.parameters.items()
+        }
 
     def arguments(self, *lead: int) -> dict[str, np.ndarray]:
         """Tokens of shape ``[*lead, D]`` and, without a router, their choices."""
@@ -159,7 +195,8 @@ def oracle(layer: Layer, arguments: Arrays, *, round_hidden: bool = True) -> np.
     config, P = layer.config, {n: p.astype(np.float64) for n, p in layer.parameters.items()}
     x = rounded(arguments["x"], config.x_dtype)
     if config.router:
-        ids, weights = route(layer, x @ P["router_weight"].T + P.get("router_bias", 0.0))
+        logits = x @ P["router_weight"].T + P.get("router_bias", 0.0)
+        ids, weights = route(layer, logits, P.get("selection_bias"))
     else:
         ids = arguments["expert_ids"]
         weights = rounded(arguments["expert_weights"], config.router_dtype)
@@ -180,14 +217,27 @@ def oracle(layer: Layer, arguments: Arrays, *, round_hidden: bool = True) -> np.
     return rounded(y, config.x_dtype)
 
 
-def route(layer: Layer, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def route(
+    layer: Layer, logits: np.ndarray, bias: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
     scores = logits
     if layer.config.scoring == "softmax":
         scores = softmax(logits)
-    ids = np.argsort(-scores, axis=-1, kind="stable")[..., : layer.top_k]
+    elif layer.config.scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    by_logits = layer.config.group_scoring == "none" and layer.config.scoring == "sigmoid"
+    ranked = logits if by_logits and bias is None else scores
+    ranked = ranked if bias is None else ranked + bias
+    if layer.config.group_scoring != "none":
+        size = layer.experts // layer.n_group
+        groups = ranked.reshape(*ranked.shape[:-1], layer.n_group, size)
+        best = 2 if layer.config.group_scoring == "top2_sum" else 1
+        of_groups = np.sort(groups, axis=-1)[..., -best:].sum(-1)
+        rank = np.argsort(np.argsort(-of_groups, axis=-1, kind="stable"), axis=-1)
+        inside = rank[..., None] < layer.topk_group
+        ranked = np.where(inside, groups, -np.inf).reshape(ranked.shape)
+    ids = np.argsort(-ranked, axis=-1, kind="stable")[..., : layer.top_k]
     weights = np.take_along_axis(scores, ids, -1)
-    if layer.config.scoring == "sigmoid":
-        weights = 1 / (1 + np.exp(-weights))
     if layer.config.scoring == "topk_softmax":
         weights = softmax(weights)
     elif layer.config.renormalize:
@@ -258,7 +308,7 @@ def to_model(layers: list[Layer], build: Build, opset: int = 20, rank: int = 2) 
         if not config.router:
             values["expert_ids"] = inputs[1]
             values["expert_weights"] = cast(inputs[2], config.router_dtype, f"weights_{number}")
-        for name, array in layer.parameters.items():
+        for name, array in layer.stored.items():
             tensor = ir.tensor(array, name=f"{number}.{name}")
             values[name] = ir.Value(
                 name=tensor.name,
@@ -302,6 +352,8 @@ def attributes(layer: Layer) -> dict[str, int | float | str]:
         "activation_limit": layer.limit,
         "norm_eps": layer.norm_eps,
         "routed_scaling": layer.scaling,
+        "n_group": layer.n_group,
+        "topk_group": layer.topk_group,
         "plugin_version": "1",
         "plugin_namespace": "",
         "kernels": "",
@@ -346,6 +398,16 @@ def check(layer: Layer, session: ort.InferenceSession, arguments: Arrays) -> Non
 def test_every_option_at_every_number_of_tokens(build: Build, config: BodyConfig) -> None:
     layer = Layer(config)
     session = to_session(to_model([layer], build))
+    for tokens in (0, 1, 2, 33):
+        check(layer, session, layer.arguments(tokens))
+
+
+@beside_a_node
+@pytest.mark.parametrize("config", IN_OUT, ids=lambda config: config.overload)
+def test_weights_that_lie_as_in_out(build: Build, config: BodyConfig) -> None:
+    layer = Layer(config)
+    session = to_session(to_model([layer], build))
+    # At 33 tokens an expert has more rows than w2 has columns: the Loop.
     for tokens in (0, 1, 2, 33):
         check(layer, session, layer.arguments(tokens))
 
@@ -431,7 +493,7 @@ def test_even_and_uneven_rows(
 def test_ties_go_to_the_lower_expert(build: Build) -> None:
     layer = Layer(replace(BIASED, scoring="sigmoid"), top_k=3)
     layer.parameters["router_weight"][:] = 0
-    layer.parameters["router_bias"][:] = (0, 1, 0, 1, 0)
+    layer.parameters["router_bias"][:] = (0, 1, 0, 1, 0, 0)
     check(layer, to_session(to_model([layer], build)), layer.arguments(11))
 
 
@@ -439,7 +501,7 @@ def test_ties_go_to_the_lower_expert(build: Build) -> None:
 def test_sigmoid_scores_that_are_all_one_still_choose(build: Build) -> None:
     layer = Layer(replace(BIASED, scoring="sigmoid", renormalize=False), top_k=2)
     layer.parameters["router_weight"][:] = 0
-    layer.parameters["router_bias"][:] = (40, 50, 41, 50, 60)
+    layer.parameters["router_bias"][:] = (40, 50, 41, 50, 60, 40)
     check(layer, to_session(to_model([layer], build)), layer.arguments(11))
 
 
@@ -535,11 +597,13 @@ def test_few_slots_are_gathered_and_more_are_visited(
         assert bool(ran & {"Scan", "Loop"}) == visits
 
 
+@pytest.mark.parametrize("in_out", [False, True])
 @pytest.mark.parametrize("w_dtype", [FLOAT, HALF])
 def test_onnx_runtime_keeps_the_parameters_as_they_are(
-    tmp_path: Path, w_dtype: ir.DataType
+    tmp_path: Path, w_dtype: ir.DataType, in_out: bool
 ) -> None:
-    layer = Layer(replace(BIASED, w_dtype=w_dtype))
+    config = replace(BIASED, w1_transposed=in_out, w2_transposed=in_out)
+    layer = Layer(replace(config, w_dtype=w_dtype))
     to_session(to_model([layer], body), tmp_path / "optimized.onnx")
     graph = onnx.load(tmp_path / "optimized.onnx").graph
     kept = {t.name: onnx.numpy_helper.to_array(t).nbytes for t in graph.initializer}
@@ -621,11 +685,23 @@ def test_a_function_declares_what_a_node_passes(build: Build) -> None:
         assert function.opset_imports == {"": 20}
 
 
+@beside_a_node
+def test_a_function_declares_the_layout_where_it_is_not_the_default(build: Build) -> None:
+    for config in (PLAIN, *IN_OUT):
+        layouts = {row.attribute for row in LAYOUT_OPTIONS if getattr(config, row.name)}
+        declared = set(build(config, 20).attributes)
+        assert {name for name in declared if name.endswith("_transposed")} == layouts
+
+
 # --- Configurations ---
 
 
 def test_overloads_are_names_of_different_bodies() -> None:
-    configs = {replace(config, x_dtype=x, w_dtype=w) for config in CONFIGS for x, w, _ in DTYPES}
+    configs = {
+        replace(config, x_dtype=x, w_dtype=w)
+        for config in (*CONFIGS, *IN_OUT)
+        for x, w, _ in DTYPES
+    }
     # renormalize changes nothing for topk_softmax.
     same = {config for config in configs if config.scoring == "topk_softmax"}
     assert len({config.overload for config in configs}) == len(configs) - len(same) // 2
@@ -652,6 +728,7 @@ def test_trailing_inputs_are_omitted() -> None:
         ({"has_b1": True}, "b1 needs router_bias before it"),
         ({"router": False, "has_b2": True}, "b2 needs b1 before it"),
         ({"router": False, "has_router_bias": True}, "router_bias needs a router"),
+        ({"has_selection_bias": True}, "selection_bias needs a router, and b2 before it"),
     ],
 )
 def test_contradictions_are_rejected(options: dict[str, object], reason: str) -> None:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu import check, compiling, fused_moe, speed, timing
+from benchmarks.gpu import compiling, fused_moe, speed, timing
 from benchmarks.gpu.cells import (
     DENSE,
     FUSED,
@@ -294,6 +294,18 @@ def test_a_wrong_version_is_found(monkeypatch):
     assert bench.measure(Cell(shape, 50)).wrong == {GROUPED: "50 of 50 rows differ from ours"}
 
 
+def test_each_cell_is_saved():
+    """What ends the process between two cells loses neither."""
+    results = speed.Results(RATES)
+    saved: list[list[int]] = []
+    speed.measure_cells(
+        [Cell(SHAPES["tiny"], count, "one") for count in (1, 5)],
+        *(speed.Device.chosen(dry_run=True), torch.float32, math.inf, results),
+        lambda: saved.append([each.cell.count for each in results.cells]),
+    )
+    assert saved == [[1], [1, 5]]
+
+
 def test_a_version_that_fails_is_left_out(monkeypatch):
     def broken(*_):
         raise RuntimeError("no such product\nand more")
@@ -544,7 +556,8 @@ def test_the_check_needs_nothing_but_torch_triton_numpy_and_pytest():
         "hypothesis matplotlib onnx onnx_ir onnxruntime onnxscript rich transformers typer xdist"
     )
     needed = (
-        "benchmarks.gpu.check benchmarks.gpu.speed trt_plugin.compiling.ahead_of_time "
+        "benchmarks.gpu.check benchmarks.gpu.accuracy benchmarks.gpu.forward "
+        "benchmarks.gpu.probe_cache trt_plugin.compiling.ahead_of_time launcher_cases "
         "test_gpu test_gpu_launcher"
     )
     folders = (ROOT, *(ROOT / "tests" / name for name in ("support", "ops", "trt")))
@@ -561,28 +574,3 @@ def test_the_check_needs_nothing_but_torch_triton_numpy_and_pytest():
         check=False,
     )
     assert found.returncode == 0, found.stderr
-
-
-def test_a_failing_step_does_not_hide_the_next(tmp_path):
-    python = sys.executable
-    failing = check.Step("a", ((python, "-c", "import sys; print('no'); sys.exit(3)"),), 30)
-    slow = check.Step("b", ((python, "-c", "import time; time.sleep(60)"),), 30)
-    good = check.Step("c", ((python, "-c", "import benchmarks; print('yes')"),), 30)
-    absent = check.Step("d", (("no-such-program",),), 30)
-    skipped = check.Step("e", (), 30, missing="no such tool here")
-    results = [
-        check.run(step, seconds, tmp_path / step.name)
-        for step, seconds in ((failing, 30), (slow, 1), (good, 30), (absent, 30), (skipped, 30))
-    ]
-    assert results[0] == "FAILED: exit code 3"
-    assert results[1] == "FAILED: not done after 1 s"
-    assert results[2] == "ok"
-    assert results[3].startswith("FAILED: no-such-program")
-    assert results[4] == "skipped: no such tool here"
-    assert (tmp_path / "a").read_text() == "no\n"
-
-
-def test_steps_take_less_than_the_budget(tmp_path):
-    planned = check.steps(tmp_path, 560)
-    assert sum(step.seconds for step in planned[:-1]) < 560
-    assert [step.name for step in planned][-1] == "measure"

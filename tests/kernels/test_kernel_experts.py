@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -17,12 +19,17 @@ from moe_cases import EXPERT_FORMS, NORM_FORMS, OPS, Case, assert_matches, make_
 from random_layers import bounded, cases
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+LAYOUTS = ("w1_transposed", "w2_transposed")
 PATHS = {
     "few": (FewConfig(16, 16, 4), FewConfig(8, 32, 4)),
     "gemm": (GemmConfig(16, 16, 16, 4, 2, group_m=3), GemmConfig(16, 32, 16, 4, 2)),
     "gemm-tensor-maps": (
         GemmConfig(16, 16, 16, 4, 2, group_m=3, tensor_maps=True),
         GemmConfig(16, 32, 16, 4, 2, tensor_maps=True),
+    ),
+    "gemm-persistent": (
+        GemmConfig(16, 16, 16, 4, 2, group_m=3, persistent=True),
+        GemmConfig(16, 32, 16, 4, 2, tensor_maps=True, persistent=True),
     ),
     "mlp": (MlpConfig(16, 16, 4, 2), None),
 }
@@ -42,6 +49,43 @@ def check(case: Case, path: str | None = None, device: str = "sm_80") -> None:
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 def test_every_form_of_expert(path, form):
     check(make_case("experts", (5,), width=24, hidden=40, dtype=torch.float16, **form), path)
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "few"])
+@pytest.mark.parametrize(
+    "transposed",
+    [{"w1_transposed": True}, {"w2_transposed": True}, dict.fromkeys(LAYOUTS, True)],
+    ids=["w1", "w2", "both"],
+)
+@pytest.mark.parametrize("form", ["plain", "gated", "interleaved"])
+def test_weights_as_in_by_out(path, transposed, form):
+    case = make_case(
+        "experts", (5,), width=24, hidden=40, dtype=torch.float16,
+        gated=form != "plain", interleaved=form == "interleaved",
+    )  # fmt: skip
+    result = run_kernels(case, ranges=ranges(path), **transposed)
+    assert_matches(result, case.oracle(), case.dtypes)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_stored_in_halves(gated):
+    tile = GemmConfig(16, 128, 64, 4, 2, persistent=gated)
+    case = make_case("experts", (9,), width=200, hidden=72, dtype=torch.float16, gated=gated)
+    result = run_kernels(case, ranges=(RangeConfig(MAX_TOKENS, "gemm", tile, tile),))
+    assert_matches(result, case.oracle(), case.dtypes)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3, 1000])
+def test_programs_that_take_several_tiles_or_none(multiprocessors):
+    case = make_case(
+        "experts", (37,), width=40, hidden=72, experts=6, dtype=torch.float16, gated=True
+    )
+    ids = case.arguments["expert_ids"].clamp(max=3)
+    ids[::5, 1] = -1
+    case = case.changed(expert_ids=ids)
+    device = replace(architecture("sm_90"), multiprocessors=multiprocessors)
+    result = run_kernels(case, device, ranges("gemm-persistent"))
+    assert_matches(result, case.oracle(), case.dtypes)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,9 +17,12 @@ from custom_ops.kernels.architectures import ARCHITECTURES, architecture
 from custom_ops.kernels.configs import RouterConfig, router_config
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.router import router_step, router_step_with
-from custom_ops.kernels.spec import MAX_TOKENS, Step
+from custom_ops.kernels.spec import MAX_TOKENS, Constant, Step
+from custom_ops.options import GROUP_SCORINGS
+from custom_ops.routing import route
 from interpreter import ON, run_step
 from moe_cases import ROUTER_FORMS, assert_matches
+from random_layers import groups
 
 # NumPy's warnings about NaN and infinity in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -26,15 +30,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 bounded = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-PATHS = ("fused", "tiles", "vectors")
+PATHS = ("fused", "fused_vectors", "tiles", "vectors")
 INF, NAN = float("inf"), float("nan")
 
 
-def config_of(path: str, experts: int) -> RouterConfig:
+def config_of(path: str, places: int) -> RouterConfig:
     """Small blocks, so that a few tokens and experts already need several."""
     if path == "vectors":
         return RouterConfig("vectors", 1, 32, 32, num_warps=4, num_stages=2)
-    block_e = max(16, 1 << (experts - 1).bit_length()) if path == "fused" else 64
+    if path == "fused_vectors":
+        return RouterConfig("fused", 1, places, 32, num_warps=4, num_stages=2)
+    block_e = max(16, places) if path == "fused" else 64
     return RouterConfig(path, 16, block_e, 16, num_warps=4, num_stages=2)
 
 
@@ -43,6 +49,7 @@ def layer_of(
     width: int,
     top_k: int,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None] = (torch.float32,) * 3,
+    selection_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Layer:
     """A layer with the given dtypes of tokens, router weight and router bias."""
@@ -50,7 +57,7 @@ def layer_of(
     router = RouterOptions(top_k, **options)
     return Layer(
         experts, width, 8, top_k, x, torch.float32,
-        router=router, routing_dtype=weight, weights_dtype=bias,
+        router=router, routing_dtype=weight, weights_dtype=bias, selection_dtype=selection_dtype,
     )  # fmt: skip
 
 
@@ -68,6 +75,8 @@ def tensors_of(layer: Layer, tokens: int, seed: int = 0) -> dict[str, Tensor]:
     }
     if layer.weights_dtype is not None:
         tensors["router_bias"] = normal(e, dtype=layer.weights_dtype)
+    if layer.selection_dtype is not None:
+        tensors["selection_bias"] = normal(e, dtype=layer.selection_dtype) / 3
     return tensors
 
 
@@ -75,14 +84,14 @@ def run(
     layer: Layer, step: Step, tensors: dict[str, Tensor], **earlier: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Expert ids and weights ``[T, K]``."""
-    tokens = len(next(iter((tensors | earlier).values())))
+    tokens = len(next(iter((earlier | tensors).values())))
     buffers = run_step(step, layer, tokens, tensors, **earlier)
     shape = (tokens, layer.top_k)
     return buffers["expert_ids"].view(shape), buffers["expert_weights"].view(shape)
 
 
 def check(layer: Layer, path: str, tensors: dict[str, Tensor]) -> None:
-    step = router_step_with(layer, ON, config_of(path, layer.experts))
+    step = router_step_with(layer, ON, config_of(path, layer.expert_places))
     ids, weights = run(layer, step, tensors)
     a = tensors["x"], tensors["router_weight"], tensors.get("router_bias")
     expected_ids, expected = reference.router(*a, layer.router)
@@ -116,6 +125,39 @@ def problems(draw: st.DrawFn) -> tuple[Layer, dict[str, Tensor]]:
     )
     tokens = draw(st.sampled_from([1, 2, 17]))
     return layer, tensors_of(layer, tokens, draw(st.integers(0, 2**16)))
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> tuple[Layer, dict[str, Tensor]]:
+    """Problems with a selection bias, groups or both."""
+    experts = draw(st.sampled_from([1, 4, 6, 15, 20, 60, 256]))
+    top_k = draw(st.integers(1, min(experts, 8)))
+    layer = layer_of(
+        experts,
+        draw(st.sampled_from([24, 96])),
+        top_k,
+        (draw(st.sampled_from(FLOATS)), torch.float32, draw(st.sampled_from([*FLOATS, None]))),
+        selection_dtype=draw(st.sampled_from([*FLOATS, None])),
+        scoring=draw(st.sampled_from(SCORINGS)),
+        renormalize=draw(st.booleans()),
+        **draw(groups(experts, top_k)),
+    )
+    tokens = draw(st.sampled_from([1, 2, 17]))
+    return layer, tensors_of(layer, tokens, draw(st.integers(0, 2**16)))
+
+
+@bounded
+@given(choices(), st.sampled_from(PATHS))
+def test_random_choices(problem, path):
+    layer, tensors = problem
+    step = router_step_with(layer, ON, config_of(path, layer.expert_places))
+    ids, weights = run(layer, step, tensors)
+    names = ("x", "router_weight", "router_bias")
+    expected_ids, expected = reference.router(
+        *map(tensors.get, names), layer.router, tensors.get("selection_bias")
+    )
+    assert torch.equal(ids, expected_ids.int())
+    assert_matches(weights, expected, {torch.float32}, "weights")
 
 
 @bounded
@@ -153,7 +195,7 @@ def test_no_expert_beyond_the_last_is_chosen(path):
     layer = layer_of(9, 8, 9, scoring="topk_softmax")
     tensors = tensors_of(layer, 4)
     tensors["router_bias"] -= 1000
-    ids, _ = run(layer, router_step_with(layer, ON, config_of(path, 9)), tensors)
+    ids, _ = run(layer, router_step_with(layer, ON, config_of(path, layer.expert_places)), tensors)
     assert torch.equal(ids.sort().values, torch.arange(9).expand(4, 9).int())
 
 
@@ -171,12 +213,82 @@ def test_products_are_not_rounded_to_tf32():
         assert all(spec.constants.get("UPCAST", True) for spec in step.launches)
 
 
+def logits_of(tensors: dict[str, Tensor], *, upcast: bool) -> Tensor:
+    """Logits ``[T, E]`` of bfloat16 tokens and a float32 weight, which is split or not."""
+    (experts, width), dtypes = tensors["router_weight"].shape, (torch.bfloat16, torch.float32, None)
+    layer = layer_of(experts, width, 1, dtypes)
+    step = router_step_with(layer, ON, config_of("tiles", experts))
+    spec = step.launches[0]
+    assert not spec.constants["UPCAST"]
+    spec = replace(spec, arguments={**spec.arguments, "UPCAST": Constant(upcast)})
+    tokens = len(tensors["x"])
+    buffers = run_step(Step(step.buffers[:1], (spec,)), layer, tokens, tensors)
+    return buffers["router_logits"].view(tokens, experts)
+
+
+@bounded
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
+def test_a_split_weight_keeps_every_bit(values):
+    # Beyond, the nearest bfloat16 is infinite.
+    column = torch.tensor(values).clamp(-(2.0**128 - 2.0**120), 2.0**128 - 2.0**120)
+    weight = torch.zeros(len(column), 16)
+    weight[:, 0] = column
+    x = torch.zeros(3, 16, dtype=torch.bfloat16)
+    x[:, 0] = torch.tensor([1, -1, 0.5])
+    logits = logits_of({"x": x, "router_weight": weight}, upcast=False)
+    assert torch.equal(logits, torch.stack([column, -column, 0.5 * column]))
+
+
+@pytest.mark.parametrize("exponents", [0, 30, 100])
+def test_a_split_weight_gives_no_larger_errors_than_float32(exponents):
+    generator = torch.Generator().manual_seed(exponents)
+
+    def wide(rows: int) -> Tensor:
+        size = (rows, 1024)
+        scale = torch.randint(-exponents // 2, exponents // 2 + 1, size, generator=generator)
+        return torch.randn(size, generator=generator).ldexp(scale)
+
+    tensors = {"x": wide(32).bfloat16(), "router_weight": wide(64)}
+    x, weight = (each.double() for each in tensors.values())
+    exact, magnitude = x @ weight.mT, x.abs() @ weight.abs().mT
+    split, upcast = (
+        (logits_of(tensors, upcast=upcast) - exact).abs() / magnitude for upcast in (False, True)
+    )
+    # The worst of 2048 is a matter of luck; without the lowest terms it is 10 times as large.
+    assert split.max() <= 1.5 * upcast.max()
+    assert split.square().mean() <= upcast.square().mean()
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.0, 1 + 2**-23), (0.0, 2**-149), (-(2**-149), 0.0)])
+def test_the_last_bit_of_a_float32_weight_decides(low, high):
+    x = torch.zeros(1, 16, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    weight = torch.zeros(2, 16)
+    weight[:, 0] = torch.tensor([low, high])
+    layer = layer_of(2, 16, 1, (torch.bfloat16, torch.float32, None), scoring="sigmoid")
+    for path in PATHS:
+        step = router_step_with(layer, ON, config_of(path, 2))
+        ids, _ = run(layer, step, {"x": x, "router_weight": weight})
+        assert ids.item() == 1, path
+
+
+def test_infinity_and_nan_pass_through_a_split_weight():
+    values = torch.tensor([1.0, -2.0, 1e-3, 1e-40, 3.3e38, INF, -INF, NAN, 0.0])
+    pairs = torch.tensor(list(product(values, values)))
+    x, weight = torch.zeros(len(pairs), 16, dtype=torch.bfloat16), torch.zeros(len(pairs), 16)
+    x[:, :2], weight[:, :2] = pairs.bfloat16(), pairs.flip(0)
+    tensors = {"x": x, "router_weight": weight}
+    split, upcast = (logits_of(tensors, upcast=each) for each in (False, True))
+    # Subnormal results are multiples of 2**-149.
+    torch.testing.assert_close(split, upcast, rtol=1e-6, atol=2.0**-147, equal_nan=True)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_nan_stays_in_its_row(scoring, path):
     layer = layer_of(5, 16, 3, scoring=scoring)
     tensors = tensors_of(layer, 17)
-    step = router_step_with(layer, ON, config_of(path, 5))
+    step = router_step_with(layer, ON, config_of(path, layer.expert_places))
     whole_ids, whole_weights = run(layer, step, tensors)
     tensors["x"][6, 3] = NAN
     ids, weights = run(layer, step, tensors)
@@ -187,12 +299,17 @@ def test_nan_stays_in_its_row(scoring, path):
     assert torch.equal(weights[others], whole_weights[others])
 
 
-def selected(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
+def selected(
+    logits: Tensor, top_k: int, selection_bias: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
     """The ids and weights that a split router's second kernel computes from logits ``[T, E]``."""
-    layer = layer_of(logits.shape[1], 8, top_k, **options)
-    split = router_step_with(layer, ON, config_of("tiles", layer.experts))
+    biased = selection_bias is not None
+    dtype = torch.float32 if biased else None
+    layer = layer_of(logits.shape[1], 8, top_k, selection_dtype=dtype, **options)
+    tensors = {"selection_bias": selection_bias} if biased else {}
+    split = router_step_with(layer, ON, config_of("tiles", layer.expert_places))
     step = Step(split.buffers[1:], split.launches[1:])
-    return run(layer, step, {}, router_logits=logits.contiguous())
+    return run(layer, step, tensors, router_logits=logits.contiguous())
 
 
 def sorted_by_torch(logits: Tensor, top_k: int, scoring: str) -> tuple[Tensor, Tensor]:
@@ -217,6 +334,40 @@ def test_ties_and_extreme_logits(scoring, data):
     expected_ids, expected = sorted_by_torch(logits, top_k, scoring)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected, equal_nan=True)
+
+
+@bounded
+@given(data=st.data())
+def test_ties_among_groups(data):
+    experts = data.draw(st.sampled_from([4, 6, 12, 15, 20]))
+    top_k = data.draw(st.integers(1, experts))
+    options = data.draw(groups(experts, top_k))
+    row = st.lists(st.sampled_from((0.0, -0.0, 1.0, -1.0, 2.0)), min_size=experts, max_size=experts)
+    logits, (bias,) = (
+        torch.tensor(data.draw(st.lists(row, min_size=1, max_size=most))) for most in (3, 1)
+    )
+    biased = data.draw(st.booleans())
+    ids, weights = selected(
+        logits, top_k, bias if biased else None, scoring="topk_softmax", **options
+    )
+    expected_ids, expected = route(
+        logits,
+        torch.eye(experts),
+        None,
+        RouterOptions(top_k, "topk_softmax", **options),
+        bias if biased else None,
+    )
+    assert torch.equal(ids, expected_ids.int())
+    torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("group_scoring", GROUP_SCORINGS[1:])
+def test_a_group_with_nan_is_the_greatest(group_scoring):
+    logits = torch.tensor([[9.0, 9.0, 9.0, 0.0, NAN, 0.0]])
+    options = {"group_scoring": group_scoring, "n_group": 2, "topk_group": 1}
+    ids, weights = selected(logits, 2, scoring="topk_softmax", **options)
+    assert ids.tolist() == [[4, 3]]
+    assert weights.isnan().all()
 
 
 def test_every_nan_is_greatest():
@@ -259,7 +410,8 @@ MIXED = (torch.bfloat16, torch.float32, None)
         (8, 4096, HALF, (1, 2), "fused"),
         (8, 4096, MIXED, (1, 2), "vectors"),
         (128, 2048, HALF, (1, 4), "vectors"),
-        (128, 2048, HALF, (5, 256), "fused"),
+        # Sixteen programs would each read 512 KiB.
+        (128, 2048, HALF, (5, 256), "tiles"),
         (128, 2048, HALF, (1025, MAX_TOKENS), "fused"),
         (256, 7168, HALF, (1, 4), "vectors"),
         (256, 7168, HALF, (1, 16), "tiles"),
@@ -280,13 +432,18 @@ def test_every_configuration_fits(on):
     for (experts, width, dtypes), span in product(sizes, spans):
         layer = layer_of(experts, width, 1, dtypes)
         config = router_config(layer, on, *span)
-        stage = (config.block_t + config.block_e) * config.block_d * 4
-        assert config.num_stages * stage <= on.shared_memory
+        x, weight = config.block_t * config.block_d, config.block_e * config.block_d
+        stage = x * layer.tokens_dtype.itemsize + weight * layer.routing_dtype.itemsize
+        # Products take the three terms of a float32 weight from shared memory.
+        terms = 6 * weight if dtypes == MIXED and config.block_t > 1 else 0
+        assert config.num_stages * stage + terms <= on.shared_memory
         assert config.block_d & (config.block_d - 1) == 0
         assert config.path != "fused" or config.block_e >= experts
-        if config.path != "vectors":
+        if config.block_t > 1:
             assert min(config.block_t, config.block_e, config.block_d) >= 16
             assert config.block_t * config.block_e <= 32 * 32 * config.num_warps
+        else:
+            assert weight <= 32 * 32 * config.num_warps
         for spec in router_step(layer, on, *span).launches:
             assert spec.dependent_launch == spec.constants["PDL"] == on.has_dependent_launch
 
@@ -296,13 +453,16 @@ def test_every_configuration_fits(on):
     [
         ("sm_80", torch.bfloat16, torch.bfloat16, False),
         ("sm_80", torch.float16, torch.float16, False),
+        ("sm_80", torch.bfloat16, torch.float32, False),
         ("sm_80", torch.float16, torch.bfloat16, True),
-        ("sm_80", torch.bfloat16, torch.float32, True),
+        ("sm_80", torch.float16, torch.float32, True),
+        ("sm_80", torch.float32, torch.bfloat16, True),
         ("sm_80", torch.float32, torch.float32, True),
         ("sm_75", torch.float16, torch.float16, True),
+        ("sm_75", torch.bfloat16, torch.float32, True),
     ],
 )
-def test_only_pairs_of_one_16_bit_dtype_take_tensor_cores(on, x, weight, upcast):
+def test_only_exact_products_of_16_bits_take_tensor_cores(on, x, weight, upcast):
     layer = layer_of(8, 64, 2, (x, weight, None))
     (spec,) = router_step(layer, architecture(on), 17, 64).launches
     assert spec.constants["UPCAST"] == upcast

@@ -164,7 +164,7 @@ def layer_of(**changes: Any) -> Layer:
         ({"width": 100}, "D, the model width, to be a multiple of 8, got 100"),
         ({"hidden": 12}, "H, the hidden width, to be a multiple of 8, got 12"),
         ({"router": RouterOptions(3), "routing_dtype": FLOAT}, r"the router's \(3\)"),
-        ({"router": RouterOptions(9), "top_k": 9, "routing_dtype": FLOAT}, r"experts \(8\), got 9"),
+        ({"router": RouterOptions(9), "top_k": 9, "routing_dtype": FLOAT}, r"in 1..8 .+, got 9"),
     ],
 )
 def test_sizes_without_kernels_are_refused(changes, message):
@@ -250,6 +250,15 @@ def test_an_unknown_architecture_is_refused(name):
 )
 def test_the_nearest_architecture(major, minor, expected):
     assert nearest_architecture(major, minor).capability == expected
+
+
+def test_dependent_launch_can_be_forbidden(monkeypatch):
+    monkeypatch.setenv("DYNAMO_MOE_DEPENDENT_LAUNCH", "0")
+    forbidden = nearest_architecture(9, 0)
+    assert forbidden == replace(architecture("sm_90"), has_dependent_launch=False)
+    for value in ("1", ""):
+        monkeypatch.setenv("DYNAMO_MOE_DEPENDENT_LAUNCH", value)
+        assert nearest_architecture(9, 0) == architecture("sm_90")
 
 
 def test_a_device_older_than_all_is_refused():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -18,11 +18,14 @@ pytest.importorskip("triton")
 from benchmarks.gpu import cells, tune_kernels
 from benchmarks.gpu.candidates import (
     blocks_m,
+    blocks_per_sm,
+    choices,
     few_candidates,
     fits,
     gemm_candidates,
     mlp_candidates,
     shared_bytes,
+    spread,
 )
 from benchmarks.gpu.layers import SHAPES
 from benchmarks.gpu.selection import (
@@ -35,7 +38,15 @@ from benchmarks.gpu.selection import (
 )
 from benchmarks.gpu.speed import Device
 from benchmarks.gpu.timing import Results, Times
-from benchmarks.gpu.tune_kernels import PRODUCTS, Tuner, candidates, plan_config, tune, write
+from benchmarks.gpu.tune_kernels import (
+    PRODUCTS,
+    Tuner,
+    candidates,
+    interleaved,
+    plan_config,
+    tune,
+    write,
+)
 from custom_ops.kernels.architectures import ARCHITECTURES, architecture
 from custom_ops.kernels.configs import (
     FewConfig,
@@ -183,6 +194,62 @@ def test_tiles_fit(layer, device, block_m):
         assert on.has_tensor_maps or not config.tensor_maps
 
 
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "swin4"])
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+def test_the_first_tiles_differ(name, block_m):
+    layer = SHAPES[name].layer(BF16)
+    gates = layer.options.rows_per_hidden
+    first = gemm_candidates(layer, ON, block_m, layer.hidden, layer.width, gates)[:24]
+    assert len({blocks_per_sm(layer, ON, config, gates) for config in first}) >= 3
+    assert len({config.block_n for config in first}) >= 3
+    assert len({config.num_stages for config in first}) >= 3
+    assert {config.block_k for config in first if config.tensor_maps} >= {64, 128}
+    assert {config.group_m for config in first} == {8}
+
+
+def test_tiles_that_do_the_same_work_are_left_out():
+    """One step of the loop, one tile of columns: neither stages nor grouping make a difference."""
+    shape = replace(SHAPES["swin1"], hidden=32, width=64)
+    found = gemm_candidates(shape.layer(BF16), ON, 64, columns=32, depth=64, gates=1)
+    assert found
+    for config in found:
+        assert config.block_n == 32
+        assert config.num_stages == 2
+        assert config.group_m == 8
+
+
+def test_the_first_vector_products_differ():
+    first = few_candidates(QWEN, 1)[:24]
+    assert len(set(first)) == 24
+    assert {config.block_n for config in first} == {2, 4, 8, 16, 32}
+    assert {config.num_stages for config in first} == {1, 2, 4}
+    assert len({config.num_warps for config in first}) >= 2
+
+
+@dataclass(frozen=True)
+class Form:
+    size: int
+    depth: int = 4
+    flag: bool = False
+
+
+def test_choices_of_a_dataclass():
+    assert list(choices(Form, size=(1, 2))) == [
+        *(Form(1), Form(1, flag=True), Form(2), Form(2, flag=True))
+    ]
+    assert list(choices(Form, size=(1,), depth=(2, 3), flag=(True,))) == [
+        *(Form(1, 2, True), Form(1, 3, True))
+    ]
+
+
+def test_spreading():
+    pairs = [(1, "a"), (1, "b"), (1, "c"), (2, "a"), (2, "d"), (3, "a")]
+    assert spread(pairs, lambda pair: pair[0]) == [
+        *((1, "a"), (2, "a"), (3, "a"), (1, "b"), (2, "d"), (1, "c"))
+    ]
+    assert spread(pairs) == pairs
+
+
 def test_few_tokens_alone_take_vector_products():
     assert few_candidates(QWEN, 1)
     assert not few_candidates(QWEN, 1000)
@@ -283,15 +350,30 @@ def test_a_layer_that_gets_no_faster_is_not_written(timer, tmp_path, monkeypatch
     tensors_for = tuner_with(timer).tensors_for
     monkeypatch.setattr(tune_kernels, "call_tensors", lambda _, tokens: tensors_for(tokens))
     monkeypatch.setattr(Device, "conditions", lambda _: CONDITIONS)
-    given = Namespace(dtype=BF16, tokens=[16], limit=4, budget=100.0)
+    given = Namespace(dtype=BF16, tokens=[16], limit=4)
     arguments = (SHAPES["qwen3"], Device("cpu", ON, timer), given)
-    tune_kernels.tune_shape(*arguments, tmp_path / "sm.json")
+    tune_kernels.tune_shape(*arguments, tmp_path / "sm.json", 100.0)
     assert shape_key(QWEN) in json.loads((tmp_path / "sm.json").read_text())["shapes"]
     monkeypatch.setattr(
         Tuner, "compare", lambda _, tokens, plans, samples=0: dict.fromkeys(plans, 1.0)
     )
-    tune_kernels.tune_shape(*arguments, tmp_path / "other.json")
-    assert not (tmp_path / "other.json").exists()
+    tune_kernels.tune_shape(*arguments, tmp_path / "sm.json", 100.0)
+    assert json.loads((tmp_path / "sm.json").read_text())["shapes"] == {}
+
+
+def test_a_table_is_written_as_it_is_found(timer):
+    saved = []
+    tune(tuner_with(timer), [1, 16, 1024], limit=4, save=lambda times: saved.append(list(times)))
+    assert saved == [[1], [1, 1024], [1, 1024, 16]]
+
+
+def test_few_and_many_tokens_take_turns():
+    tokens = [2**power for power in range(15)]
+    order = interleaved(tokens)
+    assert sorted(order) == tokens
+    assert interleaved([]) == []
+    assert interleaved([3, 5]) == [3, 5]
+    assert order[:4] == [1, 256, 16, 4096]
 
 
 def test_tables_are_added_to(tmp_path):

@@ -40,7 +40,19 @@ UNBUILDABLE = {
 SHAPES = ((1, 4), (3, 9), (2, 7))
 # Models with routers that torch.ops.moe.dropless has.
 PLAIN_ROUTERS = {
-    *("aria", "cohere2_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa"),
+    *("afmoe", "aria", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
+    *(
+        "bailing_hybrid",
+        "deepseek_ocr2",
+        "glm5_next",
+        "glm_moe_dsa",
+        "kimi_linear",
+        "unlimited_ocr",
+    ),
+    *("dots1", "dots3_note", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "glm4_moe"),
+    *("glm4_moe_lite", "glm4v_moe", "hy_v3", "hy_v4", "laguna", "mimo_v2_flash", "minimax_m2"),
+    *("minimax_m3_vl", "mistral4", "mistral_large4", "nemotron_h", "solar_open"),
+    *("flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa"),
     *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "jamba", "llama4", "mellum"),
     *("minimax", "mixtral", "olmoe", "openai_privacy_filter", "qwen2_moe", "qwen3_5_moe"),
     *("qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_talker", "qwen3_vl_moe"),

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -22,6 +23,7 @@ namespace {
 enum Result {
   kSuccess = 0,
   kInvalidValue = 1,
+  kOutOfMemory = 2,
   kInvalidImage = 200,
   kInvalidContext = 201,
   kInvalidHandle = 400,
@@ -372,6 +374,49 @@ EXPORT int cuDeviceGet(int* device, int ordinal) {
     return kInvalidValue;
   }
   *device = ordinal;
+  return kSuccess;
+}
+
+EXPORT int cuDevicePrimaryCtxRetain(Context** context, int device) {
+  if (device < 0 || device >= static_cast<int>(state().devices.size())) {
+    return kInvalidValue;
+  }
+  *context = static_cast<Context*>(standin_create_context(device));
+  return kSuccess;
+}
+
+EXPORT int cuCtxSetCurrent(Context* context) {
+  standin_set_context(context);
+  return kSuccess;
+}
+
+// A launch has ended when its call returns.
+EXPORT int cuCtxSynchronize() { return CurrentContext() == nullptr ? kInvalidContext : kSuccess; }
+
+// Device memory is the host's.
+EXPORT int cuMemAlloc_v2(std::uint64_t* address, std::size_t size) {
+  void* const memory = std::aligned_alloc(256, (size + 255) / 256 * 256);
+  *address = reinterpret_cast<std::uint64_t>(memory);
+  return memory == nullptr ? kOutOfMemory : kSuccess;
+}
+
+EXPORT int cuMemFree_v2(std::uint64_t address) {
+  std::free(reinterpret_cast<void*>(address));
+  return kSuccess;
+}
+
+EXPORT int cuMemsetD8_v2(std::uint64_t address, unsigned char value, std::size_t size) {
+  std::memset(reinterpret_cast<void*>(address), value, size);
+  return kSuccess;
+}
+
+EXPORT int cuMemcpyHtoD_v2(std::uint64_t to, const void* from, std::size_t size) {
+  std::memcpy(reinterpret_cast<void*>(to), from, size);
+  return kSuccess;
+}
+
+EXPORT int cuMemcpyDtoH_v2(void* to, std::uint64_t from, std::size_t size) {
+  std::memcpy(to, reinterpret_cast<void*>(from), size);
   return kSuccess;
 }
 

@@ -5,21 +5,35 @@ The kernels run in Triton's interpreter; only queries to the device are mocked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions, _cuda
 from custom_ops._grouped import ExpertParameters
 from custom_ops.kernels.architectures import ARCHITECTURES, nearest_architecture
+from custom_ops.kernels.spec import ForwardPlan
+from custom_ops.options import ROUTER_OPTIONS
 from moe_cases import Case, assert_matches, make_case
 
 
 @pytest.fixture(autouse=True)
 def _device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    _cuda._plan.cache_clear()
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[tuple[ForwardPlan, Mapping[str, Tensor]]]:
+    """What would be launched."""
+    launches = []
+    monkeypatch.setattr("custom_ops.kernels.launch.launch", lambda *a: launches.append(a))
+    return launches
 
 
 def run(case: Case) -> torch.Tensor:
@@ -29,9 +43,9 @@ def run(case: Case) -> torch.Tensor:
     if case.op == "experts":
         routing = {name: a[name] for name in ("expert_ids", "expert_weights")}
         return _cuda.forward(a["x"], routing, parameters, ExpertOptions(**options))
-    routing = {name: a[name] for name in ("router_weight", "router_bias")}
-    names = ("scoring", "renormalize", "routed_scaling")
-    router = {name: options.pop(name) for name in names if name in options}
+    routing = {name: a[name] for name in ("router_weight", "router_bias", "selection_bias")}
+    names = [row.name for row in ROUTER_OPTIONS if row.name in options]
+    router = {name: options.pop(name) for name in names}
     return _cuda.forward(
         a["x"],
         routing,
@@ -49,28 +63,75 @@ def test_results(op, biases, dtype):
     assert_matches(run(case), case.oracle(), case.dtypes)
 
 
-def test_tensors_that_kernels_cannot_read_are_copied():
+def test_tensors_that_kernels_cannot_read_are_copied(launches):
     case = make_case("experts", (9,), width=16, hidden=24)
     x = torch.empty(9 * 16 + 1)[1:].view(9, 16).copy_(case.arguments["x"])
-    w1 = case.arguments["w1"].mT.contiguous().mT
+    w1 = torch.stack([case.arguments["w1"]] * 2, dim=-1)[..., 0]
     assert x.data_ptr() % 16
     assert not w1.is_contiguous()
-    odd = case.changed(x=x, w1=w1)
-    assert torch.equal(run(odd), run(case))
+    run(case.changed(x=x, w1=w1))
+    [(plan, tensors)] = launches
+    assert not plan.layer.w1_transposed
+    for name, given in (("x", x), ("w1", w1)):
+        assert tensors[name].is_contiguous()
+        assert tensors[name].data_ptr() % 16 == 0
+        assert torch.equal(tensors[name], given)
+
+
+@pytest.mark.parametrize("transposed", [("w1",), ("w2",), ("w1", "w2"), ()])
+def test_weights_are_read_as_they_lie(launches, transposed):
+    case = make_case("experts", (9,), width=16, hidden=24)
+    weights = {name: case.arguments[name].mT.contiguous().mT for name in transposed}
+    run(case.changed(**weights))
+    [(plan, tensors)] = launches
+    assert plan.layer.w1_transposed == ("w1" in transposed)
+    assert plan.layer.w2_transposed == ("w2" in transposed)
+    for name in ("w1", "w2"):
+        given = weights.get(name, case.arguments[name])
+        assert tensors[name].is_contiguous()
+        assert tensors[name].data_ptr() == given.data_ptr()
+
+
+def test_a_weight_that_lies_both_ways_is_not_transposed():
+    w1 = torch.randn(5, 1, 24).mT
+    assert w1.is_contiguous()
+    assert w1.mT.is_contiguous()
+    assert _cuda._as_it_lies(w1) == (w1, False)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"width": 12}, r"D, the model width, to be a multiple of 8, got 12"),
-        ({"hidden": 20}, r"H, the hidden width, to be a multiple of 8, got 20"),
-        ({"experts": 1025}, r"experts in 1..1024, got 1025"),
-        ({"experts": 40, "top_k": 33}, r"top_k in 1..32, got 33"),
+        {"width": 12},
+        {"hidden": 20},
+        {"width": 1},
+        {"experts": 1025},
+        {"experts": 40, "top_k": 33},
+        {"dtype": torch.float64},
     ],
 )
-def test_sizes_without_kernels_are_refused(changes, message):
-    case = make_case("experts", (2,), **({"width": 8, "hidden": 8} | changes))
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("op", ["dropless", "experts"])
+def test_what_has_no_kernels_is_computed_by_pytorch(op, changes, launches):
+    case = make_case(op, (2,), **({"width": 8, "hidden": 8} | changes))
+    assert_matches(run(case), case.oracle(), case.dtypes)
+    assert not launches
+
+
+def test_more_slots_than_kernels_count_are_computed_by_pytorch(launches, monkeypatch):
+    ranges = [SimpleNamespace(last=3), SimpleNamespace(last=8)]
+    monkeypatch.setattr(_cuda, "_plan", lambda *_, **layer: SimpleNamespace(ranges=ranges))
+    for tokens, launched in ((8, 1), (9, 0)):
+        launches.clear()
+        case = make_case("experts", (tokens,), width=16, hidden=24)
+        y = run(case)
+        assert len(launches) == launched
+    assert_matches(y, case.oracle(), case.dtypes)
+
+
+def test_other_errors_are_raised(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    case = make_case("experts", (2,), width=16, hidden=24)
+    with pytest.raises(ValueError, match=r"capability 7\.5 or later, the device has 7\.0"):
         run(case)
 
 

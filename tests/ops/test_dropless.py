@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +15,17 @@ from torch import Tensor, nn
 
 from custom_ops import SCORINGS, RouterOptions, dropless, reference
 from custom_ops.dtypes import accumulation_dtype
+from custom_ops.options import ROUTER_OPTIONS
 from custom_ops.routing import route
-from moe_cases import DTYPES, EXPERT_FORMS, ROUTER_FORMS, Case, assert_matches, make_case
+from moe_cases import (
+    DTYPES,
+    EXPERT_FORMS,
+    GROUP_FORMS,
+    ROUTER_FORMS,
+    Case,
+    assert_matches,
+    make_case,
+)
 
 NAN = float("nan")
 FLOAT_TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -27,8 +41,9 @@ def _assert_gradients_match(case: Case) -> None:
 
 def _chosen(case: Case) -> Tensor:
     a = case.arguments
-    options = RouterOptions(a["top_k"], case.options.get("scoring", "softmax"))
-    return route(a["x"], a["router_weight"], a["router_bias"], options)[0]
+    router = {row.name: case.options.get(row.name, row.default) for row in ROUTER_OPTIONS}
+    options = RouterOptions(a["top_k"], **router)
+    return route(a["x"], a["router_weight"], a["router_bias"], options, a["selection_bias"])[0]
 
 
 @pytest.mark.parametrize("router", ROUTER_FORMS)
@@ -44,6 +59,66 @@ def test_every_router_is_the_oracle_s(
     _assert_gradients_match(case)
 
 
+@pytest.mark.parametrize("form", ROUTER_FORMS)
+def test_a_selection_bias_chooses_but_weighs_nothing(form: dict[str, Any]) -> None:
+    case = make_case("dropless", (33,), selection_bias=True, **form)
+    a = case.arguments
+    assert_matches(case(), case.oracle(), case.dtypes)
+    _assert_gradients_match(case)
+    options = RouterOptions(2, **form)
+    given = (a["x"], a["router_weight"], a["router_bias"], options)
+    plain_ids, _ = route(*given)
+    ids, weights = route(*given, a["selection_bias"])
+    assert not torch.equal(ids, plain_ids)
+    same = (ids.sort().values == plain_ids.sort().values).all(-1)
+    assert 0 < same.sum() < 33
+    _, plain = route(*given)
+    torch.testing.assert_close(weights.sum(-1)[same], plain.sum(-1)[same])
+
+
+@pytest.mark.parametrize("selection_bias", [True, False], ids=["biased", "unbiased"])
+@pytest.mark.parametrize("form", GROUP_FORMS)
+def test_every_choice_of_groups_is_the_oracle_s(form: dict[str, Any], selection_bias: bool) -> None:
+    case = make_case(
+        "dropless", (33,), experts=6, top_k=3, selection_bias=selection_bias, biases=False, **form
+    )
+    assert_matches(case(), case.oracle(), case.dtypes)
+    _assert_gradients_match(case)
+    groups = _chosen(case) // 2
+    assert all(len(set(row)) <= 2 for row in groups.tolist())
+
+
+def test_groups_are_scored_by_their_best_experts() -> None:
+    # Logits of six experts in three groups: the best expert is in the last group.
+    logits = torch.tensor([[1.0, 1.0, 0.5, 1.2, -9.0, 1.5]])
+    chosen = {
+        scoring: route(
+            logits, torch.eye(6), None, RouterOptions(1, "topk_softmax", True, 1.0, scoring, 3, 1)
+        )[0].item()
+        for scoring in ("max", "top2_sum")
+    }
+    assert chosen == {"max": 5, "top2_sum": 0}
+
+
+def test_equal_groups_are_chosen_from_the_lower_on() -> None:
+    options = RouterOptions(4, "sigmoid", group_scoring="top2_sum", n_group=4, topk_group=2)
+    ids, _ = route(torch.zeros(3, 5), torch.randn(8, 5), None, options)
+    assert torch.equal(ids, torch.arange(4).expand(3, 4))
+
+
+def test_experts_below_the_fill_of_other_models_are_chosen_in_their_groups() -> None:
+    # All biased scores of the best group are negative: a fill of 0 would choose outside of it.
+    bias = torch.tensor([-2.0, -2.0, -9.0, -9.0])
+    options = RouterOptions(2, "sigmoid", group_scoring="max", n_group=2, topk_group=1)
+    ids, _ = route(torch.zeros(1, 3), torch.randn(4, 3), None, options, bias)
+    assert ids.tolist() == [[0, 1]]
+
+
+def test_a_choice_of_all_groups_is_none() -> None:
+    options = RouterOptions(2, group_scoring="max", n_group=3, topk_group=3)
+    assert options.canonical() == RouterOptions(2)
+
+
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
 def test_every_expert_is_the_oracle_s(weight_on_input: bool, form: dict[str, Any]) -> None:
@@ -55,7 +130,7 @@ def test_every_expert_is_the_oracle_s(weight_on_input: bool, form: dict[str, Any
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 def test_it_is_the_router_and_then_the_experts(form: dict[str, Any]) -> None:
     case = make_case("dropless", **form)
-    x, router_weight, *parameters, top_k, router_bias = case.arguments.values()
+    x, router_weight, *parameters, top_k, router_bias, _ = case.arguments.values()
     routing = route(x, router_weight, router_bias, RouterOptions(top_k))
     assert torch.equal(case(), torch.ops.moe.experts(x, *routing, *parameters, **form))
 
@@ -218,3 +293,57 @@ def test_a_layer_trains() -> None:
     assert losses[-1] < 0.2 * losses[0]
     for name, p in student.named_parameters():
         assert not torch.equal(p, before[name]), name
+
+
+def test_the_backward_pass_takes_the_choice_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = make_case("dropless")
+    expected = case.gradients()
+    calls = []
+
+    def another_choice_each_time(*arguments: Any) -> tuple[Tensor, Tensor]:
+        ids, weights = route(*arguments)
+        calls.append(ids)
+        return (ids + len(calls) - 1) % 5, weights
+
+    for module in ("custom_ops.dropless", "custom_ops._grouped"):
+        monkeypatch.setattr(import_module(module), "route", another_choice_each_time)
+    for name, gradient in case.gradients().items():
+        assert torch.equal(gradient, expected[name]), name
+    assert len(calls) == 1
+
+
+def test_inference_keeps_no_choice() -> None:
+    case = make_case("dropless").with_grad()
+    for training in (True, False):
+        with torch.profiler.profile() as profile, torch.set_grad_enabled(training):
+            result = case()
+        names = {event.name for event in profile.events()}
+        assert ("moe::dropless_routed" in names) == training
+        assert result.requires_grad == training
+
+
+_WITHOUT_PRIVATE_NAMES = """
+import torch
+kept = torch._C._AutoDispatchBelowAutograd
+del torch._C._AutoDispatchBelowAutograd
+import custom_ops
+torch._C._AutoDispatchBelowAutograd = kept
+from moe_cases import make_case
+case = make_case("dropless")
+moved = case.gradients()
+routed = torch.ops.moe.dropless_routed
+direct = case.gradients(lambda same: routed(*same.arguments.values(), **same.options)[0])
+assert all(torch.equal(moved[name], direct[name]) for name in direct)
+assert "dropless_routed" not in repr(case.with_grad()().grad_fn)
+"""
+
+
+def test_training_works_by_public_names() -> None:
+    paths = [str(Path(__file__).parents[1] / "support"), *sys.path]
+    subprocess.run(
+        [sys.executable, "-c", _WITHOUT_PRIVATE_NAMES],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )

@@ -311,22 +311,103 @@ def test_streams_at_once():
             assert torch.equal(actual, right)
 
 
+# --- The backward pass ---
+
+
+def check_gradients(case: Case, dtypes: set[torch.dtype] = frozenset()) -> None:
+    """Compares the gradients with those of the oracle, and again with themselves."""
+    actual, again = gpu_cases.gradients(case), gpu_cases.gradients(case)
+    for name, expected in gpu_cases.gradients(case, Case.oracle).items():
+        assert_matches(actual[name], expected.double(), set(dtypes) or case.dtypes, name)
+        assert torch.equal(actual[name], again[name])
+        if actual[name].ndim == 3:
+            assert actual[name].stride() == case.arguments[name].stride()
+
+
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("tokens", [FEW, 200])
-def test_gradients(op, tokens):
-    case = gpu_case(op, tokens, **GATED)
-    cpu = case.changed(
-        **{n: v.cpu() for n, v in case.arguments.items() if isinstance(v, torch.Tensor)}
-    )
-    generator = torch.Generator().manual_seed(1)
-    dy = torch.randn(case.arguments["x"].shape, generator=generator)
-    gradients = []
-    for each in (case, cpu):
-        leaf = each.with_grad()
-        leaf().backward(dy.to(leaf.arguments["x"].device))
-        gradients.append({name: tensor.grad for name, tensor in leaf.floats.items()})
-    for name, expected in gradients[1].items():
-        assert_matches(gradients[0][name].cpu(), expected.double(), case.dtypes, name)
+@pytest.mark.parametrize("tokens", [0, 1, FEW, 200, LARGE])
+@pytest.mark.parametrize(("tokens_dtype", "experts_dtype", "tf32"), DTYPES)
+def test_gradients(op, tokens, tokens_dtype, experts_dtype, tf32):
+    case = gpu_case(op, tokens, x_dtype=tokens_dtype, dtype=experts_dtype, **GATED)
+    with allow_tf32(allowed=tf32):
+        check_gradients(case, {FP16} if tf32 else set())
+
+
+@pytest.mark.parametrize("weight_on_input", [True, False])
+@pytest.mark.parametrize("form", EXPERT_FORMS)
+def test_gradients_of_forms_of_experts(form, weight_on_input):
+    check_gradients(gpu_case("experts", 200, weight_on_input=weight_on_input, **form))
+
+
+@pytest.mark.parametrize("weight_on_input", [True, False])
+@pytest.mark.parametrize("norm", NORM_FORMS)
+def test_gradients_of_norm_and_residual(norm, weight_on_input):
+    check_gradients(gpu_case("experts", 200, weight_on_input=weight_on_input, **GATED, **norm))
+
+
+@pytest.mark.parametrize("expert", [-1, 5])
+@pytest.mark.parametrize("tokens", [FEW, LARGE])
+def test_gradients_of_unusual_routing(tokens, expert):
+    case = routed(tokens, torch.full((tokens, 2), expert), experts=64)
+    check_gradients(case)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_gradients_of_weights_that_lie_as_in_out(dtype):
+    case = gpu_case("experts", 200, dtype=dtype, **GATED)
+    views = {name: case.arguments[name].mT.contiguous().mT for name in ("w1", "w2")}
+    check_gradients(case.changed(**views))
+
+
+def test_gradients_after_a_near_tie():
+    x, router = torch.zeros(1, 8), torch.zeros(2, 8)
+    x[0, :2] = torch.tensor([1.0, 2.0**-30])
+    router[:, 0] = 1
+    router[1, 1] = 1  # In float64 the second expert's logit is larger.
+    case = gpu_case("dropless", 1, width=8, hidden=8, experts=2, top_k=1, biases=False)
+    case = case.changed(x=x.cuda(), router_weight=router.cuda())
+    w1 = gpu_cases.gradients(case)["w1"]
+    assert w1[0].any()
+    assert not w1[1].any()
+
+
+def _step(case: Case) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(case().square().sum(), list(case.floats.values())))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [FEW, LARGE])
+def test_the_host_waits_for_nothing_in_training(op, tokens):
+    case = gpu_case(op, tokens, dtype=BF16, **GATED).with_grad()
+    _step(case)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _step(case)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [FEW, LARGE])
+def test_a_graph_of_a_training_step(op, tokens):
+    case = gpu_case(op, tokens, dtype=BF16, **GATED).with_grad()
+    other = gpu_case(op, tokens, dtype=BF16, seed=1, **GATED)
+    expected = _step(case.changed(**other.floats, **_ids(other)).with_grad())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _step(case)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients = _step(case)
+    for name, value in (other.floats | _ids(other)).items():
+        case.arguments[name].data.copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    for gradient, right in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient, right)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -163,9 +163,28 @@ def test_opcheck(op: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.float64])
+def test_opcheck_of_what_training_calls(x_dtype: torch.dtype) -> None:
+    case = make_case("dropless", (2, 3), x_dtype=x_dtype).with_grad()
+    routed = torch.ops.moe.dropless_routed.default
+    results = torch.library.opcheck(routed, tuple(case.arguments.values()), case.options)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_opcheck_of_a_choice_of_groups() -> None:
+    groups = {"group_scoring": "max", "n_group": 5, "topk_group": 3}
+    case = make_case("dropless", (2, 3), selection_bias=True, **groups).with_grad()
+    results = torch.library.opcheck(case.overload, tuple(case.arguments.values()), case.options)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("parameters", [False, True])
-def test_opcheck_of_the_backward(parameters: bool) -> None:
+def test_opcheck_of_the_backward(parameters: bool, transposed: bool) -> None:
     case = make_case("experts", (2, 3), activation="silu")
+    if transposed:
+        views = {name: case.arguments[name].mT.contiguous().mT for name in ("w1", "w2")}
+        case = case.changed(**views)
     arguments = (torch.randn(2, 3, 12), *case.arguments.values(), parameters)
     backward = torch.ops.moe.experts_backward.default
     results = torch.library.opcheck(backward, arguments, case.options)

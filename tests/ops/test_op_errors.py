@@ -12,6 +12,7 @@ from torch._dynamo.exc import TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import custom_ops
+from custom_ops._checks import remembered
 from moe_cases import Case, make_case
 
 META = torch.device("meta")
@@ -119,6 +120,44 @@ ROUTER = [
         ValueError,
         "router_bias must be on x's device cpu, got meta",
     ),
+    ({"selection_bias": _zeros(4)}, ValueError, "selection_bias must be [E] = [3], got [4]"),
+    (
+        {"selection_bias": _zeros(3).long()},
+        TypeError,
+        f"selection_bias must be {FLOATS}, got int64",
+    ),
+    (
+        {"selection_bias": _zeros(3, device=META)},
+        ValueError,
+        "selection_bias must be on x's device cpu, got meta",
+    ),
+    ({"n_group": 0}, ValueError, "n_group must be at least 1, got 0"),
+    ({"n_group": 3}, ValueError, "n_group=3 needs a group_scoring, got 'none'"),
+    (
+        {"group_scoring": "sum"},
+        ValueError,
+        "group_scoring must be one of none, max, top2_sum; got 'sum'",
+    ),
+    (
+        {"group_scoring": "max", "n_group": 3, "topk_group": 4},
+        ValueError,
+        "topk_group must be in 1..3 (the groups), got 4",
+    ),
+    (
+        {"group_scoring": "max", "n_group": 2},
+        ValueError,
+        "n_group=2 must divide 3 experts into groups of 1 up",
+    ),
+    (
+        {"group_scoring": "top2_sum", "n_group": 3},
+        ValueError,
+        "n_group=3 must divide 3 experts into groups of 2 up",
+    ),
+    (
+        {"group_scoring": "max", "n_group": 3, "top_k": 2},
+        ValueError,
+        "top_k must be in 1..1 (the experts of 1 groups), got 2",
+    ),
     ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
     ({"top_k": -2}, ValueError, "top_k must be at least 1, got -2"),
     ({"top_k": 4}, ValueError, "top_k must be in 1..3 (the experts), got 4"),
@@ -183,8 +222,10 @@ def _case(op: str, changes: dict[str, Any]) -> Case:
 def test_in_eager_mode(
     op: str, changes: dict[str, Any], error: type[Exception], reason: str
 ) -> None:
-    with pytest.raises(error, match=re.escape(reason)):
-        _case(op, changes)()
+    _case(op, {})()  # That this was right is remembered.
+    for _ in range(2):
+        with pytest.raises(error, match=re.escape(reason)):
+            _case(op, changes)()
 
 
 @refused
@@ -251,3 +292,25 @@ def test_an_option_that_does_not_exist(function: Any) -> None:
     reason = f"{function.__name__}() got an unexpected keyword argument 'gate'"
     with pytest.raises(TypeError, match=re.escape(reason)):
         function(**case.arguments, gate=True)
+
+
+def test_a_check_is_remembered_for_all_that_looks_alike() -> None:
+    seen = []
+
+    @remembered
+    def check(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        seen.append((arguments, options))
+        return arguments[1:], options
+
+    x = torch.zeros(2, 3)
+    assert check(x, 1, gated=True) == check(x + 1, 1, gated=True) == ((1,), {"gated": True})
+    assert len(seen) == 1
+    for other in (x.double(), x.mT, x[:1], x.to(META)):
+        check(other, 1, gated=True)
+    check(x, 2, gated=True)
+    check(x, 1, gated=False)
+    check(x, None, gated=True)
+    assert len(seen) == 8
+    for tokens in range(3000):
+        check(x.expand(tokens, 2, 3), 1)
+    assert check(x, 2, gated=True) == ((2,), {"gated": True})

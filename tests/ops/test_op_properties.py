@@ -12,6 +12,7 @@ from torch import Tensor
 from custom_ops import ACTIVATIONS, SCORINGS
 from custom_ops.options import CLAMPED, PRE_NORMS
 from moe_cases import OPS, Case, assert_matches, make_case
+from random_layers import groups
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # Compiling kernels and the first call of each product take longer than any deadline.
@@ -37,23 +38,25 @@ def cases(
         "norm_eps": draw(st.sampled_from([1e-6, 0.5])),
         "residual": draw(st.booleans()),
     }
+    experts = draw(st.integers(1, 9))
+    top_k = draw(st.integers(1, experts))
     if op == "dropless":
-        options |= {
+        options |= draw(groups(experts, top_k)) | {
             "scoring": draw(st.sampled_from(SCORINGS)),
             "renormalize": draw(st.booleans()),
             "routed_scaling": draw(st.sampled_from([1.0, 0.5, 2.5])),
         }
-    experts = draw(st.integers(1, 9))
     case = make_case(
         op,
         (draw(st.integers(0, 17)),),
         width=draw(st.integers(1, 20)),
         hidden=draw(st.integers(1, 20)),
         experts=experts,
-        top_k=draw(st.integers(1, experts)),
+        top_k=top_k,
         dtype=draw(st.sampled_from(dtypes)),
         x_dtype=draw(st.sampled_from(dtypes)),
         biases=draw(st.booleans()),
+        selection_bias=op == "dropless" and draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
         **options,
     )
@@ -108,8 +111,12 @@ def test_a_slot_of_no_expert_changes_nothing(case: Case, place: int) -> None:
 @bounded
 def test_experts_in_another_order_are_the_same_layer(case: Case, seed: int) -> None:
     experts = case.arguments["w1"].shape[0]
-    order = torch.randperm(experts, generator=torch.Generator().manual_seed(seed))
-    names = ("router_weight", "router_bias", "w1", "b1", "w2", "b2")
+    groups_GS = torch.arange(experts).view(case.options.get("n_group", 1), -1)
+    generator = torch.Generator().manual_seed(seed)
+    # Groups among themselves, and experts in their groups.
+    first, second = (torch.randperm(size, generator=generator) for size in groups_GS.shape)
+    order = groups_GS[first][:, second].flatten()
+    names = ("router_weight", "router_bias", "selection_bias", "w1", "b1", "w2", "b2")
     renamed = {n: t[order] for n in names if (t := case.arguments.get(n)) is not None}
     if case.op == "experts":
         # The new number of each old expert; -1 selects the last entry, which stays -1.

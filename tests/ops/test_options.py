@@ -16,6 +16,7 @@ from custom_ops._library import schema_of, with_options
 from custom_ops.kernels.layer import Layer
 from custom_ops.options import (
     EXPERT_OPTIONS,
+    LAYOUT_OPTIONS,
     ROUTER_OPTIONS,
     SIZES,
     DroplessKeywords,
@@ -72,7 +73,7 @@ def test_operators_and_functions_take_the_table_s_options(op: str) -> None:
 
 
 def test_every_option_has_a_place_of_its_own_in_a_bundle_s_record() -> None:
-    slots = [row.slot for row in (*DROPLESS_OPTIONS, *SIZES)]
+    slots = [row.slot for row in (*DROPLESS_OPTIONS, *LAYOUT_OPTIONS, *SIZES)]
     bits = [slot.bit for slot in slots if isinstance(slot, Flag)]
     words = [slot.index for slot in slots if isinstance(slot, Word)]
     assert len(set(bits)) == len(bits)
@@ -80,7 +81,9 @@ def test_every_option_has_a_place_of_its_own_in_a_bundle_s_record() -> None:
     assert len(set(words)) == len(words)
 
 
-@pytest.mark.parametrize("option", DROPLESS_OPTIONS, ids=lambda option: option.name)
+@pytest.mark.parametrize(
+    "option", [*DROPLESS_OPTIONS, *LAYOUT_OPTIONS], ids=lambda option: option.name
+)
 def test_a_row_is_complete(option: Option) -> None:
     option.check(option.default)
     assert option.doc.endswith(".")
@@ -126,7 +129,11 @@ def test_nodes_have_the_table_s_options_as_attributes() -> None:
             default = default.decode() if isinstance(default, bytes) else default
             wanted = pytest.approx(option.default) if option.type is float else option.default
             assert default == wanted
-        known = {row.attribute for row in (*options, *SIZES)} | {*TENSORRT_ATTRIBUTES}
+        for option in LAYOUT_OPTIONS:  # Absent where they are not set.
+            assert not declared[option.attribute].required
+            assert not declared[option.attribute].default_value.name
+        rows = (*options, *LAYOUT_OPTIONS, *SIZES)
+        known = {row.attribute for row in rows} | {*TENSORRT_ATTRIBUTES}
         assert set(declared) == known
 
 
@@ -143,7 +150,8 @@ def test_the_record_s_words_are_where_the_table_says() -> None:
         if isinstance(row.slot, Word):
             assert LayerRecord._fields[row.slot.index] == row.name
     assert LayerRecord._fields[FLAGS_WORD] == "flags"
-    bits = [row.slot.bit for row in DROPLESS_OPTIONS if isinstance(row.slot, Flag)]
+    options = (*DROPLESS_OPTIONS, *LAYOUT_OPTIONS)
+    bits = [row.slot.bit for row in options if isinstance(row.slot, Flag)]
     assert not set(bits) & set(FLAGS_WITHOUT_OPTION.values())
 
 
@@ -151,6 +159,15 @@ def test_an_added_option_is_in_a_layer_s_record() -> None:
     layer = Layer(4, 16, 16, 2, torch.float16, torch.float16, MoreOptions(negated=True))
     plain = replace(layer, options=MoreOptions())
     assert layer_record(layer).flags == layer_record(plain).flags + (1 << 20)
+
+
+@pytest.mark.parametrize("option", LAYOUT_OPTIONS, ids=lambda option: option.name)
+def test_a_layout_is_in_a_layer_s_record(option: Option) -> None:
+    plain = Layer(4, 16, 16, 2, torch.float16, torch.float16)
+    record = layer_record(replace(plain, **{option.name: True}))
+    assert record == layer_record(plain)._replace(flags=option.slot.bit)
+    assert record.to_dict()[option.name] is True
+    assert layer_record(plain).to_dict()[option.name] is False
 
 
 def test_the_native_library_s_table_is_up_to_date() -> None:

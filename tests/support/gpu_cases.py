@@ -5,6 +5,7 @@ Legend: T tokens, D model width, E experts, K = top_k.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
@@ -70,10 +71,10 @@ def gpu_case(op: str, tokens: int, **sizes) -> Case:
     Rounding would decide the routing of such tokens.
     """
     case = make_case(op, (tokens,), **{"width": 136, "hidden": 72, "experts": 8} | sizes)
-    return on_gpu(_without_ties(case) if op == "dropless" and tokens > 1 else case)
+    return on_gpu(without_ties(case) if op == "dropless" and tokens > 1 else case)
 
 
-def _without_ties(case: Case) -> Case:
+def without_ties(case: Case) -> Case:
     a = case.arguments
     experts = a["w1"].shape[0]
     if a["top_k"] == experts:
@@ -93,6 +94,16 @@ def check(case: Case, dtypes: set[torch.dtype] = frozenset()) -> Tensor:
     assert result.dtype == case.arguments["x"].dtype
     assert_matches(result, case.oracle(), set(dtypes) or case.dtypes)
     return result
+
+
+def gradients(case: Case, run: Callable[[Case], Tensor] = lambda case: case()) -> dict[str, Tensor]:
+    """Gradients of every float, given one fixed gradient of the result."""
+    leaves = case.with_grad()
+    result = run(leaves)
+    generator = torch.Generator().manual_seed(1)
+    dy = torch.randn(result.shape, generator=generator).bfloat16().to(DEVICE, result.dtype)
+    found = torch.autograd.grad(result, list(leaves.floats.values()), dy)
+    return dict(zip(leaves.floats, found, strict=True))
 
 
 @contextmanager

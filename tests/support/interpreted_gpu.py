@@ -71,7 +71,7 @@ class InterpretedGpu:
                 case Scalar():
                     arguments[name] = launch.i32(index)
                 case TensorPointer(_, dtype) | WorkspacePointer(_, dtype):
-                    arguments[name] = _tensor_at(launch.pointer(index), dtype)
+                    arguments[name] = tensor_at(launch.pointer(index), dtype)
                 case TensorMap():
                     arguments[name] = _descriptor(launch.tensor_map(index), argument)
                     index += 2 * len(argument.shape)
@@ -117,8 +117,8 @@ def uncompiled_program(plan: ForwardPlan) -> Program:
     return program_for(plan, compiled)
 
 
-def _tensor_at(address: int, dtype: torch.dtype) -> Tensor:
-    # The size does not matter: the interpreter reads and writes through addresses.
+def tensor_at(address: int, dtype: torch.dtype) -> Tensor:
+    """A tensor at an address, as the interpreter takes one; the size does not matter to it."""
     memory = (ctypes.c_char * 16).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
 
@@ -130,5 +130,5 @@ def _descriptor(encoded: Any, argument: TensorMap) -> TensorDescriptor:
     # The driver does not get the innermost stride, which is one element.
     elements = [*(stride // itemsize for stride in strides), 1]
     assert tuple(box) == argument.box
-    base = _tensor_at(encoded.base, argument.dtype)
+    base = tensor_at(encoded.base, argument.dtype)
     return TensorDescriptor(base, list(sizes), elements, list(box))

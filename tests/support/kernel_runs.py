@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions
-from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.architectures import Architecture, architecture
 from custom_ops.kernels.configs import RangeConfig
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.layer import Layer
@@ -34,6 +36,7 @@ def layer_of(case: Case, *, tf32: bool = False) -> Layer:
         router=RouterOptions(top_k, **router) if dropless else None,
         routing_dtype=routing_dtype,
         weights_dtype=weights_dtype,
+        selection_dtype=None if (bias := a.get("selection_bias")) is None else bias.dtype,
         b1=a["b1"] is not None,
         b2=a["b2"] is not None,
         tf32=tf32,
@@ -46,11 +49,23 @@ def call_tensors(case: Case) -> dict[str, Tensor]:
     return {**tensors, "y": torch.full_like(case.arguments["x"], float("nan"))}
 
 
-def run_kernels(case: Case, device: str = "sm_80", ranges: tuple[RangeConfig, ...] = ()) -> Tensor:
-    """The result of the case's plan on a workspace filled with NaN."""
-    layer, on = layer_of(case), architecture(device)
+def run_kernels(
+    case: Case,
+    device: str | Architecture = "sm_80",
+    ranges: tuple[RangeConfig, ...] = (),
+    **transposed: bool,
+) -> Tensor:
+    """The result of the case's plan on a workspace filled with NaN.
+
+    Weights that the layer says are transposed, such as ``w1_transposed=True``, lie so in memory.
+    """
+    layer = replace(layer_of(case), **transposed)
+    on = device if isinstance(device, Architecture) else architecture(device)
     chosen = plan_with(layer, on, ranges) if ranges else plan(layer, on)
     tensors = call_tensors(case)
+    for name in ("w1", "w2"):
+        if getattr(layer, f"{name}_transposed"):
+            tensors[name] = tensors[name].mT.contiguous().mT
     size = chosen.workspace_size(tensors["x"].shape[0])
     workspace = torch.full((size + 256,), 0xFF, dtype=torch.uint8)
     workspace = workspace[-workspace.data_ptr() % 256 :][:size]

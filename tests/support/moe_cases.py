@@ -15,7 +15,7 @@ from torch import Tensor
 
 from custom_ops import ExpertOptions, RouterOptions, reference
 from custom_ops.dtypes import FLOATS
-from custom_ops.options import CLAMPED, POINTWISE, ROUTER_OPTIONS, SCORINGS
+from custom_ops.options import CLAMPED, GROUP_SCORINGS, POINTWISE, ROUTER_OPTIONS, SCORINGS
 from dynamo_moe.tolerances import tolerance_for
 
 OPS = ("dropless", "experts")
@@ -71,6 +71,15 @@ ROUTER_FORMS = [
     for renormalize in (True, False)
     for scaling in (1.0, 2.5)
 ]
+# For six experts.
+GROUP_FORMS = [
+    pytest.param(
+        {"scoring": scoring, "group_scoring": group, "n_group": 3, "topk_group": 2},
+        id=f"{scoring}-{group}",
+    )
+    for scoring in SCORINGS
+    for group in GROUP_SCORINGS[1:]
+]
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ class Case:
         return {
             name: value
             for name, value in self.arguments.items()
-            if isinstance(value, Tensor) and name != "expert_ids"
+            if isinstance(value, Tensor) and name not in ("expert_ids", "selection_bias")
         }
 
     @property
@@ -142,7 +151,9 @@ class Case:
         }
         if self.op == "dropless":
             router_options = RouterOptions(a["top_k"], **router_options)
-            routing = reference.router(a["x"], a["router_weight"], a["router_bias"], router_options)
+            routing = reference.router(
+                a["x"], a["router_weight"], a["router_bias"], router_options, a["selection_bias"]
+            )
         else:
             routing = (a["expert_ids"], a["expert_weights"])
         # Rounded as the experts read it, but with a gradient that ignores the rounding. Otherwise
@@ -173,6 +184,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     x_dtype: torch.dtype | None = None,
     biases: bool = True,
+    selection_bias: bool = False,
     seed: int = 0,
     **options: Any,
 ) -> Case:
@@ -199,9 +211,13 @@ def make_case(
         routing = {"expert_ids": ids, "expert_weights": weights}
         return Case(op, {"x": x} | routing | parameters, options)
     router_weight = normal(experts, width, dtype=router_dtype, fan_in=width)
-    router_bias = normal(experts, dtype=router_dtype) if biases else None
     arguments = {"x": x, "router_weight": router_weight} | parameters
-    return Case(op, arguments | {"top_k": top_k, "router_bias": router_bias}, options)
+    arguments |= {
+        "top_k": top_k,
+        "router_bias": normal(experts, dtype=router_dtype) if biases else None,
+        "selection_bias": normal(experts, dtype=router_dtype, fan_in=9) if selection_bias else None,
+    }
+    return Case(op, arguments, options)
 
 
 def assert_matches(

@@ -60,7 +60,7 @@ _REQUIRED = {
     "dropless": ("x", "router_weight", "w1", "w2"),
     "experts": ("x", "expert_ids", "expert_weights", "w1", "w2"),
 }
-_OPTIONAL = {"dropless": ("router_bias", "b1", "b2"), "experts": ("b1", "b2")}
+_OPTIONAL = {"dropless": ("router_bias", "b1", "b2", "selection_bias"), "experts": ("b1", "b2")}
 _TEXT_BYTES = 4096
 _ALIGNMENT = 256
 

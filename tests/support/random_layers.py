@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from custom_ops import ACTIVATIONS, SCORINGS
-from custom_ops.options import CLAMPED, PRE_NORMS
+from custom_ops.options import CLAMPED, GROUP_SCORINGS, PRE_NORMS
 from moe_cases import OPS, Case, make_case
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 bounded = settings(derandomize=True, deadline=None, max_examples=40, database=None)
+
+
+@st.composite
+def groups(draw: st.DrawFn, experts: int, top_k: int) -> dict[str, Any]:
+    """The options of groups that a token with so many experts can choose from."""
+    scoring = draw(st.sampled_from(GROUP_SCORINGS))
+    least = 2 if scoring == "top2_sum" else 1
+    divisors = [n for n in range(1, experts // least + 1) if experts % n == 0]
+    if scoring == "none" or not divisors:
+        return {}
+    n_group = draw(st.sampled_from(divisors))
+    fewest = -(-top_k // (experts // n_group))
+    topk_group = draw(st.integers(fewest, n_group))
+    return {"group_scoring": scoring, "n_group": n_group, "topk_group": topk_group}
 
 
 @st.composite
@@ -30,23 +46,25 @@ def cases(draw: st.DrawFn) -> Case:
         "norm_eps": draw(st.sampled_from([1e-6, 0.5])),
         "residual": draw(st.booleans()),
     }
+    experts = draw(st.integers(1, 40))
+    top_k = draw(st.integers(1, min(experts, 8)))
     if op == "dropless":
-        options |= {
+        options |= draw(groups(experts, top_k)) | {
             "scoring": draw(st.sampled_from(SCORINGS)),
             "renormalize": draw(st.booleans()),
             "routed_scaling": draw(st.sampled_from([1.0, 2.5])),
         }
-    experts = draw(st.integers(1, 40))
     return make_case(
         op,
         (draw(st.integers(0, 50)),),
         width=8 * draw(st.integers(1, 20)),
         hidden=8 * draw(st.integers(1, 10)),
         experts=experts,
-        top_k=draw(st.integers(1, min(experts, 8))),
+        top_k=top_k,
         dtype=draw(st.sampled_from(FLOATS)),
         x_dtype=draw(st.sampled_from(FLOATS)),
         biases=draw(st.booleans()),
+        selection_bias=op == "dropless" and draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
         **options,
     )

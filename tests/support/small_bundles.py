@@ -81,5 +81,5 @@ def altered(offset: int, form: str, *values: float) -> bytes:
 def record(table: str, index: int = 0) -> int:
     """Where a record of the first program lies, from the program's start."""
     at = list(records.TABLES).index(table)
-    offset, _ = records.TABLE_ENTRY.unpack_from(SMALL.data, 64 + 96 + 16 * at)
+    offset, _ = records.TABLE_ENTRY.unpack_from(SMALL.data, 64 + 112 + 16 * at)
     return int(offset) + index * records.TABLES[table]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from custom_ops.kernels.architectures import architecture
@@ -24,9 +25,9 @@ class StandinGpu:
         self.context = driver.create_context(driver.add_device(self.architecture.capability))
         driver.set_context(self.context)
 
-    def program(self, case: Case, *, tf32: bool = False) -> Program:
-        """The case's program; registers its kernels with the device."""
-        planned = plan(layer_of(case, tf32=tf32), self.architecture)
+    def program(self, case: Case, **flags: bool) -> Program:
+        """The case's program, of a layer with more flags; registers its kernels with the device."""
+        planned = plan(replace(layer_of(case), **flags), self.architecture)
         program = uncompiled_program(planned)
         self.interpreted.register(planned, program)
         for kernel in program.kernels:

@@ -7,9 +7,12 @@ request as JSON. Without an engine's path it only parses.
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import tensorrt_rtx_bindings as trt
+
+from trt_plugin.plugin import sharing_kernels
 
 request = json.loads(sys.argv[1])
 log: dict[str, list[str]] = {level: [] for level in trt.ILogger.Severity.__members__}
@@ -64,7 +67,8 @@ builder = trt.Builder(logger)
 network = builder.create_network(0)
 parser = trt.OnnxParser(network, logger)
 started = time.perf_counter()
-parsed = parser.parse_from_file(request["onnx"])
+with sharing_kernels() if request["share_kernels"] else nullcontext():
+    parsed = parser.parse_from_file(request["onnx"])
 parse_errors = [parser.get_error(place) for place in range(parser.num_errors)]
 parse_seconds = time.perf_counter() - started
 started = time.perf_counter()
@@ -81,11 +85,12 @@ def tensors(get, count):
 
 
 def plugin(layer):
+    result = layer.get_output(0)
     given = [layer.get_input(place).dtype.name for place in range(layer.num_inputs)]
     # TensorRT's Python shows a layer by its base class until told its own.
     name, layer.__class__ = layer.name, trt.IPluginV3Layer
     core = layer.plugin.get_capability_interface(trt.PluginCapabilityType.CORE)
-    return [name, core.plugin_name, [*given, layer.get_output(0).dtype.name]]
+    return [name, core.plugin_name, [*given, result.dtype.name], list(result.shape)]
 
 
 report = {

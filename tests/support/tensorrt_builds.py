@@ -25,7 +25,8 @@ class Build:
         parsed: Whether the parser took it.
         parse_errors: The parser's reasons, with node and operator.
         layers: The network's layers: name and type.
-        plugins: Those that are plugins: name, plugin, dtypes of the inputs and the output.
+        plugins: Those that are plugins: name, plugin, dtypes of the inputs and the output, and the
+            output's shape.
         inputs: Dtype and shape by name, -1 for a symbolic size.
         outputs: The same of the outputs.
         profiles: Smallest, usual and largest shape of each input with symbolic sizes.
@@ -34,12 +35,13 @@ class Build:
         bytes: Size of the engine; 0: there is none.
         errors: What was logged as an error, and how the process ended if it ended early.
         warnings: What was logged as a warning.
+        stderr: What the process wrote there.
     """
 
     parsed: bool
     parse_errors: tuple[str, ...] = ()
     layers: tuple[tuple[str, str], ...] = ()
-    plugins: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+    plugins: tuple[tuple[str, str, tuple[str, ...], tuple[int, ...]], ...] = ()
     inputs: Mapping[str, tuple[str, list[int]]] | None = None
     outputs: Mapping[str, tuple[str, list[int]]] | None = None
     profiles: tuple[Mapping[str, list[list[int]]], ...] = ()
@@ -48,6 +50,7 @@ class Build:
     bytes: int = 0
     errors: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    stderr: str = ""
 
     @property
     def built(self) -> bool:
@@ -61,7 +64,8 @@ class Build:
 
 def parse(onnx: Path, *, library: Path | None = None, timeout: float = 120) -> Build:
     """Parses a file; skips the test where TensorRT for RTX cannot be had."""
-    return _run({"onnx": str(onnx), "engine": None, "library": _text(library)}, {}, timeout)
+    request = {"engine": None, "library": _text(library), "share_kernels": False}
+    return _run({"onnx": str(onnx), **request}, {}, timeout)
 
 
 def build(
@@ -74,6 +78,7 @@ def build(
     library: Path | None = None,
     serialized_plugins: Sequence[Path] = (),
     flags: Sequence[str] = (),
+    share_kernels: bool = False,
     variables: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> Build:
@@ -90,6 +95,7 @@ def build(
         library: A plugin library to load first.
         serialized_plugins: Libraries that the engine holds.
         flags: Names of ``BuilderFlag``.
+        share_kernels: Whether equal layers store their programs once.
         variables: More environment variables of the process.
         timeout: Most seconds.
     """
@@ -104,6 +110,7 @@ def build(
             "profiles": profiles,
             "serialized_plugins": [str(path) for path in serialized_plugins],
             "flags": list(flags),
+            "share_kernels": share_kernels,
         }
         return _run(request, variables or {}, timeout)
 
@@ -128,5 +135,7 @@ def _run(request: Mapping[str, object], variables: Mapping[str, str], timeout: f
     for name in ("parse_errors", "errors", "warnings", "profiles"):
         report[name] = tuple(report[name])
     report["layers"] = tuple((name, kind) for name, kind in report["layers"])
-    report["plugins"] = tuple((*names, tuple(dtypes)) for *names, dtypes in report["plugins"])
-    return Build(**report)
+    report["plugins"] = tuple(
+        (*names, tuple(dtypes), tuple(shape)) for *names, dtypes, shape in report["plugins"]
+    )
+    return Build(**report, stderr=ran.stderr)

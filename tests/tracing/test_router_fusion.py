@@ -15,10 +15,12 @@ from torch.export import Dim
 
 import custom_ops
 import dynamo_moe
+from dynamo_moe.moe_nodes.nodes import INPUTS
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from moe_architectures import ARCHITECTURES, example_inputs
 
 EXPERTS, WIDTH, HIDDEN, TOP_K = 6, 16, 24, 2
+INF = float("inf")
 
 Routing = tuple[Tensor, Tensor]
 
@@ -78,6 +80,42 @@ def deepseek(layer: Layer, x: Tensor, bias: Tensor | None = None) -> Routing:
     return ids, weights * 2.5
 
 
+def grouped(layer: Layer, x: Tensor, bias: Tensor | None = None, fill: float = -INF) -> Routing:
+    """Chooses from the best two of three groups of two experts."""
+    scores = layer.logits(x).sigmoid()
+    choice = scores if bias is None else scores + bias
+    groups = choice.view(-1, 3, 2)
+    best = groups.max(-1).values if bias is None else groups.topk(2, dim=-1)[0].sum(-1)
+    chosen = torch.zeros_like(best).scatter_(1, best.topk(2, sorted=False)[1], 1)
+    mask = chosen.unsqueeze(-1).expand(-1, 3, 2).reshape(-1, EXPERTS)
+    ids = choice.masked_fill(~mask.bool(), fill).topk(TOP_K, sorted=False)[1]
+    return ids, scores.gather(1, ids)
+
+
+def ernie(layer: Layer, x: Tensor) -> Routing:
+    scores = layer.logits(x).softmax(-1)
+    ids = (scores + layer.bias[None].squeeze()).topk(TOP_K)[1]
+    weights = scores.gather(1, ids)
+    return ids, weights / weights.sum(-1, keepdim=True).clamp(min=1e-12)
+
+
+def biased_deepseek(layer: Layer, x: Tensor) -> Routing:
+    return deepseek(layer, x, layer.bias)
+
+
+def biased_groups(layer: Layer, x: Tensor) -> Routing:
+    return grouped(layer, x, layer.bias)
+
+
+BIASED = (biased_deepseek, ernie, biased_groups)
+
+
+def biased_weights(layer: Layer, x: Tensor) -> Routing:
+    scores = layer.logits(x).sigmoid() + layer.bias
+    weights, ids = scores.topk(TOP_K)
+    return ids, weights
+
+
 def exported(model: nn.Module, shape: tuple[int, ...] = (3, 5, WIDTH), **options: Any) -> Any:
     """The traced program after the fusion."""
     x = torch.randn(shape, dtype=options.pop("dtype", torch.float32))
@@ -102,6 +140,10 @@ FUSED, LEFT = {"moe.dropless.default"}, {"moe.experts.default"}
         (topk_softmax, "topk_softmax", 1, 1.0),
         (sigmoid, "sigmoid", 0, 1.0),
         (deepseek, "sigmoid", 1, 2.5),
+        (biased_deepseek, "sigmoid", 1, 2.5),
+        (ernie, "softmax", 1, 1.0),
+        (grouped, "sigmoid", 0, 1.0),
+        (biased_groups, "sigmoid", 0, 1.0),
         (lambda *given: (softmax(*given)[0], softmax(*given)[1] / 4), "softmax", 0, 0.25),
     ],
 )
@@ -119,7 +161,13 @@ def test_one_node_with_the_router(
     assert attributes["scoring"] == scoring.encode()
     assert (attributes["renormalize"], attributes["routed_scaling"]) == (renormalize, scaling)
     assert node.input[1] == "1.weight"
-    assert ("1.bias" in node.input) == (router is topk_softmax)
+    inputs = dict(zip(INPUTS["DroplessMoE"], node.input, strict=False))
+    roles = {topk_softmax: {"router_bias"}} | {each: {"selection_bias"} for each in BIASED}
+    assert {name for name in inputs if inputs[name] == "1.bias"} == roles.get(router, set())
+    scorings = {grouped: b"max", biased_groups: b"top2_sum"}
+    assert attributes["group_scoring"] == scorings.get(router, b"none")
+    if router in scorings:
+        assert (attributes["n_group"], attributes["topk_group"]) == (3, 2)
     # Nothing of the model's own router is left, neither its products nor its top-k.
     assert not {node.op_type for node in graph.node} & {"TopK", "MatMul", "Gemm", "Softmax"}
     verified = dynamo_moe.verify(report.path, model, [(torch.randn(3, 7, WIDTH),)])
@@ -182,6 +230,11 @@ def weights_changed(by: Callable[[Layer, Tensor, Tensor], Tensor]) -> Any:
     return router
 
 
+def changed_sum(by: Callable[[Tensor], Tensor]) -> Callable[[Layer, Tensor], Routing]:
+    """A renormalised softmax router with a modified divisor."""
+    return weights_changed(lambda layer, x, weights: weights / by(weights.sum(-1, keepdim=True)))
+
+
 def softmax_of(logits: Tensor) -> Routing:
     weights, ids = logits.softmax(-1).topk(TOP_K)
     return ids, weights
@@ -194,13 +247,19 @@ def chosen_twice(layer: Layer, x: Tensor) -> Routing:
 
 
 OTHERS: dict[str, Callable[[Layer, Tensor], Routing]] = {
-    "bias that selects": lambda layer, x: deepseek(layer, x, layer.zeros),
     "other tokens": lambda layer, x: softmax(layer, F.layer_norm(x, (WIDTH,))),
     "rounded tokens": lambda layer, x: softmax(layer, x.half().float()),
     "scaled tokens": lambda layer, x: softmax(layer, 1.001 * x),
     "another product": lambda layer, x: softmax(layer, x + (x @ layer.other.t()).sum()),
     "soft cap": changed(lambda logits: 30 * (logits / 30).tanh()),
     "clamped": changed(lambda logits: logits.clamp(-1e3, 1e3)),
+    "a floor": changed(lambda logits: logits.clamp(min=-1e3)),
+    "a high floor below the sum": changed_sum(lambda total: total.clamp(min=1e-3)),
+    "a ceiling above the sum": changed_sum(lambda total: total.clamp(max=1e3)),
+    "greater logits": changed(lambda logits: torch.max(logits, logits - 1)),
+    "excluded experts with zero": lambda layer, x: grouped(layer, x, layer.bias, fill=0.0),
+    "two biases that select": lambda layer, x: deepseek(layer, x, layer.bias + layer.zeros),
+    "a bias that weighs": biased_weights,
     "half logits": changed(lambda logits: logits.half().float()),
     "softmax over the tokens": changed(lambda logits: logits.softmax(0)),
     "swapped ids": ids_changed(lambda ids: ids.flip(1)),
@@ -400,7 +459,9 @@ def test_layers_that_differ_in_one_number() -> None:
     [
         ("olmoe", {"norm_topk_prob": True}, "DroplessMoE"),
         ("deepseek_v2", {"topk_method": "greedy", "routed_scaling_factor": 1.5}, "DroplessMoE"),
-        ("deepseek_v3", {}, "DroplessMoEExperts"),
+        ("deepseek_v3", {}, "DroplessMoE"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "DroplessMoE"),
+        ("ernie4_5_moe", {}, "DroplessMoE"),
         ("granitemoe", {}, "DroplessMoE"),
         ("qwen2_moe", {}, "DroplessMoE"),
     ],
@@ -411,7 +472,7 @@ def test_models_of_transformers(
     model = ARCHITECTURES[name].build(**options)
     for parameter_name, buffer in model.named_buffers():
         if parameter_name.endswith("correction_bias"):
-            buffer.zero_()
+            nn.init.normal_(buffer, std=0.1)
     dynamo_moe.convert(model)
     path = tmp_path / "m.onnx"
     report = dynamo_moe.export_language_model(model, path, task="text-generation")

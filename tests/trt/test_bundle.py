@@ -24,6 +24,7 @@ from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions, opti
 from custom_ops.kernels import expressions
 from custom_ops.kernels.layer import Layer
 from custom_ops.options import CLAMPED, PRE_NORMS
+from random_layers import groups
 from small_bundles import (
     LAYER,
     MAP,
@@ -82,7 +83,7 @@ def test_a_program_is_the_same_in_a_bundle_and_out_of_it() -> None:
 def test_equal_parts_are_stored_once() -> None:
     data = program(kernels=(kernel("one"), kernel("other"))).data
     assert data.count(kernel().image) == 1
-    expressions_of = records.TABLE_ENTRY.unpack_from(data, 96 + 16 * 6)[1]
+    expressions_of = records.TABLE_ENTRY.unpack_from(data, 112 + 16 * 6)[1]
     assert expressions_of == len({ONE, TOKENS, TILES})
 
 
@@ -211,11 +212,11 @@ def test_the_table_shows_every_kernel() -> None:
     assert "2 programs, 4 kernels" in text
     assert "dropless, 2 of 8 experts, 64 x 128, gated silu, float16" in text
     assert "17-" in text
-    flags = 128 | 256  # rms_norm, residual
+    flags = 128 | 256 | 1024  # rms_norm, residual, w2_transposed
     layer = SMALL.programs[0].layer._replace(flags=flags, norm_eps=0.5)
     with console.capture() as shown:
         console.print(Bundle((replace(SMALL.programs[0], layer=layer),)))
-    assert "64 x 128, silu, rms norm, residual, float16" in shown.get()
+    assert "64 x 128, silu, rms norm, residual, w2 transposed, float16" in shown.get()
     assert "48 KiB" in text
 
 
@@ -301,7 +302,7 @@ IMAGE = len(kernel().image)
 @pytest.mark.parametrize(
     ("offset", "form", "values", "message"),
     [
-        (8, "I", [2], "the version must be 1, got 2"),
+        (8, "I", [3], "the version must be 2, got 3"),
         (16, "Q", [8], "too long: the header says 8 bytes, got"),
         (28, "I", [1], "reserved must be 0, got 1"),
         # The layer
@@ -309,7 +310,7 @@ IMAGE = len(kernel().image)
         (36, "I", [6], "the layer's tokens and experts must be float32 (1), float16 (2) or bf"),
         (44, "I", [0], "the layer's routing dtype must be float32 (1), float16 (2) or bfloat16"),
         (48, "I", [4], "the layer's router bias must be float32 (1), float16 (2) or bfloat16 (3)"),
-        (52, "I", [512], "the layer's flags must be below 512, got 512"),
+        (52, "I", [2048], "the layer's flags must be below 2048, got 2048"),
         (52, "I", [8], "the layer's flag interleaved needs flag gated"),
         (52, "I", [64], "the layer's flag tf32 does not apply and must be 0, got 64"),
         (56, "I", [7], "the layer's activation must be below 7, got 7"),
@@ -323,12 +324,52 @@ IMAGE = len(kernel().image)
         (84, "f", [1.5], "the layer's alpha does not apply and must be 0, got 1.5"),
         (92, "f", [1e-6], "the layer's norm_eps does not apply and must be 0, got 1e-06"),
         (92, "f", [float("inf")], "the layer's norm_eps must be finite, got inf"),
+        (96, "I", [3], "the layer's group_scoring must be below 3, got 3"),
+        (
+            96,
+            "III",
+            [2, 3, 1],
+            "the layer's n_group must divide 8 experts into groups of 2 up",
+        ),
+        (
+            96,
+            "III",
+            [2, 8, 1],
+            "the layer's n_group must divide 8 experts into groups of 2 up",
+        ),
+        (
+            96,
+            "III",
+            [1, 0, 0],
+            "the layer's n_group must divide 8 experts into groups of 1 up",
+        ),
+        (
+            96,
+            "III",
+            [2, 4, 4],
+            "the layer's topk_group must be at least 1 and below n_group, 4",
+        ),
+        (
+            96,
+            "III",
+            [2, 4, 0],
+            "the layer's topk_group must be at least 1 and below n_group, 4",
+        ),
+        (96, "III", [1, 8, 1], "the layer's top_k must be in 1..1, the experts of 1 groups"),
+        (100, "I", [4], "the layer's n_group does not apply and must be 0, got 4"),
+        (104, "I", [2], "the layer's topk_group does not apply and must be 0, got 2"),
+        (
+            108,
+            "I",
+            [4],
+            "the layer's selection bias must be float32 (1), float16 (2), bfloat16 (3)",
+        ),
         # The tables
-        (96, "Q", [8], "table ranges must begin at a multiple of 8 in 256.."),
-        (96, "Q", [260], "table ranges must begin at a multiple of 8 in 256.."),
-        (104, "Q", [big("Q")], f"table ranges has {big('Q')} records of 32 bytes from byte 256"),
-        (104, "Q", [3], "table buffers must begin at a multiple of 8 in 352.."),
-        (104, "Q", [1], "the bytes before table buffers must be 0"),
+        (112, "Q", [8], "table ranges must begin at a multiple of 8 in 272.."),
+        (112, "Q", [260], "table ranges must begin at a multiple of 8 in 272.."),
+        (120, "Q", [big("Q")], f"table ranges has {big('Q')} records of 32 bytes from byte 272"),
+        (120, "Q", [3], "table buffers must begin at a multiple of 8 in 368.."),
+        (120, "Q", [1], "the bytes before table buffers must be 0"),
         (record("ranges"), "q", [2], "range 0: must go from 1 tokens to at most 2147483647, got"),
         (record("ranges", 1) + 8, "q", [2**31], "range 1: must go from 17 tokens to at most"),
         (record("ranges") + 16, "I", [3], "range 0: launches must lie in 0..3, got 1 from 3"),
@@ -342,10 +383,10 @@ IMAGE = len(kernel().image)
         (record("launches") + 24, "Q", [7], "launch 0: reserved must be 0, got 7"),
         (record("arguments"), "II", [6, 0], "argument 0: kind must be below 6, got 6"),
         (record("arguments"), "II", [0, 1], "argument 0: a null pointer's index must be 0, got 1"),
-        (record("arguments"), "II", [1, 10], "argument 0: tensor must be below 10, got 10"),
+        (record("arguments"), "II", [1, 11], "argument 0: tensor must be below 11, got 11"),
         (record("arguments"), "II", [3, 9], "argument 0: expression must be below 3, got 9"),
         (record("arguments"), "II", [5, 1], "argument 0: tensor map must be below 1, got 1"),
-        (record("tensor maps"), "I", [10], "tensor map 0: tensor must be below 10, got 10"),
+        (record("tensor maps"), "I", [11], "tensor map 0: tensor must be below 11, got 11"),
         (record("tensor maps") + 4, "I", [5], "type must be float16 (6), float32 (7) or bfloat16"),
         (record("tensor maps") + 8, "I", [6], "tensor map 0: rank must be in 2..5, got 6"),
         (record("tensor maps") + 8, "I", [2], "dimension 2: a size beyond the rank must be 0, got"),
@@ -415,7 +456,7 @@ def test_what_breaks_a_rule_is_named(
     ("offset", "form", "value", "message"),
     [
         (0, "B", 0, "bundle: not a kernel bundle: its first bytes differ"),
-        (8, "I", 2, "bundle: the version must be 1, got 2"),
+        (8, "I", 3, "bundle: the version must be 2, got 3"),
         (12, "I", 0, "must have 1 program or more, whose directory fits"),
         (12, "I", big("I"), "bytes, got 4294967295"),
         (16, "Q", 2**20, "bundle: truncated: the header says 1048576 bytes, got"),
@@ -680,13 +721,15 @@ def layers(draw: st.DrawFn) -> Layer:
     if draw(st.booleans()):
         scoring = draw(st.sampled_from(SCORINGS))
         scaling = draw(st.floats(-10, 10))
-        router = RouterOptions(top_k, scoring, draw(st.booleans()), scaling)
+        grouped = draw(groups(experts, top_k))
+        router = RouterOptions(top_k, scoring, draw(st.booleans()), scaling, **grouped)
     return Layer(
         *(experts, draw(sizes), draw(sizes), top_k),
         *(draw(floats), draw(floats), options, router),
         draw(floats if router else st.sampled_from([torch.int32, torch.int64])),
         draw(st.none() | floats if router else floats),
-        *(draw(st.booleans()) for _ in range(3)),
+        *(draw(st.booleans()) for _ in range(5)),
+        selection_dtype=draw(st.none() | floats) if router else None,
     )
 
 
@@ -694,11 +737,16 @@ def layers(draw: st.DrawFn) -> Layer:
 @given(layers())
 def test_a_layer_survives_and_its_record_is_its_canonical_form(layer: Layer) -> None:
     record = layer_record(layer)
-    assert len(record.to_bytes()) == 64
+    assert len(record.to_bytes()) == 80
     assert layer_record(layer.canonical()) == record
     bundle = Bundle((program(layer=record),))
     assert trt_plugin.read(bundle.data).programs[0].layer == record
     assert record.to_dict()["experts"] == layer.experts
     assert record.to_dict()["residual"] == layer.options.residual
+    assert record.to_dict()["w1_transposed"] == layer.w1_transposed
+    assert record.to_dict()["w2_transposed"] == layer.w2_transposed
+    described = record.to_dict()
+    limited = layer.router is not None and layer.router.limits_groups
+    assert described.get("n_group") == (layer.router.n_group if limited else None)
     assert ("norm_eps" in record.to_dict()) == (layer.options.pre_norm == "rms")
     assert record.sizes == layer.sizes

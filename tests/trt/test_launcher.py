@@ -97,6 +97,23 @@ def test_the_same_bits_as_the_python_launcher(driver, op, tokens, device):
     assert_matches(result, case.oracle(), case.dtypes)
 
 
+@pytest.mark.parametrize(("value", "dependent"), [("0", False), ("1", True), ("", True)])
+def test_dependent_launch_can_be_forbidden(driver, monkeypatch, value, dependent):
+    monkeypatch.setenv("DYNAMO_MOE_DEPENDENT_LAUNCH", value)
+    case, gpu = small_case(), Gpu(driver, "sm_90")
+    launched = []
+
+    def note(launch):
+        launched.append(launch.pdl)
+        gpu.interpreted(replace(launch, pdl=True))
+
+    program = gpu.program(case)
+    driver.on_launch(note)
+    with OpenProgram(program.data) as opened:
+        assert_matches(enqueue(opened, case), case.oracle(), case.dtypes)
+    assert set(launched) == {dependent}
+
+
 @pytest.mark.slow
 @bounded
 @given(case=cases())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import onnx
 import pytest
@@ -13,94 +12,128 @@ import torch
 from torch import nn
 
 import dynamo_moe
+import trt_plugin
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import DroplessMoEMlp
 from engine_checks import programs_of
-from standin import ROOT
-from tensorrt_wheels import RTX, environment
+from tensorrt_builds import Build, build
 from trt_plugin.bundle import Bundle
 
 pytestmark = pytest.mark.slow
 LAYERS = 3
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory) -> Path:
-    """The bundle of a file with equal layers, for two architectures; the file lies beside it."""
-    torch.manual_seed(0)
-    layers = [DroplessMoEMlp(16, 24, num_experts=4, top_k=2) for _ in range(LAYERS)]
-    model = nn.Sequential(*layers).eval()
-    dynamo_moe.convert(model)
-    path = tmp_path_factory.mktemp("rtx") / "model.onnx"
-    dynamo_moe.export(model, (torch.randn(4, 16),), path)
-    (layer,) = set(kernel_layers(path))
-    bundle = path.with_suffix(".moek")
-    Bundle(tuple(programs_of(layer))).save(bundle)
-    return bundle
+class Engine(NamedTuple):
+    """An engine, and what was said when it was built."""
+
+    said: Build
+    data: bytes
+
+
+class Builder:
+    """Builds engines of a file with equal layers, for two architectures.
+
+    Attributes:
+        onnx: The file.
+        bundle: The layers' programs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        layers = [DroplessMoEMlp(16, 24, num_experts=4, top_k=2) for _ in range(LAYERS)]
+        model = nn.Sequential(*layers).eval()
+        dynamo_moe.convert(model)
+        self.onnx = folder / "model.onnx"
+        dynamo_moe.export(model, (torch.randn(4, 16),), self.onnx)
+        (layer,) = set(kernel_layers(self.onnx))
+        self.bundle = self.onnx.with_suffix(".moek")
+        self._programs = programs_of(layer)
+        Bundle(tuple(self._programs)).save(self.bundle)
+        self.build = cache(self._build)
+
+    def _build(
+        self, onnx: Path | None = None, *, architectures: str = "", **options: Any
+    ) -> Engine:
+        engine = self.onnx.with_suffix(".engine")
+        variables = {"DYNAMO_MOE_KERNELS": str(self.bundle)}
+        if architectures:
+            variables["DYNAMO_MOE_ARCHITECTURES"] = architectures
+        said = build(
+            onnx or self.onnx,
+            *("SM89", "SM120"),
+            engine=engine,
+            library=trt_plugin.library_path(),
+            variables=variables,
+            **options,
+        )
+        return Engine(said, engine.read_bytes() if said.built else b"")
+
+    def counts(self, engine: Engine) -> list[int]:
+        """How often the engine holds each program, and names that stand for them."""
+        programs = [engine.data.count(program.data) for program in self._programs]
+        return [*programs, engine.data.count(b"programs_name")]
 
 
 @pytest.fixture(scope="module")
-def report(bundle) -> dict:
-    """What tests/support/real_builds.py reports."""
-    script = ROOT / "tests" / "support" / "real_builds.py"
-    path = bundle.with_suffix(".onnx")
-    # The first layer's output is not used.
-    model = onnx.load(path)
-    model.graph.node[1].input[0] = model.graph.input[0].name
-    unused = path.with_name("unused.onnx")
-    onnx.save(model, unused)
-    done = subprocess.run(
-        [sys.executable, script, path, unused, bundle],
-        env=environment(RTX),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "[dynamo-moe]" not in done.stderr
-    return json.loads(done.stdout)
+def builder(tmp_path_factory) -> Builder:
+    return Builder(tmp_path_factory.mktemp("rtx"))
 
 
-def test_the_network_has_a_plugin_for_each_layer(report):
-    names = [f"{number}/DroplessMoE" for number in range(LAYERS)]
+def test_the_network_has_a_plugin_for_each_layer(builder):
+    said = builder.build().said
     # router_bias, which this layer lacks, is filled with zeros.
-    assert report["layers"] == [[name, "FLOAT", [-1, 16], *7 * ["FLOAT"]] for name in names]
-    assert report["messages"] == []
+    assert said.plugins == tuple(
+        (f"{number}/DroplessMoE", "DroplessMoE", 8 * ("FLOAT",), (-1, 16))
+        for number in range(LAYERS)
+    )
+    assert not said.errors
+    assert not said.warnings
+    assert "[dynamo-moe]" not in said.stderr
 
 
-def test_the_engine_holds_the_programs_of_all_architectures(report):
+def test_the_engine_holds_the_programs_of_all_architectures(builder):
     # TensorRT stores a layer's field twice.
-    assert report["alone"] == [2 * LAYERS, 2 * LAYERS, 0]
-    assert report["same bytes"]
+    assert builder.counts(builder.build()) == [2 * LAYERS, 2 * LAYERS, 0]
+    again = builder.build(flags=())
+    assert again.data == builder.build().data
 
 
-def test_equal_layers_store_their_programs_once(report):
-    assert report["shared"] == [2, 2, 2 * (LAYERS - 1)]
+def test_equal_layers_store_their_programs_once(builder):
+    assert builder.counts(builder.build(share_kernels=True)) == [2, 2, 2 * (LAYERS - 1)]
     # And again for each profile.
-    assert report["shared, 2 profiles"] == [4, 4, 4 * (LAYERS - 1)]
+    twice = builder.build(share_kernels=True, profiles=2)
+    assert builder.counts(twice) == [4, 4, 4 * (LAYERS - 1)]
 
 
-def test_a_layer_that_tensorrt_drops_stores_nothing(report):
-    assert report["shared, one unused"] == [2, 2, 2 * (LAYERS - 2)]
+def test_a_layer_that_tensorrt_drops_stores_nothing(builder):
+    model = onnx.load(builder.onnx)
+    model.graph.node[1].input[0] = model.graph.input[0].name
+    unused = builder.onnx.with_name("unused.onnx")
+    onnx.save(model, unused)
+    engine = builder.build(unused, share_kernels=True)
+    assert builder.counts(engine) == [2, 2, 2 * (LAYERS - 2)]
 
 
-def test_the_environment_narrows_the_architectures(report):
-    assert report["narrowed"] == [0, 2 * LAYERS, 0]
+def test_the_environment_narrows_the_architectures(builder):
+    engine = builder.build(architectures="sm_120")
+    assert builder.counts(engine) == [0, 2 * LAYERS, 0]
 
 
-@pytest.mark.parametrize("option", ["streaming", "user allocation"])
-def test_options_of_the_builder(report, option):
-    assert report[option] == report["alone"]
+@pytest.mark.parametrize("option", ["WEIGHT_STREAMING", "REQUIRE_USER_ALLOCATION"])
+def test_options_of_the_builder(builder, option):
+    assert builder.counts(builder.build(flags=(option,))) == [2 * LAYERS, 2 * LAYERS, 0]
 
 
-def test_the_engine_can_hold_the_library(report):
-    assert report["library"] == 1
+def test_the_engine_can_hold_the_library(builder):
+    library = trt_plugin.library_path()
+    engine = builder.build(serialized_plugins=(library,))
+    assert engine.data.count(library.read_bytes()) == 1
 
 
-def test_a_refusal_arrives_in_the_logger(report, bundle):
-    assert not report["parsed"]
-    assert report["refused"][0] == (
+def test_a_refusal_arrives_in_the_logger(builder):
+    said = builder.build(architectures="sm_90").said
+    assert not said.parsed
+    assert said.errors[0] == (
         "DroplessMoE 0/DroplessMoE: the environment variable DYNAMO_MOE_ARCHITECTURES names sm_90, "
-        f"{bundle} has this layer for sm_89, sm_120"
+        f"{builder.bundle} has this layer for sm_89, sm_120"
     )

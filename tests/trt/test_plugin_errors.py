@@ -121,6 +121,26 @@ BAD_ATTRIBUTES = {
     ),
     "infinite eps": ({"norm_eps": float("inf")}, "attribute norm_eps must be finite, got inf"),
     "residual": ({"residual": -1}, "attribute residual must be in 0..1, got -1"),
+    "not a layout": ({"w1_transposed": 2}, "attribute w1_transposed must be in 0..1, got 2"),
+    "another layout": ({"w2_transposed": 1}, "w1_transposed=0 w2_transposed=1 "),
+    "no groups": ({"n_group": 0}, "attribute n_group must be in 1..2147483647, got 0"),
+    "groups alone": ({"n_group": 5}, "attribute n_group needs attribute group_scoring"),
+    "uneven groups": (
+        {"group_scoring": "max", "n_group": 2},
+        "attribute n_group must divide 5 experts into groups of 1 up, got 2",
+    ),
+    "small groups": (
+        {"group_scoring": "top2_sum", "n_group": 5},
+        "attribute n_group must divide 5 experts into groups of 2 up, got 5",
+    ),
+    "more groups than there are": (
+        {"group_scoring": "max", "n_group": 5, "topk_group": 6},
+        "attribute topk_group must be at least 1 and below n_group, 5, got 6",
+    ),
+    "too few groups": (
+        {"group_scoring": "max", "n_group": 5},
+        "attribute top_k must be in 1..1, the experts of 1 groups, got 2",
+    ),
     "another norm": ({"pre_norm": "rms"}, "layer: top_k=2 num_experts=5 in_features=16 "),
     "int for text": ({"activation": 1}, "activation must be a text of CHAR, got 1 of INT32 (5)"),
     "text for int": ({"top_k": "2"}, "attribute top_k must be one INT32, got 1 of CHAR (6)"),
@@ -182,7 +202,9 @@ def test_attributes_without_effect_need_no_kernels_of_their_own(driver, tensorrt
     case = small_case(scoring="topk_softmax", alpha=1.0, limit=2.0)
     bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
     attributes = attributes_of(case) | {"kernels": str(bundle)}
-    for changes in ({}, {"renormalize": 0}, {"activation_limit": 3.0}, {"norm_eps": 0.5}):
+    all_groups = {"group_scoring": "max", "n_group": 5, "topk_group": 5}
+    others = ({"renormalize": 0}, {"activation_limit": 3.0}, {"norm_eps": 0.5}, all_groups)
+    for changes in ({}, *others):
         plugin = tensorrt.create("DroplessMoE", attributes | changes)
         assert plugin is not None
         plugin.destroy()
@@ -234,8 +256,8 @@ def stored(layer):
 BAD_FIELDS = {
     "none": lambda bundle: {},
     "other name": lambda bundle: {"program": bundle},
-    "short name": lambda bundle: {"programs_name": bundle[:79]},
-    "long name": lambda bundle: {"programs_name": bundle[:81]},
+    "short name": lambda bundle: {"programs_name": bundle[:95]},
+    "long name": lambda bundle: {"programs_name": bundle[:97]},
     "two": lambda bundle: {"programs": bundle, "more": 1},
     "an attribute": lambda bundle: {"top_k": 2},
     "wrong type": lambda bundle: {"programs": Field(CHAR, len(bundle), bundle)},
@@ -327,6 +349,38 @@ def test_tensors_at_configuration(tensorrt, layer, name):
     assert message in the_error(tensorrt)
 
 
+@pytest.fixture(params=["w1", "w2"])
+def transposed(request, driver, tensorrt, tmp_path):
+    """A plugin whose layer has a weight as (in, out), the weight's name, and the layer's case."""
+    case = small_case()
+    flag = f"{request.param}_transposed"
+    program = StandinGpu(driver).program(case, **{flag: True})
+    bundle = tmp_path / "model.moek"
+    bundle.write_bytes(Bundle((program,)).data)
+    attributes = attributes_of(case) | {"kernels": str(bundle)}
+    assert tensorrt.create(NAMES[case.op], attributes) is None
+    assert "has no kernels of this layer: " in the_error(tensorrt)
+    plugin = tensorrt.create(NAMES[case.op], attributes | {flag: 1})
+    assert plugin is not None
+    yield plugin, request.param, case
+    plugin.destroy()
+
+
+def test_weights_that_lie_as_in_out(tensorrt, transposed):
+    plugin, name, case = transposed
+    experts, *sizes = case.arguments[name].shape
+    inputs = changed(case, **{name: shaped(experts, *reversed(sizes))})
+    assert plugin.configure(inputs, inputs[0]) == 0
+    stored = tensorrt.create(NAMES[case.op], plugin.serialize(), RUNTIME)
+    assert stored.shape_change(inputs, inputs[0]) == 0
+    wrong = described(case)
+    wanted, got = [experts, *reversed(sizes)], [experts, *sizes]
+    for check in (plugin.configure, stored.shape_change):
+        assert check(wrong, wrong[0]) == INVALID_ARGUMENT
+        assert the_error(tensorrt) == f"{name} must have shape {wanted}, got {got}"
+    stored.destroy()
+
+
 def test_another_output(tensorrt, layer):
     plugin, case = layer
     for output in (shaped(4, 16), shaped(5, 16, dtype=torch.float16), shaped(5, 16, format=1)):
@@ -346,7 +400,7 @@ def test_tensors_at_run_time(tensorrt, stored, layer, name):
     plugin.destroy()
 
 
-@pytest.mark.parametrize("count", [0, 3, 8])
+@pytest.mark.parametrize("count", [0, 3, 9])
 def test_numbers_of_inputs(tensorrt, layer, count):
     plugin, case = layer
     inputs = (described(case) * 2)[:count]
@@ -360,8 +414,9 @@ def test_numbers_of_inputs(tensorrt, layer, count):
     for call in calls:
         assert call() == INVALID_ARGUMENT
         assert the_error(tensorrt) == (
-            "the layer has 4 to 7 inputs, x, router_weight, w1, w2, router_bias (optional), "
-            f"b1 (optional), b2 (optional), and 1 output; got {count} and 1"
+            "the layer has 4 to 8 inputs, x, router_weight, w1, w2, router_bias (optional), "
+            "b1 (optional), b2 (optional), selection_bias (optional), and 1 output; "
+            f"got {count} and 1"
         )
 
 

@@ -159,6 +159,7 @@ def test_dtypes(driver, tmp_path, op, x_dtype, dtype):
 PRESENT = [
     ("dropless", ()),
     ("dropless", ("router_bias",)),
+    ("dropless", ("selection_bias",)),
     ("dropless", ("b1",)),
     ("dropless", ("b2",)),
     ("dropless", ("b1", "b2")),
@@ -170,11 +171,26 @@ PRESENT = [
 
 @pytest.mark.parametrize(("op", "present"), PRESENT)
 def test_optional_inputs(driver, tensorrt, tmp_path, op, present):
-    case = make_case(op, (5,), width=16, hidden=24)
-    absent = {"router_bias", "b1", "b2"} & set(case.arguments) - set(present)
+    case = make_case(op, (5,), width=16, hidden=24, selection_bias=True)
+    absent = {"router_bias", "selection_bias", "b1", "b2"} & set(case.arguments) - set(present)
     case = filled(case.changed(**dict.fromkeys(absent)))
     bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
     fields, size = build_engine(tensorrt, case, bundle, most=5)
+    plugin = engine_layer(tensorrt, case, fields)
+    check(plugin, case, size)
+    plugin.destroy()
+
+
+@pytest.mark.parametrize("scoring", ["sigmoid", "topk_softmax"])
+def test_groups(driver, tensorrt, tmp_path, scoring):
+    groups = {"group_scoring": "top2_sum", "n_group": 3, "topk_group": 2}
+    case = make_case(
+        "dropless", (7,), width=16, hidden=24, experts=6, biases=False, selection_bias=True,
+        scoring=scoring, **groups,
+    )  # fmt: skip
+    case = filled(case)
+    bundle = StandinGpu(driver).bundle(tmp_path / "model.moek", case)
+    fields, size = build_engine(tensorrt, case, bundle, most=7)
     plugin = engine_layer(tensorrt, case, fields)
     check(plugin, case, size)
     plugin.destroy()
@@ -438,7 +454,7 @@ def test_an_engine_stores_equal_kernels_once(driver, tensorrt, tmp_path):
     assert whole == [of_case, of_other, None, of_case, None, of_other, None]
     names = [fields["programs_name"].data for fields in stored if "programs_name" in fields]
     assert len(set(names)) == 1
-    assert len(names[0]) == 80
+    assert len(names[0]) == 96
     for plugin in {*layers, asked[3]}:
         plugin.destroy()
     # A layer that is created later has no part in it.
@@ -612,8 +628,8 @@ def test_what_a_plugin_says_of_itself(driver, tensorrt, tmp_path):
     assert [plugin.has_capability(kind) for kind in (0, 1, 2, 3)] == [True, True, True, False]
     assert plugin.metadata() == (
         "top_k=2 num_experts=5 in_features=16 hidden_features=24 activation=gelu gated=0 "
-        "interleaved=0 weight_on_input=0 pre_norm=none residual=0 scoring=sigmoid renormalize=1 "
-        "routed_scaling=1"
+        "interleaved=0 weight_on_input=0 pre_norm=none residual=0 w1_transposed=0 w2_transposed=0 "
+        "scoring=sigmoid renormalize=1 routed_scaling=1 group_scoring=none"
     )
     checksum = int.from_bytes(bundle.read_bytes()[24:28], "little")
     assert plugin.timing_id() == f"{plugin.metadata()} kernels={checksum:08x}"

@@ -15,6 +15,7 @@ import pytest
 import trt_plugin.plugin
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.plan import plan
+from custom_ops.options import ROUTER_OPTIONS
 from interpreted_gpu import uncompiled_program
 from kernel_runs import layer_of
 from moe_cases import make_case
@@ -60,7 +61,7 @@ def test_the_registry_has_the_creators(version):
     assert report["version"].startswith(version.removeprefix("rtx-"))
     assert report["creators"] == [[name, "1", "", "IPluginCreatorV3One"] for name in REGISTERED]
     dropless, experts = report["fields"]
-    assert dropless == [*experts, "scoring", "renormalize", "routed_scaling"]
+    assert dropless == [*experts, *(option.attribute for option in ROUTER_OPTIONS)]
     assert {"top_k", "num_experts", "activation", "kernels"} < set(experts)
 
 

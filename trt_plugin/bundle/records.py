@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trt_plugin.native import call_for_json
 
-VERSION = 1
+VERSION = 2
 # Images, and programs in a file, begin at multiples of this.
 IMAGE_ALIGNMENT = 64
 
@@ -29,7 +29,7 @@ PROGRAM_HEADER = Struct("<8sIIQII")
 #: Offset, number of records.
 TABLE_ENTRY = Struct("<QQ")
 
-LAYER = Struct("<12I4f")
+LAYER = Struct("<12I4f4I")
 #: First and last token; first launch, launches; first buffer, buffers.
 RANGE = Struct("<2q4I")
 #: Name's offset and length; size; reserved.
@@ -66,8 +66,8 @@ PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_EN
 # A code is the index of its name. The library has the names of the layer's codes.
 #: The operators' tensors, in the order of the launcher's C interface.
 TENSORS = (
-    *("x", "router_weight", "router_bias", "expert_ids", "expert_weights"),
-    *("w1", "b1", "w2", "b2", "y"),
+    *("x", "router_weight", "router_bias", "selection_bias"),
+    *("expert_ids", "expert_weights", "w1", "b1", "w2", "b2", "y"),
 )
 #: Bytes of a kernel's parameter by the argument's kind.
 PARAMETER_BYTES = {"null": 8, "tensor": 8, "workspace": 8, "i32": 4, "i64": 8, "tensor_map": 128}
@@ -100,6 +100,10 @@ class LayerRecord(NamedTuple):
         alpha: Factor of clamped_swiglu.
         limit: Limit of clamped_swiglu and clamped_silu.
         norm_eps: Epsilon of rms_norm.
+        group_scoring: A code; 0 without groups.
+        n_group: Groups of experts.
+        topk_group: Groups that a token chooses.
+        selection_dtype: The dtype of selection_bias (0: none).
     """
 
     operator: int
@@ -118,6 +122,10 @@ class LayerRecord(NamedTuple):
     alpha: float
     limit: float
     norm_eps: float = 0.0
+    group_scoring: int = 0
+    n_group: int = 0
+    topk_group: int = 0
+    selection_dtype: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -125,7 +133,7 @@ class LayerRecord(NamedTuple):
         return {"E": self.experts, "K": self.top_k, "D": self.width, "H": self.hidden}
 
     def to_bytes(self) -> bytes:
-        """The 64 bytes."""
+        """The 80 bytes."""
         return LAYER.pack(*self)
 
     def to_dict(self) -> dict[str, int | float | bool | str]:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 # So many tokens are as good as no limit.
 _ANY_NUMBER = 2**24
-# Flags of what surrounds the experts.
-_AROUND = ("rms_norm", "residual")
+# Flags that are named where they are set.
+_FLAGS = ("rms_norm", "residual", "w1_transposed", "w2_transposed")
 
 
 def bundle_view(bundle: dict[str, Any]) -> RenderableType:
@@ -66,11 +66,11 @@ def _kernels(program: dict[str, Any]) -> Table:
 def layer_text(layer: dict[str, Any]) -> str:
     """Returns ``LayerRecord.to_dict()`` in one line."""
     gated = "gated " if layer["gated"] else ""
-    around = "".join(f", {name.replace('_', ' ')}" for name in _AROUND if layer[name])
+    flags = "".join(f", {name.replace('_', ' ')}" for name in _FLAGS if layer[name])
     dtypes = dict.fromkeys(layer[name] for name in ("tokens_dtype", "experts_dtype"))
     return (
         f"{layer['operator']}, {layer['top_k']} of {layer['experts']} experts, "
-        f"{layer['width']} x {layer['hidden']}, {gated}{layer['activation']}{around}, "
+        f"{layer['width']} x {layer['hidden']}, {gated}{layer['activation']}{flags}, "
         f"{' and '.join(dtypes)}"
     )
 

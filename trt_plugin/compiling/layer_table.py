@@ -13,7 +13,15 @@ from pathlib import Path
 from custom_ops.dtypes import CODES, dtype_name
 from custom_ops.kernels.expressions import OPERATIONS
 from custom_ops.kernels.layer import MAX_EXPERTS, MAX_TOP_K, SIZE_MULTIPLE
-from custom_ops.options import CLAMPED, EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES, Flag, Option
+from custom_ops.options import (
+    CLAMPED,
+    EXPERT_OPTIONS,
+    LAYOUT_OPTIONS,
+    ROUTER_OPTIONS,
+    SIZES,
+    Flag,
+    Option,
+)
 from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD, SYMBOLS, TENSORS
 
 FILE = Path(__file__).parents[1] / "csrc" / "bundle" / "layer_table.inc"
@@ -23,6 +31,7 @@ _HEAD = """\
 """
 _text = json.dumps
 _LEAST = {
+    "at least 1": "1.0F",
     "positive": "std::numeric_limits<float>::denorm_min()",
     "positive and a normal number of float32": "std::numeric_limits<float>::min()",
 }
@@ -37,7 +46,7 @@ def layer_table(
         experts: The experts' options.
         router: The router's, which ``DroplessMoEExperts`` does not have.
     """
-    return "\n".join([_HEAD, *_lines((*experts, *router), router)]) + "\n"
+    return "\n".join([_HEAD, *_lines((*experts, *LAYOUT_OPTIONS, *router), router)]) + "\n"
 
 
 def _lines(options: tuple[Option, ...], router: tuple[Option, ...]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from struct import Struct
 from custom_ops.dtypes import CODES
 from custom_ops.kernels import expressions, spec
 from custom_ops.kernels.layer import Layer
-from custom_ops.options import SIZES, Flag
+from custom_ops.options import LAYOUT_OPTIONS, SIZES, Flag
 from trt_plugin.bundle import (
     PARAMETER_BYTES,
     Argument,
@@ -66,15 +66,17 @@ def layer_record(layer: Layer) -> LayerRecord:
     layer = layer.canonical()
     flags = sum(bit for name, bit in FLAGS_WITHOUT_OPTION.items() if getattr(layer, name))
     words: dict[int, int | float] = {size.slot.index: getattr(layer, size.name) for size in SIZES}
-    for options in filter(None, (layer.router, layer.options)):
-        for row in options.rows:
-            value = getattr(options, row.name)
-            if not row.has_effect(options):
+    records = [(each, each.rows) for each in (layer.router, layer.options) if each is not None]
+    for record, rows in (*records, (layer, LAYOUT_OPTIONS)):
+        for row in rows:
+            value = getattr(record, row.name)
+            if not row.has_effect(record):
                 continue
             if isinstance(row.slot, Flag):
                 flags |= row.slot.bit if row.code(value) else 0
             else:
                 words[row.slot.index] = _float32(value) if row.type is float else row.code(value)
+    words[LayerRecord._fields.index("selection_dtype")] = CODES.index(layer.selection_dtype)
     dtypes = (layer.tokens_dtype, layer.experts_dtype, layer.routing_dtype, layer.weights_dtype)
     head = (int(layer.router is None), *map(CODES.index, dtypes), flags)
     rest = range(len(head), len(LayerRecord._fields))

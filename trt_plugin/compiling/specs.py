@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from custom_ops.kernels.layer import Layer
-from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, ExpertOptions, RouterOptions
+from custom_ops.options import (
+    EXPERT_OPTIONS,
+    LAYOUT_OPTIONS,
+    ROUTER_OPTIONS,
+    ExpertOptions,
+    RouterOptions,
+)
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -30,8 +36,9 @@ def parse_spec(text: str) -> Layer:
             ``tokens_dtype``, ``experts_dtype`` and ``routing_dtype`` may differ: ``fp32``
             (default), ``fp16`` or ``bf16``. ``weights_dtype`` is that of the router's bias, which
             ``router_bias`` adds. With ``op=experts``, ``routing_dtype`` is that of the ids
-            (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``). The
-            rest are the operator's options and the flags ``b1``, ``b2`` and ``tf32``.
+            (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``).
+            ``selection_bias`` adds a selection bias of fp32. The rest are the operator's options
+            and the flags ``b1``, ``b2``, ``tf32``, ``w1_transposed`` and ``w2_transposed``.
 
     Raises:
         ValueError: If a key is unknown or missing, or its value is wrong.
@@ -78,9 +85,10 @@ def _dtype(text: str) -> torch.dtype:
 
 _SIZES = ("experts", "top_k", "width", "hidden")
 _Reader = Callable[[str], Any]
-_READERS: dict[type, _Reader] = {str: str, bool: _flag, float: _number}
+_READERS: dict[type, _Reader] = {str: str, bool: _flag, int: _integer, float: _number}
 _ROUTER = {option.name: _READERS[option.type] for option in ROUTER_OPTIONS}
 _EXPERTS = {option.name: _READERS[option.type] for option in EXPERT_OPTIONS}
+_FLAGS = ("b1", "b2", "tf32", *(option.name for option in LAYOUT_OPTIONS))
 _KEYS: dict[str, _Reader] = {
     "op": partial(_known, known=("dropless", "experts")),
     **dict.fromkeys(_SIZES, _integer),
@@ -89,7 +97,7 @@ _KEYS: dict[str, _Reader] = {
     ),
     **_EXPERTS,
     **_ROUTER,
-    **dict.fromkeys(("router_bias", "b1", "b2", "tf32"), _flag),
+    **dict.fromkeys(("router_bias", "selection_bias", *_FLAGS), _flag),
 }
 
 
@@ -119,7 +127,7 @@ def _layer(values: dict[str, Any]) -> Layer:
     dtype = values.get("dtype", torch.float32)
     router = values.get("op", "dropless") == "dropless"
     if not router:
-        extra = _given((*_ROUTER, "router_bias"), values)
+        extra = _given((*_ROUTER, "router_bias", "selection_bias"), values)
         if extra:
             raise ValueError(f"op=experts has no {', '.join(extra)}")
     routing_dtype = values.get("routing_dtype", dtype if router else torch.int64)
@@ -134,5 +142,6 @@ def _layer(values: dict[str, Any]) -> Layer:
         router=RouterOptions(values["top_k"], **_given(_ROUTER, values)) if router else None,
         routing_dtype=routing_dtype,
         weights_dtype=weights_dtype,
-        **{flag: values.get(flag, False) for flag in ("b1", "b2", "tf32")},
+        selection_dtype=torch.float32 if values.get("selection_bias") else None,
+        **{flag: values.get(flag, False) for flag in _FLAGS},
     )

@@ -30,7 +30,7 @@ typedef enum dynamo_moe_status {
   DYNAMO_MOE_OUT_OF_MEMORY = 6 /* Host or device memory is exhausted. */
 } dynamo_moe_status;
 
-/* The bundle's layer record: 64 bytes, compared as bytes. */
+/* The bundle's layer record: 80 bytes, compared as bytes. */
 typedef struct dynamo_moe_layer {
   uint32_t op;
   uint32_t tokens_dtype;
@@ -48,15 +48,21 @@ typedef struct dynamo_moe_layer {
   float alpha;
   float limit;
   float norm_eps;
+  uint32_t group_scoring;
+  uint32_t n_group;
+  uint32_t topk_group;
+  uint32_t selection_dtype; /* selection_bias's (0: none). */
 } dynamo_moe_layer;
 
 /* Device pointers, multiples of 16, null where the layer has no such tensor. The tensors are
- * contiguous: x, y [T, D]; router_weight [E, D]; router_bias [E]; expert_ids, expert_weights [T,
- * K]; w1 [E, F, D]; b1 [E, F]; w2 [E, D, H]; b2 [E, D], with F = H, or 2H when gated. */
+ * contiguous: x, y [T, D]; router_weight [E, D]; router_bias, selection_bias [E]; expert_ids, expert_weights [T,
+ * K]; w1 [E, F, D], or [E, D, F] where the layer has it transposed; b1 [E, F]; w2 [E, D, H], or
+ * [E, H, D]; b2 [E, D], with F = H, or 2H when gated. */
 typedef struct dynamo_moe_tensors {
   const void* x;
   const void* router_weight;
   const void* router_bias;
+  const void* selection_bias;
   const void* expert_ids;
   const void* expert_weights;
   const void* w1;

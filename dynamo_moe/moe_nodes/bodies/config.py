@@ -8,13 +8,15 @@ import onnx_ir as ir
 
 from custom_ops.options import (
     EXPERT_OPTIONS,
+    LAYOUT_OPTIONS,
     ROUTER_OPTIONS,
     ExpertOptions,
     Flag,
     Option,
     RouterOptions,
+    WeightLayout,
 )
-from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
+from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS, OPTIONAL_INPUTS
 from dynamo_moe.moe_nodes.schemas import FLOAT_TYPES, ID_TYPES, SCHEMAS
 
 # Split has num_outputs since 18. Gelu, which is used if the opset has it, came with 20.
@@ -22,7 +24,7 @@ MIN_OPSET = 18
 
 
 @dataclass(frozen=True)
-class BodyConfig(ExpertOptions, RouterOptions):
+class BodyConfig(ExpertOptions, RouterOptions, WeightLayout):
     """The configuration of a layer that one body serves, whatever the layer's sizes.
 
     Beside the attributes listed here it has every option. Numbers among them, and ``top_k``, do not
@@ -35,9 +37,11 @@ class BodyConfig(ExpertOptions, RouterOptions):
         has_b1: The node has ``b1``, and with a router also ``router_bias``, because only trailing
             inputs may be omitted.
         has_b2: The node has ``b2``, and therefore ``b1``.
+        has_selection_bias: The node has ``selection_bias``, and therefore ``b2``.
         x_dtype: Dtype of the tokens and the result.
         w_dtype: Dtype of ``w1``, ``b1``, ``w2`` and ``b2``.
         router_dtype: Dtype of ``router_weight`` and ``router_bias``, or of ``expert_weights``.
+        selection_dtype: Dtype of ``selection_bias``.
         ids_dtype: Dtype of ``expert_ids``: INT64 or INT32.
 
     Raises:
@@ -49,20 +53,24 @@ class BodyConfig(ExpertOptions, RouterOptions):
     has_router_bias: bool = False
     has_b1: bool = False
     has_b2: bool = False
+    has_selection_bias: bool = False
     x_dtype: ir.DataType = ir.DataType.FLOAT
     w_dtype: ir.DataType = ir.DataType.FLOAT
     router_dtype: ir.DataType = ir.DataType.FLOAT
+    selection_dtype: ir.DataType = ir.DataType.FLOAT
     ids_dtype: ir.DataType = ir.DataType.INT64
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("x_dtype", "w_dtype", "router_dtype"):
+        for name in ("x_dtype", "w_dtype", "router_dtype", "selection_dtype"):
             _check_choice(name, getattr(self, name), FLOAT_TYPES)
         _check_choice("ids_dtype", self.ids_dtype, ID_TYPES)
         if self.has_b2 and not self.has_b1:
             raise ValueError("b2 needs b1 before it: pass zeros for b1 and set has_b1")
         if self.router and self.has_b1 and not self.has_router_bias:
             raise ValueError("b1 needs router_bias before it: pass zeros and set has_router_bias")
+        if self.has_selection_bias and not (self.router and self.has_b2):
+            raise ValueError("selection_bias needs a router, and b2 before it: pass zeros")
         if self.has_router_bias and not self.router:
             raise ValueError("router_bias needs a router")
 
@@ -74,14 +82,14 @@ class BodyConfig(ExpertOptions, RouterOptions):
     @property
     def inputs(self) -> tuple[str, ...]:
         """The inputs that a node of this configuration passes, in order."""
-        absent = {"router_bias": not self.has_router_bias, "b1": not self.has_b1}
-        absent["b2"] = not self.has_b2
+        absent = {name: not getattr(self, f"has_{name}") for name in OPTIONAL_INPUTS}
         return tuple(name for name in INPUTS[self.op_type] if not absent.get(name))
 
     @property
     def attributes(self) -> tuple[str, ...]:
         """The attributes that a node of this configuration passes."""
-        return tuple(SCHEMAS[self.op_type].attributes)
+        absent = {row.attribute for row in LAYOUT_OPTIONS if not getattr(self, row.name)}
+        return tuple(name for name in SCHEMAS[self.op_type].attributes if name not in absent)
 
     @property
     def overload(self) -> str:
@@ -93,10 +101,13 @@ class BodyConfig(ExpertOptions, RouterOptions):
         dtypes = [self.x_dtype, self.w_dtype, self.router_dtype]
         if not self.router:
             dtypes.append(self.ids_dtype)
-        options = (*(ROUTER_OPTIONS if self.router else ()), *EXPERT_OPTIONS)
+        if self.has_selection_bias:
+            dtypes.append(self.selection_dtype)
+        router = ROUTER_OPTIONS if self.router else ()
+        options = (*router, *EXPERT_OPTIONS, *LAYOUT_OPTIONS)
         parts = [
             *(self._part(option) for option in options),
-            *("router_bias" * self.has_router_bias, "b1" * self.has_b1, "b2" * self.has_b2),
+            *(name * getattr(self, f"has_{name}") for name in OPTIONAL_INPUTS),
             *(dtype.short_name() for dtype in dtypes),
         ]
         return "_".join(filter(None, parts))
@@ -104,11 +115,15 @@ class BodyConfig(ExpertOptions, RouterOptions):
     def _part(self, option: Option) -> str:
         """Returns what an option adds to the configuration's name."""
         value = getattr(self, option.name)
-        if option.type is float or not option.has_effect(self):
+        if option.is_number or not option.has_effect(self):
             return ""
         if isinstance(option.slot, Flag):
             return option.flag if option.code(value) else ""
-        return str(value)
+        return "" if value == "none" else str(value)
+
+    def is_transposed(self, weight: str) -> bool:
+        """Whether ``w1`` or ``w2`` lies as (in, out)."""
+        return self.w1_transposed if weight == "w1" else self.w2_transposed
 
     @property
     def renormalizes(self) -> bool:

@@ -99,7 +99,7 @@ def _rows(
         names = [weight, *({bias} & weights.keys())]
         own = [op.entered(weights[name], config.w_dtype, out=f"{name}_own") for name in names]
         wide = [op.cast(value, config.w_dtype, dtype, out=f"{value.name}_wide") for value in own]
-        return op.Gemm(in_RI, *wide, transB=1, out=out)
+        return op.Gemm(in_RI, *wide, transB=int(not config.is_transposed(weight)), out=out)
 
     rows_R = op.Slice(layer.slots.rows_N, begin_1, end_1, [0], out="rows_R")
     z_RF = linear(op.Gather(layer.inputs, rows_R, out="x_RD"), "w1", "b1", "z_RF")

@@ -41,12 +41,14 @@ def experts(
     """The sum over K of the experts' weighted results, ``[T, 1, D]`` in the compute dtype."""
     dtype, width_1 = config.compute_dtype, op.size("in_features")
     inputs = expert_inputs(op, config, x_TD, weights_TK, width_1)
+    # A matrix that lies as (out, in) is multiplied by columns, one that lies as (in, out) by rows.
     if config.weight_on_input:
         TK = op.Shape(ids_TK, out="TK")
-        TKD1 = op.Concat(TK, width_1, [1], axis=0, out="TKD1")
-        columns = op.Reshape(inputs, TKD1, allowzero=1, out="x_TKD1")
+        column_or_row = ([1], width_1) if config.w1_transposed else (width_1, [1])
+        TKD1 = op.Concat(TK, *column_or_row, axis=0, out="TKD1")
+        vectors = op.Reshape(inputs, TKD1, allowzero=1, out="x_TKD1")
     else:
-        columns = op.Unsqueeze(inputs, [1, 3], out="x_T1D1")
+        vectors = op.Unsqueeze(inputs, [1, 2 if config.w1_transposed else 3], out="x_T1D1")
 
     def chosen(name: str) -> ir.Value:
         # Slots of no expert, -1, get the last expert's weights.
@@ -54,14 +56,19 @@ def experts(
         own = op.entered(own, config.w_dtype, out=f"{name}_TK_entered")
         return op.cast(own, config.w_dtype, dtype, out=f"{name}_TK_wide")
 
-    def linear(columns: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
-        y_TKO1 = op.MatMul(chosen(weight), columns, out=f"{out}1")
-        y_TKO = op.Squeeze(y_TKO1, [-1], out=out)
+    def linear(vectors: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
+        own, axis = chosen(weight), -1
+        operands = (own, vectors)
+        if config.is_transposed(weight):
+            operands, axis = (vectors, own), -2
+        y_TKO1 = op.MatMul(*operands, out=f"{out}1")
+        y_TKO = op.Squeeze(y_TKO1, [axis], out=out)
         return op.Add(y_TKO, chosen(bias), out=f"{out}_biased") if bias in parameters else y_TKO
 
-    z_TKF = linear(columns, "w1", "b1", "z_TKF")
+    z_TKF = linear(vectors, "w1", "b1", "z_TKF")
     h_TKH = round_hidden(op, config, activate(op, config, z_TKF, rank=3))
-    y_TKD = linear(op.Unsqueeze(h_TKH, [-1], out="h_TKH1"), "w2", "b2", "y_TKD")
+    vectors = op.Unsqueeze(h_TKH, [-2 if config.w2_transposed else -1], out="h_TKH1")
+    y_TKD = linear(vectors, "w2", "b2", "y_TKD")
     idle_TK1 = op.Unsqueeze(op.Less(ids_TK, 0, out="idle_TK"), [2], out="idle_TK1")
     y_TKD = op.Where(idle_TK1, op.constant("nothing", 0, dtype), y_TKD, out="y_used_TKD")
     return weighted_sum(op, config, y_TKD, weights_TK)

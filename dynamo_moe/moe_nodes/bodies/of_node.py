@@ -26,8 +26,14 @@ _BODIES: dict[str, Callable[..., ir.Function]] = {
 
 
 def moe_body(node: ir.Node, opset: int, target: str) -> ir.Function:
-    """Returns the body of an MoE node, named after its configuration."""
+    """Returns the body of an MoE node, named after its configuration.
+
+    Raises:
+        ValueError: If the target's body does not take the node's weights as they lie.
+    """
     config = config_of(node)
+    if target != "plugin" and (config.w1_transposed or config.w2_transposed):
+        raise ValueError(f"node {node.name!r}: with target {target!r} weights must be (out, in)")
     function = _BODIES[target](config, opset)
     function.overload = config.overload
     return function
@@ -44,13 +50,13 @@ def unrolled_moe_body(node: ir.Node, opset: int) -> ir.Function:
 def config_of(node: ir.Node) -> BodyConfig:
     """Returns the configuration that the body of an MoE node depends on."""
     layer = parse(node)
-    records = (layer.experts, layer.router) if layer.router else (layer.experts,)
+    records = filter(None, (layer.experts, layer.router, layer.layout))
     # The body takes numbers from the node.
     options: dict[str, Any] = {
         row.name: getattr(record, row.name)
         for record in records
         for row in record.rows
-        if row.type is not float
+        if not row.is_number
     } | {f"has_{name}": name in layer.inputs for name in OPTIONAL_INPUTS}
 
     def dtype(name: str) -> ir.DataType:
@@ -64,6 +70,9 @@ def config_of(node: ir.Node) -> BodyConfig:
         router=layer.router is not None,
         x_dtype=dtype("x"),
         w_dtype=dtype("w1"),
+        selection_dtype=(
+            dtype("selection_bias") if "selection_bias" in layer.inputs else ir.DataType.FLOAT
+        ),
         router_dtype=dtype("router_weight" if layer.router else "expert_weights"),
         ids_dtype=ir.DataType.INT64 if layer.router else dtype("expert_ids"),
     )

@@ -38,7 +38,8 @@ def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.
     x_wide_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_wide_TD")
     if config.pre_norm != "none":
         x_wide_TD = op.Mul(x_wide_TD, rms_scale(op, config, x_TD), out="x_normed_TD")
-    if config.router and config.scoring != "sigmoid":
+    chosen_by_logits = not config.has_selection_bias and config.group_scoring == "none"
+    if config.router and config.scoring != "sigmoid" and chosen_by_logits:
         normalize = config.renormalizes or config.scoring == "topk_softmax"
         logits_TE = logits(op, config, inputs, x_TD)
         y_TD = _moe(op, config, inputs, x_wide_TD, logits_TE, normalize=normalize)

@@ -1,12 +1,13 @@
 """The router, or what replaces it: from tokens to the experts' indices and weights.
 
-Legend: T tokens, D model width, E experts, K = top_k.
+Legend: T tokens, D model width, E experts, K = top_k, G groups of S experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import onnx_ir as ir
 
 from custom_ops.routing import RENORMALIZE_EPS
@@ -44,11 +45,26 @@ def _route(
     """Each token's experts, the lower one in a tie, and their weights in the compute dtype."""
     dtype = config.routing_dtype
     logits_TE = logits(op, config, inputs, x_TD)
+    # Sigmoids are chosen by the logits where that is the same: those of large ones are all one.
+    plain = not config.has_selection_bias and config.group_scoring == "none"
     scores_TE = logits_TE
     if config.scoring == "softmax":
         scores_TE = op.Softmax(logits_TE, axis=-1, out="scores_TE")
-    top_TK, ids_TK = op.TopK(scores_TE, op.size("top_k"), out=("top_TK", "ids_TK"))
-    if config.scoring == "sigmoid":
+    elif config.scoring == "sigmoid" and not plain:
+        scores_TE = op.Sigmoid(logits_TE, out="scores_TE")
+    ranked_TE = scores_TE
+    if config.has_selection_bias:
+        own = op.entered(
+            inputs["selection_bias"], config.selection_dtype, out="selection_bias_entered"
+        )
+        bias = op.cast(own, config.selection_dtype, dtype, out="selection_bias_wide")
+        ranked_TE = op.Add(scores_TE, bias, out="biased_TE")
+    if config.group_scoring != "none":
+        ranked_TE = _within_best_groups(op, config, ranked_TE)
+    top_TK, ids_TK = op.TopK(ranked_TE, op.size("top_k"), out=("top_TK", "ids_TK"))
+    if config.has_selection_bias:
+        top_TK = op.GatherElements(scores_TE, ids_TK, axis=1, out="chosen_TK")
+    if config.scoring == "sigmoid" and plain:
         top_TK = op.Sigmoid(top_TK, out="sigmoid_TK")
     if config.scoring == "topk_softmax":
         top_TK = op.Softmax(top_TK, axis=-1, out="softmax_TK")
@@ -59,6 +75,34 @@ def _route(
         top_TK = op.Div(top_TK, op.Add(total_T1, epsilon, out="divisor_T1"), out="normalized_TK")
     weights_TK = op.Mul(top_TK, op.real("routed_scaling", dtype), out="weights_TK")
     return ids_TK, op.cast(weights_TK, dtype, config.compute_dtype, out="weights_wide_TK")
+
+
+def _within_best_groups(op: Ops, config: BodyConfig, ranked_TE: ir.Value) -> ir.Value:
+    """Replaces by -inf what experts outside a token's best groups are ranked by."""
+    groups_1 = op.size("n_group")
+    size_1 = op.Div(op.size("num_experts"), groups_1, out="S")
+    # The 0 stands for the tokens, of which there may be none.
+    TGS = op.Concat([0], groups_1, size_1, axis=0, out="TGS")
+    ranked_TGS = op.Reshape(ranked_TE, TGS, out="ranked_TGS")
+    best = [2 if config.group_scoring == "top2_sum" else 1]
+    best_TGB, _ = op.TopK(ranked_TGS, best, out=("best_TGB", "best_of_group"))
+    score_TG = op.ReduceSum(best_TGB, [2], keepdims=0, out="score_TG")
+    _, chosen_TC = op.TopK(score_TG, op.size("topk_group"), out=("chosen_scores", "chosen_TC"))
+    group_G11 = op.Unsqueeze(
+        op.Range(0, op.Squeeze(groups_1, [0], out="G"), 1, out="range_G"), [1, 2], out="group_G11"
+    )
+    is_chosen_GTC = op.Cast(
+        op.Equal(chosen_TC, group_G11, out="equal_GTC"), to=ir.DataType.INT32, out="is_chosen_GTC"
+    )
+    inside_GT1 = op.Cast(
+        op.ReduceMax(is_chosen_GTC, [2], keepdims=1, out="times_GT1"),
+        to=ir.DataType.BOOL,
+        out="inside_GT1",
+    )
+    inside_TG1 = op.Transpose(inside_GT1, perm=[1, 0, 2], out="inside_TG1")
+    lowest = op.constant("lowest", -np.inf, config.routing_dtype)
+    kept_TGS = op.Where(inside_TG1, ranked_TGS, lowest, out="kept_TGS")
+    return op.Reshape(kept_TGS, op.Shape(ranked_TE, out="TE"), allowzero=1, out="kept_TE")
 
 
 def _given(

@@ -47,14 +47,20 @@ def experts(
 
     def products(in_MI: ir.Value, weight: str, bias: str, width: str, out: str) -> list[ir.Value]:
         parts = _split(op, in_MI, slots.counts_E, num_experts)
-        flat = op.Concat([-1], op.size(width), axis=0, out=f"{weight}_flat")
+        transposed = config.is_transposed(weight)
+        columns_1 = (
+            op.Shape(parameters[weight], start=2, out=f"{weight}_columns")
+            if transposed
+            else op.size(width)
+        )
+        flat = op.Concat([-1], columns_1, axis=0, out=f"{weight}_flat")
         rows = op.Reshape(parameter(weight), flat, out=f"{weight}_rows")
         operands = [_split(op, rows, None, num_experts)]
         if bias in parameters:
             flat_b = op.Reshape(parameter(bias), [-1], out=f"{bias}_flat")
             operands.append(_split(op, flat_b, None, num_experts))
         return [
-            op.Gemm(in_RI, *own, transB=1, out=out)
+            op.Gemm(in_RI, *own, transB=int(not transposed), out=out)
             for in_RI, *own in zip(parts, *operands, strict=True)
         ]
 

@@ -78,7 +78,11 @@ std::string Describe(const dynamo_moe_layer& layer) {
                  {"routed_scaling", Json(layer.routed_scaling)},
                  {"alpha", Json(layer.alpha)},
                  {"limit", Json(layer.limit)},
-                 {"norm_eps", Json(layer.norm_eps)}});
+                 {"norm_eps", Json(layer.norm_eps)},
+                 {"group_scoring", Json(layer.group_scoring)},
+                 {"n_group", Json(layer.n_group)},
+                 {"topk_group", Json(layer.topk_group)},
+                 {"selection_dtype", Json(layer.selection_dtype)}});
 }
 
 std::string Describe(const format::Range& range) {
@@ -162,13 +166,15 @@ std::string DescribeLayer(const dynamo_moe_layer& layer) {
   for (const format::Size& size : format::kSizes) {
     fields.emplace_back(size.name, Json(SizeOf(layer, size)));
   }
-  fields.insert(fields.end(), {{"tokens_dtype", Json(format::kDataTypeNames[layer.tokens_dtype])},
-                               {"experts_dtype", Json(format::kDataTypeNames[layer.experts_dtype])},
-                               {"routing_dtype", Json(format::kDataTypeNames[layer.routing_dtype])},
-                               {"weights_dtype", Json(format::kDataTypeNames[layer.weights_dtype])},
-                               {"b1", Json((layer.flags & format::kHasB1) != 0)},
-                               {"b2", Json((layer.flags & format::kHasB2) != 0)},
-                               {"tf32", Json((layer.flags & format::kHasTf32) != 0)}});
+  fields.insert(fields.end(),
+                {{"tokens_dtype", Json(format::kDataTypeNames[layer.tokens_dtype])},
+                 {"experts_dtype", Json(format::kDataTypeNames[layer.experts_dtype])},
+                 {"routing_dtype", Json(format::kDataTypeNames[layer.routing_dtype])},
+                 {"weights_dtype", Json(format::kDataTypeNames[layer.weights_dtype])},
+                 {"selection_dtype", Json(format::kDataTypeNames[layer.selection_dtype])},
+                 {"b1", Json((layer.flags & format::kHasB1) != 0)},
+                 {"b2", Json((layer.flags & format::kHasB2) != 0)},
+                 {"tf32", Json((layer.flags & format::kHasTf32) != 0)}});
   for (const format::Option& option : format::kOptions) {
     if (option.router && !router) {
       continue;
@@ -178,7 +184,9 @@ std::string DescribeLayer(const dynamo_moe_layer& layer) {
     } else if (option.type == format::Option::kName) {
       fields.emplace_back(option.name, Json(option.names[CodeOf(layer, option)]));
     } else if (HasEffect(layer, option)) {
-      fields.emplace_back(option.name, Json(NumberOf(layer, option)));
+      fields.emplace_back(option.name, option.type == format::Option::kInt
+                                           ? Json(CodeOf(layer, option))
+                                           : Json(NumberOf(layer, option)));
     }
   }
   return Object(fields);

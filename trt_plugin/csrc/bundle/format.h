@@ -11,7 +11,7 @@ namespace dynamo_moe::format {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are read in place");
 
-inline constexpr std::uint32_t kVersion = 1;
+inline constexpr std::uint32_t kVersion = 2;
 inline constexpr std::size_t kMagicSize = 8;
 inline constexpr unsigned char kFileMagic[kMagicSize] = {'M', 'O', 'E', 'K', 13, 10, 26, 10};
 inline constexpr unsigned char kProgramMagic[kMagicSize] = {'M', 'O', 'E', 'P', 13, 10, 26, 10};
@@ -89,8 +89,8 @@ struct ProgramHeader {
   dynamo_moe_layer layer;
   Table tables[kTables];
 };
-static_assert(sizeof(dynamo_moe_layer) == 64);
-static_assert(sizeof(ProgramHeader) == 256);
+static_assert(sizeof(dynamo_moe_layer) == 80);
+static_assert(sizeof(ProgramHeader) == 272);
 
 // Where the checksum lies, in a file and in a program.
 inline constexpr std::size_t kChecksumOffset = 24;
@@ -212,6 +212,7 @@ enum Tensor : std::uint32_t {
   kX,
   kRouterWeight,
   kRouterBias,
+  kSelectionBias,
   kExpertIds,
   kExpertWeights,
   kW1,

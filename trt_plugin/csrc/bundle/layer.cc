@@ -16,11 +16,12 @@ Status Wrong(const Parts&... parts) {
   return {DYNAMO_MOE_INVALID_BUNDLE, Text("the layer's ", parts...)};
 }
 
-static_assert(sizeof(dynamo_moe_layer) == 16 * sizeof(std::uint32_t));
+static_assert(sizeof(dynamo_moe_layer) == 20 * sizeof(std::uint32_t));
 static_assert(offsetof(dynamo_moe_layer, flags) == format::kFlagsWord * sizeof(std::uint32_t));
 static_assert(std::size(format::kTensorNames) == format::kTensors);
 static_assert(std::size(format::kSymbolNames) == format::kSymbols);
 static_assert(std::size(format::kOpcodeNames) == format::kOpcodes);
+static_assert(std::size(format::kGroupScoringNames) == format::kGroupScorings);
 
 std::uint32_t WordOf(const dynamo_moe_layer& layer, std::uint32_t index) {
   std::uint32_t word = 0;
@@ -56,6 +57,11 @@ Status CheckDtypes(const dynamo_moe_layer& layer, bool router) {
                  " must be float32 (1), float16 (2) or bfloat16 (3)",
                  router ? " or absent (0)" : "", ", got ", layer.weights_dtype);
   }
+  if (layer.selection_dtype != format::kNone && !(router && IsFloat(layer.selection_dtype))) {
+    return Wrong("selection bias must be ",
+                 router ? "float32 (1), float16 (2), bfloat16 (3) or absent (0)" : "absent (0)",
+                 ", got ", layer.selection_dtype);
+  }
   return {};
 }
 
@@ -73,7 +79,8 @@ Status CheckSizes(const dynamo_moe_layer& layer, bool router) {
                    layer.width, " and ", layer.hidden);
     }
   }
-  return {};
+  const std::string error = GroupsError(layer);
+  return error.empty() ? Status() : Wrong(error);
 }
 
 Status CheckOptions(const dynamo_moe_layer& layer) {
@@ -138,6 +145,28 @@ bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option) {
   }
   return option.only_with < 0 ||
          ((option.codes >> CodeOf(layer, format::kOptions[option.only_with])) & 1) != 0;
+}
+
+std::string GroupsError(const dynamo_moe_layer& layer) {
+  if (layer.group_scoring == format::kNoGroups) {
+    return "";
+  }
+  const std::uint32_t least = layer.group_scoring == format::kTop2Sum ? 2 : 1;
+  if (layer.n_group < 1 || layer.experts % layer.n_group != 0 ||
+      layer.experts / layer.n_group < least) {
+    return Text("n_group must divide ", layer.experts, " experts into groups of ", least,
+                " up, got ", layer.n_group);
+  }
+  if (layer.topk_group < 1 || layer.topk_group >= layer.n_group) {
+    return Text("topk_group must be at least 1 and below n_group, ", layer.n_group, ", got ",
+                layer.topk_group);
+  }
+  const std::uint32_t choice = layer.topk_group * (layer.experts / layer.n_group);
+  if (layer.top_k > choice) {
+    return Text("top_k must be in 1..", choice, ", the experts of ", layer.topk_group,
+                " groups, got ", layer.top_k);
+  }
+  return "";
 }
 
 Status CheckLayer(const dynamo_moe_layer& layer) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <string>
 
 #include "dynamo_moe.h"
 #include "status.h"
@@ -12,6 +13,9 @@ namespace dynamo_moe::format {
 enum Operator : std::uint32_t { kDropless, kExpertsOnly, kOperators };
 
 enum DataType : std::uint32_t { kNone, kFloat32, kFloat16, kBfloat16, kI32, kI64, kUint8 };
+
+enum GroupScoring : std::uint32_t { kNoGroups, kMax, kTop2Sum, kGroupScorings };
+
 // A size of a layer: its name in a record, the attribute of a node, its word in the record.
 struct Size {
   const char* name;
@@ -21,7 +25,7 @@ struct Size {
 
 // An option of a layer.
 struct Option {
-  enum Type : std::uint32_t { kBool, kName, kFloat };
+  enum Type : std::uint32_t { kBool, kName, kInt, kFloat };
 
   const char* name;       // In a record.
   const char* attribute;  // Of a node, and so the plugin's field.
@@ -50,15 +54,18 @@ namespace dynamo_moe {
 
 std::uint32_t SizeOf(const dynamo_moe_layer& layer, const format::Size& size);
 
-// An option's value in a record: 0 or 1, or the code of its name.
+// An option's value in a record: 0 or 1, the code of its name, or an integer.
 std::uint32_t CodeOf(const dynamo_moe_layer& layer, const format::Option& option);
-// The same of a number.
+// The same of a float.
 float NumberOf(const dynamo_moe_layer& layer, const format::Option& option);
 void SetCode(const format::Option& option, std::uint32_t code, dynamo_moe_layer* layer);
 void SetNumber(const format::Option& option, float number, dynamo_moe_layer* layer);
 
 // Whether an option has an effect beside the layer's others. Those that have none are 0.
 bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option);
+
+// Why a token cannot choose top_k experts of its groups; "" if it can, or if there are no groups.
+std::string GroupsError(const dynamo_moe_layer& layer);
 
 // Checks that kernels exist for such a layer, and that fields which do not apply to it are 0:
 // records are compared as bytes.

@@ -1,6 +1,7 @@
 #include "launch/launcher.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -17,6 +18,14 @@ constexpr std::uint64_t kPointerAlignment = 16;
 constexpr unsigned kWarpSize = 32;
 // Blocks along x, y and z, the same on every architecture.
 constexpr std::int64_t kGridLimits[3] = {2147483647, 65535, 65535};
+
+// "0" starts each kernel after those ahead of it have ended; what it waits for is then there.
+constexpr const char* kDependentLaunchVariable = "DYNAMO_MOE_DEPENDENT_LAUNCH";
+
+bool PermitsDependentLaunch() {
+  const char* const value = std::getenv(kDependentLaunchVariable);
+  return value == nullptr || std::strcmp(value, "0") != 0;
+}
 
 bool IsAligned(const void* pointer, std::uint64_t alignment) {
   return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0;
@@ -112,7 +121,7 @@ class Launcher::Call {
     cuda::LaunchAttribute dependent = {};
     dependent.id = cuda::kProgrammaticStreamSerialization;
     dependent.value.programmatic_stream_serialization = 1;
-    if ((kernel.flags & format::kDependentLaunch) != 0) {
+    if (launcher_.dependent_launch_ && (kernel.flags & format::kDependentLaunch) != 0) {
       config.attributes = &dependent;
       config.attribute_count = 1;
     }
@@ -214,7 +223,9 @@ class Launcher::Call {
 };
 
 Launcher::Launcher(std::shared_ptr<SharedProgram> shared)
-    : shared_(std::move(shared)), maps_(shared_->program().tensor_maps().size()) {}
+    : shared_(std::move(shared)),
+      dependent_launch_(PermitsDependentLaunch()),
+      maps_(shared_->program().tensor_maps().size()) {}
 
 Status Launcher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) const {
   const format::Range* const last = program().ranges().end() - 1;

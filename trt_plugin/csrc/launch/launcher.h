@@ -40,6 +40,8 @@ class Launcher {
                 cuda::TensorMap* map);
 
   std::shared_ptr<SharedProgram> shared_;
+  // Whether kernels may start before those ahead of them end.
+  const bool dependent_launch_;
   std::mutex encoding_;
   std::vector<EncodedMap> maps_;
 };

@@ -120,10 +120,12 @@ class Fields {
       return CheckNumber(option, number);
     }
     auto code = static_cast<std::uint32_t>(option.initial);
-    if (field != nullptr) {
-      DYNAMO_MOE_RETURN_IF_ERROR(option.type == format::Option::kName
-                                     ? Choice(option, TextOf(*field), &code)
-                                     : Integer(option.attribute, 0, 1, &code));
+    if (field != nullptr && option.type == format::Option::kName) {
+      DYNAMO_MOE_RETURN_IF_ERROR(Choice(option, TextOf(*field), &code));
+    } else if (field != nullptr) {
+      const bool flag = option.type == format::Option::kBool;
+      const auto least = static_cast<std::int64_t>(option.least);
+      DYNAMO_MOE_RETURN_IF_ERROR(Integer(option.attribute, least, flag ? 1 : kMaxSize, &code));
     }
     SetCode(option, code, layer);
     return {};
@@ -227,12 +229,19 @@ Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
                                      " needs attribute gated")
                    : InvalidArgument("attribute interleaved needs attribute gated");
   }
+  if (layer->group_scoring == format::kNoGroups && layer->n_group > 1) {
+    return InvalidArgument("attribute n_group needs attribute group_scoring");
+  }
+  if (layer->n_group == layer->topk_group) {
+    layer->group_scoring = format::kNoGroups;
+  }
   for (const format::Option& option : format::kOptions) {
     if (!HasEffect(*layer, option)) {
       SetCode(option, 0, layer);
     }
   }
-  return {};
+  const std::string error = GroupsError(*layer);
+  return error.empty() ? Status() : InvalidArgument("attribute ", error);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "plugin/inputs.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -15,14 +16,16 @@ using nvinfer1::DynamicPluginTensorDesc;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
-constexpr format::Tensor kDroplessInputs[] = {format::kX,  format::kRouterWeight, format::kW1,
-                                              format::kW2, format::kRouterBias,   format::kB1,
-                                              format::kB2};
+constexpr format::Tensor kDroplessInputs[] = {
+    format::kX,          format::kRouterWeight, format::kW1, format::kW2,
+    format::kRouterBias, format::kB1,           format::kB2, format::kSelectionBias};
 constexpr format::Tensor kExpertsInputs[] = {
     format::kX,  format::kExpertIds, format::kExpertWeights, format::kW1, format::kW2,
     format::kB1, format::kB2};
 constexpr std::size_t kDroplessRequired = 4;
 constexpr std::size_t kExpertsRequired = 5;
+static_assert(std::size(kDroplessInputs) == kMaxInputs);
+static_assert(std::size(kExpertsInputs) <= kMaxInputs);
 
 constexpr std::int64_t kUnknown = -1;
 
@@ -31,7 +34,8 @@ std::size_t RequiredInputs(format::Operator op) {
 }
 
 bool IsOptional(format::Tensor tensor) {
-  return tensor == format::kRouterBias || tensor == format::kB1 || tensor == format::kB2;
+  return tensor == format::kRouterBias || tensor == format::kSelectionBias ||
+         tensor == format::kB1 || tensor == format::kB2;
 }
 
 bool IsEmpty(const Dims& dims) {
@@ -54,22 +58,30 @@ struct Shape {
   std::int32_t rank;
 };
 
+bool Has(const dynamo_moe_layer& layer, std::uint32_t flag) { return (layer.flags & flag) != 0; }
+
+// Of each expert's matrix, (out, in) or, where it lies transposed, (in, out).
+Shape MatrixShape(std::int64_t experts, std::int64_t out, std::int64_t in, bool transposed) {
+  return transposed ? Shape{{experts, in, out}, 3} : Shape{{experts, out, in}, 3};
+}
+
 Shape ShapeOf(const dynamo_moe_layer& layer, format::Tensor tensor) {
   const std::int64_t experts = layer.experts;
   const std::int64_t width = layer.width;
   const std::int64_t hidden = layer.hidden;
-  const std::int64_t rows = (layer.flags & format::kGated) != 0 ? 2 * hidden : hidden;
+  const std::int64_t rows = Has(layer, format::kGated) ? 2 * hidden : hidden;
   switch (tensor) {
     case format::kRouterWeight:
       return {{experts, width}, 2};
     case format::kRouterBias:
+    case format::kSelectionBias:
       return {{experts}, 1};
     case format::kW1:
-      return {{experts, rows, width}, 3};
+      return MatrixShape(experts, rows, width, Has(layer, format::kW1Transposed));
     case format::kB1:
       return {{experts, rows}, 2};
     case format::kW2:
-      return {{experts, width, hidden}, 3};
+      return MatrixShape(experts, width, hidden, Has(layer, format::kW2Transposed));
     case format::kB2:
       return {{experts, width}, 2};
     default:
@@ -158,20 +170,24 @@ Status Gather(format::Operator op, const Description* in, std::int32_t inputs,
 }  // namespace
 
 Span<format::Tensor> InputsOf(format::Operator op) {
-  return {op == format::kDropless ? kDroplessInputs : kExpertsInputs, kMaxInputs};
+  if (op == format::kDropless) {
+    return {kDroplessInputs, std::size(kDroplessInputs)};
+  }
+  return {kExpertsInputs, std::size(kExpertsInputs)};
 }
 
 Status CheckCounts(format::Operator op, std::int32_t inputs, std::int32_t outputs) {
   const auto required = static_cast<std::int32_t>(RequiredInputs(op));
-  if (inputs >= required && inputs <= kMaxInputs && outputs == kOutputs) {
+  const auto most = static_cast<std::int32_t>(InputsOf(op).size());
+  if (inputs >= required && inputs <= most && outputs == kOutputs) {
     return {};
   }
   std::string names;
-  for (std::int32_t i = 0; i < kMaxInputs; ++i) {
+  for (std::int32_t i = 0; i < most; ++i) {
     names += Text(i == 0 ? "" : ", ", NameOf(InputsOf(op)[static_cast<std::size_t>(i)]),
                   i < required ? "" : " (optional)");
   }
-  return InvalidArgument("the layer has ", required, " to ", kMaxInputs, " inputs, ", names,
+  return InvalidArgument("the layer has ", required, " to ", most, " inputs, ", names,
                          ", and 1 output; got ", inputs, " and ", outputs);
 }
 
@@ -241,10 +257,12 @@ std::uint32_t DtypeIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
     case format::kRouterBias:
     case format::kExpertWeights:
       return layer.weights_dtype;
+    case format::kSelectionBias:
+      return layer.selection_dtype;
     case format::kB1:
-      return (layer.flags & format::kHasB1) != 0 ? layer.experts_dtype : format::kNone;
+      return Has(layer, format::kHasB1) ? layer.experts_dtype : format::kNone;
     case format::kB2:
-      return (layer.flags & format::kHasB2) != 0 ? layer.experts_dtype : format::kNone;
+      return Has(layer, format::kHasB2) ? layer.experts_dtype : format::kNone;
     default:
       return layer.experts_dtype;
   }
@@ -305,6 +323,9 @@ Status CompleteLayer(const Call& call, dynamo_moe_layer* layer) {
       case format::kExpertWeights:
         layer->weights_dtype = code;
         break;
+      case format::kSelectionBias:
+        layer->selection_dtype = code;
+        break;
       case format::kW1:
         layer->experts_dtype = code;
         break;
@@ -322,7 +343,8 @@ Status CompleteLayer(const Call& call, dynamo_moe_layer* layer) {
 }
 
 dynamo_moe_layer AttributesOf(dynamo_moe_layer layer) {
-  layer.tokens_dtype = layer.experts_dtype = layer.routing_dtype = layer.weights_dtype = 0;
+  layer.tokens_dtype = layer.experts_dtype = layer.routing_dtype = layer.weights_dtype =
+      layer.selection_dtype = 0;
   layer.flags &= ~static_cast<std::uint32_t>(format::kHasB1 | format::kHasB2 | format::kHasTf32);
   return layer;
 }
@@ -347,8 +369,9 @@ bool Matches(const dynamo_moe_layer& layer, const dynamo_moe_layer& attributes, 
     }
   }
   // The inputs after that position are not known yet, but those that the node lacks are.
-  for (std::int32_t i = call.inputs; i < kMaxInputs; ++i) {
-    if (DtypeIn(layer, InputsOf(call.op)[static_cast<std::size_t>(i)]) != format::kNone) {
+  const Span<format::Tensor> order = InputsOf(call.op);
+  for (auto i = static_cast<std::size_t>(call.inputs); i < order.size(); ++i) {
+    if (DtypeIn(layer, order[i]) != format::kNone) {
       return false;
     }
   }

@@ -15,7 +15,7 @@
 
 namespace dynamo_moe::plugin {
 
-inline constexpr std::int32_t kMaxInputs = 7;
+inline constexpr std::int32_t kMaxInputs = 8;
 inline constexpr std::int32_t kOutputs = 1;
 
 // The tensors in the order of the node's inputs.

@@ -22,7 +22,7 @@ struct StoredName {
   dynamo_moe_layer layer;
   dynamo_moe_key key;
 };
-static_assert(sizeof(StoredName) == 80);
+static_assert(sizeof(StoredName) == 96);
 
 // One object has all capabilities, since a clone copies all of them.
 // NOLINTNEXTLINE(misc-multiple-inheritance)

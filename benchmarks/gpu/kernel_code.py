@@ -1,0 +1,267 @@
+"""What do the kernels compile to? Registers, occupancy and instructions, without a GPU.
+
+    python -m benchmarks.gpu.kernel_code --arch sm_90,sm_100 --json result.json
+
+Compiles the kernels of the measured shapes ahead of time and disassembles them. Nothing runs, so
+the figures say what a kernel can reach, not what it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from importlib.util import find_spec
+from operator import eq, ge, le
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.report import conditions, parser, table, write_json
+from benchmarks.gpu.layers import Shape, matching
+from custom_ops.kernels.architectures import ARCHITECTURES, Architecture, architecture
+from custom_ops.kernels.plan import plan
+from custom_ops.kernels.spec import ForwardPlan
+from trt_plugin.bundle import Kernel
+from trt_plugin.compiling import compile_plans
+
+#: Where the figures of the repository's kernels are.
+RECORD = Path(__file__).parents[2] / "docs" / "benchmarks" / "kernel_code.json"
+
+# Of one multiprocessor: warps and blocks, by compute capability (CUDA C++ Programming Guide).
+_MOST_WARPS = {75: 32, 80: 64, 87: 48, 90: 64, 100: 64, 103: 64}
+_MOST_BLOCKS = {75: 16, 80: 32, 86: 16, 87: 16, 89: 24, 90: 32, 100: 32, 103: 32}
+_REGISTERS = 64 * 1024
+# A warp takes whole units of registers; a block's first KiB of shared memory is the system's.
+_REGISTERS_UNIT = 256
+_RESERVED_SHARED = 1024
+
+# A label, or an instruction behind its address and its predicate.
+_LINE = re.compile(
+    r"^(?:(\.L_x_\d+):|\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);)", re.MULTILINE
+)
+_LABEL = re.compile(r"\.L_x_\d+")
+_MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "UTCOMMA", "UTCQMMA", "QGMMA", "IMMA")
+
+
+#: The fields of a :class:`Code` by name.
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Figures of one compiled kernel.
+
+    Attributes:
+        warps: Of a block.
+        registers: Of a thread.
+        local_memory: Bytes of a thread, for spilled registers.
+        shared_memory: Bytes of a block.
+        blocks_per_sm: Blocks that a multiprocessor holds at a time.
+        instructions: In all.
+        matrix: Matrix instructions by kind, such as ``HGMMA``.
+        tensor_loads: Loads by the tensor memory accelerator.
+        async_copies: Asynchronous copies from global to shared memory.
+        wide_loads: Loads of 16 bytes from global memory.
+        narrow_loads: Other loads from global memory.
+        loop_barriers: Barriers of the whole block within loops.
+    """
+
+    warps: int
+    registers: int
+    local_memory: int
+    shared_memory: int
+    blocks_per_sm: int
+    instructions: int
+    matrix: Mapping[str, int]
+    tensor_loads: int
+    async_copies: int
+    wide_loads: int
+    narrow_loads: int
+    loop_barriers: int
+
+
+#: What a figure may do without getting worse.
+ALLOWED: Mapping[str, Callable[[Any, Any], bool]] = {
+    "registers": le,
+    "local_memory": le,
+    "shared_memory": le,
+    "blocks_per_sm": ge,
+    "instructions": le,
+    "matrix": eq,
+    "tensor_loads": eq,
+    "async_copies": ge,
+    "narrow_loads": le,
+    "loop_barriers": le,
+}
+
+
+def worse(new: Figures, old: Figures) -> list[str]:
+    """Returns what got worse, in words."""
+    return [
+        f"{name}: {old[name]} -> {new[name]}"
+        for name, allowed in ALLOWED.items()
+        if not allowed(new[name], old[name])
+    ]
+
+
+def code_of(kernel: Kernel, device: Architecture) -> Code:
+    """Disassembles a kernel and counts."""
+    text = disassemble(kernel.image)
+    names = [instruction.split()[0] for _, instruction in _LINE.findall(text) if instruction]
+    loads = [name for name in names if name.startswith(("LDG.", "LD.E"))]
+    wide = sum(".128" in name for name in loads)
+    kinds = [name.partition(".")[0] for name in names]
+    return Code(
+        warps=kernel.num_warps,
+        registers=kernel.registers,
+        local_memory=kernel.local_memory,
+        shared_memory=kernel.shared_memory,
+        blocks_per_sm=blocks_per_sm(kernel, device),
+        instructions=len(names) - kinds.count("NOP"),
+        matrix={kind: kinds.count(kind) for kind in _MATRIX if kind in kinds},
+        tensor_loads=kinds.count("UTMALDG"),
+        async_copies=kinds.count("LDGSTS"),
+        wide_loads=wide,
+        narrow_loads=len(loads) - wide,
+        loop_barriers=sum(line.startswith("BAR.") for line in in_loops(text)),
+    )
+
+
+def blocks_per_sm(kernel: Kernel, device: Architecture) -> int:
+    """Returns how many blocks of a kernel a multiprocessor holds at a time.
+
+    The tensor memory of sm_100 is left out: the kernels' tiles fill at most half of it.
+    """
+    capability = device.capability
+    per_warp = -(-kernel.registers * 32 // _REGISTERS_UNIT) * _REGISTERS_UNIT
+    warps = min(_MOST_WARPS.get(capability, 48), _REGISTERS // per_warp)
+    shared = kernel.shared_memory + _RESERVED_SHARED
+    return min(
+        _MOST_BLOCKS.get(capability, 24),
+        warps // kernel.num_warps,
+        (device.shared_memory + _RESERVED_SHARED) // shared,
+    )
+
+
+def in_loops(text: str) -> Iterator[str]:
+    """Yields the instructions between a label and a later branch back to it, each once."""
+    lines = _LINE.findall(text)
+    labels = {label: at for at, (label, _) in enumerate(lines) if label}
+    inside: set[int] = set()
+    for at, (_, instruction) in enumerate(lines):
+        if target := instruction.startswith("BRA") and _LABEL.search(instruction):
+            inside.update(range(labels.get(target.group(), at), at))
+    yield from (lines[at][1] for at in sorted(inside) if lines[at][1])
+
+
+def disassemble(image: bytes) -> str:
+    """Returns a cubin's instructions, as the disassembler in Triton's package writes them.
+
+    Raises:
+        FileNotFoundError: If that package has none.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(image)
+        done = subprocess.run(
+            [_disassembler(), "-c", str(path)], capture_output=True, text=True, check=True
+        )
+    return done.stdout
+
+
+@cache
+def _disassembler() -> str:
+    package = find_spec("triton")
+    if package is None or package.origin is None:
+        raise FileNotFoundError("no disassembler: Triton, whose package has one, is not installed")
+    path = Path(package.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    if not path.exists():
+        raise FileNotFoundError(f"no disassembler: {path} is not there")
+    return str(path)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape on an architecture."""
+
+    shape: Shape
+    device: Architecture
+
+    @property
+    def plan(self) -> ForwardPlan:
+        """What runs, in bfloat16, with the router."""
+        return plan(self.shape.layer(torch.bfloat16), self.device)
+
+
+def measure(
+    cases: Iterable[Case], kernels: str = "", *, progress: bool = True
+) -> dict[str, Figures]:
+    """Compiles and disassembles; returns each kernel's figures by shape, architecture and tokens.
+
+    Args:
+        cases: What to compile.
+        kernels: A pattern that a kernel's name must contain, such as ``expert|few``.
+        progress: Whether to show a bar while compiling.
+    """
+    wanted: dict[str, tuple[Case, ForwardPlan]] = {}
+    for case in cases:
+        for span in case.plan.ranges:
+            for launch in span.launches:
+                if re.search(kernels, launch.name):
+                    alone = replace(span, first=1, launches=(launch,))
+                    name = f"{case.shape.name} {case.device.name} {span.first} {launch.name}"
+                    wanted[name] = case, replace(case.plan, ranges=(alone,))
+    bundle = compile_plans([each for _, each in wanted.values()], progress=progress)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        codes = pool.map(
+            code_of,
+            (program.kernels[0] for program in bundle.programs),
+            (case.device for case, _ in wanted.values()),
+        )
+        return {name: asdict(code) for name, code in zip(wanted, codes, strict=True)}
+
+
+def read_record(version: str) -> dict[str, Figures]:
+    """Returns the repository's figures for a version of Triton; none if there are none."""
+    record: dict[str, dict[str, Figures]] = json.loads(RECORD.read_text())["kernels"]
+    return record.get(version, {})
+
+
+def main() -> None:
+    """Compiles, prints a table, and writes the figures."""
+    command = parser(__doc__, "json")
+    known = ",".join(each.name for each in ARCHITECTURES.values())
+    command.add_argument("--arch", default="sm_90", help=f"architectures among {known}")
+    command.add_argument("--shapes", default="", help="shapes, such as qwen3,swin; default: all")
+    command.add_argument("--kernels", default="", help="a pattern of names, such as expert|few")
+    given = command.parse_args()
+    cases = [
+        Case(shape, architecture(name))
+        for name in given.arch.split(",")
+        for shape in matching(given.shapes)
+    ]
+    found = measure(cases, given.kernels)
+    columns = ["kernel", *(field.name.replace("_", " ") for field in fields(Code))]
+    rows = []
+    for name, code in found.items():
+        matrix = " ".join(f"{kind} {count}" for kind, count in code["matrix"].items())
+        rows.append([name, *(code | {"matrix": matrix}).values()])
+    print(table("Compiled kernels; by shape, architecture and fewest tokens", columns, rows))
+    if given.json:
+        where = conditions(["triton", "torch"])
+        version = where["versions"]["triton"]
+        kept = json.loads(given.json.read_text())["kernels"] if given.json.exists() else {}
+        merged = {**kept, version: kept.get(version, {}) | found}
+        write_json(given.json, {"conditions": where, "kernels": merged})
+
+
+if __name__ == "__main__":
+    main()

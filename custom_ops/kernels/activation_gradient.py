@@ -1,0 +1,67 @@
+"""The derivative of the expert's non-linearity inside a kernel, in float32.
+
+Its torch reference is :func:`custom_ops.activations.activate_backward`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate_gradient(
+    dh,
+    gate,
+    up,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Returns the gradients of gate and up for that of ``h``; up's is meaningless if not GATED."""
+    if ACTIVATION == "clamped_swiglu" or ACTIVATION == "clamped_silu":
+        slope: tl.constexpr = ALPHA if ACTIVATION == "clamped_swiglu" else 1.0
+        shift: tl.constexpr = 1.0 if ACTIVATION == "clamped_swiglu" else 0.0
+        clamped_gate = tl.where(gate > LIMIT, LIMIT, gate)
+        clamped_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        sigmoid = tl.sigmoid(slope * clamped_gate)
+        dswish = sigmoid * (1 + slope * clamped_gate * (1 - sigmoid))
+        dgate = tl.where(gate > LIMIT, 0.0, dh * (clamped_up + shift) * dswish)
+        dup = tl.where(tl.abs(up) > LIMIT, 0.0, dh * clamped_gate * sigmoid)
+    else:
+        h, dh_by_dz = _pointwise(gate, ACTIVATION)
+        dup = dh * h
+        dgate = dh * dh_by_dz
+        if GATED:
+            dgate *= up
+    return dgate, dup
+
+
+@triton.jit
+def _pointwise(z, ACTIVATION: tl.constexpr):
+    """Returns the value and the derivative."""
+    if ACTIVATION == "gelu":
+        # The normal distribution and its density.
+        below = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
+        h = z * below
+        slope = below + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+    elif ACTIVATION == "gelu_tanh":
+        # h = z * sigmoid(2 u)
+        sigmoid = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+        h = z * sigmoid
+        du = 1.5957691216057308 * (1 + 0.134145 * z * z)
+        slope = sigmoid + h * (1 - sigmoid) * du
+    elif ACTIVATION == "silu":
+        sigmoid = tl.sigmoid(z)
+        h = z * sigmoid
+        slope = sigmoid + h * (1 - sigmoid)
+    else:
+        tl.static_assert(ACTIVATION == "relu" or ACTIVATION == "relu2")
+        h = tl.where(z < 0, 0.0, z)
+        if ACTIVATION == "relu2":
+            slope = 2 * h
+            h = h * h
+        else:
+            slope = tl.where(z <= 0, 0.0, 1.0)
+    return h, slope

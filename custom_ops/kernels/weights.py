@@ -1,0 +1,134 @@
+"""The experts' weights in matrix products: where a tile lies in memory, and how it is loaded.
+
+Legend: E experts, N rows of an expert's matrix and so columns of the product, K its depth. A tile
+of a gated w1 holds gate and up of the same hidden units, side by side if their rows alternate in
+w1, else in two halves.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Literal
+
+import triton
+import triton.language as tl
+
+from custom_ops.kernels.device import load_block
+from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.spec import Argument, TensorMap, TensorPointer
+
+
+@triton.jit
+def tile_columns(
+    first,  # hidden unit, or column where there are no gates
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Returns which rows of a matrix are the columns of a tile; beyond the last, any others."""
+    n = tl.arange(0, BLOCK)
+    if INTERLEAVED:
+        columns = (2 * first + n) % N
+    elif GATED:
+        HALF: tl.constexpr = BLOCK // 2
+        columns = n // HALF * (N // 2) + (first + n % HALF) % (N // 2)
+        # Widths are multiples of 8; Triton sees no more than single columns behind the remainder.
+        columns = tl.max_contiguous(tl.multiple_of(columns, 8), 8)
+    else:
+        columns = (first + n) % N
+    return columns
+
+
+@triton.jit
+def load_weights(
+    w,  # [E, N, K], or [E, K, N] if TRANSPOSED: a pointer, or a tensor map
+    expert,
+    first,
+    start,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TENSOR_MAP: tl.constexpr,
+):
+    """Returns ``w[expert].T`` at depth ``start`` and :func:`tile_columns`, BLOCK_K by BLOCK.
+
+    It holds zeros beyond the depth, which is not checked for if WHOLE.
+    """
+    if TENSOR_MAP:
+        if GATED and not INTERLEAVED:
+            if TRANSPOSED:
+                tile = w.load([expert, start, 0, first]).reshape(BLOCK_K, BLOCK)
+            else:
+                tile = w.load([expert, 0, first, start]).reshape(BLOCK, BLOCK_K).T
+        else:
+            column = 2 * first if INTERLEAVED else first
+            if TRANSPOSED:
+                tile = w.load([expert, start, column]).reshape(BLOCK_K, BLOCK)
+            else:
+                tile = w.load([expert, column, start]).reshape(BLOCK, BLOCK_K).T
+    else:
+        n = tile_columns(first, N, BLOCK, GATED, INTERLEAVED)
+        k = tl.arange(0, BLOCK_K)
+        expert = expert.to(tl.int64)
+        if TRANSPOSED:
+            ptrs = w + (expert * K + start) * N + (k.to(tl.int64)[:, None] * N + n[None, :])
+        else:
+            ptrs = w + (expert * N + n)[None, :] * K + k[:, None] + start
+        tile = load_block(ptrs, (k + start < K)[:, None], WHOLE)
+    return tile
+
+
+@triton.jit
+def halves(z):
+    """Returns the left and the right half of a block's columns."""
+    return z.reshape(z.shape[0], 2, z.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def split_gates(z, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Returns gate and up of a product's tile, or the tile twice where there are no gates."""
+    if INTERLEAVED:
+        gate, up = z.reshape(z.shape[0], z.shape[1] // 2, 2).split()
+    elif GATED:
+        gate, up = halves(z)
+    else:
+        gate, up = z, z
+    return gate, up
+
+
+def weights_of(
+    layer: Layer, tensor: Literal["w1", "w2"], block_n: int, block_k: int, *, tensor_maps: bool
+) -> Argument:
+    """Returns w1 or w2 as :func:`load_weights` takes it: a pointer, or a tensor map.
+
+    Args:
+        layer: The layer.
+        tensor: Which weights.
+        block_n: Hidden units of a tile of w1, columns of the product for w2.
+        block_k: Depth of a tile.
+        tensor_maps: Whether it is a tensor map.
+    """
+    if not tensor_maps:
+        return TensorPointer(tensor, layer.experts_dtype)
+    if tensor == "w1":
+        gates = layer.options.rows_per_hidden
+        units, depth, transposed = layer.hidden, layer.width, layer.w1_transposed
+    else:
+        gates, units, depth, transposed = 1, layer.width, layer.hidden, layer.w2_transposed
+    halves = gates == 2 and not layer.options.interleaved
+    rows = (2, units) if halves else (gates * units,)
+    box = (2, block_n) if halves else (gates * block_n,)
+    shape = (layer.experts, depth, *rows) if transposed else (layer.experts, *rows, depth)
+    return TensorMap(
+        tensor,
+        layer.experts_dtype,
+        shape=shape,
+        strides=tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))),
+        box=(1, block_k, *box) if transposed else (1, *box, block_k),
+    )

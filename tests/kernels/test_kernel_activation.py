@@ -1,0 +1,69 @@
+"""The non-linearity inside a kernel, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from custom_ops.kernels.activation import _gelu_for_halves, activate
+
+
+@triton.jit
+def gelu_kernel(z_ptr, h_ptr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(z_ptr + at)
+    dtype: tl.constexpr = tl.float16 if ROUNDED else tl.float32
+    tl.store(h_ptr + at, activate(z, z, False, "gelu", 0.0, 0.0, dtype))
+
+
+@triton.jit
+def halves_kernel(z_ptr, h_ptr, form: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(h_ptr + at, form(tl.load(z_ptr + at)))
+
+
+def gelu_for_halves(z: Tensor) -> Tensor:
+    h = torch.full_like(z, math.nan)
+    halves_kernel[(len(z) // 1024,)](z, h, _gelu_for_halves, 1024)
+    return h
+
+
+def exact(z: Tensor) -> Tensor:
+    z = z.double()
+    return 0.5 * z * torch.special.erfc(-z / 2**0.5)
+
+
+def test_gelu_for_halves_keeps_its_bounds():
+    z = torch.linspace(-14, 14, 256 * 1024)
+    error = (gelu_for_halves(z).double() - exact(z)).abs()
+    assert error.max() < 3e-7
+    near = (z.abs() < 6) & (z != 0)
+    assert (error[near] / exact(z[near]).abs()).max() < 2e-4
+
+
+def test_gelu_for_halves_at_the_ends():
+    z = torch.tensor([math.inf, math.nan, 3e38, 1e-40, 0.0, -3e38, -math.inf, -1e-40] * 128)
+    h = gelu_for_halves(z)[:8]
+    assert h.isnan().tolist() == [False, True] + [False] * 6
+    torch.testing.assert_close(
+        h[[0, 2, 3, 4, 5, 6, 7]],
+        torch.tensor([math.inf, 3e38, 5e-41, 0.0, 0.0, 0.0, -5e-41]),
+        rtol=1e-6,
+        atol=1e-45,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gelu_is_as_exact_as_its_dtype(dtype):
+    z = torch.linspace(-5, 8, 16 * 1024)
+    h = torch.full_like(z, math.nan, dtype=dtype)
+    gelu_kernel[(16,)](z, h, dtype == torch.float16, 1024)
+    # In float32, 1 + erf(z) is rounded before it scales z.
+    rounded = exact(z) if dtype == torch.float16 else z
+    bound = torch.finfo(dtype).eps * rounded.abs().clamp(min=2.0**-14)
+    assert ((h.double() - exact(z)).abs() <= bound).all()

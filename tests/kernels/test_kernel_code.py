@@ -1,0 +1,102 @@
+"""What the kernels compile to is no worse than what docs/benchmarks/kernel_code.json says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+
+from benchmarks.gpu import kernel_code
+from benchmarks.gpu.kernel_code import Case, blocks_per_sm, in_loops, measure, worse
+from benchmarks.gpu.layers import SHAPES
+from custom_ops.kernels.architectures import architecture
+from trt_plugin.bundle import Kernel
+
+RECORD = kernel_code.read_record(triton.__version__)
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+
+recorded = pytest.mark.skipif(not RECORD, reason=f"no record for Triton {triton.__version__}")
+
+
+def check(shape: str, device: str) -> None:
+    found = measure([Case(SHAPES[shape], architecture(device))], progress=False)
+    known = {name: code for name, code in RECORD.items() if name.startswith(f"{shape} {device} ")}
+    assert found.keys() == known.keys(), "write the record anew and look at what changed"
+    problems = {name: worse(code, known[name]) for name, code in found.items()}
+    assert not {name: what for name, what in problems.items() if what}
+    spilled = [name for name, code in found.items() if code["local_memory"]]
+    assert not spilled
+
+
+@recorded
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["sm_90", "sm_100"])
+def test_no_kernel_got_worse(device: str) -> None:
+    check("qwen3", device)
+
+
+@recorded
+@pytest.mark.every
+@pytest.mark.parametrize("device", ARCHITECTURES)
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "tiny"])
+def test_no_kernel_of_any_shape_got_worse(shape: str, device: str) -> None:
+    check(shape, device)
+
+
+DISASSEMBLED = """
+.text.example:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+.L_x_0:
+        /*0020*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0030*/              @!P0 BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0040*/               @P1 BRA `(.L_x_0) ;
+        /*0050*/                   BRA `(.L_x_1) ;
+        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+.L_x_1:
+        /*0070*/                   EXIT ;
+"""
+
+
+def test_a_loop_is_what_a_branch_goes_back_over():
+    names = [instruction.split()[0] for instruction in in_loops(DISASSEMBLED)]
+    assert names == ["LDG.E.128", "BAR.SYNC.DEFER_BLOCKING"]
+
+
+EMPTY = Kernel("k", "", b"", 4, 0, dependent_launch=False, registers=1, local_memory=0)
+
+
+@pytest.mark.parametrize(
+    ("registers", "warps", "shared", "device", "blocks"),
+    [
+        (32, 4, 0, "sm_90", 16),  # 64 warps
+        (128, 8, 0, "sm_90", 2),  # 65,536 registers
+        (129, 8, 0, "sm_90", 1),
+        (64, 4, 98_304, "sm_90", 2),  # 228 KiB
+        (64, 4, 98_304, "sm_89", 1),  # 100 KiB
+        (16, 1, 0, "sm_90", 32),
+        (16, 4, 0, "sm_89", 12),  # 48 warps
+    ],
+)
+def test_blocks_per_sm(registers, warps, shared, device, blocks):
+    kernel = replace(EMPTY, registers=registers, num_warps=warps, shared_memory=shared)
+    assert blocks_per_sm(kernel, architecture(device)) == blocks
+
+
+def test_what_is_worse():
+    old = {
+        "registers": 64, "local_memory": 0, "shared_memory": 1024, "blocks_per_sm": 4,
+        "instructions": 100, "matrix": {"HGMMA": 8}, "tensor_loads": 4, "async_copies": 8,
+        "narrow_loads": 2, "loop_barriers": 1,
+    }  # fmt: skip
+    assert worse(old, old) == []
+    better = old | {"registers": 60, "blocks_per_sm": 5, "async_copies": 9, "loop_barriers": 0}
+    assert worse(better, old) == []
+    assert worse(old | {"matrix": {"HMMA": 8}, "local_memory": 8}, old) == [
+        "local_memory: 0 -> 8",
+        "matrix: {'HGMMA': 8} -> {'HMMA': 8}",
+    ]
