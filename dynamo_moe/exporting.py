@@ -270,14 +270,17 @@ def captured(
     trials: SizeTrials,
     *,
     runs: bool = True,
+    loops: bool = True,
 ) -> ExportedProgram:
     """Traces a model; one that ``runs``, because it has its weights, is run to explain a failure.
+
+    LSTMs and GRUs are ``loops``, which have no gradient, or steps of the example's number.
 
     Raises:
         ExportError: If it cannot be traced.
     """
     try:
-        return capture(model, example, trials)
+        return capture(model, example, trials, loops=loops)
     except Exception as error:  # The model's own code runs.
         own = causes.own_failure(model, *given, error) if runs else None
         if own is not None:

@@ -19,6 +19,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec
 
@@ -93,6 +94,9 @@ def export_training(
     path = Path(path)
     if parameters not in ("inputs", "initializers"):
         raise ValueError(f"parameters must be inputs or initializers; got {parameters!r}")
+    reason = private.missing_for_gradients()
+    if reason is not None:
+        raise ExportError(f"PyTorch {torch.__version__} cannot export gradients: {reason}")
     model_files.check_destination(path)
     args, labels = ((given,) if isinstance(given, Tensor) else given for given in (args, labels))
     together = _WithLoss(model, loss, len(args), len(labels))
@@ -102,7 +106,7 @@ def export_training(
             example = resolve(together, (*args, *labels), {}, dynamic_shapes)
             trials = SizeTrials(example, has_values=True)
             given = (*args, *labels), {}
-            program = exporting.captured(together, given, example, trials)
+            program = exporting.captured(together, given, example, trials, loops=False)
             _check_loss(program)
             _refuse_random(program)
             state = _state(together)
@@ -151,12 +155,16 @@ class _WithLoss(nn.Module):
 @contextmanager
 def _kept_buffers(model: nn.Module) -> Iterator[None]:
     """Gives buffers their values back, which a forward in training may change."""
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    held = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     try:
         yield
     finally:
-        for buffer, value in values:
-            buffer.copy_(value)
+        for module, name, buffer, value in held:
+            setattr(module, name, buffer.copy_(value))
 
 
 def _argument_names(model: nn.Module, count: int) -> list[str]:
@@ -213,6 +221,20 @@ def _value(program: ExportedProgram, spec: OutputSpec) -> Any:
     return next((node.meta["val"] for node in found), None)
 
 
+_INSTEAD = {
+    "BackwardHookFunction": "remove the backward hooks of its modules",
+    "CheckpointFunction": "call checkpoint with use_reentrant=False",
+}
+"""What to do about PyTorch's own Functions."""
+
+_OPERATOR_INSTEAD = (
+    "make an operator of it, by dynamo_moe.op_from_function or torch.library.custom_op"
+)
+
+# What operators call the probability with which they drop elements.
+_PROBABILITIES = ("p", "dropout_p", "dropout")
+
+
 def _refuse_random(program: ExportedProgram) -> None:
     for node in all_nodes(program):
         if _is_random(node):
@@ -230,7 +252,7 @@ def _is_random(node: fx.Node) -> bool:
     arguments = schema_of(target).arguments
     given = {each.name: each.default_value for each in arguments if each.has_default_value()}
     given |= dict(zip((each.name for each in arguments), node.args, strict=False)) | node.kwargs
-    probability = given.get("p", given.get("dropout_p", 1))
+    probability = next((given[name] for name in _PROBABILITIES if name in given), 1)
     return probability != 0 and given.get("train", given.get("training", True)) is not False
 
 
@@ -252,9 +274,40 @@ def _trained(model: nn.Module, example: DynamicExample) -> set[str]:
     }
     if not named:
         raise ValueError("no parameter of the model requires a gradient: nothing is trained")
+    buffers = dict(model.named_buffers())
     loss = model(*example.args)
+    for name, buffer in model.named_buffers():
+        if buffer is not buffers.get(name):
+            raise ValueError(
+                f"the model assigns its buffer {_own_name(name)!r} anew, which a trace does not "
+                "keep: change it in place, as by copy_()"
+            )
+    _refuse_own_gradients(loss)
     found = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
     return {name for name, gradient in zip(named, found, strict=True) if gradient is not None}
+
+
+def _refuse_own_gradients(loss: Tensor) -> None:
+    """Refuses Functions: a trace goes through their forward and does not see their backward.
+
+    Raises:
+        ValueError: If the loss depends on one.
+    """
+    remaining, seen = [loss.grad_fn], set[Any]()
+    while remaining:
+        step = remaining.pop()
+        if step is None or step in seen:
+            continue
+        seen.add(step)
+        name = type(step).__name__.removesuffix("Backward")
+        # Operators of torch.library have one, too, which is theirs in a trace as well.
+        if isinstance(step, BackwardCFunction) and not name.startswith("GeneratedBackwardFor_"):
+            instead = _INSTEAD.get(name, _OPERATOR_INSTEAD)
+            raise ValueError(
+                f"the model calls the torch.autograd.Function {name}, whose backward a trace does "
+                f"not see: {instead}"
+            )
+        remaining += [following for following, _ in step.next_functions]
 
 
 def _with_gradients(

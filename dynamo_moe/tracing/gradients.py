@@ -108,8 +108,10 @@ def _weight_gradient(
 
 
 def _scattered(dy: Tensor, x: Tensor, indices: Tensor, dims: int) -> Tensor:
-    flat = x.new_zeros(x.shape).flatten(-dims)
-    return flat.scatter_add(-1, indices.flatten(-dims), dy.flatten(-dims)).view(x.shape)
+    # ONNX Runtime has no sum of float16 here.
+    flat = x.new_zeros(x.shape, dtype=_wide(dy)).flatten(-dims)
+    found = flat.scatter_add(-1, indices.flatten(-dims), dy.to(flat.dtype).flatten(-dims))
+    return found.view(x.shape).to(dy.dtype)
 
 
 def _max_pool(dims: int, dy: Tensor, x: Tensor, *arguments: Any) -> Tensor:
@@ -130,7 +132,10 @@ def _through(dy: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     dtype, dy = dy.dtype, dy.to(_wide(dy))
     for place, matrix in enumerate(matrices):
         dim = place - len(matrices)
-        dy = (dy.movedim(dim, -1) @ matrix.to(dy.dtype)).movedim(-1, dim)
+        dy = dy.movedim(dim, -1)
+        # PyTorch's own way to two dimensions reads the number of elements.
+        rows = dy.reshape(-1, dy.shape[-1]) @ matrix.to(dy.dtype)
+        dy = rows.view(*dy.shape[:-1], -1).movedim(-1, dim)
     return dy.to(dtype)
 
 
@@ -334,6 +339,24 @@ def _batch_norm(
     )
 
 
+@decomposes(_aten.native_layer_norm.default, when=lambda x, *_: x.dtype is not torch.float32)
+def _layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ONNX's operator gives the statistics as float32, whatever its input is."""
+    dims = [*range(-len(shape), 0)]
+    wide = x.to(_wide(x))
+    mean = wide.mean(dims, keepdim=True)
+    centred = wide - mean
+    scale = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    y = centred * scale
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype), mean.to(x.dtype), scale.to(x.dtype)
+
+
 @decomposes(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _attention(
     dy: Tensor,
@@ -370,3 +393,55 @@ def _shrunk(dy: Tensor, x: Tensor, bound: float) -> Tensor:
 
 
 decomposes(_aten.hardshrink_backward.default, _aten.softshrink_backward.default)(_shrunk)
+
+
+# --- Windows, norms of weights, distances ---
+
+
+@decomposes(_aten.unfold_backward.default)
+def _unfold(dy: Tensor, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Tensor:
+    dim %= len(input_sizes)
+    windows = _places(dy.shape[dim], dy)[:, None] * step + _places(size, dy)
+    dy = dy.movedim(-1, dim + 1).flatten(dim, dim + 1)
+    return dy.new_zeros(input_sizes).index_add(dim, windows.flatten(), dy)
+
+
+@decomposes(_aten._weight_norm_interface_backward.default)
+def _weight_norm(
+    dw: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
+    direction = v / norms
+    dims = [each for each in range(v.ndim) if each != dim % v.ndim]
+    dg = (dw * direction).sum(dims, keepdim=True)
+    return g / norms * (dw - direction * dg), dg
+
+
+@decomposes(_aten._cdist_backward.default)
+def _cdist(dy: Tensor, x: Tensor, y: Tensor, p: float, distances: Tensor) -> Tensor:
+    """The gradient of x; where a distance is 0, or for p = 0, there is none."""
+    difference = x[..., :, None, :] - y[..., None, :, :]
+    dy, distances = dy[..., None], distances[..., None]
+    if p == 0:
+        return torch.zeros_like(x)
+    if math.isinf(p):
+        share = difference.sign() * (difference.abs() == distances)
+    else:
+        share = difference.sign() * (difference.abs() / distances) ** (p - 1)
+    return torch.where(distances == 0, 0.0, share * dy).sum(-2)
+
+
+# --- Of any operator's gradient ---
+
+
+def _by_size(x: Tensor, factor: Any, *_: Any) -> bool:
+    return not isinstance(factor, (bool, int, float, complex))
+
+
+# The exporter takes the number for a constant.
+decomposes(_aten.mul.Scalar, when=_by_size)(torch.mul)
+decomposes(_aten.div.Scalar, when=_by_size)(torch.div)
+
+
+@decomposes(_aten.empty_permuted.default)
+def _empty(size: Sequence[int], order: Sequence[int], **options: Any) -> Tensor:
+    return torch.empty(size, dtype=options["dtype"], device=options["device"])

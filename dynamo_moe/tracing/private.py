@@ -44,6 +44,7 @@ __all__ = [
     "is_never_negative",
     "make_fx",
     "missing",
+    "missing_for_gradients",
     "onnx_program",
     "promote_dtypes",
     "quiet",
@@ -95,6 +96,11 @@ try:  # A recurrence as one operator.
     from torch._higher_order_ops.scan import scan
 except ImportError:
     scan = None  # type: ignore[assignment]
+
+try:  # A program's gradients.
+    from torch.export.experimental import _export_forward_backward
+except ImportError:
+    _export_forward_backward = None  # type: ignore[assignment]
 
 SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
 """What a trace makes of ``math.sqrt`` of a size."""
@@ -151,6 +157,19 @@ def missing() -> str | None:
         return f"it is not one of the versions {versions}"
     absent = _absent or _changed()
     return f"it has other private names: {absent}" if absent else None
+
+
+def missing_for_gradients() -> str | None:
+    """Returns why this PyTorch's gradients cannot be exported, which has no public way."""
+    name = "torch.export.experimental._export_forward_backward"
+    reason = missing()
+    if reason is None and _export_forward_backward is None:
+        reason = f"it has no {name}"
+    if reason is None:
+        first, *others = inspect.signature(_export_forward_backward).parameters.values()
+        if first.name != "ep" or any(each.default is each.empty for each in others):
+            reason = f"{name} takes {', '.join(each.name for each in (first, *others))}"
+    return reason
 
 
 # --- Values of a trace ---
@@ -373,14 +392,13 @@ def with_gradients(
 
     All are plain results of the returned program; the specifications beside it say which they are.
     """
-    from torch.export.experimental import _export_forward_backward
-
     names = program.graph_signature.inputs_to_parameters
     for node in program.graph.find_nodes(op="placeholder"):
         # A tensor with two names has two inputs, of which one is used.
         if node.name in names and not (node.users and names[node.name] in trained):
             node.meta["val"] = node.meta["val"].detach()
-    joint = copy.copy(_export_forward_backward(program))
+    with enable_python_dispatcher():  # Padding with symbolic sizes needs it.
+        joint = copy.copy(_export_forward_backward(program))
     signature = joint.graph_signature
     plain = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in signature.output_specs]
     joint._graph_signature = replace(signature, output_specs=plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dynamo_moe.tracing import gradients
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 
-OWN = {target: each for target, each in DECOMPOSITIONS.items() if "backward" in str(target)}
+OWN = {
+    target: each
+    for target, each in DECOMPOSITIONS.items()
+    if any(part in str(target) for part in ("backward", "native_layer_norm"))
+}
 
 
 class Compared(TorchDispatchMode):
@@ -107,6 +112,16 @@ CASES: dict[str, Callable[[], Tensor]] = {
     "attention masked": lambda: F.scaled_dot_product_attention(
         *(image(2, 3, 5, 8) for _ in range(3)), attn_mask=image(5, 5).detach()
     ),
+    "layer norm": lambda: F.layer_norm(image(3, 4, 5), (4, 5)),
+    "layer norm weighted": lambda: F.layer_norm(image(3, 4), (4,), image(4), image(4)),
+    "unfold": lambda: image(2, 9, 3).unfold(1, 4, 2),
+    "unfold apart": lambda: image(2, 3, 9).unfold(-1, 2, 3),
+    "weight norm": lambda: torch._weight_norm(image(4, 3, 2), image(4, 1, 1)),
+    "weight norm last": lambda: torch._weight_norm(image(4, 3), image(1, 3), 1),
+    "distances": lambda: torch.cdist(image(2, 4, 3), image(2, 5, 3)[:, 1:] + 1),
+    "distances 1": lambda: torch.cdist(image(4, 3), image(5, 3), p=1),
+    "distances 3": lambda: torch.cdist(image(4, 3), image(5, 3), p=3),
+    "distances of most": lambda: torch.cdist(image(4, 3), image(5, 3), p=math.inf),
     "hardshrink": lambda: F.hardshrink(image(50), 0.7),
     "softshrink": lambda: F.softshrink(image(50), 0.7),
 }  # fmt: skip
