@@ -204,15 +204,20 @@ def _dropless_backward_fake(
     expert_ids: Tensor,
     expert_weights: Tensor,
     router_weight: Tensor,
-    *rest: Any,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    router_bias: Tensor | None,
+    parameters: bool,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    *parameters, router_bias, train_parameters = rest
-    _check(x, router_weight, *parameters, expert_ids.shape[-1], router_bias, **options)
+    _check(x, router_weight, w1, b1, w2, b2, expert_ids.shape[-1], router_bias, **options)
+    own = ExpertParameters(w1, b1, w2, b2)
     return (
         x.new_empty(x.shape),
         router_weight.new_empty(router_weight.shape),
-        *_grouped.parameter_gradients_fake(ExpertParameters(*parameters), needed=train_parameters),
+        *_grouped.parameter_gradients_fake(own, needed=parameters),
         router_weight.new_empty(0 if router_bias is None else router_bias.shape),
     )
 
@@ -225,10 +230,14 @@ def _dropless_backward(
     expert_ids: Tensor,
     expert_weights: Tensor,
     router_weight: Tensor,
-    *rest: Any,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    router_bias: Tensor | None,
+    parameters: bool,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    *parameters, router_bias, train_parameters = rest
     router_options, expert_options = _split_options(expert_ids.shape[-1], options)
     x_TD, dy_TD = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
     backward = _cuda_backward.experts_backward if x.is_cuda else _grouped.experts_backward
@@ -237,9 +246,9 @@ def _dropless_backward(
         x_TD,
         expert_ids,
         expert_weights,
-        ExpertParameters(*parameters),
+        ExpertParameters(w1, b1, w2, b2),
         ExpertOptions(**expert_options),
-        train_parameters=train_parameters,
+        train_parameters=parameters,
     )
     dx_router_TD, drouter_ED, dbias_E = route_backward(
         dweights_TK, x_TD, router_weight, router_bias, expert_ids.long(), router_options

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import onnx.helper
 import onnx_ir as ir
-from onnx import TensorProto
+from onnx import TensorProto, TypeProto
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
 from onnx_ir.tensor_adapters import from_torch_dtype
@@ -227,13 +227,19 @@ def _infer_gradients(name: str) -> Callable[[InferenceContext], None]:
             if given and not (frozen and of_expert):
                 found = context.get_input_type(places[of])
             else:
-                like = context.get_input_type(places["w1" if of_expert else "router_weight"])
-                kind = like and like.tensor_type.elem_type
-                found = kind and onnx.helper.make_tensor_type_proto(kind, [0])
-            if found:
+                found = _empty(
+                    context.get_input_type(places["w1" if of_expert else "router_weight"])
+                )
+            if found is not None:
                 context.set_output_type(place, found)
 
     return infer
+
+
+def _empty(like: TypeProto | None) -> TypeProto | None:
+    if like is None:
+        return None
+    return onnx.helper.make_tensor_type_proto(like.tensor_type.elem_type, [0])
 
 
 _EXPERTS_PARAMETERS = ("w1", "b1", "w2", "b2")

@@ -36,7 +36,7 @@ _TRAINING_BODIES: dict[str, Callable[..., ir.Function]] = {
     DROPLESS_GRAD: gradient_body,
     EXPERTS_GRAD: gradient_body,
 }
-_CONFIGS = {
+_CONFIGS: dict[str, type[BodyConfig]] = {
     DROPLESS_ROUTED: RoutedConfig,
     DROPLESS_GRAD: GradientConfig,
     EXPERTS_GRAD: GradientConfig,
