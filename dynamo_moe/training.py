@@ -28,7 +28,7 @@ from dynamo_moe import exporting
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.exporting import DEFAULT_OPSET, ExportError
 from dynamo_moe.files import model_files
-from dynamo_moe.graph import passes
+from dynamo_moe.graph import lowering, passes
 from dynamo_moe.json_values import json_values
 from dynamo_moe.private import schema_of
 from dynamo_moe.progress.phases import Progress, Stopwatch
@@ -371,6 +371,7 @@ def _optimize(
     held = {name: value for name, value in graph.initializers.items() if name in state}
     passes.name_nodes_by_module(model)
     passes.optimize(model, keep=held)
+    lowering.lower(model, "plugin")
     for name, value in held.items():
         graph.initializers.pop(name, None)
         value.name = state[name]

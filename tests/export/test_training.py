@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynamo_moe import ExportError, export_training
+from training_files import Arrays, File, check, state_of
 
 pytestmark = pytest.mark.slow
-
-Arrays = dict[str, np.ndarray]
 
 
 class MnistCnn(nn.Module):
@@ -129,26 +127,6 @@ def labels(batch: int) -> Tensor:
     return torch.randint(0, 10, (batch,))
 
 
-class File:
-    """A training file in ONNX Runtime, fed with a model's parameters by their names."""
-
-    def __init__(self, path: Path) -> None:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        self._session = onnxruntime.InferenceSession(str(path), options)
-        self.outputs = [value.name for value in self._session.get_outputs()]
-
-    def __call__(self, given: Arrays, state: Arrays) -> Arrays:
-        names = [value.name for value in self._session.get_inputs()]
-        feeds = {name: {**given, **state}[name] for name in names}
-        return dict(zip(self.outputs, self._session.run(None, feeds), strict=True))
-
-
-def state_of(model: nn.Module) -> Arrays:
-    held = (*model.named_parameters(), *model.named_buffers())
-    return {name: value.detach().clone().numpy() for name, value in held}
-
-
 def in_torch(model: nn.Module, x: Tensor, y: Tensor) -> Arrays:
     """Runs a step on a copy of the model."""
     model = copy.deepcopy(model)
@@ -158,13 +136,6 @@ def in_torch(model: nn.Module, x: Tensor, y: Tensor) -> Arrays:
     found |= {f"{name}.grad": value.grad for name, value in model.named_parameters()}
     found |= {f"{name}.new": value for name, value in model.named_buffers()}
     return {name: value.numpy() for name, value in found.items() if value is not None}
-
-
-def check(actual: Arrays, expected: Arrays) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        scale = np.abs(value).max() + 1e-6
-        np.testing.assert_allclose(actual[name], value, rtol=0, atol=3e-5 * scale, err_msg=name)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -181,7 +152,7 @@ def exported(request, tmp_path_factory) -> tuple[nn.Module, Callable[[int], Tens
 def test_loss_and_gradients_are_those_of_pytorch(exported, size):
     model, batch, file = exported
     x, y = batch(size), labels(size)
-    (name,) = {"image", "tokens"} & {value.name for value in file._session.get_inputs()}
+    (name,) = {"image", "tokens"} & {*file.inputs}
     given = {name: x.numpy(), "labels": y.numpy()}
     check(file(given, state_of(model)), in_torch(model, x, y))
 
@@ -191,7 +162,7 @@ def test_steps_of_sgd_follow_pytorch(exported):
     model = copy.deepcopy(model)
     state = state_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    names = {value.name for value in file._session.get_inputs()}
+    names = {*file.inputs}
     for _ in range(5):
         x, y = batch(6), labels(6)
         given = {"labels": y.numpy(), **dict.fromkeys({"image", "tokens"} & names, x.numpy())}
