@@ -469,8 +469,6 @@ def _view(x: Tensor, size: Sequence[Any], *_: Any) -> Tensor:
     return x.reshape(size)
 
 
-@decomposes(
-    _aten.as_strided_scatter.default, when=lambda x, source, *view: _is_whole(x, *view)
-)
+@decomposes(_aten.as_strided_scatter.default, when=lambda x, source, *view: _is_whole(x, *view))
 def _written_view(x: Tensor, source: Tensor, *_: Any) -> Tensor:
     return source.reshape(x.shape)

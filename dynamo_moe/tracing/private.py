@@ -319,6 +319,7 @@ _sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
 
+
 @contextlib.contextmanager
 def _rnns_called_anew() -> Iterator[None]:
     """Lets RNNs forget which kernels they have called, before those change and after."""

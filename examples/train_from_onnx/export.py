@@ -24,10 +24,11 @@ def export(folder: Path, seed: int = 0) -> None:
     """Writes ``digits.onnx``, and ``digits.npz`` with parameters and buffers by their names."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    model = swin_moe_digits()
+    # The model computes the same in training; a converted layer is one node in eval() alone.
+    model = swin_moe_digits().eval()
     dynamo_moe.convert(model)
     example = torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
-    dynamo_moe.export_training(model.train(), loss, *example, folder / "digits.onnx")
+    dynamo_moe.export_training(model, loss, *example, folder / "digits.onnx")
     held = (*model.named_parameters(), *model.named_buffers())
     np.savez(folder / "digits.npz", **{name: tensor.detach().numpy() for name, tensor in held})
 

@@ -52,10 +52,10 @@ class Trainer:
         found = self._run(images, labels, self._names)
         norm = math.sqrt(sum(float(np.square(found[f"{n}.grad"]).sum()) for n in self._momentum))
         scale = np.float32(min(1.0, MAX_NORM / max(norm, 1e-12)))
-        for name, momentum in self._momentum.items():
-            momentum *= np.float32(MOMENTUM)
-            momentum += scale * found[f"{name}.grad"]
-            self.state[name] -= np.float32(rate) * momentum
+        for name, before in self._momentum.items():
+            momentum = np.float32(MOMENTUM) * before + scale * found[f"{name}.grad"]
+            self._momentum[name] = momentum
+            self.state[name] = self.state[name] - np.float32(rate) * momentum
         self.state |= {
             name.removesuffix(".new"): value
             for name, value in found.items()
@@ -90,7 +90,8 @@ def batches(
     """Yields the images once in random order, each shifted by up to a pixel in both directions."""
     padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-1)
     windows = np.lib.stride_tricks.sliding_window_view(padded, images.shape[2:], axis=(2, 3))
-    for batch in np.split(random.permutation(len(images)), range(BATCH_SIZE, len(images), BATCH_SIZE)):
+    ends = range(BATCH_SIZE, len(images), BATCH_SIZE)
+    for batch in np.split(random.permutation(len(images)), ends):
         row, column = random.integers(0, 3, (2, len(batch)))
         yield windows[batch, :, row, column], labels[batch]
 
