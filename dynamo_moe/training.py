@@ -45,7 +45,7 @@ _MODEL = "model."
 
 def export_training(
     model: nn.Module,
-    loss: Callable[..., Tensor],
+    loss: Callable[..., Tensor | Mapping[str, Tensor]],
     args: tuple[Any, ...] | Tensor,
     labels: tuple[Any, ...] | Tensor,
     path: str | os.PathLike[str],
@@ -66,8 +66,10 @@ def export_training(
     Args:
         model: The model, in the modes that its modules are in: call ``model.train()`` first, and
             ``eval()`` of modules that stay as they are, such as a frozen batch norm.
-        loss: Called with the model's output and the labels; gives a floating scalar. A module's own
-            parameters get gradients too, as ``loss.<parameter>.grad``.
+        loss: Called with the model's output and the labels; gives a floating scalar, or a mapping
+            with it as ``loss`` and with other tensors, such as a number of right answers, that are
+            outputs of these names. A module's own parameters get gradients too, as
+            ``loss.<parameter>.grad``.
         args: Example arguments of the model, or one tensor; only shapes and dtypes matter.
         labels: Example labels, or one tensor: further inputs, ``labels``, or ``labels_0`` and on.
         path: The file to write. It is written beside and renamed.
@@ -107,11 +109,11 @@ def export_training(
             trials = SizeTrials(example, has_values=True)
             given = (*args, *labels), {}
             program = exporting.captured(together, given, example, trials, loops=False)
-            _check_loss(program)
+            results = _results(program)
             _refuse_random(program)
             state = _state(together)
             trained = _trained(together, example)
-            joint, outputs = _with_gradients(program, trained, state)
+            joint, outputs = _with_gradients(program, results, trained, state)
             graph, note = exporting.translated(joint, example, trials, opset, retraces=False)
             _optimize(graph, outputs, state, parameters)
             exporting.check_graph(graph)
@@ -120,6 +122,7 @@ def export_training(
         path=path,
         files=tuple(files),
         inputs=tuple(str(value.name) for value in graph.graph.inputs),
+        outputs=tuple(str(value.name) for value in graph.graph.outputs),
         gradients=tuple(name for name in outputs if name.endswith(".grad")),
         buffers=tuple(name for name in outputs if name.endswith(".new")),
         nodes=dict(Counter(exporting.qualified(node) for node in graph.graph).most_common()),
@@ -133,14 +136,22 @@ class _WithLoss(nn.Module):
     """A model and its loss as one module, whose arguments are the model's and the labels."""
 
     def __init__(
-        self, model: nn.Module, loss: Callable[..., Tensor], arguments: int, labels: int
+        self, model: nn.Module, loss: Callable[..., Any], arguments: int, labels: int
     ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
 
-        def forward(*given: Any) -> Tensor:
-            return self.loss(self.model(*given[:arguments]), *given[arguments:])
+        def forward(*given: Any) -> Any:
+            found = self.loss(self.model(*given[:arguments]), *given[arguments:])
+            if not isinstance(found, Mapping) or LOSS not in found:
+                return found
+            others = {
+                name: value.detach() if isinstance(value, Tensor) else value
+                for name, value in found.items()
+                if name != LOSS
+            }
+            return {LOSS: found[LOSS], **others}
 
         # The names of the file's inputs.
         names = _argument_names(model, arguments)
@@ -201,18 +212,29 @@ def _state(model: nn.Module) -> dict[str, str]:
 # --- What a graph of training cannot be ---
 
 
-def _check_loss(program: ExportedProgram) -> None:
+def _results(program: ExportedProgram) -> list[str]:
+    """Returns the names of a program's results, the loss first.
+
+    Raises:
+        ValueError: If they are no floating scalar and tensors beside it.
+    """
+    spec = program.call_spec.out_spec
+    names = [str(name) for name in spec.context] if spec.type is dict else [LOSS]
     results = [
         spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT
     ]
-    values = [_value(program, spec) for spec in results]
-    if len(values) != 1 or not isinstance(values[0], Tensor):
-        raise ValueError(f"loss must give one tensor, got {len(values)} values")
-    (value,) = values
+    values = [_value(program, result) for result in results]
+    if names[:1] != [LOSS]:
+        raise ValueError(f"loss must give a tensor of the name {LOSS!r}, got {', '.join(names)}")
+    if len(values) != len(names) or not all(isinstance(value, Tensor) for value in values):
+        each = " for each name" if spec.type is dict else ""
+        raise ValueError(f"loss must give one tensor{each}, got {len(values)} values")
+    value = values[0]
     if value.ndim or not value.is_floating_point():
         shape = ", ".join(map(str, value.shape))
         dtype = str(value.dtype).removeprefix("torch.")
         raise ValueError(f"loss must be a floating scalar, got {dtype} of shape [{shape}]")
+    return names
 
 
 def _value(program: ExportedProgram, spec: OutputSpec) -> Any:
@@ -275,16 +297,19 @@ def _trained(model: nn.Module, example: DynamicExample) -> set[str]:
     if not named:
         raise ValueError("no parameter of the model requires a gradient: nothing is trained")
     buffers = dict(model.named_buffers())
-    loss = model(*example.args)
+    found = model(*example.args)
+    loss = found[LOSS] if isinstance(found, Mapping) else found
     for name, buffer in model.named_buffers():
         if buffer is not buffers.get(name):
             raise ValueError(
                 f"the model assigns its buffer {_own_name(name)!r} anew, which a trace does not "
                 "keep: change it in place, as by copy_()"
             )
+    if not loss.requires_grad:
+        raise ValueError("loss depends on no parameter that requires a gradient")
     _refuse_own_gradients(loss)
-    found = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
-    return {name for name, gradient in zip(named, found, strict=True) if gradient is not None}
+    gradients = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
+    return {name for name, gradient in zip(named, gradients, strict=True) if gradient is not None}
 
 
 def _refuse_own_gradients(loss: Tensor) -> None:
@@ -311,23 +336,27 @@ def _refuse_own_gradients(loss: Tensor) -> None:
 
 
 def _with_gradients(
-    program: ExportedProgram, trained: set[str], state: Mapping[str, str]
+    program: ExportedProgram, results: Sequence[str], trained: set[str], state: Mapping[str, str]
 ) -> tuple[ExportedProgram, list[str]]:
-    """Returns the program with its gradients, and the names of its results."""
+    """Returns the program with its gradients, and the names of all its results."""
     try:
         joint, specs = private.with_gradients(program, trained)
     except Exception as error:  # The operators' own code runs.
         reason = str(error).strip().partition("\n")[0]
         raise ExportError(f"PyTorch cannot trace the model's gradients: {reason}") from error
     forms = {
-        OutputKind.LOSS_OUTPUT: LOSS,
         OutputKind.GRADIENT_TO_PARAMETER: "{}.grad",
         OutputKind.BUFFER_MUTATION: "{}.new",
     }
+    remaining, names = iter(results), []
     for spec in specs:
-        if spec.kind not in forms:
+        if spec.kind in (OutputKind.LOSS_OUTPUT, OutputKind.USER_OUTPUT):
+            names.append(next(remaining))
+        elif spec.kind in forms:
+            names.append(forms[spec.kind].format(state.get(str(spec.target))))
+        else:
             raise ExportError(f"the model changes its input {spec.target!r}, which no file can")
-    return joint, [forms[spec.kind].format(state.get(str(spec.target))) for spec in specs]
+    return joint, names
 
 
 def _optimize(
@@ -337,6 +366,8 @@ def _optimize(
     graph = model.graph
     for value, name in zip(graph.outputs, outputs, strict=True):
         value.name = name
+    # PyTorch's own order begins with the buffers.
+    graph.outputs[:] = sorted(graph.outputs, key=lambda value: str(value.name).endswith(".new"))
     held = {name: value for name, value in graph.initializers.items() if name in state}
     passes.name_nodes_by_module(model)
     passes.optimize(model, keep=held)
@@ -363,6 +394,7 @@ class TrainingReport:
         path: The ONNX file.
         files: All files written, the ONNX file first.
         inputs: The file's inputs, in order.
+        outputs: The file's outputs, in order: the loss and what came with it, gradients, buffers.
         gradients: The outputs that are gradients, ``<parameter>.grad``.
         buffers: The outputs that are new values of buffers, ``<buffer>.new``.
         nodes: Number of the graph's nodes by operator.
@@ -374,6 +406,7 @@ class TrainingReport:
     path: Path
     files: tuple[Path, ...]
     inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
     gradients: tuple[str, ...]
     buffers: tuple[str, ...]
     nodes: Mapping[str, int]

@@ -445,3 +445,30 @@ decomposes(_aten.div.Scalar, when=_by_size)(torch.div)
 @decomposes(_aten.empty_permuted.default)
 def _empty(size: Sequence[int], order: Sequence[int], **options: Any) -> Tensor:
     return torch.empty(size, dtype=options["dtype"], device=options["device"])
+
+
+# --- Views by strides: autograd makes some of whole tensors, for another order in memory ---
+
+
+def _is_whole(
+    x: Tensor, size: Sequence[Any], stride: Sequence[Any], storage_offset: Any = None
+) -> bool:
+    """Whether the view is of all elements in row-major order, as in ONNX."""
+    count: Any = 1
+    for length, step in zip(reversed(size), reversed(stride), strict=True):
+        if isinstance(length, int) and length == 1:
+            continue
+        if step != count:
+            return False
+        count = count * length
+    return not storage_offset and x.is_contiguous() and bool(x.numel() == count)
+
+
+@decomposes(_aten.as_strided.default, when=_is_whole)
+def _view(x: Tensor, size: Sequence[Any], *_: Any) -> Tensor:
+    return x.reshape(size)
+
+
+@decomposes(_aten.as_strided_scatter.default, when=lambda x, source, *view: _is_whole(x, *view))
+def _written_view(x: Tensor, source: Tensor, *_: Any) -> Tensor:
+    return source.reshape(x.shape)

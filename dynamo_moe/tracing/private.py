@@ -319,7 +319,23 @@ _sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
 
-rnn_loops = ProcessState(*_RNN_LOOPS)
+
+@contextlib.contextmanager
+def _rnns_called_anew() -> Iterator[None]:
+    """Lets RNNs forget which kernels they have called, before those change and after."""
+
+    def forget() -> None:
+        for rnn in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
+            getattr(rnn, "_dispatch_cache", {}).clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+rnn_loops = ProcessState(_rnns_called_anew, *_RNN_LOOPS)
 """Makes LSTMs and GRUs loops, whose number of steps may be symbolic."""
 
 
