@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec
 
 import dynamo_moe.tracing.gradients  # noqa: F401  Registers decompositions.
 from dynamo_moe import exporting
+from dynamo_moe.conversion import unconverted
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.exporting import DEFAULT_OPSET, ExportError
 from dynamo_moe.files import model_files
@@ -65,7 +67,8 @@ def export_training(
 
     Args:
         model: The model, in the modes that its modules are in: call ``model.train()`` first, and
-            ``eval()`` of modules that stay as they are, such as a frozen batch norm.
+            ``eval()`` of modules that stay as they are, such as a frozen batch norm, and of
+            converted MoE layers, which compute through ``torch.ops.moe`` in that mode alone.
         loss: Called with the model's output and the labels; gives a floating scalar, or a mapping
             with it as ``loss`` and with other tensors, such as a number of right answers, that are
             outputs of these names. A module's own parameters get gradients too, as
@@ -118,6 +121,9 @@ def export_training(
             _optimize(graph, outputs, state, parameters)
             exporting.check_graph(graph)
             files = model_files.save_model(graph, path, external_data)
+    own = unconverted.training_warning(model)
+    if own:
+        warnings.warn(own, stacklevel=2)
     return TrainingReport(
         path=path,
         files=tuple(files),

@@ -224,6 +224,7 @@ def _infer_gradients(name: str) -> Callable[[InferenceContext], None]:
             of = output.removeprefix("d")
             of_expert = of in _EXPERTS_PARAMETERS
             given = places[of] < context.get_num_inputs() and context.has_input(places[of])
+            found: TypeProto | None
             if given and not (frozen and of_expert):
                 found = context.get_input_type(places[of])
             else:

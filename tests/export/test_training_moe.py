@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import custom_ops
 from dynamo_moe import convert, export_training
-from dynamo_moe.models import swin_moe_digits
+from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from moe_architectures import ARCHITECTURES
 from training_files import Arrays, File, check, state_of
 
@@ -168,3 +169,16 @@ def test_frozen_experts_have_no_gradient(tmp_path):
     x, y = tokens(3), labels(3)
     given = {"tokens": x.numpy(), "labels": y.numpy()}
     check(File(path)(given, state_of(model)), in_torch(model, x, y))
+
+
+def test_a_converted_layer_in_training_mode_is_warned_of(tmp_path):
+    model = nn.Sequential(DroplessMoEMlp(8, 16, num_experts=3, top_k=2), nn.Linear(8, 10))
+    convert(model.eval())
+    export = partial(export_training, model, F.cross_entropy, torch.randn(4, 8), labels(4))
+    model.train()
+    with pytest.warns(UserWarning, match=r"1 converted module is in training mode, .*: '0'"):
+        export(tmp_path / "training.onnx")
+    assert not moe_operators(tmp_path / "training.onnx")
+    model.eval()
+    export(tmp_path / "evaluation.onnx")
+    assert moe_operators(tmp_path / "evaluation.onnx") == dict.fromkeys(ROUTED, 1)
