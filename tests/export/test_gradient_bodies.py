@@ -231,6 +231,14 @@ def test_leading_dimensions(op: str) -> None:
     check(backward_call(make_case(op, (2, 3, 4))))
 
 
+@both
+def test_the_same_bits_in_every_run(op: str) -> None:
+    call = backward_call(make_case(op, (50,), experts=16, top_k=4))
+    run = to_session(to_model(*call))
+    for first, second in zip(run(call[1]), run(call[1]), strict=True):
+        assert torch.equal(first, second)
+
+
 @bounded
 @given(cases())
 def test_random_layers(case: Case) -> None:
