@@ -204,7 +204,10 @@ class Case:
 def measure(
     cases: Iterable[Case], kernels: str = "", *, progress: bool = True
 ) -> dict[str, Figures]:
-    """Compiles and disassembles; returns each kernel's figures by shape, architecture and tokens.
+    """Compiles and disassembles; returns each kernel's figures.
+
+    Their names are shape, architecture, fewest tokens and kernel. What several ranges of tokens
+    share is there once.
 
     Args:
         cases: What to compile.
@@ -213,9 +216,12 @@ def measure(
     """
     wanted: dict[str, tuple[Case, ForwardPlan]] = {}
     for case in cases:
+        seen: set[str] = set()
         for span in case.plan.ranges:
             for launch in span.launches:
-                if re.search(kernels, launch.name):
+                compiled = f"{launch.name} {launch.num_warps} {launch.num_stages} {launch.arguments}"
+                if compiled not in seen and re.search(kernels, launch.name):
+                    seen.add(compiled)
                     alone = replace(span, first=1, launches=(launch,))
                     name = f"{case.shape.name} {case.device.name} {span.first} {launch.name}"
                     wanted[name] = case, replace(case.plan, ranges=(alone,))

@@ -81,8 +81,6 @@ def _element(type_string: str) -> str:
 def _default(attribute: onnx.defs.OpSchema.Attribute) -> str:
     if attribute.required:
         return "required"
-    if not attribute.default_value.name:
-        return "absent"
     value = get_attribute_value(attribute.default_value)
     if isinstance(value, float):
         return f"`{value:g}`"  # Stored as float32: 1.702 reads back as 1.70200002.

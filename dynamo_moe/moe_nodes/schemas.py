@@ -68,17 +68,7 @@ def attribute(option: Option) -> OpSchema.Attribute:
     """Returns the attribute of an option; ONNX has no booleans, so that True is 1."""
     default = int(option.default) if option.type is bool else option.default
     value = onnx.helper.make_attribute(option.attribute, default)
-    return OpSchema.Attribute(option.attribute, value, _description(option))
-
-
-def _attribute_where_set(option: Option) -> OpSchema.Attribute:
-    # With a default, the exporter would write it at every node.
-    kind = OpSchema.AttrType.INT
-    return OpSchema.Attribute(option.attribute, kind, _description(option), required=False)
-
-
-def _description(option: Option) -> str:
-    return option.description.replace("``", "`")
+    return OpSchema.Attribute(option.attribute, value, option.description.replace("``", "`"))
 
 
 def _input(name: str, symbol: str = "") -> OpSchema.FormalParameter:
@@ -134,9 +124,8 @@ def _layer_schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
         [_input(each) for each in INPUTS[name]],
         [_RESULT],
         [
-            *map(attribute, options),
+            *map(attribute, (*options, *LAYOUT_OPTIONS)),
             *_for_tensorrt(TENSORRT_ATTRIBUTES),
-            *map(_attribute_where_set, LAYOUT_OPTIONS),
         ],
     )
     schema.set_type_and_shape_inference_function(shape_inference.like(0))

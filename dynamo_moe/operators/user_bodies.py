@@ -14,7 +14,6 @@ from onnx.defs import OpSchema
 from onnxscript import version_converter
 
 from dynamo_moe.operators.registry import Body, attribute_type
-from dynamo_moe.operators.schemas import is_own_domain
 
 _OPTIONAL = OpSchema.FormalParameterOption.Optional
 
@@ -86,7 +85,7 @@ def content(function: ir.Function) -> bytes:
 
 
 def prepare_body(function: ir.Function, node: ir.Node, schema: OpSchema, opset: int) -> None:
-    """Gives a node's body the model's opset and the attributes that its nodes may have, in place.
+    """Gives a node's body the model's opset and all attributes of the node's operator, in place.
 
     Raises:
         ValueError: If it does not fit the node, or cannot be converted to the opset.
@@ -99,10 +98,8 @@ def prepare_body(function: ir.Function, node: ir.Node, schema: OpSchema, opset: 
         )
     _check(function, name, schema.attributes)
     _convert(function, name, opset)
-    # Nodes of our own operators that share a body have the same attributes.
-    complete = not is_own_domain(schema.domain)
     for attribute, declared in schema.attributes.items():
-        if attribute not in function.attributes and (complete or attribute in node.attributes):
+        if attribute not in function.attributes:
             function.attributes[attribute] = ir.Attr(attribute, attribute_type(declared), None)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +14,7 @@ from custom_ops.kernels.launch import launch
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
-from kernel_runs import call_tensors, layer_of
+from kernel_runs import call_tensors, in_out, layer_of
 from moe_cases import Case, assert_matches, make_case
 from trt_plugin.compiling import compile_plans, limit_tokens
 
@@ -42,11 +40,8 @@ def run(
     blocks: tuple[FewConfig, FewConfig] | None = None,
 ) -> torch.Tensor:
     """The kernels' result for weights that lie in memory as given."""
-    layer = replace(layer_of(case), w1_transposed=w1_transposed, w2_transposed=w2_transposed)
-    tensors = call_tensors(case)
-    for name, transposed in (("w1", w1_transposed), ("w2", w2_transposed)):
-        if transposed:
-            tensors[name] = tensors[name].mT.contiguous().mT
+    case = in_out(case, *["w1"] * w1_transposed, *["w2"] * w2_transposed)
+    layer, tensors = layer_of(case), call_tensors(case)
     # With dependent launch, where the second kernel reads weights ahead.
     on = architecture("sm_90")
     few = RangeConfig(MAX_TOKENS, "few", *(blocks or few_blocks(layer, on)))

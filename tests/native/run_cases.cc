@@ -28,10 +28,18 @@ using Address = std::uint64_t;
 
 constexpr unsigned char kPoison = 0xFF;  // NaN as a float, -1 as an expert's number.
 // In the order of dynamo_moe_tensors.
-constexpr const char* kNames[] = {
-    "x", "router_weight", "router_bias", "expert_ids", "expert_weights", "w1", "b1", "w2", "b2",
-    "y"};
-constexpr std::size_t kResult = 9;
+constexpr const char* kNames[] = {"x",
+                                  "router_weight",
+                                  "router_bias",
+                                  "selection_bias",
+                                  "expert_ids",
+                                  "expert_weights",
+                                  "w1",
+                                  "b1",
+                                  "w2",
+                                  "b2",
+                                  "y"};
+constexpr std::size_t kResult = 10;
 
 [[noreturn]] void Fail(const std::string& what) {
   std::fprintf(stderr, "%s\n", what.c_str());

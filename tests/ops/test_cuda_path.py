@@ -92,11 +92,26 @@ def test_weights_are_read_as_they_lie(launches, transposed):
         assert tensors[name].data_ptr() == given.data_ptr()
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (40, 16), (40, 136)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_weights_that_lie_as_in_out_give_the_same_result(
+    capability, tokens, width, interleaved, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    case = make_case(
+        "experts", (tokens,), width=width, hidden=24, dtype=torch.float16,
+        gated=True, interleaved=interleaved,
+    )  # fmt: skip
+    weights = {name: case.arguments[name].mT.contiguous().mT for name in ("w1", "w2")}
+    assert_matches(run(case.changed(**weights)), case.oracle(), case.dtypes)
+
+
 def test_a_weight_that_lies_both_ways_is_not_transposed():
     w1 = torch.randn(5, 1, 24).mT
     assert w1.is_contiguous()
     assert w1.mT.is_contiguous()
-    assert _cuda._as_it_lies(w1) == (w1, False)
+    assert not _cuda._is_transposed(w1)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from moe_cases import Case
 
 
 def layer_of(case: Case, *, tf32: bool = False) -> Layer:
-    """The case's layer."""
+    """The case's layer; its weights may be transposed views of (in, out) memory."""
     a, options = case.arguments, dict(case.options)
     router = {row.name: options.pop(row.name) for row in ROUTER_OPTIONS if row.name in options}
     dropless = case.op == "dropless"
@@ -40,7 +38,19 @@ def layer_of(case: Case, *, tf32: bool = False) -> Layer:
         b1=a["b1"] is not None,
         b2=a["b2"] is not None,
         tf32=tf32,
+        w1_transposed=is_transposed(a["w1"]),
+        w2_transposed=is_transposed(a["w2"]),
     )
+
+
+def is_transposed(weight: Tensor) -> bool:
+    """Whether a weight is the transposed view of contiguous memory."""
+    return not weight.is_contiguous() and weight.mT.is_contiguous()
+
+
+def in_out(case: Case, *names: str) -> Case:
+    """The case with weights that lie as (in, out)."""
+    return case.changed(**{name: case.arguments[name].mT.contiguous().mT for name in names})
 
 
 def call_tensors(case: Case) -> dict[str, Tensor]:
@@ -53,19 +63,12 @@ def run_kernels(
     case: Case,
     device: str | Architecture = "sm_80",
     ranges: tuple[RangeConfig, ...] = (),
-    **transposed: bool,
 ) -> Tensor:
-    """The result of the case's plan on a workspace filled with NaN.
-
-    Weights that the layer says are transposed, such as ``w1_transposed=True``, lie so in memory.
-    """
-    layer = replace(layer_of(case), **transposed)
+    """The result of the case's plan on a workspace filled with NaN."""
+    layer = layer_of(case)
     on = device if isinstance(device, Architecture) else architecture(device)
     chosen = plan_with(layer, on, ranges) if ranges else plan(layer, on)
     tensors = call_tensors(case)
-    for name in ("w1", "w2"):
-        if getattr(layer, f"{name}_transposed"):
-            tensors[name] = tensors[name].mT.contiguous().mT
     size = chosen.workspace_size(tensors["x"].shape[0])
     workspace = torch.full((size + 256,), 0xFF, dtype=torch.uint8)
     workspace = workspace[-workspace.data_ptr() % 256 :][:size]

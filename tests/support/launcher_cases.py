@@ -19,13 +19,14 @@ from custom_ops.kernels.plan import plan, plan_with
 from custom_ops.kernels.spec import ForwardPlan
 from dynamo_moe.tolerances import tolerance_for
 from gpu_cases import PATHS, without_ties
-from kernel_runs import layer_of
+from kernel_runs import in_out, is_transposed, layer_of
 from moe_cases import OPS, Case, make_case
 from trt_plugin.bundle import Program
 from trt_plugin.compiling.ahead_of_time import compile_plans
 
 TOKENS = (1, 3, 40, 300)
 WIDTHS = (56, 136)
+_WEIGHTS = ("w1", "w2")
 Compile = Callable[[Sequence[ForwardPlan]], Sequence[Program]]
 
 
@@ -36,7 +37,15 @@ def make_cases(on: Architecture) -> Iterator[tuple[ForwardPlan, Case]]:
             for tokens in TOKENS:
                 case = _case(op, tokens, width=width)
                 yield plan(layer_of(case), on), case
+    groups = {"group_scoring": "top2_sum", "n_group": 4, "topk_group": 2}
+    case = _case("dropless", 40, width=56, selection_bias=True, scoring="sigmoid", **groups)
+    yield plan(layer_of(case), on), case
     case = _case("dropless", 40, width=120, activation="silu", gated=True)
+    for tokens in (1, 40):
+        turned = in_out(
+            _case("experts", tokens, width=120, activation="silu", gated=True), *_WEIGHTS
+        )
+        yield plan(layer_of(turned), on), turned
     for name, ranges in PATHS.items():
         if name != "tensor-maps" or on.has_tensor_maps:
             yield plan_with(layer_of(case), on, ranges), case
@@ -61,7 +70,8 @@ def write_cases(folder: Path, cases: Sequence[tuple[ForwardPlan, Case]], compile
         permitted = tolerance_for(case.dtypes).max
         lines.append(f"program{plans.index(planned)} {len(expected)} {permitted} {len(tensors)}")
         for name, tensor in tensors.items():
-            content = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            lies = tensor.mT if name in _WEIGHTS and is_transposed(tensor) else tensor
+            content = lies.contiguous().view(torch.uint8).numpy().tobytes()
             lines.append(f"  {name} {len(data)} {len(content)}")
             data += content
     (folder / "tensors").write_bytes(data)

@@ -51,6 +51,25 @@ class OpLayer(nn.Module):
         )
 
 
+class InOut(OpLayer):
+    """The same layer with the named weights as (in, out): it passes transposed views of them."""
+
+    def __init__(self, *names: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.names = names
+        for name in names:
+            setattr(self, name, nn.Parameter(getattr(self, name).mT.contiguous()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w1, w2 = (
+            getattr(self, name).mT if name in self.names else getattr(self, name)
+            for name in ("w1", "w2")
+        )
+        return custom_ops.dropless(
+            x, self.router_weight, w1, self.b1, w2, self.b2, 2, **self.options
+        )
+
+
 class OwnRouter(OpLayer):
     """Only the experts, behind the model's own router: sigmoid scores, no token dropped."""
 

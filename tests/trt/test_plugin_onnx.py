@@ -20,7 +20,7 @@ from dynamo_moe.models import swin_moe_digits
 from interpreted_gpu import uncompiled_program
 from moe_cases import assert_matches
 from plugin_host import RUNTIME, VERSIONS, describe, host
-from small_models import OpLayer, OwnRouter, mlp_model, op_model
+from small_models import InOut, OpLayer, OwnRouter, mlp_model, op_model
 from standin_gpu import StandinGpu
 from trt_plugin.bundle import Bundle
 
@@ -111,11 +111,13 @@ def compiled(path: Path, gpu: StandinGpu) -> Path:
     return bundle
 
 
-def check(driver, tmp_path: Path, model: nn.Module, example: Tensor, *others: Tensor) -> list[Node]:
+def check(
+    driver, tmp_path: Path, model: nn.Module, example: Tensor, *others: Tensor, link: bool = False
+) -> list[Node]:
     """Compares each node, as a layer of an engine, with what PyTorch computes on every input."""
     dynamo_moe.convert(model)
     path = tmp_path / "model.onnx"
-    dynamo_moe.export(model, (example,), path)
+    dynamo_moe.export(model, (example,), path, link_weights=link)
     tensorrt = host(VERSIONS[-1])
     bundle = compiled(path, StandinGpu(driver, "sm_90"))
     nodes = nodes_of(path, tensorrt)
@@ -177,3 +179,18 @@ def test_layers_that_differ(driver, tmp_path):
 def test_half_precision(driver, tmp_path):
     model = mlp_model().half()
     check(driver, tmp_path, model, torch.randn(3, 5, 16).half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_that_lie_as_in_out(driver, tmp_path, dtype):
+    torch.manual_seed(0)
+    layouts = (("w1",), ("w2",), ("w1", "w2"))
+    gatings = ({}, {"gated": True}, {"gated": True, "interleaved": True})
+    layers = (InOut(*names, activation="silu", **given) for names in layouts for given in gatings)
+    model = op_model(*layers).to(dtype)
+    # A few tokens, and so many that the grouped products run.
+    examples = (torch.randn(*shape, 16, dtype=dtype) for shape in ((2, 1), (3, 40)))
+    nodes = check(driver, tmp_path, model, *examples, link=True)
+    for node, names in zip(nodes, (each for each in layouts for _ in gatings), strict=True):
+        given = {name for name in ("w1", "w2") if node.attributes.get(f"{name}_transposed")}
+        assert given == set(names)

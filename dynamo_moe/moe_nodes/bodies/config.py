@@ -102,8 +102,7 @@ class BodyConfig(ExpertOptions, RouterOptions, WeightLayout):
     @property
     def attributes(self) -> tuple[str, ...]:
         """The attributes that a node of this configuration passes."""
-        absent = {row.attribute for row in LAYOUT_OPTIONS if not getattr(self, row.name)}
-        return tuple(name for name in SCHEMAS[self.op_type].attributes if name not in absent)
+        return tuple(SCHEMAS[self.op_type].attributes)
 
     @property
     def overload(self) -> str:

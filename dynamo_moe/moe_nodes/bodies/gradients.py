@@ -145,6 +145,8 @@ def _visit(
     slots = sort(op, config, ids_TK)
     weights_N = op.Reshape(weights_TK, [-1], out="weights_N")
     N_1 = op.Shape(weights_N, out="N_1D")
+    every_N = op.Range(0, op.Squeeze(N_1, [0], out="N"), 1, out="every_N")
+    order_N = op.ScatterElements(every_N, slots.places_N, every_N, axis=0, out="order_N")
     ND = op.Concat(N_1, op.size("in_features"), axis=0, out="ND_state")
     states = [op.zeros(ND, dtype, out="no_din_ND"), op.zeros(N_1, dtype, out="no_dweights_N")]
     present = [name for name in _PARAMETERS if getattr(config, f"has_{name}", True)]
@@ -166,7 +168,7 @@ def _visit(
         for name, value in own.items()
     }
 
-    slots_R = each.Slice(slots.order_N, begin_1, end_1, [0], out="slots_R")
+    slots_R = each.Slice(order_N, begin_1, end_1, [0], out="slots_R")
     slots_R1 = each.Unsqueeze(slots_R, [1], out="slots_R1")
     tokens_R = each.Div(slots_R, op.size("top_k"), out="tokens_R")
     dy_RD = each.Gather(dy_TD, tokens_R, out="dy_RD")

@@ -24,8 +24,6 @@ class Slots:
     ids_TK: ir.Value
     places_N: ir.Value
     """Each slot's place in that order."""
-    order_N: ir.Value
-    """The slots in that order."""
     rows_N: ir.Value
     """In that order, the rows in the experts' inputs."""
     counts_E: ir.Value
@@ -70,11 +68,11 @@ def sort(op: Ops, config: BodyConfig, ids_TK: ir.Value) -> Slots:
     own_N = op.Add(row_N, op.Add(range_N, 1, out="column_N"), out="own_N")
     count_N = op.Cast(op.Gather(counts, own_N, out="count"), to=ir.DataType.INT64, out="count_N")
     places_N = op.Sub(count_N, 2, out="places_N")
-    order_N = op.ScatterElements(range_N, places_N, range_N, axis=0, out="order_N")
-    rows_N = order_N
+    rows_N = range_N
     if not config.weight_on_input:
-        rows_N = op.Div(order_N, op.size("top_k"), out="tokens_N")
-    return Slots(ids_TK, places_N, order_N, rows_N, counts_E, begins_E, ends_E)
+        rows_N = op.Div(range_N, op.size("top_k"), out="tokens_N")
+    rows_N = op.ScatterElements(rows_N, places_N, rows_N, axis=0, out="sorted_rows_N")
+    return Slots(ids_TK, places_N, rows_N, counts_E, begins_E, ends_E)
 
 
 def combine(
