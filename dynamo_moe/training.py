@@ -110,8 +110,8 @@ def export_training(
         with watch.running(), _kept_buffers(together):
             example = resolve(together, (*args, *labels), {}, dynamic_shapes)
             trials = SizeTrials(example, has_values=True)
-            given = (*args, *labels), {}
-            program = exporting.captured(together, given, example, trials, loops=False)
+            values: tuple[Any, dict[str, Any]] = (*args, *labels), {}
+            program = exporting.captured(together, values, example, trials, loops=False)
             results = _results(program)
             _refuse_random(program)
             state = _state(together)
@@ -386,6 +386,7 @@ def _optimize(
             graph.inputs.append(value)
         else:
             graph.register_initializer(value)
+    common_passes.NameFixPass()(model)  # A parameter may be called as some node's result is.
     common_passes.ClearMetadataAndDocStringPass()(model)
 
 

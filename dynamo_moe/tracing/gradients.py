@@ -133,9 +133,9 @@ def _through(dy: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     for place, matrix in enumerate(matrices):
         dim = place - len(matrices)
         dy = dy.movedim(dim, -1)
-        # PyTorch's own way to two dimensions reads the number of elements.
-        rows = dy.reshape(-1, dy.shape[-1]) @ matrix.to(dy.dtype)
-        dy = rows.view(*dy.shape[:-1], -1).movedim(-1, dim)
+        # PyTorch's own ways to these shapes read the number of elements, which ONNX does not have.
+        rows = dy.flatten(0, -2) @ matrix.to(dy.dtype)
+        dy = rows.view(*dy.shape[:-1], matrix.shape[1]).movedim(-1, dim)
     return dy.to(dtype)
 
 

@@ -413,7 +413,7 @@ def with_gradients(
         # A tensor with two names has two inputs, of which one is used.
         if node.name in names and not (node.users and names[node.name] in trained):
             node.meta["val"] = node.meta["val"].detach()
-    with enable_python_dispatcher():  # Padding with symbolic sizes needs it.
+    with decomposing(), enable_python_dispatcher():  # Padding by symbolic sizes needs the latter.
         joint = copy.copy(_export_forward_backward(program))
     signature = joint.graph_signature
     plain = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in signature.output_specs]

@@ -128,7 +128,7 @@ def train(folder: Path, epochs: int, *, quiet: bool = False) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="with digits.onnx and digits.npz")
-    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--minimum", type=float, default=0.9, help="accuracy, for exit code 0")
     parser.add_argument("-q", "--quiet", action="store_true", help="print the result alone")
     given = parser.parse_args()
