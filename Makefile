@@ -28,7 +28,7 @@ SECONDS ?= 600
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-fast test-avx2 test-torch coverage tables fuzz package-test \
+.PHONY: help install demo train test test-all test-fast test-avx2 test-torch coverage tables fuzz package-test \
 	browser lint format docs pictures bench gpu-check clean
 
 help: ## Show the targets
@@ -50,6 +50,10 @@ $(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard trt_plugi
 
 demo: $(INSTALLED) ## Train a small Swin-MoE, export it to ONNX and compare the two
 	$(BIN)/python -m dynamo_moe.demo
+
+train: $(INSTALLED) ## Train the same model from an ONNX file alone, in ONNX Runtime and NumPy
+	$(BIN)/python examples/train_from_onnx/export.py build/train
+	$(BIN)/python examples/train_from_onnx/train.py build/train
 
 test: $(INSTALLED) ## Run the tests and the docstrings' examples
 	$(PYTEST) -m "not every"

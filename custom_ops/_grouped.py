@@ -206,6 +206,14 @@ def experts_backward(
     return dx_TD.to(x_TD.dtype), dweights_TK, dw1_EFD, db1_EF, dw2_EDH, db2_ED
 
 
+def parameter_gradients_fake(parameters: ExpertParameters, *, needed: bool) -> list[Tensor]:
+    """Returns gradients as :func:`experts_backward` gives them, without values."""
+    return [
+        torch.empty_like(p) if needed and p is not None else parameters.w1_EFD.new_empty(0)
+        for p in parameters
+    ]
+
+
 def _check_ids(ids_TK: Tensor, experts: int) -> None:
     if ids_TK.numel() == 0:
         return

@@ -78,6 +78,15 @@ def check_keywords(function: Any, given: dict[str, Any]) -> None:
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
 
 
+def differentiable_once(backward: str) -> None:
+    """Refuses to differentiate a backward operator, whose results would pass no gradient on."""
+
+    def refuse(ctx: Any, *gradients: Tensor) -> None:
+        raise NotImplementedError("torch.ops.moe.experts and dropless are differentiable once only")
+
+    torch.library.register_autograd(f"moe::{backward}", refuse, lib=LIBRARY)
+
+
 def register_autocast(op: str, parameters: slice) -> None:
     """Casts the experts' parameters, which the slice of the op's arguments holds, under autocast.
 

@@ -9,13 +9,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda, _grouped
+from custom_ops import _cuda, _cuda_backward, _grouped
 from custom_ops._checks import check_experts, check_router, remembered
 from custom_ops._grouped import ExpertParameters
 from custom_ops._library import (
     LIBRARY,
     below_autograd,
     check_keywords,
+    differentiable_once,
     register_autocast,
     schema_of,
     with_options,
@@ -33,16 +34,25 @@ from custom_ops.routing import route_backward
 _OPTIONS = (*ROUTER_OPTIONS, *EXPERT_OPTIONS)
 _ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
 
+_SCHEMA = schema_of(_OPTIONS)
 _ARGUMENTS = (
     "Tensor x, Tensor router_weight, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, "
     # Positional, since torch.library's autograd takes no keyword-only tensors.
-    "int top_k, Tensor? router_bias=None, Tensor? selection_bias=None, *, "
-    f"{schema_of(_OPTIONS)}"
+    f"int top_k, Tensor? router_bias=None, Tensor? selection_bias=None, *, {_SCHEMA}"
 )
 LIBRARY.define(f"dropless({_ARGUMENTS}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 # With the router's choice, expert_ids [T, K] and expert_weights [T, K], for the backward pass.
 LIBRARY.define(
     f"dropless_routed({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
+)
+# The gradients of x, router_weight, w1, b1, w2, b2 and router_bias; empty where there is no such
+# parameter, those of the experts also without ``parameters``.
+LIBRARY.define(
+    "dropless_backward(Tensor dy, Tensor x, Tensor expert_ids, Tensor expert_weights, "
+    "Tensor router_weight, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? router_bias, "
+    f"bool parameters, *, {_SCHEMA})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
 )
 
 
@@ -187,6 +197,73 @@ def _given(
     return x.reshape(-1, x.shape[-1]), routing, parameters, expert_options, router_options
 
 
+@torch.library.register_fake("moe::dropless_backward", lib=LIBRARY)
+def _dropless_backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    router_bias: Tensor | None,
+    parameters: bool,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    _check(x, router_weight, w1, b1, w2, b2, expert_ids.shape[-1], router_bias, **options)
+    own = ExpertParameters(w1, b1, w2, b2)
+    return (
+        x.new_empty(x.shape),
+        router_weight.new_empty(router_weight.shape),
+        *_grouped.parameter_gradients_fake(own, needed=parameters),
+        router_weight.new_empty(0 if router_bias is None else router_bias.shape),
+    )
+
+
+@torch.library.impl(LIBRARY, "dropless_backward", "CPU")
+@torch.library.impl(LIBRARY, "dropless_backward", "CUDA")
+def _dropless_backward(
+    dy: Tensor,
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    router_bias: Tensor | None,
+    parameters: bool,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    router_options, expert_options = _split_options(expert_ids.shape[-1], options)
+    x_TD, dy_TD = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
+    backward = _cuda_backward.experts_backward if x.is_cuda else _grouped.experts_backward
+    dx_TD, dweights_TK, *dparameters = backward(
+        dy_TD,
+        x_TD,
+        expert_ids,
+        expert_weights,
+        ExpertParameters(w1, b1, w2, b2),
+        ExpertOptions(**expert_options),
+        train_parameters=parameters,
+    )
+    dx_router_TD, drouter_ED, dbias_E = route_backward(
+        dweights_TK, x_TD, router_weight, router_bias, expert_ids.long(), router_options
+    )
+    return (
+        (dx_TD + dx_router_TD.to(x.dtype)).view(x.shape),
+        drouter_ED.to(router_weight.dtype),
+        *dparameters,
+        router_weight.new_empty(0) if router_bias is None else dbias_E.to(router_bias.dtype),
+    )
+
+
+differentiable_once("dropless_backward")
+
+
 def _setup_context(
     ctx: Any,
     inputs: tuple[Any, ...],
@@ -208,20 +285,13 @@ def _save(
 
 def _backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     x, router_weight, w1, b1, w2, b2, router_bias, ids_TK, weights_TK = ctx.saved_tensors
-    router_options, expert_options = _split_options(ctx.top_k, ctx.options)
-    x_TD, dy_TD = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
     # A backward called inside a region of autocast would compute in half precision.
     with torch.autocast(x.device.type, enabled=False):
-        dx_TD, dweights_TK, dw1, db1, dw2, db2 = torch.ops.moe.experts_backward(
-            dy_TD, x_TD, ids_TK, weights_TK, w1, b1, w2, b2,
-            any(ctx.needs_input_grad[2:6]), **expert_options,
+        dx, drouter, dw1, db1, dw2, db2, dbias = torch.ops.moe.dropless_backward(
+            dy, x, ids_TK, weights_TK, router_weight, w1, b1, w2, b2, router_bias,
+            any(ctx.needs_input_grad[2:6]), **ctx.options,
         )  # fmt: skip
-        dx_router_TD, drouter_ED, dbias_E = route_backward(
-            dweights_TK, x_TD, router_weight, router_bias, ids_TK.long(), router_options
-        )
-    dx = (dx_TD + dx_router_TD.to(x.dtype)).view(x.shape)
-    dbias = None if router_bias is None else dbias_E.to(router_bias.dtype)
-    gradients = (dx, drouter_ED.to(router_weight.dtype), dw1, db1, dw2, db2, None, dbias, None)
+    gradients = (dx, drouter, dw1, db1, dw2, db2, None, dbias, None)
     # Not strict: the dispatcher drops trailing biases from the inputs where they are None.
     return tuple(
         gradient if needed else None

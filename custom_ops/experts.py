@@ -10,7 +10,14 @@ from torch import Tensor
 from custom_ops import _cuda, _cuda_backward, _grouped
 from custom_ops._checks import check_experts, check_routing, remembered
 from custom_ops._grouped import ExpertParameters
-from custom_ops._library import LIBRARY, check_keywords, register_autocast, schema_of, with_options
+from custom_ops._library import (
+    LIBRARY,
+    check_keywords,
+    differentiable_once,
+    register_autocast,
+    schema_of,
+    with_options,
+)
 from custom_ops.options import EXPERT_OPTIONS, ExpertKeywords, ExpertOptions
 
 _ARGUMENTS = (
@@ -122,10 +129,7 @@ def _experts_backward_fake(dy: Tensor, *arguments: Any, **options: Any) -> tuple
     return (
         x.new_empty(x.shape),
         expert_weights.new_empty(expert_weights.shape),
-        *(
-            torch.empty_like(p) if needed and p is not None else parameters[0].new_empty(0)
-            for p in parameters
-        ),
+        *_grouped.parameter_gradients_fake(ExpertParameters(*parameters), needed=needed),
     )
 
 
@@ -174,12 +178,5 @@ torch.library.register_autograd(
 )
 
 
-def _backward_twice(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError("torch.ops.moe.experts and dropless are differentiable once only")
-
-
-# Without it a second derivative would be silently wrong: dropless's router is differentiable twice.
-torch.library.register_autograd("moe::experts_backward", _backward_twice, lib=LIBRARY)
-
-
+differentiable_once("experts_backward")
 register_autocast("experts", parameters=slice(3, 7))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dynamo_moe.operators.functions import FunctionOp, op_from_function
     from dynamo_moe.operators.registration import register_op
     from dynamo_moe.tolerances import Tolerance
+    from dynamo_moe.training import TrainingReport, export_training
     from dynamo_moe.verification import VerificationError, VerificationReport, verify
     from dynamo_moe.weights.checkpoints import open_checkpoint, open_tensors
 
@@ -49,6 +50,9 @@ __all__ = [
     "ExportError",
     "ExportReport",
     "onnx_translation_table",
+    # Training
+    "export_training",
+    "TrainingReport",
     # Operators of your own
     "register_op",
     "op_from_function",
@@ -81,6 +85,8 @@ _HOME = {
     "ExportError": "exporting",
     "ExportReport": "exporting",
     "onnx_translation_table": "moe_nodes.translation",
+    "export_training": "training",
+    "TrainingReport": "training",
     "register_op": "operators.registration",
     "op_from_function": "operators.functions",
     "FunctionOp": "operators.functions",

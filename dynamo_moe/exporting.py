@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
+from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
 from dynamo_moe.conversion import Unrecognised, unconverted
@@ -43,6 +44,7 @@ from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
+from dynamo_moe.tracing.nodes import NeedsRetraceError
 from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
 
@@ -150,7 +152,7 @@ def export(
 
     given = args, kwargs or {}
     remaining = unconverted.unconverted_modules(model)
-    with _progress(progress, path) as progressed, profiled(profile) as sampled:
+    with progressing(progress, path) as progressed, profiled(profile) as sampled:
         watch = Stopwatch(progressed)
         with watch.running():
             with _exporting(), _naming_unconverted(remaining, model), autocast_inside(model):
@@ -158,9 +160,9 @@ def export(
                     _check_values(model)
                     example = resolve(model, *given, dynamic_shapes)
                     trials = SizeTrials(example, has_values=not lazies)
-                    model_ir, exporter = _trace(
-                        model, given, example, trials, opset, runs=not lazies
-                    )
+                    with evaluating(model):
+                        program = captured(model, given, example, trials, runs=not lazies)
+                        model_ir, exporter = translated(program, example, trials, opset)
                 _rename("input_names", model_ir.graph.inputs, input_names)
                 placeholders.attach(model_ir, lazies)
                 layers = _optimize(model_ir, target, body, link_weights)
@@ -170,7 +172,7 @@ def export(
                 inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
                 if link_weights:
                     placeholders.link(model_ir, path.parent)
-                _check(model_ir)
+                check_graph(model_ir)
             files = model_files.save_model(model_ir, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
     remaining = tuple(each for each in remaining if not _has_layer(each.module, layers))
@@ -188,7 +190,7 @@ def export(
         body=body if target == "plugin" else None,
         layers=tuple(layer.name for layer in layers),
         operators=dict(Counter(layer.op_type for layer in layers)),
-        nodes=dict(Counter(_qualified(node) for node in model_ir.graph).most_common()),
+        nodes=dict(Counter(qualified(node) for node in model_ir.graph).most_common()),
         parameters_bytes=model_files.model_bytes(model_ir),
         file_bytes=sum(file.stat().st_size for file in files),
         seconds=time.perf_counter() - started,
@@ -206,9 +208,10 @@ def export(
 # --- The steps of an export ---
 
 
-def _progress(
+def progressing(
     wanted: bool | Progress, path: Path
 ) -> contextlib.AbstractContextManager[Progress | None]:
+    """Returns the context in which an export's progress shows, as :func:`export` documents it."""
     if wanted is not True:
         return contextlib.nullcontext(wanted or None)
     return shown(path.name, Console(stderr=True))
@@ -260,34 +263,53 @@ def _check_values(model: torch.nn.Module) -> None:
         )
 
 
-def _trace(
+def captured(
     model: torch.nn.Module,
     given: tuple[tuple[Any, ...], dict[str, Any]],
     example: DynamicExample,
     trials: SizeTrials,
+    *,
+    runs: bool = True,
+    loops: bool = True,
+) -> ExportedProgram:
+    """Traces a model; one that ``runs``, because it has its weights, is run to explain a failure.
+
+    LSTMs and GRUs are ``loops``, which have no gradient, or steps of the example's number.
+
+    Raises:
+        ExportError: If it cannot be traced.
+    """
+    try:
+        return capture(model, example, trials, loops=loops)
+    except Exception as error:  # The model's own code runs.
+        own = causes.own_failure(model, *given, error) if runs else None
+        if own is not None:
+            raise ExportError(_explain_own(own, causes.described(model, *given))) from own
+        raise ExportError(_explain(error)) from error
+
+
+def translated(
+    program: ExportedProgram,
+    example: DynamicExample,
+    trials: SizeTrials,
     opset: int,
     *,
-    runs: bool,
+    retraces: bool = True,
 ) -> tuple[ir.Model, str | None]:
-    """Returns the model's graph, its MoE layers as bare nodes, and a note on who translated it.
+    """Returns a program's graph, its MoE layers as bare nodes, and a note on who translated it.
 
-    If the model ``runs``, because it has its weights, it is run as ``given`` to explain a failure.
+    A program with gradients cannot be traced again, where that is needed.
+
+    Raises:
+        ExportError: If an operator has no translation, or one that is right at one size only.
     """
-    with evaluating(model):
-        try:
-            captured = capture(model, example, trials)
-        except Exception as error:  # The model's own code runs.
-            own = causes.own_failure(model, *given, error) if runs else None
-            if own is not None:
-                raise ExportError(_explain_own(own, causes.described(model, *given))) from own
-            raise ExportError(_explain(error)) from error
-        try:
-            traced, note = translate(captured, opset, trials)
-        except (FixedSizeError, torch.onnx.OnnxExporterError) as error:
-            cause: BaseException = error
-            while cause.__cause__ is not None:  # The exporter's own errors are pages long.
-                cause = cause.__cause__
-            raise ExportError(_explain(cause)) from error
+    try:
+        traced, note = translate(program, opset, trials, retraces=retraces)
+    except (FixedSizeError, NeedsRetraceError, torch.onnx.OnnxExporterError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # The exporter's own errors are pages long.
+            cause = cause.__cause__
+        raise ExportError(_explain(cause)) from error
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
@@ -329,7 +351,12 @@ def _optimize(
     return layers
 
 
-def _check(model: ir.Model) -> None:
+def check_graph(model: ir.Model) -> None:
+    """Checks what is about to be written.
+
+    Raises:
+        ExportError: If it is not valid ONNX.
+    """
     try:
         check(model)
     except InvalidGraphError as error:
@@ -344,7 +371,8 @@ def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
     return any(not layer.name or f"{layer.name}.".startswith(prefix) for layer in layers)
 
 
-def _qualified(node: ir.Node) -> str:
+def qualified(node: ir.Node) -> str:
+    """Returns a node's operator, with its domain where it has one."""
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 
 

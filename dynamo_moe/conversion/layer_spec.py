@@ -407,7 +407,7 @@ def install(module: nn.Module, spec: LayerSpec) -> None:
     module.__class__ = _converted_class(original)
 
 
-class _ConvertedLayer(ConvertedModule):
+class ConvertedLayer(ConvertedModule):
     """The base that a converted layer's class has ahead of the layer's original class."""
 
     _dynamo_moe_original: type[nn.Module]
@@ -448,9 +448,9 @@ class _ConvertedLayer(ConvertedModule):
 
 
 @functools.cache
-def _converted_class(original: Any) -> type[_ConvertedLayer]:
+def _converted_class(original: Any) -> type[ConvertedLayer]:
     known = {"__module__": original.__module__, "_dynamo_moe_original": original}
-    return type(f"Converted{original.__name__}", (_ConvertedLayer, original), known)
+    return type(f"Converted{original.__name__}", (ConvertedLayer, original), known)
 
 
 def _restored(original: Any) -> nn.Module:

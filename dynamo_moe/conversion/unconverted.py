@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from dynamo_moe.conversion.convert_model import convertible_modules
+from dynamo_moe.conversion.layer_spec import ConvertedLayer
 from dynamo_moe.conversion.reports import ADAPTER_PAGE, Unrecognised, few
 from dynamo_moe.modules import ConvertedModule
 
@@ -35,6 +36,20 @@ def own_forward_warning(paths: Sequence[str]) -> str:
     return (
         f"{len(paths)} converted module{' is' if len(paths) == 1 else 's are'} called otherwise "
         f"than compared, or not at all, so each is many nodes, of its own forward: {which}"
+    )
+
+
+def training_warning(model: nn.Module) -> str:
+    """Returns what it means that converted modules are in training mode, or an empty string."""
+    named = model.named_modules()
+    paths = [path for path, each in named if isinstance(each, ConvertedLayer) and each.training]
+    if not paths:
+        return ""
+    which = few([repr(path) for path in paths], _SHOWN)
+    return (
+        f"{len(paths)} converted module{' is' if len(paths) == 1 else 's are'} in training mode, "
+        f"so each is many nodes, of its own forward: {which}; call eval() of what computes the "
+        "same there"
     )
 
 

@@ -31,7 +31,31 @@ INPUTS = {
     DROPLESS: ("x", "router_weight", "w1", "w2", "router_bias", "b1", "b2", "selection_bias"),
     EXPERTS: ("x", "expert_ids", "expert_weights", "w1", "w2", "b1", "b2"),
 }
+
+# In training files.
+DROPLESS_ROUTED = "DroplessMoERouted"
+DROPLESS_GRAD = "DroplessMoEGrad"
+EXPERTS_GRAD = "DroplessMoEExpertsGrad"
+
+#: As :data:`INPUTS`, for the nodes of training.
+TRAINING_INPUTS = {
+    DROPLESS_ROUTED: INPUTS[DROPLESS],
+    DROPLESS_GRAD: (
+        "dy", "x", "expert_ids", "expert_weights", "router_weight", "w1", "w2", "router_bias",
+        "b1", "b2",
+    ),
+    EXPERTS_GRAD: ("dy", "x", "expert_ids", "expert_weights", "w1", "w2", "b1", "b2"),
+}  # fmt: skip
+#: Their results in order. A gradient is named after the input that it belongs to.
+TRAINING_OUTPUTS = {
+    DROPLESS_ROUTED: ("y", "expert_ids", "expert_weights"),
+    DROPLESS_GRAD: ("dx", "drouter_weight", "dw1", "db1", "dw2", "db2", "drouter_bias"),
+    EXPERTS_GRAD: ("dx", "dexpert_weights", "dw1", "db1", "dw2", "db2"),
+}
 OPTIONAL_INPUTS = ("router_bias", "b1", "b2", "selection_bias")
+
+#: Whether the experts' parameters get gradients.
+TRAIN_PARAMETERS = "train_parameters"
 
 #: The attribute that names the bundle of kernels. Empty: the plugin's environment variable does.
 KERNELS = "kernels"
@@ -60,7 +84,8 @@ class MoENode:
         experts: What an expert computes.
         router: What the router computes; None: the routing is given.
         layout: How the experts' weights lie.
-        inputs: The inputs that the node has, by their names in :data:`INPUTS`.
+        inputs: The inputs that the node has, by their names in :data:`INPUTS` or
+            :data:`TRAINING_INPUTS`.
     """
 
     sizes: Mapping[str, int]
@@ -71,13 +96,13 @@ class MoENode:
 
 
 def parse(node: ir.Node) -> MoENode:
-    """Reads an MoE node; attributes that it leaves out have their defaults.
+    """Reads an MoE node, or one of training; attributes that it leaves out have their defaults.
 
     Raises:
         ValueError: If an attribute or an input is missing, or an attribute has another type or a
             value that the option does not take.
     """
-    names = INPUTS[node.op_type]
+    names = (INPUTS | TRAINING_INPUTS)[node.op_type]
     inputs = {
         name: value for name, value in zip(names, node.inputs, strict=False) if value is not None
     }
@@ -86,7 +111,7 @@ def parse(node: ir.Node) -> MoENode:
         raise ValueError(f"it has no input {', '.join(missing)}")
     sizes = {size.name: _attribute(node, size.attribute, int) for size in SIZES}
     router = None
-    if node.op_type == DROPLESS:
+    if "router_weight" in names:
         router = RouterOptions(sizes["top_k"], **_options(node, ROUTER_OPTIONS))
     experts = ExpertOptions(**_options(node, EXPERT_OPTIONS))
     layout = WeightLayout(**_options(node, LAYOUT_OPTIONS))

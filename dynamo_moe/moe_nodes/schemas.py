@@ -6,8 +6,13 @@ and onnxscript know them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import onnx.helper
+import onnx_ir as ir
+from onnx import TensorProto, TypeProto
 from onnx.defs import OpSchema
+from onnx.shape_inference import InferenceContext
 from onnx_ir.tensor_adapters import from_torch_dtype
 
 from custom_ops.dtypes import FLOATS, IDS
@@ -15,12 +20,19 @@ from custom_ops.options import EXPERT_OPTIONS, LAYOUT_OPTIONS, ROUTER_OPTIONS, S
 from dynamo_moe.moe_nodes.nodes import (
     DOMAIN,
     DROPLESS,
+    DROPLESS_GRAD,
+    DROPLESS_ROUTED,
     EXPERTS,
+    EXPERTS_GRAD,
     INPUTS,
     OPTIONAL_INPUTS,
     TENSORRT_ATTRIBUTES,
+    TRAIN_PARAMETERS,
+    TRAINING_INPUTS,
+    TRAINING_OUTPUTS,
 )
 from dynamo_moe.operators import shape_inference
+from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
 
 VERSION = 1
 
@@ -34,9 +46,11 @@ _TYPE_CONSTRAINTS = {
     "R": (FLOAT_TYPES, "Router's parameters, or the experts' weights."),
     "S": (FLOAT_TYPES, "Selection bias."),
     "I": (ID_TYPES, "Expert indices."),
+    "P": ((ir.DataType.FLOAT, ir.DataType.DOUBLE), "Weights that the router computes."),
 }
 _TENSORS = {
     "x": ("T", "Tokens [..., D]."),
+    "dy": ("T", "The result's gradient [..., D]."),
     "router_weight": ("R", "[E, D]."),
     "router_bias": ("R", "[E], added to the logits."),
     "selection_bias": ("S", "[E], added to the scores by which experts are chosen."),
@@ -57,20 +71,28 @@ def attribute(option: Option) -> OpSchema.Attribute:
     return OpSchema.Attribute(option.attribute, value, option.description.replace("``", "`"))
 
 
-def _input(name: str) -> OpSchema.FormalParameter:
+def _input(name: str, symbol: str = "") -> OpSchema.FormalParameter:
     presence = _Presence.Optional if name in OPTIONAL_INPUTS else _Presence.Single
-    return OpSchema.FormalParameter(name, *_TENSORS[name], param_option=presence)
+    own, meaning = _TENSORS[name]
+    return OpSchema.FormalParameter(name, symbol or own, meaning, param_option=presence)
 
 
-def _schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
-    used = {_TENSORS[each][0] for each in INPUTS[name]}
-    schema = OpSchema(
+def _schema(
+    name: str,
+    doc: str,
+    inputs: Sequence[OpSchema.FormalParameter],
+    outputs: Sequence[OpSchema.FormalParameter],
+    attributes: Sequence[OpSchema.Attribute],
+) -> OpSchema:
+    """Returns a schema without inference; ``attributes`` are those beside the sizes."""
+    used = {formal.type_str for formal in (*inputs, *outputs)}
+    return OpSchema(
         name,
         DOMAIN,
         VERSION,
         doc,
-        inputs=[_input(each) for each in INPUTS[name]],
-        outputs=[OpSchema.FormalParameter("y", "T", "[..., D], x's shape and type.")],
+        inputs=inputs,
+        outputs=outputs,
         type_constraints=[
             (symbol, [f"tensor({each.name.lower()})" for each in types], meaning)
             for symbol, (types, meaning) in _TYPE_CONSTRAINTS.items()
@@ -81,29 +103,157 @@ def _schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
                 OpSchema.Attribute(size.attribute, OpSchema.AttrType.INT, size.doc, required=True)
                 for size in SIZES
             ),
-            *(attribute(option) for option in (*options, *LAYOUT_OPTIONS)),
-            *(
-                OpSchema.Attribute(
-                    name, onnx.helper.make_attribute(name, value), "Read by TensorRT's ONNX parser."
-                )
-                for name, value in TENSORRT_ATTRIBUTES.items()
-            ),
+            *attributes,
+        ],
+    )
+
+
+def _for_tensorrt(values: Mapping[str, str]) -> list[OpSchema.Attribute]:
+    return [
+        OpSchema.Attribute(
+            name, onnx.helper.make_attribute(name, value), "Read by TensorRT's ONNX parser."
+        )
+        for name, value in values.items()
+    ]
+
+
+def _layer_schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
+    schema = _schema(
+        name,
+        doc,
+        [_input(each) for each in INPUTS[name]],
+        [_RESULT],
+        [
+            *map(attribute, (*options, *LAYOUT_OPTIONS)),
+            *_for_tensorrt(TENSORRT_ATTRIBUTES),
         ],
     )
     schema.set_type_and_shape_inference_function(shape_inference.like(0))
     return schema
 
 
+_RESULT = OpSchema.FormalParameter("y", "T", "[..., D], x's shape and type.")
+_CHOICE = [
+    OpSchema.FormalParameter(
+        "expert_ids", "I", "[T, K], the experts that the router chose; int32."
+    ),
+    OpSchema.FormalParameter(
+        "expert_weights", "P", "[T, K], their weights; double where x is, else float."
+    ),
+]
+
+
+def _routed_schema() -> OpSchema:
+    schema = _schema(
+        DROPLESS_ROUTED,
+        "`DroplessMoE` in training: also gives the router's choice, which its gradient takes.",
+        [_input(each) for each in TRAINING_INPUTS[DROPLESS_ROUTED]],
+        [_RESULT, *_CHOICE],
+        [*map(attribute, (*EXPERT_OPTIONS, *ROUTER_OPTIONS)), *_for_tensorrt(PLUGIN_ATTRIBUTES)],
+    )
+    schema.set_type_and_shape_inference_function(_infer_routed)
+    return schema
+
+
+def _infer_routed(context: InferenceContext) -> None:
+    tokens = context.get_input_type(0)
+    if tokens is None:
+        return
+    context.set_output_type(0, tokens)
+    top_k = context.get_attribute("top_k")
+    sizes = tokens.tensor_type.shape.dim
+    # The number of tokens is known where they have one leading dimension.
+    lead = (sizes[0].dim_value or sizes[0].dim_param or None) if len(sizes) == 2 else None
+    double = tokens.tensor_type.elem_type == TensorProto.DOUBLE
+    for place, dtype in (
+        (1, TensorProto.INT32),
+        (2, TensorProto.DOUBLE if double else TensorProto.FLOAT),
+    ):
+        size = None if top_k is None else top_k.i
+        context.set_output_type(place, onnx.helper.make_tensor_type_proto(dtype, [lead, size]))
+
+
+def _gradient_schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
+    inputs = TRAINING_INPUTS[name]
+    computed = "P" if "router_weight" in inputs else ""
+    schema = _schema(
+        name,
+        doc,
+        [_input(each, computed * (each == "expert_weights")) for each in inputs],
+        [_gradient(output.removeprefix("d")) for output in TRAINING_OUTPUTS[name]],
+        [
+            *map(attribute, options),
+            OpSchema.Attribute(
+                TRAIN_PARAMETERS,
+                onnx.helper.make_attribute(TRAIN_PARAMETERS, 1),
+                "Whether `w1`, `b1`, `w2` and `b2` get gradients.",
+            ),
+            *_for_tensorrt(PLUGIN_ATTRIBUTES),
+        ],
+    )
+    schema.set_type_and_shape_inference_function(_infer_gradients(name))
+    return schema
+
+
+def _gradient(name: str) -> OpSchema.FormalParameter:
+    like = "x's" if name == "x" else f"`{name}`'s"
+    empty = "; empty where it gets none" if name in _MAY_HAVE_NONE else ""
+    return OpSchema.FormalParameter(
+        f"d{name}", _TENSORS[name][0], f"The gradient, of {like} shape and type{empty}."
+    )
+
+
+def _infer_gradients(name: str) -> Callable[[InferenceContext], None]:
+    places = {each: place for place, each in enumerate(TRAINING_INPUTS[name])}
+
+    def infer(context: InferenceContext) -> None:
+        trained = context.get_attribute(TRAIN_PARAMETERS)
+        frozen = trained is not None and not trained.i
+        for place, output in enumerate(TRAINING_OUTPUTS[name]):
+            of = output.removeprefix("d")
+            of_expert = of in _EXPERTS_PARAMETERS
+            given = places[of] < context.get_num_inputs() and context.has_input(places[of])
+            found: TypeProto | None
+            if given and not (frozen and of_expert):
+                found = context.get_input_type(places[of])
+            else:
+                found = _empty(
+                    context.get_input_type(places["w1" if of_expert else "router_weight"])
+                )
+            if found is not None:
+                context.set_output_type(place, found)
+
+    return infer
+
+
+def _empty(like: TypeProto | None) -> TypeProto | None:
+    if like is None:
+        return None
+    return onnx.helper.make_tensor_type_proto(like.tensor_type.elem_type, [0])
+
+
+_EXPERTS_PARAMETERS = ("w1", "b1", "w2", "b2")
+_MAY_HAVE_NONE = (*_EXPERTS_PARAMETERS, "router_bias")
+
 SCHEMAS = {
-    DROPLESS: _schema(
+    DROPLESS: _layer_schema(
         DROPLESS,
         "A dropless mixture-of-experts layer: each token through its top_k experts.",
         (*EXPERT_OPTIONS, *ROUTER_OPTIONS),
     ),
-    EXPERTS: _schema(
+    EXPERTS: _layer_schema(
         EXPERTS,
         "The experts of a dropless mixture-of-experts layer whose router is outside.",
         EXPERT_OPTIONS,
+    ),
+    DROPLESS_ROUTED: _routed_schema(),
+    DROPLESS_GRAD: _gradient_schema(
+        DROPLESS_GRAD,
+        "The gradients of `DroplessMoERouted`; the choice of experts has none.",
+        (*EXPERT_OPTIONS, *ROUTER_OPTIONS),
+    ),
+    EXPERTS_GRAD: _gradient_schema(
+        EXPERTS_GRAD, "The gradients of `DroplessMoEExperts`.", EXPERT_OPTIONS
     ),
 }
 """By name of the operator."""

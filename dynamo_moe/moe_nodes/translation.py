@@ -12,7 +12,17 @@ import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES
 from dynamo_moe.moe_nodes.bodies import rms_norm_body
 from dynamo_moe.moe_nodes.bodies.of_node import moe_body
-from dynamo_moe.moe_nodes.nodes import DOMAIN, DROPLESS, EXPERTS, KERNELS, TENSORRT_ATTRIBUTES
+from dynamo_moe.moe_nodes.nodes import (
+    DOMAIN,
+    DROPLESS,
+    DROPLESS_GRAD,
+    DROPLESS_ROUTED,
+    EXPERTS,
+    EXPERTS_GRAD,
+    KERNELS,
+    TENSORRT_ATTRIBUTES,
+    TRAIN_PARAMETERS,
+)
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.operators.registration import register_op
 from dynamo_moe.operators.registry import Arguments, operators
@@ -43,7 +53,8 @@ def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 def _attributes(arguments: Arguments) -> dict[str, Any]:
     has_router = "router_weight" in arguments
-    top_k = arguments["top_k"] if has_router else _sizes(arguments["expert_ids"])[-1]
+    given = "expert_ids" in arguments
+    top_k = _sizes(arguments["expert_ids"])[-1] if given else arguments["top_k"]
     experts, width, hidden = _sizes(arguments["w2"])
     sizes = {"experts": experts, "top_k": top_k, "width": width, "hidden": hidden}
     options = (*EXPERT_OPTIONS, *(ROUTER_OPTIONS if has_router else ()))
@@ -51,6 +62,10 @@ def _attributes(arguments: Arguments) -> dict[str, Any]:
         **{size.attribute: sizes[size.name] for size in SIZES},
         **{option.attribute: arguments[option.name] for option in options},
     }
+
+
+def _gradient_attributes(arguments: Arguments) -> dict[str, Any]:
+    return {**_attributes(arguments), TRAIN_PARAMETERS: arguments["parameters"]}
 
 
 def _fill(name: str, arguments: Arguments) -> tuple[tuple[int, ...], ir.DataType | None]:
@@ -85,6 +100,29 @@ for _op, _op_type in ((torch.ops.moe.dropless, DROPLESS), (torch.ops.moe.experts
         constants={KERNELS: TENSORRT_ATTRIBUTES[KERNELS]},
         body=moe_body,
         fill=_fill,
+    )
+
+register_op(
+    torch.ops.moe.dropless_routed,
+    domain=DOMAIN,
+    op_type=DROPLESS_ROUTED,
+    schema=SCHEMAS[DROPLESS_ROUTED],
+    attributes=_attributes,
+    body=moe_body,
+    fill=_fill,
+)
+
+for _op, _op_type in (
+    (torch.ops.moe.dropless_backward, DROPLESS_GRAD),
+    (torch.ops.moe.experts_backward, EXPERTS_GRAD),
+):
+    register_op(
+        _op,
+        domain=DOMAIN,
+        op_type=_op_type,
+        schema=SCHEMAS[_op_type],
+        attributes=_gradient_attributes,
+        body=moe_body,
     )
 
 register_op(

@@ -31,7 +31,9 @@ _NORMS = frozenset(
 
 
 @phase("capture")
-def capture(model: torch.nn.Module, example: DynamicExample, trials: SizeTrials) -> ExportedProgram:
+def capture(
+    model: torch.nn.Module, example: DynamicExample, trials: SizeTrials, *, loops: bool = True
+) -> ExportedProgram:
     """Traces the model: by running it, which is faster, or else by reading its code.
 
     Plain routers are part of their layers' nodes in the returned program. Code that turns a size
@@ -41,10 +43,10 @@ def capture(model: torch.nn.Module, example: DynamicExample, trials: SizeTrials)
         Exception: Whatever the model's code or the tracer raises, from the first attempt.
     """
     try:
-        program = _checked_trace(model, example, trials, strict=False)
+        program = _checked_trace(model, example, trials, strict=False, loops=loops)
     except Exception as failure:  # The model's own code runs.
         try:
-            program = _checked_trace(model, example, trials, strict=True)
+            program = _checked_trace(model, example, trials, strict=True, loops=loops)
         except Exception:
             raise failure from None
     _unsqueeze_complex(program)
@@ -55,11 +57,16 @@ def capture(model: torch.nn.Module, example: DynamicExample, trials: SizeTrials)
 
 
 def _checked_trace(
-    model: torch.nn.Module, example: DynamicExample, trials: SizeTrials, *, strict: bool
+    model: torch.nn.Module,
+    example: DynamicExample,
+    trials: SizeTrials,
+    *,
+    strict: bool,
+    loops: bool,
 ) -> ExportedProgram:
     with decisions_noted() as noted:
         try:
-            program = _trace(model, example, strict=strict)
+            program = _trace(model, example, strict=strict, loops=loops)
         except Exception as error:  # The model's own code runs.
             for decision in noted:
                 if decision.place and decision.fixes_a_size():
@@ -70,10 +77,12 @@ def _checked_trace(
     return with_casts(program, strict=strict)
 
 
-def _trace(model: torch.nn.Module, example: DynamicExample, *, strict: bool) -> ExportedProgram:
+def _trace(
+    model: torch.nn.Module, example: DynamicExample, *, strict: bool, loops: bool
+) -> ExportedProgram:
     # What torch.onnx.export does around torch.export, and more.
-    loops = private.rnn_loops() if example.shapes else nullcontext()
-    with _exportable_models(), private.capturing(), loops:
+    rnns = private.rnn_loops() if loops and example.shapes else nullcontext()
+    with _exportable_models(), private.capturing(), rnns:
         return torch.export.export(
             model,
             example.args,

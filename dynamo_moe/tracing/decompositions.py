@@ -183,7 +183,7 @@ def _divided_pool(
     return pool(x, kernels, stride) * (math.prod(kernels) / divisor_override)
 
 
-def _windows(size: int, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def adaptive_windows(size: int, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Returns where each of the windows of an adaptive pool begins and ends."""
     places = torch.arange(number, device=like.device)
     return places * size // number, ((places + 1) * size + number - 1) // number
@@ -193,7 +193,7 @@ def _windows(size: int, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
 def _adaptive_avg_pool3d(x: Tensor, output_size: Sequence[int]) -> Tensor:
     for dim, number in zip((-3, -2, -1), output_size, strict=True):
         size = x.shape[dim]
-        begins, ends = _windows(size, number, x)
+        begins, ends = adaptive_windows(size, number, x)
         places = torch.arange(size, device=x.device)[:, None]
         inside = ((places >= begins) & (places < ends)).to(x.dtype)
         x = (x.movedim(dim, -1) @ (inside / (ends - begins).to(x.dtype))).movedim(-1, dim)
@@ -208,7 +208,7 @@ def _adaptive_max_pool2d(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor,
         longest = (size + number - 1) // number
         if not isinstance(size, int) or size % number:
             longest += 1
-        begins, ends = _windows(size, number, x)
+        begins, ends = adaptive_windows(size, number, x)
         window = begins[:, None] + torch.arange(longest, device=x.device)
         # A place twice changes no maximum.
         places.append(torch.minimum(window, ends[:, None] - 1))

@@ -14,7 +14,8 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from onnx.defs import OpSchema
 from onnx_ir.schemas import OpSignature
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.nn.modules import transformer
 
 from dynamo_moe.private import ShapeEnv, enable_python_dispatcher
@@ -42,6 +44,7 @@ __all__ = [
     "is_never_negative",
     "make_fx",
     "missing",
+    "missing_for_gradients",
     "onnx_program",
     "promote_dtypes",
     "quiet",
@@ -51,6 +54,7 @@ __all__ = [
     "stack",
     "torchlib",
     "translating",
+    "with_gradients",
 ]
 
 KNOWN_VERSIONS = ((2, 11), (2, 15))
@@ -92,6 +96,11 @@ try:  # A recurrence as one operator.
     from torch._higher_order_ops.scan import scan
 except ImportError:
     scan = None  # type: ignore[assignment]
+
+try:  # A program's gradients.
+    from torch.export.experimental import _export_forward_backward
+except ImportError:
+    _export_forward_backward = None  # type: ignore[assignment]
 
 SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
 """What a trace makes of ``math.sqrt`` of a size."""
@@ -148,6 +157,19 @@ def missing() -> str | None:
         return f"it is not one of the versions {versions}"
     absent = _absent or _changed()
     return f"it has other private names: {absent}" if absent else None
+
+
+def missing_for_gradients() -> str | None:
+    """Returns why this PyTorch's gradients cannot be exported, which has no public way."""
+    name = "torch.export.experimental._export_forward_backward"
+    reason = missing()
+    if reason is None and _export_forward_backward is None:
+        reason = f"it has no {name}"
+    if reason is None:
+        first, *others = inspect.signature(_export_forward_backward).parameters.values()
+        if first.name != "ep" or any(each.default is each.empty for each in others):
+            reason = f"{name} takes {', '.join(each.name for each in (first, *others))}"
+    return reason
 
 
 # --- Values of a trace ---
@@ -297,7 +319,23 @@ _sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
 
-rnn_loops = ProcessState(*_RNN_LOOPS)
+
+@contextlib.contextmanager
+def _rnns_called_anew() -> Iterator[None]:
+    """Lets RNNs forget which kernels they have called, before those change and after."""
+
+    def forget() -> None:
+        for rnn in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
+            getattr(rnn, "_dispatch_cache", {}).clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+rnn_loops = ProcessState(_rnns_called_anew, *_RNN_LOOPS)
 """Makes LSTMs and GRUs loops, whose number of steps may be symbolic."""
 
 
@@ -361,6 +399,26 @@ def onnx_program(
     changed._graph_module = _fx_passes.remove_assertion_nodes(module)
     changed._graph_signature = signature
     return _core._exported_program_to_onnx_program(changed, registry=registry)
+
+
+def with_gradients(
+    program: ExportedProgram, trained: Collection[str]
+) -> tuple[ExportedProgram, list[OutputSpec]]:
+    """Returns a program whose one result is a loss with the gradients of some parameters.
+
+    All are plain results of the returned program; the specifications beside it say which they are.
+    """
+    names = program.graph_signature.inputs_to_parameters
+    for node in program.graph.find_nodes(op="placeholder"):
+        # A tensor with two names has two inputs, of which one is used.
+        if node.name in names and not (node.users and names[node.name] in trained):
+            node.meta["val"] = node.meta["val"].detach()
+    with decomposing(), enable_python_dispatcher():  # Padding by symbolic sizes needs the latter.
+        joint = copy.copy(_export_forward_backward(program))
+    signature = joint.graph_signature
+    plain = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in signature.output_specs]
+    joint._graph_signature = replace(signature, output_specs=plain)
+    return joint, list(signature.output_specs)
 
 
 @functools.cache

@@ -39,9 +39,16 @@ _TAKES_OVER = (
 
 @phase("translation")
 def translate(
-    program: ExportedProgram, opset: int, trials: SizeTrials
+    program: ExportedProgram, opset: int, trials: SizeTrials, *, retraces: bool = True
 ) -> tuple[ir.Model, str | None]:
     """Translates a traced program.
+
+    Args:
+        program: The program.
+        opset: Version of the standard operators.
+        trials: What decisions by sizes are checked with.
+        retraces: Whether ``torch.onnx.export`` can trace the program again, where our own steps
+            fail; one with gradients it cannot.
 
     Returns:
         The program's graph as ONNX nodes, its MoE layers as bare nodes; and, for the report, why
@@ -50,9 +57,16 @@ def translate(
     Raises:
         FixedSizeError: If an operator becomes nodes that are right at the example's sizes only.
         torch.onnx.OnnxExporterError: If an operator has no translation.
+        NeedsRetraceError: If the program would have to be traced again, and cannot.
     """
     with private.quiet():
         reason = private.missing()
+        if not retraces:
+            if reason is not None:
+                raise torch.onnx.OnnxExporterError(
+                    f"PyTorch {torch.__version__} has other private names than are used: {reason}"
+                )
+            return _translate_in_steps(program, opset, trials), None
         if reason is not None:
             note = (
                 f"PyTorch {torch.__version__} is traced and translated by its own exporter alone, "

@@ -189,3 +189,16 @@ def test_opcheck_of_the_backward(parameters: bool, transposed: bool) -> None:
     backward = torch.ops.moe.experts_backward.default
     results = torch.library.opcheck(backward, arguments, case.options)
     assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+@pytest.mark.parametrize("biases", [False, True])
+def test_opcheck_of_the_backward_with_a_router(parameters: bool, biases: bool) -> None:
+    case = make_case("dropless", (2, 3), biases=biases, activation="silu", scoring="sigmoid")
+    a = case.arguments
+    _, *choice = torch.ops.moe.dropless_routed(*a.values(), **case.options)
+    layer = [a[name] for name in ("router_weight", "w1", "b1", "w2", "b2", "router_bias")]
+    arguments = (torch.randn(2, 3, 12), a["x"], *choice, *layer, parameters)
+    backward = torch.ops.moe.dropless_backward.default
+    results = torch.library.opcheck(backward, arguments, case.options)
+    assert set(results.values()) == {"SUCCESS"}

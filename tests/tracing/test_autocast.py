@@ -143,10 +143,10 @@ def test_regions_of_a_strict_trace(tmp_path: Path, monkeypatch, function) -> Non
     """A retrace, which gives values the dtypes that they would have without autocast."""
     trace = capture._trace
 
-    def strict_alone(*args: Any, strict: bool) -> Any:
+    def strict_alone(*args: Any, strict: bool, **options: Any) -> Any:
         if not strict:
             raise RuntimeError("the model needs a strict trace")
-        return trace(*args, strict=strict)
+        return trace(*args, strict=strict, **options)
 
     monkeypatch.setattr(capture, "_trace", strict_alone)
     model = Model(function).eval()

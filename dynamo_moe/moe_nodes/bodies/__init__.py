@@ -10,16 +10,18 @@ operator itself (TensorRT with the plugin) ignores the function.
 - ``dense_body``: every expert on every token, without control flow.
 - ``onnxruntime_body``: ONNX Runtime's own MoE operator.
 - ``tensorrt_body``: TensorRT's own.
+- ``routed_body`` and ``gradient_body``: a layer in training, and its gradients.
 - ``rms_norm_body``: the normalisation.
 
 Map: ``config`` holds what a body depends on, ``ops`` records nodes, ``layer`` builds the function
 around a layer, ``router`` chooses the experts, ``slots`` assigns rows to experts, and ``expert``
 has an expert's activation and dtypes. ``dropless`` (with ``gathered``), ``unrolled``, ``dense``,
-``onnxruntime`` and ``tensorrt`` are the ways to run the experts. ``rms_norm`` is the other
-operator.
+``onnxruntime`` and ``tensorrt`` are the ways to run the experts. ``gradients`` (with
+``activation_gradient``) is for training. ``rms_norm`` is the other operator.
 """
 
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
+from dynamo_moe.moe_nodes.bodies.gradients import gradient_body, routed_body
 from dynamo_moe.moe_nodes.bodies.layer import (
     body,
     dense_body,
@@ -33,8 +35,10 @@ __all__ = [
     "BodyConfig",
     "body",
     "dense_body",
+    "gradient_body",
     "onnxruntime_body",
     "rms_norm_body",
+    "routed_body",
     "tensorrt_body",
     "unrolled_body",
 ]

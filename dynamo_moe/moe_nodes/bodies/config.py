@@ -16,7 +16,16 @@ from custom_ops.options import (
     RouterOptions,
     WeightLayout,
 )
-from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS, OPTIONAL_INPUTS
+from dynamo_moe.moe_nodes.nodes import (
+    DROPLESS,
+    DROPLESS_GRAD,
+    DROPLESS_ROUTED,
+    EXPERTS,
+    EXPERTS_GRAD,
+    INPUTS,
+    OPTIONAL_INPUTS,
+    TRAINING_INPUTS,
+)
 from dynamo_moe.moe_nodes.schemas import FLOAT_TYPES, ID_TYPES, SCHEMAS
 
 # Split has num_outputs since 18. Gelu, which is used if the opset has it, came with 20.
@@ -65,14 +74,17 @@ class BodyConfig(ExpertOptions, RouterOptions, WeightLayout):
         for name in ("x_dtype", "w_dtype", "router_dtype", "selection_dtype"):
             _check_choice(name, getattr(self, name), FLOAT_TYPES)
         _check_choice("ids_dtype", self.ids_dtype, ID_TYPES)
+        if self.has_router_bias and not self.router:
+            raise ValueError("router_bias needs a router")
+        self._check_trailing()
+
+    def _check_trailing(self) -> None:
         if self.has_b2 and not self.has_b1:
             raise ValueError("b2 needs b1 before it: pass zeros for b1 and set has_b1")
         if self.router and self.has_b1 and not self.has_router_bias:
             raise ValueError("b1 needs router_bias before it: pass zeros and set has_router_bias")
         if self.has_selection_bias and not (self.router and self.has_b2):
             raise ValueError("selection_bias needs a router, and b2 before it: pass zeros")
-        if self.has_router_bias and not self.router:
-            raise ValueError("router_bias needs a router")
 
     @property
     def op_type(self) -> str:
@@ -83,7 +95,9 @@ class BodyConfig(ExpertOptions, RouterOptions, WeightLayout):
     def inputs(self) -> tuple[str, ...]:
         """The inputs that a node of this configuration passes, in order."""
         absent = {name: not getattr(self, f"has_{name}") for name in OPTIONAL_INPUTS}
-        return tuple(name for name in INPUTS[self.op_type] if not absent.get(name))
+        return tuple(
+            name for name in (INPUTS | TRAINING_INPUTS)[self.op_type] if not absent.get(name)
+        )
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -135,10 +149,54 @@ class BodyConfig(ExpertOptions, RouterOptions, WeightLayout):
         return ir.DataType.DOUBLE if self.x_dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
     @property
+    def weights_dtype(self) -> ir.DataType:
+        """The dtype of ``expert_weights``."""
+        return self.routing_dtype if self.router else self.router_dtype
+
+    @property
     def compute_dtype(self) -> ir.DataType:
         """The dtype the experts compute in: DOUBLE if tokens or experts are DOUBLE, else FLOAT."""
         double = ir.DataType.DOUBLE in (self.x_dtype, self.w_dtype)
         return ir.DataType.DOUBLE if double else ir.DataType.FLOAT
+
+
+@dataclass(frozen=True)
+class RoutedConfig(BodyConfig):
+    """The configuration of ``DroplessMoERouted``."""
+
+    @property
+    def op_type(self) -> str:
+        """The operator."""
+        return DROPLESS_ROUTED
+
+
+@dataclass(frozen=True)
+class GradientConfig(BodyConfig):
+    """The configuration of ``DroplessMoEGrad``, or without a router of ``DroplessMoEExpertsGrad``.
+
+    Attributes:
+        train_parameters: Whether the experts' parameters get gradients.
+    """
+
+    train_parameters: bool = True
+
+    def _check_trailing(self) -> None:
+        """Any input may be absent: zeros in its place would get a gradient."""
+
+    @property
+    def op_type(self) -> str:
+        """The operator."""
+        return DROPLESS_GRAD if self.router else EXPERTS_GRAD
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """All inputs; a node may leave out some."""
+        return TRAINING_INPUTS[self.op_type]
+
+    @property
+    def overload(self) -> str:
+        """A name for this configuration."""
+        return super().overload + ("" if self.train_parameters else "_frozen")
 
 
 def _check_choice(name: str, value: object, known: tuple[object, ...]) -> None:

@@ -63,11 +63,11 @@ def round_hidden(op: Ops, config: BodyConfig, h: ir.Value) -> ir.Value:
 def activate(op: Ops, config: BodyConfig, z: ir.Value, *, rank: int = 2) -> ir.Value:
     """Hidden rows ``[..., H]`` from the pre-activations ``[..., F]``, which have ``rank`` axes."""
     if not config.gated:
-        return _pointwise(op, config, z)
-    gate, up = _split(op, config, z, rank)
+        return pointwise(op, config, z)
+    gate, up = split(op, config, z, rank)
     if config.activation in CLAMPED:
         return _clamped(op, config, gate, up)
-    return op.Mul(_pointwise(op, config, gate), up, out="h")
+    return op.Mul(pointwise(op, config, gate), up, out="h")
 
 
 def _round(op: Ops, config: BodyConfig, value: ir.Value, out: str) -> ir.Value:
@@ -75,7 +75,8 @@ def _round(op: Ops, config: BodyConfig, value: ir.Value, out: str) -> ir.Value:
     return op.cast(rounded, config.w_dtype, config.compute_dtype, out=f"{out}_wide")
 
 
-def _split(op: Ops, config: BodyConfig, z: ir.Value, rank: int) -> tuple[ir.Value, ir.Value]:
+def split(op: Ops, config: BodyConfig, z: ir.Value, rank: int = 2) -> tuple[ir.Value, ir.Value]:
+    """Gate and up ``[..., H]`` of the pre-activations ``[..., 2H]``."""
     if not config.interleaved:
         return op.Split(z, axis=-1, num_outputs=2, out=("gate", "up"))
     # ONNX Runtime takes twice as long for Slice with steps of 2. Zeros are the sizes of z.
@@ -98,7 +99,8 @@ def _clamped(op: Ops, config: BodyConfig, gate: ir.Value, up: ir.Value) -> ir.Va
     return op.Mul(op.Mul(gate, slope, out="gate_slope"), up_1, out="h")
 
 
-def _pointwise(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
+def pointwise(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
+    """The activation, if it is a function of one number."""
     match config.activation:
         case "silu":
             return op.Mul(z, op.Sigmoid(z, out="slope"), out="h")
@@ -118,19 +120,21 @@ def _gelu(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
     if op.opset >= 20 and dtype == ir.DataType.FLOAT:
         return op.Gelu(z, approximate="tanh" if tanh else "none", out="h")
     half, one = op.constant("half", 0.5, dtype), op.constant("one", 1, dtype)
-    cdf2 = op.Add(_tanh_term(op, dtype, z) if tanh else _erf_term(op, dtype, z), one, out="cdf2")
+    cdf2 = op.Add(tanh_term(op, dtype, z) if tanh else erf_term(op, dtype, z), one, out="cdf2")
     # In this order, ONNX Runtime recognises the erf form and runs it as one node.
     return op.Mul(op.Mul(z, half, out="z_half"), cdf2, out="h")
 
 
-def _tanh_term(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:
+def tanh_term(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:
+    """The tanh in GELU's tanh form."""
     scale = op.constant("sqrt_2_over_pi", math.sqrt(2 / math.pi), dtype)
     cube = op.Mul(op.Mul(z, z, out="z2"), z, out="z3")
     bend = op.Mul(cube, op.constant("bend", 0.044715, dtype), out="z3_bend")
     return op.Tanh(op.Mul(op.Add(z, bend, out="z_bent"), scale, out="z_scaled"), out="tanh")
 
 
-def _erf_term(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:
+def erf_term(op: Ops, dtype: ir.DataType, z: ir.Value) -> ir.Value:
+    """The error function in GELU."""
     z = op.Div(z, op.constant("sqrt_2", math.sqrt(2), dtype), out="z_over_sqrt2")
     if dtype == ir.DataType.FLOAT:
         return op.Erf(z, out="erf")

@@ -6,7 +6,7 @@ Legend: T tokens, D model width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -69,21 +69,42 @@ def function(
     config: BodyConfig, opset: int, domain: str, layer: Layer, *, beside: bool = False
 ) -> ir.Function:
     """The operator, given how to compute ``[T, D]`` from ``[T, D]``; see :func:`body`."""
+    op = recorder(opset, beside=beside)
+    inputs = {name: op.value(name) for name in config.inputs}
+    x_TD = tokens(op, config, inputs["x"])
+    y = result(op, config, inputs["x"], x_TD, layer(op, config, inputs, x_TD))
+    return as_function(op, config, domain, inputs, [y])
+
+
+def recorder(opset: int, *, beside: bool = False) -> Ops:
+    """Returns what records a body's nodes; see :func:`body`."""
     if opset < MIN_OPSET:
         raise ValueError(f"the body needs opset {MIN_OPSET} or later, got {opset}")
-    op = Ops(opset, beside=beside)
-    inputs = {name: op.value(name) for name in config.inputs}
-    x = inputs["x"]
-    x_TD = op.entered(_rows(op, x), config.x_dtype, out="x_entered_TD")
-    y_TD = layer(op, config, inputs, x_TD)
+    return Ops(opset, beside=beside)
+
+
+def tokens(op: Ops, config: BodyConfig, x: ir.Value) -> ir.Value:
+    """The tokens as rows ``[T, D]``, in the declared dtype."""
+    return op.entered(_rows(op, x), config.x_dtype, out=f"{x.name}_entered_TD")
+
+
+def result(op: Ops, config: BodyConfig, x: ir.Value, x_TD: ir.Value, y_TD: ir.Value) -> ir.Value:
+    """The operator's result from the experts' ``[T, D]``."""
     if config.residual:
         x_wide_TD = op.cast(x_TD, config.x_dtype, config.compute_dtype, out="residual_TD")
         y_TD = op.Add(x_wide_TD, y_TD, out="y_residual_TD")
     y_TD = op.cast(y_TD, config.compute_dtype, config.x_dtype, out="y_rounded_TD")
     y_TD = op.leaving(y_TD, x, config.x_dtype, out="y_leaving_TD")
-    y = op.Reshape(y_TD, op.Shape(x, out="x_shape"), allowzero=1, out="y")
+    return op.Reshape(y_TD, op.Shape(x, out="x_shape"), allowzero=1, out="y")
+
+
+def as_function(
+    op: Ops, config: BodyConfig, domain: str, inputs: Inputs, outputs: Sequence[ir.Value]
+) -> ir.Function:
+    """The recorded nodes as the operator's function."""
+    imports = {"": op.opset}
     graph = ir.Graph(
-        list(inputs.values()), [y], nodes=op.nodes, opset_imports={"": opset}, name=config.overload
+        list(inputs.values()), outputs, nodes=op.nodes, opset_imports=imports, name=config.overload
     )
     # The attribute type only has to be defined: without a value, just the name is stored.
     attributes = [ir.Attr(name, ir.AttributeType.INT, None) for name in config.attributes]
@@ -95,8 +116,9 @@ def _rows(op: Ops, x: ir.Value) -> ir.Value:
     if op.beside:
         # If x was dequantised, ONNX Runtime 1.31 moves the dequantisation behind a Reshape, and
         # crashes when the rows enter a branch. It does not move it behind Flatten.
-        return op.Flatten(x, axis=-1, out="x_TD")
-    return op.Reshape(x, op.Concat([-1], op.size("in_features"), axis=0, out="TD"), out="x_TD")
+        return op.Flatten(x, axis=-1, out=f"{x.name}_TD")
+    rows = op.Concat([-1], op.size("in_features"), axis=0, out="TD")
+    return op.Reshape(x, rows, out=f"{x.name}_TD")
 
 
 def routed(experts: Experts) -> Layer:

@@ -7,7 +7,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from dynamo_moe.moe_nodes.bodies.config import BodyConfig
+from dynamo_moe.moe_nodes.bodies.config import BodyConfig, GradientConfig, RoutedConfig
+from dynamo_moe.moe_nodes.bodies.gradients import gradient_body, routed_body
 from dynamo_moe.moe_nodes.bodies.layer import (
     body,
     dense_body,
@@ -15,13 +16,30 @@ from dynamo_moe.moe_nodes.bodies.layer import (
     tensorrt_body,
     unrolled_body,
 )
-from dynamo_moe.moe_nodes.nodes import OPTIONAL_INPUTS, parse
+from dynamo_moe.moe_nodes.nodes import (
+    DROPLESS_GRAD,
+    DROPLESS_ROUTED,
+    EXPERTS_GRAD,
+    OPTIONAL_INPUTS,
+    TRAIN_PARAMETERS,
+    parse,
+)
 
 _BODIES: dict[str, Callable[..., ir.Function]] = {
     "plugin": body,
     "dense": dense_body,
     "onnxruntime": onnxruntime_body,
     "tensorrt_moe": tensorrt_body,
+}
+_TRAINING_BODIES: dict[str, Callable[..., ir.Function]] = {
+    DROPLESS_ROUTED: routed_body,
+    DROPLESS_GRAD: gradient_body,
+    EXPERTS_GRAD: gradient_body,
+}
+_CONFIGS: dict[str, type[BodyConfig]] = {
+    DROPLESS_ROUTED: RoutedConfig,
+    DROPLESS_GRAD: GradientConfig,
+    EXPERTS_GRAD: GradientConfig,
 }
 
 
@@ -32,6 +50,10 @@ def moe_body(node: ir.Node, opset: int, target: str) -> ir.Function:
         ValueError: If the target's body does not take the node's weights as they lie.
     """
     config = config_of(node)
+    if node.op_type in _TRAINING_BODIES:
+        function = _TRAINING_BODIES[node.op_type](config, opset)
+        function.overload = config.overload
+        return function
     if target != "plugin" and (config.w1_transposed or config.w2_transposed):
         raise ValueError(f"node {node.name!r}: with target {target!r} weights must be (out, in)")
     function = _BODIES[target](config, opset)
@@ -68,7 +90,10 @@ def config_of(node: ir.Node) -> BodyConfig:
             raise ValueError(f"node {node.name!r}: the dtype of input {name} is unknown")
         return found
 
-    return BodyConfig(
+    trained = node.attributes.get(TRAIN_PARAMETERS)
+    if trained is not None:
+        options[TRAIN_PARAMETERS] = bool(trained.as_int())
+    return _CONFIGS.get(node.op_type, BodyConfig)(
         **options,
         router=layer.router is not None,
         x_dtype=dtype("x"),
@@ -77,5 +102,5 @@ def config_of(node: ir.Node) -> BodyConfig:
             dtype("selection_bias") if "selection_bias" in layer.inputs else ir.DataType.FLOAT
         ),
         router_dtype=dtype("router_weight" if layer.router else "expert_weights"),
-        ids_dtype=ir.DataType.INT64 if layer.router else dtype("expert_ids"),
+        ids_dtype=dtype("expert_ids") if "expert_ids" in layer.inputs else ir.DataType.INT64,
     )

@@ -19,7 +19,7 @@ def route(
     op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
     """Returns each token's expert ids ``[T, K]`` and their weights in the compute dtype."""
-    return (_route if config.router else _given)(op, config, inputs, x_TD)
+    return _route(op, config, inputs, x_TD) if config.router else given(op, config, inputs)
 
 
 def logits(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value) -> ir.Value:
@@ -101,11 +101,9 @@ def _members_of_best_groups(op: Ops, config: BodyConfig, ranked_TE: ir.Value) ->
     return op.Flatten(members_TCS, axis=1, out="members_TM")
 
 
-def _given(
-    op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value
-) -> tuple[ir.Value, ir.Value]:
+def given(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
     """The node's own ids and weights; the weight for no expert is 0, even if it was NaN."""
-    dtype = config.compute_dtype
+    dtype, own_dtype = config.compute_dtype, config.weights_dtype
     TK = op.Concat([-1], op.size("top_k"), axis=0, out="TK")
     ids_TK = op.cast(
         op.Reshape(inputs["expert_ids"], TK, out="given_ids_TK"),
@@ -116,10 +114,10 @@ def _given(
     weights_TK = op.cast(
         op.entered(
             op.Reshape(inputs["expert_weights"], TK, out="given_weights_TK"),
-            config.router_dtype,
+            own_dtype,
             out="entered_weights_TK",
         ),
-        config.router_dtype,
+        own_dtype,
         dtype,
         out="wide_weights_TK",
     )
