@@ -375,16 +375,19 @@ def _optimize(
     # PyTorch's own order begins with the buffers.
     graph.outputs[:] = sorted(graph.outputs, key=lambda value: str(value.name).endswith(".new"))
     held = {name: value for name, value in graph.initializers.items() if name in state}
-    passes.name_nodes_by_module(model)
-    passes.optimize(model, keep=held)
-    lowering.lower(model, "plugin")
-    for name, value in held.items():
-        graph.initializers.pop(name, None)
+    values = {name: value.const_value for name, value in held.items()}
+    for name, value in held.items():  # As inputs, so that nothing computed from them is folded.
+        del graph.initializers[name]
+        value.const_value = None
         value.name = state[name]
-        if parameters == "inputs":
-            value.const_value = None
-            graph.inputs.append(value)
-        else:
+        graph.inputs.append(value)
+    passes.name_nodes_by_module(model)
+    passes.optimize(model)
+    lowering.lower(model, "plugin")
+    if parameters == "initializers":
+        for name, value in held.items():
+            graph.inputs.remove(value)
+            value.const_value = values[name]
             graph.register_initializer(value)
     common_passes.NameFixPass()(model)  # A parameter may be called as some node's result is.
     common_passes.ClearMetadataAndDocStringPass()(model)
