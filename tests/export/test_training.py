@@ -384,8 +384,9 @@ def test_buffers_are_changed_in_place(tmp_path):
 def test_a_buffer_that_is_assigned_is_refused(tmp_path):
     class Assigning(Counting):
         def forward(self, x: Tensor) -> Tensor:
-            self.mean = 0.9 * self.mean
-            return self.linear(x) - self.mean
+            mean: Tensor = 0.9 * self.mean
+            self.mean = mean
+            return self.linear(x) - mean
 
     model = Assigning()
     before = model.mean
@@ -467,7 +468,7 @@ def test_dtypes(tmp_path, dtype):
         nn.LayerNorm(16), nn.Linear(16, 10),
     )  # fmt: skip
     if dtype == torch.float64:  # ONNX Runtime convolves in float32 alone.
-        model = nn.Sequential(nn.Linear(16, 16), *model[4:])
+        model = nn.Sequential(nn.Linear(16, 16), *list(model)[4:])
     model = model.to(dtype).train()
     x, y = torch.randn(5, 16, dtype=dtype), labels(5)
     report = export_training(model, F.cross_entropy, x[:3], y[:3], tmp_path / "model.onnx")

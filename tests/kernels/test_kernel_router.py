@@ -152,9 +152,12 @@ def test_random_choices(problem, path):
     layer, tensors = problem
     step = router_step_with(layer, ON, config_of(path, layer.expert_places))
     ids, weights = run(layer, step, tensors)
-    names = ("x", "router_weight", "router_bias")
     expected_ids, expected = reference.router(
-        *map(tensors.get, names), layer.router, tensors.get("selection_bias")
+        tensors["x"],
+        tensors["router_weight"],
+        tensors.get("router_bias"),
+        layer.router,
+        tensors.get("selection_bias"),
     )
     assert torch.equal(ids, expected_ids.int())
     assert_matches(weights, expected, {torch.float32}, "weights")

@@ -35,6 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keeps the first case of each test that can run, without the mark that skips it."""
     first: dict[object, pytest.Item] = {}
     for item in items:
+        assert isinstance(item, pytest.Function)
         function = item.function
         source = inspect.getsource(function)
         if not any(name in source for name in _LEFT_OUT):

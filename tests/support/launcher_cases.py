@@ -48,7 +48,7 @@ def make_cases(on: Architecture) -> Iterator[tuple[ForwardPlan, Case]]:
         yield _planned(_case("dropless", tokens, width=520, experts=128, top_k=8), on)
     for width in WIDTHS:
         for tokens in (3, 300):
-            sizes = {"width": width, "pre_norm": "rms", "residual": True}
+            sizes: dict[str, Any] = {"width": width, "pre_norm": "rms", "residual": True}
             yield _planned(_case("experts", tokens, **sizes), on)
     for tokens in (1, 40, 300):
         gated = _case("experts", tokens, width=136, **_GATED)

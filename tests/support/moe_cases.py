@@ -211,7 +211,7 @@ def make_case(
         routing = {"expert_ids": ids, "expert_weights": weights}
         return Case(op, {"x": x} | routing | parameters, options)
     router_weight = normal(experts, width, dtype=router_dtype, fan_in=width)
-    arguments = {"x": x, "router_weight": router_weight} | parameters
+    arguments: dict[str, Any] = {"x": x, "router_weight": router_weight, **parameters}
     arguments |= {
         "top_k": top_k,
         "router_bias": normal(experts, dtype=router_dtype) if biases else None,

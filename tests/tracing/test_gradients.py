@@ -49,6 +49,10 @@ def image(*sizes: int) -> Tensor:
     return torch.randn(sizes, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
+def heads() -> tuple[Tensor, Tensor, Tensor]:
+    return image(2, 3, 5, 8), image(2, 3, 5, 8), image(2, 3, 5, 8)
+
+
 def convolution(dims: int, size: int = 11, **options: Any) -> Callable[[], Tensor]:
     module = getattr(nn, f"Conv{dims}d")
     return lambda: module(4, 6, **options).double()(image(3, 4, *range(size, size + dims)))
@@ -105,12 +109,12 @@ CASES: dict[str, Callable[[], Tensor]] = {
     "pad1d": lambda: F.pad(image(2, 3, 7), (2, 3), mode="replicate"),
     "pad2d": lambda: F.pad(image(2, 3, 7, 6), (2, 0, 1, 3), mode="replicate"),
     "pad3d": lambda: F.pad(image(2, 3, 4, 5, 6), (2, 0, 1, 3, 4, 1), mode="replicate"),
-    "attention": lambda: F.scaled_dot_product_attention(*(image(2, 3, 5, 8) for _ in range(3))),
+    "attention": lambda: F.scaled_dot_product_attention(*heads()),
     "attention causal": lambda: F.scaled_dot_product_attention(
-        *(image(2, 3, 5, 8) for _ in range(3)), is_causal=True, scale=0.3
+        *heads(), is_causal=True, scale=0.3
     ),
     "attention masked": lambda: F.scaled_dot_product_attention(
-        *(image(2, 3, 5, 8) for _ in range(3)), attn_mask=image(5, 5).detach()
+        *heads(), attn_mask=image(5, 5).detach()
     ),
     "layer norm": lambda: F.layer_norm(image(3, 4, 5), (4, 5)),
     "layer norm weighted": lambda: F.layer_norm(image(3, 4), (4,), image(4), image(4)),

@@ -723,13 +723,14 @@ def layers(draw: st.DrawFn) -> Layer:
         scaling = draw(st.floats(-10, 10))
         grouped = draw(groups(experts, top_k))
         router = RouterOptions(top_k, scoring, draw(st.booleans()), scaling, **grouped)
+    flags = ("b1", "b2", "tf32", "w1_transposed", "w2_transposed")
     return Layer(
         *(experts, draw(sizes), draw(sizes), top_k),
         *(draw(floats), draw(floats), options, router),
         draw(floats if router else st.sampled_from([torch.int32, torch.int64])),
         draw(st.none() | floats if router else floats),
-        *(draw(st.booleans()) for _ in range(5)),
         selection_dtype=draw(st.none() | floats) if router else None,
+        **{name: draw(st.booleans()) for name in flags},
     )
 
 
