@@ -201,7 +201,7 @@ def in_torch(model: nn.Module, x: Tensor, y: Tensor) -> Arrays:
     model = copy.deepcopy(model)
     loss = F.cross_entropy(model(x), y)
     loss.backward()
-    found = {"loss": loss.detach()}
+    found: dict[str, Tensor | None] = {"loss": loss.detach()}
     found |= {f"{name}.grad": value.grad for name, value in model.named_parameters()}
     found |= {f"{name}.new": value for name, value in model.named_buffers()}
     return {name: value.numpy() for name, value in found.items() if value is not None}

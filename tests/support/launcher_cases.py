@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -185,7 +185,11 @@ def test_half_precision(driver, tmp_path):
 def test_weights_that_lie_as_in_out(driver, tmp_path, dtype):
     torch.manual_seed(0)
     layouts = (("w1",), ("w2",), ("w1", "w2"))
-    gatings: tuple[dict[str, bool], ...] = ({}, {"gated": True}, {"gated": True, "interleaved": True})
+    gatings: tuple[dict[str, bool], ...] = (
+        {},
+        {"gated": True},
+        {"gated": True, "interleaved": True},
+    )
     layers = (InOut(*names, activation="silu", **given) for names in layouts for given in gatings)
     model = op_model(*layers).to(dtype)
     # A few tokens, and so many that the grouped products run.
