@@ -384,9 +384,8 @@ def test_buffers_are_changed_in_place(tmp_path):
 def test_a_buffer_that_is_assigned_is_refused(tmp_path):
     class Assigning(Counting):
         def forward(self, x: Tensor) -> Tensor:
-            mean: Tensor = 0.9 * self.mean
-            self.mean = mean
-            return self.linear(x) - mean
+            self.mean: Tensor = 0.9 * self.mean
+            return self.linear(x) - self.mean
 
     model = Assigning()
     before = model.mean

@@ -11,7 +11,6 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +48,8 @@ def make_cases(on: Architecture) -> Iterator[tuple[ForwardPlan, Case]]:
         yield _planned(_case("dropless", tokens, width=520, experts=128, top_k=8), on)
     for width in WIDTHS:
         for tokens in (3, 300):
-            sizes: dict[str, Any] = {"width": width, "pre_norm": "rms", "residual": True}
-            yield _planned(_case("experts", tokens, **sizes), on)
+            normed = _case("experts", tokens, width=width, pre_norm="rms", residual=True)
+            yield _planned(normed, on)
     for tokens in (1, 40, 300):
         gated = _case("experts", tokens, width=136, **_GATED)
         for weights in ((), ("w1",), ("w2",), _WEIGHTS):
