@@ -24,6 +24,8 @@ from scipy.sparse import lil_array
 from dynamo_moe.files.model_files import all_nodes
 from dynamo_moe.inspection.reading import is_layer, moe_layer
 from dynamo_moe.inspection.summary import readable_count
+from dynamo_moe.moe_nodes.nodes import TRAINING_INPUTS
+from dynamo_moe.operators.schemas import is_own_domain
 
 FONT_SIZE, LINE_HEIGHT = 9.0, 12.0
 _BOX_HEIGHT, _RANK_GAP, _FRAME_ROOM = 15.0, 11.0, 4.0
@@ -150,6 +152,8 @@ def boxes_of(graph: onnx.GraphProto) -> nx.DiGraph[Box]:
 
 
 def _box(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> Box:
+    if is_own_domain(node.domain) and node.op_type in TRAINING_INPUTS:
+        return Box("moe", (node.op_type,), (node.op_type,))
     if not is_layer(node):
         default = "elementwise" if node.domain in ("", "ai.onnx") else "other"
         return Box(_KIND_OF.get(node.op_type, default), (), (node.op_type,))
