@@ -29,7 +29,7 @@ def schema_of(options: tuple[Option, ...]) -> str:
 
     Example:
         >>> from custom_ops.options import ROUTER_OPTIONS
-        >>> schema_of(ROUTER_OPTIONS)
+        >>> schema_of(ROUTER_OPTIONS[:3])
         'str scoring="softmax", bool renormalize=True, float routed_scaling=1.0'
     """
 

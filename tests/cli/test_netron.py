@@ -109,6 +109,8 @@ def test_sidebar_describes_the_layer(exported: Exported, page: Page, name: str) 
         "group_scoring": "none",
         "n_group": "1",
         "topk_group": "1",
+        "w1_transposed": "0",
+        "w2_transposed": "0",
         "plugin_version": "1",
         "plugin_namespace": "",
         "kernels": "",

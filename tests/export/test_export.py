@@ -127,6 +127,7 @@ def test_plugin_node(exported) -> None:
         "pre_norm": b"none", "norm_eps": pytest.approx(1e-6), "residual": 0,
         "scoring": b"softmax", "renormalize": 1, "routed_scaling": 1.0,
         "group_scoring": b"none", "n_group": 1, "topk_group": 1,
+        "w1_transposed": 0, "w2_transposed": 0,
         "plugin_version": b"1", "plugin_namespace": b"", "kernels": b"",
     }  # fmt: skip
     assert list(nodes[1].input[1:4]) == ["1.mlp.router.weight", "1.mlp.w1", "1.mlp.w2"]

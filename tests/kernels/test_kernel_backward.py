@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,8 +196,10 @@ def test_a_nan_weight_of_no_expert_has_no_effect(slot, weight_on_input):
 
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
 def test_a_nan_stays_with_its_experts_through_the_operator(weight_on_input, monkeypatch):
-    monkeypatch.setattr(import_module("custom_ops.dropless"), "_grouped", _cuda)
-    monkeypatch.setattr(import_module("custom_ops.experts"), "_grouped", _cuda_backward)
+    kernels = SimpleNamespace(
+        forward_routed=_cuda.forward_routed, experts_backward=_cuda_backward.experts_backward
+    )
+    monkeypatch.setattr(import_module("custom_ops.dropless"), "_grouped", kernels)
     case = make_case(
         "dropless", (20,), width=16, hidden=24, experts=8, pre_norm="rms",
         weight_on_input=weight_on_input,
