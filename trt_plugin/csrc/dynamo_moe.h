@@ -55,9 +55,9 @@ typedef struct dynamo_moe_layer {
 } dynamo_moe_layer;
 
 /* Device pointers, multiples of 16, null where the layer has no such tensor. The tensors are
- * contiguous: x, y [T, D]; router_weight [E, D]; router_bias, selection_bias [E]; expert_ids, expert_weights [T,
- * K]; w1 [E, F, D], or [E, D, F] where the layer has it transposed; b1 [E, F]; w2 [E, D, H], or
- * [E, H, D]; b2 [E, D], with F = H, or 2H when gated. */
+ * contiguous: x, y [T, D]; router_weight [E, D]; router_bias, selection_bias [E]; expert_ids,
+ * expert_weights [T, K]; w1 [E, F, D], or [E, D, F] where the layer has it transposed; b1 [E, F];
+ * w2 [E, D, H], or [E, H, D]; b2 [E, D], with F = H, or 2H when gated. */
 typedef struct dynamo_moe_tensors {
   const void* x;
   const void* router_weight;

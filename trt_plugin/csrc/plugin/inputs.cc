@@ -16,9 +16,9 @@ using nvinfer1::DynamicPluginTensorDesc;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
-constexpr format::Tensor kDroplessInputs[] = {
-    format::kX,          format::kRouterWeight, format::kW1, format::kW2,
-    format::kRouterBias, format::kB1,           format::kB2, format::kSelectionBias};
+constexpr format::Tensor kDroplessInputs[] = {format::kX,  format::kRouterWeight, format::kW1,
+                                              format::kW2, format::kRouterBias,   format::kB1,
+                                              format::kB2, format::kSelectionBias};
 constexpr format::Tensor kExpertsInputs[] = {
     format::kX,  format::kExpertIds, format::kExpertWeights, format::kW1, format::kW2,
     format::kB1, format::kB2};
