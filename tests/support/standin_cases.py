@@ -25,6 +25,7 @@ from interpreted_gpu import InterpretedGpu, uncompiled_program
 from launcher_cases import make_cases, write_cases
 from moe_cases import Case
 from standin import ROOT, Standin, build, standin
+from trt_plugin.native import library_path
 
 ON = architecture("sm_90")
 # Interpreted, others take long.
@@ -52,7 +53,7 @@ def run(driver: Standin, cases: list[tuple[ForwardPlan, Case]], *arguments: str)
         gpu.register(planned, program)
         for kernel in program.kernels:
             driver.add_image(kernel.image)
-    package = ROOT / "trt_plugin"
+    package = library_path().parent
     linked = (f"-L{package}", "-ldynamo_moe", f"-Wl,-rpath,{package}", "-ldl")
     source = ROOT / "tests" / "native" / "run_cases.cc"
     library = ctypes.CDLL(str(build("librun_cases.so", [source], "-fPIC", "-shared", *linked)))

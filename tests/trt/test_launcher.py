@@ -220,7 +220,8 @@ def test_a_bundle_is_in_memory_once(driver):
     data = Bundle((replace(program, kernels=kernels),)).data
     before = allocated()
     with OpenProgram(data), OpenProgram(data):
-        assert len(data) <= allocated() - before < 1.1 * len(data)
+        # The heap reuses a few hundred bytes.
+        assert 0.99 * len(data) < allocated() - before < 1.1 * len(data)
     assert allocated() - before < 0.1 * len(data)
 
 
