@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+from trt_plugin.native import library_path
+
 ROOT = Path(__file__).parents[2]
 #: In a command, the seconds that it may take.
 SECONDS = "{seconds}"
@@ -119,7 +121,8 @@ class Window:
     def _sanitizers(self) -> Iterator[Stage]:
         """Layers through the C++ launcher: under the tools, PyTorch would take minutes to start."""
         cases, program = self.build / "cases", self.build / "run_cases"
-        library = ROOT / "trt_plugin"
+        # On a GPU's machine the stage `library` puts it there.
+        library = library_path().parent if self.rehearsal else ROOT / "trt_plugin"
         script = ("standin_cases.py", "--write") if self.rehearsal else ("launcher_cases.py",)
         make = (sys.executable, f"tests/support/{script[0]}", *script[1:], str(cases))
         link = ("-o", str(program), f"-L{library}", "-ldynamo_moe", f"-Wl,-rpath,{library}", "-ldl")
