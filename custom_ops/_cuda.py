@@ -103,15 +103,19 @@ def layer_fields(
 ) -> dict[str, Any]:
     """Returns the fields of the :class:`custom_ops.kernels.layer.Layer` that a call computes."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
+    experts, _, width = w1_EFD.shape
     routing_dtype, weights_dtype, *_ = (None if t is None else t.dtype for t in routing.values())
     selection_bias = routing.get("selection_bias")
+    experts_dtype = w1_EFD.dtype
+    # Asking costs a microsecond, and other dtypes have no TF32.
+    tf32 = experts_dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
-        "experts": w1_EFD.shape[0],
-        "width": w1_EFD.shape[2],
+        "experts": experts,
+        "width": width,
         "hidden": w2_EDH.shape[2],
         "top_k": router.top_k if router else routing["expert_ids"].shape[1],
         "tokens_dtype": x_TD.dtype,
-        "experts_dtype": w1_EFD.dtype,
+        "experts_dtype": experts_dtype,
         "options": options,
         "router": router,
         "routing_dtype": routing_dtype,
@@ -119,7 +123,7 @@ def layer_fields(
         "selection_dtype": None if selection_bias is None else selection_bias.dtype,
         "b1": b1_EF is not None,
         "b2": b2_ED is not None,
-        "tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "tf32": tf32,
         "w1_transposed": _is_transposed(w1_EFD),
         "w2_transposed": _is_transposed(w2_EDH),
     }

@@ -78,6 +78,11 @@ def check_keywords(function: Any, given: dict[str, Any]) -> None:
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
 
 
+def rows_of(tensor: Tensor) -> Tensor:
+    """Returns ``[..., D]`` as ``[T, D]``."""
+    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
 def differentiable_once(backward: str) -> None:
     """Refuses to differentiate a backward operator, whose results would pass no gradient on."""
 

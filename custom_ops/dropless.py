@@ -18,6 +18,7 @@ from custom_ops._library import (
     check_keywords,
     differentiable_once,
     register_autocast,
+    rows_of,
     schema_of,
     with_options,
 )
@@ -150,7 +151,7 @@ def _dropless_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 @torch.library.impl(LIBRARY, "dropless", "CUDA")
 def _dropless_forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     forward = _cuda.forward if x.is_cuda else _grouped.forward
-    return forward(*_given(x, *arguments, **options)).view(x.shape)
+    return forward(*_given(x, *arguments, **options)).view_as(x)
 
 
 @torch.library.register_fake("moe::dropless_routed", lib=LIBRARY)
@@ -169,7 +170,7 @@ def _dropless_routed_fake(x: Tensor, *arguments: Any, **options: Any) -> tuple[T
 def _dropless_routed(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     forward = _cuda.forward_routed if x.is_cuda else _grouped.forward_routed
     y_TD, ids_TK, weights_TK = forward(*_given(x, *arguments, **options))
-    return y_TD.view(x.shape), ids_TK, weights_TK
+    return y_TD.view_as(x), ids_TK, weights_TK
 
 
 def _given(
@@ -194,7 +195,7 @@ def _given(
         "selection_bias": selection_bias,
     }
     parameters = ExpertParameters(w1, b1, w2, b2)
-    return x.reshape(-1, x.shape[-1]), routing, parameters, expert_options, router_options
+    return rows_of(x), routing, parameters, expert_options, router_options
 
 
 @torch.library.register_fake("moe::dropless_backward", lib=LIBRARY)
@@ -239,7 +240,7 @@ def _dropless_backward(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     router_options, expert_options = _split_options(expert_ids.shape[-1], options)
-    x_TD, dy_TD = x.reshape(-1, x.shape[-1]), dy.reshape(-1, x.shape[-1])
+    x_TD, dy_TD = rows_of(x), rows_of(dy)
     backward = _cuda_backward.experts_backward if x.is_cuda else _grouped.experts_backward
     dx_TD, dweights_TK, *dparameters = backward(
         dy_TD,
@@ -254,7 +255,7 @@ def _dropless_backward(
         dweights_TK, x_TD, router_weight, router_bias, expert_ids.long(), router_options
     )
     return (
-        (dx_TD + dx_router_TD.to(x.dtype)).view(x.shape),
+        (dx_TD + dx_router_TD.to(x.dtype)).view_as(x),
         drouter_ED.to(router_weight.dtype),
         *dparameters,
         router_weight.new_empty(0) if router_bias is None else dbias_E.to(router_bias.dtype),

@@ -15,6 +15,7 @@ from custom_ops._library import (
     check_keywords,
     differentiable_once,
     register_autocast,
+    rows_of,
     schema_of,
     with_options,
 )
@@ -109,16 +110,12 @@ def _experts_forward(
     checked = _check_eagerly(x, expert_ids, expert_weights, *parameters, **options)
     forward = _cuda.forward if x.is_cuda else _grouped.forward
     y_TD = forward(
-        _rows(x),
-        {"expert_ids": _rows(expert_ids), "expert_weights": _rows(expert_weights)},
+        rows_of(x),
+        {"expert_ids": rows_of(expert_ids), "expert_weights": rows_of(expert_weights)},
         ExpertParameters(*parameters),
         checked,
     )
-    return y_TD.view(x.shape)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return y_TD.view_as(x)
 
 
 @torch.library.register_fake("moe::experts_backward", lib=LIBRARY)
@@ -141,15 +138,15 @@ def _experts_backward(
     *parameters, needed = rest
     backward = _cuda_backward.experts_backward if x.is_cuda else _grouped.experts_backward
     dx, dweights, *dparameters = backward(
-        _rows(dy),
-        _rows(x),
-        _rows(expert_ids),
-        _rows(expert_weights),
+        rows_of(dy),
+        rows_of(x),
+        rows_of(expert_ids),
+        rows_of(expert_weights),
         ExpertParameters(*parameters),
         ExpertOptions(**options),
         train_parameters=needed,
     )
-    return dx.view(x.shape), dweights.view(expert_weights.shape), *dparameters
+    return dx.view_as(x), dweights.view_as(expert_weights), *dparameters
 
 
 def _setup_context(

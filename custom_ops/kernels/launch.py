@@ -7,13 +7,15 @@ longer than a small layer runs, so these start the compiled kernel itself, with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
+from operator import itemgetter, or_
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -30,6 +32,10 @@ from custom_ops.kernels.spec import (
 
 # Triton compiles for pointers to multiples of it, and apart for others.
 _ALIGNMENT = 16
+
+# What the arguments of a call's launches are taken from: the addresses of tensors and buffers by
+# name, and all else by number.
+_Values = dict[str | int, Any]
 
 
 def launch(
@@ -73,10 +79,12 @@ class _Kernel:
 
     Attributes:
         spec: The kernel.
+        descriptors: By parameter, what returns a tensor map's descriptor for an address.
         compiled: By the device's index, for aligned addresses.
     """
 
     spec: KernelSpec
+    descriptors: Mapping[str, Callable[[int], TensorDescriptor]]
     compiled: dict[int, CompiledKernel] = field(default_factory=dict)
 
 
@@ -87,25 +95,33 @@ class _Launch:
     Attributes:
         kernel: The kernel.
         grid: Programs along x, y and z.
-        values: An argument for each parameter, None for those that depend on the call.
-        pointers: The places of pointers, and the names of what they point to.
-        maps: The places of tensor maps.
+        keys: Under which the values of a call have an argument for each parameter.
+        arguments: Returns these arguments of a call's values.
     """
 
     kernel: _Kernel
     grid: tuple[int, int, int]
-    values: tuple[int | float | bool | str | None, ...]
-    pointers: tuple[tuple[int, str], ...]
-    maps: tuple[tuple[int, TensorMap], ...]
+    keys: tuple[str | int, ...]
+    arguments: Callable[[_Values], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is launched for a number of tokens, with a workspace's size and its buffers' offsets."""
+    """What is launched for a number of tokens.
+
+    Attributes:
+        launches: The launches, in order.
+        constants: The values that are the same at every call.
+        maps: The numbers of tensor maps, their tensors, and what returns their descriptors.
+        workspace_size: Bytes of the workspace.
+        offsets: Where the workspace's buffers begin.
+    """
 
     launches: tuple[_Launch, ...]
-    workspace_size: int = 0
-    offsets: tuple[tuple[str, int], ...] = ()
+    constants: _Values
+    maps: tuple[tuple[int, str, Callable[[int], TensorDescriptor]], ...]
+    workspace_size: int
+    offsets: tuple[tuple[str, int], ...]
 
 
 @lru_cache(maxsize=1024)
@@ -114,48 +130,65 @@ def _prepare(plan: ForwardPlan, tokens: int) -> _Prepared:
     span = plan.at(tokens)
     offsets = span.offsets(sizes)
     size = offsets.pop("")
-    return _Prepared(_launches(span.launches, sizes), size, tuple(offsets.items()))
+    return _prepared(span.launches, sizes, size, tuple(offsets.items()))
 
 
 @lru_cache(maxsize=1024)
 def _prepare_kernel(spec: KernelSpec, tokens: int) -> _Prepared:
-    return _Prepared(_launches((spec,), {"T": tokens}))
+    return _prepared((spec,), {"T": tokens})
 
 
 # Kernels that many calls share stay compiled when the records of some numbers of tokens go.
 @lru_cache(maxsize=4096)
 def _kernel(spec: KernelSpec) -> _Kernel:
-    return _Kernel(spec)
+    descriptors = {
+        name: lru_cache(maxsize=1024)(partial(_descriptor, argument))
+        for name, argument in spec.arguments.items()
+        if isinstance(argument, TensorMap)
+    }
+    return _Kernel(spec, descriptors)
 
 
-def _launches(specs: Iterable[KernelSpec], sizes: Mapping[str, int]) -> tuple[_Launch, ...]:
-    launches = []
+def _prepared(
+    specs: Iterable[KernelSpec],
+    sizes: Mapping[str, int],
+    workspace_size: int = 0,
+    offsets: tuple[tuple[str, int], ...] = (),
+) -> _Prepared:
+    launches, maps = [], []
+    constants: _Values = {}
     for spec in specs:
-        values: list[int | float | bool | str | None] = []
-        pointers, maps = [], []
-        for place, argument in enumerate(spec.arguments.values()):
-            values.append(None)
-            match argument:
-                case Constant(value):
-                    values[place] = value
-                case Scalar(expression):
-                    values[place] = expression.evaluate(sizes)
-                case TensorPointer(name) | WorkspacePointer(name):
-                    pointers.append((place, name))
-                case TensorMap():
-                    maps.append((place, argument))
-        x, y, z = (axis.evaluate(sizes) for axis in spec.grid)
         kernel = _kernel(spec)
-        launches.append(_Launch(kernel, (x, y, z), tuple(values), tuple(pointers), tuple(maps)))
-    return tuple(launches)
+        keys: list[str | int] = []
+        for parameter, argument in spec.arguments.items():
+            number = len(constants)
+            match argument:
+                case TensorPointer(name) | WorkspacePointer(name):
+                    keys.append(name)
+                    continue
+                case Constant(value):
+                    constants[number] = value
+                case Scalar(expression):
+                    constants[number] = expression.evaluate(sizes)
+                case TensorMap(tensor):
+                    constants[number] = None  # Its place.
+                    maps.append((number, tensor, kernel.descriptors[parameter]))
+            keys.append(number)
+        x, y, z = (axis.evaluate(sizes) for axis in spec.grid)
+        launches.append(_Launch(kernel, (x, y, z), tuple(keys), itemgetter(*keys)))
+    return _Prepared(tuple(launches), constants, tuple(maps), workspace_size, offsets)
 
 
 def _start(prepared: _Prepared, tensors: Mapping[str, Tensor], workspace: Tensor) -> None:
     base = workspace.data_ptr()
-    given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    aligned = not any(address % _ALIGNMENT for address in (base, *given.values()))
-    addresses = {name: base + offset for name, offset in prepared.offsets} | given
+    given: _Values = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    aligned = reduce(or_, given.values(), base) % _ALIGNMENT == 0
+    buffers: _Values = {name: base + offset for name, offset in prepared.offsets}
+    values = {**prepared.constants, **buffers, **given}
+    for number, tensor, descriptor in prepared.maps:
+        values[number] = descriptor(values[tensor])
     device = tensors["x"].get_device()
+    hooked = _has_launch_hooks()
     stream = None
     for each in prepared.launches:
         kernel = each.kernel
@@ -167,12 +200,27 @@ def _start(prepared: _Prepared, tensors: Mapping[str, Tensor], workspace: Tensor
             continue
         if stream is None:
             stream = driver.active.get_current_stream(device)
-        values: list[Any] = list(each.values)
-        for place, name in each.pointers:
-            values[place] = addresses[name]
-        for place, argument in each.maps:
-            values[place] = _descriptor(argument, addresses[argument.tensor])
-        compiled[each.grid](*values, stream=stream)
+        if hooked:
+            compiled[each.grid](*each.arguments(values), stream=stream)
+            continue
+        # The same without what hooks are told, which takes 3 us a launch; this takes 1.
+        compiled.run(
+            *each.grid,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *each.arguments(values),
+        )
+
+
+def _has_launch_hooks() -> bool:
+    """Whether Triton calls anything before or after each launch, such as a profiler."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    # Each is a chain, to which calls are added, or was replaced by a function or None.
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def _serves_all_calls(spec: KernelSpec, compiled: Any) -> bool:
@@ -190,7 +238,7 @@ def _start_by_jit(
     """Launches a kernel as Triton documents it, by tensors; returns what the JIT compiled."""
     spec, offsets = each.kernel.spec, dict(prepared.offsets)
     arguments: dict[str, Any] = {}
-    for (name, argument), value in zip(spec.arguments.items(), each.values, strict=True):
+    for (name, argument), key in zip(spec.arguments.items(), each.keys, strict=True):
         match argument:
             case TensorPointer(tensor):
                 arguments[name] = tensors[tensor]
@@ -204,7 +252,7 @@ def _start_by_jit(
                 lists = map(list, (shape, strides, box))
                 arguments[name] = TensorDescriptor(tensors[tensor], *lists)
             case _:
-                arguments[name] = value
+                arguments[name] = prepared.constants[key]
     return spec.function[each.grid](
         **arguments,
         num_warps=spec.num_warps,
@@ -226,7 +274,6 @@ class _Memory:
         return self.address
 
 
-@lru_cache(maxsize=4096)
 def _descriptor(argument: TensorMap, address: int) -> TensorDescriptor:
     """Returns a descriptor that holds no tensor.
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 
 from custom_ops import RouterOptions, reference
 from custom_ops.kernels import launch as launcher
@@ -136,6 +137,38 @@ def test_a_call_on_unaligned_tensors_compiles_nothing_for_aligned_ones():
     run(on, _unaligned(case, kernels))
     assert_matches(run(on, case), case.oracle(), case.dtypes)
     assert counts(kernels) == (2 * len(on.at(5).launches), 0)
+
+
+def _add_to_a_chain(monkeypatch, name: str) -> None:
+    chain = knobs.HookChain()
+    chain.add(print)
+    monkeypatch.setattr(knobs.runtime, name, chain)
+
+
+def _replace_by_a_function(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(knobs.runtime, name, print)
+
+
+def _remove(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(knobs.runtime, name, None)
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize(
+    ("hook", "hooked"), [(_add_to_a_chain, True), (_replace_by_a_function, True), (_remove, False)]
+)
+def test_hooks_of_launches_are_left_to_triton(name, hook, hooked, monkeypatch):
+    case = case_of()
+    on, kernels = planned(case)
+    launches = len(on.at(5).launches)
+    run(on, case)
+    with monkeypatch.context() as patched:
+        hook(patched, name)
+        assert_matches(run(on, case), case.oracle(), case.dtypes)
+    assert sum(each.hooked_launches for each in kernels) == (launches if hooked else 0)
+    run(on, case)
+    assert sum(each.hooked_launches for each in kernels) == (launches if hooked else 0)
+    assert counts(kernels) == (launches, 2 * launches)
 
 
 def test_no_kernel_is_compiled_for_a_number_of_tokens():

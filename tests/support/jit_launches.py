@@ -1,7 +1,7 @@
 """Launches plans by Triton's own JIT and after it, on a driver that launches nothing.
 
 Run as a program, without TRITON_INTERPRET: fails unless the same is launched each time, by several
-threads at once and on other tensors.
+threads at once and on other tensors, and unless each launch calls the hooks there are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -36,8 +37,10 @@ class Recorder(NullLauncher):
 
     def __call__(self, *launch: Any) -> None:
         """Launches nothing."""
-        grid, (stream, function, metadata) = launch[:3], launch[3:6]
+        grid, (stream, function, metadata), (told, *hooks) = launch[:3], launch[3:6], launch[6:9]
         RECORDED.calls.append((grid, stream, function, metadata, *map(as_passed, launch[9:])))
+        for hook in filter(None, hooks):
+            hook(told)
 
 
 def as_passed(value: Any) -> Any:
@@ -75,6 +78,10 @@ def launched(planned: ForwardPlan, case: Case) -> list[tuple[Any, ...]]:
     return [tuple(map(named, each)) for each in RECORDED.calls]
 
 
+def _note(names: list[str], told: Any) -> None:
+    names.append(told.get()["name"])
+
+
 def main() -> None:
     """Compares calls on every path."""
     NullDriver.launcher_cls = Recorder
@@ -91,6 +98,14 @@ def main() -> None:
         with patch.object(launcher, "_start_by_jit", None), ThreadPoolExecutor(4) as threads:
             for each in threads.map(partial(launched, planned), others):
                 assert each == by_jit, f"{each}\nis launched after\n{by_jit}"
+            for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+                names: list[str] = []
+                note = partial(_note, names)
+                chain.add(note)
+                assert launched(planned, case) == by_jit
+                chain.remove(note)
+                assert launched(planned, case) == by_jit
+                assert names == [spec.name for spec in planned.at(tokens).launches], names
     sys.stdout.write("the same\n")
 
 

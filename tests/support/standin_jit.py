@@ -38,7 +38,7 @@ class StandinJit:
             SimpleNamespace(name=name, do_not_specialize=name in scalars and not specialize)
             for name in self.arg_names
         ]
-        self.jit_launches = self.direct_launches = 0
+        self.jit_launches = self.direct_launches = self.hooked_launches = 0
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., CompiledKernel]:
         def run(**arguments: Any) -> CompiledKernel:
@@ -53,19 +53,36 @@ class _StandinCompiled(CompiledKernel):
     def __init__(self, kernel: StandinJit) -> None:
         self.kernel = kernel
         self.module = None  # Nothing to unload.
+        self.function, self.packed_metadata = object(), object()
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def run(*values: Any, stream: int) -> None:
-            assert stream == STREAM
-            self.kernel.direct_launches += 1
-            arguments = self.kernel.spec.arguments
-            read = {
-                name: _read(argument, value)
-                for (name, argument), value in zip(arguments.items(), values, strict=True)
-            }
-            self.kernel.spec.function[grid](**read)
+            self.kernel.hooked_launches += 1
+            self._run_on(grid, stream, values)
 
         return run
+
+    @property
+    def run(self) -> Callable[..., None]:
+        def run(*launch: Any) -> None:
+            grid, (stream, *compiled), hooks, values = (
+                launch[:3], launch[3:6], launch[6:9], launch[9:],
+            )  # fmt: skip
+            assert compiled == [self.function, self.packed_metadata]
+            assert hooks == (None, None, None)
+            self._run_on(grid, stream, values)
+
+        return run
+
+    def _run_on(self, grid: tuple[int, int, int], stream: int, values: tuple[Any, ...]) -> None:
+        assert stream == STREAM
+        self.kernel.direct_launches += 1
+        arguments = self.kernel.spec.arguments
+        read = {
+            name: _read(argument, value)
+            for (name, argument), value in zip(arguments.items(), values, strict=True)
+        }
+        self.kernel.spec.function[grid](**read)
 
 
 def _read(argument: Any, value: Any) -> Any:
