@@ -67,7 +67,8 @@ def _launched(plan: ForwardPlan, x_TD: Tensor, tensors: dict[str, Tensor]) -> Te
     from custom_ops.kernels.launch import launch
 
     tensors["y"] = y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    with torch.cuda.device(x_TD.device):
+    # By its index, since PyTorch takes a microsecond to find that of a device.
+    with torch.cuda.device(x_TD.get_device()):
         launch(plan, tensors)
     return y_TD
 
@@ -134,7 +135,7 @@ def readable(
 ) -> dict[str, Tensor]:
     """Returns what a launch reads, by name; a weight that is transposed as the memory has it."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
-    w1, w2 = (each.mT if _is_transposed(each) else each for each in (w1_EFD, w2_EDH))
+    w1, w2 = _as_it_lies(w1_EFD), _as_it_lies(w2_EDH)
     tensors = {"x": x_TD, **routing, "w1": w1, "b1": b1_EF, "w2": w2, "b2": b2_ED}
     return {name: aligned(tensor) for name, tensor in tensors.items() if tensor is not None}
 
@@ -146,7 +147,14 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def _is_transposed(weight: Tensor) -> bool:
-    return not weight.is_contiguous() and weight.mT.is_contiguous()
+    return _as_it_lies(weight) is not weight
+
+
+def _as_it_lies(weight: Tensor) -> Tensor:
+    if weight.is_contiguous():
+        return weight
+    transposed = weight.mT
+    return transposed if transposed.is_contiguous() else weight
 
 
 @lru_cache(maxsize=1024)

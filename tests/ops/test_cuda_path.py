@@ -5,15 +5,18 @@ The kernels run in Triton's interpreter; only queries to the device are mocked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib import import_module
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from custom_ops import ExpertOptions, RouterOptions, _cuda
+from custom_ops import ExpertOptions, RouterOptions, _cuda, _cuda_backward, _grouped
 from custom_ops._grouped import ExpertParameters
 from custom_ops.kernels.architectures import ARCHITECTURES, nearest_architecture
 from custom_ops.kernels.spec import ForwardPlan
@@ -25,7 +28,21 @@ from moe_cases import Case, assert_matches, make_case
 def _device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    _cuda._plan.cache_clear()
+    for cached in (_cuda._plan, _cuda_backward._plan):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def _operators(monkeypatch):
+    """The operators compute as on CUDA tensors."""
+    kernels = {
+        "forward": _cuda.forward,
+        "forward_routed": _cuda.forward_routed,
+        "experts_backward": _cuda_backward.experts_backward,
+    }
+    for name in ("dropless", "experts"):
+        module = import_module(f"custom_ops.{name}")
+        monkeypatch.setattr(module, "_grouped", SimpleNamespace(**{**vars(_grouped), **kernels}))
 
 
 @pytest.fixture
@@ -156,3 +173,199 @@ def test_a_newer_device_takes_the_plan_of_the_nearest_older_one():
     assert all(nearest_architecture(*divmod(c, 10)).capability == c for c in ARCHITECTURES)
     with pytest.raises(ValueError, match=r"capability 7\.5 or later, the device has 7\.0"):
         nearest_architecture(7, 0)
+
+
+# --- What is remembered from call to call ---
+
+
+def _dtype(*names: str) -> Callable[[Case], dict[str, Tensor]]:
+    return lambda case: {name: case.arguments[name].half() for name in names}
+
+
+def _transposed(name: str) -> Callable[[Case], dict[str, Tensor]]:
+    return lambda case: {name: case.arguments[name].mT.contiguous().mT}
+
+
+def _part(size: int, *names: str) -> Callable[[Case], dict[str, Tensor]]:
+    return lambda case: {name: case.arguments[name][:size].contiguous() for name in names}
+
+
+def _narrow(**ends: tuple[int, ...]) -> Callable[[Case], dict[str, Tensor]]:
+    """Cuts tensors to sizes."""
+
+    def cut(case: Case) -> dict[str, Tensor]:
+        return {
+            name: case.arguments[name][tuple(map(slice, sizes))].contiguous()
+            for name, sizes in ends.items()
+        }
+
+    return cut
+
+
+def _to(**changes: Any) -> Callable[[Case], dict[str, Any]]:
+    return lambda case: changes
+
+
+_EXPERTS = ("w1", "b1", "w2", "b2")
+_ROUTER = ("router_weight", "router_bias", "selection_bias")
+# What another call changes, and the field of the plan's layer, or of its options, that follows.
+_CHANGES = [
+    ("dropless", _dtype("x"), "tokens_dtype", torch.float16),
+    ("dropless", _dtype(*_EXPERTS), "experts_dtype", torch.float16),
+    ("dropless", _dtype("router_weight"), "routing_dtype", torch.float16),
+    ("dropless", _dtype("router_bias"), "weights_dtype", torch.float16),
+    ("dropless", _dtype("selection_bias"), "selection_dtype", torch.float16),
+    ("dropless", _to(router_bias=None), "weights_dtype", None),
+    ("dropless", _to(selection_bias=None), "selection_dtype", None),
+    ("dropless", _to(top_k=3), "top_k", 3),
+    ("dropless", _to(routed_scaling=2.0), "routed_scaling", 2.0),
+    ("dropless", _to(activation="silu"), "activation", "silu"),
+    ("dropless", _part(4, *_EXPERTS, *_ROUTER), "experts", 4),
+    ("experts", _dtype("x"), "tokens_dtype", torch.float16),
+    ("experts", _dtype(*_EXPERTS), "experts_dtype", torch.float16),
+    ("experts", _dtype("expert_weights"), "weights_dtype", torch.float16),
+    ("experts", _to(b1=None), "b1", False),
+    ("experts", _to(b2=None), "b2", False),
+    ("experts", _transposed("w1"), "w1_transposed", True),
+    ("experts", _transposed("w2"), "w2_transposed", True),
+    ("experts", _part(4, *_EXPERTS), "experts", 4),
+    ("experts", _narrow(x=(9, 16), w1=(5, 24, 16), w2=(5, 16, 24), b2=(5, 16)), "width", 16),
+    ("experts", _narrow(w1=(5, 16, 24), b1=(5, 16), w2=(5, 24, 16)), "hidden", 16),
+    ("experts", _narrow(expert_ids=(9, 1), expert_weights=(9, 1)), "top_k", 1),
+    ("experts", _to(residual=True), "residual", True),
+]
+
+
+@pytest.mark.usefixtures("_operators")
+@pytest.mark.parametrize(("op", "change", "name", "value"), _CHANGES)
+def test_what_another_call_changes_is_noticed(op, change, name, value, launches):
+    case = make_case(op, (9,), width=24, hidden=24, selection_bias=op == "dropless")
+    for each in (case, case.changed(**change(case)), case):
+        each()
+    before, changed, after = (plan for plan, _ in launches)
+
+    def field(plan: ForwardPlan) -> Any:
+        layer = plan.layer
+        return next(
+            getattr(record, name)
+            for record in (layer, layer.options, layer.router)
+            if hasattr(record, name)
+        )
+
+    assert field(changed) == value != field(before)
+    assert after is before
+
+
+@pytest.mark.usefixtures("_operators")
+def test_a_change_of_the_precision_of_products_is_noticed(launches):
+    single, half = (
+        make_case("dropless", (9,), width=16, hidden=24, dtype=dtype)
+        for dtype in (torch.float32, torch.float16)
+    )
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for precision in ("ieee", "tf32", "ieee"):
+            matmul.fp32_precision = precision
+            single()
+            half()
+    finally:
+        matmul.fp32_precision = before
+    assert [plan.layer.tf32 for plan, _ in launches] == [False, False, True, False, False, False]
+
+
+def test_each_device_has_a_plan_for_its_architecture(monkeypatch):
+    case = make_case("experts", (9,), width=16, hidden=24)
+    a = case.arguments
+    routing = {name: a[name] for name in ("expert_ids", "expert_weights")}
+    parameters = ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"])
+    fields = _cuda.layer_fields(a["x"], routing, parameters, ExpertOptions())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8 + device.index, 0))
+    plans = [_cuda._plan(torch.device("cuda", index), **fields) for index in (0, 1, 0)]
+    assert [plan.architecture.name for plan in plans] == ["sm_80", "sm_90", "sm_80"]
+
+
+@pytest.mark.usefixtures("_operators")
+@pytest.mark.parametrize("name", ["x", "router_weight", "router_bias", "w1", "b1", "w2", "b2"])
+def test_what_begins_at_an_odd_address_is_copied_at_that_call(name, launches):
+    case = make_case("dropless", (9,), width=16, hidden=24)
+    given = case.arguments[name]
+    odd = torch.empty(given.numel() + 1)[1:].view(given.shape).copy_(given)
+    for each in (case, case.changed(**{name: odd}), case):
+        each()
+    before, copied, after = (tensors[name] for _, tensors in launches)
+    assert before.data_ptr() == after.data_ptr() == given.data_ptr()
+    assert copied.data_ptr() % 16 == 0 != odd.data_ptr() % 16
+    assert torch.equal(copied, given)
+
+
+def _in_inference_mode(case: Case) -> Tensor:
+    with torch.inference_mode():
+        return case()
+
+
+def _without_gradients(case: Case) -> Tensor:
+    with torch.no_grad():
+        return case()
+
+
+def _with_gradients(case: Case) -> Tensor:
+    case = case.with_grad()
+    y = case()
+    y.sum().backward()
+    assert all(each.grad is not None for each in case.floats.values())
+    return y.detach()
+
+
+def _with_autocast(case: Case) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return case()
+
+
+def _functional(case: Case) -> Tensor:
+    return torch.func.functionalize(case.function)(*case.floats.values())
+
+
+def _compiled(case: Case) -> Tensor:
+    torch._dynamo.reset()
+    return torch.compile(case.function, fullgraph=True, backend="eager")(*case.floats.values())
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _in_a_mode(case: Case) -> Tensor:
+    with _Mode():
+        return case()
+
+
+def _with_parameters(case: Case) -> Tensor:
+    frozen = {
+        name: torch.nn.Parameter(each, requires_grad=False) for name, each in case.floats.items()
+    }
+    return case.changed(**frozen)()
+
+
+_WAYS = [
+    _in_inference_mode,
+    _without_gradients,
+    _with_gradients,
+    _with_autocast,
+    _functional,
+    _compiled,
+    _in_a_mode,
+    _with_parameters,
+]
+
+
+@pytest.mark.usefixtures("_operators")
+@pytest.mark.parametrize("op", ["dropless", "experts"])
+@pytest.mark.parametrize("way", _WAYS)
+def test_a_call_in_another_way_after_a_plain_one(op, way):
+    case = make_case(op, (3,), width=16, hidden=24, gated=True)
+    expected = case.oracle()
+    half = {torch.bfloat16} if way is _with_autocast else set()
+    for call, dtypes in ((Case.__call__, set()), (way, half), (Case.__call__, set())):
+        assert_matches(call(case), expected, case.dtypes | dtypes)
