@@ -90,7 +90,7 @@ def rms_norm_forward(
             weight_plus_one=weight_plus_one,
             round_before_weight=round_before_weight,
         )
-        with torch.cuda.device(x_TD.device):
+        with torch.cuda.device(x_TD.get_device()):
             launch_kernel(spec, {"x": aligned(x_TD), "weight": aligned(weight_D), "y": y_TD})
     return y_TD
 
