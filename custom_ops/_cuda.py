@@ -64,12 +64,12 @@ def forward_routed(
 
 
 def _launched(plan: ForwardPlan, x_TD: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-    from custom_ops.kernels.launch import launch
+    from custom_ops.kernels import launch as launcher
 
     tensors["y"] = y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     # By its index, since PyTorch takes a microsecond to find that of a device.
     with torch.cuda.device(x_TD.get_device()):
-        launch(plan, tensors)
+        launcher.launch(plan, tensors)
     return y_TD
 
 
@@ -105,7 +105,7 @@ def layer_fields(
     """Returns the fields of the :class:`custom_ops.kernels.layer.Layer` that a call computes."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
     experts, _, width = w1_EFD.shape
-    routing_dtype, weights_dtype, *_ = (None if t is None else t.dtype for t in routing.values())
+    routing_dtype, weights_dtype, *_ = [None if t is None else t.dtype for t in routing.values()]
     selection_bias = routing.get("selection_bias")
     experts_dtype = w1_EFD.dtype
     # Asking costs a microsecond, and other dtypes have no TF32.

@@ -218,9 +218,9 @@ def _start(prepared: _Prepared, tensors: Mapping[str, Tensor], workspace: Tensor
 
 def _has_launch_hooks() -> bool:
     """Whether Triton calls anything before or after each launch, such as a profiler."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     # Each is a chain, to which calls are added, or was replaced by a function or None.
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _serves_all_calls(spec: KernelSpec, compiled: Any) -> bool:
