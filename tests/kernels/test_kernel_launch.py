@@ -245,5 +245,5 @@ def test_what_is_launched_after_triton_s_own_jit_is_what_it_launches():
 
 @pytest.mark.slow
 def test_the_host_s_part_of_a_call_is_short():
-    # About 2; 4 where each call is checked anew, 6 where it works out its launches, 7 with its plan.
+    # About 2; 4 where each call is checked anew, 6 where it works out its launches, 7 its plan too.
     assert float(run_without_interpreter("host_cost_bound.py")) < 3.5
