@@ -38,12 +38,12 @@ def device(monkeypatch):
         yield state
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(DroplessMoEMlp(16, 24, num_experts=EXPERTS, top_k=2) for _ in range(2)))
 
 
-def converted(model: nn.Module) -> nn.Module:
+def converted(model: nn.Sequential) -> nn.Sequential:
     model = model.eval().requires_grad_(False)
     report = dynamo_moe.convert(model)
     assert report.replaced

@@ -253,7 +253,9 @@ def test_the_launcher_uses_two_streams_and_events(monkeypatch):
         def wait_stream(self, stream):
             joined.append(stream)
 
-    launched, waits, joined = [], [], []
+    launched: list[tuple[bool, bool, tuple[int, ...]]] = []
+    waits: list[int] = []
+    joined: list[Stream] = []
     main, side = Stream(), Stream()
     current = [main]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -206,14 +207,16 @@ def test_the_bytes_of_a_cache_are_those_of_the_plan():
 HOST, CUDA, OTHER = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
 
 
-def fakes(x: torch.device, w1: torch.device, w2: torch.device, b1: torch.device) -> list[Tensor]:
-    return [
+def fakes(
+    x: torch.device, w1: torch.device, w2: torch.device, b1: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
         torch.empty(3, 16, device=x),
         torch.empty(6, 8, 16, device=w1),
         torch.empty(6, 8, device=b1),
         torch.empty(6, 16, 8, device=w2),
         torch.empty(6, 16, device=b1),
-    ]
+    )
 
 
 def test_which_devices_fit_together():
@@ -231,7 +234,7 @@ def test_which_devices_fit_together():
                 check_experts(*fakes(*devices), ExpertOptions())
 
 
-def call_on_fakes(op: str) -> tuple[Tensor, ...]:
+def call_on_fakes(op: str) -> tuple[Any, ...]:
     x, w1, b1, w2, b2 = fakes(CUDA, HOST, HOST, CUDA)
     if op == "dropless":
         return x, torch.empty(6, 16, device=CUDA), w1, b1, w2, b2, 2
