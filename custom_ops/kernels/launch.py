@@ -25,6 +25,7 @@ from custom_ops.kernels.spec import (
     ForwardPlan,
     KernelSpec,
     Scalar,
+    StatePointer,
     TensorMap,
     TensorPointer,
     WorkspacePointer,
@@ -71,6 +72,20 @@ def launch_kernel(spec: KernelSpec, tensors: Mapping[str, Tensor]) -> None:
     """
     prepared = _prepare_kernel(spec, tensors["x"].shape[0])
     _start(prepared, tensors, torch.empty(0, dtype=torch.uint8, device=tensors["x"].device))
+
+
+def bound_kernel(
+    spec: KernelSpec, sizes: Mapping[str, int]
+) -> Callable[[Mapping[str, Tensor]], None]:
+    """Returns what launches a kernel on the current stream, given everything it takes by name.
+
+    Args:
+        spec: The kernel.
+        sizes: The values of its symbols.
+    """
+    prepared = _prepared((spec,), sizes)
+    # It has no offsets, so nothing lies in the workspace.
+    return lambda tensors: _start(prepared, tensors, workspace=tensors["x"])
 
 
 @dataclass(frozen=True)
@@ -163,7 +178,7 @@ def _prepared(
         for parameter, argument in spec.arguments.items():
             number = len(constants)
             match argument:
-                case TensorPointer(name) | WorkspacePointer(name):
+                case TensorPointer(name) | WorkspacePointer(name) | StatePointer(name):
                     keys.append(name)
                     continue
                 case Constant(value):
@@ -240,7 +255,7 @@ def _start_by_jit(
     arguments: dict[str, Any] = {}
     for (name, argument), key in zip(spec.arguments.items(), each.keys, strict=True):
         match argument:
-            case TensorPointer(tensor):
+            case TensorPointer(tensor) | StatePointer(tensor):
                 arguments[name] = tensors[tensor]
             case WorkspacePointer(buffer) if buffer in tensors:
                 arguments[name] = tensors[buffer]
