@@ -36,7 +36,7 @@ from custom_ops.kernels.spec import (
     TensorPointer,
     WorkspacePointer,
 )
-from custom_ops.kernels.weights import load_weights, split_gates, tile_columns
+from custom_ops.kernels.weights import load_weights, split_gates
 
 _ABSENT = Constant(None)
 
@@ -79,7 +79,10 @@ def hidden_gradient_kernel(
     """Computes ``hidden`` again, ``dz``, and by tiles of hidden units what slots' gradients sum."""
     dtype = dz_ptr.dtype.element_ty
     F: tl.constexpr = 2 * H if GATED else H
-    COLUMNS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    # Rows that alternate are read together, for loads of whole lines. Others have an accumulator
+    # each: with one for both, 140 registers instead of 122 leave no room for a second program.
+    COLUMNS: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+    APART: tl.constexpr = GATED and not INTERLEAVED
     WHOLE: tl.constexpr = D % BLOCK_K == 0
     tile = tl.program_id(0)
     n_tile = tl.program_id(1)
@@ -96,7 +99,8 @@ def hidden_gradient_kernel(
     first = n_tile * BLOCK_N
 
     x_ptrs = x_ptr + token[:, None] * D + k[None, :]
-    u = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    gate_u = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    up_u = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for start in tl.range(0, D, BLOCK_K):
         x = load_block(x_ptrs + start, (start + k < D)[None, :], WHOLE).to(dtype)
         w = load_weights(
@@ -109,12 +113,31 @@ def hidden_gradient_kernel(
             COLUMNS,
             BLOCK_K,
             WHOLE,
-            GATED,
-            INTERLEAVED,
-            W1_TRANSPOSED,
+            GATED=INTERLEAVED,
+            INTERLEAVED=INTERLEAVED,
+            TRANSPOSED=W1_TRANSPOSED,
             TENSOR_MAP=False,
         )
-        u = tl.dot(x, w, u, input_precision=PRECISION)
+        gate_u = tl.dot(x, w, gate_u, input_precision=PRECISION)
+        if APART:
+            w = load_weights(
+                w1_ptr,
+                expert,
+                H + first,
+                start,
+                F,
+                D,
+                COLUMNS,
+                BLOCK_K,
+                WHOLE,
+                GATED=False,
+                INTERLEAVED=False,
+                TRANSPOSED=W1_TRANSPOSED,
+                TENSOR_MAP=False,
+            )
+            up_u = tl.dot(x, w, up_u, input_precision=PRECISION)
+    if INTERLEAVED:
+        gate_u, up_u = split_gates(gate_u, GATED, INTERLEAVED)
 
     dy_ptrs = dy_ptr + token[:, None] * D + k[None, :]
     dh = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -140,16 +163,24 @@ def hidden_gradient_kernel(
 
     weight = tl.load(expert_weights_ptr + slot).to(tl.float32)[:, None]
     if row_scale_ptr is not None:
-        u *= tl.load(row_scale_ptr + token)[:, None]
-    z = u
+        scale = tl.load(row_scale_ptr + token)[:, None]
+        gate_u *= scale
+        up_u *= scale
+    gate = gate_u
+    up = up_u
     if WEIGHT_ON_INPUT:
-        z *= weight
-    if b1_ptr is not None:
-        column = tile_columns(first, F, COLUMNS, GATED, INTERLEAVED)
-        z += tl.load(b1_ptr + expert.to(tl.int64) * F + column).to(tl.float32)[None, :]
-    gate, up = split_gates(z, GATED, INTERLEAVED)
-
+        gate *= weight
+        up *= weight
     n = first + tl.arange(0, BLOCK_N)
+    if b1_ptr is not None:
+        # From one hidden unit to the next, and from its gate to its up.
+        UNIT: tl.constexpr = 2 if INTERLEAVED else 1
+        UP: tl.constexpr = 1 if INTERLEAVED else H
+        b1_ptrs = b1_ptr + expert.to(tl.int64) * F + n % H * UNIT
+        gate += tl.load(b1_ptrs).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(b1_ptrs + UP).to(tl.float32)[None, :]
+
     stored = in_expert[:, None] & (n < H)[None, :]
     part = n_tile.to(tl.int64) * (tokens * K) + row
     if hidden_ptr is not None or not WEIGHT_ON_INPUT:
@@ -164,7 +195,7 @@ def hidden_gradient_kernel(
     dgate, dup = activate_gradient(dh, gate, up, GATED, ACTIVATION, ALPHA, LIMIT)
     dz_ptrs = dz_ptr + row.to(tl.int64)[:, None] * F
     if INTERLEAVED:
-        f = 2 * first + tl.arange(0, COLUMNS)
+        f = 2 * first + tl.arange(0, 2 * BLOCK_N)
         dz = tl.interleave(dgate.to(dtype), dup.to(dtype))
         tl.store(dz_ptrs + f[None, :], dz, mask=in_expert[:, None] & (f < F)[None, :])
     else:
@@ -172,7 +203,6 @@ def hidden_gradient_kernel(
         if GATED:
             tl.store(dz_ptrs + H + n[None, :], dup.to(dtype), mask=stored)
     if WEIGHT_ON_INPUT or row_scale_ptr is not None:
-        gate_u, up_u = split_gates(u, GATED, INTERLEAVED)
         products = dgate * gate_u
         if GATED:
             products += dup * up_u
