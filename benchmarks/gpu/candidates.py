@@ -121,6 +121,8 @@ def gemm_candidates(
         num_stages=(2, 3, 4, 5, 6),
         group_m=(8, 1, 32),
         tensor_maps=(True, False) if architecture.has_tensor_maps else (False,),
+        # Higher tiles have rows enough without.
+        swapped=(False, True) if architecture.has_async_products and block_m < 64 else (False,),
     )
     found = [
         config
@@ -129,7 +131,11 @@ def gemm_candidates(
         and fits(layer, architecture, config, gates)
     ]
     tiles = spread(
-        sorted(found, key=badness), blocks, attrgetter("block_n"), attrgetter("num_stages")
+        sorted(found, key=badness),
+        blocks,
+        attrgetter("swapped"),
+        attrgetter("block_n"),
+        attrgetter("num_stages"),
     )
     # Other groupings of the same tiles come last.
     return tuple(sorted(tiles, key=lambda config: config.group_m != 8))
@@ -146,6 +152,8 @@ def _is_distinct(layer: Layer, config: GemmConfig, columns: int, depth: int, gat
         and (row_bytes >= 128 if config.tensor_maps else depth % config.block_k == 0)
         and config.block_n <= max(32, power_of_2(columns))
         and (area >= 64 * 128 if config.num_warps == 8 else area <= 128 * 128)
+        # Fewer columns are no left operand of those products either.
+        and (not config.swapped or gates * config.block_n >= 64)
         # A pipeline is no deeper than its loop is long.
         and config.num_stages <= max(2, steps)
         # Grouping matters where there are several columns of high tiles.

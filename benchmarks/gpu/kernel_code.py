@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
@@ -27,6 +28,7 @@ import torch
 from benchmarks.common.report import conditions, parser, table
 from benchmarks.gpu.layers import Shape, matching
 from custom_ops.kernels.architectures import ARCHITECTURES, Architecture, architecture
+from custom_ops.kernels.backward_plan import backward_plan
 from custom_ops.kernels.plan import plan
 from custom_ops.kernels.spec import ForwardPlan
 from trt_plugin.bundle import Kernel
@@ -173,38 +175,55 @@ class Case:
     shape: Shape
     device: Architecture
 
-    @property
-    def plan(self) -> ForwardPlan:
-        """What runs, in bfloat16, with the router."""
-        return plan(self.shape.layer(torch.bfloat16), self.device)
+    def kernels(self) -> dict[str, ForwardPlan]:
+        """Returns what runs in bfloat16, each kernel as a plan of its own by its name.
+
+        Names are shape, architecture, ``backward`` for the backward pass, fewest tokens and kernel,
+        with a number from a range's second of a name on. What several ranges of tokens share is
+        there once; the router is, and of the backward pass what the forward pass has not.
+        """
+        dtype, found = torch.bfloat16, {}
+        forward = plan(self.shape.layer(dtype), self.device)
+        layer = self.shape.layer(dtype, router=False)
+        backward = backward_plan(layer, self.device, train_parameters=True)
+        shared = {launch.name for launch in forward.kernels()}
+        seen: set[str] = set()
+        for planned, prefix, left_out in ((forward, "", set()), (backward, "backward ", shared)):
+            for span in planned.ranges:
+                names: Counter[str] = Counter()
+                for launch in span.launches:
+                    compiled = (
+                        f"{launch.name} {launch.num_warps} {launch.num_stages} {launch.arguments}"
+                    )
+                    names[launch.name] += 1
+                    if compiled in seen or launch.name in left_out:
+                        continue
+                    seen.add(compiled)
+                    number = f" {names[launch.name]}" if names[launch.name] > 1 else ""
+                    name = f"{prefix}{span.first} {launch.name}{number}"
+                    alone = replace(span, first=1, launches=(launch,))
+                    found[f"{self.shape.name} {self.device.name} {name}"] = replace(
+                        planned, ranges=(alone,)
+                    )
+        return found
 
 
 def measure(
     cases: Iterable[Case], kernels: str = "", *, progress: bool = True
 ) -> dict[str, Figures]:
-    """Compiles and disassembles; returns each kernel's figures.
-
-    Their names are shape, architecture, fewest tokens and kernel. What several ranges of tokens
-    share is there once.
+    """Compiles and disassembles; returns the figures by the names of :meth:`Case.kernels`.
 
     Args:
         cases: What to compile.
-        kernels: A pattern that a kernel's name must contain, such as ``expert|few``.
+        kernels: A pattern that a name must contain, such as ``expert|few``.
         progress: Whether to show a bar while compiling.
     """
-    wanted: dict[str, tuple[Case, ForwardPlan]] = {}
-    for case in cases:
-        seen: set[str] = set()
-        for span in case.plan.ranges:
-            for launch in span.launches:
-                compiled = (
-                    f"{launch.name} {launch.num_warps} {launch.num_stages} {launch.arguments}"
-                )
-                if compiled not in seen and re.search(kernels, launch.name):
-                    seen.add(compiled)
-                    alone = replace(span, first=1, launches=(launch,))
-                    name = f"{case.shape.name} {case.device.name} {span.first} {launch.name}"
-                    wanted[name] = case, replace(case.plan, ranges=(alone,))
+    wanted = {
+        name: (case, alone)
+        for case in cases
+        for name, alone in case.kernels().items()
+        if re.search(kernels, name)
+    }
     bundle = compile_plans([each for _, each in wanted.values()], progress=progress)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         codes = pool.map(
@@ -227,7 +246,9 @@ def main() -> None:
     known = ",".join(each.name for each in ARCHITECTURES.values())
     command.add_argument("--arch", default="sm_90", help=f"architectures among {known}")
     command.add_argument("--shapes", default="", help="shapes, such as qwen3,swin; default: all")
-    command.add_argument("--kernels", default="", help="a pattern of names, such as expert|few")
+    command.add_argument(
+        "--kernels", default="", help="a pattern of names, such as expert|few or backward"
+    )
     given = command.parse_args()
     cases = [
         Case(shape, architecture(name))

@@ -74,6 +74,7 @@ class Window:
         yield self._measure("baseline", 170)
         yield self._profile()
         yield self._tune()
+        yield self._backward()
         package = self.build / "package" if self.rehearsal else ROOT / "custom_ops" / "kernels"
         yield self._measure("tuned", 150, ("cp", "-r", str(self._tables), str(package)))
 
@@ -139,6 +140,18 @@ class Window:
             fresh = ("--unpoisoned",) if tool == "initcheck" else ()
             command = (str(sanitizer), "--tool", tool, "--error-exitcode", "9", *run, *fresh)
             yield Stage(tool, (command,), 90, missing=missing)
+
+    def _backward(self) -> Stage:
+        """The backward pass's kernels, which PyTorch alone launches."""
+        rehearsal = ("--dry-run",) if self.rehearsal else ()
+        run = (sys.executable, "tests/support/backward_cases.py", *rehearsal)
+        sanitizer = shutil.which("compute-sanitizer")
+        tools = ("memcheck", "racecheck") if sanitizer else ()
+        checks = ((str(sanitizer), "--tool", tool, "--error-exitcode", "9", *run) for tool in tools)
+        # Out of bounds of an allocation is then out of bounds of a tensor.
+        environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        # The first run compiles the kernels.
+        return Stage("backward", (run, *checks), 120, environment)
 
     def _measure(self, name: str, seconds: float, *before: tuple[str, ...]) -> Stage:
         picture = str(self.results / f"{name}.png")

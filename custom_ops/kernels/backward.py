@@ -36,6 +36,7 @@ from custom_ops.kernels.spec import (
     TensorPointer,
     WorkspacePointer,
 )
+from custom_ops.kernels.weights import load_weights, split_gates
 
 _ABSENT = Constant(None)
 
@@ -78,13 +79,10 @@ def hidden_gradient_kernel(
     """Computes ``hidden`` again, ``dz``, and by tiles of hidden units what slots' gradients sum."""
     dtype = dz_ptr.dtype.element_ty
     F: tl.constexpr = 2 * H if GATED else H
-    # Rows of w1 from one hidden unit to the next, and from its gate row to its up row.
-    UNIT: tl.constexpr = 2 if INTERLEAVED else 1
-    UP: tl.constexpr = 1 if INTERLEAVED else H
-    W1_F: tl.constexpr = 1 if W1_TRANSPOSED else D
-    W1_D: tl.constexpr = F if W1_TRANSPOSED else 1
-    W2_D: tl.constexpr = 1 if W2_TRANSPOSED else H
-    W2_H: tl.constexpr = D if W2_TRANSPOSED else 1
+    # Rows that alternate are read together, for loads of whole lines. Others have an accumulator
+    # each: with one for both, 140 registers instead of 122 leave no room for a second program.
+    COLUMNS: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
+    APART: tl.constexpr = GATED and not INTERLEAVED
     WHOLE: tl.constexpr = D % BLOCK_K == 0
     tile = tl.program_id(0)
     n_tile = tl.program_id(1)
@@ -92,35 +90,75 @@ def hidden_gradient_kernel(
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
-    expert = expert.to(tl.int64)
     row = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)
     in_expert = row < tl.load(row_starts_ptr + expert + 1)
     # Rows beyond the expert's compute on slot 0's token and are not stored.
     slot = tl.load(slot_of_row_ptr + row, mask=in_expert, other=0)
     token = (slot // K).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = n_tile * BLOCK_N
 
     x_ptrs = x_ptr + token[:, None] * D + k[None, :]
-    w1_ptrs = w1_ptr + expert * F * D + (n % H * UNIT)[None, :] * W1_F + k[:, None] * W1_D
-    gate_u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up_u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate_u = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    up_u = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for start in tl.range(0, D, BLOCK_K):
-        inside = start + k < D
-        x = load_block(x_ptrs + start, inside[None, :], WHOLE).to(dtype)
-        w = load_block(w1_ptrs + start * W1_D, inside[:, None], WHOLE)
+        x = load_block(x_ptrs + start, (start + k < D)[None, :], WHOLE).to(dtype)
+        w = load_weights(
+            w1_ptr,
+            expert,
+            first,
+            start,
+            F,
+            D,
+            COLUMNS,
+            BLOCK_K,
+            WHOLE,
+            GATED=INTERLEAVED,
+            INTERLEAVED=INTERLEAVED,
+            TRANSPOSED=W1_TRANSPOSED,
+            TENSOR_MAP=False,
+        )
         gate_u = tl.dot(x, w, gate_u, input_precision=PRECISION)
-        if GATED:
-            v = load_block(w1_ptrs + start * W1_D + UP * W1_F, inside[:, None], WHOLE)
-            up_u = tl.dot(x, v, up_u, input_precision=PRECISION)
+        if APART:
+            w = load_weights(
+                w1_ptr,
+                expert,
+                H + first,
+                start,
+                F,
+                D,
+                COLUMNS,
+                BLOCK_K,
+                WHOLE,
+                GATED=False,
+                INTERLEAVED=False,
+                TRANSPOSED=W1_TRANSPOSED,
+                TENSOR_MAP=False,
+            )
+            up_u = tl.dot(x, w, up_u, input_precision=PRECISION)
+    if INTERLEAVED:
+        gate_u, up_u = split_gates(gate_u, GATED, INTERLEAVED)
 
     dy_ptrs = dy_ptr + token[:, None] * D + k[None, :]
-    w2_ptrs = w2_ptr + expert * D * H + (n % H)[None, :] * W2_H + k[:, None] * W2_D
     dh = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, D, BLOCK_K):
-        inside = start + k < D
-        dy = load_block(dy_ptrs + start, inside[None, :], WHOLE).to(dtype)
-        w = load_block(w2_ptrs + start * W2_D, inside[:, None], WHOLE)
+        dy = load_block(dy_ptrs + start, (start + k < D)[None, :], WHOLE).to(dtype)
+        w = load_weights(
+            w2_ptr,
+            expert,
+            first,
+            start,
+            H,
+            D,
+            BLOCK_N,
+            BLOCK_K,
+            WHOLE,
+            GATED=False,
+            INTERLEAVED=False,
+            # w2 is [E, D, H]: this product's depth comes first unless the flag is set.
+            TRANSPOSED=not W2_TRANSPOSED,
+            TENSOR_MAP=False,
+        )
         dh = tl.dot(dy, w, dh, input_precision=PRECISION)
 
     weight = tl.load(expert_weights_ptr + slot).to(tl.float32)[:, None]
@@ -133,8 +171,12 @@ def hidden_gradient_kernel(
     if WEIGHT_ON_INPUT:
         gate *= weight
         up *= weight
+    n = first + tl.arange(0, BLOCK_N)
     if b1_ptr is not None:
-        b1_ptrs = b1_ptr + expert * F + n % H * UNIT
+        # From one hidden unit to the next, and from its gate to its up.
+        UNIT: tl.constexpr = 2 if INTERLEAVED else 1
+        UP: tl.constexpr = 1 if INTERLEAVED else H
+        b1_ptrs = b1_ptr + expert.to(tl.int64) * F + n % H * UNIT
         gate += tl.load(b1_ptrs).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(b1_ptrs + UP).to(tl.float32)[None, :]
@@ -151,10 +193,15 @@ def hidden_gradient_kernel(
             tl.store(weight_parts_ptr + part, sums, mask=in_expert)
             dh *= weight
     dgate, dup = activate_gradient(dh, gate, up, GATED, ACTIVATION, ALPHA, LIMIT)
-    dz_ptrs = dz_ptr + row.to(tl.int64)[:, None] * F + (n * UNIT)[None, :]
-    tl.store(dz_ptrs, dgate.to(dtype), mask=stored)
-    if GATED:
-        tl.store(dz_ptrs + UP, dup.to(dtype), mask=stored)
+    dz_ptrs = dz_ptr + row.to(tl.int64)[:, None] * F
+    if INTERLEAVED:
+        f = 2 * first + tl.arange(0, 2 * BLOCK_N)
+        dz = tl.interleave(dgate.to(dtype), dup.to(dtype))
+        tl.store(dz_ptrs + f[None, :], dz, mask=in_expert[:, None] & (f < F)[None, :])
+    else:
+        tl.store(dz_ptrs + n[None, :], dgate.to(dtype), mask=stored)
+        if GATED:
+            tl.store(dz_ptrs + H + n[None, :], dup.to(dtype), mask=stored)
     if WEIGHT_ON_INPUT or row_scale_ptr is not None:
         products = dgate * gate_u
         if GATED:
@@ -246,33 +293,44 @@ def input_gradient_kernel(
 ):
     """Computes ``rows = factor * scale[token] * dz @ w1[expert] - norm_factor * x[token]``."""
     F: tl.constexpr = 2 * H if GATED else H
-    W1_F: tl.constexpr = 1 if W1_TRANSPOSED else D
-    W1_D: tl.constexpr = F if W1_TRANSPOSED else 1
     WHOLE: tl.constexpr = F % BLOCK_K == 0
     tile = tl.program_id(0)
     wait_for_previous(PDL)
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
-    expert = expert.to(tl.int64)
     first_row = tl.load(tile_row_ptr + tile)
     row = first_row + tl.arange(0, BLOCK_M)
     in_expert = row < tl.load(row_starts_ptr + expert + 1)
     # Rows beyond the expert's compute on its first row and are not stored.
     row = tl.where(in_expert, row, first_row).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * BLOCK_N
     dz_ptrs = dz_ptr + row[:, None] * F + k[None, :]
-    w1_ptrs = w1_ptr + expert * F * D + (n % D)[None, :] * W1_D + k[:, None] * W1_F
     dx = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, F, BLOCK_K):
-        inside = start + k < F
-        dz = load_block(dz_ptrs + start, inside[None, :], WHOLE)
-        w = load_block(w1_ptrs + start * W1_F, inside[:, None], WHOLE)
+        dz = load_block(dz_ptrs + start, (start + k < F)[None, :], WHOLE)
+        w = load_weights(
+            w1_ptr,
+            expert,
+            first,
+            start,
+            D,
+            F,
+            BLOCK_N,
+            BLOCK_K,
+            WHOLE,
+            GATED=False,
+            INTERLEAVED=False,
+            # w1 is [E, F, D]: this product's depth comes first unless the flag is set.
+            TRANSPOSED=not W1_TRANSPOSED,
+            TENSOR_MAP=False,
+        )
         dx = tl.dot(dz, w, dx, input_precision=PRECISION)
 
     slot = tl.load(slot_of_row_ptr + row)
     token = (slot // K).to(tl.int64)
+    n = first + tl.arange(0, BLOCK_N)
     stored = in_expert[:, None] & (n < D)[None, :]
     if expert_weights_ptr is not None:
         dx *= tl.load(expert_weights_ptr + slot).to(tl.float32)[:, None]

@@ -101,8 +101,11 @@ def hidden_config(layer: Layer, architecture: Architecture, block_m: int) -> Til
 
 def input_config(layer: Layer, architecture: Architecture, block_m: int) -> TileConfig:
     """Chooses the tile of the rows of x."""
-    block_n, block_k = (128, 64) if on_tensor_cores(layer, architecture) else (64, 32)
-    tile = TileConfig(block_m, block_n, block_k, num_warps=4, num_stages=4)
+    if on_tensor_cores(layer, architecture):
+        tile = TileConfig(block_m, 128, 64, num_warps=4, num_stages=4)
+    else:
+        # With four warps, 64 rows spill 8 bytes.
+        tile = TileConfig(block_m, 64, 32, num_warps=8 if block_m == 64 else 4, num_stages=4)
     return _fitted(tile, layer, architecture, layer.width, depth=layer.rows)
 
 
@@ -110,7 +113,8 @@ def weight_config(layer: Layer, architecture: Architecture) -> TileConfig:
     """Chooses the tile of a parameter; its depth are an expert's rows."""
     rows = max(16, power_of_2(layer.hidden))
     if on_tensor_cores(layer, architecture):
-        tile = TileConfig(min(128, rows), 128, 32, num_warps=8, num_stages=4)
+        # Rows of tokens are found by a load of their own, so half of the stages hold operands.
+        tile = TileConfig(min(128, rows), 128, 32, num_warps=8, num_stages=7)
     else:
         tile = TileConfig(min(64, rows), 64, 16, num_warps=4, num_stages=4)
     return _fitted(tile, layer, architecture, layer.width)

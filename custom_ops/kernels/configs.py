@@ -80,11 +80,14 @@ class GemmConfig(TileConfig):
         tensor_maps: Whether the weights come through the tensor memory accelerator.
         persistent: Whether as many programs as run at once compute all tiles, in turn; each then
             loads for its next tile while it stores one.
+        swapped: Whether the weights are the product's left operand, so that tensor cores that take
+            64 rows and more from shared memory take columns of the weights for them.
     """
 
     group_m: int = 8
     tensor_maps: bool = False
     persistent: bool = False
+    swapped: bool = False
 
 
 def estimated_registers(config: GemmConfig, gates: int) -> int:

@@ -127,6 +127,25 @@ def _store_tile(ptr, tile, row, first, in_expert, N: tl.constexpr):
         _store_block(ptr, tile, row, first, in_expert, N)
 
 
+@triton.jit
+def _accumulator(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SWAPPED: tl.constexpr):
+    if SWAPPED:
+        zeros = tl.zeros((COLUMNS, ROWS), tl.float32)
+    else:
+        zeros = tl.zeros((ROWS, COLUMNS), tl.float32)
+    return zeros
+
+
+@triton.jit
+def _add_product(rows, w, sums, SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns ``sums + rows @ w``, or its transpose if SWAPPED, as ``sums`` is then."""
+    if SWAPPED:
+        sums = tl.dot(w.T, rows.T, sums, input_precision=PRECISION)
+    else:
+        sums = tl.dot(rows, w, sums, input_precision=PRECISION)
+    return sums
+
+
 @triton.jit(do_not_specialize=["wave"])
 def expert_up_kernel(
     x_ptr,  # [T, D]
@@ -156,6 +175,7 @@ def expert_up_kernel(
     TENSOR_MAPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    SWAPPED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -195,7 +215,7 @@ def expert_up_kernel(
             weight = tl.load(expert_weights_ptr + slot).to(tl.float32)
         first = n_tile * BLOCK_N
 
-        z = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+        z = _accumulator(BLOCK_M, COLUMNS, SWAPPED)
         for start in tl.range(0, D, BLOCK_K):
             whole: tl.constexpr = D % BLOCK_K == 0
             x = load_block(x_ptrs + start, (start + k < D)[None, :], whole)
@@ -216,7 +236,8 @@ def expert_up_kernel(
                 W1_TRANSPOSED,
                 TENSOR_MAPS,
             )
-            z = tl.dot(x.to(dtype), w, z, input_precision=PRECISION)
+            z = _add_product(x.to(dtype), w, z, SWAPPED, PRECISION)
+        z = z.T if SWAPPED else z
 
         if PERSISTENT:
             # Found again by a count of its own: the loop's head is then a tile ahead, and what it
@@ -256,6 +277,7 @@ def expert_down_kernel(
     TENSOR_MAPS: tl.constexpr,
     PRECISION: tl.constexpr,
     PERSISTENT: tl.constexpr,
+    SWAPPED: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -289,7 +311,7 @@ def expert_down_kernel(
         h_ptrs = hidden_ptr + h_row[:, None] * H + k[None, :]
         first = n_tile * BLOCK_N
 
-        y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        y = _accumulator(BLOCK_M, BLOCK_N, SWAPPED)
         for start in tl.range(0, H, BLOCK_K):
             whole: tl.constexpr = H % BLOCK_K == 0
             h = load_block(h_ptrs + start, (start + k < H)[None, :], whole)
@@ -308,7 +330,8 @@ def expert_down_kernel(
                 TRANSPOSED=W2_TRANSPOSED,
                 TENSOR_MAP=TENSOR_MAPS,
             )
-            y = tl.dot(h, w, y, input_precision=PRECISION)
+            y = _add_product(h, w, y, SWAPPED, PRECISION)
+        y = y.T if SWAPPED else y
 
         if PERSISTENT:
             # Found again by a count of its own: the loop's head is then a tile ahead, and what it

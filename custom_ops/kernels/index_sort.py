@@ -77,18 +77,15 @@ def experts_of(ids_ptr, slot, end, E: tl.constexpr):
     return tl.where(valid, expert, 0).to(tl.int32), valid
 
 
-# Up to so many experts their counts are scanned; with more, comparing slots is cheaper.
-_SCANNED_EXPERTS = tl.constexpr(32)
-
-
 @triton.jit
 def _rank(
     expert,  # [BLOCK_N]
     valid,  # [BLOCK_N]
     E: tl.constexpr,
+    SCAN: tl.constexpr,
 ):
     """Returns how many earlier slots of the block have the same expert, where they have one."""
-    if E <= _SCANNED_EXPERTS:
+    if SCAN:
         # The counts of four experts share an integer, 16 bits for each.
         shift = (expert % 4 * 16).to(tl.int64)
         one = valid.to(tl.int64) << shift
@@ -114,13 +111,14 @@ def _place(
     end,
     next_row,  # [BLOCK_E]
     E: tl.constexpr,
+    SCAN: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Gives each slot the next row of its expert, in order of slots."""
     for start in tl.range(first, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
         expert, valid = experts_of(ids_ptr, slot, end, E)
-        row = tl.gather(next_row, expert, 0) + _rank(expert, valid, E)
+        row = tl.gather(next_row, expert, 0) + _rank(expert, valid, E, SCAN)
         tl.store(row_of_slot_ptr + slot, tl.where(valid, row, -1), mask=slot < end)
         tl.store(slot_of_row_ptr + row, slot, mask=valid)
         next_row += tl.histogram(expert, next_row.shape[0], mask=valid)
@@ -170,6 +168,7 @@ def sort_kernel(
     tokens,
     E: tl.constexpr,
     K: tl.constexpr,
+    SCAN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -184,7 +183,7 @@ def sort_kernel(
         counts += tl.histogram(expert, BLOCK_E, mask=valid)
     starts = tl.cumsum(counts, axis=0) - counts
     _tabulate(counts, starts, row_starts_ptr, tile_expert_ptr, tile_row_ptr, slots, E, BLOCK_M)
-    _place(expert_ids_ptr, slot_of_row_ptr, row_of_slot_ptr, 0, slots, starts, E, BLOCK_N)
+    _place(expert_ids_ptr, slot_of_row_ptr, row_of_slot_ptr, 0, slots, starts, E, SCAN, BLOCK_N)
 
 
 @triton.jit
@@ -230,6 +229,7 @@ def place_kernel(
     tokens,
     E: tl.constexpr,
     K: tl.constexpr,
+    SCAN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -253,9 +253,11 @@ def place_kernel(
     _tabulate(counts, starts, row_starts_ptr, tile_expert_ptr, tile_row_ptr, slots, E, BLOCK_M)
     first, end = _share(slots, BLOCK_N)
     next_row = starts + tl.sum(earlier_counts, axis=0)
-    _place(expert_ids_ptr, slot_of_row_ptr, row_of_slot_ptr, first, end, next_row, E, BLOCK_N)
+    _place(expert_ids_ptr, slot_of_row_ptr, row_of_slot_ptr, first, end, next_row, E, SCAN, BLOCK_N)
 
 
+# Up to so many experts their counts are scanned; with more, comparing slots is cheaper.
+_SCANNED_EXPERTS = 32
 # Slots that a program ranks at a time: by comparing each two of them in registers, or by scans, of
 # which a thread does eight.
 _COMPARED_SLOTS = 64
@@ -283,10 +285,12 @@ def index_sort_step(
         for name, count in zip(SortedSlots._fields, counts, strict=True)
     )
     one_program = last_tokens * layer.top_k <= _ONE_PROGRAM_SLOTS
+    scan = layer.experts <= _SCANNED_EXPERTS
     block_n = _COMPARED_SLOTS
-    if layer.experts <= _SCANNED_EXPERTS.value:
+    if scan:
         block_n = _ONE_PROGRAM_SLOTS if one_program else _SCANNED_SLOTS
     launch = {
+        "scan": scan,
         "block_m": block_m,
         "block_n": block_n,
         "block_e": block_e,

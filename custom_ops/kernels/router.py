@@ -30,26 +30,18 @@ from custom_ops.kernels.spec import (
 )
 from custom_ops.routing import RENORMALIZE_EPS
 
-_EPS = tl.constexpr(RENORMALIZE_EPS)
-# Below every key, -inf's included.
-_LOWEST = tl.constexpr(-(2**63))
-
-
-# What a bfloat16 leaves of a float32 is this much smaller, at least. A power of two.
-_SPLIT = tl.constexpr(256.0)
-
 
 @triton.jit
-def _split(w):
-    """Splits float32 into bfloat16 terms: ``w == high + (middle + low / 256) / 256``, exactly.
+def _split(w, SCALE: tl.constexpr):
+    """Splits float32 into bfloat16 terms: ``w == high + (middle + low / SCALE) / SCALE``, exactly.
 
     The lower terms are scaled up so that they keep all bits of a subnormal number. Where ``high``
     is infinite or NaN, the others mean nothing; it is infinite from 2**128 - 2**119 on.
     """
     high = w.to(tl.bfloat16)
-    rest = (w - high.to(tl.float32)) * _SPLIT
+    rest = (w - high.to(tl.float32)) * SCALE
     middle = rest.to(tl.bfloat16)
-    low = ((rest - middle.to(tl.float32)) * _SPLIT).to(tl.bfloat16)
+    low = ((rest - middle.to(tl.float32)) * SCALE).to(tl.bfloat16)
     return high, middle, low
 
 
@@ -69,6 +61,8 @@ def _tile_logits(
     split into three such. Others are upcast, and never rounded to TF32: that would change which
     experts a token gets.
     """
+    # What a bfloat16 leaves of a float32 is this much smaller, at least. A power of two.
+    SCALE: tl.constexpr = 256.0
     d = tl.arange(0, BLOCK_D)
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * D + d[None, :]
     w_ptrs = router_weight_ptr + expert[None, :] * D + d[:, None]
@@ -82,7 +76,7 @@ def _tile_logits(
         x = load_block(x_ptrs + start, inside[None, :], whole)
         w = load_block(w_ptrs + start, inside[:, None], whole)
         if split:
-            w, middle, low = _split(w)
+            w, middle, low = _split(w, SCALE)
             middle_logits = tl.dot(x, middle, middle_logits)
             low_logits = tl.dot(x, low, low_logits)
         if UPCAST:
@@ -91,7 +85,7 @@ def _tile_logits(
         logits = tl.dot(x, w, logits, input_precision="ieee")
     if split:
         finite = tl.abs(logits) < float("inf")
-        rest = (middle_logits + low_logits / _SPLIT) / _SPLIT
+        rest = (middle_logits + low_logits / SCALE) / SCALE
         logits = tl.where(finite, logits + rest, logits)
     return logits
 
@@ -180,29 +174,30 @@ def _score_of(key):
 @triton.jit
 def _within_best_groups(
     key,  # [BLOCK_T, BLOCK_E]
+    LOWEST: tl.constexpr,
     GROUP_SCORING: tl.constexpr,
     N_GROUP: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
 ):
-    """Returns the keys, those outside a token's best groups lowered below every key."""
+    """Returns the keys, those outside a token's best groups lowered to LOWEST."""
     BLOCK_T: tl.constexpr = key.shape[0]
     BLOCK_G: tl.constexpr = triton.next_power_of_2(N_GROUP)
     key = tl.reshape(key, (BLOCK_T, BLOCK_G, key.shape[1] // BLOCK_G))
     best = tl.max(key, axis=2)
     score = _score_of(best)
     if GROUP_SCORING == "top2_sum":
-        others = tl.where(key == best[:, :, None], _LOWEST, key)
+        others = tl.where(key == best[:, :, None], LOWEST, key)
         score += _score_of(tl.max(others, axis=2))
     else:
         tl.static_assert(GROUP_SCORING == "max")
     group = tl.arange(0, BLOCK_G)[None, :]
-    group_key = tl.where(group < N_GROUP, _key(score, group, BLOCK_G), _LOWEST)
+    group_key = tl.where(group < N_GROUP, _key(score, group, BLOCK_G), LOWEST)
     chosen = tl.zeros((BLOCK_T, BLOCK_G), tl.int1)
     for _ in tl.range(0, TOPK_GROUP):
         first = group_key == tl.max(group_key, axis=1)[:, None]
         chosen |= first
-        group_key = tl.where(first, _LOWEST, group_key)
-    key = tl.where(chosen[:, :, None], key, _LOWEST)
+        group_key = tl.where(first, LOWEST, group_key)
+    key = tl.where(chosen[:, :, None], key, LOWEST)
     return tl.reshape(key, (BLOCK_T, key.shape[1] * key.shape[2]))
 
 
@@ -222,11 +217,14 @@ def _select(
     N_GROUP: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
     SCALING: tl.constexpr,
+    EPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Scores the experts, writes each token's K best and their weights."""
     BLOCK_T: tl.constexpr = logits.shape[0]
     BLOCK_E: tl.constexpr = logits.shape[1]
+    # Below every key, -inf's included.
+    LOWEST: tl.constexpr = -(2**63)
     PLAIN: tl.constexpr = selection_bias_ptr is None and GROUP_SCORING == "none"
     place = tl.arange(0, BLOCK_E)[None, :]
     expert, exists = _expert_at(place, E, N_GROUP, BLOCK_E)
@@ -245,15 +243,15 @@ def _select(
     ranked = score
     if selection_bias_ptr is not None:
         ranked += tl.load(selection_bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)
-    key = tl.where(exists, _key(ranked, place, BLOCK_E), _LOWEST)
+    key = tl.where(exists, _key(ranked, place, BLOCK_E), LOWEST)
     if GROUP_SCORING != "none":
-        key = _within_best_groups(key, GROUP_SCORING, N_GROUP, TOPK_GROUP)
+        key = _within_best_groups(key, LOWEST, GROUP_SCORING, N_GROUP, TOPK_GROUP)
     choice = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), tl.int64)
     for k in tl.range(0, K):
         best = tl.max(key, axis=1)[:, None]
         chosen = tl.where(choice == k, best, chosen)
-        key = tl.where(key == best, _LOWEST, key)
+        key = tl.where(key == best, LOWEST, key)
 
     place = BLOCK_E - 1 - chosen.to(tl.int32)
     if selection_bias_ptr is None:
@@ -268,7 +266,7 @@ def _select(
         weight = weight / tl.sum(weight, axis=1)[:, None]
     elif RENORMALIZE:
         weight = tl.where(choice < K, weight, 0.0)
-        weight = weight / (tl.sum(weight, axis=1)[:, None] + _EPS)
+        weight = weight / (tl.sum(weight, axis=1)[:, None] + EPS)
     slot = token.to(tl.int64)[:, None] * K + choice
     stored = (token < tokens)[:, None] & (choice < K)
     chosen_expert, _ = _expert_at(place, E, N_GROUP, BLOCK_E)
@@ -294,6 +292,7 @@ def route_kernel(
     N_GROUP: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
     SCALING: tl.constexpr,
+    EPS: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -314,7 +313,7 @@ def route_kernel(
     )
     _select(
         logits, selection_bias_ptr, expert_ids_ptr, expert_weights_ptr, token, tokens,
-        E, K, SCORING, RENORMALIZE, GROUP_SCORING, N_GROUP, TOPK_GROUP, SCALING, BLOCK_K,
+        E, K, SCORING, RENORMALIZE, GROUP_SCORING, N_GROUP, TOPK_GROUP, SCALING, EPS, BLOCK_K,
     )  # fmt: skip
 
 
@@ -362,6 +361,7 @@ def select_kernel(
     N_GROUP: tl.constexpr,
     TOPK_GROUP: tl.constexpr,
     SCALING: tl.constexpr,
+    EPS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -375,7 +375,7 @@ def select_kernel(
     logits = tl.load(ptrs, mask=(token < tokens)[:, None] & exists, other=0.0)
     _select(
         logits, selection_bias_ptr, expert_ids_ptr, expert_weights_ptr, token, tokens,
-        E, K, SCORING, RENORMALIZE, GROUP_SCORING, N_GROUP, TOPK_GROUP, SCALING, BLOCK_K,
+        E, K, SCORING, RENORMALIZE, GROUP_SCORING, N_GROUP, TOPK_GROUP, SCALING, EPS, BLOCK_K,
     )  # fmt: skip
 
 
@@ -406,6 +406,7 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
             TensorPointer("selection_bias", selection_bias) if selection_bias else Constant(None)
         ),
         "SCALING": Constant(layer.router.routed_scaling),
+        "EPS": Constant(RENORMALIZE_EPS),
         "BLOCK_K": Constant(triton.next_power_of_2(layer.top_k)),
     }
     chosen = (

@@ -1,8 +1,7 @@
 """The experts' weights: where a tile of them lies in memory, and how it is loaded.
 
-All kernels of the forward pass read weights through here, by :func:`load_weights` for products of
-matrices and :func:`weights_at` for those of vectors. The backward pass reads gate and up apart, for
-an accumulator each, and has pointers of its own.
+All kernels read weights through here, by :func:`load_weights` for products of matrices and
+:func:`weights_at` for those of vectors.
 
 Legend: E experts, N rows of an expert's matrix and so columns of the product, K its depth. A tile
 of a gated w1 holds gate and up of the same hidden units, side by side if their rows alternate in

@@ -26,6 +26,10 @@ PATHS = {
         GemmConfig(16, 16, 16, 4, 2, group_m=3, tensor_maps=True),
         GemmConfig(16, 32, 16, 4, 2, tensor_maps=True),
     ),
+    "gemm-swapped": (
+        GemmConfig(16, 32, 16, 4, 2, group_m=3, swapped=True),
+        GemmConfig(16, 32, 16, 4, 2, tensor_maps=True, persistent=True, swapped=True),
+    ),
     "gemm-persistent": (
         GemmConfig(16, 16, 16, 4, 2, group_m=3, persistent=True),
         GemmConfig(16, 32, 16, 4, 2, tensor_maps=True, persistent=True),

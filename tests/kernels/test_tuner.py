@@ -207,6 +207,16 @@ def test_the_first_tiles_differ(name, block_m):
     assert {config.group_m for config in first} == {8}
 
 
+@pytest.mark.parametrize(
+    ("device", "block_m", "tried"),
+    [(90, 16, {True, False}), (90, 64, {False}), (89, 16, {False})],
+)
+def test_operands_are_swapped_where_that_brings_other_products(device, block_m, tried):
+    found = gemm_candidates(QWEN, ARCHITECTURES[device], block_m, QWEN.hidden, QWEN.width, gates=2)
+    assert {config.swapped for config in found[:8]} == tried
+    assert all(config.block_n >= 32 for config in found if config.swapped)
+
+
 def test_tiles_that_do_the_same_work_are_left_out():
     """One step of the loop, one tile of columns: neither stages nor grouping make a difference."""
     shape = replace(SHAPES["swin1"], hidden=32, width=64)

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from custom_ops import ExpertOptions, RouterOptions, _cuda, _cuda_backward, _grouped
+from custom_ops import (
+    ExpertOptions,
+    RouterOptions,
+    _cuda,
+    _cuda_backward,
+    _cuda_offload,
+    _grouped,
+)
 from custom_ops._grouped import ExpertParameters
 from custom_ops.kernels.architectures import ARCHITECTURES, nearest_architecture
 from custom_ops.kernels.spec import ForwardPlan
@@ -35,8 +42,8 @@ def _device(monkeypatch):
 @pytest.fixture
 def _operators(monkeypatch):
     """The operators compute as on CUDA tensors."""
+    monkeypatch.setattr(_cuda_offload, "forward_of", lambda x, w1: _cuda.forward)
     kernels = {
-        "forward": _cuda.forward,
         "forward_routed": _cuda.forward_routed,
         "experts_backward": _cuda_backward.experts_backward,
     }

@@ -49,6 +49,16 @@ PATHS = {
         GemmConfig(64, 64, 64, 4, 3, tensor_maps=True),
         GemmConfig(64, 128, 64, 4, 3, group_m=3, tensor_maps=True),
     ),
+    "swapped": _one_range(
+        "gemm",
+        GemmConfig(16, 64, 64, 4, 3, swapped=True),
+        GemmConfig(16, 64, 64, 4, 3, group_m=3, swapped=True),
+    ),
+    "swapped-tensor-maps": _one_range(
+        "gemm",
+        GemmConfig(32, 32, 64, 4, 3, tensor_maps=True, swapped=True),
+        GemmConfig(32, 64, 64, 4, 3, group_m=3, tensor_maps=True, swapped=True),
+    ),
     "persistent": _one_range(
         "gemm",
         GemmConfig(64, 64, 64, 4, 3, persistent=True),

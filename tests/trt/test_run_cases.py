@@ -1,4 +1,4 @@
-"""The program that compute-sanitizer runs on a GPU, here on the stand-in for one."""
+"""The programs that compute-sanitizer runs on a GPU, here without one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ pytest.importorskip("triton")
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
 
+import backward_cases
+import gpu_cases
 import standin_cases
-from custom_ops.kernels import plan
+from custom_ops.kernels import backward, plan
+from custom_ops.kernels.backward_plan import backward_plan
 from custom_ops.kernels.spec import Constant
+from kernel_runs import layer_of
 from launcher_cases import make_cases
 
 
@@ -70,3 +74,22 @@ def test_every_kernel_runs_in_some_case():
         for form in ("PERSISTENT", "W1_TRANSPOSED", "W2_TRANSPOSED"):
             if form in constants[0]:
                 assert {each[form] for each in constants} == {True, False}, name
+
+
+def test_every_kernel_of_the_backward_pass_runs_in_some_case():
+    launched = {
+        spec.name
+        for case in backward_cases.make_cases()
+        for spec in backward_plan(layer_of(case), standin_cases.ON, train_parameters=True).kernels()
+    }
+    every = {name for name in vars(backward) if name.endswith("_gradient_kernel")}
+    assert every <= launched
+
+
+def test_backward_cases(monkeypatch):
+    case = next(backward_cases.make_cases())
+    monkeypatch.setattr(gpu_cases, "DEVICE", "cpu")
+    backward_cases.check(case, standin_cases.ON)
+    monkeypatch.setattr(backward_cases, "launch", lambda *_: None)
+    with pytest.raises(AssertionError):
+        backward_cases.check(case, standin_cases.ON)
