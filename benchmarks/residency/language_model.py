@@ -84,6 +84,8 @@ class ByteModel(nn.Module):
         self.blocks = nn.ModuleList(Block(experts, router) for _ in range(_BLOCKS))
         self.norm = nn.RMSNorm(_WIDTH)
         self.head = nn.Linear(_WIDTH, 256, bias=False)
+        for embedding in (self.embedding, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     @property
     def layers(self) -> list[RoutedMlp]:
@@ -107,7 +109,7 @@ def train(model: ByteModel, text: bytes, *, steps: int, seconds: float) -> tuple
     """
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(0)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     deadline, losses = time.monotonic() + seconds, []
     while len(losses) < steps and time.monotonic() < deadline:
         starts = torch.randint(len(data) - LENGTH, (_BATCH,), generator=generator)
