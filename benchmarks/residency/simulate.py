@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -118,7 +119,7 @@ def run(policy: str, layers: Iterable[Steps], experts: int, resident: int) -> Ru
     for steps in layers:
         cache = POLICIES[policy](steps, experts, resident)
         found = [cache.step(step) for step in steps]
-        first = int(WARM_UP * len(steps))
+        first = ceil(WARM_UP * len(steps))
         active += [len(step) for step in steps[first:]]
         copied += found[first:]
         if isinstance(cache, Hinted):
@@ -191,7 +192,9 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     }
     shapes = [name for name in traces.SIMULATED if (name, traces.RECORDED) in cases]
     measured = {
-        each["shape"]: each["rows"] for each in result.get("measured", {}).get("layers", [])
+        each["shape"]: each["rows"]
+        for each in result.get("measured", {}).get("layers", [])
+        if each["tokens"] == 1
     }
     title = (
         "Simulated, one token a step, bfloat16"
@@ -254,7 +257,7 @@ def main() -> None:
     """Simulates the cases."""
     known = parser(__doc__, "json", "plot")
     known.add_argument("--case", default="", help="only cases whose name contains this")
-    known.add_argument("--tokens", type=int, default=TOKENS, help="tokens of a trace")
+    known.add_argument("--tokens", type=int, default=TOKENS, help="tokens of a trace, 512 at least")
     known.add_argument("--measured", type=Path, help="what benchmarks.residency.measure wrote")
     given = parse(known, plot)
     chosen = matching_cases(known, CASES, given.case)

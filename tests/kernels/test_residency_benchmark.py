@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from benchmarks.gpu.layers import SHAPES
-from benchmarks.residency import record, simulate, traces
+from benchmarks.residency import measure, record, simulate, traces
 from benchmarks.residency.policies import BELADY, HINTED, LFU, LRU, NONE, POLICIES, Hinted
 from benchmarks.residency.timeline import LAUNCH, Link, resident_seconds, step_seconds, waves
 
@@ -211,7 +211,7 @@ def test_recording_and_simulating(recorded, tmp_path, monkeypatch, capsys):
     # A byte of one of 256 values, before anything is learnt.
     assert notes["bits per byte"]["untrained"] > 7.5
     measured = tmp_path / "measured.json"
-    layers = [{"shape": "mixtral", "rows": [{"resident": 2, "ms": 100.0}]}]
+    layers = [{"shape": "mixtral", "tokens": 1, "rows": [{"resident": 2, "ms": 100.0}]}]
     measured.write_text(json.dumps({"layers": layers}))
     found, picture = tmp_path / "found.json", tmp_path / "found.png"
     files = ("--json", found, "--plot", picture, "--measured", measured)
@@ -232,6 +232,18 @@ def test_recording_and_simulating(recorded, tmp_path, monkeypatch, capsys):
     first = picture.read_bytes()
     assert first.startswith(b"\x89PNG")
     _main(monkeypatch, simulate, "--json", found, "--plot", picture, "--redraw")
+
+
+@pytest.mark.slow
+def test_measuring_without_a_gpu(tmp_path, monkeypatch):
+    found = tmp_path / "measured.json"
+    _main(monkeypatch, measure, "--dry-run", "--steps", 4, "--json", found)
+    (layer,) = json.loads(found.read_text())["layers"]
+    assert layer["shape"] == "tiny"
+    assert [row["resident"] for row in layer["rows"]] == [4, 2, 1]
+    assert all(row["same"] for row in layer["rows"])
+    # Two experts a token, of which one slot keeps the last.
+    assert layer["rows"][-1]["hit rate, simulated"] <= 0.5
 
 
 def test_committed_routing_is_of_every_shape():
