@@ -48,7 +48,7 @@ class RoutedMlp(nn.Module):
         chosen_E = F.one_hot(self.ids_TK, experts).float().mean((0, 1))
         score_E = F.linear(x_TD, self.router_weight).softmax(-1).mean(0)
         self.imbalance = experts * (chosen_E * score_E).sum()
-        y_TD = torch.ops.moe.experts(
+        y_TD: Tensor = torch.ops.moe.experts(
             *(x_TD, self.ids_TK, weights_TK, self.w1, None, self.w2, None),
             activation="silu",
             gated=True,
@@ -69,9 +69,11 @@ class Block(nn.Module):
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Returns rows of the same shape."""
         qkv = self.qkv(self.norms[0](x_BLD)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
+        q, k, v = qkv.unbind()
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x_BLD = x_BLD + self.out(mixed)
-        return x_BLD + self.mlp(self.norms[1](x_BLD))
+        y_BLD: Tensor = x_BLD + self.mlp(self.norms[1](x_BLD))
+        return y_BLD
 
 
 class ByteModel(nn.Module):
@@ -110,7 +112,7 @@ def train(model: ByteModel, text: bytes, *, steps: int, seconds: float) -> tuple
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(0)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    deadline, losses = time.monotonic() + seconds, []
+    deadline, losses = time.monotonic() + seconds, list[float]()
     while len(losses) < steps and time.monotonic() < deadline:
         starts = torch.randint(len(data) - LENGTH, (_BATCH,), generator=generator)
         windows = torch.stack([data[start : start + LENGTH + 1] for start in starts.tolist()])

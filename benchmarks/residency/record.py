@@ -35,8 +35,8 @@ def training_text() -> bytes:
 def recorded_text() -> bytes:
     """scikit-learn's descriptions of its data sets."""
     folder = files("sklearn.datasets.descr")
-    pages = sorted(page for page in folder.iterdir() if page.name.endswith(".rst"))
-    return b"\n".join(page.read_bytes() for page in pages)
+    pages = {page.name: page for page in folder.iterdir() if page.name.endswith(".rst")}
+    return b"\n".join(pages[name].read_bytes() for name in sorted(pages))
 
 
 def record(shape: Shape, *, steps: int, seconds: float, tokens: int) -> tuple[Any, dict[str, Any]]:

@@ -82,7 +82,7 @@ def step_seconds(
     return stream + 2 * LAUNCH * (launched - done)
 
 
-def resident_seconds(shape: Shape, link: Link, active: int) -> float:
+def resident_seconds(shape: Shape, link: Link, active: float) -> float:
     """Returns how long a layer takes whose experts are all on the device."""
     return 2 * LAUNCH + active * (w1_bytes(shape) + w2_bytes(shape)) / link.memory
 
