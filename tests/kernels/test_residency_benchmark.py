@@ -240,7 +240,7 @@ def test_recording_and_simulating(recorded, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_measuring_without_a_gpu(tmp_path, monkeypatch):
     found = tmp_path / "measured.json"
-    _main(monkeypatch, measure, "--dry-run", "--steps", 4, "--json", found)
+    _main(monkeypatch, measure, "--dry-run", "--steps", 2, "--json", found)
     (layer,) = json.loads(found.read_text())["layers"]
     assert layer["shape"] == "tiny"
     assert [row["resident"] for row in layer["rows"]] == [4, 2, 1]
