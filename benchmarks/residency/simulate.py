@@ -248,7 +248,8 @@ def _line(
 
 
 def _slots_axis(panel: Any, case: Mapping[str, Any]) -> None:
-    ticks = [row["resident"] for row in case["rows"]]
+    # The others' labels would touch.
+    ticks = [count for row in case["rows"] if (count := row["resident"]).bit_count() == 1]
     panel.set_xscale("log", base=2)
     panel.set_xticks(ticks, map(str, ticks))
     panel.minorticks_off()
