@@ -87,11 +87,17 @@ def slots(experts: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a policy did on the steps of all layers, after the warm-up."""
+    """What a policy did on the steps of all layers, after the warm-up.
+
+    Attributes:
+        active: The active experts of each step.
+        copied: Those of them that were copied.
+        ahead: Experts that were copied ahead of a step, on average over all steps.
+    """
 
     active: Sequence[int]
     copied: Sequence[int]
-    ahead: float = 0  # experts copied before a step, on average
+    ahead: float
 
     @property
     def hit_rate(self) -> float:
@@ -117,7 +123,7 @@ def run(policy: str, layers: Iterable[Steps], experts: int, resident: int) -> Ru
     """Runs a policy on each layer's steps."""
     active: list[int] = []
     copied: list[int] = []
-    ahead = 0.0
+    ahead, count = 0, 0
     for steps in layers:
         cache = POLICIES[policy](steps, experts, resident)
         found = [cache.step(step) for step in steps]
@@ -125,8 +131,9 @@ def run(policy: str, layers: Iterable[Steps], experts: int, resident: int) -> Ru
         active += [len(step) for step in steps[first:]]
         copied += found[first:]
         if isinstance(cache, Hinted):
-            ahead += cache.ahead / len(steps)
-    return Run(active, copied, ahead)
+            ahead += cache.ahead
+        count += len(steps)
+    return Run(active, copied, ahead / count)
 
 
 def simulate(case: Case, tokens: int) -> dict[str, Any]:
@@ -142,7 +149,7 @@ def simulate(case: Case, tokens: int) -> dict[str, Any]:
             "resident": resident,
             "GB": count * resident * slot_bytes(case.shape) / 1e9,
             "hit rate": {policy: round(found.hit_rate, 4) for policy, found in runs.items()},
-            "copied ahead": round(runs[HINTED].ahead / len(layers), 3),
+            "copied ahead": round(runs[HINTED].ahead, 3),
             "ms": {
                 link.name: {
                     policy: float(f"{per_token * runs[policy].seconds(case, link, resident):.4g}")
@@ -207,7 +214,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             _draw_hits(panel, [cases[name, kind] for kind in traces.KINDS if (name, kind) in cases])
         for panel, name in zip(axes[len(shapes) :], shapes, strict=True):
             _draw_times(panel, cases[name, traces.RECORDED], measured.get(name, []))
-        for panel in axes[0], axes[len(shapes)]:
+        for panel in axes[:: len(shapes) or 1]:
             panel.legend(fontsize=SMALL)
 
 

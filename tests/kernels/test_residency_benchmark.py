@@ -181,6 +181,17 @@ def test_empty_waves_cost_their_launches():
     assert step_seconds(SHAPE, LINK, **shared) == pytest.approx(alone + 4 * LAUNCH)
 
 
+def test_experts_that_were_copied_ahead_of_a_step():
+    steps = [[0, 1], [0, 2], [0, 3], [4]]
+    assert simulate.run(HINTED, [steps, [[0]]], EXPERTS, 1).ahead == 3 / 5
+    assert simulate.run(LRU, [steps], EXPERTS, 1).ahead == 0
+
+
+def test_a_picture_of_no_recorded_case(tmp_path):
+    simulate.plot({"cases": []}, tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_slots_that_are_tried():
     assert list(simulate.slots(8)) == [1, 2, 4, 6, 8]
     assert list(simulate.slots(5)) == [1, 2, 4, 5]
