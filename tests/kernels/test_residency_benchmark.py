@@ -9,6 +9,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -249,6 +250,7 @@ def test_recording_and_simulating(recorded, tmp_path, monkeypatch, capsys):
     assert picture.read_bytes() == first
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run the kernels instead")
 @pytest.mark.slow
 def test_measuring_without_a_gpu(tmp_path, monkeypatch):
     found = tmp_path / "measured.json"
