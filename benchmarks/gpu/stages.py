@@ -174,7 +174,7 @@ class Window:
     def _residency(self) -> Stage:
         sizes = ("--steps", "2") if self.rehearsal else ("--shapes", OFFLOADED)
         options = ("--json", self._json("residency"), *sizes, "--budget", SECONDS)
-        return Stage("residency", (self._module("measure", *options, folder="residency"),), 120)
+        return Stage("residency", (self._module("measure", *options, folder="residency"),), 180)
 
 
 def _workers() -> str:

@@ -104,7 +104,7 @@ def seconds(call: Callable[[], object], device: Device) -> float:
 def measure(
     shape: Shape, tokens: int, device: Device, dtype: torch.dtype, count: int, deadline: float
 ) -> dict[str, Any]:
-    """Returns times by slots, the most first, until the deadline.
+    """Returns times by slots, the most first, until the deadline; kernels are compiled here, too.
 
     ``GB/s`` is what the copies must at least have had, if the cache did as its model in Python.
     ``same`` says whether the last step's results are those of the most slots, to the bit.
