@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -26,46 +25,14 @@ from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan
 from custom_ops.options import ROUTER_OPTIONS
 from custom_ops.residency import cache_bytes
+from mocked_device import Stream, mocked_device
 from moe_cases import OPS, Case, make_case
 from wave_runs import run_resident
 
 
-class Stream:
-    """A stream that notes which others it waits for."""
-
-    def __init__(self, device: object = None) -> None:
-        self.waited: list[Stream] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waited.append(other)
-
-    def wait_event(self, event: object) -> None: ...
-
-    def record_event(self) -> object:
-        return object()
-
-
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    """The mocked device: its current stream, and whether a graph captures it."""
-    state = {"stream": Stream(), "capturing": False, "pinned": True}
-
-    @contextmanager
-    def on(stream):
-        yield
-
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: state["stream"])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
-    monkeypatch.setattr(Tensor, "is_pinned", lambda _: state["pinned"])
-    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
-    _CACHES.clear()
-    _cuda_offload._plan.cache_clear()
-    yield state
-    _CACHES.clear()
+    yield from mocked_device(monkeypatch)
 
 
 def run(case: Case) -> Tensor:
