@@ -11,7 +11,7 @@ EXTRAS := demo,dev,kernels,transformers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-BENCHMARKS := cpu.experts cpu.function_bodies cpu.host_cost cpu.language_models export.speed export.checkpoint
+BENCHMARKS := cpu.experts cpu.function_bodies cpu.host_cost cpu.language_models export.speed export.checkpoint residency.simulate
 # Where gpu-check writes its archive; stages that it runs, by default all; kernels compiled before.
 OUT ?= build
 ONLY ?=

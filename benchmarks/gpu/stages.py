@@ -18,6 +18,8 @@ SECONDS = "{seconds}"
 #: The layers that are tuned, and how many candidates of each product and height of tiles there is
 #: time for.
 TUNED, CANDIDATES = "qwen3,mixtral,gpt-oss,swin", 8
+#: The layers that are measured with experts in host memory.
+OFFLOADED = "qwen3,mixtral"
 
 # Cores that tests and compilations take; each process of the tests holds a context on the GPU.
 _MOST_WORKERS = 14
@@ -77,10 +79,11 @@ class Window:
         yield self._backward()
         package = self.build / "package" if self.rehearsal else ROOT / "custom_ops" / "kernels"
         yield self._measure("tuned", 150, ("cp", "-r", str(self._tables), str(package)))
+        yield self._residency()
 
-    def _module(self, name: str, *arguments: str) -> tuple[str, ...]:
+    def _module(self, name: str, *arguments: str, folder: str = "gpu") -> tuple[str, ...]:
         trial = ("--dry-run",) if self.rehearsal else ()
-        return (sys.executable, "-m", f"benchmarks.gpu.{name}", *arguments, *trial)
+        return (sys.executable, "-m", f"benchmarks.{folder}.{name}", *arguments, *trial)
 
     def _json(self, name: str) -> str:
         return str(self.results / f"{name}.json")
@@ -180,6 +183,11 @@ class Window:
         sizes = ("--tokens", "5", "--limit", "1") if self.rehearsal else asked
         command = self._module("tune_kernels", "--output", str(self._tables), *sizes)
         return Stage("tune", ((*command, "--budget", SECONDS),), 250)
+
+    def _residency(self) -> Stage:
+        sizes = ("--steps", "2") if self.rehearsal else ("--shapes", OFFLOADED)
+        options = ("--json", self._json("residency"), *sizes, "--budget", SECONDS)
+        return Stage("residency", (self._module("measure", *options, folder="residency"),), 180)
 
 
 def _workers() -> str:

@@ -38,8 +38,6 @@ from custom_ops.kernels.spec import (
     WorkspacePointer,
 )
 
-# Beyond every last use.
-_NEVER = tl.constexpr(2**63 - 1)
 # Slots that are looked at in one go.
 _SLOTS_AT_ONCE = 512
 # The bus delivers up to 0.5 MB in the time that a read takes (450 GB/s of NVLink-C2C in 1 us; an
@@ -122,6 +120,7 @@ def residency_kernel(
     ascending order. Each R of them are a wave. In the first wave the missing ones take the slots
     that were used the longest time ago; later ones take all slots again, from the first on.
     """
+    NEVER: tl.constexpr = 2**63 - 1  # Beyond every last use.
     position = tl.arange(0, BLOCK_E)
     if row_starts_ptr is None:
         rows = _rows_of_experts(expert_ids_ptr, row_of_slot_ptr, tokens * K, E, BLOCK_E, BLOCK_N)
@@ -146,7 +145,7 @@ def residency_kernel(
 
     in_use = tl.gather(active, tl.maximum(expert_of_slot, 0), 0) * (expert_of_slot >= 0)
     free = (in_use == 0) & (slot < R)
-    oldest = tl.sort(tl.where(free, last_use * BLOCK_R + slot, _NEVER))
+    oldest = tl.sort(tl.where(free, last_use * BLOCK_R + slot, NEVER))
     victim = (oldest % BLOCK_R).to(tl.int32)
     place = tl.where(
         position < hits,
@@ -165,7 +164,7 @@ def residency_kernel(
     tl.store(place_of_expert_ptr + expert, place, mask=is_active)
     tl.store(wave_of_expert_ptr + expert, tl.where(is_active, wave, -1), mask=exists)
 
-    evicted = (slot < count - hits) & (oldest != _NEVER)
+    evicted = (slot < count - hits) & (oldest != NEVER)
     old = tl.gather(expert_of_slot, victim, 0)
     tl.store(slot_of_expert_ptr + old, 0, mask=evicted & (old >= 0))
     # A later wave takes the slots of the first ones in it.

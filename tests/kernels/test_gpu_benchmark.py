@@ -563,8 +563,8 @@ def test_the_check_needs_nothing_but_torch_triton_numpy_and_pytest():
     )
     needed = (
         "benchmarks.gpu.check benchmarks.gpu.accuracy benchmarks.gpu.forward "
-        "benchmarks.gpu.probe_cache trt_plugin.compiling.ahead_of_time launcher_cases "
-        "test_gpu test_gpu_launcher"
+        "benchmarks.gpu.probe_cache benchmarks.residency.measure "
+        "trt_plugin.compiling.ahead_of_time launcher_cases test_gpu test_gpu_launcher"
     )
     folders = (ROOT, *(ROOT / "tests" / name for name in ("support", "ops", "trt")))
     code = (

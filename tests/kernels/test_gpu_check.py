@@ -190,7 +190,7 @@ def test_stages_fit_the_window(tmp_path):
     assert [stage.name for stage in stages] == [
         *("device", "cache", "library", "tests", "shapes", "cases"),
         *("memcheck", "racecheck", "synccheck", "initcheck"),
-        *("dependent", "baseline", "profile", "tune", "backward", "tuned"),
+        *("dependent", "baseline", "profile", "tune", "backward", "tuned", "residency"),
     ]
     # A machine is lent for 30 minutes in all, for a command ten: three commands, correctness first.
     limits = {stage.name: stage.seconds for stage in stages}
@@ -251,11 +251,12 @@ def test_a_rehearsal(tmp_path, compiled):
         check=False,
     )
     assert found.returncode == 0, found.stdout[-8000:] + found.stderr
-    assert found.stdout.count("s  ok") == 2 * 16
+    assert found.stdout.count("s  ok") == 2 * 17
     files = names_in(tmp_path / ARCHIVE)
     for stage in Window(tmp_path, tmp_path).stages():
         assert f"{stage.name}.log" in files
-    assert {"shapes.json", "dependent.json", "baseline.json", "tuned.json"} <= files
+    measured = ("shapes", "dependent", "baseline", "tuned", "residency")
+    assert {f"{name}.json" for name in measured} <= files
     logs = tmp_path / "work" / "results"
     assert re.search(r"\n=+ [3-9]\d passed, \d+ deselected", (logs / "tests.log").read_text())
     assert "jobs compiled 0 more" in (logs / "cache.log").read_text()

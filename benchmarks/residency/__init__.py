@@ -1,0 +1,1 @@
+"""How many experts should stay on the GPU, and what does each further one save?"""
