@@ -259,7 +259,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     ]
     drawn = [(draw, rows) for draw, rows in wanted if rows]
     bars = sum(len(ratios(row, "seconds")) + 1 for row in compared)
-    height = max(4.8, 0.13 * bars)  # The two panels of ratios stand side by side.
+    height = max(4.8, 0.09 * bars)  # The two panels of ratios stand side by side.
     with panels(path, len(drawn), 2, (7.5, height), _title(result["cases"])) as axes:
         for panel, (draw, rows) in zip(axes, drawn, strict=True):
             draw(panel, rows)
@@ -291,7 +291,7 @@ def _draw_ratios(panel: Any, rows: Sequence[Mapping[str, Any]], key: str) -> Non
     for row in rows:
         median = _median(row["exporters"][OURS], key)
         ours = f"{median:.3g} s" if key == "seconds" else f"{median / 1e6:.0f} MB"
-        groups.append((f"{row['label']}\nours: {ours}", ratios(row, key)))
+        groups.append((f"{row['label']} (ours: {ours})", ratios(row, key)))
     ratio_bars(panel, groups, COLORS)
     titles = {
         "seconds": "export time / ours (right: slower than ours)",
@@ -307,6 +307,8 @@ def _by_depth(case: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _draw_growth(panel: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     for name, color in COLORS.items():
         points = [
             (row["blocks"], _median(row["exporters"][name], "seconds"))
@@ -319,9 +321,13 @@ def _draw_growth(panel: Any, rows: Sequence[Mapping[str, Any]], title: str) -> N
     label = f"{OURS}, without writing weights"
     panel.plot(*zip(*points, strict=True), "--", color=COLORS[OURS], label=label)
     ticks = [row["blocks"] for row in rows]
-    panel.set(title=f"{title}: export time", xlabel="blocks", ylabel="s", yscale="log")
-    panel.set_xticks(ticks, map(str, ticks))
+    panel.set(
+        title=f"{title}: export time", xlabel="blocks", ylabel="s", xscale="log", yscale="log"
+    )
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter("{x:g}")
+    panel.set_xticks(ticks, map(str, ticks))
+    panel.minorticks_off()
 
 
 def _draw_sizes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
