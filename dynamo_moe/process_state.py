@@ -7,6 +7,7 @@ turns. The lock is re-entrant: a model's forward and a progress callback may exp
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import RLock
@@ -68,6 +69,21 @@ class ProcessState:
 
 exclusive = ProcessState()
 """The lock alone."""
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+importing = ProcessState(_no_garbage_collected, side_by_side=True)
+"""Without the garbage collector, which takes a quarter of the time of imports and finds nothing."""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 OURS = "ours"
@@ -29,6 +30,8 @@ class Row:
     length: int = 16
     dynamic: bool = True  # whether batch and length are symbolic
     cache: bool = False  # whether the keys and values of earlier tokens are inputs and outputs
+    stage: int | None = None  # which of Swin's has that many blocks, from 0; None: it is Swin-T
+    first: bool = False  # whether it is the first export of its process
     quick: bool = False  # whether a quick run has it
 
 
@@ -47,16 +50,41 @@ class Case:
         return replace(self, rows=rows)
 
 
+DEPTHS = (6, 12, 24, 48, 96)
+
+
+def _by_depth(
+    peers: Mapping[int, tuple[str, ...]], *, stage: int | None = None, label: str = "{} blocks"
+) -> tuple[Row, ...]:
+    """Returns a row of each depth, with the peers of some."""
+    return tuple(
+        Row(
+            label.format(blocks),
+            (OURS, *peers.get(blocks, ())),
+            blocks=blocks,
+            stage=stage,
+            quick=blocks == 24,
+        )
+        for blocks in DEPTHS
+    )
+
+
 CASES = (
+    Case(
+        "linear layer",
+        "linear",
+        (
+            Row("first of the process", (OURS, DYNAMO, TORCHSCRIPT), first=True, quick=True),
+            Row("later", (OURS, DYNAMO, TORCHSCRIPT)),
+        ),
+    ),
     Case(
         "example size",
         "t5",
         tuple(
-            Row(
-                f"L {length}, batch {batch}", batch=batch, length=length, quick=length == batch * 64
-            )
+            Row(f"L {length}, batch {batch}", batch=batch, length=length, quick=length == 128)
             for batch in (2, 8)
-            for length in (16, 128, 512, 1024)
+            for length in (16, 128, 1024)
         ),
     ),
     Case(
@@ -67,27 +95,53 @@ CASES = (
             Row("L 512", (OURS, DYNAMO, TORCHSCRIPT), length=512),
             Row("L 1024, batch 8", (OURS, DYNAMO, TORCHSCRIPT), length=1024, batch=8),
             Row("L 16, static", (OURS, DYNAMO, TORCHSCRIPT), dynamic=False, quick=True),
+            Row("L 16, first of the process", (OURS, DYNAMO, TORCHSCRIPT), first=True),
+            Row("L 512, first of the process", (OURS, TORCHSCRIPT), length=512, first=True),
         ),
     ),
     Case(
         "Llama",
         "llama",
-        (
-            Row("6 blocks", (OURS, DYNAMO), blocks=6, quick=True),
-            Row("12 blocks", (OURS, DYNAMO), blocks=12),
-            Row("24 blocks", (OURS, DYNAMO, TORCHSCRIPT, TRANSFORMERS), blocks=24, quick=True),
-            Row("48 blocks", (OURS, DYNAMO), blocks=48),
+        _by_depth(
+            {
+                **dict.fromkeys(DEPTHS, (DYNAMO, TORCHSCRIPT)),
+                24: (DYNAMO, TORCHSCRIPT, TRANSFORMERS),
+            }
         ),
     ),
     Case(
         "Mixtral",
         "mixtral",
-        (Row("24 blocks", (OURS, DYNAMO, ONE_NODE, TRANSFORMERS), blocks=24, quick=True),),
+        _by_depth(
+            {
+                6: (DYNAMO, TORCHSCRIPT),
+                24: (DYNAMO, ONE_NODE, TORCHSCRIPT, TRANSFORMERS),
+                96: (DYNAMO, TORCHSCRIPT),
+            }
+        ),
+    ),
+    Case(
+        "Qwen3-MoE",
+        "qwen3-moe",
+        _by_depth(dict.fromkeys((6, 24, 96), (DYNAMO, TORCHSCRIPT))),
     ),
     Case(
         "checkpoint",
         "qwen3",
         (Row("logits", blocks=48), Row("logits and cache", blocks=48, cache=True, quick=True)),
     ),
-    Case("Swin-MoE", "swin", (Row("Swin-T", (OURS, ONE_NODE), quick=True),)),
+    Case("Qwen3-235B-A22B", "qwen3-235b", (Row("logits", blocks=94, quick=True),)),
+    Case(
+        "Swin-MoE",
+        "swin",
+        (
+            Row("Swin-T", (OURS, ONE_NODE), quick=True),
+            *_by_depth({6: (ONE_NODE,), 24: (ONE_NODE,)}, stage=2, label="stage 3, {} blocks"),
+            *(
+                Row(f"stage {stage + 1}, {blocks} blocks", blocks=blocks, stage=stage)
+                for stage in (0, 1, 3)
+                for blocks in (6, 48)
+            ),
+        ),
+    ),
 )

@@ -13,11 +13,13 @@ Dynamic = Mapping[str, Mapping[int, str]] | None
 Inputs = dict[str, Any]
 
 
-def _by_ours(model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path) -> None:
+def _by_ours(model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path) -> Any:
     import dynamo_moe
 
     dynamo_moe.convert(model)
-    dynamo_moe.export(module, (), path, kwargs=inputs, dynamic_shapes=dynamic, external_data=True)
+    return dynamo_moe.export(
+        module, (), path, kwargs=inputs, dynamic_shapes=dynamic, external_data=True
+    )
 
 
 def _by_dynamo(
@@ -55,7 +57,8 @@ def by_transformers(
     theirs.OnnxExporter().export(model, inputs, config=config).save_pretrained(path.parent)
 
 
-EXPORTERS: Mapping[str, Callable[[Any, Any, Inputs, Dynamic, Path], None]] = {
+#: Ours returns its report.
+EXPORTERS: Mapping[str, Callable[[Any, Any, Inputs, Dynamic, Path], Any]] = {
     OURS: _by_ours,
     DYNAMO: _by_dynamo,
     ONE_NODE: _by_one_node,

@@ -70,6 +70,7 @@ class Subject:
     module: Any  # what is exported: from named inputs to one tensor
     inputs: Callable[[int, int, int], dict[str, Any]]  # random, for a batch, a length and a seed
     dynamic: Mapping[str, Mapping[int, str]]  # names of the symbolic dimensions by input
+    has_experts: bool = False  # of transformers, which only some of the peers can export
 
     def prepare(self, exporter: str, _: Path) -> None:
         """Does what an exporter needs and what is not timed."""
@@ -77,14 +78,14 @@ class Subject:
 
         if exporter == ONE_NODE:
             dynamo_moe.convert(self.model)
-        elif exporter != OURS and hasattr(self.model.config, "num_local_experts"):
+        elif exporter != OURS and self.has_experts:
             self.model.set_experts_implementation("batched_mm")
 
-    def export(self, exporter: str, folder: Path) -> None:
-        """Writes ``model.onnx``."""
+    def export(self, exporter: str, folder: Path) -> Any:
+        """Writes ``model.onnx``; returns our report, if it is ours."""
         inputs = self.inputs(self.row.batch, self.row.length, 0)
         dynamic = self.dynamic if self.row.dynamic else None
-        EXPORTERS[exporter](self.model, self.module, inputs, dynamic, folder / "model.onnx")
+        return EXPORTERS[exporter](self.model, self.module, inputs, dynamic, folder / "model.onnx")
 
     def check(self, path: Path) -> dict[str, Any]:
         """Compares the file with PyTorch."""
@@ -171,18 +172,44 @@ def _decoder(
         head_dim=width // 8,
         **options,
     )
-    return Subject(row, model, _logits_of(model), _prompt, _DYNAMIC_PROMPT)
+    return Subject(
+        row,
+        model,
+        _logits_of(model),
+        _prompt,
+        _DYNAMIC_PROMPT,
+        has_experts="num_experts_per_tok" in options,
+    )
+
+
+def _linear(row: Row, _: bool) -> Subject:
+    """Hardly a model: the time is that of everything else."""
+    import torch
+
+    layer = torch.nn.Linear(4, 4).eval()
+
+    def inputs(batch: int, _: int, seed: int) -> dict[str, Any]:
+        return {"input": torch.randn(batch, 4, generator=torch.Generator().manual_seed(seed))}
+
+    return Subject(row, layer, layer, inputs, {"input": {0: "batch"}})
 
 
 def _swin(row: Row, tiny: bool) -> Subject:
-    """Swin-T with MoE layers in its last two stages."""
+    """Swin-T with MoE layers in its last two stages, or a narrow one with a deep stage."""
     import torch
 
     from dynamo_moe.models import SwinMoE, SwinMoEConfig
 
     torch.manual_seed(0)
-    narrow: Any = {"embed_dim": 12, "depths": (2, 2, 2, 2), "mlp_ratio": 1, "num_experts": 4}
-    model = SwinMoE(SwinMoEConfig(**narrow) if tiny else SwinMoEConfig()).eval()
+    options: dict[str, Any] = {}
+    if row.stage is not None:
+        depths = [2, 2, 2, 2]
+        depths[row.stage] = max(2, row.blocks)
+        options = {"embed_dim": 24, "depths": tuple(depths)}
+    if tiny:
+        options = {"depths": (2, 2, 2, 2), **options}
+        options |= {"embed_dim": 12, "mlp_ratio": 1, "num_experts": 4}
+    model = SwinMoE(SwinMoEConfig(**options)).eval()
 
     def inputs(batch: int, _: int, seed: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
@@ -194,20 +221,23 @@ def _swin(row: Row, tiny: bool) -> Subject:
 
 @dataclass
 class Checkpoint:
-    """A checkpoint of the shape of Qwen3-30B-A3B whose file is one hole, without weights."""
+    """A checkpoint of Qwen3-MoE whose file is one hole, without weights; as large as 30B-A3B."""
 
     row: Row
     tiny: bool
+    width: int = 2048
+    heads: int = 32
     bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def prepare(self, _: str, folder: Path) -> None:
         """Writes the checkpoint; its weights take no room on file systems that have holes."""
-        width = 64 if self.tiny else 2048
+        width = 64 if self.tiny else self.width
+        heads = 32 if self.tiny else self.heads
         config = qwen3_config(
             hidden_size=width, moe_intermediate_size=width * 3 // 8, intermediate_size=width * 3,
-            num_hidden_layers=self.row.blocks, num_attention_heads=32, num_key_value_heads=4,
-            head_dim=width // 16, num_experts=8 if self.tiny else 128, num_experts_per_tok=8,
+            num_hidden_layers=self.row.blocks, num_attention_heads=heads, num_key_value_heads=4,
+            head_dim=2 * width // heads, num_experts=8 if self.tiny else 128, num_experts_per_tok=8,
             vocab_size=VOCABULARY if self.tiny else 151936, tie_word_embeddings=False,
             norm_topk_prob=True,
         )  # fmt: skip
@@ -220,8 +250,8 @@ class Checkpoint:
         if allocated > len(header) + 2**20:
             raise OSError(f"{folder}: the file system has no holes, {allocated} bytes are taken")
 
-    def export(self, _: str, folder: Path) -> None:
-        """Writes ``model.onnx``."""
+    def export(self, _: str, folder: Path) -> Any:
+        """Writes ``model.onnx``; returns our report."""
         import dynamo_moe
 
         task: Any = "text-generation-with-past" if self.row.cache else "text-generation"
@@ -230,7 +260,7 @@ class Checkpoint:
         opened = time.perf_counter()
         dynamo_moe.convert(model)
         converted = time.perf_counter()
-        dynamo_moe.export_language_model(
+        written = dynamo_moe.export_language_model(
             model, folder / "model.onnx", task=task, external_data=True, link_weights=True
         )
         self.seconds = {
@@ -238,6 +268,7 @@ class Checkpoint:
             "converting": converted - opened,
             "exporting": time.perf_counter() - converted,
         }
+        return written
 
     def check(self, path: Path) -> dict[str, Any]:
         """Checks the file, and finds which of its weights are the checkpoint's."""
@@ -262,12 +293,18 @@ class Checkpoint:
 
 
 SUBJECTS: Mapping[str, Callable[[Row, bool], Subject | Checkpoint]] = {
+    "linear": _linear,
     "t5": _t5,
     "llama": partial(_decoder, architecture="Llama", intermediate=688),
     "mixtral": partial(
         _decoder, architecture="Mixtral", intermediate=512, num_local_experts=8,
         num_experts_per_tok=2,
     ),
+    "qwen3-moe": partial(
+        _decoder, architecture="Qwen3Moe", intermediate=512, moe_intermediate_size=64,
+        num_experts=16, num_experts_per_tok=4,
+    ),
     "swin": _swin,
     "qwen3": Checkpoint,
+    "qwen3-235b": partial(Checkpoint, width=4096, heads=64),
 }  # fmt: skip

@@ -9,25 +9,33 @@ exporter differs; ``TorchScript`` is ``torch.onnx.export(dynamo=False)``; ``tran
 for them. Exporters that fail are listed with the reason.
 
 Each export has a process of its own, in which a tiny export comes first: it imports what is
-imported late and fills caches. Then the model is built, and the export is timed until its file is
-on disk; :func:`dynamo_moe.convert` counts as ours. All export without gradients: with them,
-``dynamo`` fails on T5's attention ("Cannot view a tensor with shape ..."). Memory is the peak of
-the resident set over what it is at the start, when the weights are in memory already.
+imported late and fills caches. Rows named "first of the process" do without. Then the model is
+built, and the export is timed until its file is on disk; :func:`dynamo_moe.convert` counts as ours.
+Writing weights is part of that time, and stands beside it for ours. A peer's export is left out
+where its time for fewer blocks makes one of more than ``--limit`` seconds likely. All export
+without gradients: with them, ``dynamo`` fails on T5's attention ("Cannot view a tensor with shape
+..."). Memory is the peak of the resident set over what it is at the start, when the weights are in
+memory already.
 
 The exports of a case take turns, each round starting with another. The first file of each runs in
 ONNX Runtime on inputs of other sizes (other values, where shapes are static) and is compared with
 PyTorch. Those of ``dynamo, one node a layer`` cannot run: only our export adds the nodes' bodies.
 
-The case ``checkpoint`` has the shape of Qwen3-30B-A3B: 48 layers of 128 experts. Its safetensors
-file has all 61 GB, but is one hole: no block of it is on disk. Its experts are stored as the model
+The case ``checkpoint`` has the shape of Qwen3-30B-A3B: 48 layers of 128 experts, and the next one
+that of Qwen3-235B-A22B: 94 layers. The safetensors file has all 61 or 470 GB, but is one hole: no
+block of it is on disk. Its experts are stored as the model
 holds them, so that the ONNX file can refer to every weight where it is. Nothing can be computed
 with such weights; onnx checks the ONNX file, and the result says how many bytes it refers to.
+
+A whole run takes a quarter of an hour on two cores. ``--case`` runs one case and keeps the others
+of ``--json``, so that a run can be split.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,16 +48,25 @@ from benchmarks.export.cases import CASES, COLORS, OURS, Case, Row
 from benchmarks.export.runs import OWN_STEPS, Runner, runner
 
 MAX_ERROR = 1e-3
-# The limits for an export of the case "checkpoint".
-GOAL_SECONDS, GOAL_BYTES = 60, 2e9
+# The limits for exports of large checkpoints: seconds and bytes.
+GOALS = {"checkpoint": (60, 2e9), "Qwen3-235B-A22B": (15, 2e9)}
+# The limit for a deep model's time over that of the shallowest.
+GOAL_GROWTH = 1.6
+BY_DEPTH = ("Llama", "Mixtral", "Qwen3-MoE", "Swin-MoE")
 
-_PER_TURN = ("seconds", "cpu seconds", "peak bytes", "first export s")
+_PER_TURN = ("seconds", "cpu seconds", "peak bytes", "first export s", "writing s")
 
 
 def measure(
-    case: Case, rounds: int, runs: Runner, *, quick: bool = False, folder: Path | None = None
+    case: Case,
+    rounds: int,
+    runs: Runner,
+    *,
+    quick: bool = False,
+    folder: Path | None = None,
+    limit: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """Runs the exports of a case in turn."""
+    """Runs the exports of a case in turn, but none of a peer's that would take over ``limit`` s."""
     jobs = [(row, exporter) for row in case.rows for exporter in row.exporters]
     taken: dict[tuple[Row, str], list[dict[str, Any]]] = {job: [] for job in jobs}
     for number, (row, exporter) in turns(jobs, rounds):
@@ -57,7 +74,16 @@ def measure(
         if any("error" in one for one in done):
             continue
         print(f"{case.name}, {row.label}: turn {number + 1} of {rounds}, {exporter}", flush=True)
-        one = runs(case.model, row, exporter, quick, not done, folder)
+        shallower = {
+            other.blocks: taken[other, exporter][0].get("seconds", 0.0)
+            for other in case.rows
+            if other.blocks < row.blocks and taken.get((other, exporter))
+        }
+        expected = expected_seconds(row.blocks, shallower)
+        if exporter != OURS and expected > limit:
+            one = {"error": f"not run: {expected:.0f} s are expected, more than {limit:g}"}
+        else:
+            one = runs(case.model, row, exporter, quick, not done, folder)
         if "error" in one:
             print(f"  {one['error']}")
         done.append(one)
@@ -66,6 +92,11 @@ def measure(
         | {"exporters": {exporter: together(taken[row, exporter]) for exporter in row.exporters}}
         for row in case.rows
     ]
+
+
+def expected_seconds(blocks: int, shallower: Mapping[int, float]) -> float:
+    """Returns how long a model may take, given the times of others with fewer blocks."""
+    return max((seconds * blocks / fewer for fewer, seconds in shallower.items()), default=0.0)
 
 
 def together(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -82,8 +113,12 @@ def together(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns ratios to ours, and how much times of ours spread."""
-    result: dict[str, Any] = {"time / ours": {}, "memory / ours": {}}
+    """Returns ratios to ours, and how much times of ours grow and spread."""
+    result: dict[str, Any] = {
+        "time / ours": {},
+        "memory / ours": {},
+        "growth": {"goal": GOAL_GROWTH},
+    }
     for case in cases:
         for row in case["rows"]:
             for key, title in (("seconds", "time / ours"), ("peak bytes", "memory / ours")):
@@ -98,13 +133,35 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 sizes[f"{title} between turns of a size, percent"] = statistics.median(
                     spread(one[key]["turns"]) for one in ours
                 )
-        if case["name"] == "checkpoint" and ours:
-            result["checkpoint"] = {
+        if case["name"] in GOALS and ours:
+            seconds, peak = GOALS[case["name"]]
+            result[case["name"]] = {
                 "seconds": max(_median(one, "seconds") for one in ours),
                 "peak bytes": max(_median(one, "peak bytes") for one in ours),
-                "goal": {"seconds": GOAL_SECONDS, "peak bytes": GOAL_BYTES},
+                "goal": {"seconds": seconds, "peak bytes": peak},
             }
+        if case["name"] in BY_DEPTH:
+            result["growth"] |= growth(case)
     return result
+
+
+def growth(case: Mapping[str, Any]) -> dict[str, float]:
+    """Returns times of ours over that of the model with the fewest blocks, without writing."""
+    found: dict[str, float] = {}
+    least: dict[str, float] = {}
+    for row in _rows(case):
+        kind, comma, depth = row["label"].rpartition(", ")
+        if not depth.endswith("blocks"):
+            continue
+        seconds = _without_writing(row["exporters"][OURS])
+        first = least.setdefault(kind, seconds)
+        if first != seconds:
+            found[f"{case['name']}, {kind}{comma}{depth}"] = seconds / first
+    return found
+
+
+def _without_writing(found: Mapping[str, Any]) -> float:
+    return _median(found, "seconds") - _median(found, "writing s")
 
 
 def _median(found: Mapping[str, Any], key: str) -> float:
@@ -138,7 +195,7 @@ def show(cases: Sequence[Mapping[str, Any]]) -> None:
     for case in cases:
         for row in case["rows"]:
             label = f"{case['name']}, {row['label']}"
-            times, memory = ratios(row, "seconds"), ratios(row, "peak bytes")
+            slower, memory = ratios(row, "seconds"), ratios(row, "peak bytes")
             for name, one in row["exporters"].items():
                 if "error" in one:
                     print(f"{label}, {name} failed: {one['error']}")
@@ -148,7 +205,8 @@ def show(cases: Sequence[Mapping[str, Any]]) -> None:
                     label,
                     name,
                     f"{_median(one, 'seconds'):.1f}",
-                    f"{times[name]:.2f}" if name in times else None,
+                    f"{_median(one, 'writing s'):.1f}" if "writing s" in one else None,
+                    f"{slower[name]:.2f}" if name in slower else None,
                     f"{_median(one, 'cpu seconds'):.1f}",
                     f"{_median(one, 'peak bytes') / 1e6:.0f}",
                     f"{memory[name]:.2f}" if name in memory else None,
@@ -156,7 +214,16 @@ def show(cases: Sequence[Mapping[str, Any]]) -> None:
                     None if error is None else f"{error:.0e}",
                     remarks(one),
                 ])  # fmt: skip
-    numbers = ["time, s", "x ours", "CPU, s", "memory, MB", "x ours", "nodes", "error"]
+    numbers = [
+        "time, s",
+        "writing, s",
+        "x ours",
+        "CPU, s",
+        "memory, MB",
+        "x ours",
+        "nodes",
+        "error",
+    ]
     print(report.table("exports", ["case", "exporter", *numbers, "remarks"], rows))
 
 
@@ -184,17 +251,16 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         for row in case["rows"]
         if ratios(row, "seconds") and ratios(row, "peak bytes")
     ]
-    drawn = [
-        (draw, rows)
-        for draw, rows in (
-            (partial(_draw_ratios, key="seconds"), compared),
-            (partial(_draw_ratios, key="peak bytes"), compared),
-            (_draw_growth, _rows(cases.get("Llama"))),
-            (_draw_sizes, _rows(cases.get("example size"))),
-        )
-        if rows
+    wanted: list[tuple[Callable[..., None], Sequence[Mapping[str, Any]]]] = [
+        (partial(_draw_ratios, key="seconds"), compared),
+        (partial(_draw_ratios, key="peak bytes"), compared),
+        *((partial(_draw_growth, title=name), _by_depth(cases.get(name))) for name in BY_DEPTH),
+        (_draw_sizes, _rows(cases.get("example size"))),
     ]
-    with panels(path, len(drawn), 2, (7.5, 4.8), _title(result["cases"])) as axes:
+    drawn = [(draw, rows) for draw, rows in wanted if rows]
+    bars = sum(len(ratios(row, "seconds")) + 1 for row in compared)
+    height = max(4.8, 0.09 * bars)  # The two panels of ratios stand side by side.
+    with panels(path, len(drawn), 2, (7.5, height), _title(result["cases"])) as axes:
         for panel, (draw, rows) in zip(axes, drawn, strict=True):
             draw(panel, rows)
             panel.legend(fontsize=SMALL)
@@ -225,7 +291,7 @@ def _draw_ratios(panel: Any, rows: Sequence[Mapping[str, Any]], key: str) -> Non
     for row in rows:
         median = _median(row["exporters"][OURS], key)
         ours = f"{median:.3g} s" if key == "seconds" else f"{median / 1e6:.0f} MB"
-        groups.append((f"{row['label']}\nours: {ours}", ratios(row, key)))
+        groups.append((f"{row['label']} (ours: {ours})", ratios(row, key)))
     ratio_bars(panel, groups, COLORS)
     titles = {
         "seconds": "export time / ours (right: slower than ours)",
@@ -234,7 +300,15 @@ def _draw_ratios(panel: Any, rows: Sequence[Mapping[str, Any]], key: str) -> Non
     panel.set_title(titles[key])
 
 
-def _draw_growth(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+def _by_depth(case: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The rows that differ in depth alone, of which a model of several stages has one kind."""
+    rows = [row for row in _rows(case) if row["label"].endswith("blocks")]
+    return [row for row in rows if ", " not in row["label"] or row["label"].startswith("stage 3")]
+
+
+def _draw_growth(panel: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     for name, color in COLORS.items():
         points = [
             (row["blocks"], _median(row["exporters"][name], "seconds"))
@@ -243,10 +317,17 @@ def _draw_growth(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         ]
         if points:
             panel.plot(*zip(*points, strict=True), "o-", color=color, label=name)
+    points = [(row["blocks"], _without_writing(row["exporters"][OURS])) for row in rows]
+    label = f"{OURS}, without writing weights"
+    panel.plot(*zip(*points, strict=True), "--", color=COLORS[OURS], label=label)
     ticks = [row["blocks"] for row in rows]
-    panel.set(title="Llama: export time", xlabel="blocks", ylabel="s")
+    panel.set(
+        title=f"{title}: export time", xlabel="blocks", ylabel="s", xscale="log", yscale="log"
+    )
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter("{x:g}")
     panel.set_xticks(ticks, map(str, ticks))
-    panel.set_ylim(bottom=0)
+    panel.minorticks_off()
 
 
 def _draw_sizes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -279,6 +360,12 @@ def _draw_sizes(panel: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 def main() -> None:
     """Times exports to ONNX, ours and others."""
     known = report.parser(__doc__, "json", "plot")
+    known.add_argument(
+        "--limit",
+        type=float,
+        default=60,
+        help="seconds that a peer's export may be expected to take",
+    )
     known.add_argument("--turns", type=int, default=1, help="processes of each export")
     known.add_argument("--case", default="", help="only cases whose name contains this")
     known.add_argument("--folder", type=Path, help="where to write the files")
@@ -292,7 +379,9 @@ def main() -> None:
         for case in chosen:
             run = report.conditions(PACKAGES) | {"turns": rounds, "quick": given.quick}
             size = case.shrunk() if given.quick else case
-            rows = measure(size, rounds, runs, quick=given.quick, folder=given.folder)
+            rows = measure(
+                size, rounds, runs, quick=given.quick, folder=given.folder, limit=given.limit
+            )
             new.append({"name": case.name, "run": run, "rows": rows})
             cases = report.merged(new, CASES, given)
             result = {"cases": cases, "summary": summary(cases)}

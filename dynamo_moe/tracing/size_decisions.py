@@ -77,8 +77,9 @@ def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[De
             for symbol, values in program.range_constraints.items()
         ]
     mode = private.fake_mode(program)
-    if mode is not None and program.tensor_constants:
-        # What is computed of sizes and a tensor made in Python is computed once, unnoticed.
+    if mode is not None and program.graph_signature.lifted_tensor_constants:
+        # What is computed of sizes and a tensor made in the forward is computed once, unnoticed.
+        # A model's own buffers are no such tensors, though ``tensor_constants`` has some of them.
         sizes = mode.shape_env.backed_var_to_val
         symbols = [symbol for symbol in sizes if symbol in program.range_constraints]
         noted = [*noted, *(Decision(sympy.Eq(each, sizes[each]), "") for each in symbols)]

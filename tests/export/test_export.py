@@ -486,8 +486,10 @@ def test_the_garbage_collector_is_left_as_it_was(tmp_path: Path, frozen: bool) -
     class Fails(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             assert gc.get_freeze_count()
+            assert frozen or gc.get_threshold()[0] > usual[0]
             raise ValueError("not today")
 
+    usual = gc.get_threshold()
     if frozen:
         gc.freeze()
     try:
@@ -495,6 +497,7 @@ def test_the_garbage_collector_is_left_as_it_was(tmp_path: Path, frozen: bool) -
         with pytest.raises(dynamo_moe.ExportError, match="not today"):
             dynamo_moe.export(Fails(), torch.randn(2, 4), tmp_path / "m.onnx")
         assert bool(gc.get_freeze_count()) == frozen
+        assert gc.get_threshold() == usual
     finally:
         gc.unfreeze()
 

@@ -6,6 +6,8 @@ import gc
 import hashlib
 import io
 import logging
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules import transformer
 
 import dynamo_moe
-from dynamo_moe.process_state import ProcessState, exclusive, replaced
+from dynamo_moe.process_state import ProcessState, exclusive, importing, replaced
 from dynamo_moe.tracing import private
 from dynamo_moe.verification.comparison import _outputs
 from dynamo_moe.weights.lazy_tensors import LazyTensor
@@ -160,6 +162,7 @@ def process() -> dict[str, Any]:
         "logger": logging.getLogger("torch.onnx._internal.exporter._registration").level,
         "filters": tuple(warnings.filters),
         "frozen": gc.get_freeze_count(),
+        "collecting": (gc.isenabled(), gc.get_threshold()),
         "threads": torch.get_num_threads(),
         "random": torch.get_rng_state().numpy().tobytes(),
     }
@@ -326,3 +329,30 @@ def test_an_export_within_another(tmp_path: Path) -> None:
     files = {path.read_bytes() for path in tmp_path.glob("*.onnx") if path.stem in {*seen, "inner"}}
     assert len(files) == 1
     assert process() == before
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_imports_leave_the_garbage_collector_as_it_was(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with importing():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_modules_are_loaded_without_the_garbage_collector() -> None:
+    code = (
+        "import gc, dynamo_moe\n"
+        "passes = []\n"
+        "gc.callbacks.append(lambda phase, info: passes.append(phase))\n"
+        "dynamo_moe.inspect\n"
+        "del gc.callbacks[:]\n"
+        "print(len(passes), gc.isenabled())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    passes, enabled = run.stdout.split()
+    assert int(passes) < 10, "those that are due afterwards; without the pause there are hundreds"
+    assert enabled == "True"

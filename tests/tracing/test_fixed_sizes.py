@@ -309,7 +309,8 @@ def test_models_without_decisions_are_not_run(tmp_path: Path, monkeypatch) -> No
         raise AssertionError("run")
 
     monkeypatch.setattr(fixed_sizes._Trials, "_run", unwanted)
-    model = Model(lambda m, x: m.linear(x)).eval()
+    model = Model(lambda m, x: m.linear(x) * m.scales).eval()
+    model.register_buffer("scales", torch.rand(16), persistent=False)
     dynamo_moe.export(model, torch.randn(TOKENS, 16), tmp_path / "m.onnx")
 
 

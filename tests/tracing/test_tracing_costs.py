@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from onnxscript import TracedOnnxFunction
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from dynamo_moe.models import SwinMoE, SwinMoEConfig
 from dynamo_moe.tracing import private
@@ -120,3 +122,16 @@ def test_an_unknown_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     before = SymNode._mul
     with private._cheap_tracing():
         assert SymNode._mul is before
+
+
+@known
+def test_the_registry_of_translations_reads_no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = private.torchlib.__wrapped__
+    plain = ONNXRegistry.from_torchlib(opset_version=20)
+
+    def unwanted(_: Any) -> None:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(TracedOnnxFunction, "function_ir", property(unwanted))
+    found = make(20)
+    assert found.functions == plain.functions
