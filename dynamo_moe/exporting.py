@@ -114,7 +114,7 @@ def export(
             every shape is static.
         input_names: Names of the file's inputs, in the order of the example's tensors; None: those
             of the arguments of the model's forward.
-        output_names: Names of the file's outputs, in order; None: the exporter's.
+        output_names: Names of the file's outputs, in order; None: ``output``, ``output_2``, …
         opset: Version of the standard operators, at least 18.
         external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
         link_weights: Weights of a model opened by :func:`open_checkpoint` that need no change stay
@@ -272,9 +272,8 @@ def _graph_with(
 def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
     """Returns the units of equal blocks; the values that they end with are outputs no longer."""
     outputs = traced.graph.outputs
-    own = len(outputs) - sum(len(nodes) for ends in sharing.cuts for nodes in ends)
-    names = iter([str(value.name) for value in outputs[own:]])
-    del outputs[own:]
+    count = sum(len(nodes) for ends in sharing.cuts for nodes in ends)
+    names = reversed([str(outputs.pop().name) for _ in range(count)])
     found = []
     for run, ends in zip(sharing.runs, sharing.cuts, strict=True):
         starts = range(0, len(run.blocks), run.period)

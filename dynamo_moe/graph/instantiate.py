@@ -15,6 +15,7 @@ import onnx_ir as ir
 from torch import Tensor
 
 from dynamo_moe.files.metadata import Layer
+from dynamo_moe.moe_nodes.nodes import module_of, set_module
 from dynamo_moe.tracing.equal_blocks import TRACED_UNITS, NotSharedError
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.placeholders import as_ir
@@ -171,7 +172,7 @@ class _Run:
             new.type, new.shape = output.type, output.shape
             new.name = f"{output.name}/{unit}"
             known[output] = new
-        copy.metadata_props.update(node.metadata_props)
+        set_module(copy, self._units.renamed(module_of(node), 2, unit))
         return copy
 
     def _input(self, given: ir.Value, unit: int, known: dict[ir.Value, ir.Value]) -> ir.Value:

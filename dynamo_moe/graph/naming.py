@@ -1,8 +1,8 @@
 """Names of a finished graph that depend on the graph alone.
 
 The tracer and the optimiser count what they make, so their names depend on the way. Here nodes are
-named after their module and operator, their results after them, and constants in the order in which
-they are used.
+named after their module and operator, their results after them, and constants and outputs in the
+order in which they are used.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dynamo_moe.moe_nodes.nodes import module_of
 
 
 def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str]:
-    """Names all but the inputs, the outputs and the weights of a graph, and orders its weights.
+    """Names all but the inputs and the weights of a graph, and orders its weights by their use.
 
     Returns:
         The new names by the old ones.
     """
     graph = model.graph
-    kept = [*graph.inputs, *graph.outputs]
+    kept = list(graph.inputs)
     kept += [value for name, value in graph.initializers.items() if name in weights]
     taken = {str(value.name) for value in kept}
     fixed = set(kept)
@@ -35,9 +35,14 @@ def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str
         found = name if number == 1 else f"{name}_{number}"
         return found if found not in taken else unique(name)
 
+    for output in graph.outputs:
+        if output not in fixed:
+            renamed[str(output.name)] = output.name = unique("output")
+            fixed.add(output)
     initializers = _by_use(graph)
     graph.initializers.clear()
     for value in initializers:
+        value.metadata_props.clear()
         if value not in fixed:
             name = unique("constant")
             renamed[str(value.name)] = name
@@ -46,6 +51,7 @@ def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str
     for node in _all(graph):
         node.name = unique("/".join(filter(None, [module_of(node), node.op_type])))
         for place, output in enumerate(node.outputs):
+            output.metadata_props.clear()  # The tracer's name of it.
             if output not in fixed and output.name:
                 name = node.name if not place else f"{node.name}:{place}"
                 renamed[output.name] = name
