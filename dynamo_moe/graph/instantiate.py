@@ -152,7 +152,6 @@ class _Run:
             for index, output in enumerate(self._graph.outputs):
                 if output is end:
                     self._graph.outputs[index] = last
-                    last.name, end.name = end.name, last.name
         after = max((layers.index(layer) for layer in its), default=-1) + 1
         return [*layers[:after], *added, *layers[after:]]
 

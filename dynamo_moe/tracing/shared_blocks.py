@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
@@ -173,7 +174,7 @@ class _Proof:
     """A kind of block as its last traced call found it."""
 
     own: Description
-    roots: Mapping[Hashable, Any]
+    held: Sequence[Any]
     state: Facts
 
 
@@ -238,9 +239,11 @@ class _RunTrace:
         if last:
             objects = [x for x in call.given if not (isinstance(x, Tensor) or type(x) in SIMPLE)]
             names = self._names[kind]
-            roots = {**dict(enumerate((*self.run.outside[kind], *objects))), **names.values()}
-            tensors = {id(t): change_count(t) for t in (*block.parameters(), *block.buffers())}
-            proof = _Proof(describe(block), roots, state_of(roots, self._others))
+            classes = {type(module) for module in block.modules()}
+            held = (*self.run.outside[kind], *objects, *classes)
+            used = names.values().keys()
+            tensors = _counts(block)
+            proof = _Proof(describe(block), held, self._state(held, kind))
         self._reading = True
         try:
             with self._names[kind].watched() if place >= period else contextlib.nullcontext():
@@ -252,18 +255,21 @@ class _RunTrace:
         if call.versions != [change_count(x) for x in call.given if isinstance(x, Tensor)]:
             raise self._refuse("a block changes its input in place")
         if last:
-            held = (*block.parameters(), *block.buffers())
-            new = names.values().keys() - roots.keys()
-            if new:
+            if new := names.values().keys() - used:
                 raise self._refuse(f"a block uses other names than the ones before: {new}")
             self._check_same(proof.own.facts, describe(block).facts)
-            self._check_same(proof.state, state_of(roots, self._others))
-            if {id(tensor): change_count(tensor) for tensor in held} != tensors:
+            self._check_same(proof.state, self._state(held, kind))
+            if _counts(block) != tensors:
                 raise self._refuse("a block changes a tensor of its own")
             if _modes() != call.modes:
                 raise self._refuse("a block changes a mode, or draws random numbers")
             self._proofs[kind:] = [proof]
         return results
+
+    def _state(self, held: Sequence[Any], kind: int) -> Facts:
+        """Returns the state of objects, and of what the names in a block's code stand for now."""
+        roots = {**dict(enumerate(held)), **self._names[kind].values()}
+        return state_of(roots, self._others)
 
     def _check_same(self, before: Facts, after: Facts) -> None:
         if before != after:
@@ -365,7 +371,7 @@ class _RunTrace:
         differing = describe(self.run.blocks[place]).differences(proof.own)
         if differing is None or not differing <= self.run.differing[kind]:
             raise self._refuse("a block has changed since the trace began")
-        self._check_same(proof.state, state_of(proof.roots, self._others))
+        self._check_same(proof.state, self._state(proof.held, kind))
 
     def _stand_ins(self, place: int) -> list[Any]:
         """Returns results like those of the block a unit before."""
@@ -452,7 +458,7 @@ class _Names:
 
 def _modes() -> tuple[Any, ...]:
     """Returns what operators and code depend on that is not given to them."""
-    numpy = sys.modules.get("numpy")
+    _, numbers, *rest = numpy.random.get_state()
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -462,8 +468,13 @@ def _modes() -> tuple[Any, ...]:
             for device in _DEVICES
         ),
         hash(random.getstate()),
-        repr(numpy.random.get_state()) if numpy is not None else None,
+        (numbers.tobytes(), *rest),
     )
+
+
+def _counts(block: nn.Module) -> list[tuple[int, int]]:
+    """Returns which tensors a block has, and how often each was changed in place."""
+    return [(id(each), change_count(each)) for each in (*block.parameters(), *block.buffers())]
 
 
 def _place_of(value: Any, among: Sequence[Any]) -> int | None:
