@@ -255,13 +255,11 @@ def _graph_with(
     runs: Sequence[Run],
 ) -> _Graph:
     sharing = SharedTrace(runs) if runs else None
-    with sharing.passing_over() if sharing is not None else contextlib.nullcontext():
-        with placeholders.placeholders(model) as lazies:
-            trials = SizeTrials(example, has_values=not lazies)
-            program = captured(model, given, example, trials, runs=not lazies, sharing=sharing)
-            traced, exporter = translated(
-                program, example, trials, opset, retraces=sharing is None
-            )
+    passing_over = sharing.passing_over() if sharing is not None else contextlib.nullcontext()
+    with passing_over, placeholders.placeholders(model) as lazies:
+        trials = SizeTrials(example, has_values=not lazies)
+        program = captured(model, given, example, trials, runs=not lazies, sharing=sharing)
+        traced, exporter = translated(program, example, trials, opset, retraces=sharing is None)
     units = _units(traced, sharing) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, input_names)
     placeholders.attach(traced, lazies)

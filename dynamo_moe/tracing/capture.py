@@ -51,9 +51,7 @@ def capture(
         Exception: Whatever the model's code or the tracer raises, from the first attempt.
     """
     try:
-        program = _checked_trace(
-            model, example, trials, strict=False, loops=loops, sharing=sharing
-        )
+        program = _checked_trace(model, example, trials, strict=False, loops=loops, sharing=sharing)
     except Exception as failure:  # The model's own code runs.
         if sharing is not None:
             raise

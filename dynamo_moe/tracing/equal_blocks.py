@@ -1,8 +1,8 @@
 """Which blocks of a model compute the same of other weights: compared, not guessed.
 
 Python does the same where everything that it reads is the same. A block is therefore described by
-facts: what its modules, their attributes, hooks, functions and closures are. Blocks with equal facts
-do the same with their own weights, as long as what they reach outside of themselves does not
+facts: what its modules, their attributes, hooks, functions and closures are. Blocks with equal
+facts do the same with their own weights, as long as what they reach outside of themselves does not
 change; ``state_of`` says whether it does. An attribute that differs between two blocks, such as a
 layer's number, is no obstacle if the traced block does not read it, which only its trace shows.
 """
@@ -20,17 +20,13 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import mpmath
-import numpy
-import sympy
 import torch
 from torch import Tensor, nn
 
-import custom_ops
-from dynamo_moe import private
 from dynamo_moe.private import attributes_of, change_count, own_parts
 
 Place = tuple[Hashable, ...]
@@ -253,7 +249,7 @@ class _Reader:
     """Reads values into facts that are equal where Python finds the same."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.facts: dict[Place, Hashable] = {}
+        self.facts: dict[Place, Any] = {}
         self.outside: list[Any] = []
         self.known: dict[int, str] = {id(m): f"module {p}" for p, m in block.named_modules()}
         for path, tensor in _block_tensors(block).items():
@@ -298,7 +294,7 @@ class _Same:
 class _Parts:
     """What a value is made of: a fact of its own, and values by name."""
 
-    fact: Hashable
+    fact: Any
     items: Iterable[tuple[Hashable, Any]] = field(default=())
 
 
@@ -391,7 +387,7 @@ def _words(place: Place) -> str:
     return " ".join(map(str, place))
 
 
-def _held_by(value: Any) -> tuple[Hashable, list[tuple[Hashable, Any]]]:
+def _held_by(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     """Returns a fact on a value's state, and the values that it holds."""
     if isinstance(value, Tensor):
         return change_count(value), []
@@ -426,8 +422,9 @@ def _held_by(value: Any) -> tuple[Hashable, list[tuple[Hashable, Any]]]:
 _HERE = str(Path(__file__).parent)
 # Whose code a trace runs beside the model's: no state that a model reads is there.
 _LIBRARIES = tuple(
-    f"{Path(module.__file__ or '').parent.resolve()}{os.sep}"
-    for module in (torch, sympy, mpmath, numpy, custom_ops, private)
+    f"{Path(spec.origin).parent.resolve()}{os.sep}"
+    for spec in map(find_spec, ("torch", "sympy", "mpmath", "numpy", "custom_ops", "dynamo_moe"))
+    if spec is not None and spec.origin is not None
 )
 _STANDARD = f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}"
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
@@ -444,5 +441,5 @@ def is_library_file(file: str | None) -> bool:
 
 
 def is_library(module: Any) -> bool:
-    """Whether a Python module is one of PyTorch and what it needs, of Python, or of this package."""
+    """Whether a Python module is of PyTorch and what it needs, of Python, or of this package."""
     return is_library_file(getattr(module, "__file__", None)) if module is not None else False

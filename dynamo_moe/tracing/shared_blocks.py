@@ -26,7 +26,6 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
 from dynamo_moe import pytree
 from dynamo_moe.private import attributes_of, change_count, tensors_replaced
-from dynamo_moe.tracing import private
 from dynamo_moe.tracing.equal_blocks import (
     SIMPLE,
     TRACED_UNITS,
@@ -142,7 +141,7 @@ class SharedTrace:
         ends = [node for units in self.cuts for nodes in units for node in nodes]
         if not set(ends) <= set(program.graph.nodes):
             raise NotSharedError("the program was traced again")
-        output.args = ((*output.args[0], *ends),)  # type: ignore[misc]
+        output.args = ((*output.args[0], *ends),)
         program.graph_signature.output_specs.extend(
             OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in ends
         )
@@ -227,7 +226,8 @@ class _RunTrace:
         return pytree.tree_unflatten(call.results, call.result_spec)
 
     def _end(self, result: Tensor, place: int, leaf: int) -> Tensor:
-        return end_of_block(result, self.number, place, leaf)
+        ended: Tensor = end_of_block(result, self.number, place, leaf)
+        return ended
 
     # --- Blocks that are traced ---
 
@@ -268,7 +268,8 @@ class _RunTrace:
 
     def _state(self, held: Sequence[Any], kind: int) -> Facts:
         """Returns the state of objects, and of what the names in a block's code stand for now."""
-        roots = {**dict(enumerate(held)), **self._names[kind].values()}
+        roots: dict[Hashable, Any] = dict(enumerate(held))
+        roots.update(self._names[kind].values())
         return state_of(roots, self._others)
 
     def _check_same(self, before: Facts, after: Facts) -> None:
@@ -458,7 +459,7 @@ class _Names:
 
 def _modes() -> tuple[Any, ...]:
     """Returns what operators and code depend on that is not given to them."""
-    _, numbers, *rest = numpy.random.get_state()
+    _, *numbers = numpy.random.get_state()  # noqa: NPY002  What models draw from.
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -468,7 +469,8 @@ def _modes() -> tuple[Any, ...]:
             for device in _DEVICES
         ),
         hash(random.getstate()),
-        (numbers.tobytes(), *rest),
+        tuple(map(str, numbers[1:])),
+        numpy.asarray(numbers[0]).tobytes(),
     )
 
 
