@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from dynamo_moe.private import attributes_of, change_count, own_parts
+from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 Place = tuple[Hashable, ...]
 """Where a fact is: the path of a module, the name of its attribute, and the way from there."""
@@ -214,7 +215,8 @@ def describe(block: nn.Module, tied: Collection[int] | None = None) -> Descripti
                 # What is tied belongs to no block: equal to nothing.
                 single = tied is not None and id(tensor) not in tied
                 reader.facts[place] = _tensor_fact(tensor) if single else object()
-                reader.read(getattr(tensor, "__dict__", None) or None, (*place, "attributes"))
+                if not isinstance(tensor, LazyTensor):  # A placeholder stands for it, without any.
+                    reader.read(attributes_of(tensor) or None, (*place, "attributes"))
         for name, value in attributes_of(module).items():
             if value is not parameters and value is not buffers and value is not children:
                 reader.read(value, (path, name))
