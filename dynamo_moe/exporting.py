@@ -10,10 +10,9 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,8 +169,8 @@ def export(
             with _exporting(), _naming_unconverted(remaining, model), autocast_inside(model):
                 _check_values(model)
                 example = resolve(model, *given, dynamic_shapes)
-                optimized = partial(_optimize, target=target, body=body, link=link_weights)
-                graph = _graph(model, given, example, opset, input_names, optimized)
+                form = target, body, link_weights
+                graph = _graph(model, given, example, opset, input_names, form)
                 model_ir, layers = graph.model, graph.layers
                 _rename("output_names", model_ir.graph.outputs, output_names)
                 metadata.store(model_ir, layers)
@@ -228,21 +227,21 @@ def _graph(
     example: DynamicExample,
     opset: int,
     input_names: Sequence[str] | None,
-    optimized: Callable[..., list[metadata.Layer]],
+    form: tuple[lowering.Target, lowering.Body, bool],
 ) -> _Graph:
     """Traces a model, equal blocks only as often as it takes, and returns its optimised graph."""
     with evaluating(model):
         runs = runs_of(model) if _SHARES.get() and private.missing() is None else []
         while runs:
             try:
-                return _graph_with(model, given, example, opset, input_names, optimized, runs)
+                return _graph_with(model, given, example, opset, input_names, form, runs)
             except NotSharedError as error:
                 _LOG.info("Equal blocks are traced one by one: %s", error)
                 runs = [run for run in runs if error.run is not None and run is not error.run]
             except Exception:  # The whole model says it better, or does not have it.
                 _LOG.info("Equal blocks are traced one by one", exc_info=True)
                 runs = []
-        return _graph_with(model, given, example, opset, input_names, optimized, [])
+        return _graph_with(model, given, example, opset, input_names, form, [])
 
 
 def _graph_with(
@@ -251,7 +250,7 @@ def _graph_with(
     example: DynamicExample,
     opset: int,
     input_names: Sequence[str] | None,
-    optimized: Callable[..., list[metadata.Layer]],
+    form: tuple[lowering.Target, lowering.Body, bool],
     runs: Sequence[Run],
 ) -> _Graph:
     sharing = SharedTrace(runs) if runs else None
@@ -263,7 +262,7 @@ def _graph_with(
     units = _units(traced, sharing) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, input_names)
     placeholders.attach(traced, lazies)
-    layers = optimized(traced, units=units)
+    layers = _optimize(traced, *form, units)
     return _Graph(traced, layers, [*([exporter] if exporter else []), *trials.notes])
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -316,10 +317,10 @@ class _RunTrace:
         def get(module: Any, name: str) -> Any:
             if self._reading:
                 differing = names.get(id(attributes_of(module)), ())
-                all_of_them = name == "__dict__" and not is_library_file(
-                    sys._getframe(1).f_code.co_filename
-                )
-                if name in differing or (differing and all_of_them):
+                frame = inspect.currentframe() if name == "__dict__" and differing else None
+                reader = frame and frame.f_back
+                all_of_them = reader and not is_library_file(reader.f_code.co_filename)
+                if name in differing or all_of_them:
                     self._fail(f"a block reads {name}, which is another one's otherwise")
             return original(module, name)
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dynamo_moe
-from dynamo_moe import exporting
 from dynamo_moe.models import DroplessMoEMlp
 
 WIDTH = 8
@@ -61,49 +60,6 @@ class Stack(nn.Module):
 def stack(kind: type[nn.Module] = Block, blocks: int = 6) -> nn.Module:
     torch.manual_seed(0)
     return Stack(*(kind(number) for number in range(blocks))).eval()
-
-
-@pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Exports a model, and returns how many of its runs of blocks were shared."""
-
-    def export(model: nn.Module, example: Any = None, path: Any = None, **options: Any) -> int:
-        runs = []
-
-        def counted(graph: Any, units: Any, *args: Any) -> Any:
-            runs.append(units)
-            return instantiate(graph, units, *args)
-
-        with monkeypatch.context() as context:
-            context.setattr(exporting, "instantiate", counted)
-            example = torch.zeros(2, WIDTH) if example is None else example
-            dynamo_moe.export(model, example, path or tmp_path / "model.onnx", **options)
-        return len(runs)
-
-    instantiate = exporting.instantiate
-    return export
-
-
-@pytest.fixture
-def compared(tmp_path: Path, shared: Callable[..., int]) -> Callable[..., int]:
-    """Exports a model in both ways, compares the files, and returns how many runs were shared."""
-
-    def compare(make: Callable[[], nn.Module], example: Any = None, **options: Any) -> int:
-        counts, files = [], []
-        for shares in (True, False):
-            folder = tmp_path / str(shares)
-            folder.mkdir(exist_ok=True)
-            token = exporting._SHARES.set(shares)
-            try:
-                counts.append(shared(make(), example, folder / "model.onnx", **options))
-            finally:
-                exporting._SHARES.reset(token)
-            files.append({each.name: each.read_bytes() for each in folder.iterdir()})
-        assert files[0] == files[1]
-        assert not counts[1]
-        return counts[0]
-
-    return compare
 
 
 @pytest.mark.parametrize("blocks", [4, 7])
