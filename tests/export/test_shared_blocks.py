@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dynamo_moe
@@ -572,3 +574,68 @@ def test_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert "__getattribute__" not in vars(Block)
     x = torch.randn(2, WIDTH)
     assert torch.equal(model.head(x), twin.head(x))
+
+
+# --- Random programs ---
+
+
+class Drawn(Block):
+    """A block whose code depends on attributes that may differ, and that may do more than that."""
+
+    kind = 0
+    counts = False
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:  # type: ignore[override]
+        y = self.linear(self.norm(x))
+        y = (F.gelu(y), F.relu(y), y * self.epsilon)[self.kind]
+        if self.counts:
+            CALLS.append(self.kind)
+        return x + (y if mask is None else y * mask)
+
+
+class DrawnStack(Stack):
+    """What is done with blocks, by an index for each of the ways in which it may be unusual."""
+
+    masked = False
+    taken = -1
+    shifted = -1
+
+    def forward(self, x: Tensor) -> Any:
+        mask = torch.sigmoid(x) if self.masked else None
+        taken = []
+        for number, block in enumerate(self.blocks):
+            x = block(x + 1 if number == self.shifted else x, mask)
+            taken += [x] if number == self.taken else []
+        return self.head(x), *taken
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_random_programs(compared: Callable[..., int], data: st.DataObject) -> None:
+    pattern = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    blocks = data.draw(st.integers(4, 10))
+    place = st.integers(-1, blocks - 1)
+    other, counting = data.draw(place), data.draw(st.sampled_from([-1, -1, 3]))
+    usage = {
+        "masked": data.draw(st.booleans()),
+        "taken": data.draw(place),
+        "shifted": data.draw(st.one_of(st.just(-1), place)),
+    }
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model: Any = DrawnStack(*(Drawn(number) for number in range(blocks))).eval()
+        for number, block in enumerate(model.blocks):
+            block.kind = pattern[number % len(pattern)]
+            block.epsilon = 0.5 if number == other else 1e-5
+            block.counts = number == counting
+        for name, value in usage.items():
+            setattr(model, name, value)
+        return model
+
+    compared(make)
