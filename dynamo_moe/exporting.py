@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import re
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx.defs
 import onnx_ir as ir
@@ -30,6 +32,8 @@ from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
+from dynamo_moe.graph.instantiate import Units, instantiate
+from dynamo_moe.graph.naming import name_canonically
 from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
 from dynamo_moe.graph.transposed_weights import keep_transposed_weights
@@ -39,12 +43,14 @@ from dynamo_moe.process_state import ProcessState
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch, phase
 from dynamo_moe.progress.profiling import profiled, save_profile
-from dynamo_moe.tracing import causes
+from dynamo_moe.tracing import causes, private
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
+from dynamo_moe.tracing.equal_blocks import NotSharedError, Run, runs_of
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.nodes import NeedsRetraceError
+from dynamo_moe.tracing.shared_blocks import SharedTrace
 from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
 
@@ -55,6 +61,11 @@ MIN_OPSET = 18
 
 # New objects before the garbage collector looks for some that are unused.
 _YOUNG_OBJECTS = 20_000
+
+_LOG = logging.getLogger(__name__)
+
+# Tests compare the two ways.
+_SHARES = ContextVar("shares", default=True)
 
 _FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
 
@@ -105,7 +116,7 @@ def export(
             every shape is static.
         input_names: Names of the file's inputs, in the order of the example's tensors; None: those
             of the arguments of the model's forward.
-        output_names: Names of the file's outputs, in order; None: the exporter's.
+        output_names: Names of the file's outputs, in order; None: ``output``, ``output_2``, …
         opset: Version of the standard operators, at least 18.
         external_data: Weights in ``<name>.data`` beside the file; None: only above 2 GB.
         link_weights: Weights of a model opened by :func:`open_checkpoint` that need no change stay
@@ -159,16 +170,11 @@ def export(
         watch = Stopwatch(progressed)
         with watch.running():
             with _exporting(), _naming_unconverted(remaining, model), autocast_inside(model):
-                with placeholders.placeholders(model) as lazies:
-                    _check_values(model)
-                    example = resolve(model, *given, dynamic_shapes)
-                    trials = SizeTrials(example, has_values=not lazies)
-                    with evaluating(model):
-                        program = captured(model, given, example, trials, runs=not lazies)
-                        model_ir, exporter = translated(program, example, trials, opset)
-                _rename("input_names", model_ir.graph.inputs, input_names)
-                placeholders.attach(model_ir, lazies)
-                layers = _optimize(model_ir, target, body, link_weights)
+                _check_values(model)
+                example = resolve(model, *given, dynamic_shapes)
+                form = target, body, link_weights
+                graph = _graph(model, given, example, opset, input_names, form)
+                model_ir, layers = graph.model, graph.layers
                 _rename("output_names", model_ir.graph.outputs, output_names)
                 metadata.store(model_ir, layers)
                 leaves = pytree.tree_leaves(given)
@@ -201,14 +207,84 @@ def export(
         profile=save_profile(sampled, path) if sampled else (),
         notes=(
             *lowering.notes(model_ir, activations, target),
-            *([exporter] if exporter else []),
-            *trials.notes,
+            *graph.notes,
             *warned,
         ),
     )
 
 
 # --- The steps of an export ---
+
+
+class _Graph(NamedTuple):
+    """A graph as it is written, its MoE layers, and what a user should know of how it was made."""
+
+    model: ir.Model
+    layers: list[metadata.Layer]
+    notes: list[str]
+
+
+def _graph(
+    model: torch.nn.Module,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    example: DynamicExample,
+    opset: int,
+    input_names: Sequence[str] | None,
+    form: tuple[lowering.Target, lowering.Body, bool],
+) -> _Graph:
+    """Traces a model, equal blocks only as often as it takes, and returns its optimised graph."""
+    with evaluating(model):
+        runs = runs_of(model) if _SHARES.get() and private.missing() is None else []
+        while runs:
+            try:
+                return _graph_with(model, given, example, opset, input_names, form, runs)
+            except NotSharedError as error:
+                _LOG.info("Equal blocks are traced one by one: %s", error)
+                runs = [run for run in runs if error.run is not None and run is not error.run]
+            except Exception:  # The whole model says it better, or does not have it.
+                _LOG.info("Equal blocks are traced one by one", exc_info=True)
+                runs = []
+        return _graph_with(model, given, example, opset, input_names, form, [])
+
+
+def _graph_with(
+    model: torch.nn.Module,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    example: DynamicExample,
+    opset: int,
+    input_names: Sequence[str] | None,
+    form: tuple[lowering.Target, lowering.Body, bool],
+    runs: Sequence[Run],
+) -> _Graph:
+    sharing = SharedTrace(runs) if runs else None
+    passing_over = sharing.passing_over() if sharing is not None else contextlib.nullcontext()
+    with passing_over, placeholders.placeholders(model) as lazies:
+        trials = SizeTrials(example, has_values=not lazies)
+        program = captured(model, given, example, trials, runs=not lazies, sharing=sharing)
+        traced, exporter = translated(program, example, trials, opset, retraces=sharing is None)
+    units = _units(traced, sharing) if sharing is not None else []
+    _rename("input_names", traced.graph.inputs, input_names)
+    placeholders.attach(traced, lazies)
+    layers = _optimize(traced, *form, units)
+    return _Graph(traced, layers, [*([exporter] if exporter else []), *trials.notes])
+
+
+def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
+    """Returns the units of equal blocks; the values that they end with are outputs no longer."""
+    outputs = traced.graph.outputs
+    count = sum(len(nodes) for ends in sharing.cuts for nodes in ends)
+    names = reversed([str(outputs.pop().name) for _ in range(count)])
+    found = []
+    for run, ends in zip(sharing.runs, sharing.cuts, strict=True):
+        starts = range(0, len(run.blocks), run.period)
+        found.append(
+            Units(
+                paths=[run.paths[start : start + run.period] for start in starts],
+                tensors=[run.unit_tensors(start) for start in starts],
+                ends=[[next(names) for _ in nodes] for nodes in ends],
+            )
+        )
+    return found
 
 
 def progressing(
@@ -277,17 +353,21 @@ def captured(
     *,
     runs: bool = True,
     loops: bool = True,
+    sharing: SharedTrace | None = None,
 ) -> ExportedProgram:
     """Traces a model; one that ``runs``, because it has its weights, is run to explain a failure.
 
-    LSTMs and GRUs are ``loops``, which have no gradient, or steps of the example's number.
+    LSTMs and GRUs are ``loops``, which have no gradient, or steps of the example's number. With
+    ``sharing``, equal blocks are passed over.
 
     Raises:
         ExportError: If it cannot be traced.
     """
     try:
-        return capture(model, example, trials, loops=loops)
+        return capture(model, example, trials, loops=loops, sharing=sharing)
     except Exception as error:  # The model's own code runs.
+        if sharing is not None:
+            raise
         own = causes.own_failure(model, *given, error) if runs else None
         if own is not None:
             raise ExportError(_explain_own(own, causes.described(model, *given))) from own
@@ -334,15 +414,23 @@ def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | No
 
 @phase("optimization")
 def _optimize(
-    model: ir.Model, target: lowering.Target, body: lowering.Body, link: bool
+    model: ir.Model,
+    target: lowering.Target,
+    body: lowering.Body,
+    link: bool,
+    units: Sequence[Units],
 ) -> list[metadata.Layer]:
-    """Gives the traced graph the form of its target, in place; returns its MoE layers."""
+    """Gives the traced graph the form of its target, in place; returns its MoE layers.
+
+    It is then given the units of equal blocks that were passed over.
+    """
     passes.fold_weight_casts(model, link=link)
     if link and target == "plugin":
         keep_transposed_weights(model)
     passes.fold_weight_transposes(model, link=link)
     fold_stacked_weights(model)
     passes.name_nodes_by_module(model)
+    weights = set(model.graph.initializers)
     layers = metadata.record(model)
     if target != "plugin":
         lowering.lower(model, target)
@@ -353,8 +441,11 @@ def _optimize(
     roll_repeats(model)
     if target == "plugin":
         lowering.lower(model, target, body)
+    for each in units:
+        layers, weights = instantiate(model, each, layers, weights)
+    names = name_canonically(model, weights)
     common_passes.ClearMetadataAndDocStringPass()(model)
-    return layers
+    return [layer.renamed(names) for layer in layers]
 
 
 def check_graph(model: ir.Model) -> None:

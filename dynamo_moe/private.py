@@ -26,11 +26,13 @@ __all__ = [
     "OperatorBase",
     "ShapeEnv",
     "TorchDispatchMode",
+    "attributes_of",
     "change_count",
     "compiled_module",
     "enable_python_dispatcher",
     "has_forward_hooks",
     "hooks_removed",
+    "own_parts",
     "schema_of",
     "shallow_copy",
     "storage_key",
@@ -171,6 +173,27 @@ def tensors_replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) 
                         restored.callback(held.__setitem__, name, tensor)
                         held[name] = other
         yield
+
+
+def own_parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Returns a module's own dictionaries of parameters, buffers and submodules.
+
+    Raises:
+        RuntimeError: If this PyTorch keeps them elsewhere.
+    """
+    parameters, buffers = _own_tensors(module)
+    return parameters, buffers, _held(module, "_modules", "torch.nn.Module._modules")
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Returns what is stored in an object itself, past a ``__getattribute__`` of its class."""
+    if issubclass(type(value), type):  # Unlike isinstance, it does not ask the object.
+        return dict(vars(value))
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found
 
 
 def _own_tensors(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -7,7 +7,8 @@ but its layers, the values that enter them and their routers can still be found.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import onnx
@@ -35,6 +36,11 @@ class Layer:
     tokens: str
     attributes: dict[str, Any]
     inputs: tuple[str, ...]
+
+    def renamed(self, names: Mapping[str, str]) -> Layer:
+        """Returns the layer with other names for some values."""
+        inputs = tuple(names.get(name, name) for name in self.inputs)
+        return replace(self, tokens=names.get(self.tokens, self.tokens), inputs=inputs)
 
 
 def record(model: ir.Model) -> list[Layer]:

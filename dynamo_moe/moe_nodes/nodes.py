@@ -152,3 +152,8 @@ def module_of(node: ir.Node) -> str:
     # [root, module, submodule, ..., the fx node itself]
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))[:-1]
     return str(scopes[-1]) if scopes else ""
+
+
+def set_module(node: ir.Node, path: str) -> None:
+    """Makes a node come from another PyTorch module."""
+    node.metadata_props[_SCOPES] = repr([path, ""])

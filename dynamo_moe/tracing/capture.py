@@ -20,6 +20,7 @@ from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
 from dynamo_moe.tracing.nodes import add_call, all_nodes, values
 from dynamo_moe.tracing.router_fusion import fuse_routers
+from dynamo_moe.tracing.shared_blocks import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 from dynamo_moe.tracing.state_space import exportable_scans
 
@@ -32,23 +33,34 @@ _NORMS = frozenset(
 
 @phase("capture")
 def capture(
-    model: torch.nn.Module, example: DynamicExample, trials: SizeTrials, *, loops: bool = True
+    model: torch.nn.Module,
+    example: DynamicExample,
+    trials: SizeTrials,
+    *,
+    loops: bool = True,
+    sharing: SharedTrace | None = None,
 ) -> ExportedProgram:
     """Traces the model: by running it, which is faster, or else by reading its code.
 
     Plain routers are part of their layers' nodes in the returned program. Code that turns a size
     into a number, such as ``int(math.ceil(1.25 * tokens))``, keeps it symbolic only when read.
+    With ``sharing``, whose context is entered, equal blocks are passed over; what ends the traced
+    ones are further results of the program.
 
     Raises:
         Exception: Whatever the model's code or the tracer raises, from the first attempt.
     """
     try:
-        program = _checked_trace(model, example, trials, strict=False, loops=loops)
+        program = _checked_trace(model, example, trials, strict=False, loops=loops, sharing=sharing)
     except Exception as failure:  # The model's own code runs.
+        if sharing is not None:
+            raise
         try:
             program = _checked_trace(model, example, trials, strict=True, loops=loops)
         except Exception:
             raise failure from None
+    if sharing is not None:
+        sharing.mark(program)
     _unsqueeze_complex(program)
     _exportable_sizes(program)
     _widen_norms(program)
@@ -63,15 +75,19 @@ def _checked_trace(
     *,
     strict: bool,
     loops: bool,
+    sharing: SharedTrace | None = None,
 ) -> ExportedProgram:
     with decisions_noted() as noted:
         try:
-            program = _trace(model, example, strict=strict, loops=loops)
+            with sharing.proving() if sharing is not None else nullcontext():
+                program = _trace(model, example, strict=strict, loops=loops)
         except Exception as error:  # The model's own code runs.
             for decision in noted:
                 if decision.place and decision.fixes_a_size():
                     error.add_note(decision.place)
             raise
+    if sharing is not None:
+        sharing.finish(program)
     decisions = decisions_of(program, noted)
     trials.check(program, decisions, model_run(model, example), program_run(program))
     return with_casts(program, strict=strict)

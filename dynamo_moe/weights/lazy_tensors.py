@@ -156,6 +156,30 @@ class LazyTensor(Tensor):
             source = getattr(source.args[0], "_source", None)
         return source if isinstance(source, Stored) else None
 
+    def of_others(self, other: Callable[[Tensor], Tensor | None]) -> LazyTensor:
+        """Returns what this tensor would be, had it been made of other tensors.
+
+        Args:
+            other: From a tensor to what takes its place; None: it is made of others in turn.
+
+        Raises:
+            ValueError: If nothing takes the place of a tensor that lies in a file or in memory.
+        """
+
+        def replaced(tensor: Tensor) -> Tensor:
+            found = other(tensor)
+            if found is not None:
+                return found
+            source = tensor._source if isinstance(tensor, LazyTensor) else None
+            if not isinstance(source, _Result):
+                raise ValueError("a tensor has no counterpart")
+            args, kwargs = tree_map_only(Tensor, replaced, (source.args, source.kwargs))
+            made = _Result(source.function, args, kwargs, source.place)
+            return LazyTensor(_as_meta(tensor), made)
+
+        found = replaced(self)
+        return found if isinstance(found, LazyTensor) else LazyTensor.held(found)
+
     def read(self) -> Tensor:
         """Returns the values, all in memory."""
         if isinstance(self._source, Stored):

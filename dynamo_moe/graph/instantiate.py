@@ -1,0 +1,313 @@
+"""Giving a graph the nodes of equal blocks that were not traced.
+
+A graph with the first three units of a run of equal blocks holds two that stand in the middle: the
+second and the third. If both have the same nodes, each with its own weights, then so has every
+further one. What is optimised, merged or moved over the ends of units is seen in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+from torch import Tensor
+
+from dynamo_moe.files.metadata import Layer
+from dynamo_moe.moe_nodes.nodes import module_of, set_module
+from dynamo_moe.tracing.equal_blocks import TRACED_UNITS, NotSharedError
+from dynamo_moe.weights.lazy_tensors import LazyTensor
+from dynamo_moe.weights.placeholders import as_ir
+
+
+@dataclass(frozen=True)
+class Units:
+    """A run of equal units of blocks.
+
+    Attributes:
+        paths: By unit, the paths of its blocks.
+        tensors: By unit, the parameters and buffers of its blocks, by name.
+        ends: By traced unit, the names of the values that it ends with.
+    """
+
+    paths: Sequence[Sequence[str]]
+    tensors: Sequence[Mapping[str, Tensor]]
+    ends: Sequence[Sequence[str]]
+
+    def renamed(self, name: str, old: int, new: int) -> str:
+        """Returns a name in one unit as it is in another."""
+        for before, after in zip(self.paths[old], self.paths[new], strict=True):
+            if name == before or name.startswith((f"{before}.", f"{before}/")):
+                return after + name.removeprefix(before)
+        return name
+
+
+def instantiate(
+    model: ir.Model, units: Units, layers: Sequence[Layer], weights: Collection[str]
+) -> tuple[list[Layer], set[str]]:
+    """Adds the nodes of the units that were not traced, and their weights.
+
+    Args:
+        model: The graph with the first units.
+        units: The run.
+        layers: The graph's MoE layers.
+        weights: The names of the initializers that are weights, and not constants of the nodes.
+
+    Returns:
+        The layers and the names of the weights, those of the new units among them.
+
+    Raises:
+        NotSharedError: If the units of the graph are not alike.
+    """
+    run = _Run(model, units, weights)
+    return run.add(layers), run.weights
+
+
+class _Run:
+    def __init__(self, model: ir.Model, units: Units, weights: Collection[str]) -> None:
+        self.weights = set(weights)
+        self._graph, self._units = model.graph, units
+        values = {str(output.name): output for node in model.graph for output in node.outputs}
+        try:
+            self._ends = [[values[name] for name in names] for names in units.ends]
+        except KeyError as error:
+            raise NotSharedError(f"the value {error} that ends a unit is gone") from None
+        before = [_ancestors(ends) for ends in self._ends]
+        inside = [before[unit] - before[unit - 1] for unit in (1, 2)]
+        self._second, self._third = ([n for n in model.graph if n in each] for each in inside)
+        self._check_alike()
+        self._check_uses(inside[1])
+
+    def _check_alike(self) -> None:
+        first, second, third = self._ends
+        twin: dict[ir.Value, ir.Value] = dict(zip(first, second, strict=True))
+        if len(self._second) != len(self._third):
+            raise NotSharedError("units have different numbers of nodes")
+        for node, other in zip(self._second, self._third, strict=True):
+            if _key(node) != _key(other) or len(node.inputs) != len(other.inputs):
+                raise NotSharedError(f"{node.name} and {other.name} differ")
+            for given, its in zip(node.inputs, other.inputs, strict=True):
+                if not self._is_twin(given, its, twin):
+                    raise NotSharedError(f"{node.name} and {other.name} have different inputs")
+            twin.update(zip(node.outputs, other.outputs, strict=True))
+        if [twin.get(value) for value in second] != third:
+            raise NotSharedError("units end in different ways")
+
+    def _is_twin(
+        self, given: ir.Value | None, its: ir.Value | None, twin: Mapping[ir.Value, ir.Value]
+    ) -> bool:
+        if given is None or its is None or given in twin:
+            return (given if given is None else twin.get(given)) is its
+        if given.name in self.weights:
+            name = self._units.renamed(str(given.name), 1, 2)
+            if name != given.name:
+                return its.name == name and _kind(given) == _kind(its)
+        return given is its or self._is_equal_constant(given, its)
+
+    def _is_equal_constant(self, given: ir.Value, its: ir.Value) -> bool:
+        """Whether two are constants of equal values, too large to be one."""
+        if {given.name, its.name} & self.weights:
+            return False
+        one, other = given.const_value, its.const_value
+        return (
+            given.is_initializer()
+            and its.is_initializer()
+            and one is not None
+            and other is not None
+            and _kind(given) == _kind(its)
+            and one.tobytes() == other.tobytes()
+        )
+
+    def _check_uses(self, third: Collection[ir.Node]) -> None:
+        ends = set(self._ends[-1])
+        for node in third:
+            if any(isinstance(a, ir.Attr) and _holds_graph(a) for a in node.attributes.values()):
+                raise NotSharedError(f"{node.name} has a graph of its own")
+            for output in node.outputs:
+                outside = any(user not in third for user, _ in output.uses())
+                if output not in ends and (outside or output.is_graph_output()):
+                    raise NotSharedError(f"{output.name} is used after its unit")
+
+    def add(self, layers: Sequence[Layer]) -> list[Layer]:
+        units = range(TRACED_UNITS, len(self._units.paths))
+        inside = set(self._third)
+        uses = {end: [use for use in end.uses() if use[0] not in inside] for end in self._ends[-1]}
+        place = self._third[-1]
+        known: dict[ir.Value, ir.Value] = {}
+        ends = self._ends[-1]
+        added: list[Layer] = []
+        its = [layer for layer in layers if self._units.renamed(layer.name, 2, 1) != layer.name]
+        for unit in units:
+            known = dict(zip(self._ends[1], ends, strict=True))
+            self._counterpart = _counterparts(self._units, unit)
+            nodes = [self._copy(node, unit, known) for node in self._third]
+            self._graph.insert_after(place, nodes)
+            place, ends = nodes[-1], [known[end] for end in self._ends[-1]]
+            names = {str(value.name): str(copy.name) for value, copy in known.items()}
+            added += [self._layer(layer, unit, names) for layer in its]
+        for last, end in zip(ends, self._ends[-1], strict=True):
+            for user, index in uses[end]:
+                user.replace_input_with(index, last)
+            for index, output in enumerate(self._graph.outputs):
+                if output is end:
+                    self._graph.outputs[index] = last
+        after = max((layers.index(layer) for layer in its), default=-1) + 1
+        return [*layers[:after], *added, *layers[after:]]
+
+    def _copy(self, node: ir.Node, unit: int, known: dict[ir.Value, ir.Value]) -> ir.Node:
+        """Returns a node of the third unit as it is in another; its results become ``known``."""
+        copy = ir.Node(
+            node.domain,
+            node.op_type,
+            [None if given is None else self._input(given, unit, known) for given in node.inputs],
+            list(node.attributes.values()),
+            overload=node.overload,
+            num_outputs=len(node.outputs),
+            version=node.version,
+            name=self._units.renamed(str(node.name), 2, unit),
+        )
+        for output, new in zip(node.outputs, copy.outputs, strict=True):
+            new.type, new.shape = output.type, output.shape
+            new.name = f"{output.name}/{unit}"
+            known[output] = new
+        set_module(copy, self._units.renamed(module_of(node), 2, unit))
+        return copy
+
+    def _input(self, given: ir.Value, unit: int, known: dict[ir.Value, ir.Value]) -> ir.Value:
+        if given in known:
+            return known[given]
+        if not given.is_initializer():
+            return given
+        name = self._units.renamed(str(given.name), 2, unit)
+        if given.name in self.weights and name != given.name:
+            weight = self._graph.initializers.get(name)
+            if weight is None:
+                weight = self._weight(given, name, unit)
+            known[given] = weight
+        elif given.name not in self.weights and not _used_by_others(given, self._third):
+            # Too large to be one, as it would be if its values were compared with others'.
+            constant = ir.Value(
+                name=f"{given.name}/{unit}",
+                shape=given.shape,
+                type=given.type,
+                const_value=given.const_value,
+            )
+            self._graph.register_initializer(constant)
+            known[given] = constant
+        return known.get(given, given)
+
+    def _weight(self, given: ir.Value, name: str, unit: int) -> ir.Value:
+        raw = getattr(given.const_value, "raw", None)
+        if not isinstance(raw, Tensor):
+            raise NotSharedError(f"the values of {given.name} have been changed")
+        try:
+            made = _of_others(raw, self._counterpart)
+        except ValueError as error:
+            raise NotSharedError(f"{given.name}: {error}") from None
+        weight = ir.Value(name=name, shape=given.shape, type=given.type)
+        weight.const_value = as_ir(made, name)
+        self._graph.register_initializer(weight)
+        self.weights.add(name)
+        return weight
+
+    def _layer(self, layer: Layer, unit: int, names: Mapping[str, str]) -> Layer:
+        def renamed(name: str) -> str:
+            return names.get(name, self._units.renamed(name, 2, unit))
+
+        return replace(
+            layer,
+            name=self._units.renamed(layer.name, 2, unit),
+            tokens=renamed(layer.tokens),
+            inputs=tuple(map(renamed, layer.inputs)),
+        )
+
+
+def _of_others(raw: Tensor, other: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """Returns what is made of other tensors as ``raw`` is made of its own."""
+    found = other(raw)
+    if found is None and isinstance(raw, LazyTensor):
+        return raw.of_others(other)
+    if found is None:
+        raise ValueError("its values are of no tensor of its block")
+    return found
+
+
+def _counterparts(units: Units, unit: int) -> Callable[[Tensor], Tensor | None]:
+    """Returns a function from the third unit's tensors, and views of them, to another unit's."""
+    others = units.tensors[unit]
+    lazy: dict[int, Tensor] = {}
+    held: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for name, tensor in units.tensors[2].items():
+        twin = others[units.renamed(name, 2, unit)]
+        if isinstance(tensor, LazyTensor):
+            lazy[id(tensor)] = twin
+        else:
+            held.setdefault(tensor.untyped_storage().data_ptr(), []).append((tensor, twin))
+
+    def other(tensor: Tensor) -> Tensor | None:
+        if isinstance(tensor, LazyTensor):
+            return lazy.get(id(tensor))
+        found = {}
+        for its, twin in held.get(tensor.untyped_storage().data_ptr(), ()):
+            offset = tensor.storage_offset() - its.storage_offset() + twin.storage_offset()
+            view = twin.detach().as_strided(tensor.shape, tensor.stride(), offset)
+            found[view.data_ptr()] = view
+        # Several tensors of a block may be parts of one, and must be in the other block too.
+        return next(iter(found.values())) if len(found) == 1 else None
+
+    return other
+
+
+def _ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
+    found: set[ir.Node] = set()
+    remaining = [value.producer() for value in values]
+    while remaining:
+        node = remaining.pop()
+        if node is None or node in found:
+            continue
+        found.add(node)
+        remaining += [value.producer() for value in _used(node) if value is not None]
+    return found
+
+
+def _used(node: ir.Node) -> list[ir.Value | None]:
+    """Returns what a node uses, inside its graphs too."""
+    used = list(node.inputs)
+    for attribute in node.attributes.values():
+        graphs = (
+            [attribute.as_graph()]
+            if attribute.type == ir.AttributeType.GRAPH
+            else attribute.as_graphs()
+            if attribute.type == ir.AttributeType.GRAPHS
+            else []
+        )
+        for graph in graphs:
+            used += [value for inner in graph for value in _used(inner)]
+            used += graph.outputs
+    return used
+
+
+def _holds_graph(attribute: ir.Attr) -> bool:
+    return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+def _key(node: ir.Node) -> Any:
+    """Returns what two nodes have in common if they compute the same of their inputs."""
+    attributes = {
+        name: (attribute.type, str(attribute.value))
+        if attribute.type != ir.AttributeType.TENSOR
+        else (attribute.as_tensor().dtype, attribute.as_tensor().tobytes())
+        for name, attribute in sorted(node.attributes.items())
+    }
+    outputs = [_kind(output) for output in node.outputs]
+    return node.domain, node.op_type, node.overload, attributes, outputs
+
+
+def _kind(value: ir.Value) -> tuple[str, str]:
+    return str(value.type), str(value.shape)
+
+
+def _used_by_others(value: ir.Value, nodes: Sequence[ir.Node]) -> bool:
+    inside = set(nodes)
+    return any(user not in inside for user, _ in value.uses())

@@ -1,0 +1,73 @@
+"""Names of a finished graph that depend on the graph alone.
+
+The tracer and the optimiser count what they make, so their names depend on the way. Here nodes are
+named after their module and operator, their results after them, and constants and outputs in the
+order in which they are used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+import onnx_ir as ir
+
+from dynamo_moe.moe_nodes.nodes import module_of
+
+
+def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str]:
+    """Names all but the inputs and the weights of a graph, and orders its weights by their use.
+
+    Returns:
+        The new names by the old ones.
+    """
+    graph = model.graph
+    kept = list(graph.inputs)
+    kept += [value for name, value in graph.initializers.items() if name in weights]
+    taken = {str(value.name) for value in kept}
+    fixed = set(kept)
+    renamed: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+
+    def unique(name: str) -> str:
+        counts[name] += 1
+        number = counts[name]
+        found = name if number == 1 else f"{name}_{number}"
+        return found if found not in taken else unique(name)
+
+    for output in graph.outputs:
+        if output not in fixed:
+            renamed[str(output.name)] = output.name = unique("output")
+            fixed.add(output)
+    initializers = _by_use(graph)
+    graph.initializers.clear()
+    for value in initializers:
+        value.metadata_props.clear()
+        if value not in fixed:
+            name = unique("constant")
+            renamed[str(value.name)] = name
+            value.name = name
+        graph.initializers.add(value)
+    for node in _all(graph):
+        node.name = unique("/".join(filter(None, [module_of(node), node.op_type])))
+        for place, output in enumerate(node.outputs):
+            output.metadata_props.clear()  # The tracer's name of it.
+            if output not in fixed and output.name:
+                name = node.name if not place else f"{node.name}:{place}"
+                renamed[output.name] = name
+                output.name = name
+    return renamed
+
+
+def _by_use(graph: ir.Graph) -> list[ir.Value]:
+    """Returns a graph's initializers in the order in which its nodes use them."""
+    used = (value for node in _all(graph) for value in node.inputs if value is not None)
+    order = dict.fromkeys(value for value in used if value.is_initializer())
+    held = list(graph.initializers.values())
+    order |= dict.fromkeys(held)
+    return [value for value in order if value in set(held)]
+
+
+def _all(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Yields the nodes, each before those of its own graphs."""
+    return iter(graph.all_nodes())

@@ -1,0 +1,518 @@
+"""The trace of a model in which equal blocks are passed over after the first units of them.
+
+The trace runs the model's own code, so what happens between blocks is seen. A block that is passed
+over gives tensors like those of the block a unit before; the program then shows what becomes of
+them. If they go from block to block and the last one's to the rest, the program is that of the
+model with three units, and the graph made of it can be given the other units' nodes. Anything else
+ends the trace, and the model is traced whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
+
+from dynamo_moe import pytree
+from dynamo_moe.private import attributes_of, change_count, tensors_replaced
+from dynamo_moe.tracing.equal_blocks import (
+    SIMPLE,
+    TRACED_UNITS,
+    Description,
+    Facts,
+    NotSharedError,
+    Run,
+    describe,
+    is_library,
+    is_library_file,
+    state_of,
+)
+from dynamo_moe.tracing.nodes import all_nodes
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+_ABSENT = object()
+
+
+@torch.library.custom_op("dynamo_moe::end_of_block", mutates_args=())
+def end_of_block(result: Tensor, run: int, block: int, leaf: int) -> Tensor:
+    """A result of a block, or what stands for it where the block is passed over."""
+    return result.clone()
+
+
+@end_of_block.register_fake
+def _(result: Tensor, run: int, block: int, leaf: int) -> Tensor:
+    return torch.empty_like(result)
+
+
+_END = torch.ops.dynamo_moe.end_of_block.default
+
+
+class SharedTrace:
+    """Lets the blocks of some runs be passed over while a model is traced or tried.
+
+    Attributes:
+        runs: The runs.
+        cuts: By run, once the program is known, the nodes that end its first three units.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        """Takes what :func:`dynamo_moe.tracing.equal_blocks.runs_of` has found."""
+        self.runs = runs
+        self.cuts: list[list[list[fx.Node]]] = []
+        self._traces = [_RunTrace(number, run) for number, run in enumerate(runs)]
+        self._members = {
+            id(attributes_of(block)): (trace, place)
+            for trace in self._traces
+            for place, block in enumerate(trace.run.blocks)
+        }
+        self._running: _RunTrace | None = None
+
+    @contextlib.contextmanager
+    def passing_over(self) -> Iterator[None]:
+        """Takes the weights from blocks that are passed over, and their calls."""
+        with contextlib.ExitStack() as changes:
+            for trace in self._traces:
+                for block in trace.run.blocks[trace.run.traced :]:
+                    changes.enter_context(tensors_replaced(block, lambda path, tensor: None))
+                changes.enter_context(trace.reads_watched())
+            for kind in {type(block) for run in self.runs for block in run.blocks}:
+                changes.enter_context(_changed(kind, "forward", self._forward(kind.forward)))
+            yield
+
+    def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            found = self._members.get(id(attributes_of(module)))
+            if found is None or self._running is not None:
+                return original(module, *args, **kwargs)
+            self._running, place = found
+            try:
+                compute = functools.partial(original, module, *args, **kwargs)
+                return self._running.call(place, compute, (args, kwargs))
+            finally:
+                self._running = None
+
+        return forward
+
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[None]:
+        """Checks every call of a block: the context of the trace itself."""
+        for trace in self._traces:
+            trace.proves = True
+        try:
+            yield
+        finally:
+            for trace in self._traces:
+                trace.proves = False
+
+    def finish(self, program: ExportedProgram) -> None:
+        """Takes the marks out of a program, whose blocks are then a chain.
+
+        Raises:
+            NotSharedError: If results of blocks that were passed over are used elsewhere.
+        """
+        marks: dict[tuple[int, int, int], fx.Node] = {}
+        for node in all_nodes(program):
+            if node.target is _END:
+                number, place, leaf = (int(each) for each in node.args[1:])  # type: ignore[arg-type]
+                if (number, place, leaf) in marks or node.graph is not program.graph:
+                    raise NotSharedError("a block is called again, or in a region of its own")
+                marks[number, place, leaf] = node
+        self.cuts = [trace.finish(marks) for trace in self._traces]
+        for node in marks.values():
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        for node in reversed(marks.values()):
+            node.graph.erase_node(node)
+
+    def mark(self, program: ExportedProgram) -> None:
+        """Makes the ends of the traced units results of the program, after its own."""
+        output = program.graph.output_node()
+        ends = [node for units in self.cuts for nodes in units for node in nodes]
+        if not set(ends) <= set(program.graph.nodes):
+            raise NotSharedError("the program was traced again")
+        output.args = ((*output.args[0], *ends),)
+        program.graph_signature.output_specs.extend(
+            OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in ends
+        )
+
+
+@dataclass
+class _Call:
+    """One call of a block.
+
+    Attributes:
+        given: The leaves of its arguments.
+        spec: How they are nested.
+        versions: How often each was changed in place until then.
+        modes: What else the block's operators depend on.
+        results: The leaves of its results.
+        result_spec: How they are nested.
+    """
+
+    given: list[Any]
+    spec: Any
+    versions: list[int] = field(default_factory=list)
+    modes: Any = None
+    results: list[Any] = field(default_factory=list)
+    result_spec: Any = None
+
+
+@dataclass
+class _Proof:
+    """A kind of block as its last traced call found it."""
+
+    own: Description
+    held: Sequence[Any]
+    state: Facts
+
+
+class _RunTrace:
+    """The calls of a run's blocks."""
+
+    def __init__(self, number: int, run: Run) -> None:
+        self.number, self.run = number, run
+        self.proves = False
+        self._calls: list[_Call] = []
+        self._carried: set[int] = set()
+        self._proofs: list[_Proof] = []
+        self._names = [_Names() for _ in range(run.period)]
+        self._reading = False
+        modules = (module for block in run.blocks for module in block.modules())
+        tensors = (tensor for held in run.tensors for tensor in held.values())
+        self._others = {id(each) for each in (*modules, *tensors)}
+
+    def _refuse(self, reason: str) -> NotSharedError:
+        return NotSharedError(f"{self.run.paths[0]} and those after it: {reason}", self.run)
+
+    def call(self, place: int, compute: Callable[[], Any], arguments: Any) -> Any:
+        """Runs a block, or gives what stands for its results."""
+        if not place:
+            self._calls = []
+        if place != len(self._calls):
+            raise self._refuse("they are not called in order")
+        call = _Call(*pytree.tree_flatten(arguments))
+        self._calls.append(call)
+        if self.proves:
+            call.versions = [change_count(x) for x in call.given if isinstance(x, Tensor)]
+            call.modes = _modes()
+            if place >= 2 * self.run.period:
+                self._check_given(place)
+        if place >= self.run.traced:
+            if self.proves:
+                self._check_block(place)
+            call.results = self._stand_ins(place)
+            call.result_spec = self._calls[place - self.run.period].result_spec
+        else:
+            results = self._prove(place, compute) if self.proves else compute()
+            call.results, call.result_spec = pytree.tree_flatten(results)
+            if place % self.run.period == self.run.period - 1:
+                call.results = [
+                    self._end(each, place, leaf)
+                    if isinstance(each, Tensor) and _place_of(each, call.given) is None
+                    else each
+                    for leaf, each in enumerate(call.results)
+                ]
+        return pytree.tree_unflatten(call.results, call.result_spec)
+
+    def _end(self, result: Tensor, place: int, leaf: int) -> Tensor:
+        ended: Tensor = end_of_block(result, self.number, place, leaf)
+        return ended
+
+    # --- Blocks that are traced ---
+
+    def _prove(self, place: int, compute: Callable[[], Any]) -> Any:
+        period, call = self.run.period, self._calls[place]
+        kind = place % period
+        last = place >= 2 * period
+        block = self.run.blocks[place]
+        if last:
+            objects = [x for x in call.given if not (isinstance(x, Tensor) or type(x) in SIMPLE)]
+            names = self._names[kind]
+            classes = {type(module) for module in block.modules()}
+            held = (*self.run.outside[kind], *objects, *classes)
+            used = names.values().keys()
+            tensors = _counts(block)
+            proof = _Proof(describe(block), held, self._state(held, kind))
+        self._reading = True
+        try:
+            with self._names[kind].watched() if place >= period else contextlib.nullcontext():
+                results = compute()
+        finally:
+            self._reading = False
+        if self._names[kind].failure:
+            raise self._refuse(self._names[kind].failure)
+        if call.versions != [change_count(x) for x in call.given if isinstance(x, Tensor)]:
+            raise self._refuse("a block changes its input in place")
+        if last:
+            if new := names.values().keys() - used:
+                raise self._refuse(f"a block uses other names than the ones before: {new}")
+            self._check_same(proof.own.facts, describe(block).facts)
+            self._check_same(proof.state, self._state(held, kind))
+            if _counts(block) != tensors:
+                raise self._refuse("a block changes a tensor of its own")
+            if _modes() != call.modes:
+                raise self._refuse("a block changes a mode, or draws random numbers")
+            self._proofs[kind:] = [proof]
+        return results
+
+    def _state(self, held: Sequence[Any], kind: int) -> Facts:
+        """Returns the state of objects, and of what the names in a block's code stand for now."""
+        roots: dict[Hashable, Any] = dict(enumerate(held))
+        roots.update(self._names[kind].values())
+        return state_of(roots, self._others)
+
+    def _check_same(self, before: Facts, after: Facts) -> None:
+        if before != after:
+            place = min((place for place, _ in before.items() ^ after.items()), key=str)
+            raise self._refuse(f"what blocks read changes: {' '.join(map(str, place))}")
+
+    @contextlib.contextmanager
+    def reads_watched(self) -> Iterator[None]:
+        """Refuses blocks that read attributes which differ between them.
+
+        A module that has nothing but such attributes is asked for each block instead: stochastic
+        depth, for one, returns what it is given in evaluation mode, whatever its probability is.
+        """
+        names: dict[int, set[str]] = {}
+        twins: dict[int, list[nn.Module]] = {}
+        watched: set[type] = set()
+        asked: set[type] = set()
+        for kind, differing in enumerate(self.run.differing):
+            blocks = self.run.blocks[kind :: self.run.period]
+            for path, name in differing:
+                modules = [block.get_submodule(path) for block in blocks]
+                alone = path and not any(True for _ in modules[0].children())
+                alone = alone and not any(True for _ in modules[0].parameters())
+                (asked if alone else watched).add(type(modules[0]))
+                for module in modules:
+                    key = id(attributes_of(module))
+                    if alone:
+                        twins[key] = modules
+                    else:
+                        names.setdefault(key, set()).add(name)
+        with contextlib.ExitStack() as changes:
+            for cls in watched:
+                getter = self._getter(cls.__getattribute__, names)
+                changes.enter_context(_changed(cls, "__getattribute__", getter))
+            for cls in asked:
+                asking = self._asking(cls.forward, twins)  # type: ignore[attr-defined]
+                changes.enter_context(_changed(cls, "forward", asking))
+            yield
+
+    def _getter(
+        self, original: Callable[..., Any], names: Mapping[int, set[str]]
+    ) -> Callable[..., Any]:
+        def get(module: Any, name: str) -> Any:
+            if self._reading:
+                differing = names.get(id(attributes_of(module)), ())
+                frame = inspect.currentframe() if name == "__dict__" and differing else None
+                reader = frame and frame.f_back
+                all_of_them = reader and not is_library_file(reader.f_code.co_filename)
+                if name in differing or all_of_them:
+                    self._fail(f"a block reads {name}, which is another one's otherwise")
+            return original(module, name)
+
+        return get
+
+    def _asking(
+        self, original: Callable[..., Any], twins: Mapping[int, Sequence[nn.Module]]
+    ) -> Callable[..., Any]:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            others = twins.get(id(attributes_of(module)), ()) if self._reading else ()
+            for other in others:
+                if _place_of(original(other, *args, **kwargs), args[:1]) is None:
+                    self._fail("a block has a module whose attributes are not another one's")
+            return args[0] if others else original(module, *args, **kwargs)
+
+        return forward
+
+    def _fail(self, reason: str) -> None:
+        # The model's code may catch the error.
+        for names in self._names:
+            names.failure = reason
+        raise self._refuse(reason)
+
+    # --- Blocks that are passed over ---
+
+    def _check_given(self, place: int) -> None:
+        """Checks that a block is given what the block a unit before was given in its place."""
+        call, before = self._calls[place], self._calls[place - self.run.period]
+        if call.spec != before.spec or call.modes != before.modes:
+            raise self._refuse("they are called in different ways")
+        versions = iter(zip(call.versions, before.versions, strict=False))
+        for given, earlier in zip(call.given, before.given, strict=True):
+            if isinstance(given, Tensor) and isinstance(earlier, Tensor):
+                now, then = next(versions)
+                if given is earlier and now == then:
+                    continue
+                leaf = _place_of(given, self._calls[place - 1].results)
+                its = _place_of(earlier, self._calls[place - self.run.period - 1].results)
+                if leaf is None or leaf != its or _sizes(given) != _sizes(earlier):
+                    raise self._refuse("a tensor that a block is given is not the one's before")
+                if place >= self.run.traced and not place % self.run.period:
+                    self._carried.add(leaf)
+            elif given is not earlier and not _equal(given, earlier):
+                raise self._refuse("they are given different arguments")
+
+    def _check_block(self, place: int) -> None:
+        """Checks that a block is like the traced one of its kind, now that it is called."""
+        kind = place % self.run.period
+        proof = self._proofs[kind]
+        differing = describe(self.run.blocks[place]).differences(proof.own)
+        if differing is None or not differing <= self.run.differing[kind]:
+            raise self._refuse("a block has changed since the trace began")
+        self._check_same(proof.state, self._state(proof.held, kind))
+
+    def _stand_ins(self, place: int) -> list[Any]:
+        """Returns results like those of the block a unit before."""
+        call, before = self._calls[place], self._calls[place - self.run.period]
+        results = []
+        for leaf, result in enumerate(before.results):
+            its = _place_of(result, before.given)
+            if its is not None:
+                results.append(call.given[its])
+            elif isinstance(result, Tensor):
+                results.append(self._end(result, place, leaf))
+            elif type(result) in SIMPLE:
+                results.append(result)
+            else:
+                raise self._refuse("they return other objects than tensors")
+        return results
+
+    def finish(self, marks: Mapping[tuple[int, int, int], fx.Node]) -> list[list[fx.Node]]:
+        """Returns the nodes that end each traced unit."""
+        blocks, period = len(self.run.blocks), self.run.period
+        if len(self._calls) != blocks:
+            raise self._refuse("not all of them are called")
+        own = {key[1:]: node for key, node in marks.items() if key[0] == self.number}
+        for (place, _), node in own.items():
+            last_traced = place == self.run.traced - 1
+            if (last_traced or self.run.traced <= place < blocks - 1) and any(
+                user.target is not _END for user in node.users
+            ):
+                raise self._refuse("a result between two of them is used elsewhere")
+        used = {leaf for (place, leaf), node in own.items() if place == blocks - 1 and node.users}
+        leaves = sorted(self._carried | used)
+        if not leaves:
+            raise self._refuse("their results are not used")
+        ends = [
+            [own.get((period * (unit + 1) - 1, leaf)) for leaf in leaves]
+            for unit in range(TRACED_UNITS)
+        ]
+        if any(node is None for nodes in ends for node in nodes):
+            raise self._refuse("their results are what they were given")
+        return [[node.args[0] for node in nodes] for nodes in ends]  # type: ignore[union-attr,misc]
+
+
+class _Names:
+    """The global names that the code of a block uses, from when it is watched on."""
+
+    def __init__(self) -> None:
+        self.failure = ""
+        self._codes: set[Any] = set()
+        self._places: dict[tuple[int, str], tuple[Any, str]] = {}
+
+    def values(self) -> dict[Hashable, Any]:
+        """Returns what the names stand for now."""
+        return {
+            (holder.get("__name__"), name, key): holder.get(name, _ABSENT)
+            for (key, name), (holder, _) in self._places.items()
+        }
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes the names of all functions that are called in the context."""
+        before = sys.gettrace()
+        sys.settrace(self._note)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _note(self, frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if code in self._codes or is_library_file(code.co_filename):
+            return
+        self._codes.add(code)
+        for name in code.co_names:
+            if name in frame.f_globals:
+                self._places.setdefault((id(frame.f_globals), name), (frame.f_globals, name))
+                value = frame.f_globals[name]
+                if isinstance(value, ModuleType) and not is_library(value):
+                    of_module = vars(value)
+                    for attribute in code.co_names:
+                        if attribute in of_module:
+                            place = (id(of_module), attribute)
+                            self._places.setdefault(place, (of_module, attribute))
+
+
+def _modes() -> tuple[Any, ...]:
+    """Returns what operators and code depend on that is not given to them."""
+    _, *numbers = numpy.random.get_state()  # noqa: NPY002  What models draw from.
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        tuple(
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+            for device in _DEVICES
+        ),
+        hash(random.getstate()),
+        tuple(map(str, numbers[1:])),
+        numpy.asarray(numbers[0]).tobytes(),
+    )
+
+
+def _counts(block: nn.Module) -> list[tuple[int, int]]:
+    """Returns which tensors a block has, and how often each was changed in place."""
+    return [(id(each), change_count(each)) for each in (*block.parameters(), *block.buffers())]
+
+
+def _place_of(value: Any, among: Sequence[Any]) -> int | None:
+    """Returns the place of an object itself; values such as numbers have none."""
+    if type(value) in SIMPLE:
+        return None
+    return next((place for place, each in enumerate(among) if each is value), None)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    simple = type(value) in SIMPLE and type(value) is type(other)
+    return simple and repr(value) == repr(other)
+
+
+def _sizes(tensor: Tensor) -> tuple[Any, ...]:
+    return (
+        type(tensor),
+        str(tuple(tensor.shape)),
+        str(tensor.stride()),
+        str(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+    )
+
+
+@contextlib.contextmanager
+def _changed(cls: type, name: str, value: Any) -> Iterator[None]:
+    """Gives a class an attribute of its own until the context ends."""
+    own = vars(cls).get(name, _ABSENT)
+    setattr(cls, name, value)
+    try:
+        yield
+    finally:
+        if own is _ABSENT:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, own)

@@ -1,0 +1,57 @@
+"""Exports in both ways: equal blocks shared, and each of them traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dynamo_moe
+from dynamo_moe import exporting
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Exports a model, and returns how many of its runs of blocks were shared."""
+
+    def export(model: nn.Module, example: Any = None, path: Any = None, **options: Any) -> int:
+        runs = []
+
+        def counted(graph: Any, units: Any, *args: Any) -> Any:
+            runs.append(units)
+            return instantiate(graph, units, *args)
+
+        with monkeypatch.context() as context:
+            context.setattr(exporting, "instantiate", counted)
+            example = torch.zeros(2, 8) if example is None else example
+            dynamo_moe.export(model, example, path or tmp_path / "model.onnx", **options)
+        return len(runs)
+
+    instantiate = exporting.instantiate
+    return export
+
+
+@pytest.fixture
+def compared(tmp_path: Path, shared: Callable[..., int]) -> Callable[..., int]:
+    """Exports a model in both ways, compares the files, and returns how many runs were shared."""
+
+    def compare(make: Callable[[], nn.Module], example: Any = None, **options: Any) -> int:
+        counts, files = [], []
+        for shares in (True, False):
+            folder = tmp_path / str(shares)
+            folder.mkdir(exist_ok=True)
+            token = exporting._SHARES.set(shares)
+            try:
+                counts.append(shared(make(), example, folder / "model.onnx", **options))
+            finally:
+                exporting._SHARES.reset(token)
+            files.append({each.name: each.read_bytes() for each in folder.iterdir()})
+        assert files[0] == files[1]
+        assert not counts[1]
+        return counts[0]
+
+    return compare
