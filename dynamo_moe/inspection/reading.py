@@ -25,7 +25,7 @@ from dynamo_moe.inspection.summary import (
     ValueSummary,
     WeightsSummary,
 )
-from dynamo_moe.moe_nodes.nodes import INPUTS, is_moe
+from dynamo_moe.moe_nodes.nodes import INPUTS, is_moe, layer_name
 
 # The inputs of ONNX Runtime's operator, by the names of ours where they are the same.
 _ONNXRUNTIME_INPUTS = ("x", "router_probs", "w1", "b1", "w2", "b2", "w3", "b3")
@@ -101,8 +101,7 @@ def moe_layer(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]
         return value if isinstance(value, int) else None
 
     return MoELayer(
-        # Not what all names share: equal biases of two layers may be one initializer.
-        name=weights.get("w1", "").rpartition(".")[0] or node_name,
+        name=layer_name(weights.get("w1", ""), node_name),
         node=node_name,
         domain=node.domain,
         op_type=node.op_type,
