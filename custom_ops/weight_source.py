@@ -101,7 +101,9 @@ class WeightSource:
         file = FileIdentity.of(path)
         if offset < file.header_bytes or offset + size > file.file_bytes:
             raise ValueError(f"{path} has no tensor in its bytes {offset} to {offset + size}")
-        return cls(Path(path).resolve(), offset, size, file)
+        # A link keeps its name, by which the file is looked for elsewhere.
+        path = Path(path)
+        return cls(path.parent.resolve() / path.name, offset, size, file)
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -8,11 +8,12 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import onnx_ir as ir
 
-from custom_ops.weight_source import FileIdentity, WeightSource
+from custom_ops.weight_source import WeightSource
 
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far, and all of them."""
@@ -65,15 +66,10 @@ def write_experts(
             file.seek(0)
             header = _header(tensors, digest.hexdigest())
             file.write(header)
-        identity = FileIdentity.of(part)
         part.replace(path)
-    ends = [len(header)]
-    for tensor in tensors:
-        ends.append(ends[-1] + tensor.nbytes)
-    return [
-        WeightSource(path.resolve(), start, tensor.nbytes, identity)
-        for start, tensor in zip(ends, tensors, strict=False)
-    ]
+    sizes = [tensor.nbytes for tensor in tensors]
+    starts = accumulate(sizes, initial=len(header))
+    return [WeightSource.of(path, start, size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _header(tensors: Sequence[ir.TensorProtocol], sha256: str) -> bytes:
