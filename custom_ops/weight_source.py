@@ -17,7 +17,7 @@ from typing import Self
 
 #: Names a folder of weight files that comes before the folder that a source names.
 FOLDER_VARIABLE = "DYNAMO_MOE_WEIGHTS"
-#: A stretch begins at a multiple of this: kernels read 16 bytes at a time.
+#: Kernels read so many bytes at a time, so only such multiples of a file are mapped.
 ALIGNMENT = 16
 #: States of a file, see :meth:`WeightSource.state`.
 FOUND, MISSING, CHANGED = "found", "missing", "changed"

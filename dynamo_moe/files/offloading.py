@@ -59,6 +59,11 @@ class OffloadedLayer:
     w2: WeightSource
 
     @property
+    def sources(self) -> tuple[WeightSource, WeightSource]:
+        """Where its weights lie."""
+        return self.w1, self.w2
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's weights, which are those of a slot."""
         return (self.w1.bytes + self.w2.bytes) // self.experts
@@ -126,7 +131,7 @@ def memory_of(layers: Iterable[OffloadedLayer]) -> dict[str, int]:
     A weight that layers share is once in the network and on the host, but each has slots.
     """
     layers = list(layers)
-    sources = {source for layer in layers for source in (layer.w1, layer.w2)}
+    sources = {source for layer in layers for source in layer.sources}
     weights = sum(source.bytes for source in sources)
     return {
         "slot_bytes": sum(layer.slot_bytes for layer in layers),
@@ -306,8 +311,8 @@ def _sources(
 
 
 def _source(tensor: ir.TensorProtocol) -> WeightSource | None:
-    """Returns where a tensor lies in a safetensors file; None if it does not, or not aligned."""
-    if not isinstance(tensor, ir.ExternalTensor) or (tensor.offset or 0) % ALIGNMENT:
+    """Returns where a tensor lies in a safetensors file; None if it does not."""
+    if not isinstance(tensor, ir.ExternalTensor):
         return None
     try:
         return WeightSource.of(Path(tensor.path), tensor.offset or 0, tensor.nbytes)
@@ -365,6 +370,12 @@ def _notes(layers: Sequence[OffloadedLayer]) -> list[str]:
             f"layer {first.name}{more}: with {first.resident_experts} resident experts, a token's "
             f"{first.top_k} take {first.waves} waves, whatever is resident"
         )
+    unaligned = {each.path for layer in layers for each in layer.sources if each.offset % ALIGNMENT}
+    notes += [
+        f"{path}: weights that do not begin at a multiple of {ALIGNMENT} bytes are copied to "
+        "pinned memory when the engine is loaded, instead of mapped"
+        for path in sorted(unaligned)
+    ]
     if layers and all(layer.resident_experts == layer.experts for layer in layers):
         notes.append("every expert has a slot: without offloading, an engine takes no more memory")
     return notes

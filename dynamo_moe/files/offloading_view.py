@@ -43,7 +43,7 @@ def layers_view(layers: Sequence[OffloadedLayer]) -> RenderableType:
         f"Experts' weights: {decimal(memory['slot_bytes'])} on the GPU instead of "
         f"{decimal(memory['weight_bytes'])}; {decimal(memory['host_bytes'])} on the host, pinned"
     )
-    files = {source.path: source for layer in layers for source in (layer.w1, layer.w2)}
+    files = {source.path: source for layer in layers for source in layer.sources}
     states = [(str(source.locate()), source.state()) for source in files.values()]
     return Group(
         table,
