@@ -157,6 +157,10 @@ def engine(
             raise UsageError("--timing-cache: TensorRT for RTX measures nothing when it builds")
         found.check_targets(architectures)
         trt_plugin.check_shapes(profiles, _input_shapes(file))
+        if offload and not kernels:
+            # What is missing to compile kernels is said before the experts' weights are copied.
+            need_triton()
+            architectures = architectures or [_device()]
         with (
             _offloaded(file, out, offload, console) as (built_of, offloaded),
             _kernels(built_of, kernels, architectures, not quiet) as bundle,

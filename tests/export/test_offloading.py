@@ -441,6 +441,20 @@ def test_the_report_prints_the_memory(tmp_path: Path) -> None:
     assert "copy.onnx.experts.safetensors: missing" in console.file.getvalue()
 
 
+def test_inspect_states_the_memory(tmp_path: Path) -> None:
+    path = exported(tmp_path)
+    report = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts={"1.mlp": 2})
+    assert dynamo_moe.inspect(path).offloaded == ()
+    summary = dynamo_moe.inspect(report.path)
+    assert summary.offloaded == report.layers
+    assert [layer.expert_bytes for layer in summary.moe_layers] == [3072, None]
+    assert summary.to_dict()["offloaded"] == report.to_dict()["layers"]
+    console = Console(width=200, file=io.StringIO())
+    console.print(summary)
+    assert "6.1 kB on the GPU instead of 18.4 kB" in console.file.getvalue()
+    assert "copy.onnx.experts.safetensors: found" in console.file.getvalue()
+
+
 def test_onnxs_schema_knows_the_attributes(tmp_path: Path) -> None:
     report = dynamo_moe.offload_file(exported(tmp_path), tmp_path / "copy.onnx", resident_experts=1)
     proto = onnx.load(report.path)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -17,6 +18,8 @@ from trt_plugin.native import library_path
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from custom_ops.weight_source import WeightSource
+
 #: What cannot be known without loading the engine.
 UNKNOWN = (
     "names and number of its layers, its inputs and shapes, and the GPUs that the rest of it is "
@@ -26,6 +29,9 @@ UNKNOWN = (
 _SUFFIXES = {".engine", ".plan", ".trt"}
 # Every version of the plugin's library exports this function.
 _EXPORTED = b"\0dynamo_moe_program_open\0"
+# Where an offloaded layer's weights lie. An engine need not end a text by a character of its own.
+_SOURCE = re.compile(rb"\d+ \d+ \d+ \d+ [0-9a-f]{8} /[^\x00-\x1f]*\.safetensors")
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,53 @@ class StoredProgram:
 
 
 @dataclass(frozen=True)
+class OffloadedExperts:
+    """Experts' weights that an engine does not hold, but copies to the GPU when they are needed.
+
+    Attributes:
+        w1: Where the weights of the first product lie.
+        w2: Where those of the second lie.
+        experts: Number of experts; None if the engine has no program of such a layer.
+        resident_experts: Slots on the GPU; None if it has none, or several that differ in it.
+    """
+
+    w1: WeightSource
+    w2: WeightSource
+    experts: int | None
+    resident_experts: int | None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all experts, in host memory."""
+        return self.w1.bytes + self.w2.bytes
+
+    @property
+    def slot_bytes(self) -> int | None:
+        """Bytes of all slots, in device memory, for each execution context."""
+        if self.experts is None or self.resident_experts is None:
+            return None
+        return self.weight_bytes // self.experts * self.resident_experts
+
+    def to_dict(self) -> dict[str, Any]:
+        """The experts as dicts, strings and numbers."""
+        return {
+            "experts": self.experts,
+            "resident_experts": self.resident_experts,
+            "slot_bytes": self.slot_bytes,
+            "weight_bytes": self.weight_bytes,
+            **{
+                name: {
+                    "path": str(source.locate()),
+                    "offset": source.offset,
+                    "bytes": source.bytes,
+                    "state": source.state(),
+                }
+                for name, source in (("w1", self.w1), ("w2", self.w2))
+            },
+        }
+
+
+@dataclass(frozen=True)
 class EngineContents:
     """What was found in an engine's file; rich prints it as a table.
 
@@ -53,6 +106,8 @@ class EngineContents:
         path: The file.
         bytes: Its size.
         programs: Programs of MoE layers, each once, in the file's order. Equal layers share one.
+        offloaded: The experts of offloaded layers, each once, in the file's order. Layers that
+            share weights count once.
         library: ``"installed"`` if the file holds the plugin's library that is installed here,
             ``"other"`` for another version of it, None if it holds none.
     """
@@ -60,6 +115,7 @@ class EngineContents:
     path: Path
     bytes: int
     programs: tuple[StoredProgram, ...]
+    offloaded: tuple[OffloadedExperts, ...]
     library: str | None
 
     @property
@@ -81,6 +137,7 @@ class EngineContents:
             "architectures": list(self.architectures),
             "program_bytes": self.program_bytes,
             "programs": [stored.to_dict() for stored in self.programs],
+            "offloaded": [experts.to_dict() for experts in self.offloaded],
             "library": self.library,
             "unknown": UNKNOWN,
         }
@@ -120,6 +177,7 @@ def read_engine(path: str | PathLike[str]) -> EngineContents:
         return EngineContents(
             path=path,
             bytes=len(data),
+            offloaded=tuple(_offloaded(data, list(programs.values()))),
             programs=tuple(
                 StoredProgram(program, copies[content]) for content, program in programs.items()
             ),
@@ -140,6 +198,32 @@ def _bundles(data: mmap.mmap) -> Iterator[Bundle]:
                 with suppress(BundleError):
                     yield read(data[at : at + size])
         at = following
+
+
+def _offloaded(data: mmap.mmap, programs: Sequence[Program]) -> Iterator[OffloadedExperts]:
+    found = list(dict.fromkeys(match[0] for match in _SOURCE.finditer(data)))
+    if not found:
+        return
+    # It comes with PyTorch, which nothing else here needs.
+    from custom_ops.weight_source import WeightSource
+
+    layers = [program.layer.to_dict() for program in programs]
+    sources = [WeightSource.parse(text.decode(errors="surrogateescape")) for text in found]
+    # A layer's w1 comes before its w2.
+    for w1, w2 in zip(sources[::2], sources[1::2], strict=False):
+        known = {
+            (layer["experts"], layer["resident_experts"])
+            for layer in layers
+            if layer.get("resident_experts") and _weight_bytes(layer) == (w1.bytes, w2.bytes)
+        }
+        experts, resident = known.pop() if len(known) == 1 else (None, None)
+        yield OffloadedExperts(w1, w2, experts, resident)
+
+
+def _weight_bytes(layer: Mapping[str, Any]) -> tuple[int, int]:
+    """The bytes of a layer's w1 and w2."""
+    w2 = layer["experts"] * layer["width"] * layer["hidden"] * _BYTES[layer["experts_dtype"]]
+    return (2 if layer["gated"] else 1) * w2, w2
 
 
 def _library(data: mmap.mmap) -> str | None:
