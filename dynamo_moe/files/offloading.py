@@ -23,6 +23,7 @@ from dynamo_moe.files.resident_experts import ExpertSizes, choose
 from dynamo_moe.moe_nodes.nodes import (
     EXPERT_CACHE,
     INPUTS,
+    OFFLOADED_DOMAIN,
     RESIDENT_EXPERTS,
     SOURCES,
     MoENode,
@@ -31,6 +32,7 @@ from dynamo_moe.moe_nodes.nodes import (
     moe_nodes,
     parse,
 )
+from dynamo_moe.moe_nodes.schemas import VERSION
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -194,14 +196,16 @@ def offload_file(
     file = Path(weights) if weights else output.with_name(f"{output.name}.experts.safetensors")
     values = {value: None for each, _ in chosen.values() for value in each.weights.values()}
     sources, copied = _sources(list(values), file, progress)
+    _drop_bodies(model, set(chosen))
+    model.opset_imports[OFFLOADED_DOMAIN] = VERSION
     for node, (each, count) in chosen.items():
+        node.domain = OFFLOADED_DOMAIN
         node.attributes.add(ir.AttrInt64(RESIDENT_EXPERTS, count))
         node.attributes.add(ir.AttrInt64(EXPERT_CACHE, int(shared_cache)))
         for name, value in each.weights.items():
             node.attributes.add(ir.AttrString(SOURCES[name], str(sources[value])))
     for value in values:
         _empty(value)
-    _drop_bodies(model, set(chosen))
     if output.parent.resolve() != path.parent.resolve():
         _link_files(model, output.parent)
     save_model(model, output, external_data=False)

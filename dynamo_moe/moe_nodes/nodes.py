@@ -62,18 +62,15 @@ KERNELS = "kernels"
 #: A node's attributes that say nothing of its layer.
 TENSORRT_ATTRIBUTES = {**PLUGIN_ATTRIBUTES, KERNELS: ""}
 
+#: The domain of an offloaded layer's node: without its weights, it is not the operator of
+#: :data:`DOMAIN`. TensorRT finds its plugin by name.
+OFFLOADED_DOMAIN = f"{DOMAIN}.offloaded"
 #: How many experts of an offloaded layer have a slot on the GPU.
 RESIDENT_EXPERTS = "resident_experts"
 #: Where an offloaded layer's weights lie: :class:`custom_ops.weight_source.WeightSource`.
 SOURCES = {"w1": "w1_source", "w2": "w2_source"}
 #: Whether the contexts of an engine share the slots of an offloaded layer: 0 or 1.
 EXPERT_CACHE = "expert_cache"
-#: The attributes of an offloaded layer, and their values where it is not.
-OFFLOADING_ATTRIBUTES = {
-    RESIDENT_EXPERTS: 0,
-    **dict.fromkeys(SOURCES.values(), ""),
-    EXPERT_CACHE: 0,
-}
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 

@@ -22,14 +22,10 @@ from dynamo_moe.moe_nodes.nodes import (
     DROPLESS,
     DROPLESS_GRAD,
     DROPLESS_ROUTED,
-    EXPERT_CACHE,
     EXPERTS,
     EXPERTS_GRAD,
     INPUTS,
-    OFFLOADING_ATTRIBUTES,
     OPTIONAL_INPUTS,
-    RESIDENT_EXPERTS,
-    SOURCES,
     TENSORRT_ATTRIBUTES,
     TRAIN_PARAMETERS,
     TRAINING_INPUTS,
@@ -112,21 +108,6 @@ def _schema(
     )
 
 
-_OFFLOADING = {
-    RESIDENT_EXPERTS: "Slots for experts on the GPU; 0: all weights are there. For TensorRT alone.",
-    SOURCES["w1"]: "Where `w1` lies in a safetensors file, if it is offloaded; else empty.",
-    SOURCES["w2"]: "Where `w2` lies.",
-    EXPERT_CACHE: "Whether the contexts of an engine share the slots.",
-}
-
-
-def _for_offloading() -> list[OpSchema.Attribute]:
-    return [
-        OpSchema.Attribute(name, onnx.helper.make_attribute(name, value), _OFFLOADING[name])
-        for name, value in OFFLOADING_ATTRIBUTES.items()
-    ]
-
-
 def _for_tensorrt(values: Mapping[str, str]) -> list[OpSchema.Attribute]:
     return [
         OpSchema.Attribute(
@@ -145,7 +126,6 @@ def _layer_schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
         [
             *map(attribute, (*options, *LAYOUT_OPTIONS)),
             *_for_tensorrt(TENSORRT_ATTRIBUTES),
-            *_for_offloading(),
         ],
     )
     schema.set_type_and_shape_inference_function(shape_inference.like(0))

@@ -28,12 +28,7 @@ from custom_ops.options import (
     _option,
     options_of,
 )
-from dynamo_moe.moe_nodes.nodes import (
-    DROPLESS,
-    EXPERTS,
-    OFFLOADING_ATTRIBUTES,
-    TENSORRT_ATTRIBUTES,
-)
+from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, TENSORRT_ATTRIBUTES
 from dynamo_moe.moe_nodes.schemas import SCHEMAS, attribute
 from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD, LayerRecord
 from trt_plugin.compiling.layer_table import FILE, layer_table
@@ -135,7 +130,7 @@ def test_nodes_have_the_table_s_options_as_attributes() -> None:
             wanted = pytest.approx(option.default) if option.type is float else option.default
             assert default == wanted
         rows = (*options, *LAYOUT_OPTIONS, *SIZES)
-        known = {row.attribute for row in rows} | {*TENSORRT_ATTRIBUTES, *OFFLOADING_ATTRIBUTES}
+        known = {row.attribute for row in rows} | {*TENSORRT_ATTRIBUTES}
         assert set(declared) == known
 
 
