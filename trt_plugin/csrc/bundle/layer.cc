@@ -79,8 +79,13 @@ Status CheckSizes(const dynamo_moe_layer& layer, bool router) {
                    layer.width, " and ", layer.hidden);
     }
   }
-  const std::string error = GroupsError(layer);
-  return error.empty() ? Status() : Wrong(error);
+  if (const std::string error = GroupsError(layer); !error.empty()) {
+    return Wrong(error);
+  }
+  if (layer.group_scoring != format::kNoGroups && layer.topk_group == layer.n_group) {
+    return Wrong("topk_group must be below n_group, got ", layer.topk_group, " for both");
+  }
+  return {};
 }
 
 Status CheckOptions(const dynamo_moe_layer& layer) {
@@ -157,9 +162,8 @@ std::string GroupsError(const dynamo_moe_layer& layer) {
     return Text("n_group must divide ", layer.experts, " experts into groups of ", least,
                 " up, got ", layer.n_group);
   }
-  if (layer.topk_group < 1 || layer.topk_group >= layer.n_group) {
-    return Text("topk_group must be at least 1 and below n_group, ", layer.n_group, ", got ",
-                layer.topk_group);
+  if (layer.topk_group < 1 || layer.topk_group > layer.n_group) {
+    return Text("topk_group must be in 1..", layer.n_group, ", the groups, got ", layer.topk_group);
   }
   const std::uint32_t choice = layer.topk_group * (layer.experts / layer.n_group);
   if (layer.top_k > choice) {

@@ -232,6 +232,10 @@ Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
   if (layer->group_scoring == format::kNoGroups && layer->n_group > 1) {
     return InvalidArgument("attribute n_group needs attribute group_scoring");
   }
+  if (const std::string error = GroupsError(*layer); !error.empty()) {
+    return InvalidArgument("attribute ", error);
+  }
+  // A token may choose among all experts.
   if (layer->n_group == layer->topk_group) {
     layer->group_scoring = format::kNoGroups;
   }
@@ -240,8 +244,7 @@ Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
       SetCode(option, 0, layer);
     }
   }
-  const std::string error = GroupsError(*layer);
-  return error.empty() ? Status() : InvalidArgument("attribute ", error);
+  return {};
 }
 
 }  // namespace
