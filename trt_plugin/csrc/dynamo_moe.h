@@ -30,7 +30,7 @@ typedef enum dynamo_moe_status {
   DYNAMO_MOE_OUT_OF_MEMORY = 6 /* Host or device memory is exhausted. */
 } dynamo_moe_status;
 
-/* The bundle's layer record: 80 bytes, compared as bytes. */
+/* The bundle's layer record: 84 bytes, compared as bytes. */
 typedef struct dynamo_moe_layer {
   uint32_t op;
   uint32_t tokens_dtype;
@@ -51,7 +51,8 @@ typedef struct dynamo_moe_layer {
   uint32_t group_scoring;
   uint32_t n_group;
   uint32_t topk_group;
-  uint32_t selection_dtype; /* selection_bias's (0: none). */
+  uint32_t selection_dtype;  /* selection_bias's (0: none). */
+  uint32_t resident_experts; /* Slots for experts whose w1 and w2 lie in host memory (0: none). */
 } dynamo_moe_layer;
 
 /* Device pointers, multiples of 16, null where the layer has no such tensor. The tensors are
@@ -117,7 +118,7 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_layer_describe(const dynamo_moe_laye
                                                            char** json);
 
 /* The value of an expression, whose instructions have 16 bytes each as in a bundle, for the values
- * of T, E, K, D and H. */
+ * of T, E, K, D, H and the wave. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_expression_evaluate(const void* instructions,
                                                                 size_t count, const int64_t* sizes,
                                                                 int64_t* value);

@@ -16,7 +16,7 @@ Status Wrong(const Parts&... parts) {
   return {DYNAMO_MOE_INVALID_BUNDLE, Text("the layer's ", parts...)};
 }
 
-static_assert(sizeof(dynamo_moe_layer) == 20 * sizeof(std::uint32_t));
+static_assert(sizeof(dynamo_moe_layer) == 21 * sizeof(std::uint32_t));
 static_assert(offsetof(dynamo_moe_layer, flags) == format::kFlagsWord * sizeof(std::uint32_t));
 static_assert(std::size(format::kTensorNames) == format::kTensors);
 static_assert(std::size(format::kSymbolNames) == format::kSymbols);
@@ -78,6 +78,10 @@ Status CheckSizes(const dynamo_moe_layer& layer, bool router) {
       return Wrong("width and hidden must be multiples of ", format::kSizeMultiple, ", got ",
                    layer.width, " and ", layer.hidden);
     }
+  }
+  if (layer.resident_experts > layer.experts) {
+    return Wrong("resident experts must be in 0..", layer.experts, ", got ",
+                 layer.resident_experts);
   }
   if (const std::string error = GroupsError(layer); !error.empty()) {
     return Wrong(error);
