@@ -8,19 +8,21 @@ from typing import Any
 import torch
 
 from custom_ops.kernels.architectures import Architecture
-from custom_ops.kernels.expressions import E, Expression, IntLike, K, T, minimum
+from custom_ops.kernels.expressions import W_INDEX, E, Expression, IntLike, K, T, minimum
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import (
     Argument,
     Constant,
     KernelSpec,
     Scalar,
+    StatePointer,
     TensorPointer,
     WorkspacePointer,
 )
 
 _ABSENT = Constant(None)
 _INT32_BUFFERS = ("slot_of_row", "row_of_slot", "row_starts", "tile_expert", "tile_row")
+_WAVE_BUFFERS = ("wave_tiles", "wave_of_expert", "place_of_expert")
 
 
 def kernel_of(
@@ -34,7 +36,7 @@ def kernel_of(
     """Returns the launch of one of a layer's kernels.
 
     What means the same in every kernel is known by the name of its parameter: pointers to tensors
-    and buffers, T, E, K, D and H, and options in capital letters.
+    and buffers, T, E, K, D and H, the wave and R, and options in capital letters.
 
     Args:
         function: The Triton kernel.
@@ -59,7 +61,7 @@ def kernel_of(
         grid=(x, y, z),
         num_warps=launch["num_warps"],
         num_stages=launch.get("num_stages", 1),
-        dependent_launch=architecture.has_dependent_launch,
+        dependent_launch=_has_dependent_launch(layer, architecture),
     )
 
 
@@ -78,22 +80,26 @@ def sum_of_results(layer: Layer) -> dict[str, Argument]:
     }
 
 
-def max_tiles(block_m: int) -> Expression:
-    """Returns how many tiles of ``block_m`` rows T tokens take at most.
+def weights_pointer(layer: Layer, tensor: str) -> TensorPointer | StatePointer:
+    """Returns where the products read w1 or w2: the call's tensor, or the layer's slots."""
+    if layer.resident_experts is None:
+        return TensorPointer(tensor, layer.experts_dtype)
+    return StatePointer(f"{tensor}_slots", layer.experts_dtype)
 
-    Each active expert, of which there are at most ``min(E, T*K)``, begins a tile with its first
-    row; only ``block_m`` further rows begin another.
+
+def max_tiles(block_m: int, experts: IntLike = E) -> Expression:
+    """Returns how many tiles of ``block_m`` rows the slots of T tokens take at most.
+
+    Each active expert, of which there are at most ``min(experts, T*K)``, begins a tile with its
+    first row; only ``block_m`` further rows begin another.
     """
     slots = T * K
-    active = minimum(E, slots)
+    active = minimum(experts, slots)
     return active + (slots - active) // block_m
 
 
 def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
-    weights, biases = (
-        {f"{name}_ptr": TensorPointer(name, layer.experts_dtype) for name in names}
-        for names in (("w1", "w2"), ("b1", "b2"))
-    )
+    biases = {f"{name}_ptr": TensorPointer(name, layer.experts_dtype) for name in ("b1", "b2")}
     expert_ids, expert_weights = _routing(layer)
     has_norm = layer.options.pre_norm != "none"
     records = filter(None, (layer.router, layer.options))
@@ -103,12 +109,15 @@ def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
         "PRECISION": "tf32" if layer.tf32 else "ieee",
         "W1_TRANSPOSED": layer.w1_transposed,
         "W2_TRANSPOSED": layer.w2_transposed,
-        "PDL": architecture.has_dependent_launch,
+        "PDL": _has_dependent_launch(layer, architecture),
+        "R": layer.resident_experts,
     }
+    offloaded = layer.resident_experts is not None
+    tables = {f"{name}_ptr": WorkspacePointer(name, torch.int32) for name in _WAVE_BUFFERS}
     return {
         "x_ptr": TensorPointer("x", layer.tokens_dtype),
         "y_ptr": TensorPointer("y", layer.tokens_dtype),
-        **weights,
+        **{f"{name}_ptr": weights_pointer(layer, name) for name in ("w1", "w2")},
         **{name: each if getattr(layer, each.tensor) else _ABSENT for name, each in biases.items()},
         "expert_ids_ptr": expert_ids,
         "expert_weights_ptr": expert_weights,
@@ -116,9 +125,16 @@ def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
         "hidden_ptr": WorkspacePointer("hidden", layer.experts_dtype),
         "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),
         **{f"{name}_ptr": WorkspacePointer(name, torch.int32) for name in _INT32_BUFFERS},
+        **{name: table if offloaded else _ABSENT for name, table in tables.items()},
         "tokens": Scalar(T),
+        "wave": Scalar(W_INDEX) if offloaded else _ABSENT,
         **{name: Constant(value) for name, value in constants.items()},
     }
+
+
+def _has_dependent_launch(layer: Layer, architecture: Architecture) -> bool:
+    # Beside a second stream, no kernel is the only one ahead.
+    return architecture.has_dependent_launch and layer.resident_experts is None
 
 
 def _routing(layer: Layer) -> tuple[Argument, Argument]:

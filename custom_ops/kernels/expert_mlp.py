@@ -22,10 +22,11 @@ from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles
 from custom_ops.kernels.configs import MlpConfig
 from custom_ops.kernels.device import load_block, wait_for_previous
-from custom_ops.kernels.expressions import D, K, T
+from custom_ops.kernels.expressions import D, E, K, T
+from custom_ops.kernels.grouped_gemm import tiles_of_wave
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Step
-from custom_ops.kernels.weights import load_weights, split_gates, tile_columns
+from custom_ops.kernels.weights import load_weights, place_of, split_gates, tile_columns
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _first_product(
     x_a,  # [BLOCK_M, BLOCK_A], the first columns of x
     x_b,  # [BLOCK_M, BLOCK_B], the others; None where the width has no rest
     w1_ptr,
-    expert,
+    place,  # of the expert's weights
     unit,  # the first hidden unit
     D: tl.constexpr,
     F: tl.constexpr,
@@ -51,11 +52,11 @@ def _first_product(
     W1_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Returns ``x @ w1[expert].T`` for the gates of a block of hidden units."""
+    """Returns ``x @ w1[place].T`` for the gates of a block of hidden units."""
     A: tl.constexpr = x_a.shape[1]
     w = load_weights(
         w1_ptr,
-        expert,
+        place,
         unit,
         0,
         F,
@@ -73,7 +74,7 @@ def _first_product(
         B: tl.constexpr = x_b.shape[1]
         w = load_weights(
             w1_ptr,
-            expert,
+            place,
             unit,
             A,
             F,
@@ -94,7 +95,7 @@ def _first_product(
 def _second_product(
     h,  # [BLOCK_M, BLOCK_N]
     w2_ptr,
-    expert,
+    place,
     unit,
     y,
     first,  # the first column
@@ -104,10 +105,10 @@ def _second_product(
     W2_TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Returns ``y + h @ w2[expert].T``; columns of y beyond the width hold nothing of use."""
+    """Returns ``y + h @ w2[place].T``; columns of y beyond the width hold nothing of use."""
     w = load_weights(
         w2_ptr,
-        expert,
+        place,
         first,
         unit,
         D,
@@ -134,7 +135,7 @@ def _store(y_ptrs, b2_ptr, expert, y, d, in_expert, D: tl.constexpr):
     tl.store(y_ptrs + d[None, :], y.to(out), mask=in_expert[:, None] & (d < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wave"])
 def expert_mlp_kernel(
     x_ptr,  # [T, D]
     w1_ptr,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED
@@ -147,7 +148,10 @@ def expert_mlp_kernel(
     row_starts_ptr,  # [E + 1]
     tile_expert_ptr,  # [tiles]
     tile_row_ptr,  # [tiles]
+    wave_tiles_ptr,  # [waves + 1], or None where all experts are resident
+    place_of_expert_ptr,  # [E], or None
     rows_ptr,  # [R, D]
+    wave,
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -176,9 +180,16 @@ def expert_mlp_kernel(
     COLUMNS: tl.constexpr = GATES * BLOCK_N
     tile = tl.program_id(0)
     wait_for_previous(PDL)
+    if wave_tiles_ptr is not None:
+        tiles, tile_expert_ptr, tile_row_ptr = tiles_of_wave(
+            wave_tiles_ptr, wave, tile_expert_ptr, tile_row_ptr
+        )
+        if tile >= tiles:
+            return
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
+    place = place_of(expert, place_of_expert_ptr)
     row = tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)
     in_expert = row < tl.load(row_starts_ptr + expert + 1)
     # Rows beyond the expert's compute on slot 0's token and are not stored.
@@ -206,7 +217,7 @@ def expert_mlp_kernel(
             x_a,
             x_b,
             w1_ptr,
-            expert,
+            place,
             unit,
             D,
             F,
@@ -226,11 +237,11 @@ def expert_mlp_kernel(
         if H % BLOCK_N != 0:
             h = tl.where((unit + tl.arange(0, BLOCK_N) < H)[None, :], h, 0.0)
         y_a = _second_product(
-            h, w2_ptr, expert, unit, y_a, 0, D, H, BLOCK_N, W2_TRANSPOSED, PRECISION
+            h, w2_ptr, place, unit, y_a, 0, D, H, BLOCK_N, W2_TRANSPOSED, PRECISION
         )
         if BLOCK_B > 0:
             y_b = _second_product(
-                h, w2_ptr, expert, unit, y_b, BLOCK_A, D, H, BLOCK_N, W2_TRANSPOSED, PRECISION
+                h, w2_ptr, place, unit, y_b, BLOCK_A, D, H, BLOCK_N, W2_TRANSPOSED, PRECISION
             )
 
     _store(y_ptrs, b2_ptr, expert, y_a, a, in_expert, D)
@@ -262,7 +273,7 @@ def expert_mlp_step(layer: Layer, architecture: Architecture, config: MlpConfig)
         expert_mlp_kernel,
         layer,
         architecture,
-        (max_tiles(config.block_m),),
+        (max_tiles(config.block_m, layer.resident_experts or E),),
         {**asdict(config), "block_a": block_a, "block_b": block_b},
         **first_product(layer),
     )

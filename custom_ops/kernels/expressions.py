@@ -114,6 +114,8 @@ def maximum(a: IntLike, b: IntLike) -> Expression:
 
 # The number of tokens, and a layer's sizes.
 T, E, K, D, H = (Expression("symbol", value=name) for name in "TEKDH")
+# The index of a wave, in what is launched in each.
+W_INDEX = Expression("symbol", value="wave")
 
 
 def _operation(operation: str, a: IntLike, b: IntLike) -> Expression:

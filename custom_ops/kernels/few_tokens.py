@@ -11,21 +11,23 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import torch
 import triton
 import triton.language as tl
 
 from custom_ops.kernels.activation import activate
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, sum_of_results
+from custom_ops.kernels.combine import combine_step
 from custom_ops.kernels.configs import FewConfig
 from custom_ops.kernels.device import wait_for_previous
 from custom_ops.kernels.expressions import D, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import Buffer, Step
-from custom_ops.kernels.weights import weights_at
+from custom_ops.kernels.spec import Argument, Buffer, Constant, Step, WorkspacePointer
+from custom_ops.kernels.weights import place_of, weights_at
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wave"])
 def few_up_kernel(
     x_ptr,  # [T, D]
     expert_ids_ptr,  # [T, K], -1 for no expert
@@ -33,7 +35,10 @@ def few_up_kernel(
     row_scale_ptr,  # [T], float32, or None where there is no norm
     w1_ptr,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED
     b1_ptr,  # [E, F] or None
+    wave_of_expert_ptr,  # [E], or None where all experts are resident
+    place_of_expert_ptr,  # [E], or None
     hidden_ptr,  # [T, K, H], of the experts' dtype
+    wave,
     E: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
@@ -62,6 +67,10 @@ def few_up_kernel(
     expert = tl.load(expert_ids_ptr + slot).to(tl.int64)
     if (expert < 0) | (expert >= E):
         return
+    if wave_of_expert_ptr is not None:
+        if tl.load(wave_of_expert_ptr + expert) != wave:
+            return
+    place = place_of(expert, place_of_expert_ptr).to(tl.int64)
     r = tl.arange(0, ROWS)
     if INTERLEAVED:
         row = 2 * first + r
@@ -84,7 +93,7 @@ def few_up_kernel(
         if WEIGHT_ON_INPUT:
             x = x.to(tl.float32) * weight
         column = (start + k).to(tl.int64)
-        w = weights_at(w1_ptr, expert, n, column, in_n & inside, F, D, W1_TRANSPOSED)
+        w = weights_at(w1_ptr, place, n, column, in_n & inside, F, D, W1_TRANSPOSED)
         products += w * x.to(dtype).to(tl.float32)
     z = tl.sum(products, axis=K_AXIS)
     if row_scale_ptr is not None:
@@ -102,7 +111,7 @@ def few_up_kernel(
     tl.store(hidden_ptr + slot * H + unit, h, mask=unit < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wave"])
 def few_down_kernel(
     hidden_ptr,  # [T, K, H]
     expert_ids_ptr,  # [T, K]
@@ -110,7 +119,11 @@ def few_down_kernel(
     w2_ptr,  # [E, D, H], or [E, H, D] if W2_TRANSPOSED
     b2_ptr,  # [E, D] or None
     x_ptr,  # [T, D], or None where the result is the sum alone
-    y_ptr,  # [T, D]
+    y_ptr,  # [T, D], or None where only some of the experts are resident
+    wave_of_expert_ptr,  # [E], or None where all experts are resident
+    place_of_expert_ptr,  # [E], or None
+    rows_ptr,  # [T, K, D], float32, or None
+    wave,
     E: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
@@ -121,7 +134,10 @@ def few_down_kernel(
     NUM_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ``y[t] = x[t] + sum_k weight[t, k] * (w2[expert] @ hidden[t, k] + b2[expert])``."""
+    """Computes ``y[t] = x[t] + sum_k weight[t, k] * (w2[expert] @ hidden[t, k] + b2[expert])``.
+
+    Where only some of the experts are resident, it computes the terms of a wave's experts.
+    """
     SLOTS: tl.constexpr = triton.next_power_of_2(K)
     K_AXIS: tl.constexpr = 1 if W2_TRANSPOSED else 2
     token = tl.program_id(1)
@@ -141,6 +157,12 @@ def few_down_kernel(
     wait_for_previous(PDL)
     expert = tl.load(expert_ids_ptr + slot, mask=s < K, other=-1).to(tl.int64)
     has_expert = (expert >= 0) & (expert < E)
+    place = expert
+    if place_of_expert_ptr is not None:
+        has_expert &= tl.load(wave_of_expert_ptr + expert, mask=has_expert, other=-1) == wave
+        if tl.sum(has_expert.to(tl.int32)) == 0:
+            return
+        place = tl.load(place_of_expert_ptr + expert, mask=has_expert, other=0).to(tl.int64)
 
     # All slots at once, since one expert's rows alone are too little to have in flight.
     if W2_TRANSPOSED:
@@ -151,7 +173,7 @@ def few_down_kernel(
         inside = has_expert & (start + k < H)
         h = tl.load(hidden_ptr + slot * H + start + k, mask=inside, other=0.0).to(tl.float32)
         column = (start + k).to(tl.int64)
-        w = weights_at(w2_ptr, expert, n, column, inside & (n < D), D, H, W2_TRANSPOSED)
+        w = weights_at(w2_ptr, place, n, column, inside & (n < D), D, H, W2_TRANSPOSED)
         products += w * h
     if b2_ptr is not None:
         bias = tl.load(b2_ptr + expert * D + n, mask=has_expert & (n < D), other=0.0)
@@ -160,17 +182,29 @@ def few_down_kernel(
         weight = tl.load(expert_weights_ptr + slot, mask=has_expert, other=0.0)
         products *= weight.to(tl.float32)
     results = tl.sum(products, axis=K_AXIS)
-    y = tl.zeros((BLOCK_N,), tl.float32)
-    for i in tl.static_range(K):
-        is_slot = tl.arange(0, SLOTS)[:, None] == i
-        y += tl.sum(tl.where(is_slot, results, 0.0), axis=0)
-    if x_ptr is not None:
-        y += tl.load(x_ptr + token * D + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(y_ptr + token * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
+    if rows_ptr is not None:
+        has_row = has_expert.reshape(SLOTS, 1) & (d < D)[None, :]
+        tl.store(rows_ptr + slot.reshape(SLOTS, 1) * D + d[None, :], results, mask=has_row)
+    else:
+        y = tl.zeros((BLOCK_N,), tl.float32)
+        for i in tl.static_range(K):
+            is_slot = tl.arange(0, SLOTS)[:, None] == i
+            y += tl.sum(tl.where(is_slot, results, 0.0), axis=0)
+        if x_ptr is not None:
+            y += tl.load(x_ptr + token * D + d, mask=d < D, other=0.0).to(tl.float32)
+        tl.store(y_ptr + token * D + d, y.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
 def few_step(layer: Layer, architecture: Architecture, up: FewConfig, down: FewConfig) -> Step:
-    """Both products: x and the routing to y."""
+    """Both products: x and the routing to y, or to the buffer ``rows`` (float32) where in waves."""
+    hidden = Buffer("hidden", layer.experts_dtype, T * K * H)
+    rows = Buffer("rows", torch.float32, T * K * D)
+    in_waves = layer.resident_experts is not None
+    results: dict[str, Argument] = {
+        "y_ptr": Constant(None),
+        "x_ptr": Constant(None),
+        "rows_ptr": WorkspacePointer(rows.name, rows.dtype),
+    }
     first = kernel_of(
         few_up_kernel,
         layer,
@@ -185,6 +219,12 @@ def few_step(layer: Layer, architecture: Architecture, up: FewConfig, down: FewC
         architecture,
         (cdiv(D, down.block_n), T),
         asdict(down),
-        **sum_of_results(layer),
+        **{"rows_ptr": Constant(None), **sum_of_results(layer), **(results if in_waves else {})},
     )
-    return Step((Buffer("hidden", layer.experts_dtype, T * K * H),), (first, second))
+    return Step((hidden, rows) if in_waves else (hidden,), (first, second))
+
+
+def few_sum_step(layer: Layer, architecture: Architecture) -> Step:
+    """The sum of weighted results where they are computed in waves: ``rows`` to y."""
+    rows_ptr = WorkspacePointer("rows", torch.float32)
+    return combine_step(layer, architecture, rows_ptr=rows_ptr, expert_weights_ptr=Constant(None))

@@ -22,12 +22,13 @@ from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.arguments import first_product, kernel_of, max_tiles
 from custom_ops.kernels.configs import GemmConfig, estimated_registers
 from custom_ops.kernels.device import load_block, wait_for_previous
-from custom_ops.kernels.expressions import D, H, K, T, cdiv, minimum
+from custom_ops.kernels.expressions import D, E, H, K, T, cdiv, minimum
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Argument, Buffer, KernelSpec, Step
 from custom_ops.kernels.weights import (
     halves,
     load_weights,
+    place_of,
     split_gates,
     tile_columns,
     weights_of,
@@ -57,9 +58,18 @@ def _tile_at(index, num_m, NUM_N: tl.constexpr, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def tiles_of_wave(wave_tiles_ptr, wave, tile_expert_ptr, tile_row_ptr):
+    """Returns how many tiles a wave has, and the tile table from its first on."""
+    first = tl.load(wave_tiles_ptr + wave)
+    tiles = tl.load(wave_tiles_ptr + wave + 1) - first
+    return tiles, tile_expert_ptr + first, tile_row_ptr + first
+
+
+@triton.jit
 def _schedule(
     row_starts_ptr,
     tile_expert_ptr,
+    wave_tiles,  # tiles of the wave, or None where there are no waves
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -71,12 +81,18 @@ def _schedule(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     if PERSISTENT:
-        num_m = _number_of_tiles(row_starts_ptr, E, BLOCK_E, BLOCK_M)
+        if wave_tiles is None:
+            num_m = _number_of_tiles(row_starts_ptr, E, BLOCK_E, BLOCK_M)
+        else:
+            num_m = wave_tiles
         rounds = tl.cdiv(num_m * NUM_N - program, programs)
     else:
         num_m = programs // NUM_N
         tile, _ = _tile_at(program, num_m, NUM_N, GROUP_M)
-        rounds = (tl.load(tile_expert_ptr + tile) >= 0).to(tl.int32)
+        if wave_tiles is None:
+            rounds = (tl.load(tile_expert_ptr + tile) >= 0).to(tl.int32)
+        else:
+            rounds = (tile < wave_tiles).to(tl.int32)
     return num_m, rounds
 
 
@@ -111,7 +127,7 @@ def _store_tile(ptr, tile, row, first, in_expert, N: tl.constexpr):
         _store_block(ptr, tile, row, first, in_expert, N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wave"])
 def expert_up_kernel(
     x_ptr,  # [T, D]
     w1,  # [E, F, D], or [E, D, F] if W1_TRANSPOSED: a pointer, or a tensor map
@@ -122,7 +138,10 @@ def expert_up_kernel(
     row_starts_ptr,  # [E + 1]
     tile_expert_ptr,  # [tiles]
     tile_row_ptr,  # [tiles]
+    wave_tiles_ptr,  # [waves + 1], or None where all experts are resident
+    place_of_expert_ptr,  # [E], or None
     hidden_ptr,  # [R, H], of the experts' dtype
+    wave,
     E: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
@@ -153,8 +172,13 @@ def expert_up_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     wait_for_previous(PDL)
+    wave_tiles = None
+    if wave_tiles_ptr is not None:
+        wave_tiles, tile_expert_ptr, tile_row_ptr = tiles_of_wave(
+            wave_tiles_ptr, wave, tile_expert_ptr, tile_row_ptr
+        )
     num_m, rounds = _schedule(
-        row_starts_ptr, tile_expert_ptr, E, BLOCK_E, BLOCK_M, NUM_N, GROUP_M, PERSISTENT
+        row_starts_ptr, tile_expert_ptr, wave_tiles, E, BLOCK_E, BLOCK_M, NUM_N, GROUP_M, PERSISTENT
     )
     stored = program
     for turn in tl.range(0, rounds, flatten=PERSISTENT):
@@ -162,6 +186,7 @@ def expert_up_kernel(
         expert, row, in_expert = _rows_of(
             tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M
         )
+        place = place_of(expert, place_of_expert_ptr)
         # Rows beyond the expert's compute on slot 0's token and are not stored.
         slot = tl.load(slot_of_row_ptr + row, mask=in_expert, other=0)
         k = tl.arange(0, BLOCK_K)
@@ -178,7 +203,7 @@ def expert_up_kernel(
                 x = x.to(tl.float32) * weight[:, None]
             w = load_weights(
                 w1,
-                expert,
+                place,
                 first,
                 start,
                 F,
@@ -212,7 +237,7 @@ def expert_up_kernel(
         _store_tile(hidden_ptr, h, row, first, in_expert, H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wave"])
 def expert_down_kernel(
     hidden_ptr,  # [R, H]
     w2,  # [E, D, H], or [E, H, D] if W2_TRANSPOSED: a pointer, or a tensor map
@@ -220,7 +245,10 @@ def expert_down_kernel(
     row_starts_ptr,  # [E + 1]
     tile_expert_ptr,  # [tiles]
     tile_row_ptr,  # [tiles]
+    wave_tiles_ptr,  # [waves + 1], or None where all experts are resident
+    place_of_expert_ptr,  # [E], or None
     rows_ptr,  # [R, D]
+    wave,
     E: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
@@ -240,8 +268,13 @@ def expert_down_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     wait_for_previous(PDL)
+    wave_tiles = None
+    if wave_tiles_ptr is not None:
+        wave_tiles, tile_expert_ptr, tile_row_ptr = tiles_of_wave(
+            wave_tiles_ptr, wave, tile_expert_ptr, tile_row_ptr
+        )
     num_m, rounds = _schedule(
-        row_starts_ptr, tile_expert_ptr, E, BLOCK_E, BLOCK_M, NUM_N, GROUP_M, PERSISTENT
+        row_starts_ptr, tile_expert_ptr, wave_tiles, E, BLOCK_E, BLOCK_M, NUM_N, GROUP_M, PERSISTENT
     )
     stored = program
     for turn in tl.range(0, rounds, flatten=PERSISTENT):
@@ -249,6 +282,7 @@ def expert_down_kernel(
         expert, row, in_expert = _rows_of(
             tile, row_starts_ptr, tile_expert_ptr, tile_row_ptr, BLOCK_M
         )
+        place = place_of(expert, place_of_expert_ptr)
         k = tl.arange(0, BLOCK_K)
         # Rows beyond the expert's compute on row 0 and are not stored.
         h_row = tl.where(in_expert, row, 0).to(tl.int64)
@@ -261,7 +295,7 @@ def expert_down_kernel(
             h = load_block(h_ptrs + start, (start + k < H)[None, :], whole)
             w = load_weights(
                 w2,
-                expert,
+                place,
                 first,
                 start,
                 D,
@@ -312,7 +346,9 @@ def _product(
     **own: Argument,
 ) -> KernelSpec:
     columns, gates = (H, layer.options.rows_per_hidden) if weights == "w1" else (D, 1)
-    programs = max_tiles(config.block_m) * cdiv(columns, config.block_n)
+    programs = max_tiles(config.block_m, layer.resident_experts or E) * cdiv(
+        columns, config.block_n
+    )
     if config.persistent:
         at_once = _programs_at_once(architecture, config, gates, layer.experts_dtype.itemsize)
         programs = minimum(programs, architecture.multiprocessors * at_once)

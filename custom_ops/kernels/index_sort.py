@@ -70,7 +70,7 @@ def index_sort_reference(ids_N: Tensor, experts: int, block_m: int) -> SortedSlo
 
 
 @triton.jit
-def _experts_of(ids_ptr, slot, end, E: tl.constexpr):
+def experts_of(ids_ptr, slot, end, E: tl.constexpr):
     """Returns the experts of slots below ``end`` as int32, and whether they have one."""
     expert = tl.load(ids_ptr + slot, mask=slot < end, other=-1)
     valid = (expert >= 0) & (expert < E)
@@ -119,7 +119,7 @@ def _place(
     """Gives each slot the next row of its expert, in order of slots."""
     for start in tl.range(first, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
-        expert, valid = _experts_of(ids_ptr, slot, end, E)
+        expert, valid = experts_of(ids_ptr, slot, end, E)
         row = tl.gather(next_row, expert, 0) + _rank(expert, valid, E)
         tl.store(row_of_slot_ptr + slot, tl.where(valid, row, -1), mask=slot < end)
         tl.store(slot_of_row_ptr + row, slot, mask=valid)
@@ -180,7 +180,7 @@ def sort_kernel(
     slots = tokens * K
     counts = tl.zeros((BLOCK_E,), tl.int32)
     for start in tl.range(0, slots, BLOCK_N):
-        expert, valid = _experts_of(expert_ids_ptr, start + tl.arange(0, BLOCK_N), slots, E)
+        expert, valid = experts_of(expert_ids_ptr, start + tl.arange(0, BLOCK_N), slots, E)
         counts += tl.histogram(expert, BLOCK_E, mask=valid)
     starts = tl.cumsum(counts, axis=0) - counts
     _tabulate(counts, starts, row_starts_ptr, tile_expert_ptr, tile_row_ptr, slots, E, BLOCK_M)
@@ -212,7 +212,7 @@ def count_kernel(
     first, end = _share(tokens * K, BLOCK_N)
     counts = tl.zeros((BLOCK_E,), tl.int32)
     for start in tl.range(first, end, BLOCK_N):
-        expert, valid = _experts_of(expert_ids_ptr, start + tl.arange(0, BLOCK_N), end, E)
+        expert, valid = experts_of(expert_ids_ptr, start + tl.arange(0, BLOCK_N), end, E)
         counts += tl.histogram(expert, BLOCK_E, mask=valid)
     expert = tl.arange(0, BLOCK_E)
     tl.store(counts_ptr + tl.program_id(0) * E + expert, counts, mask=expert < E)

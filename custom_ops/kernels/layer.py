@@ -41,10 +41,12 @@ class Layer:
         w1_transposed: Whether w1 lies in memory as (in, out), ``[E, D, F]``, not ``[E, F, D]``.
         w2_transposed: Whether w2 lies in memory as (in, out), ``[E, H, D]``, not ``[E, D, H]``.
         selection_dtype: Dtype of ``selection_bias``, None if there is none.
+        resident_experts: R, in ``1..E``: how many experts' w1 and w2 are on the device at a time,
+            while all are in host memory that the device reads; None where all are on the device.
 
     Raises:
         NoKernelsError: If there are no kernels for a size.
-        ValueError: If ``top_k`` is not the router's, or exceeds E.
+        ValueError: If ``top_k`` is not the router's, or it or ``resident_experts`` exceeds E.
         TypeError: If a dtype has no kernels.
     """
 
@@ -64,6 +66,7 @@ class Layer:
     w1_transposed: bool = False
     w2_transposed: bool = False
     selection_dtype: torch.dtype | None = None
+    resident_experts: int | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("experts", MAX_EXPERTS), ("top_k", MAX_TOP_K)):
@@ -75,6 +78,11 @@ class Layer:
                 raise NoKernelsError(
                     f"the kernels need {name} to be a multiple of {SIZE_MULTIPLE}, got {value}"
                 )
+        if self.resident_experts is not None and not 1 <= self.resident_experts <= self.experts:
+            raise ValueError(
+                f"resident_experts must be in 1..{self.experts}, the number of experts; "
+                f"got {self.resident_experts}"
+            )
         self._check_dtype("tokens_dtype", KERNEL_FLOATS)
         self._check_dtype("experts_dtype", KERNEL_FLOATS)
         if self.router is None:

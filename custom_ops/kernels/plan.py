@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.combine import combine_step
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig, ranges_for
 from custom_ops.kernels.expert_mlp import expert_mlp_step
-from custom_ops.kernels.few_tokens import few_step
+from custom_ops.kernels.few_tokens import few_step, few_sum_step
 from custom_ops.kernels.grouped_gemm import expert_down_step, expert_up_step
 from custom_ops.kernels.index_sort import index_sort_step
 from custom_ops.kernels.layer import Layer
+from custom_ops.kernels.residency import residency_step, state_buffers, wave_launches, waves
 from custom_ops.kernels.router import router_step
 from custom_ops.kernels.row_scale import row_scale_step
 from custom_ops.kernels.spec import MAX_SLOTS, ForwardPlan, Step, TokenRange
@@ -23,8 +23,9 @@ def plan(layer: Layer, architecture: Architecture) -> ForwardPlan:
     """Returns what runs for a layer on an architecture.
 
     Router, norm, index sort, first product, second product, combination; few tokens need no sort,
-    small widths have both products in one kernel. Nothing on the host waits for the device. Equal
-    layers share a plan.
+    small widths have both products in one kernel. Where only some of the experts are resident,
+    products and copies run in waves. Nothing on the host waits for the device. Equal layers share
+    a plan.
     """
     layer = layer.canonical()
     return plan_with(layer, architecture, ranges_for(layer, architecture))
@@ -38,31 +39,46 @@ def plan_with(
     most = MAX_SLOTS // layer.top_k
     first, planned = 1, []
     for config in ranges:
-        steps = _steps(layer, architecture, config, first)
-        planned.append(TokenRange.of(first, min(config.last_tokens, most), steps))
+        last = min(config.last_tokens, most)
+        ahead, products, end = _stages(layer, architecture, config, first)
+        if layer.resident_experts is None:
+            planned.append(TokenRange.of(first, last, (*ahead, *products, *end)))
+        else:
+            placed = residency_step(layer, architecture, getattr(config.up, "block_m", None))
+            wave = wave_launches(layer, architecture, [s for p in products for s in p.launches])
+            planned.append(
+                TokenRange.in_waves(
+                    first, last, (*ahead, placed), waves(layer), products, wave, end
+                )
+            )
         first = config.last_tokens + 1
-    return ForwardPlan(layer, architecture, tuple(planned))
+    return ForwardPlan(layer, architecture, tuple(planned), state_buffers(layer))
 
 
-def _steps(
+def _stages(
     layer: Layer, architecture: Architecture, config: RangeConfig, first_tokens: int
-) -> Iterator[Step]:
+) -> tuple[list[Step], list[Step], list[Step]]:
+    """Returns what comes ahead of the experts' products, these, and what follows them."""
     last_tokens = config.last_tokens
+    ahead = []
     if layer.router is not None:
-        yield router_step(layer, architecture, first_tokens, last_tokens)
+        ahead.append(router_step(layer, architecture, first_tokens, last_tokens))
     if layer.options.pre_norm != "none":
-        yield row_scale_step(layer, architecture)
+        ahead.append(row_scale_step(layer, architecture))
     match config.up, config.down:
         case FewConfig() as up, FewConfig() as down:
-            yield few_step(layer, architecture, up, down)
+            in_waves = layer.resident_experts is not None
+            end = [few_sum_step(layer, architecture)] if in_waves else []
+            return ahead, [few_step(layer, architecture, up, down)], end
         case MlpConfig() as mlp, None:
-            yield index_sort_step(layer, architecture, mlp.block_m, last_tokens)
-            yield expert_mlp_step(layer, architecture, mlp)
-            yield combine_step(layer, architecture)
+            block_m, products = mlp.block_m, [expert_mlp_step(layer, architecture, mlp)]
         case GemmConfig() as up, GemmConfig() as down:
-            yield index_sort_step(layer, architecture, up.block_m, last_tokens)
-            yield expert_up_step(layer, architecture, up)
-            yield expert_down_step(layer, architecture, down)
-            yield combine_step(layer, architecture)
+            block_m = up.block_m
+            products = [
+                expert_up_step(layer, architecture, up),
+                expert_down_step(layer, architecture, down),
+            ]
         case _:
             raise ValueError(f"no path takes the configuration {config}")
+    ahead.append(index_sort_step(layer, architecture, block_m, last_tokens))
+    return ahead, products, [combine_step(layer, architecture)]

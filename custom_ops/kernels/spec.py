@@ -23,7 +23,10 @@ MAX_SLOTS = 2**31 - 2**15
 #: So many tokens at most, with one expert each.
 MAX_TOKENS = MAX_SLOTS
 
-_WORKSPACE_ALIGNMENT = 256
+_ALIGNMENT = 256
+
+
+_NO_WAVES = Expression.of(0)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,14 @@ class WorkspacePointer:
 
 
 @dataclass(frozen=True)
+class StatePointer:
+    """A pointer to a buffer of the layer's state, by the buffer's name."""
+
+    buffer: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Scalar:
     """A 32-bit integer, evaluated at each launch."""
 
@@ -59,7 +70,8 @@ class TensorMap:
     """A descriptor by which the tensor memory accelerator loads tiles of a parameter.
 
     Attributes:
-        tensor: As in :class:`TensorPointer`; its memory is viewed as ``shape`` with ``strides``.
+        tensor: As in :class:`TensorPointer`, or a buffer of the state; its memory is viewed as
+            ``shape`` with ``strides``.
         dtype: Its dtype.
         shape: Sizes in elements, outermost first.
         strides: In elements; the last is 1.
@@ -80,15 +92,16 @@ class Constant:
     value: int | float | bool | str | None
 
 
-Argument = TensorPointer | WorkspacePointer | Scalar | TensorMap | Constant
+Pointer = TensorPointer | WorkspacePointer | StatePointer
+Argument = Pointer | Scalar | TensorMap | Constant
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A part of the workspace.
+    """A part of the workspace or of the state.
 
     Attributes:
-        name: The name by which :class:`WorkspacePointer` refers to it.
+        name: The name by which :class:`WorkspacePointer` or :class:`StatePointer` refers to it.
         dtype: Dtype of its elements.
         count: Number of elements, at least 1.
     """
@@ -143,7 +156,7 @@ class KernelSpec:
         return {n: a.value for n, a in self.arguments.items() if isinstance(a, Constant)}
 
     @property
-    def parameters(self) -> dict[str, TensorPointer | WorkspacePointer | Scalar | TensorMap]:
+    def parameters(self) -> dict[str, Pointer | Scalar | TensorMap]:
         """The arguments that a launch passes."""
         return {n: a for n, a in self.arguments.items() if not isinstance(a, Constant)}
 
@@ -157,20 +170,51 @@ class Step:
 
 
 @dataclass(frozen=True)
+class WaveLaunch:
+    """A launch that is repeated in every wave.
+
+    Its scalars and its grid may have the symbol ``wave``, the wave's index from 0 on. Where a grid
+    has no programs, nothing is launched.
+
+    Attributes:
+        kernel: The kernel.
+        side: Whether it is on the second stream.
+        after: Indices in :attr:`TokenRange.wave` of launches on the other stream. Of each, the one
+            most recently enqueued in this call must have ended: that of the same wave where the
+            index is below this launch's own, else that of the wave before, of which wave 0 has
+            none to wait for.
+    """
+
+    kernel: KernelSpec
+    side: bool
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TokenRange:
     """What runs for a range of token counts.
+
+    The launches of each stream run in order. The second stream's first launch of a call also waits
+    for everything enqueued before the waves, and the epilogue for everything on the second stream.
 
     Attributes:
         first: Fewest tokens, at least 1.
         last: Most tokens, at most :data:`MAX_TOKENS`.
         buffers: The workspace, each buffer at a multiple of 256 bytes.
-        launches: In order, on one stream.
+        launches: In order, on the call's stream.
+        waves: How often :attr:`wave` runs after them.
+        wave: The launches of a wave, in the order in which they are enqueued; empty where all
+            experts are resident.
+        epilogue: What follows the last wave, on the call's stream.
     """
 
     first: int
     last: int
     buffers: tuple[Buffer, ...]
     launches: tuple[KernelSpec, ...]
+    waves: Expression = _NO_WAVES
+    wave: tuple[WaveLaunch, ...] = ()
+    epilogue: tuple[KernelSpec, ...] = ()
 
     @classmethod
     def of(cls, first: int, last: int, steps: Iterable[Step]) -> TokenRange:
@@ -178,14 +222,31 @@ class TokenRange:
         buffers, launches = zip(*((step.buffers, step.launches) for step in steps), strict=True)
         return cls(first, last, tuple(chain(*buffers)), tuple(chain(*launches)))
 
+    @classmethod
+    def in_waves(
+        cls,
+        first: int,
+        last: int,
+        ahead: Iterable[Step],
+        waves: Expression,
+        products: Iterable[Step],
+        wave: tuple[WaveLaunch, ...],
+        end: Iterable[Step],
+    ) -> TokenRange:
+        """Returns what runs where the products' launches are those on this stream in each wave."""
+        once, ended = cls.of(first, last, ahead), cls.of(first, last, end)
+        buffers = chain(once.buffers, *(step.buffers for step in products), ended.buffers)
+        return cls(first, last, tuple(buffers), once.launches, waves, wave, ended.launches)
+
     def offsets(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Returns where each buffer begins in the workspace, and under ``""`` the whole's size."""
-        offsets, end = {}, 0
-        for buffer in self.buffers:
-            offsets[buffer.name] = end
-            size = buffer.size.evaluate(sizes)
-            end += size + -size % _WORKSPACE_ALIGNMENT
-        return {**offsets, "": end}
+        return _offsets(self.buffers, sizes)
+
+    def kernels(self) -> Iterator[KernelSpec]:
+        """Yields every launch: those ahead of the waves, those of a wave, and the epilogue."""
+        yield from self.launches
+        yield from (each.kernel for each in self.wave)
+        yield from self.epilogue
 
 
 # By identity: launchers look up at every call what they keep for a plan.
@@ -197,11 +258,15 @@ class ForwardPlan:
         layer: The layer.
         architecture: Where it runs.
         ranges: Ascending, without gaps, from 1 token on.
+        state: Device memory that persists from call to call, each buffer at a multiple of 256
+            bytes; none where all experts are resident. It is zeros when new. The tables are ahead
+            of the slots' weights, and zeros in them alone make the cache empty again.
     """
 
     layer: Layer
     architecture: Architecture
     ranges: tuple[TokenRange, ...]
+    state: tuple[Buffer, ...] = ()
 
     def __post_init__(self) -> None:
         ends = [0, *(each.last for each in self.ranges)]
@@ -238,7 +303,30 @@ class ForwardPlan:
             default=0,
         )
 
+    def state_offsets(self) -> dict[str, int]:
+        """Returns where each buffer begins in the state, and under ``""`` the whole's size."""
+        return _offsets(self.state, self.layer.sizes)
+
+    @property
+    def state_size(self) -> int:
+        """The bytes of the state."""
+        return self.state_offsets()[""]
+
+    @property
+    def tables_size(self) -> int:
+        """The bytes of the state ahead of the slots' weights."""
+        return self.state_offsets().get("w1_slots", 0)
+
     def kernels(self) -> Iterator[KernelSpec]:
         """Yields every launch of every range; equal kernels may come more than once."""
         for each in self.ranges:
-            yield from each.launches
+            yield from each.kernels()
+
+
+def _offsets(buffers: Iterable[Buffer], sizes: Mapping[str, int]) -> dict[str, int]:
+    offsets, end = {}, 0
+    for buffer in buffers:
+        offsets[buffer.name] = end
+        size = buffer.size.evaluate(sizes)
+        end += size + -size % _ALIGNMENT
+    return {**offsets, "": end}

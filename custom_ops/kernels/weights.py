@@ -17,9 +17,20 @@ from typing import Literal
 import triton
 import triton.language as tl
 
+from custom_ops.kernels.arguments import weights_pointer
 from custom_ops.kernels.device import load_block
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Argument, TensorMap, TensorPointer
+
+
+@triton.jit
+def place_of(expert, place_of_expert_ptr):
+    """Returns where an expert's weights lie among those on the device: all of them, or slots."""
+    if place_of_expert_ptr is None:
+        place = expert
+    else:
+        place = tl.load(place_of_expert_ptr + expert)
+    return place
 
 
 @triton.jit
@@ -46,8 +57,8 @@ def tile_columns(
 
 @triton.jit
 def load_weights(
-    w,  # [E, N, K], or [E, K, N] if TRANSPOSED: a pointer, or a tensor map
-    expert,
+    w,  # [E, N, K], or [E, K, N] if TRANSPOSED: a pointer, or a tensor map; or slots of experts
+    expert,  # or its place
     first,
     start,
     N: tl.constexpr,
@@ -90,8 +101,8 @@ def load_weights(
 
 @triton.jit
 def weights_at(
-    w_ptr,  # [E, N, K], or [E, K, N] if TRANSPOSED
-    expert,
+    w_ptr,  # [E, N, K], or [E, K, N] if TRANSPOSED; or slots of experts
+    expert,  # or its place
     n,
     k,
     inside,
@@ -141,8 +152,9 @@ def weights_of(
         block_k: Depth of a tile.
         tensor_maps: Whether it is a tensor map.
     """
+    pointer = weights_pointer(layer, tensor)
     if not tensor_maps:
-        return TensorPointer(tensor, layer.experts_dtype)
+        return pointer
     if tensor == "w1":
         gates = layer.options.rows_per_hidden
         units, depth, transposed = layer.hidden, layer.width, layer.w1_transposed
@@ -151,9 +163,10 @@ def weights_of(
     halves = gates == 2 and not layer.options.interleaved
     rows = (2, units) if halves else (gates * units,)
     box = (2, block_n) if halves else (gates * block_n,)
-    shape = (layer.experts, depth, *rows) if transposed else (layer.experts, *rows, depth)
+    experts = layer.resident_experts or layer.experts
+    shape = (experts, depth, *rows) if transposed else (experts, *rows, depth)
     return TensorMap(
-        tensor,
+        pointer.tensor if isinstance(pointer, TensorPointer) else pointer.buffer,
         layer.experts_dtype,
         shape=shape,
         strides=tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))),

@@ -16,6 +16,7 @@ from custom_ops.kernels.spec import (
     Constant,
     KernelSpec,
     Scalar,
+    StatePointer,
     TensorMap,
     TensorPointer,
     WorkspacePointer,
@@ -90,7 +91,7 @@ def task_for(spec: KernelSpec, architecture: Architecture) -> Task:
                         f"{spec.name}: {name} is a tensor map, which {architecture.name} lacks"
                     )
                 signature[name] = f"tensordesc<{SHORT_NAMES[dtype]}[{','.join(map(str, box))}]>"
-            case TensorPointer(_, dtype) | WorkspacePointer(_, dtype):
+            case TensorPointer(_, dtype) | WorkspacePointer(_, dtype) | StatePointer(_, dtype):
                 signature[name] = f"*{SHORT_NAMES[dtype]}"
                 aligned.append(index)
     return Task(
