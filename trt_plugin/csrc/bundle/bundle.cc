@@ -170,11 +170,11 @@ class ProgramChecker {
         "kernel", program_.kernels_, [this](const auto& kernel) { return CheckKernel(kernel); }));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckState());
     DYNAMO_MOE_RETURN_IF_ERROR(
-        CheckEach("tensor map", program_.tensor_maps_, [this](const auto& map) {
-          return CheckTensorMap(map, program_.state_.size());
-        }));
-    DYNAMO_MOE_RETURN_IF_ERROR(CheckEach(
-        "buffer", program_.buffers_, [this](const auto& buffer) { return CheckBuffer(buffer, 0); }));
+        CheckEach("tensor map", program_.tensor_maps_,
+                  [this](const auto& map) { return CheckTensorMap(map, program_.state_.size()); }));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckEach("buffer", program_.buffers_, [this](const auto& buffer) {
+      return CheckBuffer(buffer, 0);
+    }));
     DYNAMO_MOE_RETURN_IF_ERROR(
         CheckEach("argument", program_.arguments_,
                   [this](const auto& argument) { return CheckArgument(argument); }));

@@ -139,7 +139,7 @@ Status CheckTensorMap(const format::TensorMap& record, std::size_t state) {
   }
   const bool is_tensor = record.kind == format::kTensor;
   DYNAMO_MOE_RETURN_IF_ERROR(CheckBelow(is_tensor ? "tensor" : "the state's part", record.index,
-                                        is_tensor ? format::kTensors : state));
+                                        is_tensor ? std::size_t{format::kTensors} : state));
   if (ElementSize(record.type) == 0) {
     return InvalidBundle("type must be float16 (", format::kMapFloat16, "), float32 (",
                          format::kMapFloat32, ") or bfloat16 (", format::kMapBfloat16, "), got ",

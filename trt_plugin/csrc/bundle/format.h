@@ -161,7 +161,6 @@ struct Argument {
 static_assert(sizeof(Argument) == 8);
 
 struct TensorMap {
-  std::uint32_t kind;  // kTensor or kStatePointer.
   std::uint32_t index;
   std::uint32_t type;
   std::uint32_t rank;
@@ -169,6 +168,7 @@ struct TensorMap {
   std::uint64_t sizes[kMaxRank];
   std::uint64_t strides[kMaxRank];
   std::uint32_t box[kMaxRank];
+  std::uint32_t kind;  // Of what the index names: kTensor, or kStatePointer.
   std::uint32_t reserved[6];
 };
 static_assert(sizeof(TensorMap) == 144);

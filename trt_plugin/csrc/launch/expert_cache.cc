@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "bundle/layer.h"
 #include "launch/buffers.h"
 
 namespace dynamo_moe {
@@ -16,6 +17,24 @@ Status StateOffsets(const Program& program, std::size_t* offsets, std::size_t* e
 }
 
 }  // namespace
+
+Status ExpertSources::Open(const dynamo_moe_layer& layer, std::string_view w1, std::string_view w2,
+                           ExpertSources* sources) {
+  const std::uint64_t element = layer.experts_dtype == format::kFloat32 ? 4 : 2;
+  const std::uint64_t gates = (layer.flags & format::kGated) != 0 ? 2 : 1;
+  const std::uint64_t bytes = element * layer.experts * layer.width * layer.hidden;
+  const auto open = [](const char* name, std::string_view text, std::uint64_t wanted,
+                       WeightsSource* source) -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(WeightsSource::Parse(text, source));
+    if (source->bytes != wanted) {
+      return InvalidArgument("the layer's ", name, " must have ", wanted, " bytes, it has ",
+                             source->bytes, " in ", source->path);
+    }
+    return source->Check();
+  };
+  DYNAMO_MOE_RETURN_IF_ERROR(open("w1", w1, gates * bytes, &sources->w1));
+  return open("w2", w2, bytes, &sources->w2);
+}
 
 Status StateSize(const Program& program, std::size_t* bytes) {
   std::size_t offsets[format::kMaxBuffers];
@@ -80,10 +99,10 @@ class ExpertCache::Device {
     DYNAMO_MOE_RETURN_IF_ERROR(
         Check(driver_, offload_.stream_synchronize(side_), "cuStreamSynchronize"));
     if (sources.has_value()) {
-      DYNAMO_MOE_RETURN_IF_ERROR(
-          HostWeights::Open(driver_, offload_, context_, sources->w1, &w1_));
-      DYNAMO_MOE_RETURN_IF_ERROR(
-          HostWeights::Open(driver_, offload_, context_, sources->w2, &w2_));
+      DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver_, offload_, context_, sources->w1, &w1_));
+      DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver_, offload_, context_, sources->w2, &w2_));
+      const bool both = !w1_->note().empty() && !w2_->note().empty();
+      note_ = Text(w1_->note(), both ? "; " : "", w2_->note());
     }
     return {};
   }
@@ -95,10 +114,11 @@ class ExpertCache::Device {
       std::int64_t size = 0;
       DYNAMO_MOE_RETURN_IF_ERROR(program_.Evaluate(buffer.size, program_.SizesFor(0), &size));
       if ((buffer.flags & format::kZeroed) != 0) {
-        DYNAMO_MOE_RETURN_IF_ERROR(Check(
-            driver_,
-            offload_.memory_set(memory_ + offsets_[part], 0, static_cast<std::size_t>(size), stream),
-            "cuMemsetD8Async"));
+        DYNAMO_MOE_RETURN_IF_ERROR(
+            Check(driver_,
+                  offload_.memory_set(memory_ + offsets_[part], 0, static_cast<std::size_t>(size),
+                                      stream),
+                  "cuMemsetD8Async"));
       }
       ++part;
     }
@@ -121,11 +141,10 @@ class ExpertCache::Device {
     return Check(driver_, offload_.stream_wait_event(stream, event, 0), "cuStreamWaitEvent");
   }
 
+  const char* note() const { return note_.c_str(); }
   const ContextIdentity& context() const { return context_; }
   const Program& program() const { return program_; }
-  char* at(std::uint32_t part) const {
-    return reinterpret_cast<char*>(memory_) + offsets_[part];
-  }
+  char* at(std::uint32_t part) const { return reinterpret_cast<char*>(memory_) + offsets_[part]; }
   TensorMaps& maps() { return maps_; }
   cuda::Stream side() const { return side_; }
   cuda::Event fork() const { return fork_; }
@@ -163,6 +182,7 @@ class ExpertCache::Device {
   cuda::Event ends_[format::kMaxWaveLaunches] = {};
   std::shared_ptr<const HostWeights> w1_;
   std::shared_ptr<const HostWeights> w2_;
+  std::string note_;
 };
 
 ExpertCache::ExpertCache(std::optional<ExpertSources> sources, bool shared)
@@ -170,14 +190,9 @@ ExpertCache::ExpertCache(std::optional<ExpertSources> sources, bool shared)
 
 ExpertCache::~ExpertCache() = default;
 
-std::string ExpertCache::note() const {
-  std::string note;
-  if (device_ != nullptr && sources_.has_value()) {
-    note = device_->w1()->note();
-    const std::string& second = device_->w2()->note();
-    note += Text(note.empty() || second.empty() ? "" : "; ", second);
-  }
-  return note;
+const char* ExpertCache::note() const {
+  const std::scoped_lock lock(mutex_);
+  return device_ == nullptr ? "" : device_->note();
 }
 
 Status ExpertCache::Prepare(const cuda::Driver& driver, const ContextIdentity& current,
@@ -214,9 +229,9 @@ Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
   const bool others = has_run_ && (tensors->w1 != w1_ || tensors->w2 != w2_);
   const bool clear = dirty_ || others;
   if (capturing && clear) {
-    return InvalidArgument(
-        "the expert cache must be emptied, since ", others ? "the weights are others" : "a call has failed",
-        ": run the layer once outside of the capture first");
+    return InvalidArgument("the expert cache must be emptied, since ",
+                           others ? "the weights are others" : "a call has failed",
+                           ": run the layer once outside of the capture first");
   }
   if (shared_ && has_run_ && stream != stream_) {
     DYNAMO_MOE_RETURN_IF_ERROR(device_->Wait(stream, device_->done()));

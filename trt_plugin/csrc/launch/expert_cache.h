@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "bundle/bundle.h"
 #include "launch/driver.h"
@@ -22,6 +23,10 @@ namespace dynamo_moe {
 struct ExpertSources {
   WeightsSource w1;
   WeightsSource w2;
+
+  // Reads where they lie, and checks the files and that the tensors have a layer's sizes.
+  static Status Open(const dynamo_moe_layer& layer, std::string_view w1, std::string_view w2,
+                     ExpertSources* sources);
 };
 
 // The bytes of a layer's state; 0 where it is fully resident.
@@ -38,8 +43,9 @@ class ExpertCache {
   ~ExpertCache();
 
   std::mutex& mutex() { return mutex_; }
-  // Why weights are copies, and what to do; empty if the files' own pages are pinned.
-  std::string note() const;
+  // Why weights are copies, and what to do; empty if the files' own pages are pinned. Stays where
+  // it is once the cache is prepared.
+  const char* note() const;
 
   // Allocates the state and pins the weights in the current context, at the first call.
   Status Prepare(const cuda::Driver& driver, const ContextIdentity& current,
@@ -67,7 +73,7 @@ class ExpertCache {
 
   const std::optional<ExpertSources> sources_;
   const bool shared_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::unique_ptr<Device> device_;
   // What the slots may hold does not match the tables.
   bool dirty_ = false;

@@ -94,9 +94,9 @@ Status OpenFile(const std::string& stored, File* file, std::string* path) {
   if (file->Open(*path)) {
     return {};
   }
-  return CannotRead(*path, Text(std::strerror(errno), "; the environment variable ",
-                                kFolderVariable, " may name another folder that has ",
-                                NameIn(stored)));
+  return CannotRead(*path,
+                    Text(std::strerror(errno), "; the environment variable ", kFolderVariable,
+                         " may name another folder that has ", NameIn(stored)));
 }
 
 Status CheckFile(const WeightsSource& source, const std::string& path, int file,
@@ -128,8 +128,7 @@ Status CheckFile(const WeightsSource& source, const std::string& path, int file,
   return {};
 }
 
-Status OpenChecked(const WeightsSource& source, File* file, std::string* path,
-                   struct stat* found) {
+Status OpenChecked(const WeightsSource& source, File* file, std::string* path, struct stat* found) {
   DYNAMO_MOE_RETURN_IF_ERROR(OpenFile(source.path, file, path));
   return CheckFile(source, *path, file->descriptor(), found);
 }
@@ -219,10 +218,10 @@ Status HostWeights::Open(const cuda::Driver& driver, const cuda::OffloadDriver& 
   std::shared_ptr<HostWeights> opened(new HostWeights(driver, offload, current));
   if (const Status mapped = opened->Map(file.descriptor(), source); !mapped.ok()) {
     DYNAMO_MOE_RETURN_IF_ERROR(opened->Copy(file.descriptor(), path, source));
-    opened->note_ = Text(
-        path, ": ", source.bytes,
-        " bytes are copied to pinned memory, since the file's own pages cannot be pinned: ",
-        mapped.message());
+    opened->note_ =
+        Text(path, ": ", source.bytes,
+             " bytes are copied to pinned memory, since the file's own pages cannot be pinned: ",
+             mapped.message());
   }
   known[place] = opened;
   *weights = std::move(opened);

@@ -34,8 +34,9 @@ Status CorrectSmallMap(const cuda::Driver& driver, const format::TensorMap& reco
 }
 
 std::string NameOf(const Program& program, const format::TensorMap& record) {
-  return record.kind == format::kTensor ? format::kTensorNames[record.index]
-                                        : std::string(program.text(program.state()[record.index].name));
+  return record.kind == format::kTensor
+             ? format::kTensorNames[record.index]
+             : std::string(program.text(program.state()[record.index].name));
 }
 
 Status EncodeOne(const cuda::Driver& driver, const Program& program,

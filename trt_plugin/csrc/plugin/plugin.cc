@@ -120,7 +120,7 @@ Status Plugin::FromEngine(format::Operator op, const std::string& subject,
     DYNAMO_MOE_RETURN_IF_ERROR(ReadName(bytes, &name));
   } else {
     DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Open(bytes, &kernels));
-    name = {kernels->layer(), kernels->key()};
+    name = {kernels->layer(), 0, kernels->key()};
   }
   if (name.layer.op != op) {
     return InvalidArgument("field ", is_name ? kNameField : kProgramsField,
@@ -406,7 +406,7 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
   Guard(layer_->subject.c_str(), [&]() -> Status {
     if (!stores_name_) {
       DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
-      name_ = {kernels_->layer(), kernels_->key()};
+      name_ = {kernels_->layer(), 0, kernels_->key()};
     }
     const bool named =
         stores_name_ || (layer_->sharing != nullptr && !layer_->sharing->Stores(name_.key, layer_));
