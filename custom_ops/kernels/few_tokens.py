@@ -67,9 +67,8 @@ def few_up_kernel(
     expert = tl.load(expert_ids_ptr + slot).to(tl.int64)
     if (expert < 0) | (expert >= E):
         return
-    if wave_of_expert_ptr is not None:
-        if tl.load(wave_of_expert_ptr + expert) != wave:
-            return
+    if wave_of_expert_ptr is not None and tl.load(wave_of_expert_ptr + expert) != wave:
+        return
     place = place_of(expert, place_of_expert_ptr).to(tl.int64)
     r = tl.arange(0, ROWS)
     if INTERLEAVED:

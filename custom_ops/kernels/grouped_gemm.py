@@ -346,9 +346,8 @@ def _product(
     **own: Argument,
 ) -> KernelSpec:
     columns, gates = (H, layer.options.rows_per_hidden) if weights == "w1" else (D, 1)
-    programs = max_tiles(config.block_m, layer.resident_experts or E) * cdiv(
-        columns, config.block_n
-    )
+    tiles = max_tiles(config.block_m, layer.resident_experts or E)
+    programs = tiles * cdiv(columns, config.block_n)
     if config.persistent:
         at_once = _programs_at_once(architecture, config, gates, layer.experts_dtype.itemsize)
         programs = minimum(programs, architecture.multiprocessors * at_once)

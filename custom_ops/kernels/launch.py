@@ -7,7 +7,7 @@ longer than a small layer runs, so these start the compiled kernel itself, with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -23,6 +23,7 @@ from custom_ops.kernels.spec import (
     ForwardPlan,
     KernelSpec,
     Scalar,
+    StatePointer,
     TensorMap,
     TensorPointer,
     WorkspacePointer,
@@ -65,6 +66,20 @@ def launch_kernel(spec: KernelSpec, tensors: Mapping[str, Tensor]) -> None:
     """
     prepared = _prepare_kernel(spec, tensors["x"].shape[0])
     _start(prepared, tensors, torch.empty(0, dtype=torch.uint8, device=tensors["x"].device))
+
+
+def bound_kernel(
+    spec: KernelSpec, sizes: Mapping[str, int]
+) -> Callable[[Mapping[str, Tensor]], None]:
+    """Returns what launches a kernel on the current stream, given everything it takes by name.
+
+    Args:
+        spec: The kernel.
+        sizes: The values of its symbols.
+    """
+    prepared = _Prepared(_launches((spec,), sizes))
+    # It has no offsets, so nothing lies in the workspace.
+    return lambda tensors: _start(prepared, tensors, workspace=tensors["x"])
 
 
 @dataclass(frozen=True)
@@ -140,7 +155,7 @@ def _launches(specs: Iterable[KernelSpec], sizes: Mapping[str, int]) -> tuple[_L
                     values[place] = value
                 case Scalar(expression):
                     values[place] = expression.evaluate(sizes)
-                case TensorPointer(name) | WorkspacePointer(name):
+                case TensorPointer(name) | WorkspacePointer(name) | StatePointer(name):
                     pointers.append((place, name))
                 case TensorMap():
                     maps.append((place, argument))
@@ -192,7 +207,7 @@ def _start_by_jit(
     arguments: dict[str, Any] = {}
     for (name, argument), value in zip(spec.arguments.items(), each.values, strict=True):
         match argument:
-            case TensorPointer(tensor):
+            case TensorPointer(tensor) | StatePointer(tensor):
                 arguments[name] = tensors[tensor]
             case WorkspacePointer(buffer) if buffer in tensors:
                 arguments[name] = tensors[buffer]

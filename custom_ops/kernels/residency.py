@@ -31,7 +31,6 @@ from custom_ops.kernels.spec import (
     Buffer,
     Constant,
     KernelSpec,
-    Scalar,
     StatePointer,
     Step,
     TensorPointer,
@@ -123,14 +122,14 @@ def residency_kernel(
     ascending order. Each R of them are a wave. In the first wave the missing ones take the slots
     that were used the longest time ago; later ones take all slots again, from the first on.
     """
-    id = tl.arange(0, BLOCK_E)
+    position = tl.arange(0, BLOCK_E)
     if row_starts_ptr is None:
         rows = _rows_of_experts(expert_ids_ptr, row_of_slot_ptr, tokens * K, E, BLOCK_E, BLOCK_N)
         starts = rows
     else:
-        starts = tl.load(row_starts_ptr + id, mask=id < E, other=0)
-        rows = tl.load(row_starts_ptr + id + 1, mask=id < E, other=0) - starts
-    slot_of_expert = tl.load(slot_of_expert_ptr + id, mask=id < E, other=0) - 1
+        starts = tl.load(row_starts_ptr + position, mask=position < E, other=0)
+        rows = tl.load(row_starts_ptr + position + 1, mask=position < E, other=0) - starts
+    slot_of_expert = tl.load(slot_of_expert_ptr + position, mask=position < E, other=0) - 1
     slot = tl.arange(0, BLOCK_R)
     expert_of_slot = tl.load(expert_of_slot_ptr + slot, mask=slot < R, other=0) - 1
     last_use = tl.load(last_use_ptr + slot, mask=slot < R, other=0)
@@ -142,8 +141,7 @@ def residency_kernel(
     hit = active * (slot_of_expert >= 0).to(tl.int32)
     hits = tl.sum(hit, axis=0)
     count = tl.sum(active, axis=0)
-    expert = tl.sort(id + BLOCK_E * (2 - active - hit)) % BLOCK_E
-    position = id
+    expert = tl.sort(position + BLOCK_E * (2 - active - hit)) % BLOCK_E
     wave = position // R
 
     in_use = tl.gather(active, tl.maximum(expert_of_slot, 0), 0) * (expert_of_slot >= 0)
@@ -254,6 +252,7 @@ def residency_step(layer: Layer, architecture: Architecture, block_m: int | None
     own: dict[str, Argument | float | str] = {
         "copy_expert_ptr": WorkspacePointer("copy_expert", torch.int32)
     }
+    unused: tuple[str, ...]
     if block_m is None:
         buffers.append(Buffer("row_of_slot", torch.int32, T * K))
         unused = ("row_starts_ptr", "wave_tiles_ptr", "tile_expert_ptr", "tile_row_ptr")

@@ -26,6 +26,9 @@ MAX_TOKENS = MAX_SLOTS
 _ALIGNMENT = 256
 
 
+_NO_WAVES = Expression.of(0)
+
+
 @dataclass(frozen=True)
 class TensorPointer:
     """A pointer to a tensor of the call.
@@ -209,7 +212,7 @@ class TokenRange:
     last: int
     buffers: tuple[Buffer, ...]
     launches: tuple[KernelSpec, ...]
-    waves: Expression = Expression("const", value=0)
+    waves: Expression = _NO_WAVES
     wave: tuple[WaveLaunch, ...] = ()
     epilogue: tuple[KernelSpec, ...] = ()
 

@@ -1,0 +1,129 @@
+"""The Python launcher of plans in waves: what runs on which stream, and what waits for what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from custom_ops.kernels.launch import bound_kernel
+from custom_ops.kernels.spec import Buffer, ForwardPlan, KernelSpec
+
+
+@dataclass(frozen=True)
+class Enqueued:
+    """A launch of a call.
+
+    Attributes:
+        spec: Its kernel.
+        start: Launches it on the current stream, given tensors and buffers by name.
+        side: Whether it is on the second stream.
+        after: The places, among the call's launches, of those on the other stream that must have
+            ended.
+    """
+
+    spec: KernelSpec
+    start: Callable[[Mapping[str, Tensor]], None]
+    side: bool
+    after: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def enqueued(plan: ForwardPlan, tokens: int) -> tuple[Enqueued, ...]:
+    """Returns the launches of a call with a number of tokens, at least 1, in order."""
+    span = plan.at(tokens)
+    sizes = {**plan.layer.sizes, "T": tokens}
+    calls = [_on_main(spec, sizes) for spec in span.launches]
+    forked = len(calls) - 1
+    latest: dict[int, int] = {}
+    last_of_side = None
+    for wave in range(span.waves.evaluate(sizes)):
+        of_wave = {**sizes, "wave": wave}
+        for place, each in enumerate(span.wave):
+            if 0 in (axis.evaluate(of_wave) for axis in each.kernel.grid):
+                continue
+            after = tuple(latest[other] for other in each.after if other in latest)
+            if each.side:
+                after = (forked,) if last_of_side is None else after
+                last_of_side = len(calls)
+            latest[place] = len(calls)
+            start = bound_kernel(each.kernel, of_wave)
+            calls.append(Enqueued(each.kernel, start, each.side, after))
+    joined = () if last_of_side is None else (last_of_side,)
+    calls += [_on_main(spec, sizes, joined) for spec in span.epilogue]
+    return tuple(calls)
+
+
+def _on_main(spec: KernelSpec, sizes: Mapping[str, int], after: tuple[int, ...] = ()) -> Enqueued:
+    return Enqueued(spec, bound_kernel(spec, sizes), False, after)
+
+
+def launch_in_waves(
+    plan: ForwardPlan,
+    tensors: Mapping[str, Tensor],
+    state: Tensor,
+    side: torch.cuda.Stream | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """Runs a plan that has waves, on the current stream and a second one.
+
+    Args:
+        plan: What to run.
+        tensors: As for :func:`custom_ops.kernels.launch.launch`, but that w1 and w2 may be in
+            pinned host memory.
+        state: uint8 ``[plan.state_size]``, aligned to 256: zeros, or as the last call left it. If a
+            call fails, its first ``plan.tables_size`` bytes must be set to zeros.
+        side: The second stream; None where all runs on one, as in the interpreter.
+        workspace: As for :func:`custom_ops.kernels.launch.launch`.
+    """
+    tokens = tensors["x"].shape[0]
+    if tokens == 0:
+        return
+    calls = enqueued(plan, tokens)
+    memory = dict(call_memory(plan, tensors, state, workspace))
+    main = None if side is None else torch.cuda.current_stream()
+    awaited = {place for each in calls for place in each.after}
+    ended: dict[int, torch.cuda.Event] = {}
+    for place, each in enumerate(calls):
+        stream = side if each.side else main
+        with _on(stream if each.side else None):
+            if stream is not None:
+                for other in each.after:
+                    stream.wait_event(ended[other])
+            each.start(memory)
+            if stream is not None and place in awaited:
+                ended[place] = stream.record_event()
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def call_memory(
+    plan: ForwardPlan, tensors: Mapping[str, Tensor], state: Tensor, workspace: Tensor | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields everything that a call's kernels read or write, by name.
+
+    A tensor under the name of a buffer takes its place.
+    """
+    tokens = tensors["x"].shape[0]
+    if workspace is None:
+        size = plan.workspace_size(tokens)
+        workspace = torch.empty(size, dtype=torch.uint8, device=tensors["x"].device)
+    sizes = {**plan.layer.sizes, "T": tokens}
+    span = plan.at(tokens)
+    yield from _views(workspace, span.buffers, span.offsets(sizes), sizes)
+    yield from _views(state, plan.state, plan.state_offsets(), sizes)
+    yield from tensors.items()
+
+
+def _views(
+    memory: Tensor, buffers: tuple[Buffer, ...], offsets: Mapping[str, int], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, Tensor]]:
+    for buffer in buffers:
+        size = buffer.size.evaluate(sizes)
+        yield buffer.name, memory.narrow(0, offsets[buffer.name], size).view(buffer.dtype)
