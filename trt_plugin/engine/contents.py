@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_plugin.bundle import Bundle, BundleError, Program, read
+from trt_plugin.bundle import Bundle, BundleError, LayerRecord, Program, read
 from trt_plugin.bundle.records import FILE_HEADER, FILE_MAGIC, VERSION
 from trt_plugin.native import library_path
 
@@ -31,7 +32,7 @@ _SUFFIXES = {".engine", ".plan", ".trt"}
 _EXPORTED = b"\0dynamo_moe_program_open\0"
 # Where an offloaded layer's weights lie. An engine need not end a text by a character of its own.
 _SOURCE = re.compile(rb"\d+ \d+ \d+ \d+ [0-9a-f]{8} /[^\x00-\x1f]*\.safetensors")
-_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ class EngineContents:
         path: The file.
         bytes: Its size.
         programs: Programs of MoE layers, each once, in the file's order. Equal layers share one.
-        offloaded: The experts of offloaded layers, each once, in the file's order. Layers that
-            share weights count once.
+        offloaded: The experts of offloaded layers, in the order of their files. Layers that share
+            all their weights count once.
         library: ``"installed"`` if the file holds the plugin's library that is installed here,
             ``"other"`` for another version of it, None if it holds none.
     """
@@ -177,7 +178,7 @@ def read_engine(path: str | PathLike[str]) -> EngineContents:
         return EngineContents(
             path=path,
             bytes=len(data),
-            offloaded=tuple(_offloaded(data, list(programs.values()))),
+            offloaded=tuple(_offloaded(data, programs.values())),
             programs=tuple(
                 StoredProgram(program, copies[content]) for content, program in programs.items()
             ),
@@ -200,30 +201,33 @@ def _bundles(data: mmap.mmap) -> Iterator[Bundle]:
         at = following
 
 
-def _offloaded(data: mmap.mmap, programs: Sequence[Program]) -> Iterator[OffloadedExperts]:
-    found = list(dict.fromkeys(match[0] for match in _SOURCE.finditer(data)))
-    if not found:
+def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[OffloadedExperts]:
+    texts = [match[0] for match in _SOURCE.finditer(data)]
+    if not texts:
         return
     # It comes with PyTorch, which nothing else here needs.
     from custom_ops.weight_source import WeightSource
 
-    layers = [program.layer.to_dict() for program in programs]
-    sources = [WeightSource.parse(text.decode(errors="surrogateescape")) for text in found]
-    # A layer's w1 comes before its w2.
-    for w1, w2 in zip(sources[::2], sources[1::2], strict=False):
+    layers = [program.layer for program in programs if program.layer.resident_experts]
+    # A layer's w2 follows its w1; TensorRT stores both several times.
+    pairs = set(zip(texts[::2], texts[1::2], strict=False))
+    read = [[WeightSource.parse(os.fsdecode(text)) for text in pair] for pair in pairs]
+    for w1, w2 in sorted(read, key=lambda pair: (pair[0].path, pair[0].offset)):
+        # An engine does not say which of its layers a program is of, but of what size.
         known = {
-            (layer["experts"], layer["resident_experts"])
+            (layer.experts, layer.resident_experts)
             for layer in layers
-            if layer.get("resident_experts") and _weight_bytes(layer) == (w1.bytes, w2.bytes)
+            if _weight_bytes(layer) == (w1.bytes, w2.bytes)
         }
         experts, resident = known.pop() if len(known) == 1 else (None, None)
         yield OffloadedExperts(w1, w2, experts, resident)
 
 
-def _weight_bytes(layer: Mapping[str, Any]) -> tuple[int, int]:
+def _weight_bytes(layer: LayerRecord) -> tuple[int, int]:
     """The bytes of a layer's w1 and w2."""
-    w2 = layer["experts"] * layer["width"] * layer["hidden"] * _BYTES[layer["experts_dtype"]]
-    return (2 if layer["gated"] else 1) * w2, w2
+    words = layer.to_dict()
+    w2 = layer.experts * layer.width * layer.hidden * _BYTES[str(words["experts_dtype"])]
+    return (2 if words["gated"] else 1) * w2, w2
 
 
 def _library(data: mmap.mmap) -> str | None:
