@@ -48,7 +48,7 @@ def enqueued(plan: ForwardPlan, tokens: int) -> tuple[Enqueued, ...]:
                 continue
             after = tuple(latest[other] for other in each.after if other in latest)
             if each.side:
-                after = (forked,) if last_of_side is None else after
+                after = (forked, *after) if last_of_side is None else after
                 last_of_side = len(calls)
             latest[place] = len(calls)
             start = bound_kernel(each.kernel, of_wave)
@@ -88,15 +88,21 @@ def launch_in_waves(
     main = None if side is None else torch.cuda.current_stream()
     awaited = {place for each in calls for place in each.after}
     ended: dict[int, torch.cuda.Event] = {}
-    for place, each in enumerate(calls):
-        stream = side if each.side else main
-        with _on(stream if each.side else None):
-            if stream is not None:
-                for other in each.after:
-                    stream.wait_event(ended[other])
-            each.start(memory)
-            if stream is not None and place in awaited:
-                ended[place] = stream.record_event()
+    try:
+        for place, each in enumerate(calls):
+            stream = side if each.side else main
+            with _on(stream if each.side else None):
+                if stream is not None:
+                    for other in each.after:
+                        stream.wait_event(ended[other])
+                each.start(memory)
+                if stream is not None and place in awaited:
+                    ended[place] = stream.record_event()
+    except BaseException:
+        # What the second stream still reads goes back to this one.
+        if main is not None:
+            main.wait_stream(side)
+        raise
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
@@ -122,7 +128,10 @@ def call_memory(
 
 
 def _views(
-    memory: Tensor, buffers: tuple[Buffer, ...], offsets: Mapping[str, int], sizes: Mapping[str, int]
+    memory: Tensor,
+    buffers: tuple[Buffer, ...],
+    offsets: Mapping[str, int],
+    sizes: Mapping[str, int],
 ) -> Iterator[tuple[str, Tensor]]:
     for buffer in buffers:
         size = buffer.size.evaluate(sizes)

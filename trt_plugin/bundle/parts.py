@@ -24,11 +24,13 @@ class Expression:
     def evaluate(self, sizes: Mapping[str, int]) -> int:
         """Returns the value for sizes such as ``{"T": 5, "E": 8, …}``, as the launcher computes it.
 
+        Outside of waves, sizes need no ``wave``: it is 0.
+
         Raises:
             ArithmeticError: If a value does not fit 64 bits, or a divisor is below 1.
         """
         code = b"".join(INSTRUCTION.pack(opcode, 0, value) for opcode, value in self.instructions)
-        values = (ctypes.c_int64 * len(SYMBOLS))(*(sizes[name] for name in SYMBOLS))
+        values = (ctypes.c_int64 * len(SYMBOLS))(*({"wave": 0, **sizes}[name] for name in SYMBOLS))
         result = ctypes.c_int64()
         try:
             call(
