@@ -123,6 +123,15 @@ class WeightSource:
         identity = FileIdentity(file_bytes, header_bytes, int(checksum, 16))
         return cls(Path(path), offset, size, identity)
 
+    def to_dict(self) -> dict[str, int | str]:
+        """Where the bytes are now, and the state of their file."""
+        return {
+            "path": str(self.locate()),
+            "offset": self.offset,
+            "bytes": self.bytes,
+            "state": self.state(),
+        }
+
     def locate(self) -> Path:
         """Returns where the file is looked for.
 

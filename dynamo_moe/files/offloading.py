@@ -6,6 +6,7 @@ stead: what is in the network would be on the GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -86,9 +87,15 @@ class OffloadedLayer:
         return -(-min(self.experts, self.top_k) // self.resident_experts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The layer as strings and numbers."""
-        own = {**asdict(self), "w1": str(self.w1), "w2": str(self.w2)}
-        return {**own, "slot_bytes": self.slot_bytes, "weight_bytes": self.weight_bytes}
+        """The layer as dicts, strings and numbers."""
+        return {
+            **asdict(self),
+            "w1": self.w1.to_dict(),
+            "w2": self.w2.to_dict(),
+            "expert_bytes": self.expert_bytes,
+            "slot_bytes": self.slot_bytes,
+            "weight_bytes": self.weight_bytes,
+        }
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ class OffloadReport:
             "path": str(self.path),
             "weights_file": None if self.weights_file is None else str(self.weights_file),
             "layers": [layer.to_dict() for layer in self.layers],
-            **memory_of(self.layers),
+            "memory": memory_of(self.layers),
             "shared_cache": self.shared_cache,
             "notes": list(self.notes),
         }
@@ -124,7 +131,7 @@ class OffloadReport:
         """What rich prints."""
         from dynamo_moe.files.offloading_view import report_view
 
-        return report_view(self)
+        return report_view(self.to_dict())
 
 
 def memory_of(layers: Iterable[OffloadedLayer]) -> dict[str, int]:
@@ -180,138 +187,147 @@ def offload_file(
             the network, as it is computed or used elsewhere.
     """
     path, output = Path(path), Path(output)
+    file = Path(weights) if weights else output.with_name(f"{output.name}.experts.safetensors")
     check_destination(output)
-    if output.exists() and output.samefile(path):
-        raise ValueError(f"{output} is the file itself: name another one for the copy")
-    # Before gigabytes are copied.
+    # Says what there are no kernels for before gigabytes are copied.
     kernel_layers(path)
     model = ir.from_proto(load_graph(path))
     ir.external_data.set_base_dir(model.graph, path.parent.resolve())
-    found = [_Node.of(node) for node in moe_nodes(model)]
+    _check_files(model, path, output, file)
+    found = [_Layer.of(node) for node in moe_nodes(model)]
     if not found:
         raise ValueError(f"{path} has no MoE nodes of domain 'moe', as files of target plugin do")
-    slots = choose([each.expert_sizes for each in found], resident_experts, resident_memory)
-    chosen = {each.node: (each, count) for each, count in zip(found, slots, strict=True) if count}
-    _check_uses(chosen)
-    file = Path(weights) if weights else output.with_name(f"{output.name}.experts.safetensors")
-    values = {value: None for each, _ in chosen.values() for value in each.weights.values()}
-    sources, copied = _sources(list(values), file, progress)
-    _drop_bodies(model, set(chosen))
+    slots = choose([layer.expert_sizes for layer in found], resident_experts, resident_memory)
+    chosen = {layer: count for layer, count in zip(found, slots, strict=True) if count}
+    _check_weights(list(chosen))
+    values = dict.fromkeys(value for layer in chosen for value in layer.weights.values())
+    sources = _sources(list(values), file, progress)
+    _drop_bodies(model, {layer.node for layer in chosen})
+    layers = tuple(
+        _offload(layer, count, [sources[value] for value in layer.weights.values()], shared_cache)
+        for layer, count in chosen.items()
+    )
     model.opset_imports[OFFLOADED_DOMAIN] = VERSION
-    for node, (each, count) in chosen.items():
-        node.domain = OFFLOADED_DOMAIN
-        node.attributes.add(ir.AttrInt64(RESIDENT_EXPERTS, count))
-        node.attributes.add(ir.AttrInt64(EXPERT_CACHE, int(shared_cache)))
-        for name, value in each.weights.items():
-            node.attributes.add(ir.AttrString(SOURCES[name], str(sources[value])))
     for value in values:
         _empty(value)
     if output.parent.resolve() != path.parent.resolve():
         _link_files(model, output.parent)
     save_model(model, output, external_data=False)
-    layers = [
-        OffloadedLayer(
-            each.expert_sizes.name,
-            each.expert_sizes.node,
-            each.parsed.sizes["top_k"],
-            each.parsed.sizes["experts"],
-            count,
-            *(sources[value] for value in each.weights.values()),
-        )
-        for each, count in chosen.values()
-    ]
+    is_written = any(source.path == file.resolve() for source in sources.values())
     return OffloadReport(
         path=output,
-        weights_file=file if copied else None,
-        layers=tuple(layers),
+        weights_file=file if is_written else None,
+        layers=layers,
         shared_cache=shared_cache,
         notes=tuple(_notes(layers)),
     )
 
 
-@dataclass(frozen=True)
-class _Node:
-    """An MoE node, and the values of its w1 and w2."""
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """An MoE node, and what it says of its layer."""
 
     node: ir.Node
     parsed: MoENode
-    weights: Mapping[str, ir.Value]
+    expert_sizes: ExpertSizes
 
     @classmethod
-    def of(cls, node: ir.Node) -> _Node:
+    def of(cls, node: ir.Node) -> _Layer:
         parsed = parse(node)
-        weights = {name: parsed.inputs[name] for name in SOURCES}
-        for name, shape in _shapes(parsed).items():
-            value = weights[name]
-            if not value.is_initializer() or value.const_value is None:
-                raise ValueError(
-                    f"node {_name(node)!r}: its {name} is computed by the graph, or given to it, "
-                    "and lies in no file: it cannot be offloaded"
-                )
-            found = tuple(value.const_value.shape.numpy())
-            if found != shape:
-                raise ValueError(
-                    f"node {_name(node)!r}: its {name} must have the shape {list(shape)}, got "
-                    f"{list(found)}"
-                )
-        return cls(node, parsed, weights)
+        w1 = parsed.inputs["w1"]
+        itemsize = 0 if w1.dtype is None else w1.dtype.itemsize
+        elements = sum(math.prod(shape) for shape in _expert_shapes(parsed).values())
+        name = layer_name(str(w1.name), _name(node))
+        sizes = ExpertSizes(name, _name(node), parsed.sizes["experts"], int(elements * itemsize))
+        return cls(node, parsed, sizes)
 
     @property
-    def expert_sizes(self) -> ExpertSizes:
-        tensors = [value.const_value for value in self.weights.values()]
-        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        experts = self.parsed.sizes["experts"]
-        node = _name(self.node)
-        name = layer_name(str(self.weights["w1"].name), node)
-        return ExpertSizes(name, node, experts, size // experts)
+    def weights(self) -> dict[str, ir.Value]:
+        """The values of w1 and w2."""
+        return {name: self.parsed.inputs[name] for name in SOURCES}
 
 
 def _name(node: ir.Node) -> str:
     return node.name or str(node.outputs[0].name)
 
 
-def _shapes(parsed: MoENode) -> dict[str, tuple[int, ...]]:
-    experts, width, hidden = (parsed.sizes[name] for name in ("experts", "width", "hidden"))
+def _expert_shapes(parsed: MoENode) -> dict[str, tuple[int, int]]:
+    """The shapes of one expert's w1 and w2."""
+    width, hidden = parsed.sizes["width"], parsed.sizes["hidden"]
     rows = parsed.experts.rows_per_hidden * hidden
-    w1, w2 = (rows, width), (width, hidden)
     return {
-        "w1": (experts, *(reversed(w1) if parsed.layout.w1_transposed else w1)),
-        "w2": (experts, *(reversed(w2) if parsed.layout.w2_transposed else w2)),
+        "w1": (width, rows) if parsed.layout.w1_transposed else (rows, width),
+        "w2": (hidden, width) if parsed.layout.w2_transposed else (width, hidden),
     }
 
 
-def _check_uses(chosen: Mapping[ir.Node, tuple[_Node, int]]) -> None:
-    """Checks that nothing but offloaded layers needs their weights.
+def _check_files(model: ir.Model, path: Path, output: Path, file: Path) -> None:
+    """Checks that nothing that is read would be overwritten.
 
     Raises:
-        ValueError: If something does.
+        ValueError: If something would be.
     """
-    for each, _ in chosen.values():
-        for name, value in each.weights.items():
-            where = f"layer {each.expert_sizes.name}: its {name}, {value.name!r},"
+    for written in (output, file):
+        if written.resolve() in {path.resolve(), *map(Path.resolve, _files(model).values())}:
+            raise ValueError(f"{written} is read to write it: name another file")
+
+
+def _check_weights(chosen: Sequence[_Layer]) -> None:
+    """Checks that the layers' weights lie in files, and that nothing else needs them.
+
+    Raises:
+        ValueError: If a weight is computed, of another shape, or used elsewhere.
+    """
+    nodes = {layer.node for layer in chosen}
+    for layer in chosen:
+        for name, value in layer.weights.items():
+            where = f"layer {layer.expert_sizes.name}: its {name}, {value.name!r},"
             if value.is_graph_output() or value.is_graph_input():
                 raise ValueError(f"{where} is also an input or output of the graph")
+            if not value.is_initializer() or value.const_value is None:
+                raise ValueError(f"{where} is computed by the graph, and lies in no file")
+            shape = (layer.expert_sizes.experts, *_expert_shapes(layer.parsed)[name])
+            found = tuple(value.const_value.shape.numpy())
+            if found != shape:
+                raise ValueError(f"{where} must have the shape {list(shape)}, got {list(found)}")
             for user, place in value.uses():
-                if user in chosen and INPUTS[user.op_type][place] in SOURCES:
+                if user in nodes and INPUTS[user.op_type][place] in SOURCES:
                     continue
-                hint = ": offload that layer, too" if is_moe(user) and user not in chosen else ""
+                hint = ": offload that layer, too" if is_moe(user) and user not in nodes else ""
                 raise ValueError(
                     f"{where} is also used by node {_name(user)!r} ({user.op_type}), and must "
                     f"stay in the engine{hint}"
                 )
 
 
+def _offload(
+    layer: _Layer, slots: int, sources: Sequence[WeightSource], shared_cache: bool
+) -> OffloadedLayer:
+    """Writes into a layer's node where its weights are."""
+    w1, w2 = sources
+    layer.node.domain = OFFLOADED_DOMAIN
+    layer.node.attributes.add(ir.AttrInt64(RESIDENT_EXPERTS, slots))
+    layer.node.attributes.add(ir.AttrInt64(EXPERT_CACHE, int(shared_cache)))
+    for attribute, source in zip(SOURCES.values(), sources, strict=True):
+        layer.node.attributes.add(ir.AttrString(attribute, str(source)))
+    sizes = layer.expert_sizes
+    return OffloadedLayer(
+        sizes.name, sizes.node, layer.parsed.sizes["top_k"], sizes.experts, slots, w1, w2
+    )
+
+
 def _sources(
     values: Sequence[ir.Value], file: Path, progress: Progress | None
-) -> tuple[dict[ir.Value, WeightSource], bool]:
-    """Returns where the weights lie, and whether any was copied into ``file``."""
+) -> dict[ir.Value, WeightSource]:
+    """Returns where the weights lie; those in no safetensors file are copied into ``file``."""
     tensors = {value: value.const_value for value in values if value.const_value is not None}
-    sources = {value: _source(tensor) for value, tensor in tensors.items()}
-    left = [value for value, source in sources.items() if source is None]
+    linked = {value: _source(tensor) for value, tensor in tensors.items()}
+    sources = {value: source for value, source in linked.items() if source is not None}
+    left = {value: tensor for value, tensor in tensors.items() if value not in sources}
     if left:
-        written = write_experts([tensors[value] for value in left], file, progress)
+        written = write_experts(list(left.values()), file, progress)
         sources |= dict(zip(left, written, strict=True))
-    return {value: source for value, source in sources.items() if source is not None}, bool(left)
+    return sources
 
 
 def _source(tensor: ir.TensorProtocol) -> WeightSource | None:
@@ -348,21 +364,23 @@ def _link_files(model: ir.Model, folder: Path) -> None:
         FileExistsError: If there is another file of that name.
         ValueError: If a file is not in the model's folder or below it.
     """
-    weights = (
-        value.const_value for graph in model.graphs() for value in graph.initializers.values()
-    )
-    files = {
-        tensor.location: Path(tensor.path).resolve()
-        for tensor in weights
-        if isinstance(tensor, ir.ExternalTensor)
-    }
-    for location, path in files.items():
+    for location, path in _files(model).items():
         if Path(location).is_absolute() or ".." in Path(location).parts:
             raise ValueError(f"{location} is not a file in the ONNX file's folder: no link is made")
         link = folder / location
         link.parent.mkdir(parents=True, exist_ok=True)
         if not (link.exists() and link.samefile(path)):
             link.symlink_to(path)
+
+
+def _files(model: ir.Model) -> dict[str, Path]:
+    """The files that a model's weights lie in, by their names in the model."""
+    values = (value for graph in model.graphs() for value in graph.initializers.values())
+    return {
+        str(value.const_value.location): Path(value.const_value.path).resolve()
+        for value in values
+        if isinstance(value.const_value, ir.ExternalTensor)
+    }
 
 
 def _notes(layers: Sequence[OffloadedLayer]) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,43 +13,35 @@ from rich.text import Text
 
 from custom_ops.weight_source import FOUND
 
-if TYPE_CHECKING:
-    from dynamo_moe.files.offloading import OffloadedLayer, OffloadReport
+
+def report_view(report: dict[str, Any]) -> RenderableType:
+    """Returns tables of ``OffloadReport.to_dict()``."""
+    return Group(
+        Text(f"Offloaded {report['path']}", style="bold"),
+        layers_view(report["layers"], report["memory"]),
+        *(Text(f"note: {note}", style="yellow") for note in report["notes"]),
+    )
 
 
-def report_view(report: OffloadReport) -> RenderableType:
-    """Returns tables of the layers and their files, and the notes."""
-    parts = [Text(f"Offloaded {report.path}", style="bold"), layers_view(report.layers)]
-    parts += [Text(f"note: {note}", style="yellow") for note in report.notes]
-    return Group(*parts)
-
-
-def layers_view(layers: Sequence[OffloadedLayer]) -> RenderableType:
-    """Returns the memory of offloaded layers, and the files of their weights."""
-    from dynamo_moe.files.offloading import memory_of
-
+def layers_view(layers: Sequence[dict[str, Any]], memory: Mapping[str, int]) -> RenderableType:
+    """Returns a table of ``OffloadedLayer.to_dict()`` of layers, and the files of their weights."""
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
     table.add_column("Offloaded layer", overflow="fold")
     for heading in ("Slots", "Each", "On the GPU", "All experts"):
         table.add_column(heading, justify="right", no_wrap=True)
     for layer in layers:
         table.add_row(
-            Text(layer.name, style="orange1"),
-            f"{layer.resident_experts} of {layer.experts}",
-            *map(decimal, (layer.expert_bytes, layer.slot_bytes, layer.weight_bytes)),
+            Text(layer["name"], style="orange1"),
+            f"{layer['resident_experts']} of {layer['experts']}",
+            *(decimal(layer[name]) for name in ("expert_bytes", "slot_bytes", "weight_bytes")),
         )
-    memory = memory_of(layers)
     total = (
         f"Experts' weights: {decimal(memory['slot_bytes'])} on the GPU instead of "
         f"{decimal(memory['weight_bytes'])}; {decimal(memory['host_bytes'])} on the host, pinned"
     )
-    files = {source.path: source for layer in layers for source in layer.sources}
-    states = [(str(source.locate()), source.state()) for source in files.values()]
-    return Group(
-        table,
-        total,
-        *(
-            Text.assemble(f"{path}: ", (state, "green" if state == FOUND else "red"))
-            for path, state in states
-        ),
+    files = {layer[name]["path"]: layer[name]["state"] for layer in layers for name in ("w1", "w2")}
+    states = (
+        Text.assemble(f"{path}: ", (state, "green" if state == FOUND else "red"))
+        for path, state in files.items()
     )
+    return Group(table, total, *states)

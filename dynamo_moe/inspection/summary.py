@@ -13,7 +13,7 @@ from rich.filesize import decimal, pick_unit_and_suffix
 from rich.table import Table
 from rich.text import Text
 
-from dynamo_moe.files.offloading import OffloadedLayer
+from dynamo_moe.files.offloading import OffloadedLayer, memory_of
 from dynamo_moe.files.offloading_view import layers_view
 from dynamo_moe.json_values import json_values
 
@@ -168,7 +168,8 @@ class ModelSummary:
         """The file's facts, its MoE layers, its weights and its operators, for a terminal."""
         layers = [_moe_layers(self), ""]
         if self.offloaded:
-            layers += [layers_view(self.offloaded), ""]
+            offloaded = [layer.to_dict() for layer in self.offloaded]
+            layers += [layers_view(offloaded, memory_of(self.offloaded)), ""]
         return Group(_facts(self), "", *layers, _weights(self), "", _operators(self))
 
     def __rich__(self) -> RenderableType:

@@ -100,8 +100,12 @@ def test_experts_leave_the_file(tmp_path: Path, external_data: bool) -> None:
     assert [each.resident_experts for each in kernel_layers(report.path)] == [3, 3]
     # Hidden 24, width 16, six experts of float32.
     size = 4 * 2 * 24 * 16
-    assert report.to_dict()["slot_bytes"] == 2 * 3 * size
-    assert report.to_dict()["weight_bytes"] == report.to_dict()["host_bytes"] == 2 * 6 * size
+    memory = report.to_dict()["memory"]
+    assert memory == {
+        "slot_bytes": 2 * 3 * size,
+        "weight_bytes": 2 * 6 * size,
+        "host_bytes": 2 * 6 * size,
+    }
     assert calls[-1] == (12 * size, 12 * size)
     assert report.notes == ()
     # Bodies would compute with the placeholders.
@@ -289,7 +293,7 @@ def test_layers_may_share_weights(tmp_path: Path) -> None:
     first, second = report.layers
     assert first.w1 == second.w1
     assert first.w2 != second.w2
-    memory = report.to_dict()
+    memory = report.to_dict()["memory"]
     assert memory["slot_bytes"] == 2 * 2 * first.expert_bytes
     assert memory["host_bytes"] == first.w1.bytes + first.w2.bytes + second.w2.bytes
 
@@ -366,8 +370,8 @@ def unchanged(proto: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (computed, {"resident_experts": 2}, "'b.0.mlp/DroplessMoE': its w1 is computed by the gra"),
-        (misshapen, {"resident_experts": 2}, r"its w2 must have the shape \[3, 8, 16\], got \[3"),
+        (computed, {"resident_experts": 2}, "its w1, 'turned', is computed by the graph"),
+        (misshapen, {"resident_experts": 2}, r"'b.0.mlp.w2', must have the shape \[3, 8, 16\], g"),
         (given, {"resident_experts": 2}, "its w1, 'b.0.mlp.w1', is also an input or output"),
         (returned, {"resident_experts": 2}, "its w2, 'b.0.mlp.w2', is also an input or output"),
         (without_nodes, {"resident_experts": 2}, "has no MoE nodes of domain 'moe'"),
@@ -399,12 +403,47 @@ def test_what_cannot_be_offloaded(
     assert [each.name for each in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_by_hand(tmp_path: Path) -> None:
-    path = by_hand(tmp_path, unchanged)
+def test_layers_that_are_not_named_may_have_any_weights(tmp_path: Path) -> None:
+    path = by_hand(tmp_path, computed)
+    report = dynamo_moe.offload_file(
+        path, tmp_path / "copy.onnx", resident_experts={"b.1.experts": 1}
+    )
+    assert [each.name for each in report.layers] == ["b.1.experts"]
+
+
+def test_nothing_that_is_read_is_overwritten(tmp_path: Path) -> None:
+    path = linked(tmp_path)
+    checkpoint = tmp_path / "weights" / "model.safetensors"
+    for output, weights in ((path, None), (tmp_path / "copy.onnx", checkpoint)):
+        content = path.read_bytes(), checkpoint.read_bytes()
+        with pytest.raises(ValueError, match="is read to write it: name another file"):
+            dynamo_moe.offload_file(path, output, resident_experts=1, weights=weights)
+        assert content == (path.read_bytes(), checkpoint.read_bytes())
+
+
+def in_a_branch(proto: onnx.ModelProto) -> None:
+    """Moves the first layer into a branch of an If."""
+    (node,) = (node for node in proto.graph.node if node.op_type == "DroplessMoE")
+    shape = ["batch", None, 8]
+    branches = {
+        "then_branch": helper.make_graph([node], "then", [], [value("y0", shape)]),
+        "else_branch": helper.make_graph(
+            [helper.make_node("Identity", ["n"], ["n2"])], "else", [], [value("n2", shape)]
+        ),
+    }
+    place = list(proto.graph.node).index(node)
+    proto.graph.node.remove(node)
+    proto.graph.node.insert(place, helper.make_node("If", ["true"], ["y0"], **branches))
+    proto.graph.initializer.append(numpy_helper.from_array(np.array(True), "true"))
+
+
+def test_layers_in_branches(tmp_path: Path) -> None:
+    path = by_hand(tmp_path, in_a_branch)
     report = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1)
-    assert [each.name for each in report.layers] == ["b.0.mlp", "b.1.experts"]
-    with pytest.raises(ValueError, match="is the file itself"):
-        dynamo_moe.offload_file(path, path, resident_experts=1)
+    assert sorted(each.name for each in report.layers) == ["b.0.mlp", "b.1.experts"]
+    onnx.checker.check_model(report.path)
+    assert [each.resident_experts for each in kernel_layers(report.path)] == [1, 1]
+    assert arrays(report.path)["b.0.mlp.w1"].shape == (1,)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(

@@ -698,15 +698,18 @@ def test_experts_are_offloaded(tensorrt, given_files, moe_file, tmp_path, monkey
     code, out, error = run_engine(moe_file, *options, "--json")
     assert code == 0, error
     offload = json.loads(out)["offload"]
+    memory = offload["memory"]
     # Four experts of float32, 16 wide and 24 inside.
-    assert offload["slot_bytes"] == 2 * 4 * 2 * 16 * 24
-    assert offload["weight_bytes"] == offload["host_bytes"] == 2 * offload["slot_bytes"]
+    assert memory["slot_bytes"] == 2 * 4 * 2 * 16 * 24
+    assert memory["weight_bytes"] == memory["host_bytes"] == 2 * memory["slot_bytes"]
     assert offload["weights_file"] == str(tmp_path / "model.engine.experts.safetensors")
     assert offload["shared_cache"] is True
     (node,) = (node for node in given_files[0].graph.node if node.op_type == "DroplessMoE")
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
     assert (attributes["resident_experts"], attributes["expert_cache"]) == (2, 1)
-    assert attributes["w1_source"].decode() == offload["layers"][0]["w1"]
+    w1 = offload["layers"][0]["w1"]
+    assert attributes["w1_source"].decode().startswith(f"{w1['offset']} {w1['bytes']} ")
+    assert attributes["w1_source"].decode().endswith(f" {w1['path']}")
     assert [layer.resident_experts for layer in layers] == [2]
     assert moe_file.read_bytes() == content
 

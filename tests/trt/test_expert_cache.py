@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from dataclasses import replace
 
 import pytest
@@ -15,9 +14,9 @@ from custom_ops.kernels.plan import plan
 from interpreted_gpu import uncompiled_program
 from kernel_runs import call_tensors, layer_of, run_kernels
 from moe_cases import Case, make_case
-from standin import LAUNCH_FAILED, RESOURCES
+from standin import RESOURCES
 from streams_gpu import StreamsGpu, first_used, last_used
-from trt_plugin.launcher import Cache, LauncherError, OpenProgram
+from trt_plugin.launcher import Cache, OpenProgram
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)

@@ -81,7 +81,7 @@ def built(request, tmp_path_factory) -> Built:
 
 
 def test_the_engine_is_smaller_by_its_experts(built):
-    weights = built.report["offload"]["weight_bytes"]
+    weights = built.report["offload"]["memory"]["weight_bytes"]
     assert weights == sum(each.weight_bytes for each in built.offloaded.offloaded) > 100_000
     # What an engine holds beside kernels; the texts of the sources take up a little.
     whole, rest = (each.bytes - each.program_bytes for each in (built.whole, built.offloaded))

@@ -18,7 +18,6 @@ from plugin_host import (
     NAMES,
     RUNTIME,
     VERSIONS,
-    Field,
     attributes_of,
     describe,
     filled,
@@ -129,7 +128,7 @@ def test_the_same_bits_as_fully_resident(driver, tensorrt, tmp_path, op, residen
         assert torch.equal(y, run_kernels(case, "sm_80"))
     assert summary(tensorrt, op, resident) == []
     assert driver.live() == {
-        **{"memory": 1, "registrations": 2, "pinned memory": 0, "streams": 1},
+        "memory": 1, "registrations": 2, "pinned memory": 0, "streams": 1,
         "events": driver.live()["events"],
     }
     context.destroy()

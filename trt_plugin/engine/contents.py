@@ -87,15 +87,8 @@ class OffloadedExperts:
             "resident_experts": self.resident_experts,
             "slot_bytes": self.slot_bytes,
             "weight_bytes": self.weight_bytes,
-            **{
-                name: {
-                    "path": str(source.locate()),
-                    "offset": source.offset,
-                    "bytes": source.bytes,
-                    "state": source.state(),
-                }
-                for name, source in (("w1", self.w1), ("w2", self.w2))
-            },
+            "w1": self.w1.to_dict(),
+            "w2": self.w2.to_dict(),
         }
 
 
