@@ -98,7 +98,7 @@ using Callback = int (*)(const Launch*);
 
 // What a stream is asked for besides launches.
 struct Operation {
-  enum Kind : std::int32_t { kRecord, kWait, kSet, kSynchronize };
+  enum Kind : std::int32_t { kRecord, kWait, kSet, kSynchronize, kSynchronizeAll };
 
   std::int32_t kind;
   std::int32_t value;
@@ -551,13 +551,16 @@ EXPORT int cuMemAlloc_v2(std::uint64_t* address, std::size_t size) {
 }
 
 EXPORT int cuMemFree_v2(std::uint64_t address) {
-  BEGIN("cuMemFree");
-  if (DisturbsCapture()) {
-    return kStreamCaptureUnsupported;
+  {
+    BEGIN("cuMemFree");
+    if (DisturbsCapture()) {
+      return kStreamCaptureUnsupported;
+    }
+    if (state().memory.erase(address) == 0) {
+      return kInvalidValue;
+    }
   }
-  if (state().memory.erase(address) == 0) {
-    return kInvalidValue;
-  }
+  Report({Operation::kSynchronizeAll, 0, nullptr, nullptr, nullptr, 0});
   std::free(reinterpret_cast<void*>(address));
   return kSuccess;
 }

@@ -60,6 +60,7 @@ class _Operation(ctypes.Structure):
 
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Launch))
 _OPERATION_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Operation))
+_OPERATIONS = ("record", "wait", "set", "synchronize", "synchronize all")
 #: What the launcher has of the driver besides modules.
 RESOURCES = ("memory", "registrations", "pinned memory", "streams", "events")
 
@@ -89,7 +90,8 @@ class Operation:
     """What a stream is asked for besides launches.
 
     Attributes:
-        kind: ``record``, ``wait``, ``set`` or ``synchronize``.
+        kind: ``record``, ``wait``, ``set``, ``synchronize`` or ``synchronize all``, as freeing
+            memory does.
         stream: 0 is the default stream.
         event: What is recorded or waited for.
         address: Where ``size`` bytes are set to ``value``.
@@ -242,7 +244,7 @@ class Standin:
             raw = pointer.contents
             handler(
                 Operation(
-                    ("record", "wait", "set", "synchronize")[raw.kind],
+                    _OPERATIONS[raw.kind],
                     raw.stream or 0,
                     raw.event or 0,
                     raw.address or 0,

@@ -86,6 +86,8 @@ class StreamsGpu(InterpretedGpu):
                 self._enqueue(_Work(stream, run=lambda: ctypes.memset(*given)))
             case "synchronize":
                 self._work_off(lambda: bool(self._queues.get(stream)), first_used)
+            case "synchronize all":
+                self.synchronize()
 
     def _enqueue(self, work: _Work) -> None:
         if self._capture is not None:
