@@ -9,8 +9,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda, _cuda_backward, _grouped
-from custom_ops._checks import check_experts, check_router, remembered
+from custom_ops import _cuda, _cuda_backward, _cuda_offload, _grouped
+from custom_ops._checks import check_experts, check_router, check_trainable, remembered
 from custom_ops._grouped import ExpertParameters
 from custom_ops._library import (
     LIBRARY,
@@ -149,12 +149,13 @@ def _dropless_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 @torch.library.impl(LIBRARY, "dropless", "CPU")
 @torch.library.impl(LIBRARY, "dropless", "CUDA")
 def _dropless_forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    forward = _cuda.forward if x.is_cuda else _grouped.forward
+    forward = _cuda_offload.forward_of(x, arguments[1])
     return forward(*_given(x, *arguments, **options)).view(x.shape)
 
 
 @torch.library.register_fake("moe::dropless_routed", lib=LIBRARY)
 def _dropless_routed_fake(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    check_trainable(x, arguments[1])
     router_options, _ = _check(x, *arguments, **options)
     size = (x.numel() // x.shape[-1], router_options.top_k)
     return (
@@ -167,6 +168,7 @@ def _dropless_routed_fake(x: Tensor, *arguments: Any, **options: Any) -> tuple[T
 @torch.library.impl(LIBRARY, "dropless_routed", "CPU")
 @torch.library.impl(LIBRARY, "dropless_routed", "CUDA")
 def _dropless_routed(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    check_trainable(x, arguments[1])
     forward = _cuda.forward_routed if x.is_cuda else _grouped.forward_routed
     y_TD, ids_TK, weights_TK = forward(*_given(x, *arguments, **options))
     return y_TD.view(x.shape), ids_TK, weights_TK

@@ -28,6 +28,10 @@ EXPERTS, TOP_K = 6, 2
 WIDTHS = [pytest.param(16, id="mlp"), pytest.param(136, id="gemm")]
 
 
+# What places experts and copies them, without the products.
+DECISIONS = "sort|count|place|residency|copy"
+
+
 def case_of(tokens: int, width: int = 136, seed: int = 0, **options: object) -> Case:
     settings = {"hidden": 8, "experts": EXPERTS, "top_k": TOP_K, "dtype": torch.bfloat16}
     return make_case("experts", (tokens,), width=width, seed=seed, **settings | options)
@@ -44,7 +48,7 @@ def with_ids(case: Case, ids: list[list[int]]) -> Case:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_same_bits_as_with_all_experts_resident(width, resident):
     state = None
-    for seed, tokens in enumerate((0, 1, 2, 9, 300, 40, 1)):
+    for seed, tokens in enumerate((0, 1, 2, 9, 300)):
         case = case_of(tokens, width, seed)
         planned = plan_in_waves(case, resident)
         state = new_state(planned) if state is None else state
@@ -56,7 +60,8 @@ def test_the_same_bits_as_with_all_experts_resident(width, resident):
         assert torch.equal(tensors["y"], run_resident(case)), tokens
 
 
-@settings(bounded, max_examples=25)
+@pytest.mark.slow
+@settings(bounded, max_examples=15)
 @given(case=cases(), data=st.data())
 def test_random_layers(case, data):
     resident = data.draw(st.integers(1, case.arguments["w1"].shape[0]))
@@ -104,7 +109,7 @@ def check_routings(routings: list[list[list[int]]], resident: int) -> None:
             ids,
         )
         step = cache.step(expert for slots in ids for expert in slots if expert >= 0)
-        memory = run_waves(planned, case, state)
+        memory = run_waves(planned, case, state, only=DECISIONS)
         tables = {name: each.tolist() for name, each in memory.items() if each.ndim == 1}
         placed = [
             (expert, wave, slot)
@@ -147,7 +152,7 @@ def test_more_experts_than_slots_in_every_call():
     check_routings([every, every, [[5, 0]], every], 4)
 
 
-@pytest.mark.parametrize(("experts", "resident"), [(1024, 1000), (257, 1), (33, 32)])
+@pytest.mark.parametrize(("experts", "resident"), [(257, 1), (130, 128), (33, 32)])
 def test_many_experts(experts, resident):
     case = case_of(200, 16, experts=experts)
     planned = plan_in_waves(case, resident)
@@ -155,9 +160,7 @@ def test_many_experts(experts, resident):
     for seed in range(2):
         ids = torch.randint(experts, (200, TOP_K), generator=torch.Generator().manual_seed(seed))
         step = cache.step(ids.flatten().tolist())
-        memory = run_waves(
-            planned, case.changed(expert_ids=ids), state, only="sort|place|count|res"
-        )
+        memory = run_waves(planned, case.changed(expert_ids=ids), state, only=DECISIONS)
         places = memory["place_of_expert"].tolist()
         assert all(places[e] == slot for wave in step.waves for e, slot in wave.places.items())
         held = [expert - 1 if expert else None for expert in memory["expert_of_slot"].tolist()]
