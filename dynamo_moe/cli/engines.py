@@ -100,8 +100,8 @@ def engine(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Offload experts, with as many slots as fit into [cyan]8GB[/] of the GPU's memory "
-            "in all: the same share of each layer's experts.",
+            help="Offload experts, with as many slots as fit into so much of the GPU's memory in "
+            "all, [cyan]8GB[/]: the same share of each layer's experts.",
         ),
     ] = None,
     share_expert_cache: Annotated[

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from custom_ops.residency import cache_bytes
 from custom_ops.weight_source import ALIGNMENT, WeightSource
 from dynamo_moe.files.experts_file import Progress, write_experts
 from dynamo_moe.files.kernel_layers import kernel_layers
@@ -72,9 +73,12 @@ class OffloadedLayer:
         return (self.w1.bytes + self.w2.bytes) // self.experts
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of all slots."""
-        return self.resident_experts * self.expert_bytes
+    def device_bytes(self) -> int:
+        """Bytes of all slots and the tables of what they hold."""
+        experts = self.experts
+        return cache_bytes(
+            experts, self.resident_experts, self.w1.bytes // experts, self.w2.bytes // experts
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -93,7 +97,7 @@ class OffloadedLayer:
             "w1": self.w1.to_dict(),
             "w2": self.w2.to_dict(),
             "expert_bytes": self.expert_bytes,
-            "slot_bytes": self.slot_bytes,
+            "device_bytes": self.device_bytes,
             "weight_bytes": self.weight_bytes,
         }
 
@@ -135,7 +139,7 @@ class OffloadReport:
 
 
 def memory_of(layers: Iterable[OffloadedLayer]) -> dict[str, int]:
-    """Returns the bytes of all slots, of the weights if all were resident, and on the host.
+    """Returns the bytes on the device, those if all experts were there, and on the host.
 
     A weight that layers share is once in the network and on the host, but each has slots.
     """
@@ -143,7 +147,7 @@ def memory_of(layers: Iterable[OffloadedLayer]) -> dict[str, int]:
     sources = {source for layer in layers for source in layer.sources}
     weights = sum(source.bytes for source in sources)
     return {
-        "slot_bytes": sum(layer.slot_bytes for layer in layers),
+        "device_bytes": sum(layer.device_bytes for layer in layers),
         "weight_bytes": weights,
         "host_bytes": weights,
     }
@@ -171,8 +175,8 @@ def offload_file(
             beside it.
         resident_experts: The slots for experts on the GPU: of every layer, or of layers by name,
             where ``"*"`` is any other layer. Layers that are not named are not offloaded.
-        resident_memory: Most bytes of all slots, instead of their number: as many as fit, the same
-            share of each layer's experts.
+        resident_memory: Instead of their number, the most bytes that all slots and their tables
+            take: as many as fit, the same share of each layer's experts.
         weights: The safetensors file that weights are copied into, if there are any; by default
             ``<output>.experts.safetensors``.
         shared_cache: Whether the contexts of an engine share their slots, under a lock; by default
@@ -236,10 +240,9 @@ class _Layer:
         parsed = parse(node)
         w1 = parsed.inputs["w1"]
         itemsize = 0 if w1.dtype is None else w1.dtype.itemsize
-        elements = sum(math.prod(shape) for shape in _expert_shapes(parsed).values())
+        sizes = (int(math.prod(shape) * itemsize) for shape in _expert_shapes(parsed).values())
         name = layer_name(str(w1.name), _name(node))
-        sizes = ExpertSizes(name, _name(node), parsed.sizes["experts"], int(elements * itemsize))
-        return cls(node, parsed, sizes)
+        return cls(node, parsed, ExpertSizes(name, _name(node), parsed.sizes["experts"], *sizes))
 
     @property
     def weights(self) -> dict[str, ir.Value]:

@@ -33,10 +33,10 @@ def layers_view(layers: Sequence[dict[str, Any]], memory: Mapping[str, int]) -> 
         table.add_row(
             Text(layer["name"], style="orange1"),
             f"{layer['resident_experts']} of {layer['experts']}",
-            *(decimal(layer[name]) for name in ("expert_bytes", "slot_bytes", "weight_bytes")),
+            *(decimal(layer[name]) for name in ("expert_bytes", "device_bytes", "weight_bytes")),
         )
     total = (
-        f"Experts' weights: {decimal(memory['slot_bytes'])} on the GPU instead of "
+        f"Experts' weights: {decimal(memory['device_bytes'])} on the GPU instead of "
         f"{decimal(memory['weight_bytes'])}; {decimal(memory['host_bytes'])} on the host, pinned"
     )
     files = {layer[name]["path"]: layer[name]["state"] for layer in layers for name in ("w1", "w2")}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+
+from custom_ops.residency import cache_bytes
 
 #: Stands for the layers that are not named.
 ANY = "*"
@@ -17,13 +21,19 @@ class ExpertSizes:
         name: The layer's name, as :func:`dynamo_moe.inspect` shows it.
         node: Its node's name.
         experts: E.
-        expert_bytes: Bytes of one expert's w1 and w2.
+        w1_bytes: Bytes of one expert's w1.
+        w2_bytes: Bytes of one expert's w2.
     """
 
     name: str
     node: str
     experts: int
-    expert_bytes: int
+    w1_bytes: int
+    w2_bytes: int
+
+    def device_bytes(self, slots: int) -> int:
+        """The bytes that so many slots take on the device."""
+        return cache_bytes(self.experts, slots, self.w1_bytes, self.w2_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,7 +53,7 @@ def choose(
         layers: The layers.
         resident_experts: The slots of every layer; or those of layers by name, where ``"*"`` is
             any other layer. Layers that are not named stay as they are.
-        resident_memory: Most bytes of all slots.
+        resident_memory: Most bytes that all layers take on the device.
 
     Raises:
         ValueError: If not exactly one of the two is given, a name is of no layer, a layer has fewer
@@ -61,22 +71,33 @@ def choose(
 def share(layers: Sequence[ExpertSizes], memory: int) -> list[int]:
     """Returns the slots of each layer that fit into so many bytes in all.
 
-    Every layer gets the same share of its experts, rounded down, and no more than it has.
+    Every layer gets the same share of its experts, rounded down: the largest that fits.
 
     Raises:
         ValueError: If less than one expert of a layer fits.
     """
-    total = sum(layer.experts * layer.expert_bytes for layer in layers)
-    slots = [min(layer.experts, layer.experts * memory // total) for layer in layers]
-    if 0 in slots:
-        least = max(-(-total // layer.experts) for layer in layers)
-        layer = layers[slots.index(0)]
+
+    def slots(share: Fraction) -> list[int]:
+        return [int(share * layer.experts) for layer in layers]
+
+    def needed(share: Fraction) -> int:
+        return sum(
+            layer.device_bytes(count) for layer, count in zip(layers, slots(share), strict=True)
+        )
+
+    sizes = {layer.experts for layer in layers}
+    shares = sorted({Fraction(count, size) for size in sizes for count in range(1, size + 1)})
+    # Of the layer with the fewest experts, one.
+    least = Fraction(1, min(sizes))
+    fitting = shares[: bisect_right(shares, memory, key=needed)]
+    if not fitting or fitting[-1] < least:
+        layer = min(layers, key=lambda layer: layer.experts)
         raise ValueError(
             f"{memory} bytes hold less than one expert of layer {layer.name}, which has "
-            f"{layer.experts} of {layer.expert_bytes} bytes: the file's {len(layers)} layers, "
-            f"{total} bytes, need {least} for one each"
+            f"{layer.experts}: with the same share of each layer's experts, the {len(layers)} "
+            f"layers need {needed(least)} bytes"
         )
-    return slots
+    return slots(fitting[-1])
 
 
 def _check_names(layers: Sequence[ExpertSizes], by_name: Mapping[str, int]) -> None:

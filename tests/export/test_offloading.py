@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dynamo_moe
+from custom_ops.residency import cache_bytes
 from custom_ops.weight_source import WeightSource
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.files.offloading import OffloadedLayer
@@ -102,7 +103,7 @@ def test_experts_leave_the_file(tmp_path: Path, external_data: bool) -> None:
     size = 4 * 2 * 24 * 16
     memory = report.to_dict()["memory"]
     assert memory == {
-        "slot_bytes": 2 * 3 * size,
+        "device_bytes": 2 * cache_bytes(6, 3, size // 2, size // 2),
         "weight_bytes": 2 * 6 * size,
         "host_bytes": 2 * 6 * size,
     }
@@ -156,9 +157,9 @@ def layers_of(kind: str) -> nn.Module:
     torch.manual_seed(0)
     model = layers[kind]()
     dtype = getattr(torch, kind, None)
-    for layer in model:
-        for name, tensor in layer.mlp.named_parameters():
-            if dtype is not None and name != "router_weight":
+    for layer in model.children():
+        for name, tensor in layer.named_parameters():
+            if dtype is not None and name.rpartition(".")[2] in {"w1", "w2", "b1", "b2"}:
                 tensor.data = tensor.data.to(dtype)
     return model
 
@@ -260,10 +261,13 @@ def test_some_layers(tmp_path: Path) -> None:
 
 def test_memory_is_shared_out(tmp_path: Path) -> None:
     path = exported(tmp_path)
-    size = 4 * 2 * 24 * 16
     copy = tmp_path / "copy.onnx"
-    report = dynamo_moe.offload_file(path, copy, resident_memory=2 * 4 * size - 1)
+    four = 2 * cache_bytes(6, 4, 4 * 24 * 16, 4 * 24 * 16)
+    report = dynamo_moe.offload_file(path, copy, resident_memory=four - 1)
     assert [each.resident_experts for each in report.layers] == [3, 3]
+    assert report.to_dict()["memory"]["device_bytes"] < four
+    report = dynamo_moe.offload_file(path, copy, resident_memory=four)
+    assert report.to_dict()["memory"]["device_bytes"] == four
     report = dynamo_moe.offload_file(path, copy, resident_memory=2**40)
     assert [each.resident_experts for each in report.layers] == [6, 6]
     assert report.notes == (
@@ -294,7 +298,7 @@ def test_layers_may_share_weights(tmp_path: Path) -> None:
     assert first.w1 == second.w1
     assert first.w2 != second.w2
     memory = report.to_dict()["memory"]
-    assert memory["slot_bytes"] == 2 * 2 * first.expert_bytes
+    assert memory["device_bytes"] == first.device_bytes + second.device_bytes
     assert memory["host_bytes"] == first.w1.bytes + first.w2.bytes + second.w2.bytes
 
 
@@ -387,7 +391,7 @@ def unchanged(proto: onnx.ModelProto) -> None:
         (
             unchanged,
             {"resident_memory": 2047},
-            "2047 bytes hold less than one expert of layer b.0.mlp, which has 3 of 1024 bytes",
+            "2047 bytes hold less than one expert of layer b.0.mlp, which has 3: with the same",
         ),
     ],
 )
@@ -465,19 +469,22 @@ def test_a_file_that_is_cut_off_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
 
 
+def shown(report: Any) -> str:
+    text = io.StringIO()
+    Console(width=200, file=text).print(report)
+    return text.getvalue()
+
+
 def test_the_report_prints_the_memory(tmp_path: Path) -> None:
     report = dynamo_moe.offload_file(exported(tmp_path), tmp_path / "copy.onnx", resident_experts=1)
-    console = Console(width=200, file=io.StringIO())
-    console.print(report)
-    text = console.file.getvalue()
-    assert "0.mlp             1 of 6   3.1 kB       3.1 kB       18.4 kB" in text
-    assert "6.1 kB on the GPU instead of 36.9 kB; 36.9 kB on the host, pinned" in text
+    text = shown(report)
+    assert "0.mlp             1 of 6   3.1 kB       4.1 kB       18.4 kB" in text
+    assert "8.2 kB on the GPU instead of 36.9 kB; 36.9 kB on the host, pinned" in text
     assert "copy.onnx.experts.safetensors: found" in text
     assert "note: layer 0.mlp and 1 more: with 1 resident experts" in text
     layer: OffloadedLayer = report.layers[0]
     layer.w1.path.unlink()
-    console.print(report)
-    assert "copy.onnx.experts.safetensors: missing" in console.file.getvalue()
+    assert "copy.onnx.experts.safetensors: missing" in shown(report)
 
 
 def test_inspect_states_the_memory(tmp_path: Path) -> None:
@@ -488,7 +495,5 @@ def test_inspect_states_the_memory(tmp_path: Path) -> None:
     assert summary.offloaded == report.layers
     assert [layer.expert_bytes for layer in summary.moe_layers] == [3072, None]
     assert summary.to_dict()["offloaded"] == report.to_dict()["layers"]
-    console = Console(width=200, file=io.StringIO())
-    console.print(summary)
-    assert "6.1 kB on the GPU instead of 18.4 kB" in console.file.getvalue()
-    assert "copy.onnx.experts.safetensors: found" in console.file.getvalue()
+    assert "7.2 kB on the GPU instead of 18.4 kB" in shown(summary)
+    assert "copy.onnx.experts.safetensors: found" in shown(summary)

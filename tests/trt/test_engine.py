@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import dynamo_moe
 import trt_plugin
+from custom_ops.residency import cache_bytes
 from dynamo_moe.cli import app
 from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from onnx_files import dense_model, save
@@ -700,8 +701,9 @@ def test_experts_are_offloaded(tensorrt, given_files, moe_file, tmp_path, monkey
     offload = json.loads(out)["offload"]
     memory = offload["memory"]
     # Four experts of float32, 16 wide and 24 inside.
-    assert memory["slot_bytes"] == 2 * 4 * 2 * 16 * 24
-    assert memory["weight_bytes"] == memory["host_bytes"] == 2 * memory["slot_bytes"]
+    size = 4 * 16 * 24
+    assert memory["device_bytes"] == cache_bytes(4, 2, size, size)
+    assert memory["weight_bytes"] == memory["host_bytes"] == 4 * 2 * size
     assert offload["weights_file"] == str(tmp_path / "model.engine.experts.safetensors")
     assert offload["shared_cache"] is True
     (node,) = (node for node in given_files[0].graph.node if node.op_type == "DroplessMoE")
@@ -713,7 +715,7 @@ def test_experts_are_offloaded(tensorrt, given_files, moe_file, tmp_path, monkey
     assert [layer.resident_experts for layer in layers] == [2]
     assert moe_file.read_bytes() == content
 
-    options = ("--arch", "80", "--resident-memory", "3.2kB", "-o", str(tmp_path / "e.plan"))
+    options = ("--arch", "80", "--resident-memory", "4.2kB", "-o", str(tmp_path / "e.plan"))
     code, out, error = run_engine(moe_file, *options)
     assert (code, "1 of 4" in out, "take 2 waves" in out) == (0, True, True), error
     assert (tmp_path / "e.plan.experts.safetensors").exists()

@@ -14,6 +14,7 @@ from rich.console import Console
 import trt_plugin
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.plan import plan
+from custom_ops.residency import cache_bytes
 from custom_ops.weight_source import WeightSource
 from interpreted_gpu import uncompiled_program
 from kernel_runs import layer_of
@@ -110,9 +111,9 @@ def test_offloaded_experts_and_their_files(tmp_path):
     ]
     read = found.to_dict()["offloaded"]
     assert [each["weight_bytes"] for each in read] == [2 * size, 2 * larger]
-    assert [each["slot_bytes"] for each in read] == [
-        2 * 2 * size // experts,
-        3 * 2 * larger // experts,
+    assert [each["device_bytes"] for each in read] == [
+        cache_bytes(experts, resident, bytes_ // experts, bytes_ // experts)
+        for resident, bytes_ in ((2, size), (3, larger))
     ]
     assert read[0]["w1"] == {"path": str(path), "offset": 10, "bytes": size, "state": "found"}
     assert f"{path}: found" in shown(found)
@@ -123,9 +124,9 @@ def test_offloaded_experts_and_their_files(tmp_path):
 
 
 def shown(found: trt_plugin.EngineContents) -> str:
-    console = Console(width=250, file=io.StringIO())
-    console.print(found)
-    return console.file.getvalue()
+    text = io.StringIO()
+    Console(width=250, file=text).print(found)
+    return text.getvalue()
 
 
 def test_slots_that_cannot_be_known_are_not_guessed(tmp_path):
@@ -135,7 +136,7 @@ def test_slots_that_cannot_be_known_are_not_guessed(tmp_path):
     for bundle in (Bundle((two, three)), Bundle((program("sm_89"),))):
         found = contents(tmp_path, bundle.data, *texts(path, *places))
         (each,) = found.offloaded
-        assert (each.experts, each.resident_experts, each.slot_bytes) == (None, None, None)
+        assert (each.experts, each.resident_experts, each.device_bytes) == (None, None, None)
         assert "more than 0 bytes on the GPU" in shown(found)
     assert contents(tmp_path, b"a plan").offloaded == ()
 

@@ -97,7 +97,7 @@ def test_the_engine_has_the_places_of_the_weights(built):
     places = []
     for each in built.offloaded.offloaded:
         assert (each.experts, each.resident_experts) == (6, RESIDENT)
-        assert each.slot_bytes == each.weight_bytes // 2
+        assert each.weight_bytes / 2 < each.device_bytes < each.weight_bytes / 2 + 2048
         places.append(
             tuple(
                 source.path.read_bytes()[source.offset :][: source.bytes]

@@ -74,18 +74,21 @@ class OffloadedExperts:
         return self.w1.bytes + self.w2.bytes
 
     @property
-    def slot_bytes(self) -> int | None:
-        """Bytes of all slots, in device memory, for each execution context."""
+    def device_bytes(self) -> int | None:
+        """Bytes of all slots and their tables in device memory, for each cache."""
+        from custom_ops.residency import cache_bytes
+
         if self.experts is None or self.resident_experts is None:
             return None
-        return self.weight_bytes // self.experts * self.resident_experts
+        w1, w2 = (source.bytes // self.experts for source in (self.w1, self.w2))
+        return cache_bytes(self.experts, self.resident_experts, w1, w2)
 
     def to_dict(self) -> dict[str, Any]:
         """The experts as dicts, strings and numbers."""
         return {
             "experts": self.experts,
             "resident_experts": self.resident_experts,
-            "slot_bytes": self.slot_bytes,
+            "device_bytes": self.device_bytes,
             "weight_bytes": self.weight_bytes,
             "w1": self.w1.to_dict(),
             "w2": self.w2.to_dict(),

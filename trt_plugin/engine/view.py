@@ -107,11 +107,11 @@ def _offloaded(offloaded: Sequence[dict[str, Any]]) -> Table:
     for heading in ("Slots", "On the GPU", "All experts"):
         table.add_column(heading, justify="right", no_wrap=True)
     for each in offloaded:
-        slots = each["slot_bytes"]
+        size = each["device_bytes"]
         table.add_row(
             Text(f"byte {each['w1']['offset']} of {Path(each['w1']['path']).name}"),
-            "?" if slots is None else f"{each['resident_experts']} of {each['experts']}",
-            "?" if slots is None else decimal(slots),
+            "?" if size is None else f"{each['resident_experts']} of {each['experts']}",
+            "?" if size is None else decimal(size),
             decimal(each["weight_bytes"]),
         )
     return table
@@ -119,11 +119,11 @@ def _offloaded(offloaded: Sequence[dict[str, Any]]) -> Table:
 
 def _memory(offloaded: Sequence[dict[str, Any]]) -> Iterator[Text]:
     """What the experts take in all, and the state of their files."""
-    slots = [each["slot_bytes"] for each in offloaded]
-    known = sum(filter(None, slots))
+    sizes = [each["device_bytes"] for each in offloaded]
+    known = sum(filter(None, sizes))
     weights = decimal(sum(each["weight_bytes"] for each in offloaded))
     yield Text(
-        f"Experts' weights: {'more than ' * (None in slots)}{decimal(known)} on the GPU for each "
+        f"Experts' weights: {'more than ' * (None in sizes)}{decimal(known)} on the GPU for each "
         f"cache instead of {weights}; {weights} on the host, pinned"
     )
     files = {each[name]["path"]: each[name]["state"] for each in offloaded for name in ("w1", "w2")}
