@@ -108,8 +108,8 @@ def engine(
         bool,
         typer.Option(
             "--share-expert-cache",
-            help="Whether execution contexts of the engine take turns with one set of slots; "
-            "otherwise each has its own.",
+            help="Execution contexts of the engine take turns with one set of slots, without CUDA "
+            "graphs; otherwise each has its own.",
         ),
     ] = False,
     builder: BuilderOption = None,

@@ -179,8 +179,8 @@ def offload_file(
             take: as many as fit, the same share of each layer's experts.
         weights: The safetensors file that weights are copied into, if there are any; by default
             ``<output>.experts.safetensors``.
-        shared_cache: Whether the contexts of an engine share their slots, under a lock; by default
-            each has its own.
+        shared_cache: Whether the contexts of an engine share their slots, under a lock and without
+            CUDA graphs; by default each has its own.
         progress: Called with the bytes of the weights that are copied and all of them.
 
     Raises:
