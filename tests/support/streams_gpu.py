@@ -96,7 +96,7 @@ class StreamsGpu(InterpretedGpu):
             self._queues.setdefault(work.stream, deque()).append(work)
 
     def capture(self, stream: int, enqueue: Callable[[], None]) -> list[_Work]:
-        """Returns what a call enqueues on a stream that is captured, checking that all is joined."""
+        """Returns what a call enqueues on a captured stream, which it must all join in the end."""
         self.graph = []
         self._capture = self._driver.begin_capture(stream)
         try:

@@ -23,10 +23,10 @@ def save_experts(path: Path, case: Case, *, multiple: int = 16) -> tuple[str, st
     Args:
         path: The file.
         case: The case.
-        multiple: The weights begin at multiples of this, and 8 bytes after such a multiple where
-            it is 8.
+        multiple: 16 where the weights begin at multiples of this; 8 where they only begin at
+            multiples of this, as in most files.
     """
-    named = {"other": torch.arange(multiple // 4, dtype=torch.float32)}
+    named = {"other": torch.arange(4, dtype=torch.float32)}
     named |= {name: stored(case.arguments[name]) for name in ("w1", "w2")}
     header, end = {}, 0
     for name, tensor in named.items():

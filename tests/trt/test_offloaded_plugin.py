@@ -229,7 +229,7 @@ def test_layers_with_equal_kernels_have_their_own_experts(driver, tensorrt, tmp_
     for plugin in both:
         assert plugin.configure(described, described[0]) == 0
     fields = [plugin.serialize() for plugin in both]
-    assert [list(each)[0] for each in fields] == ["programs", "programs_name"]
+    assert [next(iter(each)) for each in fields] == ["programs", "programs_name"]
     assert [len(each) for each in fields] == [4, 4]
     for plugin in both:
         plugin.destroy()
@@ -338,7 +338,7 @@ BAD_FILES = {
 def test_files_that_are_refused(driver, tensorrt, tmp_path, name):
     change, message = BAD_FILES[name]
     offloaded = Offloaded(driver, tmp_path, small_case())
-    plugin, size = offloaded.engine(tensorrt)
+    plugin, _ = offloaded.engine(tensorrt)
     context = plugin.attach()
     change(offloaded.file)
     described = [describe(each) for each in offloaded.inputs()]
@@ -361,9 +361,9 @@ BAD_SOURCES = {
     "negative": (lambda fields: ["-8", *fields[1:]], "the source of weights must be"),
     "in the header": (
         lambda fields: ["8", *fields[1:]],
-        "must lie behind a header of 8 bytes or m",
+        "must lie behind a header of 8 bytes or",
     ),
-    "beyond": (lambda fields: [fields[2], *fields[1:]], "must lie behind a header of 8 bytes or m"),
+    "beyond": (lambda fields: [fields[2], *fields[1:]], "must lie behind a header of 8 bytes or"),
     "of another size": (
         lambda fields: [fields[0], str(int(fields[1]) // 2), *fields[2:]],
         "the layer's w1 must have 9216 bytes, it has 4608 in ",

@@ -260,8 +260,8 @@ def stored(layer):
 BAD_FIELDS = {
     "none": lambda bundle: {},
     "other name": lambda bundle: {"program": bundle},
-    "short name": lambda bundle: {"programs_name": bundle[:95]},
-    "long name": lambda bundle: {"programs_name": bundle[:97]},
+    "short name": lambda bundle: {"programs_name": bundle[:103]},
+    "long name": lambda bundle: {"programs_name": bundle[:105]},
     "two": lambda bundle: {"programs": bundle, "more": 1},
     "an attribute": lambda bundle: {"top_k": 2},
     "wrong type": lambda bundle: {"programs": Field(CHAR, len(bundle), bundle)},
