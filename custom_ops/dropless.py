@@ -79,7 +79,9 @@ def dropless(
     Args:
         x: Tokens ``[..., D]``; float32, float16, bfloat16 or float64.
         router_weight: ``[E, D]``, floating.
-        w1: ``[E, F, D]``, (out, in) as in ``nn.Linear``; gate rows before up rows when gated.
+        w1: ``[E, F, D]``, (out, in) as in ``nn.Linear``; gate rows before up rows when gated. With
+            x on CUDA, it and w2 may be in pinned host memory, see
+            :func:`custom_ops.offload_experts`; they then have no gradients, nor has x.
         b1: ``[E, F]`` in ``w1``'s dtype, or None.
         w2: ``[E, D, H]`` in ``w1``'s dtype.
         b2: ``[E, D]`` in ``w1``'s dtype, or None.

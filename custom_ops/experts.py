@@ -56,7 +56,9 @@ def experts(
         x: Tokens ``[..., D]``; float32, float16, bfloat16 or float64.
         expert_ids: ``[..., K]`` int32 or int64 in ``0..E-1``, or -1 for no expert.
         expert_weights: ``[..., K]``, floating.
-        w1: ``[E, F, D]``, (out, in) as in ``nn.Linear``; gate rows before up rows when gated.
+        w1: ``[E, F, D]``, (out, in) as in ``nn.Linear``; gate rows before up rows when gated. With
+            x on CUDA, it and w2 may be in pinned host memory, see
+            :func:`custom_ops.offload_experts`; they then have no gradients, nor has x.
         b1: ``[E, F]`` in ``w1``'s dtype, or None.
         w2: ``[E, D, H]`` in ``w1``'s dtype.
         b2: ``[E, D]`` in ``w1``'s dtype, or None.

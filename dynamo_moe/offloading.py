@@ -33,8 +33,8 @@ def offload(
     Each layer takes :func:`custom_ops.residency.cache_bytes` of the device's memory.
 
     The weights are pinned, for which PyTorch may take up to twice their size of host memory. From
-    then on the model computes forward only, and must not be moved. Call it again after changing
-    weights, or for another R.
+    then on the model computes forward only; it must not be moved, and its experts not change. Call
+    it again for another R.
 
     Args:
         model: The model, after :func:`convert`, wherever it is.
@@ -50,7 +50,8 @@ def offload(
     Raises:
         ValueError: If there is no layer, or none of a path; if not exactly one of
             ``resident_experts`` and ``memory`` is given; if R is below 1, or ``memory`` is too
-            little for an expert of each layer; or if a layer's weights are copied at each call.
+            little for an expert of each layer; or if a layer's weights do not lie in memory as the
+            operators read them, such as gate and up in stacks of their own.
     """
     if (resident_experts is None) == (memory is None):
         raise ValueError("offload needs either resident_experts or memory")
@@ -67,14 +68,20 @@ def offload(
         resident_experts = _fitting(weights.values(), memory)
     residents = _residents(weights, resident_experts)
 
-    host = {weight.untyped_storage().data_ptr() for pair in weights.values() for weight in pair}
-    held: list[Tensor] = [*chain(model.parameters(), model.buffers())]
-    followers = [each for each in held if each.untyped_storage().data_ptr() in host]
-    for each in held:
-        if each.untyped_storage().data_ptr() not in host:
+    experts = [weight for pair in weights.values() for weight in pair]
+    parts: dict[int, list[Tensor]] = {weight.data_ptr(): [] for weight in experts}
+    by_storage: dict[int, list[Tensor]] = {}
+    for weight in experts:
+        by_storage.setdefault(weight.untyped_storage().data_ptr(), []).append(weight)
+    for each in chain(model.parameters(), model.buffers()):
+        near = by_storage.get(each.untyped_storage().data_ptr(), ())
+        around = next((weight for weight in near if _is_part(each, weight)), None)
+        if around is None:
             each.data = each.data.to(device)
+        else:
+            parts[around.data_ptr()].append(each)
     for path, pair in weights.items():
-        w1, w2 = (_pinned(weight, followers) for weight in pair)
+        w1, w2 = (_pinned(weight, parts[weight.data_ptr()]) for weight in pair)
         module = layers[path]
         if isinstance(module, ConvertedLayer):
             module.keep_weights(w1, w2, device)
@@ -107,7 +114,7 @@ def _weights(path: str, module: nn.Module) -> tuple[Tensor, Tensor]:
         if weight.untyped_storage().data_ptr() not in memory:
             raise ValueError(
                 f"the experts of {path!r} cannot be offloaded: their weights do not lie as the "
-                "operators read them, so each call copies them"
+                "operators read them, which therefore take a copy"
             )
     return w1.detach(), w2.detach()
 
@@ -144,19 +151,18 @@ def _fitting(weights: Iterable[tuple[Tensor, Tensor]], memory: int) -> int:
     return fitting
 
 
-def _pinned(weight: Tensor, followers: Iterable[Tensor]) -> Tensor:
-    """Returns a weight in pinned memory, to which the parameters in its old memory move too."""
-    storage = weight.untyped_storage()
-    if storage.nbytes() != weight.nbytes:
-        # Other tensors have parts of it; they stay where they are.
-        moved = torch.empty_like(weight, device="cpu").copy_(weight).pin_memory()
-        for each in followers:
-            if each.data_ptr() == weight.data_ptr() and each.shape == weight.shape:
-                each.data = moved
-        return moved
-    whole = torch.empty(0, dtype=weight.dtype, device=weight.device).set_(storage)
-    pinned = whole if whole.is_pinned() else whole.cpu().pin_memory()
-    for each in followers:
-        if each.untyped_storage().data_ptr() == storage.data_ptr():
-            each.data = pinned.as_strided(each.shape, each.stride(), each.storage_offset())
-    return pinned.as_strided(weight.shape, weight.stride(), weight.storage_offset())
+def _is_part(tensor: Tensor, weight: Tensor) -> bool:
+    """Whether all of a tensor lies in a weight's memory, both being dense."""
+    first = tensor.data_ptr() - weight.data_ptr()
+    return 0 <= first <= weight.nbytes - tensor.nbytes
+
+
+def _pinned(weight: Tensor, parts: Iterable[Tensor]) -> Tensor:
+    """Returns a weight in pinned memory, into which the parameters that lie in it move too."""
+    start = weight.storage_offset()
+    memory = weight.as_strided((weight.numel(),), (1,), start)
+    pinned = memory if memory.is_pinned() else memory.cpu().pin_memory()
+    first = pinned.storage_offset() - start
+    for each in parts:
+        each.data = pinned.as_strided(each.shape, each.stride(), first + each.storage_offset())
+    return pinned.as_strided(weight.shape, weight.stride(), first + start)

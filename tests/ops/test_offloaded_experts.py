@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -26,46 +26,14 @@ from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan
 from custom_ops.options import ROUTER_OPTIONS
 from custom_ops.residency import cache_bytes
+from mocked_device import Stream, mocked_device
 from moe_cases import OPS, Case, make_case
 from wave_runs import run_resident
 
 
-class Stream:
-    """A stream that notes which others it waits for."""
-
-    def __init__(self, device: object = None) -> None:
-        self.waited: list[Stream] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waited.append(other)
-
-    def wait_event(self, event: object) -> None: ...
-
-    def record_event(self) -> object:
-        return object()
-
-
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    """The mocked device: its current stream, and whether a graph captures it."""
-    state = {"stream": Stream(), "capturing": False, "pinned": True}
-
-    @contextmanager
-    def on(stream):
-        yield
-
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: state["stream"])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
-    monkeypatch.setattr(Tensor, "is_pinned", lambda _: state["pinned"])
-    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
-    _CACHES.clear()
-    _cuda_offload._plan.cache_clear()
-    yield state
-    _CACHES.clear()
+    yield from mocked_device(monkeypatch)
 
 
 def run(case: Case) -> Tensor:
@@ -239,14 +207,16 @@ def test_the_bytes_of_a_cache_are_those_of_the_plan():
 HOST, CUDA, OTHER = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1"))
 
 
-def fakes(x: torch.device, w1: torch.device, w2: torch.device, b1: torch.device) -> list[Tensor]:
-    return [
+def fakes(
+    x: torch.device, w1: torch.device, w2: torch.device, b1: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
         torch.empty(3, 16, device=x),
         torch.empty(6, 8, 16, device=w1),
         torch.empty(6, 8, device=b1),
         torch.empty(6, 16, 8, device=w2),
         torch.empty(6, 16, device=b1),
-    ]
+    )
 
 
 def test_which_devices_fit_together():
@@ -264,7 +234,7 @@ def test_which_devices_fit_together():
                 check_experts(*fakes(*devices), ExpertOptions())
 
 
-def call_on_fakes(op: str) -> tuple[Tensor, ...]:
+def call_on_fakes(op: str) -> tuple[Any, ...]:
     x, w1, b1, w2, b2 = fakes(CUDA, HOST, HOST, CUDA)
     if op == "dropless":
         return x, torch.empty(6, 16, device=CUDA), w1, b1, w2, b2, 2
