@@ -17,6 +17,8 @@ from typing import Self
 
 #: Names a folder of weight files that comes before the folder that a source names.
 FOLDER_VARIABLE = "DYNAMO_MOE_WEIGHTS"
+#: A file's name ends with this, by which its path is found in an engine.
+SUFFIX = ".safetensors"
 #: Kernels read so many bytes at a time, so only such multiples of a file are mapped.
 ALIGNMENT = 16
 #: States of a file, see :meth:`WeightSource.state`.

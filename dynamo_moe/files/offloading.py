@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from custom_ops.residency import cache_bytes
-from custom_ops.weight_source import ALIGNMENT, WeightSource
+from custom_ops.weight_source import ALIGNMENT, SUFFIX, WeightSource
 from dynamo_moe.files.experts_file import Progress, write_experts
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.files.model_files import check_destination, load_graph, save_model
@@ -178,7 +178,7 @@ def offload_file(
         resident_memory: Instead of their number, the most bytes that all slots and their tables
             take: as many as fit, the same share of each layer's experts.
         weights: The safetensors file that weights are copied into, if there are any; by default
-            ``<output>.experts.safetensors``.
+            ``<output>.experts.safetensors``; another one must be called ``*.safetensors``, too.
         shared_cache: Whether the contexts of an engine share their slots, under a lock and without
             CUDA graphs; by default each has its own.
         progress: Called with the bytes of the weights that are copied and all of them.
@@ -265,11 +265,13 @@ def _expert_shapes(parsed: MoENode) -> dict[str, tuple[int, int]]:
 
 
 def _check_files(model: ir.Model, path: Path, output: Path, file: Path) -> None:
-    """Checks that nothing that is read would be overwritten.
+    """Checks the names of files that are written: nothing that is read would be overwritten.
 
     Raises:
-        ValueError: If something would be.
+        ValueError: If something would be, or the weights' file has another suffix.
     """
+    if file.suffix != SUFFIX:
+        raise ValueError(f"a file of weights must be called *{SUFFIX}, got {file}")
     for written in (output, file):
         if written.resolve() in {path.resolve(), *map(Path.resolve, _files(model).values())}:
             raise ValueError(f"{written} is read to write it: name another file")
@@ -335,7 +337,7 @@ def _sources(
 
 def _source(tensor: ir.TensorProtocol) -> WeightSource | None:
     """Returns where a tensor lies in a safetensors file; None if it does not."""
-    if not isinstance(tensor, ir.ExternalTensor):
+    if not isinstance(tensor, ir.ExternalTensor) or Path(tensor.path).suffix != SUFFIX:
         return None
     try:
         return WeightSource.of(Path(tensor.path), tensor.offset or 0, tensor.nbytes)

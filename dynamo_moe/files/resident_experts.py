@@ -101,6 +101,8 @@ def share(layers: Sequence[ExpertSizes], memory: int) -> list[int]:
 
 
 def _check_names(layers: Sequence[ExpertSizes], by_name: Mapping[str, int]) -> None:
+    if not by_name:
+        raise ValueError("resident_experts names no layer")
     known = {ANY, *(name for layer in layers for name in layer.names)}
     unknown = [name for name in by_name if name not in known]
     if unknown:

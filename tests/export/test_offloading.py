@@ -387,6 +387,12 @@ def unchanged(proto: onnx.ModelProto) -> None:
             "there is no MoE layer 'b.0'; the layers: b.0.mlp, b.1.experts",
         ),
         (unchanged, {}, "give either resident_experts or resident_memory"),
+        (unchanged, {"resident_experts": {}}, "resident_experts names no layer"),
+        (
+            unchanged,
+            {"resident_experts": 1, "weights": "experts.bin"},
+            r"a file of weights must be called \*\.safetensors, got experts\.bin",
+        ),
         (unchanged, {"resident_experts": 1, "resident_memory": 1}, "give either"),
         (
             unchanged,
