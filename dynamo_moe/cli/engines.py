@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -262,9 +263,9 @@ def _offloaded(
                 file, copy, weights=weights, progress=progress, **options
             )
         try:
-            yield copy, report
+            # The copy is gone when a user reads of it: reports and errors name the file.
+            yield copy, replace(report, path=file)
         except trt_plugin.EngineError as error:
-            # The copy is gone when a user reads of it.
             raise trt_plugin.EngineError(str(error).replace(str(copy), str(file))) from error
 
 

@@ -400,7 +400,7 @@ def _notes(layers: Sequence[OffloadedLayer]) -> list[str]:
     unaligned = {each.path for layer in layers for each in layer.sources if each.offset % ALIGNMENT}
     notes += [
         f"{path}: weights that do not begin at a multiple of {ALIGNMENT} bytes are copied to "
-        "pinned memory when the engine is loaded, instead of mapped"
+        "pinned memory when the engine first runs, instead of mapped"
         for path in sorted(unaligned)
     ]
     if layers and all(layer.resident_experts == layer.experts for layer in layers):

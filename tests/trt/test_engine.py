@@ -706,6 +706,7 @@ def test_experts_are_offloaded(tensorrt, given_files, moe_file, tmp_path, monkey
     assert memory["weight_bytes"] == memory["host_bytes"] == 4 * 2 * size
     assert offload["weights_file"] == str(tmp_path / "model.engine.experts.safetensors")
     assert offload["shared_cache"] is True
+    assert offload["path"] == str(moe_file)
     (node,) = (node for node in given_files[0].graph.node if node.op_type == "DroplessMoE")
     attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
     assert (attributes["resident_experts"], attributes["expert_cache"]) == (2, 1)
