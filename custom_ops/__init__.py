@@ -4,6 +4,7 @@ Importing this package registers ``torch.ops.moe.dropless``, ``torch.ops.moe.exp
 ``torch.ops.moe.rms_norm``.
 """
 
+from custom_ops._cuda_offload import offload_experts
 from custom_ops.dropless import dropless
 from custom_ops.experts import experts
 from custom_ops.options import ACTIVATIONS, PRE_NORMS, SCORINGS, ExpertOptions, RouterOptions
@@ -14,6 +15,8 @@ __all__ = [
     "dropless",
     "experts",
     "rms_norm",
+    # Experts in host memory
+    "offload_experts",
     # Options
     "ACTIVATIONS",
     "PRE_NORMS",

@@ -45,7 +45,7 @@ def remembered(check: Callable[..., R]) -> Callable[..., R]:
 def check_experts(
     x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, options: ExpertOptions
 ) -> None:
-    """Checks tokens and expert parameters.
+    """Checks tokens and expert parameters; with x on CUDA, w1 and w2 may be in host memory.
 
     Raises:
         ValueError: If a shape or a device does not fit.
@@ -85,7 +85,27 @@ def check_experts(
     for name, tensor in (("w2", w2), ("b1", b1), ("b2", b2)):
         if tensor is not None:
             _check_dtype(name, tensor, (w1.dtype,), "as w1")
-    _check_devices(x, w1=w1, b1=b1, w2=w2, b2=b2)
+    if _is_offloaded(x, w1):
+        _check_value(
+            w2.device == w1.device,
+            lambda: f"w2 must be on w1's device {w1.device}, got {w2.device}",
+        )
+        _check_devices(x, b1=b1, b2=b2)
+    else:
+        _check_devices(x, w1=w1, b1=b1, w2=w2, b2=b2)
+
+
+def check_trainable(x: Tensor, w1: Tensor) -> None:
+    """Checks that a call that needs gradients has its experts on the tokens' device.
+
+    Raises:
+        NotImplementedError: If they are in host memory.
+    """
+    if _is_offloaded(x, w1):
+        raise NotImplementedError(
+            f"experts in host memory have no gradients (x is on {x.device}, w1 on {w1.device}): "
+            "call the layer under torch.no_grad(), or move its experts to x's device"
+        )
 
 
 def check_router(
@@ -206,6 +226,11 @@ def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], why
         return f"{name} must be {one_of}{names}{why and ' '}{why}, got {dtype_name(tensor.dtype)}"
 
     _check_type(tensor.dtype in dtypes, message)
+
+
+def _is_offloaded(x: Tensor, w1: Tensor) -> bool:
+    """Whether the experts are in host memory, of which the device takes what it needs."""
+    return w1.device.type == "cpu" and x.device.type == "cuda"
 
 
 def _check_devices(x: Tensor, **tensors: Tensor | None) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda, _cuda_backward, _grouped
-from custom_ops._checks import check_experts, check_router, remembered
+from custom_ops import _cuda, _cuda_backward, _cuda_offload, _grouped
+from custom_ops._checks import check_experts, check_router, check_trainable, remembered
 from custom_ops._grouped import ExpertParameters
 from custom_ops._library import (
     LIBRARY,
@@ -79,7 +79,9 @@ def dropless(
     Args:
         x: Tokens ``[..., D]``; float32, float16, bfloat16 or float64.
         router_weight: ``[E, D]``, floating.
-        w1: ``[E, F, D]``, (out, in) as in ``nn.Linear``; gate rows before up rows when gated.
+        w1: ``[E, F, D]``, (out, in) as in ``nn.Linear``; gate rows before up rows when gated. With
+            x on CUDA, it and w2 may be in pinned host memory, see
+            :func:`custom_ops.offload_experts`; they then have no gradients, nor has x.
         b1: ``[E, F]`` in ``w1``'s dtype, or None.
         w2: ``[E, D, H]`` in ``w1``'s dtype.
         b2: ``[E, D]`` in ``w1``'s dtype, or None.
@@ -149,12 +151,13 @@ def _dropless_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 @torch.library.impl(LIBRARY, "dropless", "CPU")
 @torch.library.impl(LIBRARY, "dropless", "CUDA")
 def _dropless_forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    forward = _cuda.forward if x.is_cuda else _grouped.forward
+    forward = _cuda_offload.forward_of(x, arguments[1])
     return forward(*_given(x, *arguments, **options)).view(x.shape)
 
 
 @torch.library.register_fake("moe::dropless_routed", lib=LIBRARY)
 def _dropless_routed_fake(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    check_trainable(x, arguments[1])
     router_options, _ = _check(x, *arguments, **options)
     size = (x.numel() // x.shape[-1], router_options.top_k)
     return (
@@ -167,6 +170,7 @@ def _dropless_routed_fake(x: Tensor, *arguments: Any, **options: Any) -> tuple[T
 @torch.library.impl(LIBRARY, "dropless_routed", "CPU")
 @torch.library.impl(LIBRARY, "dropless_routed", "CUDA")
 def _dropless_routed(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    check_trainable(x, arguments[1])
     forward = _cuda.forward_routed if x.is_cuda else _grouped.forward_routed
     y_TD, ids_TK, weights_TK = forward(*_given(x, *arguments, **options))
     return y_TD.view(x.shape), ids_TK, weights_TK

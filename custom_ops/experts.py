@@ -7,8 +7,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda, _cuda_backward, _grouped
-from custom_ops._checks import check_experts, check_routing, remembered
+from custom_ops import _cuda_backward, _cuda_offload, _grouped
+from custom_ops._checks import check_experts, check_routing, check_trainable, remembered
 from custom_ops._grouped import ExpertParameters
 from custom_ops._library import (
     LIBRARY,
@@ -56,7 +56,9 @@ def experts(
         x: Tokens ``[..., D]``; float32, float16, bfloat16 or float64.
         expert_ids: ``[..., K]`` int32 or int64 in ``0..E-1``, or -1 for no expert.
         expert_weights: ``[..., K]``, floating.
-        w1: ``[E, F, D]``, (out, in) as in ``nn.Linear``; gate rows before up rows when gated.
+        w1: ``[E, F, D]``, (out, in) as in ``nn.Linear``; gate rows before up rows when gated. With
+            x on CUDA, it and w2 may be in pinned host memory, see
+            :func:`custom_ops.offload_experts`; they then have no gradients, nor has x.
         b1: ``[E, F]`` in ``w1``'s dtype, or None.
         w2: ``[E, D, H]`` in ``w1``'s dtype.
         b2: ``[E, D]`` in ``w1``'s dtype, or None.
@@ -107,7 +109,7 @@ def _experts_forward(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
 ) -> Tensor:
     checked = _check_eagerly(x, expert_ids, expert_weights, *parameters, **options)
-    forward = _cuda.forward if x.is_cuda else _grouped.forward
+    forward = _cuda_offload.forward_of(x, parameters[0])
     y_TD = forward(
         _rows(x),
         {"expert_ids": _rows(expert_ids), "expert_weights": _rows(expert_weights)},
@@ -155,6 +157,7 @@ def _experts_backward(
 def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
 ) -> None:
+    check_trainable(inputs[0], inputs[3])
     ctx.save_for_backward(*inputs)
     ctx.options = keyword_only_inputs
 

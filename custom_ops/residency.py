@@ -43,6 +43,29 @@ class Waves:
     waves: tuple[Wave, ...]
 
 
+#: Buffers of the device's memory begin at multiples of it.
+_ALIGNMENT = 256
+
+
+def cache_bytes(experts: int, resident: int, w1_bytes: int, w2_bytes: int) -> int:
+    """Returns the bytes that a layer's cache takes on the device: ``4 E + 12 R + 8`` and R slots.
+
+    Each of its six buffers is rounded up to 256 bytes.
+
+    Args:
+        experts: E.
+        resident: R.
+        w1_bytes: Of one expert's w1.
+        w2_bytes: Of one expert's w2.
+
+    Example:
+        >>> cache_bytes(experts=128, resident=32, w1_bytes=6 << 20, w2_bytes=3 << 20)
+        301991168
+    """
+    buffers = (4 * experts, 4 * resident, 8 * resident, 8, resident * w1_bytes, resident * w2_bytes)
+    return sum(size + -size % _ALIGNMENT for size in buffers)
+
+
 class ExpertCache:
     """R slots for E experts, of which those used the longest time ago make room.
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
     from dynamo_moe.moe_nodes.translation import onnx_translation_table
+    from dynamo_moe.offloading import offload
     from dynamo_moe.operators.functions import FunctionOp, op_from_function
     from dynamo_moe.operators.registration import register_op
     from dynamo_moe.tolerances import Tolerance
@@ -40,6 +41,8 @@ __all__ = [
     # Upcycling
     "upcycle",
     "UpcyclingReport",
+    # Experts in host memory
+    "offload",
     # Opening checkpoints
     "open_checkpoint",
     "open_tensors",
@@ -77,6 +80,7 @@ _HOME = {
     "ConversionReport": "conversion",
     "upcycle": "conversion.upcycling",
     "UpcyclingReport": "conversion.upcycling",
+    "offload": "offloading",
     "open_checkpoint": "weights.checkpoints",
     "open_tensors": "weights.checkpoints",
     "load_infmoe": "conversion.infmoe",

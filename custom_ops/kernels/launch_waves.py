@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -85,28 +85,35 @@ def launch_in_waves(
         return
     calls = enqueued(plan, tokens)
     memory = dict(call_memory(plan, tensors, state, workspace))
-    main = None if side is None else torch.cuda.current_stream()
-    awaited = {place for each in calls for place in each.after}
-    ended: dict[int, torch.cuda.Event] = {}
+    if side is None:
+        for each in calls:
+            each.start(memory)
+        return
+    main = torch.cuda.current_stream()
     try:
-        for place, each in enumerate(calls):
-            stream = side if each.side else main
-            with _on(stream if each.side else None):
-                if stream is not None:
-                    for other in each.after:
-                        stream.wait_event(ended[other])
-                each.start(memory)
-                if stream is not None and place in awaited:
-                    ended[place] = stream.record_event()
+        _launch_on_streams(calls, memory, main, side)
     except BaseException:
         # What the second stream still reads goes back to this one.
-        if main is not None:
-            main.wait_stream(side)
+        main.wait_stream(side)
         raise
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+def _launch_on_streams(
+    calls: tuple[Enqueued, ...],
+    memory: Mapping[str, Tensor],
+    main: torch.cuda.Stream,
+    side: torch.cuda.Stream,
+) -> None:
+    awaited = {place for each in calls for place in each.after}
+    ended: dict[int, torch.cuda.Event] = {}
+    for place, each in enumerate(calls):
+        stream = side if each.side else main
+        for other in each.after:
+            stream.wait_event(ended[other])
+        with torch.cuda.stream(side) if each.side else nullcontext():
+            each.start(memory)
+        if place in awaited:
+            ended[place] = stream.record_event()
 
 
 def call_memory(

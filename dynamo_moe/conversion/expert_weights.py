@@ -144,6 +144,21 @@ class CachedWeights:
             self._weights, self._key = weights, _memory_key(parameters)
         return weights
 
+    def keep(
+        self,
+        experts: ExpertsSpec,
+        module: nn.Module,
+        w1: Tensor,
+        w2: Tensor,
+        biases: torch.device | str,
+    ) -> None:
+        """Keeps the weights in other memory, where the module's parameters now are as well."""
+        kept = self.get(experts, module) if self._weights is None else self._weights
+        b1, b2 = (None if b is None else b.to(biases) for b in (kept.b1, kept.b2))
+        self._weights = ExpertWeights(w1, b1, w2, b2)
+        parameters: list[Tensor] = [attrgetter(name)(module) for name in experts.parameter_names()]
+        self._key = _memory_key(parameters)
+
 
 def _memory_key(parameters: list[Tensor]) -> Any:
     """Returns a key that differs once a parameter has other memory or was changed in place."""

@@ -435,6 +435,16 @@ class ConvertedLayer(ConvertedModule):
         names = dict.fromkeys(self._dynamo_moe_spec.experts.parameter_names())
         return {name: self.get_parameter(name) for name in names}
 
+    def kept_weights(self) -> tuple[Tensor, Tensor]:
+        """Returns w1 ``[E, F, D]`` and w2 ``[E, D, H]``, which calls without gradients use."""
+        with torch.no_grad():
+            weights = self._dynamo_moe_weights.get(self._dynamo_moe_spec.experts, self)
+        return weights.w1, weights.w2
+
+    def keep_weights(self, w1: Tensor, w2: Tensor, biases: torch.device | str) -> None:
+        """Makes calls use these weights, and the biases on a device, until a parameter changes."""
+        self._dynamo_moe_weights.keep(self._dynamo_moe_spec.experts, self, w1, w2, biases)
+
     def extra_repr(self) -> str:
         """What is computed, for ``print(model)``."""
         experts = self._dynamo_moe_spec.experts

@@ -1,0 +1,203 @@
+"""The operators on CUDA tokens with the experts in pinned host memory: R of them on the device.
+
+w1 and w2 alone lie in host memory, which the device reads; all else is on the device. A cache of R
+experts per layer and device persists from call to call, see :mod:`custom_ops.kernels.residency`.
+:func:`offload_experts` makes it; a layer that nobody offloaded gets one at its first call, of
+:func:`default_resident_experts`. It lives as long as the memory of both weights.
+
+A cache follows its calls from stream to stream. A call of which a launch failed empties it. A CUDA
+graph captures a layer that was run before; its replays are calls like others, so the caller orders
+them with those on other streams. Weights must neither change in place, unless they are offloaded
+again, nor be freed while the device computes. There are no gradients.
+
+Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from custom_ops import _cuda, _grouped
+from custom_ops._grouped import ExpertParameters
+from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops.residency import cache_bytes
+
+if TYPE_CHECKING:
+    from custom_ops.kernels.spec import ForwardPlan
+
+# The addresses of w1 and w2, and the device.
+_Key = tuple[int, int, torch.device]
+
+
+def forward_of(x: Tensor, w1: Tensor) -> Callable[..., Tensor]:
+    """Returns what computes a call, by where its tokens and its experts are."""
+    if not x.is_cuda:
+        return _grouped.forward
+    return _cuda.forward if w1.is_cuda else forward
+
+
+def forward(
+    x_TD: Tensor,
+    routing: Mapping[str, Any],
+    parameters: ExpertParameters,
+    options: ExpertOptions,
+    router: RouterOptions | None = None,
+) -> Tensor:
+    """Computes what :func:`custom_ops._cuda.forward` computes, to the same bits.
+
+    Raises:
+        ValueError: If w1 or w2 is not pinned or would have to be copied, there are no kernels for
+            the layer, or it has more tokens than they count.
+        TypeError: If there are no kernels for a dtype.
+        RuntimeError: If a CUDA graph captures the first call.
+    """
+    fields = _cuda.layer_fields(x_TD, routing, parameters, options, router)
+    tensors = _cuda.readable(x_TD, routing, parameters)
+    w1_EFD, _, w2_EDH, _ = parameters
+    for name, given in (("w1", w1_EFD), ("w2", w2_EDH)):
+        if tensors[name].data_ptr() != given.data_ptr():
+            raise ValueError(
+                f"{name} is in host memory, where it must be contiguous, or the transpose of what "
+                f"is, and begin at a multiple of 16 bytes; got strides {given.stride()}"
+            )
+    cache = _cache_of(w1_EFD, w2_EDH, x_TD.device, fields["top_k"])
+    plan = _plan(x_TD.device, resident_experts=cache.resident, **fields)
+    if x_TD.shape[0] > plan.ranges[-1].last:
+        raise ValueError(
+            f"with experts in host memory, x must have at most {plan.ranges[-1].last} tokens, "
+            f"got {x_TD.shape[0]}"
+        )
+    tensors["y"] = y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    if x_TD.shape[0]:
+        with torch.cuda.device(x_TD.device):
+            cache.launch(plan, tensors)
+    return y_TD
+
+
+def offload_experts(
+    w1: Tensor, w2: Tensor, resident_experts: int, device: torch.device | str = "cuda"
+) -> None:
+    """Makes, or makes anew, the cache of a layer whose experts are in pinned host memory.
+
+    It takes :func:`custom_ops.residency.cache_bytes` of the device's memory until either weight is
+    freed.
+
+    Args:
+        w1: ``[E, F, D]`` or ``[E, D, F]``, as it lies.
+        w2: ``[E, D, H]`` or ``[E, H, D]``, as it lies.
+        resident_experts: R, in ``1..E``.
+        device: Where the layer computes; without an index, the current CUDA device.
+
+    Raises:
+        ValueError: If a weight is not pinned, or R is not in ``1..E``.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    with _LOCK:
+        _make(w1, w2, resident_experts, device)
+
+
+def default_resident_experts(experts: int, top_k: int) -> int:
+    """Returns R for a layer that nobody offloaded: a quarter of E, but no fewer than K."""
+    return min(experts, max(top_k, -(-experts // 4)))
+
+
+class _Cache:
+    """A layer's slots and tables on a device, and what runs its calls.
+
+    Attributes:
+        resident: R.
+    """
+
+    def __init__(self, resident: int, size: int, device: torch.device) -> None:
+        self.resident = resident
+        with torch.cuda.device(device):
+            self._state = torch.zeros(size, dtype=torch.uint8, device=device)
+            self._side = torch.cuda.Stream(device)
+            self._last = torch.cuda.current_stream(device)
+        self._is_valid = True
+        self._lock = threading.Lock()
+
+    def launch(self, plan: ForwardPlan, tensors: dict[str, Tensor]) -> None:
+        """Runs a call on the current stream, behind the cache's earlier calls."""
+        from custom_ops.kernels.launch_waves import launch_in_waves
+
+        with self._lock:
+            if not torch.cuda.is_current_stream_capturing():
+                self._follow(torch.cuda.current_stream())
+            if not self._is_valid:
+                self._state[: plan.tables_size].zero_()
+            self._is_valid = False
+            launch_in_waves(plan, tensors, self._state, self._side)
+            self._is_valid = True
+
+    def _follow(self, stream: torch.cuda.Stream) -> None:
+        if stream != self._last:
+            stream.wait_stream(self._last)
+            self._state.record_stream(stream)
+            self._last = stream
+
+
+_CACHES: dict[_Key, _Cache] = {}
+_LOCK = threading.Lock()
+
+
+def _cache_of(w1: Tensor, w2: Tensor, device: torch.device, top_k: int) -> _Cache:
+    key = (w1.data_ptr(), w2.data_ptr(), device)
+    found = _CACHES.get(key)
+    if found is not None:
+        return found
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a layer with experts in host memory must run once before a CUDA graph captures it"
+        )
+    with _LOCK:
+        resident = default_resident_experts(w1.shape[0], top_k)
+        return _CACHES.get(key) or _make(w1, w2, resident, device)
+
+
+def _make(w1: Tensor, w2: Tensor, resident: int, device: torch.device) -> _Cache:
+    for name, weight in (("w1", w1), ("w2", w2)):
+        if not weight.is_pinned():
+            raise ValueError(
+                f"{name} is in host memory that the device cannot read: pin it by "
+                f"{name}.pin_memory(), or offload the model by dynamo_moe.offload; under autocast, "
+                "its dtype must be autocast's"
+            )
+    experts = w1.shape[0]
+    if not 1 <= resident <= experts:
+        raise ValueError(f"resident_experts must be in 1..{experts}, got {resident}")
+    size = cache_bytes(experts, resident, w1[0].nbytes, w2[0].nbytes)
+    key = (w1.data_ptr(), w2.data_ptr(), device)
+    _CACHES[key] = made = _Cache(resident, size, device)
+    for weight in (w1, w2):
+        # The storage, since the tensor may be a view of the weight's memory.
+        weakref.finalize(weight.untyped_storage(), _forget, key, weakref.ref(made)).atexit = False
+    return made
+
+
+def _forget(key: _Key, cache: weakref.ref[_Cache]) -> None:
+    """Drops a cache whose weights are gone, unless others already have their address."""
+    if (known := _CACHES.get(key)) is not None and known is cache():
+        del _CACHES[key]
+
+
+@lru_cache(maxsize=1024)
+def _plan(device: torch.device, **fields: Any) -> ForwardPlan:
+    from custom_ops.kernels.architectures import nearest_architecture
+    from custom_ops.kernels.layer import Layer
+    from custom_ops.kernels.plan import plan
+
+    try:
+        layer = Layer(**fields)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"with experts in host memory: {error}") from error
+    return plan(layer, nearest_architecture(*torch.cuda.get_device_capability(device)))

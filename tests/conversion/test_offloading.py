@@ -1,0 +1,166 @@
+"""``offload``: whose weights move where, and how many experts a layer keeps on the device.
+
+The device is mocked: what is on it are CPU tensors, and the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_converted_modules import Listed, Stacked
+from torch import Tensor, nn
+
+import dynamo_moe
+from custom_ops import _cuda_offload
+from custom_ops._cuda_offload import _CACHES
+from custom_ops.residency import cache_bytes
+from dynamo_moe.models import DroplessMoEMlp
+from mocked_device import mocked_device
+
+EXPERTS = 4
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    pinned: set[int] = set()
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        pinned.add(copy.untyped_storage().data_ptr())
+        return copy
+
+    for state in mocked_device(monkeypatch):
+        monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+        monkeypatch.setattr(Tensor, "is_pinned", lambda t: t.untyped_storage().data_ptr() in pinned)
+        yield state
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(DroplessMoEMlp(16, 24, num_experts=EXPERTS, top_k=2) for _ in range(2)))
+
+
+def converted(model: nn.Sequential) -> nn.Sequential:
+    model = model.eval().requires_grad_(False)
+    report = dynamo_moe.convert(model)
+    assert report.replaced
+    return model
+
+
+class Fused(Listed):
+    """Gate and up in one stack, which the operator reads as it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.experts
+        self.w13 = nn.Parameter(torch.randn(4, 48, 16) / 4)
+        self.w2 = nn.Parameter(torch.randn(4, 16, 24) / 5)
+
+    def run(self, expert: int, x: Tensor) -> Tensor:
+        gate, up = (x @ self.w13[expert].T).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ self.w2[expert].T
+
+
+KINDS = {"listed": Listed, "fused": Fused}
+
+
+@pytest.mark.parametrize("kind", ["mlp", *KINDS])
+def test_the_model_computes_the_same_from_host_memory(kind, monkeypatch):
+    model = {
+        "mlp": mlp,
+        "listed": lambda: nn.Sequential(Listed()),
+        "fused": lambda: nn.Sequential(Fused()),
+    }[kind]()
+    model = converted(model)
+    x = torch.randn(9, 16)
+    expected = model(x)
+    residents = dynamo_moe.offload(model, 2, device="cpu")
+    assert residents == {str(place): 2 for place in range(len(model))}
+    experts = [p for p in model.parameters() if p.numel() >= 16 * 24]
+    assert experts
+    assert all(each.is_pinned() for each in experts)
+    assert not any(p.is_pinned() for p in model.parameters() if p.numel() < 16 * 24)
+    caches = {*_CACHES}
+    assert len(caches) == len(model)
+    # What is on the device runs the kernels, with the caches that are there.
+    monkeypatch.setattr(_cuda_offload, "forward_of", lambda *_: _cuda_offload.forward)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+    assert {*_CACHES} == caches
+    # Another number of slots needs no other memory.
+    addresses = [each.data_ptr() for each in experts]
+    dynamo_moe.offload(model, 3, device="cpu")
+    assert [each.data_ptr() for each in experts] == addresses
+    assert {each.resident for each in _CACHES.values()} == {3}
+
+
+def test_all_else_moves_to_the_device(monkeypatch):
+    model = converted(mlp())
+    model.register_buffer("scale", torch.ones(()))
+    moved: list[int] = []
+    to = Tensor.to
+
+    def noted(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        if arguments == ("cpu",):
+            moved.append(tensor.data_ptr())
+        return to(tensor, *arguments, **options)
+
+    monkeypatch.setattr(Tensor, "to", noted)
+    dynamo_moe.offload(model, 2, device="cpu")
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert {name for name, each in held.items() if each.data_ptr() in moved} == {
+        "scale",
+        *(f"{layer}.{name}" for layer in (0, 1) for name in ("router.weight", "b1", "b2")),
+    }
+
+
+def test_a_number_for_each_layer():
+    model = converted(mlp())
+    assert dynamo_moe.offload(model, {"1": 9}, device="cpu") == {"1": EXPERTS}
+    first, second = model
+    assert second.w1.is_pinned()
+    assert not first.w1.is_pinned()
+
+
+def test_as_many_as_fit():
+    model = converted(mlp())
+    one = 16 * 24 * 4
+    enough = {n: 2 * cache_bytes(EXPERTS, n, one, one) for n in range(1, EXPERTS + 1)}
+    for resident, memory in enough.items():
+        for more in (0, 1):
+            assert dynamo_moe.offload(model, memory=memory + more, device="cpu")["0"] == resident
+    assert dynamo_moe.offload(model, memory=1 << 40, device="cpu")["0"] == EXPERTS
+    message = f"one expert of each layer takes {enough[1]:,} bytes .* memory={enough[1] - 1:,}"
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.offload(model, memory=enough[1] - 1, device="cpu")
+
+
+def test_weights_in_the_memory_of_others():
+    model = converted(mlp())
+    (first, _), rest = model, torch.randn(EXPERTS * 16 * 24 + 8)
+    first.w1.data = rest[8:].view(EXPERTS, 16, 24)
+    expected = first.w1.clone()
+    dynamo_moe.offload(model, 2, device="cpu")
+    assert first.w1.is_pinned()
+    assert torch.equal(first.w1, expected)
+
+
+def test_what_is_refused():
+    model = converted(mlp())
+    with pytest.raises(ValueError, match="needs either resident_experts or memory"):
+        dynamo_moe.offload(model)
+    with pytest.raises(ValueError, match="needs either resident_experts or memory"):
+        dynamo_moe.offload(model, 2, memory=1)
+    with pytest.raises(ValueError, match=r"no layers \['2'\]; there are \['0', '1'\]"):
+        dynamo_moe.offload(model, {"0": 1, "2": 1})
+    with pytest.raises(ValueError, match="resident_experts must be at least 1, got 0 for '0'"):
+        dynamo_moe.offload(model, 0)
+    with pytest.raises(ValueError, match="convert it first"):
+        dynamo_moe.offload(nn.Linear(2, 2), 1)
+    apart = converted(nn.Sequential(Stacked()))
+    with pytest.raises(ValueError, match="'0' cannot be offloaded: their weights do not lie"):
+        dynamo_moe.offload(apart, 1)
+    assert not _CACHES

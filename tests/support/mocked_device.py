@@ -1,0 +1,51 @@
+"""A CUDA device for the operators' implementation with experts in host memory, on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from custom_ops import _cuda_offload
+from custom_ops._cuda_offload import _CACHES
+
+
+class Stream:
+    """A stream that notes which others it waits for."""
+
+    def __init__(self, device: object = None) -> None:
+        self.waited: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self) -> object:
+        return object()
+
+
+def mocked_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Yields the device: its current stream, whether a graph captures it, what is pinned."""
+    state = {"stream": Stream(), "capturing": False, "pinned": True}
+
+    @contextmanager
+    def on(stream):
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: state["stream"])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(Tensor, "is_pinned", lambda _: state["pinned"])
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+    _CACHES.clear()
+    _cuda_offload._plan.cache_clear()
+    yield state
+    _CACHES.clear()
