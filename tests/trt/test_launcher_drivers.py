@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from test_bundle import LAYER, MAP, ONE, program
 
+from small_bundles import offloaded
 from standin import LAUNCH_FAILED, ROOT, build
 from trt_plugin import Bundle
 from trt_plugin.bundle import Argument, Expression, Launch, Program, Range, TensorMap
@@ -33,6 +34,10 @@ def launching(*arguments: Argument, architecture: int = 90) -> Program:
 
 PLAIN = launching(Argument("tensor", "x"))
 MAPPED = launching(Argument("tensor_map", MAP))
+# Its two kernels have the one image.
+OFFLOADED = offloaded(
+    kernels=tuple(replace(each, image=PLAIN.kernels[0].image) for each in offloaded().kernels)
+)
 
 
 def use(driver, program: Program, architecture: int = 90) -> int:
@@ -65,6 +70,14 @@ def run(data):
         except LauncherError as error:
             return str(error)
     return "ok"
+
+def prepare(data):
+    with OpenProgram(data) as opened, opened.open_cache() as cache:
+        try:
+            cache.prepare()
+        except LauncherError as error:
+            return str(error)
+    return "ok"
 """
 
 
@@ -80,6 +93,7 @@ def in_another_process(code: str, *flags: str) -> list[str]:
         "TENSORS": TENSORS,
         "PLAIN": PLAIN.data,
         "MAPPED": MAPPED.data,
+        "OFFLOADED": OFFLOADED.data,
     }
     given = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     done = subprocess.run(
@@ -104,6 +118,15 @@ def test_an_older_driver_is_named():
     (message,) = in_another_process("load(); print(run(PLAIN))", "-DSTANDIN_CUDA_10")
     assert message.startswith("no driver: ")
     assert "libcuda.so.1 is too old, it has no cuLaunchKernelEx" in message
+
+
+@pytest.mark.parametrize("missing", ["cuMemHostRegister_v2", "cuStreamIsCapturing"])
+def test_only_offloaded_layers_need_what_they_alone_call(missing):
+    code = "driver = load(); print(run(PLAIN)); print(prepare(OFFLOADED))"
+    plain, offloaded = in_another_process(code, f"-D{missing}=cuAnother")
+    assert plain == "ok"
+    assert offloaded.startswith("no driver: ")
+    assert offloaded.split(";")[0].endswith(f"libcuda.so.1 is too old, it has no {missing}")
 
 
 def test_a_driver_that_comes_later_is_found():

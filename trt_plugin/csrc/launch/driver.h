@@ -20,8 +20,8 @@ using Module = struct ModuleTag*;
 using Function = struct FunctionTag*;
 using Stream = struct StreamTag*;
 using Event = struct EventTag*;
-// CUdeviceptr
-using Address = unsigned long long;
+// CUdeviceptr, an integer of a pointer's size.
+using Address = char*;
 
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kOutOfMemory = 2;

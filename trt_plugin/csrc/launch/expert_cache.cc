@@ -66,7 +66,7 @@ class ExpertCache::Device {
     if (side_ != nullptr) {
       offload_.stream_destroy(side_);
     }
-    if (memory_ != 0) {
+    if (memory_ != nullptr) {
       offload_.memory_free(memory_);
     }
   }
@@ -77,7 +77,7 @@ class ExpertCache::Device {
     DYNAMO_MOE_RETURN_IF_ERROR(StateOffsets(program_, offsets_, &size));
     if (const cuda::Result result = offload_.memory_allocate(&memory_, size);
         result != cuda::kSuccess) {
-      memory_ = 0;
+      memory_ = nullptr;
       return cuda::Failure(driver_, result,
                            Text("the expert cache's ", size, " bytes: cuMemAlloc"));
     }
@@ -144,7 +144,7 @@ class ExpertCache::Device {
   const char* note() const { return note_.c_str(); }
   const ContextIdentity& context() const { return context_; }
   const Program& program() const { return program_; }
-  char* at(std::uint32_t part) const { return reinterpret_cast<char*>(memory_) + offsets_[part]; }
+  char* at(std::uint32_t part) const { return memory_ + offsets_[part]; }
   TensorMaps& maps() { return maps_; }
   cuda::Stream side() const { return side_; }
   cuda::Event fork() const { return fork_; }
@@ -173,7 +173,7 @@ class ExpertCache::Device {
   const ContextIdentity context_;
   const Program& program_;
   TensorMaps maps_;
-  cuda::Address memory_ = 0;
+  cuda::Address memory_ = nullptr;
   std::size_t offsets_[format::kMaxBuffers] = {};
   cuda::Stream side_ = nullptr;
   cuda::Event fork_ = nullptr;

@@ -167,10 +167,11 @@ Status WeightsSource::Parse(std::string_view text, WeightsSource* source) {
     if (space == std::string_view::npos) {
       return false;
     }
-    const char* const end = rest.data() + space;
-    const auto [stop, error] = std::from_chars(rest.data(), end, *number, base);
+    const std::string_view word = rest.substr(0, space);
+    const auto [stop, error] =
+        std::from_chars(word.data(), word.data() + word.size(), *number, base);
     rest.remove_prefix(space + 1);
-    return error == std::errc() && stop == end;
+    return error == std::errc() && stop == word.data() + word.size();
   };
   if (!read(&source->offset, 10) || !read(&source->bytes, 10) || !read(&source->file_bytes, 10) ||
       !read(&source->header_bytes, 10) || !read(&source->header_checksum, 16) || rest.empty() ||

@@ -44,7 +44,7 @@ class HostWeights {
   ~HostWeights();
 
   // The device's address, a multiple of 16.
-  const void* address() const { return reinterpret_cast<const void*>(address_); }
+  const void* address() const { return address_; }
   // Why the bytes are a copy, and what to do; empty if the file's own pages are pinned.
   const std::string& note() const { return note_; }
 
@@ -61,7 +61,7 @@ class HostWeights {
   const cuda::Driver& driver_;
   const cuda::OffloadDriver& offload_;
   const ContextIdentity context_;
-  cuda::Address address_ = 0;
+  cuda::Address address_ = nullptr;
   std::string note_;
   // The file's pages, or else a copy.
   void* pages_ = nullptr;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -17,8 +18,9 @@ namespace {
 
 constexpr std::uint64_t kPointerAlignment = 16;
 constexpr unsigned kWarpSize = 32;
+constexpr std::size_t kAxes = 3;
 // Blocks along x, y and z, the same on every architecture.
-constexpr std::int64_t kGridLimits[3] = {2147483647, 65535, 65535};
+constexpr std::int64_t kGridLimits[kAxes] = {2147483647, 65535, 65535};
 
 // "0" starts each kernel after those ahead of it have ended; what it waits for is then there.
 constexpr const char* kDependentLaunchVariable = "DYNAMO_MOE_DEPENDENT_LAUNCH";
@@ -89,7 +91,7 @@ class Launcher::Call {
                              format::kWorkspaceAlignment, " and not be null");
     }
     DYNAMO_MOE_RETURN_IF_ERROR(StartAll(program.launches(range), stream));
-    if (program.wave(range).size() > 0) {
+    if (cache_ != nullptr && program.wave(range).size() > 0) {
       DYNAMO_MOE_RETURN_IF_ERROR(RunWaves(range, stream));
     }
     return StartAll(program.epilogue(range), stream);
@@ -98,7 +100,9 @@ class Launcher::Call {
  private:
   Status StartAll(Span<format::Launch> launches, cuda::Stream stream) {
     for (const format::Launch& launch : launches) {
-      DYNAMO_MOE_RETURN_IF_ERROR(Start(launch, stream));
+      std::int64_t grid[kAxes] = {};
+      DYNAMO_MOE_RETURN_IF_ERROR(Grid(launch, grid));
+      DYNAMO_MOE_RETURN_IF_ERROR(Start(launch, grid, stream));
     }
     return {};
   }
@@ -131,18 +135,18 @@ class Launcher::Call {
                  std::uint32_t* marked) {
     for (std::uint32_t i = 0; i < wave.size(); ++i) {
       const format::Launch& launch = wave[i];
-      const cuda::Stream on = (launch.flags & format::kOnSide) != 0 ? cache_->side() : stream;
-      bool is_empty = false;
-      DYNAMO_MOE_RETURN_IF_ERROR(IsEmpty(launch, &is_empty));
-      if (is_empty) {
+      cuda::Stream on = (launch.flags & format::kOnSide) != 0 ? cache_->side() : stream;
+      std::int64_t grid[kAxes] = {};
+      DYNAMO_MOE_RETURN_IF_ERROR(Grid(launch, grid));
+      if (std::find(std::begin(grid), std::end(grid), 0) != std::end(grid)) {
         continue;
       }
       for (std::uint32_t other = 0; other < wave.size(); ++other) {
-        if ((launch.after & *marked) >> other & 1) {
+        if (((launch.after & *marked) >> other & 1) != 0) {
           DYNAMO_MOE_RETURN_IF_ERROR(cache_->Await(other, on));
         }
       }
-      DYNAMO_MOE_RETURN_IF_ERROR(Start(launch, on));
+      DYNAMO_MOE_RETURN_IF_ERROR(Start(launch, grid, on));
       if ((awaited >> i & 1) != 0) {
         DYNAMO_MOE_RETURN_IF_ERROR(cache_->Mark(i, on));
         *marked |= 1U << i;
@@ -151,22 +155,21 @@ class Launcher::Call {
     return {};
   }
 
-  Status IsEmpty(const format::Launch& launch, bool* is_empty) const {
-    for (const std::uint32_t axis : launch.grid) {
-      std::int64_t blocks = 0;
-      DYNAMO_MOE_RETURN_IF_ERROR(launcher_.program().Evaluate(axis, sizes_, &blocks));
-      *is_empty = *is_empty || blocks == 0;
+  Status Grid(const format::Launch& launch, std::int64_t (&grid)[kAxes]) const {
+    for (std::size_t axis = 0; axis < kAxes; ++axis) {
+      DYNAMO_MOE_RETURN_IF_ERROR(
+          launcher_.program().Evaluate(launch.grid[axis], sizes_, &grid[axis]));
     }
     return {};
   }
 
-  Status Start(const format::Launch& launch, cuda::Stream stream) {
+  Status Start(const format::Launch& launch, const std::int64_t (&grid)[kAxes],
+               cuda::Stream stream) {
     const Program& program = launcher_.program();
     const format::Kernel& kernel = program.kernels()[launch.kernel];
     cuda::LaunchConfig config = {};
-    for (int axis = 0; axis < 3; ++axis) {
-      std::int64_t blocks = 0;
-      DYNAMO_MOE_RETURN_IF_ERROR(program.Evaluate(launch.grid[axis], sizes_, &blocks));
+    for (std::size_t axis = 0; axis < kAxes; ++axis) {
+      const std::int64_t blocks = grid[axis];
       if (blocks < 1 || blocks > kGridLimits[axis]) {
         return InvalidArgument("kernel ", program.text(kernel.name), " would have ", blocks,
                                " blocks along ", std::string(1, "xyz"[axis]), ", permitted are 1..",
