@@ -29,7 +29,7 @@ from dynamo_moe.cli.common import (
     show_bytes,
 )
 from dynamo_moe.cli.model_loading import UsageError
-from dynamo_moe.cli.offloading import offloading
+from dynamo_moe.cli.offloading import ResidentExperts, ResidentMemory, offloading
 
 if TYPE_CHECKING:
     from dynamo_moe.files.offloading import OffloadReport
@@ -88,23 +88,8 @@ def engine(
             "layer is offloaded; else they are compiled now.",
         ),
     ] = None,
-    resident_experts: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[LAYER=]R",
-            help="Offload experts: their weights stay in files, which a run maps into host memory, "
-            "and the GPU has slots for R of each layer's experts, [cyan]8[/], or of one layer's, "
-            "[cyan]blocks.3.mlp=8[/]; may be repeated.",
-        ),
-    ] = None,
-    resident_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Offload experts, with as many slots as fit into so much of the GPU's memory in "
-            "all, [cyan]8GB[/]: the same share of each layer's experts.",
-        ),
-    ] = None,
+    resident_experts: ResidentExperts = None,
+    resident_memory: ResidentMemory = None,
     share_expert_cache: Annotated[
         bool,
         typer.Option(
@@ -142,7 +127,9 @@ def engine(
     with failures(debug):
         need_file(file)
         out = out or file.with_suffix(".engine")
-        offload = offloading(resident_experts or [], resident_memory, shared=share_expert_cache)
+        offload = offloading(resident_experts, resident_memory)
+        if share_expert_cache and not offload:
+            raise UsageError("--share-expert-cache needs --resident-experts or --resident-memory")
         need_place(out)
         if kernels:
             need_file(kernels)
@@ -163,7 +150,7 @@ def engine(
             need_triton()
             architectures = architectures or [_device()]
         with (
-            _offloaded(file, out, offload, console) as (built_of, offloaded),
+            _offloaded(file, out, offload, share_expert_cache, console) as (built_of, offloaded),
             _kernels(built_of, kernels, architectures, not quiet) as bundle,
         ):
             report = trt_plugin.build_engine(
@@ -247,7 +234,7 @@ def plugin_path(debug: Debug = False) -> None:
 
 @contextmanager
 def _offloaded(
-    file: Path, out: Path, options: dict[str, Any] | None, console: Console
+    file: Path, out: Path, options: dict[str, Any] | None, shared: bool, console: Console
 ) -> Iterator[tuple[Path, OffloadReport | None]]:
     """Yields the file that an engine is built of, and what it offloads, if anything."""
     if options is None:
@@ -260,7 +247,7 @@ def _offloaded(
         weights = out.with_name(f"{out.name}.experts.safetensors")
         with show_bytes(console, f"Writing {weights.name}") as progress:
             report = dynamo_moe.offload_file(
-                file, copy, weights=weights, progress=progress, **options
+                file, copy, weights=weights, shared_cache=shared, progress=progress, **options
             )
         try:
             # The copy is gone when a user reads of it: reports and errors name the file.

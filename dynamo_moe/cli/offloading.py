@@ -4,9 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from dynamo_moe.cli.model_loading import UsageError
+
+ResidentExperts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[LAYER=]R",
+        help="Offload experts: their weights stay in files, which a run maps into host memory, and "
+        "the GPU has slots for R of each layer's experts, [cyan]8[/], or of one layer's, "
+        "[cyan]blocks.3.mlp=8[/]; may be repeated.",
+    ),
+]
+ResidentMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Offload experts, with as many slots as fit into so much of the GPU's memory in all, "
+        "[cyan]8GB[/]: the same share of each layer's experts.",
+    ),
+]
 
 _UNITS = {
     "": 1,
@@ -17,22 +37,20 @@ _UNITS = {
 
 
 def offloading(
-    resident_experts: Sequence[str], resident_memory: str | None, *, shared: bool
+    resident_experts: Sequence[str] | None, resident_memory: str | None
 ) -> dict[str, Any] | None:
-    """Returns the options of ``dynamo_moe.offload_file``; None to offload nothing.
+    """Returns these options of ``dynamo_moe.offload_file``; None to offload nothing.
 
     Raises:
         UsageError: If they cannot be read, or contradict one another.
     """
     if not resident_experts and resident_memory is None:
-        if shared:
-            raise UsageError("--share-expert-cache needs --resident-experts or --resident-memory")
         return None
     if resident_experts and resident_memory is not None:
         raise UsageError("give either --resident-experts or --resident-memory")
     if resident_memory is not None:
-        return {"resident_memory": parse_memory(resident_memory), "shared_cache": shared}
-    return {"resident_experts": parse_experts(resident_experts), "shared_cache": shared}
+        return {"resident_memory": parse_memory(resident_memory)}
+    return {"resident_experts": parse_experts(resident_experts or ())}
 
 
 def parse_experts(given: Sequence[str]) -> dict[str, int]:

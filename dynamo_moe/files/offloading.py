@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ from dynamo_moe.moe_nodes.schemas import VERSION
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from custom_ops.kernels.layer import Layer
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,25 @@ def offload_file(
         shared_cache=shared_cache,
         notes=tuple(_notes(layers)),
     )
+
+
+def offloaded_kernel_layers(
+    path: str | PathLike[str],
+    *,
+    resident_experts: int | Mapping[str, int] | None = None,
+    resident_memory: int | None = None,
+) -> list[Layer]:
+    """Returns what kernels a file's nodes need if :func:`offload_file` offloads their experts.
+
+    Raises:
+        ValueError: As of :func:`offload_file`, of nodes and numbers.
+    """
+    layers = kernel_layers(path)
+    found = [_Layer.of(node) for node in moe_nodes(ir.from_proto(load_graph(path)))]
+    slots = choose([layer.expert_sizes for layer in found], resident_experts, resident_memory)
+    return [
+        replace(layer, resident_experts=count) for layer, count in zip(layers, slots, strict=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,7 @@ from dynamo_moe.cli import app
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import DroplessMoEMlp
 from onnx_files import HALF, dense_model, model, moe_model, save, value, weight
+from small_bundles import SMALL
 from trt_plugin import parse_spec
 
 SIZES = {"num_experts": 4, "in_features": 32, "hidden_features": 48, "top_k": 2}
@@ -349,6 +350,28 @@ def test_what_makes_no_sense_is_refused(
     file: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     assert message in error("compile", *arguments, code=2)
+
+
+def test_layers_are_compiled_with_their_slots(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[list[Layer]] = []
+
+    def compile(layers: list[Layer], *_: Any, **__: Any) -> trt_plugin.Bundle:  # noqa: A001
+        compiled.append(layers)
+        return SMALL
+
+    monkeypatch.setattr(trt_plugin, "compile", compile, raising=False)
+    for options in (("--resident-experts", "3"), ("--resident-memory", "1TB"), ()):
+        assert run("compile", str(file), "--arch", "80", *options).exit_code == 0
+    given = run("compile", "--arch", "80", "-o", "o", "--spec", f"{SPEC},resident_experts=3")
+    assert given.exit_code == 0
+    slots = [[layer.resident_experts for layer in layers] for layers in compiled]
+    assert slots == [[3], [4], [None], [3]]
+    message = error("compile", "--arch", "80", "-o", "o", "--spec", SPEC, *options_of(3), code=2)
+    assert "of a --spec, write resident_experts=R into it" in message
+
+
+def options_of(resident_experts: int) -> tuple[str, str]:
+    return "--resident-experts", str(resident_experts)
 
 
 def test_a_file_without_layers_fails(tmp_path: Path) -> None:

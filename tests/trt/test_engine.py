@@ -22,6 +22,7 @@ import dynamo_moe
 import trt_plugin
 from custom_ops.residency import cache_bytes
 from dynamo_moe.cli import app
+from dynamo_moe.files.offloading import offloaded_kernel_layers
 from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from onnx_files import dense_model, save
 from small_bundles import LAYER, SMALL, program
@@ -698,6 +699,8 @@ def test_experts_are_offloaded(tensorrt, given_files, moe_file, tmp_path, monkey
     options = ("--arch", "80", "--resident-experts", "2", "--share-expert-cache")
     code, out, error = run_engine(moe_file, *options, "--json")
     assert code == 0, error
+    # The kernels are those that `compile` makes with the same option.
+    assert layers == offloaded_kernel_layers(moe_file, resident_experts=2)
     offload = json.loads(out)["offload"]
     memory = offload["memory"]
     # Four experts of float32, 16 wide and 24 inside.

@@ -91,7 +91,7 @@ _EXPERTS = {option.name: _READERS[option.type] for option in EXPERT_OPTIONS}
 _FLAGS = ("b1", "b2", "tf32", *(option.name for option in LAYOUT_OPTIONS))
 _KEYS: dict[str, _Reader] = {
     "op": partial(_known, known=("dropless", "experts")),
-    **dict.fromkeys(_SIZES, _integer),
+    **dict.fromkeys((*_SIZES, "resident_experts"), _integer),
     **dict.fromkeys(
         ("dtype", "tokens_dtype", "experts_dtype", "routing_dtype", "weights_dtype"), _dtype
     ),
@@ -144,4 +144,5 @@ def _layer(values: dict[str, Any]) -> Layer:
         weights_dtype=weights_dtype,
         selection_dtype=torch.float32 if values.get("selection_bias") else None,
         **{flag: values.get(flag, False) for flag in _FLAGS},
+        resident_experts=values.get("resident_experts"),
     )
