@@ -31,9 +31,9 @@ def test_right_results(driver, cases, tmp_path, capfd):
 def test_a_layer_whose_experts_are_offloaded(driver, tmp_path, capfd):
     every = make_cases(standin_cases.ON)
     offloaded = [each for each in every if each[0].layer.resident_experts is not None]
-    standin_cases.write(tmp_path, offloaded[:2])
-    assert standin_cases.run(driver, offloaded[:2], str(tmp_path)) == 0
-    assert "2 forward passes, 0 wrong" in capfd.readouterr().out
+    standin_cases.write(tmp_path, offloaded[:1])
+    assert standin_cases.run(driver, offloaded[:1], str(tmp_path)) == 0
+    assert "1 forward passes, 0 wrong" in capfd.readouterr().out
 
 
 def test_what_is_not_written_is_wrong(driver, cases, tmp_path, capfd):
