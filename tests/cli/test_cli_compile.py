@@ -140,6 +140,13 @@ def test_weights_that_lie_as_in_out_are_another_layer(tmp_path: Path, weight: st
     assert found(one_layer(node(**{flag: 0})), tmp_path) == [parse_spec(SPEC)]
 
 
+def test_a_spec_of_offloaded_experts() -> None:
+    assert parse_spec(f"{SPEC},resident_experts=2").resident_experts == 2
+    assert parse_spec(SPEC).resident_experts is None
+    with pytest.raises(ValueError, match=r"resident_experts must be in 1\.\.\d+, the number of"):
+        parse_spec(f"{SPEC},resident_experts=0")
+
+
 def test_experts_with_a_router_outside_are_found(tmp_path: Path) -> None:
     proto = one_layer(
         node(

@@ -360,3 +360,59 @@ def test_grids_that_no_device_takes(driver, axis, blocks, message):
     with OpenProgram(changed.data) as opened, pytest.raises(LauncherError, match=message):
         opened.enqueue(5, TENSORS, 0, 0)
     assert driver.calls("cuLaunchKernelEx") == 0
+
+
+# --- Waves ---
+
+WAVE_INDEX = Expression(((1, 5),))
+
+
+def waved(waves: Expression, grid: Expression = ONE) -> Program:
+    """A program whose wave has one launch on each stream, the first with a grid of its own."""
+    (only,) = OFFLOADED.ranges
+    plain = Argument("i32", WAVE_INDEX)
+    side, main = (replace(each, arguments=(plain,)) for each in only.wave)
+    side = replace(side, grid=(grid, ONE, ONE))
+    changed = replace(only, buffers=(), launches=(), wave=(side, main), waves=waves, epilogue=())
+    return replace(OFFLOADED, ranges=(changed,))
+
+
+def launched(driver, program: Program) -> list[tuple[int, bool]]:
+    """The wave of each launch, and whether it was on the second stream."""
+    use(driver, program)
+    seen = []
+    driver.on_launch(lambda launch: seen.append((launch.i32(0), launch.stream != 0)))
+    with OpenProgram(program.data) as opened, opened.open_cache() as cache:
+        cache.enqueue(5, TENSORS, 0, 0)
+    return seen
+
+
+def test_the_launches_of_waves(driver):
+    assert launched(driver, waved(Expression(((0, 2),)))) == [
+        *((0, True), (0, False), (1, True), (1, False))
+    ]
+    assert launched(driver, waved(Expression(((0, 0),)))) == []
+
+
+def test_a_launch_without_blocks_is_left_out_of_a_wave(driver):
+    # Only wave 1 has a block.
+    seen = launched(driver, waved(Expression(((0, 2),)), WAVE_INDEX))
+    assert seen == [(0, False), (1, True), (1, False)]
+    message = r"-1 blocks along x, permitted are 1\.\."
+    with pytest.raises(LauncherError, match=message):
+        launched(driver, waved(Expression(((0, 2),)), Expression(((0, -1),))))
+
+
+@pytest.mark.parametrize("waves", [-1, 1025])
+def test_numbers_of_waves(driver, waves):
+    message = rf"there would be {waves} waves, permitted are 0\.\.1024, for 5 tokens"
+    with pytest.raises(LauncherError, match=message):
+        launched(driver, waved(Expression(((0, waves),))))
+
+
+def test_a_state_that_has_no_size(driver):
+    state = (replace(OFFLOADED.state[0], size=Expression(((0, -8),))), *OFFLOADED.state[1:])
+    program = replace(waved(ONE), state=state)
+    message = "the state's part expert_of_slot would have -8 bytes"
+    with OpenProgram(program.data) as opened, pytest.raises(LauncherError, match=message):
+        opened.state_size()

@@ -37,7 +37,8 @@ def parse_spec(text: str) -> Layer:
             (default), ``fp16`` or ``bf16``. ``weights_dtype`` is that of the router's bias, which
             ``router_bias`` adds. With ``op=experts``, ``routing_dtype`` is that of the ids
             (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``).
-            ``selection_bias`` adds a selection bias of fp32. The rest are the operator's options
+            ``selection_bias`` adds a selection bias of fp32. ``resident_experts`` is how many
+            experts are on the device at a time (default: all). The rest are the operator's options
             and the flags ``b1``, ``b2``, ``tf32``, ``w1_transposed`` and ``w2_transposed``.
 
     Raises:
@@ -143,6 +144,7 @@ def _layer(values: dict[str, Any]) -> Layer:
         routing_dtype=routing_dtype,
         weights_dtype=weights_dtype,
         selection_dtype=torch.float32 if values.get("selection_bias") else None,
+        resident_experts=values.get("resident_experts"),
         **{flag: values.get(flag, False) for flag in _FLAGS},
         resident_experts=values.get("resident_experts"),
     )
