@@ -146,5 +146,4 @@ def _layer(values: dict[str, Any]) -> Layer:
         selection_dtype=torch.float32 if values.get("selection_bias") else None,
         resident_experts=values.get("resident_experts"),
         **{flag: values.get(flag, False) for flag in _FLAGS},
-        resident_experts=values.get("resident_experts"),
     )
