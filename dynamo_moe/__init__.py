@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dynamo_moe.conversion.upcycling import UpcyclingReport, upcycle
     from dynamo_moe.drawing.picture import draw, draw_comparison
     from dynamo_moe.exporting import ExportError, ExportReport, export
+    from dynamo_moe.files.offloading import OffloadReport, offload_file
     from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
     from dynamo_moe.moe_nodes.translation import onnx_translation_table
@@ -61,6 +62,9 @@ __all__ = [
     "register_op",
     "op_from_function",
     "FunctionOp",
+    # Offloading experts
+    "offload_file",
+    "OffloadReport",
     # Verifying
     "verify",
     "Tolerance",
@@ -95,6 +99,8 @@ _HOME = {
     "register_op": "operators.registration",
     "op_from_function": "operators.functions",
     "FunctionOp": "operators.functions",
+    "offload_file": "files.offloading",
+    "OffloadReport": "files.offloading",
     "verify": "verification",
     "Tolerance": "tolerances",
     "VerificationError": "verification",

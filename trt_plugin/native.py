@@ -28,6 +28,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "program_workspace": (_POINTER, ctypes.c_int64, _POINTER),
     "program_prepare": (_POINTER,),
     "program_enqueue": (_POINTER, ctypes.c_int64, _POINTER, _POINTER, _SIZE, _POINTER),
+    "program_state": (_POINTER, _POINTER),
+    "cache_open": (_POINTER, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, _POINTER),
+    "cache_prepare": (_POINTER,),
+    "cache_note": (_POINTER, _POINTER),
+    "cache_enqueue": (_POINTER, ctypes.c_int64, _POINTER, _POINTER, _SIZE, _POINTER),
     "sharing_begin": (),
     "sharing_end": (),
 }
@@ -76,9 +81,9 @@ def call(name: str, *arguments: Any) -> None:
         raise LauncherError(STATUSES[status], message)
 
 
-def close(program: ctypes.c_void_p) -> None:
-    """Closes a program that ``program_open`` has opened."""
-    _library().dynamo_moe_program_close(program)
+def close(kind: str, handle: ctypes.c_void_p) -> None:
+    """Closes a ``program`` or ``cache`` that ``<kind>_open`` has opened."""
+    getattr(_library(), f"dynamo_moe_{kind}_close")(handle)
 
 
 def call_for_json(name: str, *arguments: Any) -> Any:
@@ -102,7 +107,7 @@ def _library() -> Any:
     for name, arguments in _FUNCTIONS.items():
         function = getattr(library, f"dynamo_moe_{name}")
         function.argtypes, function.restype = arguments, ctypes.c_int
-    for name in ("program_close", "json_free"):
+    for name in ("program_close", "cache_close", "json_free"):
         function = getattr(library, f"dynamo_moe_{name}")
         function.argtypes, function.restype = (_POINTER,), None
     library.dynamo_moe_last_error.restype = ctypes.c_char_p

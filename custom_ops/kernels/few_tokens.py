@@ -23,8 +23,11 @@ from custom_ops.kernels.configs import FewConfig
 from custom_ops.kernels.device import wait_for_previous
 from custom_ops.kernels.expressions import D, H, K, T, cdiv
 from custom_ops.kernels.layer import Layer
-from custom_ops.kernels.spec import Argument, Buffer, Constant, Step, WorkspacePointer
+from custom_ops.kernels.spec import Buffer, Constant, Step, WorkspacePointer
 from custom_ops.kernels.weights import place_of, weights_at
+
+# What the products of a wave write, and their sum reads.
+_FLOAT32_ROWS = WorkspacePointer("rows", torch.float32)
 
 
 @triton.jit(do_not_specialize=["wave"])
@@ -196,14 +199,12 @@ def few_down_kernel(
 
 def few_step(layer: Layer, architecture: Architecture, up: FewConfig, down: FewConfig) -> Step:
     """Both products: x and the routing to y, or to the buffer ``rows`` (float32) where in waves."""
-    hidden = Buffer("hidden", layer.experts_dtype, T * K * H)
-    rows = Buffer("rows", torch.float32, T * K * D)
-    in_waves = layer.resident_experts is not None
-    results: dict[str, Argument] = {
-        "y_ptr": Constant(None),
-        "x_ptr": Constant(None),
-        "rows_ptr": WorkspacePointer(rows.name, rows.dtype),
-    }
+    buffers = [Buffer("hidden", layer.experts_dtype, T * K * H)]
+    absent = Constant(None)
+    results = {**sum_of_results(layer), "rows_ptr": absent}
+    if layer.resident_experts is not None:
+        buffers.append(Buffer("rows", torch.float32, T * K * D))
+        results |= {"y_ptr": absent, "x_ptr": absent, "rows_ptr": _FLOAT32_ROWS}
     first = kernel_of(
         few_up_kernel,
         layer,
@@ -218,12 +219,13 @@ def few_step(layer: Layer, architecture: Architecture, up: FewConfig, down: FewC
         architecture,
         (cdiv(D, down.block_n), T),
         asdict(down),
-        **{"rows_ptr": Constant(None), **sum_of_results(layer), **(results if in_waves else {})},
+        **results,
     )
-    return Step((hidden, rows) if in_waves else (hidden,), (first, second))
+    return Step(tuple(buffers), (first, second))
 
 
 def few_sum_step(layer: Layer, architecture: Architecture) -> Step:
     """The sum of weighted results where they are computed in waves: ``rows`` to y."""
-    rows_ptr = WorkspacePointer("rows", torch.float32)
-    return combine_step(layer, architecture, rows_ptr=rows_ptr, expert_weights_ptr=Constant(None))
+    return combine_step(
+        layer, architecture, rows_ptr=_FLOAT32_ROWS, expert_weights_ptr=Constant(None)
+    )

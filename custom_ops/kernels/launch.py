@@ -84,8 +84,17 @@ def bound_kernel(
         sizes: The values of its symbols.
     """
     prepared = _prepared((spec,), sizes)
-    # It has no offsets, so nothing lies in the workspace.
-    return lambda tensors: _start(prepared, tensors, workspace=tensors["x"])
+    names = {"x"}  # It says which device is meant.
+    for argument in spec.arguments.values():
+        match argument:
+            case TensorPointer(n) | WorkspacePointer(n) | StatePointer(n) | TensorMap(n):
+                names.add(n)
+
+    def start(tensors: Mapping[str, Tensor]) -> None:
+        # It has no offsets, so nothing lies in the workspace.
+        _start(prepared, {name: tensors[name] for name in names}, workspace=tensors["x"])
+
+    return start
 
 
 @dataclass(frozen=True)

@@ -124,22 +124,30 @@ def call_memory(
     A tensor under the name of a buffer takes its place.
     """
     tokens = tensors["x"].shape[0]
+    size, of_workspace, of_state = _places(plan, tokens)
     if workspace is None:
-        size = plan.workspace_size(tokens)
         workspace = torch.empty(size, dtype=torch.uint8, device=tensors["x"].device)
-    sizes = {**plan.layer.sizes, "T": tokens}
-    span = plan.at(tokens)
-    yield from _views(workspace, span.buffers, span.offsets(sizes), sizes)
-    yield from _views(state, plan.state, plan.state_offsets(), sizes)
+    for memory, places in ((workspace, of_workspace), (state, of_state)):
+        for name, dtype, first, last in places:
+            yield name, memory[first:last].view(dtype)
     yield from tensors.items()
 
 
-def _views(
-    memory: Tensor,
-    buffers: tuple[Buffer, ...],
-    offsets: Mapping[str, int],
-    sizes: Mapping[str, int],
-) -> Iterator[tuple[str, Tensor]]:
-    for buffer in buffers:
-        size = buffer.size.evaluate(sizes)
-        yield buffer.name, memory.narrow(0, offsets[buffer.name], size).view(buffer.dtype)
+# A buffer's name, its dtype, and where in memory it is.
+_Place = tuple[str, torch.dtype, int, int]
+
+
+@lru_cache(maxsize=256)
+def _places(plan: ForwardPlan, tokens: int) -> tuple[int, list[_Place], list[_Place]]:
+    """Returns the bytes of the workspace, and the places of its buffers and of the state's."""
+    sizes = {**plan.layer.sizes, "T": tokens}
+    span = plan.at(tokens)
+
+    def places(buffers: tuple[Buffer, ...], offsets: Mapping[str, int]) -> list[_Place]:
+        return [
+            (each.name, each.dtype, first := offsets[each.name], first + each.size.evaluate(sizes))
+            for each in buffers
+        ]
+
+    offsets = span.offsets(sizes)
+    return offsets[""], places(span.buffers, offsets), places(plan.state, plan.state_offsets())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from custom_ops.kernels.architectures import Architecture
@@ -15,7 +17,7 @@ from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.residency import residency_step, state_buffers, wave_launches, waves
 from custom_ops.kernels.router import router_step
 from custom_ops.kernels.row_scale import row_scale_step
-from custom_ops.kernels.spec import MAX_SLOTS, ForwardPlan, Step, TokenRange
+from custom_ops.kernels.spec import MAX_SLOTS, ForwardPlan, KernelSpec, Step, TokenRange
 
 
 @lru_cache(maxsize=256)
@@ -41,18 +43,23 @@ def plan_with(
     for config in ranges:
         last = min(config.last_tokens, most)
         ahead, products, end = _stages(layer, architecture, config, first)
-        if layer.resident_experts is None:
-            planned.append(TokenRange.of(first, last, (*ahead, *products, *end)))
-        else:
-            placed = residency_step(layer, architecture, getattr(config.up, "block_m", None))
-            wave = wave_launches(layer, architecture, [s for p in products for s in p.launches])
-            planned.append(
-                TokenRange.in_waves(
-                    first, last, (*ahead, placed), waves(layer), products, wave, end
-                )
+        span = TokenRange.of(first, last, (*ahead, *products, *end))
+        if layer.resident_experts is not None:
+            wave = wave_launches(layer, architecture, _launches(products))
+            span = replace(
+                span,
+                launches=_launches(ahead),
+                waves=waves(layer),
+                wave=wave,
+                epilogue=_launches(end),
             )
+        planned.append(span)
         first = config.last_tokens + 1
     return ForwardPlan(layer, architecture, tuple(planned), state_buffers(layer))
+
+
+def _launches(steps: Iterable[Step]) -> tuple[KernelSpec, ...]:
+    return tuple(launch for step in steps for launch in step.launches)
 
 
 def _stages(
@@ -60,6 +67,7 @@ def _stages(
 ) -> tuple[list[Step], list[Step], list[Step]]:
     """Returns what comes ahead of the experts' products, these, and what follows them."""
     last_tokens = config.last_tokens
+    in_waves = layer.resident_experts is not None
     ahead = []
     if layer.router is not None:
         ahead.append(router_step(layer, architecture, first_tokens, last_tokens))
@@ -67,9 +75,11 @@ def _stages(
         ahead.append(row_scale_step(layer, architecture))
     match config.up, config.down:
         case FewConfig() as up, FewConfig() as down:
-            in_waves = layer.resident_experts is not None
-            end = [few_sum_step(layer, architecture)] if in_waves else []
-            return ahead, [few_step(layer, architecture, up, down)], end
+            products = [few_step(layer, architecture, up, down)]
+            if not in_waves:
+                return ahead, products, []
+            ahead.append(residency_step(layer, architecture, block_m=None))
+            return ahead, products, [few_sum_step(layer, architecture)]
         case MlpConfig() as mlp, None:
             block_m, products = mlp.block_m, [expert_mlp_step(layer, architecture, mlp)]
         case GemmConfig() as up, GemmConfig() as down:
@@ -81,4 +91,6 @@ def _stages(
         case _:
             raise ValueError(f"no path takes the configuration {config}")
     ahead.append(index_sort_step(layer, architecture, block_m, last_tokens))
+    if in_waves:
+        ahead.append(residency_step(layer, architecture, block_m))
     return ahead, products, [combine_step(layer, architecture)]

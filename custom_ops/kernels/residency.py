@@ -7,8 +7,8 @@ the routing, :func:`residency_kernel` decides which experts take which slots, as
 the products read weights through the table of places. Where a call has more experts than there are
 slots, they take turns: at most R of them in a wave.
 
-Legend: T tokens, K = top_k, E experts, of which a call has A active ones, R slots, F rows and D
-columns of an expert's w1, H columns of its w2.
+Legend: T tokens, K = top_k, E experts, R slots of the device, F rows and D columns of an expert's
+w1, H columns of its w2. A token's K choices are called token slots here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from custom_ops.kernels.spec import (
     WorkspacePointer,
 )
 
-# Slots that are looked at in one go.
+# Token slots that are looked at in one go.
 _SLOTS_AT_ONCE = 512
 # The bus delivers up to 0.5 MB in the time that a read takes (450 GB/s of NVLink-C2C in 1 us; an
 # estimate): so much is under way for each expert. More programs would keep products waiting.
@@ -51,17 +51,17 @@ _COPY_WARPS = 4
 def _rows_of_experts(
     expert_ids_ptr,
     row_of_slot_ptr,
-    slots,
+    token_slots,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Returns each expert's number of slots of few tokens, and gives each slot with one a row."""
+    """Returns how many token slots each expert has, and gives each that has one a row."""
     counts = tl.zeros((BLOCK_E,), tl.int32)
-    for start in tl.range(0, slots, BLOCK_N):
+    for start in tl.range(0, token_slots, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
-        expert, valid = experts_of(expert_ids_ptr, slot, slots, E)
-        tl.store(row_of_slot_ptr + slot, tl.where(valid, slot, -1), mask=slot < slots)
+        expert, valid = experts_of(expert_ids_ptr, slot, token_slots, E)
+        tl.store(row_of_slot_ptr + slot, tl.where(valid, slot, -1), mask=slot < token_slots)
         counts += tl.histogram(expert, BLOCK_E, mask=valid)
     return counts
 
@@ -92,7 +92,7 @@ def _tabulate_waves(
 
 @triton.jit(do_not_specialize=["tokens"])
 def residency_kernel(
-    expert_ids_ptr,  # [T, K] where slots are not sorted, else None
+    expert_ids_ptr,  # [T, K] where token slots are not sorted, else None
     row_of_slot_ptr,  # [T, K]
     row_starts_ptr,  # [E + 1] where they are sorted, else None
     slot_of_expert_ptr,  # [E], plus 1; 0 for none
@@ -157,12 +157,11 @@ def residency_kernel(
         ),
     )
 
-    exists = expert < E
     is_active = position < count
     missing = is_active & (position >= hits)
     tl.store(copy_expert_ptr + position, tl.where(missing, expert, -1), mask=position < E)
     tl.store(place_of_expert_ptr + expert, place, mask=is_active)
-    tl.store(wave_of_expert_ptr + expert, tl.where(is_active, wave, -1), mask=exists)
+    tl.store(wave_of_expert_ptr + expert, tl.where(is_active, wave, -1), mask=expert < E)
 
     evicted = (slot < count - hits) & (oldest != NEVER)
     old = tl.gather(expert_of_slot, victim, 0)
@@ -204,7 +203,8 @@ def copy_experts_kernel(
     place = tl.load(place_of_expert_ptr + expert)
     source_ptr += expert.to(tl.int64) * SIZE
     slots_ptr += place.to(tl.int64) * SIZE
-    for start in tl.range(tl.program_id(0) * BLOCK, SIZE, tl.num_programs(0) * BLOCK):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in tl.range(first, SIZE, tl.num_programs(0) * BLOCK):
         element = start + tl.arange(0, BLOCK)
         inside = element < SIZE
         block = tl.load(source_ptr + element, mask=inside, eviction_policy="evict_first")
@@ -236,13 +236,13 @@ def waves(layer: Layer) -> Expression:
 
 
 def residency_step(layer: Layer, architecture: Architecture, block_m: int | None) -> Step:
-    """Places the active experts: the routing, or sorted slots, to places, waves and copies.
+    """Places the active experts: the routing, or sorted token slots, to places, waves and copies.
 
     Args:
         layer: The layer.
         architecture: Where it runs.
-        block_m: Rows of a tile, whose table is put in the order of waves; None where slots are not
-            sorted, which then get ``row_of_slot``.
+        block_m: Rows of a tile, whose table is put in the order of waves; None where token slots
+            are not sorted, which then get the buffer ``row_of_slot``.
     """
     slots = _slots(layer)
     block_e = max(32, power_of_2(layer.experts))

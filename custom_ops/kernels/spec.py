@@ -24,8 +24,6 @@ MAX_SLOTS = 2**31 - 2**15
 MAX_TOKENS = MAX_SLOTS
 
 _ALIGNMENT = 256
-
-
 _NO_WAVES = Expression.of(0)
 
 
@@ -221,22 +219,6 @@ class TokenRange:
         """Returns what runs where the steps follow one another."""
         buffers, launches = zip(*((step.buffers, step.launches) for step in steps), strict=True)
         return cls(first, last, tuple(chain(*buffers)), tuple(chain(*launches)))
-
-    @classmethod
-    def in_waves(
-        cls,
-        first: int,
-        last: int,
-        ahead: Iterable[Step],
-        waves: Expression,
-        products: Iterable[Step],
-        wave: tuple[WaveLaunch, ...],
-        end: Iterable[Step],
-    ) -> TokenRange:
-        """Returns what runs where the products' launches are those on this stream in each wave."""
-        once, ended = cls.of(first, last, ahead), cls.of(first, last, end)
-        buffers = chain(once.buffers, *(step.buffers for step in products), ended.buffers)
-        return cls(first, last, tuple(buffers), once.launches, waves, wave, ended.launches)
 
     def offsets(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Returns where each buffer begins in the workspace, and under ``""`` the whole's size."""

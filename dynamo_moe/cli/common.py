@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from dynamo_moe.cli.model_loading import UsageError, users_code
@@ -84,6 +85,22 @@ def step(
         yield
     seconds = time.perf_counter() - started
     console.print(Text.assemble(f"{doing} ", (f"{seconds:.1f} s", "dim")), soft_wrap=True)
+
+
+@contextmanager
+def show_bytes(console: Console, doing: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields what shows how many bytes of how many are done, on a terminal."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_interactive,
+    ) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def need_file(path: Path) -> None:

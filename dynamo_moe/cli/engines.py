@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -25,8 +26,13 @@ from dynamo_moe.cli.common import (
     need_place,
     need_triton,
     print_report,
+    show_bytes,
 )
 from dynamo_moe.cli.model_loading import UsageError
+from dynamo_moe.cli.offloading import ResidentExperts, ResidentMemory, offloading
+
+if TYPE_CHECKING:
+    from dynamo_moe.files.offloading import OffloadReport
 
 BuilderOption = Annotated[
     Literal["tensorrt", "rtx"] | None,
@@ -78,10 +84,20 @@ def engine(
         Path | None,
         typer.Option(
             metavar="FILE.moek",
-            help="The bundle of the layers' kernels. Default: FILE.moek if it is there; else they "
-            "are compiled now.",
+            help="The bundle of the layers' kernels. Default: FILE.moek if it is there and no "
+            "layer is offloaded; else they are compiled now.",
         ),
     ] = None,
+    resident_experts: ResidentExperts = None,
+    resident_memory: ResidentMemory = None,
+    share_expert_cache: Annotated[
+        bool,
+        typer.Option(
+            "--share-expert-cache",
+            help="Execution contexts of the engine take turns with one set of slots, without CUDA "
+            "graphs; otherwise each has its own.",
+        ),
+    ] = False,
     builder: BuilderOption = None,
     timing_cache: Annotated[
         Path | None,
@@ -111,6 +127,9 @@ def engine(
     with failures(debug):
         need_file(file)
         out = out or file.with_suffix(".engine")
+        offload = offloading(resident_experts, resident_memory)
+        if share_expert_cache and not offload:
+            raise UsageError("--share-expert-cache needs --resident-experts or --resident-memory")
         need_place(out)
         if kernels:
             need_file(kernels)
@@ -126,9 +145,16 @@ def engine(
             raise UsageError("--timing-cache: TensorRT for RTX measures nothing when it builds")
         found.check_targets(architectures)
         trt_plugin.check_shapes(profiles, _input_shapes(file))
-        with _kernels(file, kernels, architectures, not quiet) as bundle:
+        if offload and not kernels:
+            # What is missing to compile kernels is said before the experts' weights are copied.
+            need_triton()
+            architectures = architectures or [_device()]
+        with (
+            _offloaded(file, out, offload, share_expert_cache, console) as (built_of, offloaded),
+            _kernels(built_of, kernels, architectures, not quiet) as bundle,
+        ):
             report = trt_plugin.build_engine(
-                file,
+                built_of,
                 out,
                 profiles,
                 architectures=(architectures or None) if found.is_rtx or bundle else None,
@@ -139,7 +165,10 @@ def engine(
                 with_library=with_library,
                 progress=not quiet,
             )
-        print_report(report, as_json=as_json, quiet=quiet)
+        beside = {"offload": offloaded.to_dict()} if offloaded else {}
+        print_report(report, as_json=as_json, quiet=quiet, **beside)
+        if offloaded and not (as_json or quiet):
+            Console().print("", offloaded)
         text = Text.assemble(f"Wrote {out} ", (f"{report.seconds:.1f} s", "dim"))
         console.print(text, soft_wrap=True)
 
@@ -201,6 +230,30 @@ def plugin_path(debug: Debug = False) -> None:
     """Print where the TensorRT plugin's library is, as for trtexec --dynamicPlugins."""
     with failures(debug):
         typer.echo(trt_plugin.library_path())
+
+
+@contextmanager
+def _offloaded(
+    file: Path, out: Path, options: dict[str, Any] | None, shared: bool, console: Console
+) -> Iterator[tuple[Path, OffloadReport | None]]:
+    """Yields the file that an engine is built of, and what it offloads, if anything."""
+    if options is None:
+        yield file, None
+        return
+    import dynamo_moe
+
+    with tempfile.TemporaryDirectory(prefix="dynamo-moe-") as folder:
+        copy = Path(folder) / file.name
+        weights = out.with_name(f"{out.name}.experts.safetensors")
+        with show_bytes(console, f"Writing {weights.name}") as progress:
+            report = dynamo_moe.offload_file(
+                file, copy, weights=weights, shared_cache=shared, progress=progress, **options
+            )
+        try:
+            # The copy is gone when a user reads of it: reports and errors name the file.
+            yield copy, replace(report, path=file)
+        except trt_plugin.EngineError as error:
+            raise trt_plugin.EngineError(str(error).replace(str(copy), str(file))) from error
 
 
 @contextmanager

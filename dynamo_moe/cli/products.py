@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,6 +28,7 @@ from dynamo_moe.cli.common import (
     print_report,
 )
 from dynamo_moe.cli.model_loading import UsageError
+from dynamo_moe.cli.offloading import ResidentExperts, ResidentMemory, offloading
 
 if TYPE_CHECKING:
     from custom_ops.kernels.layer import Layer
@@ -123,6 +124,8 @@ def compile(  # noqa: A001  The command's name.
             help="Most tokens that a layer is run with; kernels for more are left out.",
         ),
     ] = None,
+    resident_experts: ResidentExperts = None,
+    resident_memory: ResidentMemory = None,
     tf32: Annotated[
         bool,
         typer.Option(
@@ -156,12 +159,16 @@ def compile(  # noqa: A001  The command's name.
                 raise UsageError("where to write to: name a file with -o OUT.moek")
             out = file.with_suffix(".moek")
         need_place(out)
+        offload = offloading(resident_experts, resident_memory)
+        if offload and not file:
+            raise UsageError("of a --spec, write resident_experts=R into it")
         need_triton()
         devices = known_architectures(arch or [])
         if not devices:
             raise UsageError(f"what to compile for: {name_architecture()}")
         started = time.perf_counter()
-        layers = [replace(each, tf32=each.tf32 or tf32) for each in _layers(file, spec or [])]
+        given = _layers(file, spec or [], offload)
+        layers = [replace(each, tf32=each.tf32 or tf32) for each in given]
         bundle = trt_plugin.compile(
             layers, devices, out, max_tokens=max_tokens, jobs=jobs, progress=not quiet
         )
@@ -171,8 +178,9 @@ def compile(  # noqa: A001  The command's name.
         console.print(Text.assemble(f"Wrote {out} ", (f"{seconds:.1f} s", "dim")), soft_wrap=True)
 
 
-def _layers(file: Path | None, specs: list[str]) -> list[Layer]:
+def _layers(file: Path | None, specs: list[str], offload: dict[str, Any] | None) -> list[Layer]:
     from dynamo_moe.files.kernel_layers import kernel_layers
+    from dynamo_moe.files.offloading import offloaded_kernel_layers
 
     try:
         given = [trt_plugin.parse_spec(spec) for spec in specs]
@@ -181,4 +189,6 @@ def _layers(file: Path | None, specs: list[str]) -> list[Layer]:
     found = kernel_layers(file) if file else []
     if file and not found:
         raise ValueError(f"{file} has no MoE nodes of domain 'moe', as files of target plugin do")
+    if file and offload:
+        found = offloaded_kernel_layers(file, **offload)
     return found + given

@@ -76,6 +76,7 @@ def _layer(node: ir.Node) -> Layer:
         b2="b2" in dtypes,
         w1_transposed=parsed.layout.w1_transposed,
         w2_transposed=parsed.layout.w2_transposed,
+        resident_experts=parsed.resident_experts,
     )
 
 

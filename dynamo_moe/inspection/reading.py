@@ -12,11 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 
+from custom_ops.weight_source import WeightSource
 from dynamo_moe.files.model_files import all_nodes, load_graph, subgraphs
+from dynamo_moe.files.offloading import OffloadedLayer
 from dynamo_moe.inspection.summary import (
     AttributeValue,
     FunctionSummary,
@@ -25,7 +28,7 @@ from dynamo_moe.inspection.summary import (
     ValueSummary,
     WeightsSummary,
 )
-from dynamo_moe.moe_nodes.nodes import INPUTS, is_moe
+from dynamo_moe.moe_nodes.nodes import INPUTS, RESIDENT_EXPERTS, SOURCES, is_moe, layer_name
 
 # The inputs of ONNX Runtime's operator, by the names of ours where they are the same.
 _ONNXRUNTIME_INPUTS = ("x", "router_probs", "w1", "b1", "w2", "b2", "w3", "b3")
@@ -56,6 +59,9 @@ def inspect(path: str | PathLike[str]) -> ModelSummary:
     external = [t for t in initializers.values() if t.data_location == onnx.TensorProto.EXTERNAL]
     files = {entry.value for t in external for entry in t.external_data if entry.key == "location"}
     operators = _count_operators(model.graph.node)
+    moe_layers = [
+        moe_layer(node, initializers) for node in all_nodes(model.graph.node) if is_layer(node)
+    ]
     return ModelSummary(
         path=path,
         file_bytes=path.stat().st_size,
@@ -68,9 +74,8 @@ def inspect(path: str | PathLike[str]) -> ModelSummary:
         outputs=tuple(_value(v) for v in model.graph.output),
         nodes=sum(operators.values()),
         operators=operators,
-        moe_layers=tuple(
-            moe_layer(node, initializers) for node in all_nodes(model.graph.node) if is_layer(node)
-        ),
+        moe_layers=tuple(moe_layers),
+        offloaded=tuple(_offloaded(layer) for layer in moe_layers if _is_offloaded(layer)),
         weights=weights,
         parameters=total.elements,
         weight_bytes=total.bytes,
@@ -101,8 +106,7 @@ def moe_layer(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]
         return value if isinstance(value, int) else None
 
     return MoELayer(
-        # Not what all names share: equal biases of two layers may be one initializer.
-        name=weights.get("w1", "").rpartition(".")[0] or node_name,
+        name=layer_name(weights.get("w1", ""), node_name),
         node=node_name,
         domain=node.domain,
         op_type=node.op_type,
@@ -114,9 +118,28 @@ def moe_layer(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]
         precision=_dtype(w1.data_type) if w1 else None,
         parameters=size.elements,
         bytes=size.bytes,
+        expert_bytes=_expert_bytes(w1, w2, number("num_experts", experts)),
         weights=weights,
         attributes=attributes,
     )
+
+
+def _expert_bytes(
+    w1: onnx.TensorProto | None, w2: onnx.TensorProto | None, experts: int | None
+) -> int | None:
+    if w1 is None or w2 is None or not experts or len(w1.dims) < 3:
+        return None
+    return (_size(w1).bytes + _size(w2).bytes) // experts
+
+
+def _is_offloaded(layer: MoELayer) -> bool:
+    return bool(layer.attributes.get(RESIDENT_EXPERTS))
+
+
+def _offloaded(layer: MoELayer) -> OffloadedLayer:
+    numbers: list[Any] = [layer.top_k, layer.num_experts, layer.attributes[RESIDENT_EXPERTS]]
+    sources = [WeightSource.parse(str(layer.attributes.get(name))) for name in SOURCES.values()]
+    return OffloadedLayer(layer.name, layer.node, *numbers, *sources)
 
 
 def _initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:

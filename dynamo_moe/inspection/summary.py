@@ -13,6 +13,8 @@ from rich.filesize import decimal, pick_unit_and_suffix
 from rich.table import Table
 from rich.text import Text
 
+from dynamo_moe.files.offloading import OffloadedLayer, memory_of
+from dynamo_moe.files.offloading_view import layers_view
 from dynamo_moe.json_values import json_values
 
 AttributeValue: TypeAlias = "int | float | str | list[int] | list[float] | list[str]"
@@ -72,6 +74,8 @@ class MoELayer:
         precision: dtype of ``w1``, or None if ``w1`` is computed.
         parameters: Elements of the layer's initializers.
         bytes: Their size.
+        expert_bytes: Size of one expert's ``w1`` and ``w2``, which is that of a slot where experts
+            are offloaded; None if they are not in the graph.
         weights: Input (``w1``, ``router_weight``, …) -> name of its initializer. Inputs that are
             computed are absent.
         attributes: Every attribute that the node sets, under its name in the file.
@@ -89,6 +93,7 @@ class MoELayer:
     precision: str | None
     parameters: int
     bytes: int
+    expert_bytes: int | None
     weights: Mapping[str, str]
     attributes: Mapping[str, AttributeValue]
 
@@ -130,6 +135,7 @@ class ModelSummary:
         operators: Operator -> how many of these nodes, most frequent first; those of other
             domains are ``domain::Name``.
         moe_layers: The nodes that are MoE layers, in the graph's order.
+        offloaded: Those of them whose experts stay in host memory, and their memory.
         weights: dtype -> initializers of that dtype, largest first.
         parameters: Elements of all initializers; ``weights`` lists integers separately.
         weight_bytes: Their size.
@@ -148,6 +154,7 @@ class ModelSummary:
     nodes: int
     operators: Mapping[str, int]
     moe_layers: tuple[MoELayer, ...]
+    offloaded: tuple[OffloadedLayer, ...]
     weights: Mapping[str, WeightsSummary]
     parameters: int
     weight_bytes: int
@@ -155,11 +162,15 @@ class ModelSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dicts, lists, strings and numbers, ready for ``json.dumps``."""
-        return json_values(self)
+        return {**json_values(self), "offloaded": [each.to_dict() for each in self.offloaded]}
 
     def table(self) -> RenderableType:
         """The file's facts, its MoE layers, its weights and its operators, for a terminal."""
-        return Group(_facts(self), "", _moe_layers(self), "", _weights(self), "", _operators(self))
+        layers = [_moe_layers(self), ""]
+        if self.offloaded:
+            offloaded = [layer.to_dict() for layer in self.offloaded]
+            layers += [layers_view(offloaded, memory_of(self.offloaded)), ""]
+        return Group(_facts(self), "", *layers, _weights(self), "", _operators(self))
 
     def __rich__(self) -> RenderableType:
         """What rich prints."""

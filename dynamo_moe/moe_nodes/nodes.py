@@ -62,6 +62,16 @@ KERNELS = "kernels"
 #: A node's attributes that say nothing of its layer.
 TENSORRT_ATTRIBUTES = {**PLUGIN_ATTRIBUTES, KERNELS: ""}
 
+#: The domain of an offloaded layer's node: without its weights, it is not the operator of
+#: :data:`DOMAIN`. TensorRT finds its plugin by name.
+OFFLOADED_DOMAIN = f"{DOMAIN}.offloaded"
+#: How many experts of an offloaded layer have a slot on the GPU.
+RESIDENT_EXPERTS = "resident_experts"
+#: Where an offloaded layer's weights lie: :class:`custom_ops.weight_source.WeightSource`.
+SOURCES = {"w1": "w1_source", "w2": "w2_source"}
+#: Whether the contexts of an engine share the slots of an offloaded layer: 0 or 1.
+EXPERT_CACHE = "expert_cache"
+
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -84,6 +94,7 @@ class MoENode:
         experts: What an expert computes.
         router: What the router computes; None: the routing is given.
         layout: How the experts' weights lie.
+        resident_experts: Slots for experts on the GPU; None: the layer is not offloaded.
         inputs: The inputs that the node has, by their names in :data:`INPUTS` or
             :data:`TRAINING_INPUTS`.
     """
@@ -92,6 +103,7 @@ class MoENode:
     experts: ExpertOptions
     router: RouterOptions | None
     layout: WeightLayout
+    resident_experts: int | None
     inputs: Mapping[str, ir.Value]
 
 
@@ -115,7 +127,8 @@ def parse(node: ir.Node) -> MoENode:
         router = RouterOptions(sizes["top_k"], **_options(node, ROUTER_OPTIONS))
     experts = ExpertOptions(**_options(node, EXPERT_OPTIONS))
     layout = WeightLayout(**_options(node, LAYOUT_OPTIONS))
-    return MoENode(sizes, experts, router, layout, inputs)
+    resident_experts = _attribute(node, RESIDENT_EXPERTS, int, 0) or None
+    return MoENode(sizes, experts, router, layout, resident_experts, inputs)
 
 
 def _options(node: ir.Node, options: tuple[Option, ...]) -> dict[str, Any]:
@@ -145,6 +158,17 @@ def _attribute(node: ir.Node, name: str, kind: type, default: Any = None) -> Any
             f"its attribute {name} must be of type {_KINDS[kind].name}, got {attribute.type.name}"
         )
     return attribute.value
+
+
+def layer_name(w1: str, node: str) -> str:
+    """Returns what a layer is called: its place in the model by the name of ``w1``, or its node.
+
+    Not what the names of all weights share: equal biases of two layers may be one initializer.
+
+    >>> layer_name("blocks.0.mlp.w1", "blocks.0.mlp/DroplessMoE")
+    'blocks.0.mlp'
+    """
+    return w1.rpartition(".")[0] or node
 
 
 def module_of(node: ir.Node) -> str:

@@ -23,6 +23,7 @@ from dynamo_moe.cli import app
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import DroplessMoEMlp
 from onnx_files import HALF, dense_model, model, moe_model, save, value, weight
+from small_bundles import SMALL
 from trt_plugin import parse_spec
 
 SIZES = {"num_experts": 4, "in_features": 32, "hidden_features": 48, "top_k": 2}
@@ -137,6 +138,13 @@ def test_weights_that_lie_as_in_out_are_another_layer(tmp_path: Path, weight: st
     assert getattr(parse_spec(f"{SPEC},{flag}"), flag)
     assert parse_spec(f"{SPEC},{flag}") != parse_spec(SPEC)
     assert found(one_layer(node(**{flag: 0})), tmp_path) == [parse_spec(SPEC)]
+
+
+def test_a_spec_of_offloaded_experts() -> None:
+    assert parse_spec(f"{SPEC},resident_experts=2").resident_experts == 2
+    assert parse_spec(SPEC).resident_experts is None
+    with pytest.raises(ValueError, match=r"resident_experts must be in 1\.\.\d+, the number of"):
+        parse_spec(f"{SPEC},resident_experts=0")
 
 
 def test_experts_with_a_router_outside_are_found(tmp_path: Path) -> None:
@@ -349,6 +357,28 @@ def test_what_makes_no_sense_is_refused(
     file: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     assert message in error("compile", *arguments, code=2)
+
+
+def test_layers_are_compiled_with_their_slots(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[list[Layer]] = []
+
+    def compile(layers: list[Layer], *_: Any, **__: Any) -> trt_plugin.Bundle:  # noqa: A001
+        compiled.append(layers)
+        return SMALL
+
+    monkeypatch.setattr(trt_plugin, "compile", compile, raising=False)
+    for options in (("--resident-experts", "3"), ("--resident-memory", "1TB"), ()):
+        assert run("compile", str(file), "--arch", "80", *options).exit_code == 0
+    given = run("compile", "--arch", "80", "-o", "o", "--spec", f"{SPEC},resident_experts=3")
+    assert given.exit_code == 0
+    slots = [[layer.resident_experts for layer in layers] for layers in compiled]
+    assert slots == [[3], [4], [None], [3]]
+    message = error("compile", "--arch", "80", "-o", "o", "--spec", SPEC, *options_of(3), code=2)
+    assert "of a --spec, write resident_experts=R into it" in message
+
+
+def options_of(resident_experts: int) -> tuple[str, str]:
+    return "--resident-experts", str(resident_experts)
 
 
 def test_a_file_without_layers_fails(tmp_path: Path) -> None:

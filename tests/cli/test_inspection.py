@@ -96,6 +96,7 @@ def test_moe_layers(tmp_path: Path, dtype: type, name: str, size: int) -> None:
     assert (plain.name, plain.node) == ("b.0.mlp", "b.0.mlp/DroplessMoE")
     assert (plain.domain, plain.op_type) == ("moe", "DroplessMoE")
     assert (plain.num_experts, plain.top_k) == (3, 2)
+    assert plain.expert_bytes == 2 * 4 * 6 * np.dtype(dtype).itemsize
     assert (plain.in_features, plain.hidden_features) == (4, 6)
     assert (plain.activation, plain.precision) == ("gelu", name)
     assert plain.weights == {

@@ -21,12 +21,14 @@ from custom_ops.kernels import launch as launcher
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.expressions import Expression
 from custom_ops.kernels.launch import launch, launch_kernel
+from custom_ops.kernels.launch_waves import launch_in_waves
 from custom_ops.kernels.plan import plan
 from custom_ops.kernels.rms_norm import rms_norm_spec
 from custom_ops.kernels.spec import ForwardPlan, Scalar
 from kernel_runs import call_tensors, layer_of
 from moe_cases import Case, assert_matches, make_case
 from standin_jit import STREAM, StandinJit, with_standin_jit
+from wave_runs import calls_of, new_state, plan_in_waves, run_resident
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +70,21 @@ def test_a_later_call_starts_the_compiled_kernels(op, tokens, width):
     assert counts(kernels) == (launches, 0)
     assert_matches(run(on, second), second.oracle(), second.dtypes)
     assert counts(kernels) == (launches, launches)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (5, 16), (40, 136)])
+def test_waves_start_the_compiled_kernels(tokens, width):
+    case = case_of(tokens, width=width)
+    on, kernels = with_standin_jit(plan_in_waves(case, 1))
+    state, expected = new_state(on), run_resident(case)
+    for _ in range(2):
+        tensors = call_tensors(case)
+        launch_in_waves(on, tensors, state)
+        assert torch.equal(tensors["y"], expected)
+    calls = calls_of(on, case)
+    distinct = len({each.spec for each in calls})
+    assert distinct < len(calls)
+    assert counts(kernels) == (distinct, 2 * len(calls) - distinct)
 
 
 def test_another_number_of_tokens_starts_the_same_compiled_kernels():

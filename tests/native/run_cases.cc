@@ -5,10 +5,13 @@
 // result as they were allocated. The folder's file "cases" has, separated by white space, for each
 // case its program's file, T, the largest permitted error, the number of tensors, and for each
 // tensor its name, offset and bytes in the file "tensors". The tensor y is what is expected, in
-// bfloat16. Everything else on the device is as in dynamo_moe.h.
+// bfloat16. Everything else on the device is as in dynamo_moe.h. A layer whose experts are
+// offloaded has w1 and w2 in pinned host memory, and runs twice: the second time, experts are in
+// its cache.
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -61,6 +64,9 @@ struct Driver {
   int (*fill)(Address, unsigned char, std::size_t);
   int (*to_device)(Address, const void*, std::size_t);
   int (*to_host)(void*, Address, std::size_t);
+  int (*allocate_host)(void**, std::size_t, unsigned);
+  int (*release_host)(void*);
+  int (*get_address)(Address*, void*, unsigned);
 
   Driver() {
     void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -84,6 +90,9 @@ struct Driver {
     find("cuMemsetD8_v2", &fill);
     find("cuMemcpyHtoD_v2", &to_device);
     find("cuMemcpyDtoH_v2", &to_host);
+    find("cuMemHostAlloc", &allocate_host);
+    find("cuMemFreeHost", &release_host);
+    find("cuMemHostGetDevicePointer_v2", &get_address);
   }
 };
 
@@ -108,6 +117,35 @@ class Memory {
 
  private:
   const Driver& cuda_;
+  Address address_ = 0;
+};
+
+// Pinned host memory that the device reads.
+class Pinned {
+ public:
+  Pinned(const Driver& cuda, const char* content, std::size_t size) : cuda_(cuda) {
+    constexpr unsigned kMapped = 2;
+    Check(cuda_.allocate_host(&memory_, size, kMapped), "cuMemHostAlloc");
+    std::memcpy(memory_, content, size);
+    Check(cuda_.get_address(&address_, memory_, 0), "cuMemHostGetDevicePointer");
+  }
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+  Pinned(Pinned&& other) noexcept
+      : cuda_(other.cuda_),
+        memory_(std::exchange(other.memory_, nullptr)),
+        address_(other.address_) {}
+  ~Pinned() {
+    if (memory_ != nullptr) {
+      cuda_.release_host(memory_);
+    }
+  }
+
+  [[nodiscard]] void* pointer() const { return reinterpret_cast<void*>(address_); }
+
+ private:
+  const Driver& cuda_;
+  void* memory_ = nullptr;
   Address address_ = 0;
 };
 
@@ -146,8 +184,15 @@ double Error(const std::vector<std::uint16_t>& actual, const std::vector<std::ui
 double Run(const Driver& cuda, const std::string& folder, std::ifstream& cases,
            const std::string& program_name, std::int64_t tokens, const std::string& data,
            bool poisoned) {
+  const std::string bytes = Read(folder + "/" + program_name);
+  dynamo_moe_program* program = nullptr;
+  dynamo_moe_layer layer = {};
+  CheckLauncher(dynamo_moe_program_open(bytes.data(), bytes.size(), &program));
+  CheckLauncher(dynamo_moe_program_info(program, &layer));
+  const bool offloaded = layer.resident_experts != 0;
   const void* pointers[std::size(kNames)] = {};
   std::vector<Memory> memory;
+  std::vector<Pinned> pinned;
   std::vector<std::uint16_t> expected;
   int count = 0;
   cases >> count;
@@ -159,12 +204,17 @@ double Run(const Driver& cuda, const std::string& folder, std::ifstream& cases,
     if (!cases || offset + size > data.size()) {
       Fail("the file of cases is damaged");
     }
-    const Memory& tensor = memory.emplace_back(cuda, size);
-    for (std::size_t i = 0; i < std::size(kNames); ++i) {
-      if (name == kNames[i]) {
-        pointers[i] = tensor.pointer();
-      }
+    const auto* const kind = std::find(std::begin(kNames), std::end(kNames), name);
+    if (kind == std::end(kNames)) {
+      Fail("there is no tensor " + name);
     }
+    const void*& pointer = pointers[kind - std::begin(kNames)];
+    if (offloaded && (name == "w1" || name == "w2")) {
+      pointer = pinned.emplace_back(cuda, data.data() + offset, size).pointer();
+      continue;
+    }
+    const Memory& tensor = memory.emplace_back(cuda, size);
+    pointer = tensor.pointer();
     if (name != kNames[kResult]) {
       Check(cuda.to_device(tensor.get(), data.data() + offset, size), "cuMemcpyHtoD");
       continue;
@@ -175,9 +225,6 @@ double Run(const Driver& cuda, const std::string& folder, std::ifstream& cases,
       Check(cuda.fill(tensor.get(), kPoison, size), "cuMemsetD8");
     }
   }
-  const std::string bytes = Read(folder + "/" + program_name);
-  dynamo_moe_program* program = nullptr;
-  CheckLauncher(dynamo_moe_program_open(bytes.data(), bytes.size(), &program));
   std::size_t workspace_size = 0;
   CheckLauncher(dynamo_moe_program_workspace(program, tokens, &workspace_size));
   const Memory workspace(cuda, workspace_size);
@@ -187,12 +234,22 @@ double Run(const Driver& cuda, const std::string& folder, std::ifstream& cases,
   dynamo_moe_tensors tensors = {};
   static_assert(sizeof(tensors) == sizeof(pointers));
   std::memcpy(&tensors, pointers, sizeof(tensors));
-  CheckLauncher(dynamo_moe_program_enqueue(program, tokens, &tensors, workspace.pointer(),
-                                           workspace_size, nullptr));
+  dynamo_moe_cache* cache = nullptr;
+  if (offloaded) {
+    CheckLauncher(dynamo_moe_cache_open(program, nullptr, nullptr, 0, &cache));
+    for (int time = 0; time < 2; ++time) {
+      CheckLauncher(dynamo_moe_cache_enqueue(cache, tokens, &tensors, workspace.pointer(),
+                                             workspace_size, nullptr));
+    }
+  } else {
+    CheckLauncher(dynamo_moe_program_enqueue(program, tokens, &tensors, workspace.pointer(),
+                                             workspace_size, nullptr));
+  }
   Check(cuda.synchronize(), "cuCtxSynchronize");
   std::vector<std::uint16_t> actual(expected.size());
   const auto result = reinterpret_cast<Address>(tensors.y);
   Check(cuda.to_host(actual.data(), result, actual.size() * sizeof(std::uint16_t)), "cuMemcpyDtoH");
+  dynamo_moe_cache_close(cache);
   dynamo_moe_program_close(program);
   return Error(actual, expected);
 }

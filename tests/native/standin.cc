@@ -28,7 +28,11 @@ enum Result {
   kInvalidContext = 201,
   kInvalidHandle = 400,
   kNotFound = 500,
+  kAlreadyRegistered = 712,
+  kNotRegistered = 713,
   kStreamCaptureUnsupported = 900,
+  kStreamCaptureIsolation = 905,
+  kCapturedEvent = 907,
 };
 
 constexpr int kRelaxedCapture = 2;
@@ -47,6 +51,24 @@ struct Context {
 
 struct Stream {
   Context* context;
+  // Which capture it is part of; 0: none.
+  int capture;
+  // A test made it, not the launcher.
+  bool is_ours;
+};
+
+struct Event {
+  Context* context;
+  bool is_recorded;
+  // In which capture it was recorded last; 0: in none.
+  int capture;
+};
+
+// Pinned host memory.
+struct Pinned {
+  Context* context;
+  std::size_t size;
+  bool is_registered;
 };
 
 struct Module {
@@ -74,6 +96,19 @@ struct Launch {
 };
 using Callback = int (*)(const Launch*);
 
+// What a stream is asked for besides launches.
+struct Operation {
+  enum Kind : std::int32_t { kRecord, kWait, kSet, kSynchronize, kSynchronizeAll };
+
+  std::int32_t kind;
+  std::int32_t value;
+  void* stream;
+  void* event;
+  void* address;
+  std::uint64_t size;
+};
+using OperationCallback = void (*)(const Operation*);
+
 struct Failure {
   int calls_before;
   int result;
@@ -85,6 +120,9 @@ struct State {
   std::vector<std::string> images;
   std::set<Context*> contexts;
   std::set<Stream*> streams;
+  std::set<Event*> events;
+  std::map<std::uint64_t, Context*> memory;
+  std::map<std::uint64_t, Pinned> pinned;
   std::set<Module*> modules;
   std::map<Module*, std::vector<Function*>> functions;
   std::map<std::string, Failure> failures;
@@ -93,7 +131,11 @@ struct State {
   int version = kVersion;
   // Another thread captures a stream, in the mode that no thread may disturb.
   bool capturing = false;
+  // Captures so far, and those that have not ended.
+  int captures = 0;
+  std::set<int> active_captures;
   Callback callback = nullptr;
+  OperationCallback operation = nullptr;
 };
 
 State& state() {
@@ -143,7 +185,7 @@ bool IsLive(const Function* function) {
   return found != state().functions.end();
 }
 
-// Destroys a context's modules and streams.
+// Destroys what a context has.
 void Empty(const Context* context) {
   State& s = state();
   for (auto each = s.modules.begin(); each != s.modules.end();) {
@@ -166,6 +208,60 @@ void Empty(const Context* context) {
       ++each;
     }
   }
+  for (auto each = s.events.begin(); each != s.events.end();) {
+    if ((*each)->context == context) {
+      delete *each;
+      each = s.events.erase(each);
+    } else {
+      ++each;
+    }
+  }
+  for (auto each = s.memory.begin(); each != s.memory.end();) {
+    if (each->second == context) {
+      std::free(reinterpret_cast<void*>(each->first));
+      each = s.memory.erase(each);
+    } else {
+      ++each;
+    }
+  }
+  for (auto each = s.pinned.begin(); each != s.pinned.end();) {
+    if (each->second.context == context) {
+      if (!each->second.is_registered) {
+        std::free(reinterpret_cast<void*>(each->first));
+      }
+      each = s.pinned.erase(each);
+    } else {
+      ++each;
+    }
+  }
+}
+
+// Null is the default stream, which nothing captures.
+int CaptureOf(const Stream* stream) { return stream == nullptr ? 0 : stream->capture; }
+
+bool IsStream(Stream* stream) { return stream == nullptr || state().streams.count(stream) != 0; }
+
+// Reports an operation; returns whether a test wants to do it itself.
+bool Report(const Operation& operation) {
+  OperationCallback callback = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    callback = state().operation;
+  }
+  if (callback != nullptr) {
+    callback(&operation);
+  }
+  return callback != nullptr;
+}
+
+// Memory whose content nothing may rely on.
+void* Garbage(std::size_t size) {
+  const std::size_t whole = (size + 255) / 256 * 256;
+  void* const memory = std::aligned_alloc(256, whole);
+  if (memory != nullptr) {
+    std::memset(memory, 0xFF, whole);
+  }
+  return memory;
 }
 
 }  // namespace
@@ -187,7 +283,9 @@ EXPORT void standin_reset() {
   s.calls.clear();
   s.version = kVersion;
   s.capturing = false;
+  s.active_captures.clear();
   s.callback = nullptr;
+  s.operation = nullptr;
 }
 
 // 12080 for a driver of CUDA 12.8.
@@ -235,7 +333,7 @@ EXPORT void standin_destroy_context(void* handle) {
 // Destroyed with its context.
 EXPORT void* standin_create_stream(void* context) {
   const std::lock_guard<std::mutex> lock(state().mutex);
-  return *state().streams.insert(new Stream{static_cast<Context*>(context)}).first;
+  return *state().streams.insert(new Stream{static_cast<Context*>(context), 0, true}).first;
 }
 
 EXPORT void standin_set_context(void* context) {
@@ -250,11 +348,35 @@ EXPORT void standin_set_capturing(bool capturing) {
   state().capturing = capturing;
 }
 
+// Captures a stream, and those that wait for its events.
+EXPORT int standin_begin_capture(Stream* stream) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  stream->capture = ++state().captures;
+  state().active_captures.insert(stream->capture);
+  return stream->capture;
+}
+
+EXPORT void standin_end_capture(int capture) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  for (Stream* const stream : state().streams) {
+    if (stream->capture == capture) {
+      stream->capture = 0;
+    }
+  }
+  state().active_captures.erase(capture);
+}
+
 EXPORT int standin_capture_mode() { return capture_mode; }
 
 EXPORT void standin_on_launch(Callback callback) {
   const std::lock_guard<std::mutex> lock(state().mutex);
   state().callback = callback;
+}
+
+// Told what streams are asked for besides launches, and then the one who does it.
+EXPORT void standin_on_operation(OperationCallback callback) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().operation = callback;
 }
 
 // Makes one later call of a function fail, after a number of calls that succeed.
@@ -271,6 +393,26 @@ EXPORT int standin_calls(const char* function) {
 EXPORT int standin_live_modules() {
   const std::lock_guard<std::mutex> lock(state().mutex);
   return static_cast<int>(state().modules.size());
+}
+
+// What the launcher has of a kind.
+EXPORT int standin_live(const char* name) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  const State& s = state();
+  const std::string kind = name;
+  std::size_t count = 0;
+  if (kind == "streams") {
+    for (const Stream* const each : s.streams) {
+      count += each->is_ours ? 0 : 1;
+    }
+  } else if (kind == "registrations" || kind == "pinned memory") {
+    for (const auto& each : s.pinned) {
+      count += each.second.is_registered == (kind == "registrations") ? 1 : 0;
+    }
+  } else {
+    count = kind == "events" ? s.events.size() : s.memory.size();
+  }
+  return static_cast<int>(count);
 }
 
 // --- The driver ---
@@ -395,13 +537,217 @@ EXPORT int cuCtxSynchronize() { return CurrentContext() == nullptr ? kInvalidCon
 
 // Device memory is the host's.
 EXPORT int cuMemAlloc_v2(std::uint64_t* address, std::size_t size) {
-  void* const memory = std::aligned_alloc(256, (size + 255) / 256 * 256);
+  BEGIN("cuMemAlloc");
+  if (DisturbsCapture()) {
+    return kStreamCaptureUnsupported;
+  }
+  void* const memory = Garbage(size);
+  if (memory == nullptr || size == 0) {
+    return size == 0 ? kInvalidValue : kOutOfMemory;
+  }
   *address = reinterpret_cast<std::uint64_t>(memory);
-  return memory == nullptr ? kOutOfMemory : kSuccess;
+  state().memory[*address] = CurrentContext();
+  return kSuccess;
 }
 
 EXPORT int cuMemFree_v2(std::uint64_t address) {
+  {
+    BEGIN("cuMemFree");
+    if (DisturbsCapture()) {
+      return kStreamCaptureUnsupported;
+    }
+    if (state().memory.erase(address) == 0) {
+      return kInvalidValue;
+    }
+  }
+  Report({Operation::kSynchronizeAll, 0, nullptr, nullptr, nullptr, 0});
   std::free(reinterpret_cast<void*>(address));
+  return kSuccess;
+}
+
+EXPORT int cuMemHostRegister_v2(void* memory, std::size_t size, unsigned flags) {
+  BEGIN("cuMemHostRegister");
+  constexpr std::uint64_t kPage = 4096;
+  constexpr unsigned kMappedReadOnly = 10;
+  const auto address = reinterpret_cast<std::uint64_t>(memory);
+  if (DisturbsCapture()) {
+    return kStreamCaptureUnsupported;
+  }
+  if (CurrentContext() == nullptr) {
+    return kInvalidContext;
+  }
+  if (address % kPage != 0 || size % kPage != 0 || size == 0 || flags != kMappedReadOnly) {
+    return kInvalidValue;
+  }
+  for (const auto& [begin, other] : state().pinned) {
+    if (begin < address + size && address < begin + other.size) {
+      return kAlreadyRegistered;
+    }
+  }
+  state().pinned[address] = {CurrentContext(), size, true};
+  return kSuccess;
+}
+
+EXPORT int cuMemHostUnregister(void* memory) {
+  BEGIN("cuMemHostUnregister");
+  const auto found = state().pinned.find(reinterpret_cast<std::uint64_t>(memory));
+  if (found == state().pinned.end() || !found->second.is_registered) {
+    return kNotRegistered;
+  }
+  if (found->second.context != CurrentContext()) {
+    return kInvalidContext;
+  }
+  state().pinned.erase(found);
+  return kSuccess;
+}
+
+EXPORT int cuMemHostAlloc(void** memory, std::size_t size, unsigned flags) {
+  BEGIN("cuMemHostAlloc");
+  constexpr unsigned kMapped = 2;
+  if (DisturbsCapture()) {
+    return kStreamCaptureUnsupported;
+  }
+  if (size == 0 || flags != kMapped) {
+    return kInvalidValue;
+  }
+  *memory = Garbage(size);
+  if (*memory == nullptr) {
+    return kOutOfMemory;
+  }
+  state().pinned[reinterpret_cast<std::uint64_t>(*memory)] = {CurrentContext(), size, false};
+  return kSuccess;
+}
+
+EXPORT int cuMemFreeHost(void* memory) {
+  BEGIN("cuMemFreeHost");
+  const auto found = state().pinned.find(reinterpret_cast<std::uint64_t>(memory));
+  if (found == state().pinned.end() || found->second.is_registered) {
+    return kInvalidValue;
+  }
+  std::free(memory);
+  state().pinned.erase(found);
+  return kSuccess;
+}
+
+EXPORT int cuMemHostGetDevicePointer_v2(std::uint64_t* address, void* memory, unsigned flags) {
+  BEGIN("cuMemHostGetDevicePointer");
+  *address = reinterpret_cast<std::uint64_t>(memory);
+  return flags == 0 && state().pinned.count(*address) != 0 ? kSuccess : kInvalidValue;
+}
+
+EXPORT int cuMemsetD8Async(std::uint64_t address, unsigned char value, std::size_t size,
+                           Stream* stream) {
+  {
+    BEGIN("cuMemsetD8Async");
+    if (!IsStream(stream)) {
+      return kInvalidHandle;
+    }
+  }
+  void* const memory = reinterpret_cast<void*>(address);
+  if (!Report({Operation::kSet, value, stream, nullptr, memory, size})) {
+    std::memset(memory, value, size);
+  }
+  return kSuccess;
+}
+
+EXPORT int cuStreamCreate(Stream** stream, unsigned flags) {
+  BEGIN("cuStreamCreate");
+  constexpr unsigned kNonBlocking = 1;
+  if (CurrentContext() == nullptr || flags != kNonBlocking) {
+    return CurrentContext() == nullptr ? kInvalidContext : kInvalidValue;
+  }
+  *stream = *state().streams.insert(new Stream{CurrentContext(), 0, false}).first;
+  return kSuccess;
+}
+
+EXPORT int cuStreamDestroy_v2(Stream* stream) {
+  BEGIN("cuStreamDestroy");
+  if (state().streams.erase(stream) == 0) {
+    return kInvalidHandle;
+  }
+  delete stream;
+  return kSuccess;
+}
+
+EXPORT int cuStreamSynchronize(Stream* stream) {
+  {
+    BEGIN("cuStreamSynchronize");
+    if (!IsStream(stream)) {
+      return kInvalidHandle;
+    }
+    if (CaptureOf(stream) != 0) {
+      return kStreamCaptureUnsupported;
+    }
+  }
+  Report({Operation::kSynchronize, 0, stream, nullptr, nullptr, 0});
+  return kSuccess;
+}
+
+EXPORT int cuStreamIsCapturing(Stream* stream, int* status) {
+  BEGIN("cuStreamIsCapturing");
+  if (!IsStream(stream)) {
+    return kInvalidHandle;
+  }
+  *status = CaptureOf(stream) == 0 ? 0 : 1;
+  return kSuccess;
+}
+
+EXPORT int cuStreamWaitEvent(Stream* stream, Event* event, unsigned flags) {
+  {
+    BEGIN("cuStreamWaitEvent");
+    State& s = state();
+    if (!IsStream(stream) || s.events.count(event) == 0) {
+      return kInvalidHandle;
+    }
+    if (flags != 0) {
+      return kInvalidValue;
+    }
+    if (!event->is_recorded) {
+      return kSuccess;
+    }
+    if (CaptureOf(stream) != 0 && event->capture != CaptureOf(stream)) {
+      return kStreamCaptureIsolation;
+    }
+    if (event->capture != 0) {
+      if (stream == nullptr || s.active_captures.count(event->capture) == 0) {
+        return kCapturedEvent;
+      }
+      stream->capture = event->capture;
+    }
+  }
+  Report({Operation::kWait, 0, stream, event, nullptr, 0});
+  return kSuccess;
+}
+
+EXPORT int cuEventCreate(Event** event, unsigned flags) {
+  BEGIN("cuEventCreate");
+  constexpr unsigned kDisableTiming = 2;
+  if (CurrentContext() == nullptr || flags != kDisableTiming) {
+    return CurrentContext() == nullptr ? kInvalidContext : kInvalidValue;
+  }
+  *event = *state().events.insert(new Event{CurrentContext(), false, 0}).first;
+  return kSuccess;
+}
+
+EXPORT int cuEventRecord(Event* event, Stream* stream) {
+  {
+    BEGIN("cuEventRecord");
+    if (!IsStream(stream) || state().events.count(event) == 0) {
+      return kInvalidHandle;
+    }
+    event->is_recorded = true;
+    event->capture = CaptureOf(stream);
+  }
+  Report({Operation::kRecord, 0, stream, event, nullptr, 0});
+  return kSuccess;
+}
+
+EXPORT int cuEventDestroy_v2(Event* event) {
+  BEGIN("cuEventDestroy");
+  if (state().events.erase(event) == 0) {
+    return kInvalidHandle;
+  }
+  delete event;
   return kSuccess;
 }
 

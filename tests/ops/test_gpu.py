@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpu_cases
-from custom_ops import ExpertOptions, reference
+from custom_ops import ExpertOptions, offload_experts, reference
 from custom_ops.kernels.configs import RangeConfig
 from gpu_cases import PATHS, allow_tf32, check, gpu_case, launch_poisoned, plan_of, runs_on
 from kernel_runs import in_out
@@ -526,3 +526,92 @@ def test_a_compiled_model_has_the_same_bits(op):
     case = gpu_case(op, SMALL, dtype=BF16)
     compiled = torch.compile(case.function, fullgraph=True)
     assert torch.equal(compiled(*case.floats.values()), case())
+
+
+# --- Experts in host memory ---
+
+
+def offloaded(case: Case, resident: int) -> Case:
+    """The case with both weights in pinned memory, and so many slots on the device."""
+    host = {name: case.arguments[name].cpu().pin_memory() for name in ("w1", "w2")}
+    offload_experts(host["w1"], host["w2"], resident, torch.device("cuda"))
+    return case.changed(**host)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("tokens", [1, FEW, SMALL, LARGE])
+@pytest.mark.parametrize("width", [96, 136])
+@pytest.mark.parametrize("resident", [1, 3, 8])
+def test_experts_in_host_memory_give_the_same_bits(op, tokens, width, resident):
+    case = gpu_case(op, tokens, width=width, dtype=BF16, **GATED)
+    from_host = offloaded(case, resident)
+    expected = case()
+    for _ in range(3):
+        assert torch.equal(from_host(), expected)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("weights", LAYOUTS)
+def test_experts_in_host_memory_that_lie_as_in_out(weights):
+    for tokens in (FEW, SMALL, LARGE):
+        case = in_out(gpu_case("experts", tokens, dtype=BF16, **GATED), *weights)
+        assert torch.equal(offloaded(case, 3)(), case())
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("tokens", [1, SMALL])
+@pytest.mark.parametrize("resident", [1, 3])
+def test_a_graph_copies_the_experts_of_new_inputs(tokens, resident):
+    case = gpu_case("experts", tokens, width=256, hidden=512, experts=32, dtype=BF16, **GATED)
+    from_host = offloaded(case, resident)
+    from_host()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = from_host()
+    for _ in range(20):
+        ids = torch.randint(32, case.arguments["expert_ids"].shape, device="cuda")
+        case.arguments["expert_ids"].copy_(ids)
+        expected = case()
+        result.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(result, expected)
+
+
+def test_a_cache_follows_its_calls_from_stream_to_stream():
+    case = gpu_case("dropless", SMALL, width=512, hidden=512, experts=32, dtype=BF16, **GATED)
+    from_host, expected = offloaded(case, 3), case()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for turn in range(30):
+        with torch.cuda.stream(streams[turn % 3]):
+            results.append(from_host())
+    torch.cuda.synchronize()
+    assert all(torch.equal(each, expected) for each in results)
+
+
+def test_experts_in_host_memory_need_not_be_waited_for():
+    from_host = offloaded(gpu_case("dropless", SMALL, dtype=BF16), 2)
+    from_host()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        from_host()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_experts_in_memory_that_cuda_cannot_read_are_refused():
+    case = gpu_case("experts", SMALL, dtype=BF16)
+    host = {name: case.arguments[name].cpu() for name in ("w1", "w2")}
+    with pytest.raises(ValueError, match="host memory that the device cannot read"):
+        case.changed(**host)()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_experts_in_host_memory_have_no_gradients_on_cuda(op):
+    case = offloaded(gpu_case(op, SMALL, dtype=BF16), 2)
+    case.arguments["x"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        case()

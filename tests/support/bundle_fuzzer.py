@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from standin import ROOT, SOURCES, build
@@ -24,17 +25,26 @@ _FLAGS = ("-g", "-O1", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 
 def seed_bundles() -> list[bytes]:
-    """Returns small bundles: one with every kind of record, and those of real layers' plans."""
+    """Returns small bundles: two with every kind of record, and those of real layers' plans."""
     from custom_ops.kernels.architectures import architecture
     from custom_ops.kernels.plan import plan
     from interpreted_gpu import uncompiled_program
-    from small_bundles import SMALL
+    from small_bundles import OFFLOADED, SMALL
     from trt_plugin import Bundle, parse_spec
     from trt_plugin.compiling import limit_tokens
 
     layer = parse_spec("experts=4,top_k=2,width=136,hidden=72,dtype=fp16,op=experts,gated,b1")
-    plans = (limit_tokens(plan(layer, architecture(name)), 50) for name in ("sm_80", "sm_90"))
-    return [SMALL.data, *(Bundle((uncompiled_program(each),)).data for each in plans)]
+    layers = (layer, replace(layer, resident_experts=2))
+    plans = (
+        limit_tokens(plan(each, architecture(name)), 50)
+        for each in layers
+        for name in ("sm_80", "sm_90")
+    )
+    return [
+        SMALL.data,
+        OFFLOADED.data,
+        *(Bundle((uncompiled_program(each),)).data for each in plans),
+    ]
 
 
 def fuzz(seconds: int, seeds: Sequence[Path], seed: int = 1) -> subprocess.CompletedProcess[str]:

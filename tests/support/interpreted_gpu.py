@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from custom_ops.kernels.spec import (
     ForwardPlan,
     KernelSpec,
     Scalar,
+    StatePointer,
     TensorMap,
     TensorPointer,
     WorkspacePointer,
@@ -51,11 +53,15 @@ class InterpretedGpu:
     def register(self, plan: ForwardPlan, program: Program) -> None:
         """Registers a program's images."""
         for planned, packed in zip(plan.ranges, program.ranges, strict=True):
-            for spec, launch in zip(planned.launches, packed.launches, strict=True):
+            for spec, launch in zip(planned.kernels(), packed.all_launches, strict=True):
                 self.kernels[program.kernels[launch.kernel].image] = spec
 
     def __call__(self, launch: Any) -> None:
         """Interprets a launch."""
+        self.bound(launch)()
+
+    def bound(self, launch: Any) -> Callable[[], None]:
+        """Returns what runs a launch, whose parameters are read now."""
         spec = self.kernels[launch.image]
         assert launch.function == spec.name
         assert launch.block == (32 * spec.num_warps, 1, 1)
@@ -70,14 +76,18 @@ class InterpretedGpu:
                     continue
                 case Scalar():
                     arguments[name] = launch.i32(index)
-                case TensorPointer(_, dtype) | WorkspacePointer(_, dtype):
+                case TensorPointer(_, dtype) | WorkspacePointer(_, dtype) | StatePointer(_, dtype):
                     arguments[name] = tensor_at(launch.pointer(index), dtype)
                 case TensorMap():
                     arguments[name] = _descriptor(launch.tensor_map(index), argument)
                     index += 2 * len(argument.shape)
             index += 1
-        with _INTERPRETER:
-            spec.function[launch.grid](**arguments)
+
+        def run() -> None:
+            with _INTERPRETER:
+                spec.function[launch.grid](**arguments)
+
+        return run
 
 
 def uncompiled_program(plan: ForwardPlan) -> Program:

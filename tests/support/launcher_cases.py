@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -55,14 +56,19 @@ def make_cases(on: Architecture) -> Iterator[tuple[ForwardPlan, Case]]:
         for weights in ((), ("w1",), ("w2",), _WEIGHTS):
             yield _planned(in_out(gated, *weights), on)
     yield _planned(in_out(_case("experts", 40, width=56, **_GATED), *_WEIGHTS), on)
+    for tokens in (1, 40, 300):
+        gated = _case("experts", tokens, width=136, **_GATED)
+        yield _planned(gated, on, resident_experts=3)
     case = _case("dropless", 40, width=120, **_GATED)
     for name, ranges in PATHS.items():
         if runs_on(name, on):
             yield plan_with(layer_of(case), one_multiprocessor(on), ranges), case
 
 
-def _planned(case: Case, on: Architecture) -> tuple[ForwardPlan, Case]:
-    return _plan(layer_of(case), on), case
+def _planned(
+    case: Case, on: Architecture, resident_experts: int | None = None
+) -> tuple[ForwardPlan, Case]:
+    return _plan(replace(layer_of(case), resident_experts=resident_experts), on), case
 
 
 @lru_cache

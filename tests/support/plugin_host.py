@@ -322,7 +322,11 @@ class Plugin:
     def serialize(self) -> dict[str, Field]:
         return {
             field.name.decode(): Field(
-                field.type, field.length, ctypes.string_at(field.data, field.length)
+                field.type,
+                field.length,
+                ctypes.string_at(
+                    field.data, field.length * (4 if field.type == Field.INT32 else 1)
+                ),
             )
             for field in _collected(self._call("serialize"))
         }

@@ -55,9 +55,35 @@ def program(**changes: object) -> Program:
 
 SMALL = Bundle((program(), program(architecture=80)))
 
+WAVE = Expression(((1, 5),))
+SLOTS = TensorMap(1, 6, 3, (64, 128, 4), (2, 128, 16384), (64, 32, 1))
+
+
+def offloaded(**changes: object) -> Program:
+    """A program of a layer with 4 of 8 experts on the device, which runs in waves."""
+    state = (
+        Buffer("expert_of_slot", Expression(((0, 16),)), zeroed=True),
+        Buffer("w1_slots", Expression(((0, 65536),))),
+    )
+    grid = (ONE, ONE, ONE)
+    wave = (
+        Launch(0, (Argument("tensor", "w1"), Argument("state", 1)), grid, side=True, after=(1,)),
+        Launch(1, (Argument("tensor_map", SLOTS), Argument("i32", WAVE)), grid, after=(0,)),
+    )
+    ahead = Launch(1, (Argument("state", 0), Argument("workspace", 0)), grid)
+    end = Launch(1, (Argument("tensor", "y"),), grid)
+    only = Range(1, 99, (Buffer("rows", TOKENS),), (ahead,), wave, TILES, (end,))
+    kernels = tuple(replace(each, dependent_launch=False) for each in program().kernels)
+    layer = LAYER._replace(resident_experts=4)
+    whole = Program(layer, 90, (only,), kernels, state)
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+OFFLOADED = Bundle((offloaded(), offloaded(architecture=80)))
+
 
 def repaired(data: bytes) -> bytes:
-    """The small bundle, altered, with the right checksums of its programs and its own."""
+    """A bundle of two programs, altered, with the right checksums of its programs and its own."""
     for offset, size in records.DIRECTORY_ENTRY.iter_unpack(data[32:64]):
         data = data[:offset] + checked(data[offset : offset + size]) + data[offset + size :]
     return checked(data)
@@ -71,15 +97,16 @@ def checked(data: bytes) -> bytes:
     return data[:24] + struct.pack("<I", crc32(zeroed)) + data[28:]
 
 
-def altered(offset: int, form: str, *values: float) -> bytes:
-    """The small bundle with values written over it, from the first program's start on."""
-    data = bytearray(SMALL.data)
+def altered(offset: int, form: str, *values: float, bundle: Bundle = SMALL) -> bytes:
+    """A bundle with values written over it, from the first program's start on."""
+    data = bytearray(bundle.data)
     struct.pack_into(f"<{form}", data, 64 + offset, *values)
     return repaired(bytes(data))
 
 
-def record(table: str, index: int = 0) -> int:
+def record(table: str, index: int = 0, bundle: Bundle = SMALL) -> int:
     """Where a record of the first program lies, from the program's start."""
     at = list(records.TABLES).index(table)
-    offset, _ = records.TABLE_ENTRY.unpack_from(SMALL.data, 64 + 112 + 16 * at)
+    entries = records.PROGRAM_HEADER_BYTES - len(records.TABLES) * records.TABLE_ENTRY.size
+    offset, _ = records.TABLE_ENTRY.unpack_from(bundle.data, 64 + entries + 16 * at)
     return int(offset) + index * records.TABLES[table]

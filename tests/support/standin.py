@@ -47,7 +47,22 @@ class _TensorMap(ctypes.Structure):
     )
 
 
+class _Operation(ctypes.Structure):
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("value", ctypes.c_int32),
+        ("stream", ctypes.c_void_p),
+        ("event", ctypes.c_void_p),
+        ("address", ctypes.c_void_p),
+        ("size", ctypes.c_uint64),
+    )
+
+
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Launch))
+_OPERATION_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Operation))
+_OPERATIONS = ("record", "wait", "set", "synchronize", "synchronize all")
+#: What the launcher has of the driver besides modules.
+RESOURCES = ("memory", "registrations", "pinned memory", "streams", "events")
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,26 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     marked: bool
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a stream is asked for besides launches.
+
+    Attributes:
+        kind: ``record``, ``wait``, ``set``, ``synchronize`` or ``synchronize all``, as freeing
+            memory does.
+        stream: 0 is the default stream.
+        event: What is recorded or waited for.
+        address: Where ``size`` bytes are set to ``value``.
+    """
+
+    kind: str
+    stream: int
+    event: int
+    address: int
+    size: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -116,7 +151,8 @@ class Standin:
         self._library = library
         library.standin_create_context.restype = ctypes.c_void_p
         library.standin_create_stream.restype = ctypes.c_void_p
-        for name in ("destroy_context", "reset_context", "set_context", "create_stream"):
+        pointers = ("destroy_context", "reset_context", "set_context", "create_stream")
+        for name in (*pointers, "begin_capture"):
             getattr(library, f"standin_{name}").argtypes = (ctypes.c_void_p,)
         self._images: list[bytes] = []
         self._contexts: list[int] = []
@@ -174,6 +210,14 @@ class Standin:
         """The calling thread's ``CUstreamCaptureMode``; initially 0, global."""
         return self._library.standin_capture_mode()
 
+    def begin_capture(self, stream: int) -> int:
+        """Captures a stream, and those that wait for its events; returns the capture."""
+        return self._library.standin_begin_capture(stream)
+
+    def end_capture(self, capture: int) -> None:
+        """Ends it: what was part of it no longer is."""
+        self._library.standin_end_capture(capture)
+
     def set_version(self, version: int) -> None:
         """Sets the CUDA version that the driver reports: 12080 for 12.8."""
         self._library.standin_set_version(version)
@@ -188,6 +232,29 @@ class Standin:
     @property
     def live_modules(self) -> int:
         return self._library.standin_live_modules()
+
+    def live(self) -> dict[str, int]:
+        """How much the launcher has of the driver, by the names of :data:`RESOURCES`."""
+        return {kind: self._library.standin_live(kind.encode()) for kind in RESOURCES}
+
+    def on_operation(self, handler: Callable[[Operation], None]) -> None:
+        """Sets a handler, which does what streams are asked for besides launches."""
+
+        def call(pointer: ctypes._Pointer) -> None:
+            raw = pointer.contents
+            handler(
+                Operation(
+                    _OPERATIONS[raw.kind],
+                    raw.stream or 0,
+                    raw.event or 0,
+                    raw.address or 0,
+                    raw.size,
+                    raw.value,
+                )
+            )
+
+        self._operation_callback = _OPERATION_CALLBACK(call)
+        self._library.standin_on_operation(self._operation_callback)
 
     def on_launch(self, handler: Callable[[Launch], None]) -> None:
         """Sets a handler for launches. If it raises, the launch fails and the error is kept."""

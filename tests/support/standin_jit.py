@@ -18,6 +18,7 @@ from custom_ops.kernels.spec import (
     ForwardPlan,
     KernelSpec,
     Scalar,
+    StatePointer,
     TensorMap,
     TensorPointer,
     WorkspacePointer,
@@ -87,7 +88,7 @@ class _StandinCompiled(CompiledKernel):
 
 def _read(argument: Any, value: Any) -> Any:
     match argument:
-        case TensorPointer(_, dtype) | WorkspacePointer(_, dtype):
+        case TensorPointer(_, dtype) | WorkspacePointer(_, dtype) | StatePointer(_, dtype):
             return tensor_at(value, dtype)
         case TensorMap(_, dtype):
             assert value.base.dtype == dtype
@@ -106,6 +107,12 @@ def with_standin_jit(plan: ForwardPlan) -> tuple[ForwardPlan, list[StandinJit]]:
         return replace(spec, function=kernels[-1])
 
     ranges = tuple(
-        replace(each, launches=tuple(map(replaced, each.launches))) for each in plan.ranges
+        replace(
+            each,
+            launches=tuple(map(replaced, each.launches)),
+            wave=tuple(replace(one, kernel=replaced(one.kernel)) for one in each.wave),
+            epilogue=tuple(map(replaced, each.epilogue)),
+        )
+        for each in plan.ranges
     )
     return replace(plan, ranges=ranges), kernels

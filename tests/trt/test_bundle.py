@@ -22,12 +22,14 @@ import trt_plugin
 from bundle_fuzzer import fuzz, seed_bundles
 from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions, options
 from custom_ops.kernels import expressions
+from custom_ops.kernels.expressions import W_INDEX
 from custom_ops.kernels.layer import Layer
 from custom_ops.options import CLAMPED, PRE_NORMS
 from random_layers import groups
 from small_bundles import (
     LAYER,
     MAP,
+    OFFLOADED,
     ONE,
     SMALL,
     TILES,
@@ -35,6 +37,7 @@ from small_bundles import (
     altered,
     checked,
     kernel,
+    offloaded,
     program,
     record,
     repaired,
@@ -83,20 +86,21 @@ def test_a_program_is_the_same_in_a_bundle_and_out_of_it() -> None:
 def test_equal_parts_are_stored_once() -> None:
     data = program(kernels=(kernel("one"), kernel("other"))).data
     assert data.count(kernel().image) == 1
-    expressions_of = records.TABLE_ENTRY.unpack_from(data, 112 + 16 * 6)[1]
+    expressions_of = records.TABLE_ENTRY.unpack_from(data, 120 + 16 * 7)[1]
     assert expressions_of == len({ONE, TOKENS, TILES})
 
 
 def test_symbols_are_numbered_as_the_sizes_of_a_layer() -> None:
     sizes = sorted(options.SIZES, key=lambda size: size.slot.index)
-    assert ["T", *(size.symbol for size in sizes)] == list(records.SYMBOLS)
+    names = ["T", *(size.symbol for size in sizes), W_INDEX.value]
+    assert names == list(records.SYMBOLS)
 
 
 numbers = st.integers(-(2**63), 2**63 - 1)
 steps = st.recursive(
     st.one_of(
         st.tuples(st.just(0), numbers).map(lambda step: (step,)),
-        st.tuples(st.just(1), st.integers(0, 4)).map(lambda step: (step,)),
+        st.tuples(st.just(1), st.integers(0, 5)).map(lambda step: (step,)),
     ),
     lambda parts: st.tuples(parts, parts, st.integers(2, 8)).map(
         lambda tree: (*tree[0], *tree[1], (tree[2], 0))
@@ -302,7 +306,7 @@ IMAGE = len(kernel().image)
 @pytest.mark.parametrize(
     ("offset", "form", "values", "message"),
     [
-        (8, "I", [3], "the version must be 2, got 3"),
+        (8, "I", [2], "the version must be 3, got 2"),
         (16, "Q", [8], "too long: the header says 8 bytes, got"),
         (28, "I", [1], "reserved must be 0, got 1"),
         # The layer
@@ -347,13 +351,13 @@ IMAGE = len(kernel().image)
             96,
             "III",
             [2, 4, 4],
-            "the layer's topk_group must be at least 1 and below n_group, 4",
+            "the layer's topk_group must be below n_group, got 4 for both",
         ),
         (
             96,
             "III",
             [2, 4, 0],
-            "the layer's topk_group must be at least 1 and below n_group, 4",
+            "the layer's topk_group must be in 1..4, the groups, got 0",
         ),
         (96, "III", [1, 8, 1], "the layer's top_k must be in 1..1, the experts of 1 groups"),
         (100, "I", [4], "the layer's n_group does not apply and must be 0, got 4"),
@@ -365,23 +369,28 @@ IMAGE = len(kernel().image)
             "the layer's selection bias must be float32 (1), float16 (2), bfloat16 (3)",
         ),
         # The tables
-        (112, "Q", [8], "table ranges must begin at a multiple of 8 in 272.."),
-        (112, "Q", [260], "table ranges must begin at a multiple of 8 in 272.."),
-        (120, "Q", [big("Q")], f"table ranges has {big('Q')} records of 32 bytes from byte 272"),
-        (120, "Q", [3], "table buffers must begin at a multiple of 8 in 368.."),
-        (120, "Q", [1], "the bytes before table buffers must be 0"),
+        (112, "I", [9], "the layer's resident experts must be in 0..8, got 9"),
+        (116, "I", [1], "reserved must be 0, got 1"),
+        (120, "Q", [8], "table ranges must begin at a multiple of 8 in 296.."),
+        (120, "Q", [260], "table ranges must begin at a multiple of 8 in 296.."),
+        (128, "Q", [big("Q")], f"table ranges has {big('Q')} records of 48 bytes from byte 296"),
+        (128, "Q", [3], "table state must begin at a multiple of 8 in 440.."),
+        (128, "Q", [1], "the bytes before table state must be 0"),
         (record("ranges"), "q", [2], "range 0: must go from 1 tokens to at most 2147483647, got"),
         (record("ranges", 1) + 8, "q", [2**31], "range 1: must go from 17 tokens to at most"),
         (record("ranges") + 16, "I", [3], "range 0: launches must lie in 0..3, got 1 from 3"),
-        (record("ranges", 1) + 28, "I", [1], "range 1: a launch's buffer must be below 1, got 1"),
+        (record("ranges", 1) + 36, "I", [1], "range 1: a launch's buffer must be below 1, got 1"),
         (record("buffers"), "I", [big("I")], "buffer 0: the name's bytes must lie in 0.."),
         (record("buffers") + 8, "I", [3], "buffer 0: the size's expression must be below 3, got"),
-        (record("buffers") + 12, "I", [1], "buffer 0: reserved must be 0, got 1"),
+        (record("buffers") + 12, "I", [1], "buffer 0: flags must be in 0..0, got 1"),
         (record("launches", 1), "I", [2], "launch 1: kernel must be below 2, got 2"),
         (record("launches") + 8, "I", [99], "launch 0: arguments must lie in 0..13, got 99 from 0"),
         (record("launches") + 20, "I", [7], "launch 0: the grid's expression must be below 3, go"),
-        (record("launches") + 24, "Q", [7], "launch 0: reserved must be 0, got 7"),
-        (record("arguments"), "II", [6, 0], "argument 0: kind must be below 6, got 6"),
+        (record("launches") + 24, "I", [2], "launch 0: flags must be in 0..1, got 2"),
+        (record("launches") + 24, "I", [1], "flags of a launch outside of waves must be 0, got 1"),
+        (record("launches") + 28, "I", [1], "a launch outside of waves waits for must be 0, got 1"),
+        (record("arguments"), "II", [7, 0], "argument 0: kind must be below 7, got 7"),
+        (record("arguments"), "II", [6, 0], "argument 0: the state's part must be below 0, got 0"),
         (record("arguments"), "II", [0, 1], "argument 0: a null pointer's index must be 0, got 1"),
         (record("arguments"), "II", [1, 11], "argument 0: tensor must be below 11, got 11"),
         (record("arguments"), "II", [3, 9], "argument 0: expression must be below 3, got 9"),
@@ -398,7 +407,9 @@ IMAGE = len(kernel().image)
         (record("tensor maps") + 96, "I", [257], "dimension 0: box must be in 1..256, got 257"),
         (record("tensor maps") + 96, "I", [4], "the box in bytes must be a multiple of 16, got 8"),
         (record("tensor maps") + 12, "I", [1], "at most 32, the swizzle's span, got 128"),
-        (record("tensor maps") + 116, "I", [1], "tensor map 0: reserved must be 0, got 1"),
+        (record("tensor maps") + 116, "I", [2], "tensor map 0: kind must be 1 or 6, got 2"),
+        (record("tensor maps") + 116, "I", [6], "tensor map 0: the state's part must be below 0"),
+        (record("tensor maps") + 120, "I", [1], "tensor map 0: reserved must be 0, got 1"),
         (record("kernels") + 4, "I", [99999], "kernel 0: the name's bytes must lie in 0.."),
         (record("kernels") + 16, "Q", [1], "place in the program must be a multiple of 64, got"),
         (record("kernels") + 24, "Q", [big("Q")], "kernel 0: the image's bytes must lie in 0.."),
@@ -433,7 +444,7 @@ IMAGE = len(kernel().image)
         (record("instructions"), "I", [9], "instruction 0: opcode must be below 9, got 9"),
         (record("instructions") + 4, "I", [1], "instruction 0: reserved must be 0, got 1"),
         (record("instructions"), "I", [2], "instruction 0: add needs 2 values, there are 0"),
-        (record("instructions"), "IIq", [1, 0, 5], "instruction 0: symbol must be below 5, got 5"),
+        (record("instructions"), "IIq", [1, 0, 6], "instruction 0: symbol must be below 6, got 6"),
         # Text
         (record("strings"), "B", [0xFF], "the name's bytes must be UTF-8 without control charac"),
         (record("strings"), "B", [0x1B], "the name's bytes must be UTF-8 without control charac"),
@@ -452,11 +463,75 @@ def test_what_breaks_a_rule_is_named(
     assert raised.value.message == refused.replace("program 0", "program", 1)
 
 
+def in_offloaded(table: str, index: int = 0) -> int:
+    return record(table, index, OFFLOADED)
+
+
+@pytest.mark.parametrize(
+    ("offset", "form", "values", "message"),
+    [
+        (112, "I", [0], "the number of the state's parts must be in 0..0, got 2"),
+        (in_offloaded("ranges") + 16, "I", [1], "range 0: launches must lie in 0..4, got 4 from 1"),
+        (in_offloaded("ranges") + 24, "I", [0], "the number of launches after no wave must be 0"),
+        (in_offloaded("ranges") + 24, "II", [0, 0], "the waves' expression without a wave must be"),
+        (in_offloaded("ranges") + 20, "2I", [2, 1], "flags of a launch outside of waves must be 0"),
+        (in_offloaded("ranges") + 24, "2I", [1, 2], "a launch outside of waves waits for must be"),
+        (in_offloaded("ranges") + 40, "I", [9], "range 0: the waves' expression must be below"),
+        (in_offloaded("ranges") + 44, "I", [1], "range 0: reserved must be 0, got 1"),
+        (in_offloaded("launches", 1) + 28, "I", [4], "that another waits for must be below 2, got"),
+        (in_offloaded("launches", 1) + 28, "I", [1], "launch 0 of the wave is on the same"),
+        (in_offloaded("launches", 2) + 24, "I", [1], "launch 1 of the wave is on the same"),
+        (in_offloaded("state", 1) + 8, "I", [3], "state 1: the size must not depend on a call"),
+        (in_offloaded("state", 1) + 8, "I", [4], "state 1: the size must not depend on a call"),
+        (in_offloaded("state") + 12, "I", [2], "state 0: flags must be in 0..1, got 2"),
+        (in_offloaded("arguments"), "II", [6, 2], "argument 0: the state's part must be below 2"),
+        (in_offloaded("tensor maps"), "I", [2], "tensor map 0: the state's part must be below 2"),
+        (in_offloaded("kernels") + 40, "I", [1], "kernel 0: flags must be in 0..0, got 1"),
+    ],
+)
+def test_what_breaks_a_rule_of_offloaded_layers_is_named(
+    offset: int, form: str, values: list[float], message: str
+) -> None:
+    refused = refusal(altered(offset, form, *values, bundle=OFFLOADED))
+    assert refused.startswith("program 0: ")
+    assert message in refused
+
+
+def test_more_launches_of_a_wave_than_are_permitted() -> None:
+    whole = offloaded()
+    (only,) = whole.ranges
+    most = replace(only, wave=only.wave * 16)
+    assert trt_plugin.read(Bundle((replace(whole, ranges=(most,)),)).data)
+    over = replace(only, wave=(*most.wave, replace(only.wave[1], after=())))
+    message = "range 0: the number of launches of a wave must be in 0..32, got 33"
+    assert message in refusal(Bundle((replace(whole, ranges=(over,)),)).data)
+
+
+def test_waves_of_a_resident_layer_are_refused() -> None:
+    whole = offloaded(state=())
+    (only,) = whole.ranges
+    launch = replace(only.wave[1], arguments=(), after=())
+    changed = replace(only, wave=(launch,), launches=(), epilogue=())
+    resident = replace(whole, layer=LAYER, ranges=(changed,))
+    message = "range 0: the number of launches of a wave must be in 0..0, got 1"
+    assert message in refusal(Bundle((resident,)).data)
+
+
+def test_an_offloaded_layer_survives() -> None:
+    read = trt_plugin.read(OFFLOADED.data)
+    assert read == OFFLOADED
+    shown = read.to_dict()["programs"][0]
+    assert shown["layer"]["resident_experts"] == 4
+    assert shown["state"] == {"expert_of_slot": "16", "w1_slots": "65536"}
+    assert shown["ranges"][0]["kernels"] == [1, 0, 1, 1]
+    assert "resident_experts" not in trt_plugin.read(SMALL.data).to_dict()["programs"][0]["layer"]
+
+
 @pytest.mark.parametrize(
     ("offset", "form", "value", "message"),
     [
         (0, "B", 0, "bundle: not a kernel bundle: its first bytes differ"),
-        (8, "I", 3, "bundle: the version must be 2, got 3"),
+        (8, "I", 2, "bundle: the version must be 3, got 2"),
         (12, "I", 0, "must have 1 program or more, whose directory fits"),
         (12, "I", big("I"), "bytes, got 4294967295"),
         (16, "Q", 2**20, "bundle: truncated: the header says 1048576 bytes, got"),
@@ -565,7 +640,7 @@ def check_value(stored: Expression, sizes: dict[str, int]) -> None:
 @settings(max_examples=300, deadline=None)
 @given(steps, st.integers(1, MOST_TOKENS))
 def test_any_expression_has_the_value_that_python_gives_it(stored: Expression, tokens: int) -> None:
-    check_value(stored, {**SIZES, "T": tokens})
+    check_value(stored, {**SIZES, "T": tokens, "wave": 3})
     assert str(read_back(stored)) == str(tree(stored))
 
 
@@ -738,7 +813,7 @@ def layers(draw: st.DrawFn) -> Layer:
 @given(layers())
 def test_a_layer_survives_and_its_record_is_its_canonical_form(layer: Layer) -> None:
     record = layer_record(layer)
-    assert len(record.to_bytes()) == 80
+    assert len(record.to_bytes()) == 84
     assert layer_record(layer.canonical()) == record
     bundle = Bundle((program(layer=record),))
     assert trt_plugin.read(bundle.data).programs[0].layer == record

@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 
 import dynamo_moe
 import trt_plugin
+from custom_ops.residency import cache_bytes
 from dynamo_moe.cli import app
+from dynamo_moe.files.offloading import offloaded_kernel_layers
 from dynamo_moe.models import DroplessMoEMlp, swin_moe_digits
 from onnx_files import dense_model, save
 from small_bundles import LAYER, SMALL, program
@@ -665,6 +667,92 @@ def test_kernels_are_compiled_if_there_is_no_bundle(
         assert run_engine(moe_file, *options)[0] == 0
         assert named.pop() == str(tmp_path / f"{bundle}.moek")
     assert len(compiled) == 1
+
+
+@pytest.fixture
+def given_files(tensorrt, monkeypatch) -> list[onnx.ModelProto]:
+    """The files that the parser was given."""
+    files = []
+
+    def parse(path: str) -> bool:
+        files.append(onnx.load(path))
+        return tensorrt.parses
+
+    parser = SimpleNamespace(
+        parse_from_file=parse, num_errors=1, get_error=lambda at: tensorrt.errors[at]
+    )
+    monkeypatch.setattr(tensorrt, "OnnxParser", lambda network, logger: parser, raising=False)
+    return files
+
+
+def test_experts_are_offloaded(tensorrt, given_files, moe_file, tmp_path, monkeypatch):
+    layers = []
+
+    def compile(given, architectures, output, *, progress):  # noqa: A001
+        layers.extend(given)
+        Bundle((program(architecture=80),)).save(output)
+
+    monkeypatch.setattr(trt_plugin, "compile", compile, raising=False)
+    content = moe_file.read_bytes()
+    # Of a bundle beside the file nobody knows whether its layers are offloaded.
+    SMALL.save(tmp_path / "model.moek")
+    options = ("--arch", "80", "--resident-experts", "2", "--share-expert-cache")
+    code, out, error = run_engine(moe_file, *options, "--json")
+    assert code == 0, error
+    # The kernels are those that `compile` makes with the same option.
+    assert layers == offloaded_kernel_layers(moe_file, resident_experts=2)
+    offload = json.loads(out)["offload"]
+    memory = offload["memory"]
+    # Four experts of float32, 16 wide and 24 inside.
+    size = 4 * 16 * 24
+    assert memory["device_bytes"] == cache_bytes(4, 2, size, size)
+    assert memory["weight_bytes"] == memory["host_bytes"] == 4 * 2 * size
+    assert offload["weights_file"] == str(tmp_path / "model.engine.experts.safetensors")
+    assert offload["shared_cache"] is True
+    assert offload["path"] == str(moe_file)
+    (node,) = (node for node in given_files[0].graph.node if node.op_type == "DroplessMoE")
+    attributes = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    assert (attributes["resident_experts"], attributes["expert_cache"]) == (2, 1)
+    w1 = offload["layers"][0]["w1"]
+    assert attributes["w1_source"].decode().startswith(f"{w1['offset']} {w1['bytes']} ")
+    assert attributes["w1_source"].decode().endswith(f" {w1['path']}")
+    assert [layer.resident_experts for layer in layers] == [2]
+    assert moe_file.read_bytes() == content
+
+    options = ("--arch", "80", "--resident-memory", "4.2kB", "-o", str(tmp_path / "e.plan"))
+    code, out, error = run_engine(moe_file, *options)
+    assert (code, "1 of 4" in out, "take 2 waves" in out) == (0, True, True), error
+    assert (tmp_path / "e.plan.experts.safetensors").exists()
+
+
+def test_errors_name_the_file_of_which_a_copy_is_built(tensorrt, given_files, moe_file, compiled):
+    tensorrt.parses = False
+    code, _, error = run_engine(moe_file, "--arch", "80", "--resident-experts", "2")
+    assert (code, f"TensorRT 10.9.0 does not parse {moe_file}: node" in error) == (1, True), error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--resident-experts", "two"), "--resident-experts takes R or LAYER=R, got 'two'"),
+        (("--resident-experts", "=2"), "--resident-experts takes R or LAYER=R, got '=2'"),
+        (
+            ("--resident-experts", "a=2", "--resident-experts", "a=3"),
+            "--resident-experts is given twice for a",
+        ),
+        (("--resident-memory", "8XB"), "--resident-memory takes a size such as 8GB or 7.5GiB"),
+        (
+            ("--resident-memory", "8GB", "--resident-experts", "2"),
+            "give either --resident-experts or --resident-memory",
+        ),
+        (("--share-expert-cache",), "--share-expert-cache needs --resident-experts or"),
+        (("--resident-experts", "2"), "name a GPU architecture with --arch"),
+    ],
+)
+def test_offloading_that_makes_no_sense_is_refused(tensorrt, moe_file, tmp_path, options, message):
+    code, _, error = run_engine(moe_file, *options)
+    assert (code, message in error) == (2, True), error
+    assert [each.name for each in tmp_path.iterdir()] == ["model.onnx"]
 
 
 def test_without_moe_nodes_nothing_is_compiled(tensorrt, compiled, tmp_path):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import trt_plugin
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.plan import plan
+from custom_ops.residency import cache_bytes
+from custom_ops.weight_source import WeightSource
 from interpreted_gpu import uncompiled_program
 from kernel_runs import layer_of
 from moe_cases import make_case
@@ -58,6 +65,80 @@ def test_the_plugins_library_is_found(tmp_path):
     assert contents(tmp_path, b"a plan", library[:-1]).library == "other"
     # The library's name alone, as in an error's text, is no library.
     assert contents(tmp_path, b"dynamo_moe_program_open failed").library is None
+
+
+def offloaded(resident: int, **sizes: int) -> tuple[Program, int]:
+    """A program of an offloaded layer, and the bytes of its w1 and of its w2."""
+    layer = layer_of(make_case("dropless", (5,), **{"width": 16, "hidden": 24, **sizes}))
+    record = replace(layer, resident_experts=resident)
+    size = layer.experts * layer.width * layer.hidden * layer.experts_dtype.itemsize
+    return uncompiled_program(plan(record, architecture("sm_89"))), size
+
+
+def texts(path: Path, *places: tuple[int, int]) -> list[bytes]:
+    """What an engine holds of weights at places of a file, between other bytes of its own."""
+    names = itertools.cycle((b"w1_source\0R\0\0\0", b"\0\x0a\0\0\0w2_source\0\x06\0"))
+    return [next(names) + str(WeightSource.of(path, *place)).encode() for place in places]
+
+
+def weights_file(path: Path, size: int) -> Path:
+    path.write_bytes(b"\x02\0\0\0\0\0\0\0{}" + bytes(size))
+    return path
+
+
+def test_offloaded_experts_and_their_files(tmp_path):
+    first, size = offloaded(2)
+    second, larger = offloaded(3, hidden=32)
+    path = weights_file(tmp_path / "größe 1.safetensors", 2 * size + 2 * larger)
+    places = [(10, size), (10 + size, size)]
+    others = [(10 + 2 * size, larger), (10 + 2 * size + larger, larger)]
+    found = contents(
+        tmp_path,
+        *texts(path, *others),
+        Bundle((first, second, program("sm_89"))).data,
+        # TensorRT stores a field several times.
+        *texts(path, *places, *others, *places),
+        b"\0\x0b",
+    )
+    experts = first.layer.experts
+    assert [(each.experts, each.resident_experts) for each in found.offloaded] == [
+        (experts, 2),
+        (experts, 3),
+    ]
+    assert [(each.w1.offset, each.w2.offset) for each in found.offloaded] == [
+        (10, 10 + size),
+        (10 + 2 * size, 10 + 2 * size + larger),
+    ]
+    read = found.to_dict()["offloaded"]
+    assert [each["weight_bytes"] for each in read] == [2 * size, 2 * larger]
+    assert [each["device_bytes"] for each in read] == [
+        cache_bytes(experts, resident, bytes_ // experts, bytes_ // experts)
+        for resident, bytes_ in ((2, size), (3, larger))
+    ]
+    assert read[0]["w1"] == {"path": str(path), "offset": 10, "bytes": size, "state": "found"}
+    assert f"{path}: found" in shown(found)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert f"{path}: changed" in shown(found)
+    path.unlink()
+    assert f"{path}: missing" in shown(found)
+
+
+def shown(found: trt_plugin.EngineContents) -> str:
+    text = io.StringIO()
+    Console(width=250, file=text).print(found)
+    return text.getvalue()
+
+
+def test_slots_that_cannot_be_known_are_not_guessed(tmp_path):
+    (two, size), (three, _) = offloaded(2), offloaded(3)
+    path = weights_file(tmp_path / "e.safetensors", 2 * size)
+    places = [(10, size), (10 + size, size)]
+    for bundle in (Bundle((two, three)), Bundle((program("sm_89"),))):
+        found = contents(tmp_path, bundle.data, *texts(path, *places))
+        (each,) = found.offloaded
+        assert (each.experts, each.resident_experts, each.device_bytes) == (None, None, None)
+        assert "more than 0 bytes on the GPU" in shown(found)
+    assert contents(tmp_path, b"a plan").offloaded == ()
 
 
 def test_false_headers_cost_no_more_than_the_bytes_they_have(tmp_path, monkeypatch):

@@ -6,6 +6,8 @@ Legend: T tokens, E experts, K = top_k.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ import gpu_cases
 from gpu_cases import gpu_case, launch_poisoned, plan_of
 from kernel_runs import in_out, layer_of
 from moe_cases import OPS, Case, assert_matches
-from trt_plugin.launcher import LauncherError, OpenProgram
+from trt_plugin.launcher import Cache, LauncherError, OpenProgram
+from weights_files import save_experts
 
 pytestmark = pytest.mark.gpu
 
@@ -34,8 +37,8 @@ def opened():
 
     programs: dict[object, OpenProgram] = {}
 
-    def program(case: Case) -> OpenProgram:
-        layer = layer_of(case).canonical()
+    def program(case: Case, resident_experts: int | None = None) -> OpenProgram:
+        layer = replace(layer_of(case).canonical(), resident_experts=resident_experts)
         if layer not in programs:
             device = gpu_cases.architecture().name
             bundle = trt_plugin.compile([layer], [device], progress=False)
@@ -49,17 +52,23 @@ def opened():
 
 
 class Enqueued:
-    """One enqueued call and the memory that it uses until its stream is done."""
+    """One enqueued call and the memory that it uses until its stream is done.
 
-    def __init__(self, program: OpenProgram, case: Case) -> None:
+    With a cache, ``weights`` are w1 and w2 in pinned memory; none where the cache has files.
+    """
+
+    def __init__(
+        self, program: OpenProgram, case: Case, cache: Cache | None = None, **weights: Tensor
+    ) -> None:
         x = case.arguments["x"]
         self.y = torch.full_like(x, float("nan"))
         size = program.workspace_size(len(x))
         self.workspace = torch.full((max(size, 1),), 0xFF, dtype=torch.uint8, device="cuda")
-        self.tensors = case.arguments | {"y": self.y}
+        self.tensors = case.arguments | {"y": self.y} | weights
         addresses = {n: t.data_ptr() for n, t in self.tensors.items() if isinstance(t, Tensor)}
         stream = torch.cuda.current_stream().cuda_stream
-        program.enqueue(len(x), addresses, self.workspace.data_ptr(), size, stream)
+        called = cache or program
+        called.enqueue(len(x), addresses, self.workspace.data_ptr(), size, stream)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -137,6 +146,84 @@ def test_threads_and_streams_at_once(opened):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+# --- Offloaded experts ---
+
+
+def offloaded_case(tokens: int, seed: int = 0) -> Case:
+    gated = {"dtype": BF16, "activation": "silu", "gated": True}
+    return gpu_case("experts", tokens, experts=16, seed=seed, **gated)
+
+
+def pinned(case: Case) -> dict[str, Tensor]:
+    return {name: case.arguments[name].cpu().pin_memory() for name in ("w1", "w2")}
+
+
+@pytest.mark.parametrize("resident", [1, 2, 15, 16])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_offloaded_experts_give_the_same_bits(opened, tokens, resident):
+    case = offloaded_case(tokens)
+    expected = Enqueued(opened(case), case).y
+    program = opened(case, resident)
+    weights = pinned(case)
+    with program.open_cache() as cache:
+        for _ in range(3):
+            result = Enqueued(program, case, cache, **weights).y
+            torch.cuda.synchronize()
+            assert torch.equal(result, expected)
+
+
+def test_offloaded_experts_of_a_file(opened, tmp_path: Path):
+    case = offloaded_case(40)
+    expected = Enqueued(opened(case), case).y
+    program = opened(case, 4)
+    on_cpu = case.changed(**{name: case.arguments[name].cpu() for name in ("w1", "w2")})
+    sources = save_experts(tmp_path / "experts.safetensors", on_cpu)
+    with program.open_cache(sources) as cache:
+        for _ in range(3):
+            result = Enqueued(program, case, cache).y
+            torch.cuda.synchronize()
+            assert torch.equal(result, expected)
+        # Not every file system's pages can be pinned.
+        assert not cache.note() or "are copied to pinned memory" in cache.note()
+
+
+def test_a_graph_of_offloaded_experts_is_replayed_with_other_routings(opened):
+    case = offloaded_case(2)
+    resident, program, weights = opened(case), opened(case, 4), pinned(case)
+    with program.open_cache() as cache:
+        cache.prepare()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = Enqueued(program, case, cache, **weights)
+        ids = case.arguments["expert_ids"]
+        for shift in range(8):
+            ids.copy_((ids + shift) % 16)
+            graph.replay()
+            torch.cuda.synchronize()
+            expected = Enqueued(resident, case).y
+            torch.cuda.synchronize()
+            assert torch.equal(captured.y, expected)
+
+
+def test_contexts_that_share_a_cache(opened):
+    cases = [offloaded_case(tokens) for tokens in (1, 2, 40, 129)]
+    resident, program = opened(cases[0]), opened(cases[0], 4)
+    same = [case.changed(**{n: cases[0].arguments[n] for n in ("w1", "w2")}) for case in cases]
+    expected = [Enqueued(resident, case).y for case in same]
+    torch.cuda.synchronize()
+    weights = pinned(cases[0])
+    with program.open_cache(shared=True) as cache:
+        streams = [torch.cuda.Stream() for _ in same]
+        for _ in range(10):
+            calls = []
+            for case, stream in zip(same, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    calls.append(Enqueued(program, case, cache, **weights))
+            torch.cuda.synchronize()
+            for call, right in zip(calls, expected, strict=True):
+                assert torch.equal(call.y, right)
 
 
 def test_a_small_workspace_is_refused(opened):

@@ -29,6 +29,7 @@ from trt_plugin.bundle import Bundle, Program
 from trt_plugin.compiling import layer_record, limit_tokens
 from trt_plugin.launcher import LauncherError, OpenProgram, find_program
 from trt_plugin.native import library_path
+from weights_files import save_experts
 
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
@@ -462,11 +463,14 @@ def test_under_sanitizers(tmp_path, sanitizer):
         uncompiled_program(limit_tokens(plan(layer_of(case), architecture(device)), 50))
         for device in ("sm_80", "sm_90")
     )
-    paths = [tmp_path / f"{number}.moek" for number in range(3)]
-    for path, programs in zip(paths, (both[:1], both[1:], both), strict=True):
+    layer = replace(layer_of(case), resident_experts=2)
+    offloaded = uncompiled_program(limit_tokens(plan(layer, architecture("sm_80")), 50))
+    paths = [tmp_path / f"{number}.moek" for number in range(4)]
+    for path, programs in zip(paths, (both[:1], both[1:], both, (offloaded,)), strict=True):
         path.write_bytes(Bundle(programs).data)
+    sources = save_experts(tmp_path / "model.safetensors", case)
     done = subprocess.run(
-        [check, *paths],
+        [check, *paths, *sources],
         env={**os.environ, "LD_LIBRARY_PATH": str(cuda.parent)},
         capture_output=True,
         text=True,

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from test_bundle import LAYER, MAP, ONE, program
 
+from small_bundles import offloaded
 from standin import LAUNCH_FAILED, ROOT, build
 from trt_plugin import Bundle
 from trt_plugin.bundle import Argument, Expression, Launch, Program, Range, TensorMap
@@ -33,6 +34,10 @@ def launching(*arguments: Argument, architecture: int = 90) -> Program:
 
 PLAIN = launching(Argument("tensor", "x"))
 MAPPED = launching(Argument("tensor_map", MAP))
+# Its two kernels have the one image.
+OFFLOADED = offloaded(
+    kernels=tuple(replace(each, image=PLAIN.kernels[0].image) for each in offloaded().kernels)
+)
 
 
 def use(driver, program: Program, architecture: int = 90) -> int:
@@ -65,6 +70,14 @@ def run(data):
         except LauncherError as error:
             return str(error)
     return "ok"
+
+def prepare(data):
+    with OpenProgram(data) as opened, opened.open_cache() as cache:
+        try:
+            cache.prepare()
+        except LauncherError as error:
+            return str(error)
+    return "ok"
 """
 
 
@@ -80,6 +93,7 @@ def in_another_process(code: str, *flags: str) -> list[str]:
         "TENSORS": TENSORS,
         "PLAIN": PLAIN.data,
         "MAPPED": MAPPED.data,
+        "OFFLOADED": OFFLOADED.data,
     }
     given = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     done = subprocess.run(
@@ -104,6 +118,15 @@ def test_an_older_driver_is_named():
     (message,) = in_another_process("load(); print(run(PLAIN))", "-DSTANDIN_CUDA_10")
     assert message.startswith("no driver: ")
     assert "libcuda.so.1 is too old, it has no cuLaunchKernelEx" in message
+
+
+@pytest.mark.parametrize("missing", ["cuMemHostRegister_v2", "cuStreamIsCapturing"])
+def test_only_offloaded_layers_need_what_they_alone_call(missing):
+    code = "driver = load(); print(run(PLAIN)); print(prepare(OFFLOADED))"
+    plain, offloaded = in_another_process(code, f"-D{missing}=cuAnother")
+    assert plain == "ok"
+    assert offloaded.startswith("no driver: ")
+    assert offloaded.split(";")[0].endswith(f"libcuda.so.1 is too old, it has no {missing}")
 
 
 def test_a_driver_that_comes_later_is_found():
@@ -337,3 +360,59 @@ def test_grids_that_no_device_takes(driver, axis, blocks, message):
     with OpenProgram(changed.data) as opened, pytest.raises(LauncherError, match=message):
         opened.enqueue(5, TENSORS, 0, 0)
     assert driver.calls("cuLaunchKernelEx") == 0
+
+
+# --- Waves ---
+
+WAVE_INDEX = Expression(((1, 5),))
+
+
+def waved(waves: Expression, grid: Expression = ONE) -> Program:
+    """A program whose wave has one launch on each stream, the first with a grid of its own."""
+    (only,) = OFFLOADED.ranges
+    plain = Argument("i32", WAVE_INDEX)
+    side, main = (replace(each, arguments=(plain,)) for each in only.wave)
+    side = replace(side, grid=(grid, ONE, ONE))
+    changed = replace(only, buffers=(), launches=(), wave=(side, main), waves=waves, epilogue=())
+    return replace(OFFLOADED, ranges=(changed,))
+
+
+def launched(driver, program: Program) -> list[tuple[int, bool]]:
+    """The wave of each launch, and whether it was on the second stream."""
+    use(driver, program)
+    seen = []
+    driver.on_launch(lambda launch: seen.append((launch.i32(0), launch.stream != 0)))
+    with OpenProgram(program.data) as opened, opened.open_cache() as cache:
+        cache.enqueue(5, TENSORS, 0, 0)
+    return seen
+
+
+def test_the_launches_of_waves(driver):
+    assert launched(driver, waved(Expression(((0, 2),)))) == [
+        *((0, True), (0, False), (1, True), (1, False))
+    ]
+    assert launched(driver, waved(Expression(((0, 0),)))) == []
+
+
+def test_a_launch_without_blocks_is_left_out_of_a_wave(driver):
+    # Only wave 1 has a block.
+    seen = launched(driver, waved(Expression(((0, 2),)), WAVE_INDEX))
+    assert seen == [(0, False), (1, True), (1, False)]
+    message = r"-1 blocks along x, permitted are 1\.\."
+    with pytest.raises(LauncherError, match=message):
+        launched(driver, waved(Expression(((0, 2),)), Expression(((0, -1),))))
+
+
+@pytest.mark.parametrize("waves", [-1, 1025])
+def test_numbers_of_waves(driver, waves):
+    message = rf"there would be {waves} waves, permitted are 0\.\.1024, for 5 tokens"
+    with pytest.raises(LauncherError, match=message):
+        launched(driver, waved(Expression(((0, waves),))))
+
+
+def test_a_state_that_has_no_size(driver):
+    state = (replace(OFFLOADED.state[0], size=Expression(((0, -8),))), *OFFLOADED.state[1:])
+    program = replace(waved(ONE), state=state)
+    message = "the state's part expert_of_slot would have -8 bytes"
+    with OpenProgram(program.data) as opened, pytest.raises(LauncherError, match=message):
+        opened.state_size()

@@ -129,13 +129,17 @@ BAD_ATTRIBUTES = {
         {"group_scoring": "max", "n_group": 2},
         "attribute n_group must divide 5 experts into groups of 1 up, got 2",
     ),
+    "uneven groups, all chosen": (
+        {"group_scoring": "max", "n_group": 2, "topk_group": 2},
+        "attribute n_group must divide 5 experts into groups of 1 up, got 2",
+    ),
     "small groups": (
         {"group_scoring": "top2_sum", "n_group": 5},
         "attribute n_group must divide 5 experts into groups of 2 up, got 5",
     ),
     "more groups than there are": (
         {"group_scoring": "max", "n_group": 5, "topk_group": 6},
-        "attribute topk_group must be at least 1 and below n_group, 5, got 6",
+        "attribute topk_group must be in 1..5, the groups, got 6",
     ),
     "too few groups": (
         {"group_scoring": "max", "n_group": 5},
@@ -256,8 +260,8 @@ def stored(layer):
 BAD_FIELDS = {
     "none": lambda bundle: {},
     "other name": lambda bundle: {"program": bundle},
-    "short name": lambda bundle: {"programs_name": bundle[:95]},
-    "long name": lambda bundle: {"programs_name": bundle[:97]},
+    "short name": lambda bundle: {"programs_name": bundle[:103]},
+    "long name": lambda bundle: {"programs_name": bundle[:105]},
     "two": lambda bundle: {"programs": bundle, "more": 1},
     "an attribute": lambda bundle: {"top_k": 2},
     "wrong type": lambda bundle: {"programs": Field(CHAR, len(bundle), bundle)},

@@ -112,12 +112,21 @@ def compiled(path: Path, gpu: StandinGpu) -> Path:
 
 
 def check(
-    driver, tmp_path: Path, model: nn.Module, example: Tensor, *others: Tensor, link: bool = False
+    driver,
+    tmp_path: Path,
+    model: nn.Module,
+    example: Tensor,
+    *others: Tensor,
+    link: bool = False,
+    resident_experts: int | None = None,
 ) -> list[Node]:
     """Compares each node, as a layer of an engine, with what PyTorch computes on every input."""
     dynamo_moe.convert(model)
     path = tmp_path / "model.onnx"
     dynamo_moe.export(model, (example,), path, link_weights=link)
+    if resident_experts is not None:
+        path = tmp_path / "offloaded.onnx"
+        dynamo_moe.offload_file(tmp_path / "model.onnx", path, resident_experts=resident_experts)
     tensorrt = host(VERSIONS[-1])
     bundle = compiled(path, StandinGpu(driver, "sm_90"))
     nodes = nodes_of(path, tensorrt)
@@ -198,3 +207,16 @@ def test_weights_that_lie_as_in_out(driver, tmp_path, dtype):
     for node, names in zip(nodes, (each for each in layouts for _ in gatings), strict=True):
         given = {name for name in ("w1", "w2") if node.attributes.get(f"{name}_transposed")}
         assert given == set(names)
+
+
+@pytest.mark.parametrize("resident_experts", [2, 5])
+def test_offloaded_experts(driver, tmp_path, resident_experts):
+    torch.manual_seed(0)
+    layers = (OpLayer(), OwnRouter(activation="silu", gated=True))
+    few, more = torch.randn(1, 16), torch.randn(9, 16)
+    options = {"resident_experts": resident_experts}
+    nodes = check(driver, tmp_path, op_model(*layers), few, more, **options)
+    for node in nodes:
+        assert node.attributes["resident_experts"] == resident_experts
+        # The weights come from the file that it names.
+        assert [1] in [list(each.shape) for each in node.inputs if each is not None]

@@ -32,6 +32,14 @@ def test_right_results(driver, cases, tmp_path, capfd):
     assert "2 forward passes, 0 wrong" in capfd.readouterr().out
 
 
+def test_a_layer_whose_experts_are_offloaded(driver, tmp_path, capfd):
+    every = make_cases(standin_cases.ON)
+    offloaded = [each for each in every if each[0].layer.resident_experts is not None]
+    standin_cases.write(tmp_path, offloaded[:1])
+    assert standin_cases.run(driver, offloaded[:1], str(tmp_path)) == 0
+    assert "1 forward passes, 0 wrong" in capfd.readouterr().out
+
+
 def test_what_is_not_written_is_wrong(driver, cases, tmp_path, capfd):
     """The poison of the result stays."""
     standin_cases.write(tmp_path, cases)
@@ -60,7 +68,7 @@ def test_every_kernel_runs_in_some_case():
     """In every form: with either layout of the weights, by programs of one tile or of several."""
     cases = list(make_cases(standin_cases.ON))
     launched = [
-        spec for planned, case in cases for spec in planned.at(len(case.arguments["x"])).launches
+        spec for planned, case in cases for spec in planned.at(len(case.arguments["x"])).kernels()
     ]
     steps = [getmodule(step) for name, step in vars(plan).items() if name.endswith("_step")]
     every = {name for module in steps for name in vars(module) if name.endswith("_kernel")}

@@ -24,11 +24,13 @@ class Expression:
     def evaluate(self, sizes: Mapping[str, int]) -> int:
         """Returns the value for sizes such as ``{"T": 5, "E": 8, …}``, as the launcher computes it.
 
+        Outside of waves, sizes need no ``wave``: it is 0.
+
         Raises:
             ArithmeticError: If a value does not fit 64 bits, or a divisor is below 1.
         """
         code = b"".join(INSTRUCTION.pack(opcode, 0, value) for opcode, value in self.instructions)
-        values = (ctypes.c_int64 * len(SYMBOLS))(*(sizes[name] for name in SYMBOLS))
+        values = (ctypes.c_int64 * len(SYMBOLS))(*({"wave": 0, **sizes}[name] for name in SYMBOLS))
         result = ctypes.c_int64()
         try:
             call(
@@ -73,7 +75,7 @@ class TensorMap:
     """What a tensor map is encoded from, innermost dimension first.
 
     Attributes:
-        tensor: One of :data:`TENSORS`.
+        tensor: One of :data:`TENSORS`, or the index of a part of the state.
         dtype: ``CUtensorMapDataType``.
         swizzle: ``CUtensorMapSwizzle``.
         sizes: In elements.
@@ -81,7 +83,7 @@ class TensorMap:
         box: In elements.
     """
 
-    tensor: str
+    tensor: str | int
     dtype: int
     swizzle: int
     sizes: tuple[int, ...]
@@ -96,8 +98,8 @@ class Argument:
     Attributes:
         kind: A key of :data:`trt_plugin.bundle.PARAMETER_BYTES`.
         value: None for ``null``; one of :data:`TENSORS` for ``tensor``; the buffer's index in its
-            range for ``workspace``; an :class:`Expression` for ``i32`` and ``i64``; a
-            :class:`TensorMap` for ``tensor_map``.
+            range for ``workspace``, in the program's state for ``state``; an :class:`Expression`
+            for ``i32`` and ``i64``; a :class:`TensorMap` for ``tensor_map``.
     """
 
     kind: str
@@ -112,19 +114,30 @@ class Launch:
         kernel: Index into the program's kernels.
         arguments: In the kernel's order.
         grid: Blocks along x, y and z.
+        side: In a wave, whether it is on the second stream.
+        after: In a wave, the launches on the other stream whose last ones must have ended.
     """
 
     kernel: int
     arguments: tuple[Argument, ...]
     grid: tuple[Expression, Expression, Expression]
+    side: bool = False
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A part of the workspace: its name, and its size in bytes."""
+    """A part of the workspace or of the state.
+
+    Attributes:
+        name: What it is.
+        size: Its bytes.
+        zeroed: Whether it is zeros in a new state; the workspace's parts are not.
+    """
 
     name: str
     size: Expression
+    zeroed: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,10 +148,21 @@ class Range:
         first: Fewest tokens.
         last: Most tokens.
         buffers: The workspace, each at a multiple of 256 bytes.
-        launches: In order, on one stream.
+        launches: In order, on the call's stream.
+        wave: What is then launched in each wave; empty where all experts are resident.
+        waves: How many there are; None without.
+        epilogue: What is launched after the waves.
     """
 
     first: int
     last: int
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
+    wave: tuple[Launch, ...] = ()
+    waves: Expression | None = None
+    epilogue: tuple[Launch, ...] = ()
+
+    @property
+    def all_launches(self) -> tuple[Launch, ...]:
+        """Those before the waves, of a wave, and after the waves."""
+        return (*self.launches, *self.wave, *self.epilogue)

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_plugin.bundle.parts import Kernel, Range
+from trt_plugin.bundle.parts import Buffer, Kernel, Range
 from trt_plugin.bundle.records import LayerRecord
 from trt_plugin.bundle.writing import bundle_bytes, program_bytes
 from trt_plugin.output import write_whole
@@ -27,17 +27,20 @@ class Program:
         architecture: 90 for sm_90.
         ranges: Ascending from 1 token, without gaps.
         kernels: The kernels that the launches refer to.
+        state: Device memory that persists from call to call, each part at a multiple of 256 bytes;
+            none where all experts are resident.
     """
 
     layer: LayerRecord
     architecture: int
     ranges: tuple[Range, ...]
     kernels: tuple[Kernel, ...]
+    state: tuple[Buffer, ...] = ()
 
     @cached_property
     def data(self) -> bytes:
         """The program's bytes."""
-        return program_bytes(self.layer, self.architecture, self.ranges, self.kernels)
+        return program_bytes(self.layer, self.architecture, self.ranges, self.kernels, self.state)
 
     def to_dict(self) -> dict[str, Any]:
         """The program as dicts, lists, strings and numbers; kernels without their images."""
@@ -49,11 +52,12 @@ class Program:
                 {
                     "first": each.first,
                     "last": each.last,
-                    "kernels": [launch.kernel for launch in each.launches],
+                    "kernels": [launch.kernel for launch in each.all_launches],
                     "workspace": {buffer.name: str(buffer.size) for buffer in each.buffers},
                 }
                 for each in self.ranges
             ],
+            "state": {buffer.name: str(buffer.size) for buffer in self.state},
             "kernels": [
                 {
                     "name": kernel.name,

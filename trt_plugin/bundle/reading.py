@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -65,24 +66,39 @@ def _program(described: dict[str, Any], data: bytes) -> Program:
             kernel=each["kernel"],
             arguments=tuple(argument(**given) for given in each["arguments"]),
             grid=tuple(expressions[axis] for axis in each["grid"]),
+            side=each["side"],
+            after=tuple(bit for bit in range(32) if each["after"] >> bit & 1),
         )
         for each in described["launches"]
     ]
     buffers = [Buffer(each["name"], expressions[each["size"]]) for each in described["buffers"]]
-    ranges = (
-        Range(
-            first=each["first"],
-            last=each["last"],
-            buffers=tuple(buffers[each["first_buffer"] :][: each["buffers"]]),
-            launches=tuple(launches[each["first_launch"] :][: each["launches"]]),
-        )
-        for each in described["ranges"]
-    )
     return Program(
         layer=LayerRecord(**described["layer"]),
         architecture=described["architecture"],
-        ranges=tuple(ranges),
+        ranges=tuple(_range(each, buffers, launches, expressions) for each in described["ranges"]),
         kernels=tuple(_kernel(each, data) for each in described["kernels"]),
+        state=tuple(
+            Buffer(**each | {"size": expressions[each["size"]]}) for each in described["state"]
+        ),
+    )
+
+
+def _range(
+    described: dict[str, Any],
+    buffers: list[Buffer],
+    launches: list[Launch],
+    expressions: list[Expression],
+) -> Range:
+    following = iter(launches[described["first_launch"] :])
+    waves = described["waves"]
+    return Range(
+        first=described["first"],
+        last=described["last"],
+        buffers=tuple(buffers[described["first_buffer"] :][: described["buffers"]]),
+        launches=tuple(islice(following, described["launches"])),
+        wave=tuple(islice(following, described["wave_launches"])),
+        waves=None if waves is None else expressions[waves],
+        epilogue=tuple(islice(following, described["epilogue_launches"])),
     )
 
 

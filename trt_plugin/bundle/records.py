@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trt_plugin.native import call_for_json
 
-VERSION = 2
+VERSION = 3
 # Images, and programs in a file, begin at multiples of this.
 IMAGE_ALIGNMENT = 64
 
@@ -24,22 +24,23 @@ FILE_HEADER = Struct("<8sIIQII")
 DIRECTORY_ENTRY = Struct("<QQ")
 
 PROGRAM_MAGIC = b"MOEP\r\n\x1a\n"
-#: Magic, version, architecture, size, checksum, reserved. Layer and tables follow.
+#: Magic, version, architecture, size, checksum, reserved. Layer, padding and tables follow.
 PROGRAM_HEADER = Struct("<8sIIQII")
 #: Offset, number of records.
 TABLE_ENTRY = Struct("<QQ")
 
-LAYER = Struct("<12I4f4I")
-#: First and last token; first launch, launches; first buffer, buffers.
-RANGE = Struct("<2q4I")
-#: Name's offset and length; size; reserved.
+LAYER = Struct("<12I4f5I")
+#: First and last token; first launch, launches, those of a wave, those after the waves; first
+#: buffer, buffers; waves; reserved.
+RANGE = Struct("<2q8I")
+#: Name's offset and length; size; flags.
 BUFFER = Struct("<4I")
-#: Kernel; first argument, arguments; grid's x, y, z; reserved.
-LAUNCH = Struct("<6IQ")
+#: Kernel; first argument, arguments; grid's x, y, z; flags; a bit for each launch to wait for.
+LAUNCH = Struct("<8I")
 #: Kind, index.
 ARGUMENT = Struct("<2I")
-#: Tensor, dtype, rank, swizzle; sizes; strides; box; reserved.
-TENSOR_MAP = Struct("<4I5Q5Q5I7I")
+#: Index, dtype, rank, swizzle; sizes; strides; box; the index's kind; reserved.
+TENSOR_MAP = Struct("<4I5Q5Q5II6I")
 #: Name's and description's offset and length; image's offset and size; warps, shared memory, flags,
 #: registers, local memory, reserved.
 KERNEL = Struct("<4I2Q6I")
@@ -51,6 +52,7 @@ INSTRUCTION = Struct("<2Iq")
 #: Bytes of a table's record, in the tables' order.
 TABLES = {
     "ranges": RANGE.size,
+    "state": BUFFER.size,
     "buffers": BUFFER.size,
     "launches": LAUNCH.size,
     "arguments": ARGUMENT.size,
@@ -61,7 +63,11 @@ TABLES = {
     "strings": 1,
     "images": 1,
 }
-PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_ENTRY.size
+#: Between a program's layer and its tables' places.
+LAYER_PADDING = bytes(4)
+PROGRAM_HEADER_BYTES = (
+    PROGRAM_HEADER.size + LAYER.size + len(LAYER_PADDING) + len(TABLES) * TABLE_ENTRY.size
+)
 
 # A code is the index of its name. The library has the names of the layer's codes.
 #: The operators' tensors, in the order of the launcher's C interface.
@@ -70,14 +76,24 @@ TENSORS = (
     *("expert_ids", "expert_weights", "w1", "b1", "w2", "b2", "y"),
 )
 #: Bytes of a kernel's parameter by the argument's kind.
-PARAMETER_BYTES = {"null": 8, "tensor": 8, "workspace": 8, "i32": 4, "i64": 8, "tensor_map": 128}
-#: The number of tokens, and a layer's sizes.
-SYMBOLS = ("T", "E", "K", "D", "H")
+PARAMETER_BYTES = {
+    "null": 8,
+    "tensor": 8,
+    "workspace": 8,
+    "i32": 4,
+    "i64": 8,
+    "tensor_map": 128,
+    "state": 8,
+}
+#: The number of tokens, a layer's sizes, and the index of a wave.
+SYMBOLS = ("T", "E", "K", "D", "H", "wave")
 #: The layer's word of flags, and the bits of the flags that are not options.
 FLAGS_WORD = 5
 FLAGS_WITHOUT_OPTION = {"b1": 1, "b2": 2, "tf32": 64}
-#: Bit of a kernel's flags.
+#: Bits of the flags of a kernel, of a part of the state and of a launch.
 DEPENDENT_LAUNCH = 1
+ZEROED = 1
+ON_SIDE = 1
 
 
 class LayerRecord(NamedTuple):
@@ -104,6 +120,7 @@ class LayerRecord(NamedTuple):
         n_group: Groups of experts.
         topk_group: Groups that a token chooses.
         selection_dtype: The dtype of selection_bias (0: none).
+        resident_experts: Slots of a layer whose experts are offloaded (0: all are resident).
     """
 
     operator: int
@@ -126,6 +143,7 @@ class LayerRecord(NamedTuple):
     n_group: int = 0
     topk_group: int = 0
     selection_dtype: int = 0
+    resident_experts: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -133,7 +151,7 @@ class LayerRecord(NamedTuple):
         return {"E": self.experts, "K": self.top_k, "D": self.width, "H": self.hidden}
 
     def to_bytes(self) -> bytes:
-        """The 80 bytes."""
+        """The 84 bytes."""
         return LAYER.pack(*self)
 
     def to_dict(self) -> dict[str, int | float | bool | str]:

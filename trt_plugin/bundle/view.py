@@ -67,9 +67,11 @@ def layer_text(layer: dict[str, Any]) -> str:
     """Returns ``LayerRecord.to_dict()`` in one line."""
     gated = "gated " if layer["gated"] else ""
     flags = "".join(f", {name.replace('_', ' ')}" for name in _FLAGS if layer[name])
+    slots = layer.get("resident_experts")
+    resident = f", {slots} resident" if slots else ""
     dtypes = dict.fromkeys(layer[name] for name in ("tokens_dtype", "experts_dtype"))
     return (
-        f"{layer['operator']}, {layer['top_k']} of {layer['experts']} experts, "
+        f"{layer['operator']}, {layer['top_k']} of {layer['experts']} experts{resident}, "
         f"{layer['width']} x {layer['hidden']}, {gated}{layer['activation']}{flags}, "
         f"{' and '.join(dtypes)}"
     )

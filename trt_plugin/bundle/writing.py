@@ -41,9 +41,11 @@ def program_bytes(
     architecture: int,
     ranges: Sequence[Range],
     kernels: Sequence[Kernel],
+    state: Sequence[Buffer] = (),
 ) -> bytes:
     """Returns a program by itself."""
     writer = _Writer()
+    writer.state = [writer.buffer(each) for each in state]
     for kernel in kernels:
         writer.kernel(kernel)
     for each in ranges:
@@ -59,7 +61,7 @@ def program_bytes(
     header = records.PROGRAM_HEADER.pack(
         records.PROGRAM_MAGIC, records.VERSION, architecture, offset, 0, 0
     )
-    return _with_checksum(header + layer.to_bytes() + directory + body)
+    return _with_checksum(header + layer.to_bytes() + records.LAYER_PADDING + directory + body)
 
 
 def _with_checksum(data: bytes) -> bytes:
@@ -98,6 +100,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, ...]] = []
+        self.state: list[tuple[int, ...]] = []
         self.buffers: list[tuple[int, ...]] = []
         self.launches: list[tuple[int, ...]] = []
         self.arguments: list[tuple[int, ...]] = []
@@ -108,15 +111,17 @@ class _Writer:
         self.images = _Blob(records.IMAGE_ALIGNMENT)
 
     def range(self, each: Range) -> None:
-        launches = [self._launch(launch) for launch in each.launches]
+        launches = [self._launch(launch) for launch in each.all_launches]
+        waves = 0 if each.waves is None else self.expressions.add(each.waves)
         self.ranges.append(
             (
-                *(each.first, each.last, len(self.launches), len(launches)),
-                *(len(self.buffers), len(each.buffers)),
+                *(each.first, each.last),
+                *(len(self.launches), len(each.launches), len(each.wave), len(each.epilogue)),
+                *(len(self.buffers), len(each.buffers), waves, 0),
             )
         )
         self.launches += launches
-        self.buffers += [self._buffer(buffer) for buffer in each.buffers]
+        self.buffers += [self.buffer(buffer) for buffer in each.buffers]
 
     def kernel(self, kernel: Kernel) -> None:
         self.kernels.append(
@@ -131,14 +136,17 @@ class _Writer:
             )
         )
 
-    def _buffer(self, buffer: Buffer) -> tuple[int, ...]:
-        return (*self.strings.add(buffer.name.encode()), self.expressions.add(buffer.size), 0)
+    def buffer(self, buffer: Buffer) -> tuple[int, ...]:
+        flags = records.ZEROED if buffer.zeroed else 0
+        return (*self.strings.add(buffer.name.encode()), self.expressions.add(buffer.size), flags)
 
     def _launch(self, launch: Launch) -> tuple[int, ...]:
         first = len(self.arguments)
         self.arguments += [self._argument(argument) for argument in launch.arguments]
         grid = (self.expressions.add(axis) for axis in launch.grid)
-        return (launch.kernel, first, len(launch.arguments), *grid, 0)
+        flags = records.ON_SIDE if launch.side else 0
+        after = sum(1 << other for other in launch.after)
+        return (launch.kernel, first, len(launch.arguments), *grid, flags, after)
 
     def _argument(self, argument: Argument) -> tuple[int, int]:
         kind = list(records.PARAMETER_BYTES).index(argument.kind)
@@ -163,6 +171,7 @@ class _Writer:
             instructions += [(opcode, 0, value) for opcode, value in expression.instructions]
         return {
             "ranges": _packed(records.RANGE, self.ranges),
+            "state": _packed(records.BUFFER, self.state),
             "buffers": _packed(records.BUFFER, self.buffers),
             "launches": _packed(records.LAUNCH, self.launches),
             "arguments": _packed(records.ARGUMENT, self.arguments),
@@ -182,10 +191,16 @@ def _packed(record: Struct, rows: Sequence[tuple[int, ...]]) -> bytes:
 def _map_bytes(each: TensorMap) -> bytes:
     rank = len(each.sizes)
     absent = (0,) * (5 - rank)
+    kinds = list(records.PARAMETER_BYTES)
+    match each.tensor:
+        case str(tensor):
+            kind, index = kinds.index("tensor"), records.TENSORS.index(tensor)
+        case int(part):
+            kind, index = kinds.index("state"), part
     return records.TENSOR_MAP.pack(
-        *(records.TENSORS.index(each.tensor), each.dtype, rank, each.swizzle),
+        *(index, each.dtype, rank, each.swizzle),
         *(*each.sizes, *absent),
         *(*each.strides, *absent),
         *(*each.box, *absent),
-        *(0,) * 7,
+        *(kind, *(0,) * 6),
     )

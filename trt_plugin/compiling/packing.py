@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from struct import Struct
 
 from custom_ops.dtypes import CODES
@@ -41,24 +42,53 @@ def program_for(plan: spec.ForwardPlan, compiled: Mapping[str, Compiled]) -> Pro
     Raises:
         CompileError: If a kernel's parameters are not those that the launcher would pass.
     """
-    kernels: dict[str, Kernel] = {}
-    ranges = []
-    for each in plan.ranges:
+    packer = _Packer(plan, compiled)
+    ranges = tuple(packer.range(each) for each in plan.ranges)
+    # Tables are integers; what lies in the slots does not matter as long as they are empty.
+    state = tuple(
+        Buffer(each.name, stored_expression(each.size), zeroed=not each.dtype.is_floating_point)
+        for each in plan.state
+    )
+    kernels = tuple(packer.kernels.values())
+    capability = plan.architecture.capability
+    return Program(layer_record(plan.layer), capability, ranges, kernels, state)
+
+
+class _Packer:
+    """Collects the kernels that a plan's launches need."""
+
+    def __init__(self, plan: spec.ForwardPlan, compiled: Mapping[str, Compiled]) -> None:
+        self.architecture = plan.architecture
+        self.compiled = compiled
+        self.state = [buffer.name for buffer in plan.state]
+        self.kernels: dict[str, Kernel] = {}
+
+    def range(self, each: spec.TokenRange) -> Range:
+        """Returns a range of tokens as a bundle stores it."""
         names = [buffer.name for buffer in each.buffers]
-        launches = []
-        for kernel in each.launches:
-            task = task_for(kernel, plan.architecture)
-            key = task.to_json()
-            result = compiled[key]
-            kernels.setdefault(key, _kernel(task, result))
-            arguments = (*_arguments(kernel, result.maps, names), *_SCRATCH)
-            _check_parameters(task, arguments, result)
-            x, y, z = (stored_expression(axis) for axis in kernel.grid)
-            launches.append(Launch(list(kernels).index(key), arguments, (x, y, z)))
-        buffers = (Buffer(buffer.name, stored_expression(buffer.size)) for buffer in each.buffers)
-        ranges.append(Range(each.first, each.last, tuple(buffers), tuple(launches)))
-    record = layer_record(plan.layer)
-    return Program(record, plan.architecture.capability, tuple(ranges), tuple(kernels.values()))
+        wave = (
+            replace(self._launch(one.kernel, names), side=one.side, after=one.after)
+            for one in each.wave
+        )
+        return Range(
+            each.first,
+            each.last,
+            tuple(Buffer(buffer.name, stored_expression(buffer.size)) for buffer in each.buffers),
+            launches=tuple(self._launch(kernel, names) for kernel in each.launches),
+            wave=tuple(wave),
+            waves=stored_expression(each.waves) if each.wave else None,
+            epilogue=tuple(self._launch(kernel, names) for kernel in each.epilogue),
+        )
+
+    def _launch(self, kernel: spec.KernelSpec, buffers: list[str]) -> Launch:
+        task = task_for(kernel, self.architecture)
+        key = task.to_json()
+        result = self.compiled[key]
+        self.kernels.setdefault(key, _kernel(task, result))
+        arguments = (*_arguments(kernel, result.maps, buffers, self.state), *_SCRATCH)
+        _check_parameters(task, arguments, result)
+        x, y, z = (stored_expression(axis) for axis in kernel.grid)
+        return Launch(list(self.kernels).index(key), arguments, (x, y, z))
 
 
 def layer_record(layer: Layer) -> LayerRecord:
@@ -77,6 +107,7 @@ def layer_record(layer: Layer) -> LayerRecord:
             else:
                 words[row.slot.index] = _float32(value) if row.type is float else row.code(value)
     words[LayerRecord._fields.index("selection_dtype")] = CODES.index(layer.selection_dtype)
+    words[LayerRecord._fields.index("resident_experts")] = layer.resident_experts or 0
     dtypes = (layer.tokens_dtype, layer.experts_dtype, layer.routing_dtype, layer.weights_dtype)
     head = (int(layer.router is None), *map(CODES.index, dtypes), flags)
     rest = range(len(head), len(LayerRecord._fields))
@@ -102,7 +133,7 @@ def _kernel(task: Task, result: Compiled) -> Kernel:
 
 
 def _arguments(
-    kernel: spec.KernelSpec, layouts: tuple[MapLayout, ...], buffers: list[str]
+    kernel: spec.KernelSpec, layouts: tuple[MapLayout, ...], buffers: list[str], state: list[str]
 ) -> Iterator[Argument]:
     remaining = iter(layouts)
     for argument in kernel.parameters.values():
@@ -111,10 +142,12 @@ def _arguments(
                 yield Argument("tensor", tensor)
             case spec.WorkspacePointer(buffer):
                 yield Argument("workspace", buffers.index(buffer))
+            case spec.StatePointer(buffer):
+                yield Argument("state", state.index(buffer))
             case spec.Scalar(value):
                 yield Argument("i32", stored_expression(value))
             case spec.TensorMap():
-                yield Argument("tensor_map", _tensor_map(argument, next(remaining)))
+                yield Argument("tensor_map", _tensor_map(argument, next(remaining), state))
                 # The kernel also takes shape and strides, outermost first, but does not use them.
                 for size in argument.shape:
                     yield Argument("i32", stored_expression(expressions.Expression.of(size)))
@@ -122,13 +155,13 @@ def _arguments(
                     yield Argument("i64", stored_expression(expressions.Expression.of(stride)))
 
 
-def _tensor_map(argument: spec.TensorMap, layout: MapLayout) -> TensorMap:
+def _tensor_map(argument: spec.TensorMap, layout: MapLayout, state: list[str]) -> TensorMap:
     name, element = _MAP_DTYPES[layout.dtype]
     if name != str(argument.dtype).removeprefix("torch."):
         raise ValueError(f"the tensor map of {argument.tensor} has {argument.dtype}, not {name}")
     inner, *outer = argument.strides[::-1]
     return TensorMap(
-        tensor=argument.tensor,
+        tensor=state.index(argument.tensor) if argument.tensor in state else argument.tensor,
         dtype=layout.dtype,
         swizzle=layout.swizzle,
         sizes=argument.shape[::-1],

@@ -37,7 +37,8 @@ def parse_spec(text: str) -> Layer:
             (default), ``fp16`` or ``bf16``. ``weights_dtype`` is that of the router's bias, which
             ``router_bias`` adds. With ``op=experts``, ``routing_dtype`` is that of the ids
             (default ``int64``) and ``weights_dtype`` that of the weights (default ``fp32``).
-            ``selection_bias`` adds a selection bias of fp32. The rest are the operator's options
+            ``selection_bias`` adds a selection bias of fp32. ``resident_experts`` is how many
+            experts are on the device at a time (default: all). The rest are the operator's options
             and the flags ``b1``, ``b2``, ``tf32``, ``w1_transposed`` and ``w2_transposed``.
 
     Raises:
@@ -91,7 +92,7 @@ _EXPERTS = {option.name: _READERS[option.type] for option in EXPERT_OPTIONS}
 _FLAGS = ("b1", "b2", "tf32", *(option.name for option in LAYOUT_OPTIONS))
 _KEYS: dict[str, _Reader] = {
     "op": partial(_known, known=("dropless", "experts")),
-    **dict.fromkeys(_SIZES, _integer),
+    **dict.fromkeys((*_SIZES, "resident_experts"), _integer),
     **dict.fromkeys(
         ("dtype", "tokens_dtype", "experts_dtype", "routing_dtype", "weights_dtype"), _dtype
     ),
@@ -143,5 +144,6 @@ def _layer(values: dict[str, Any]) -> Layer:
         routing_dtype=routing_dtype,
         weights_dtype=weights_dtype,
         selection_dtype=torch.float32 if values.get("selection_bias") else None,
+        resident_experts=values.get("resident_experts"),
         **{flag: values.get(flag, False) for flag in _FLAGS},
     )

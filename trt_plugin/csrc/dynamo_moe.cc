@@ -5,8 +5,10 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "bundle/bundle.h"
 #include "bundle/description.h"
@@ -15,7 +17,13 @@
 #include "launch/launcher.h"
 
 struct dynamo_moe_program {
-  std::unique_ptr<dynamo_moe::LayerLauncher> launcher;
+  std::shared_ptr<dynamo_moe::LayerLauncher> launcher;
+};
+
+struct dynamo_moe_cache {
+  // Outlives what lies on the device.
+  std::shared_ptr<dynamo_moe::LayerLauncher> launcher;
+  dynamo_moe::ExpertCache experts;
 };
 
 namespace dynamo_moe {
@@ -238,7 +246,7 @@ dynamo_moe_status dynamo_moe_program_workspace(const dynamo_moe_program* program
 dynamo_moe_status dynamo_moe_program_prepare(dynamo_moe_program* program) {
   return Guard([&]() -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
-    return program->launcher->Prepare();
+    return program->launcher->Prepare(nullptr);
   });
 }
 
@@ -249,6 +257,63 @@ dynamo_moe_status dynamo_moe_program_enqueue(dynamo_moe_program* program, int64_
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
     DYNAMO_MOE_RETURN_IF_ERROR(NotNull(tensors, "tensors"));
     return program->launcher->Enqueue(tokens, *tensors, workspace, workspace_size,
-                                      static_cast<dynamo_moe::cuda::Stream>(stream));
+                                      static_cast<dynamo_moe::cuda::Stream>(stream), nullptr);
+  });
+}
+
+dynamo_moe_status dynamo_moe_program_state(const dynamo_moe_program* program, size_t* bytes) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(bytes, "bytes"));
+    return program->launcher->StateSize(bytes);
+  });
+}
+
+dynamo_moe_status dynamo_moe_cache_open(const dynamo_moe_program* program, const char* w1_source,
+                                        const char* w2_source, int shared,
+                                        dynamo_moe_cache** cache) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(program, "program"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(cache, "cache"));
+    if ((w1_source == nullptr) != (w2_source == nullptr)) {
+      return dynamo_moe::InvalidArgument("w1 and w2 must both have a source, or both none");
+    }
+    std::optional<dynamo_moe::ExpertSources> sources;
+    if (w1_source != nullptr) {
+      DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::ExpertSources::Open(
+          program->launcher->layer(), w1_source, w2_source, &sources.emplace()));
+    }
+    *cache = new dynamo_moe_cache{program->launcher, {std::move(sources), shared != 0}};
+    return {};
+  });
+}
+
+// NOLINTNEXTLINE(misc-const-correctness): it closes what dynamo_moe_cache_open() returned.
+void dynamo_moe_cache_close(dynamo_moe_cache* cache) { delete cache; }
+
+dynamo_moe_status dynamo_moe_cache_prepare(dynamo_moe_cache* cache) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(cache, "cache"));
+    return cache->launcher->Prepare(&cache->experts);
+  });
+}
+
+dynamo_moe_status dynamo_moe_cache_note(const dynamo_moe_cache* cache, const char** note) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(cache, "cache"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(note, "note"));
+    *note = cache->experts.note();
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_cache_enqueue(dynamo_moe_cache* cache, int64_t tokens,
+                                           const dynamo_moe_tensors* tensors, void* workspace,
+                                           size_t workspace_size, void* stream) {
+  return Guard([&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(cache, "cache"));
+    DYNAMO_MOE_RETURN_IF_ERROR(NotNull(tensors, "tensors"));
+    return cache->launcher->Enqueue(tokens, *tensors, workspace, workspace_size,
+                                    static_cast<dynamo_moe::cuda::Stream>(stream), &cache->experts);
   });
 }

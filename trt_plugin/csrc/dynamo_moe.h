@@ -30,7 +30,7 @@ typedef enum dynamo_moe_status {
   DYNAMO_MOE_OUT_OF_MEMORY = 6 /* Host or device memory is exhausted. */
 } dynamo_moe_status;
 
-/* The bundle's layer record: 80 bytes, compared as bytes. */
+/* The bundle's layer record: 84 bytes, compared as bytes. */
 typedef struct dynamo_moe_layer {
   uint32_t op;
   uint32_t tokens_dtype;
@@ -51,7 +51,8 @@ typedef struct dynamo_moe_layer {
   uint32_t group_scoring;
   uint32_t n_group;
   uint32_t topk_group;
-  uint32_t selection_dtype; /* selection_bias's (0: none). */
+  uint32_t selection_dtype;  /* selection_bias's (0: none). */
+  uint32_t resident_experts; /* Slots for experts whose w1 and w2 lie in host memory (0: none). */
 } dynamo_moe_layer;
 
 /* Device pointers, multiples of 16, null where the layer has no such tensor. The tensors are
@@ -73,6 +74,7 @@ typedef struct dynamo_moe_tensors {
 } dynamo_moe_tensors;
 
 typedef struct dynamo_moe_program dynamo_moe_program;
+typedef struct dynamo_moe_cache dynamo_moe_cache;
 
 /* The size and a hash of bytes. */
 typedef struct dynamo_moe_key {
@@ -117,7 +119,7 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_layer_describe(const dynamo_moe_laye
                                                            char** json);
 
 /* The value of an expression, whose instructions have 16 bytes each as in a bundle, for the values
- * of T, E, K, D and H. */
+ * of T, E, K, D, H and the wave. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_expression_evaluate(const void* instructions,
                                                                 size_t count, const int64_t* sizes,
                                                                 int64_t* value);
@@ -167,6 +169,47 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_enqueue(dynamo_moe_program* 
                                                             const dynamo_moe_tensors* tensors,
                                                             void* workspace, size_t workspace_size,
                                                             void* stream);
+
+/* The bytes of device memory that a cache of the layer's experts has, on the architecture that
+ * needs most; 0 where the layer is fully resident, w1 and w2 being tensors on the device. Needs no
+ * driver. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_state(const dynamo_moe_program* program,
+                                                          size_t* bytes);
+
+/* Opens an empty cache of experts for a layer that is offloaded: whose w1 and w2 lie in host
+ * memory, of which the device holds resident_experts experts at a time. A source says where a
+ * tensor lies in a safetensors file, as "<offset> <bytes> <file's bytes> <header's bytes> <header's
+ * CRC-32 in 8 hexadecimal digits> <absolute path>"; the header is the length and the JSON text with
+ * which the file begins. The file is looked for in the folder that the environment variable
+ * DYNAMO_MOE_WEIGHTS names, then at its path; one that is missing, or another by its size or
+ * header, is an error. Where both sources are null, w1 and w2 of each call are addresses of pinned
+ * host memory, as the device knows it. If `shared` is not 0, calls may be on any streams, and wait
+ * for one another; else the caller orders them. Needs no driver. Close it with
+ * dynamo_moe_cache_close(). */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_cache_open(const dynamo_moe_program* program,
+                                                       const char* w1_source, const char* w2_source,
+                                                       int shared, dynamo_moe_cache** cache);
+
+/* Null is permitted. No call of the cache may be running. */
+DYNAMO_MOE_API void dynamo_moe_cache_close(dynamo_moe_cache* cache);
+
+/* As dynamo_moe_program_prepare(); also allocates the cache's memory and pins the weights, in the
+ * current context, in which the cache then lies. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_cache_prepare(dynamo_moe_cache* cache);
+
+/* Why weights were copied to pinned memory, and what to do about it; "" where the files' own pages
+ * are pinned, or before dynamo_moe_cache_prepare(). Valid until the cache is closed. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_cache_note(const dynamo_moe_cache* cache,
+                                                       const char** note);
+
+/* As dynamo_moe_program_enqueue(), for a layer that is offloaded; w1 and w2 are ignored where the
+ * cache has sources. Copies run on a stream of the cache, which the given one waits for. After a
+ * failed call, the next one finds the cache empty. In a stream capture, the cache must be prepared,
+ * not shared, and its last call must not have failed. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_cache_enqueue(dynamo_moe_cache* cache, int64_t tokens,
+                                                          const dynamo_moe_tensors* tensors,
+                                                          void* workspace, size_t workspace_size,
+                                                          void* stream);
 
 /* Until dynamo_moe_sharing_end(), the plugins that this thread creates for layers are of one
  * network, whose engine stores equal kernels once: with one layer, in whose place the others name

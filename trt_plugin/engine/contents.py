@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_plugin.bundle import Bundle, BundleError, Program, read
+from trt_plugin.bundle import Bundle, BundleError, LayerRecord, Program, read
 from trt_plugin.bundle.records import FILE_HEADER, FILE_MAGIC, VERSION
 from trt_plugin.native import library_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from custom_ops.weight_source import WeightSource
 
 #: What cannot be known without loading the engine.
 UNKNOWN = (
@@ -26,6 +30,9 @@ UNKNOWN = (
 _SUFFIXES = {".engine", ".plan", ".trt"}
 # Every version of the plugin's library exports this function.
 _EXPORTED = b"\0dynamo_moe_program_open\0"
+# Where an offloaded layer's weights lie. An engine need not end a text by a character of its own.
+_SOURCE = re.compile(rb"\d+ \d+ \d+ \d+ [0-9a-f]{8} /[^\x00-\x1f]*\.safetensors")
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,49 @@ class StoredProgram:
 
 
 @dataclass(frozen=True)
+class OffloadedExperts:
+    """Experts' weights that an engine does not hold, but copies to the GPU when they are needed.
+
+    Attributes:
+        w1: Where the weights of the first product lie.
+        w2: Where those of the second lie.
+        experts: Number of experts; None if the engine has no program of such a layer.
+        resident_experts: Slots on the GPU; None if it has none, or several that differ in it.
+    """
+
+    w1: WeightSource
+    w2: WeightSource
+    experts: int | None
+    resident_experts: int | None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all experts, in host memory."""
+        return self.w1.bytes + self.w2.bytes
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Bytes of all slots and their tables in device memory, for each cache."""
+        from custom_ops.residency import cache_bytes
+
+        if self.experts is None or self.resident_experts is None:
+            return None
+        w1, w2 = (source.bytes // self.experts for source in (self.w1, self.w2))
+        return cache_bytes(self.experts, self.resident_experts, w1, w2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The experts as dicts, strings and numbers."""
+        return {
+            "experts": self.experts,
+            "resident_experts": self.resident_experts,
+            "device_bytes": self.device_bytes,
+            "weight_bytes": self.weight_bytes,
+            "w1": self.w1.to_dict(),
+            "w2": self.w2.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
 class EngineContents:
     """What was found in an engine's file; rich prints it as a table.
 
@@ -53,6 +103,8 @@ class EngineContents:
         path: The file.
         bytes: Its size.
         programs: Programs of MoE layers, each once, in the file's order. Equal layers share one.
+        offloaded: The experts of offloaded layers, in the order of their files. Layers that share
+            all their weights count once.
         library: ``"installed"`` if the file holds the plugin's library that is installed here,
             ``"other"`` for another version of it, None if it holds none.
     """
@@ -60,6 +112,7 @@ class EngineContents:
     path: Path
     bytes: int
     programs: tuple[StoredProgram, ...]
+    offloaded: tuple[OffloadedExperts, ...]
     library: str | None
 
     @property
@@ -81,6 +134,7 @@ class EngineContents:
             "architectures": list(self.architectures),
             "program_bytes": self.program_bytes,
             "programs": [stored.to_dict() for stored in self.programs],
+            "offloaded": [experts.to_dict() for experts in self.offloaded],
             "library": self.library,
             "unknown": UNKNOWN,
         }
@@ -120,6 +174,7 @@ def read_engine(path: str | PathLike[str]) -> EngineContents:
         return EngineContents(
             path=path,
             bytes=len(data),
+            offloaded=tuple(_offloaded(data, programs.values())),
             programs=tuple(
                 StoredProgram(program, copies[content]) for content, program in programs.items()
             ),
@@ -140,6 +195,35 @@ def _bundles(data: mmap.mmap) -> Iterator[Bundle]:
                 with suppress(BundleError):
                     yield read(data[at : at + size])
         at = following
+
+
+def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[OffloadedExperts]:
+    texts = [match[0] for match in _SOURCE.finditer(data)]
+    if not texts:
+        return
+    # It comes with PyTorch, which nothing else here needs.
+    from custom_ops.weight_source import WeightSource
+
+    layers = [program.layer for program in programs if program.layer.resident_experts]
+    # A layer's w2 follows its w1; TensorRT stores both several times.
+    pairs = set(zip(texts[::2], texts[1::2], strict=False))
+    read = [[WeightSource.parse(os.fsdecode(text)) for text in pair] for pair in pairs]
+    for w1, w2 in sorted(read, key=lambda pair: (pair[0].path, pair[0].offset)):
+        # An engine does not say which of its layers a program is of, but of what size.
+        known = {
+            (layer.experts, layer.resident_experts)
+            for layer in layers
+            if _weight_bytes(layer) == (w1.bytes, w2.bytes)
+        }
+        experts, resident = known.pop() if len(known) == 1 else (None, None)
+        yield OffloadedExperts(w1, w2, experts, resident)
+
+
+def _weight_bytes(layer: LayerRecord) -> tuple[int, int]:
+    """The bytes of a layer's w1 and w2."""
+    words = layer.to_dict()
+    w2 = layer.experts * layer.width * layer.hidden * _BYTES[str(words["experts_dtype"])]
+    return (2 if words["gated"] else 1) * w2, w2
 
 
 def _library(data: mmap.mmap) -> str | None:

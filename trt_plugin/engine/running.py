@@ -38,6 +38,10 @@ def _hint(found: Installed, builder: str | None) -> str:
 class Runner:
     """Runs an engine on torch tensors.
 
+    The experts of offloaded layers are read from their files when the engine first runs: from the
+    folder that the environment variable ``DYNAMO_MOE_WEIGHTS`` names, if it has them, or else from
+    where they were when the engine was built.
+
     All calls share one execution context, and its memory. One that follows on another stream must
     wait for the earlier one's stream, as by ``stream.wait_stream(earlier)``.
 

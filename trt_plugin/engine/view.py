@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -13,7 +14,7 @@ from rich.text import Text
 from trt_plugin.bundle.view import layer_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
@@ -58,6 +59,8 @@ def contents_view(contents: dict[str, Any]) -> RenderableType:
         parts += ["", _programs(contents["programs"]), "", library]
     else:
         parts.append("No kernels of MoE layers")
+    if contents["offloaded"]:
+        parts += ["", _offloaded(contents["offloaded"]), "", *_memory(contents["offloaded"])]
     parts.append(Text(f"Not known: {contents['unknown']}", style="dim"))
     return Group(*parts)
 
@@ -96,6 +99,36 @@ def _programs(programs: Sequence[dict[str, Any]]) -> Table:
             str(program["copies"]),
         )
     return table
+
+
+def _offloaded(offloaded: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
+    table.add_column("Offloaded experts", overflow="fold", style="cyan")
+    for heading in ("Slots", "On the GPU", "All experts"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in offloaded:
+        size = each["device_bytes"]
+        table.add_row(
+            Text(f"byte {each['w1']['offset']} of {Path(each['w1']['path']).name}"),
+            "?" if size is None else f"{each['resident_experts']} of {each['experts']}",
+            "?" if size is None else decimal(size),
+            decimal(each["weight_bytes"]),
+        )
+    return table
+
+
+def _memory(offloaded: Sequence[dict[str, Any]]) -> Iterator[Text]:
+    """What the experts take in all, and the state of their files."""
+    sizes = [each["device_bytes"] for each in offloaded]
+    known = sum(filter(None, sizes))
+    weights = decimal(sum(each["weight_bytes"] for each in offloaded))
+    yield Text(
+        f"Experts' weights: {'more than ' * (None in sizes)}{decimal(known)} on the GPU for each "
+        f"cache instead of {weights}; {weights} on the host, pinned"
+    )
+    files = {each[name]["path"]: each[name]["state"] for each in offloaded for name in ("w1", "w2")}
+    for path, state in files.items():
+        yield Text.assemble(f"{path}: ", (state, "green" if state == "found" else "red"))
 
 
 def _tensor(tensor: dict[str, Any]) -> str:

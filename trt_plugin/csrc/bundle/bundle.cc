@@ -95,6 +95,7 @@ class ProgramChecker {
 
   Status Run() {
     DYNAMO_MOE_RETURN_IF_ERROR(FindTables());
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckZero("reserved", program_.header_.reserved_too));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckLayer(program_.header_.layer));
     return CheckTables();
   }
@@ -126,6 +127,7 @@ class ProgramChecker {
     std::size_t end = sizeof(format::ProgramHeader);
     Program& p = program_;
     DYNAMO_MOE_RETURN_IF_ERROR(FindTable(format::kRanges, "ranges", &end, &p.ranges_));
+    DYNAMO_MOE_RETURN_IF_ERROR(FindTable(format::kState, "state", &end, &p.state_));
     DYNAMO_MOE_RETURN_IF_ERROR(FindTable(format::kBuffers, "buffers", &end, &p.buffers_));
     DYNAMO_MOE_RETURN_IF_ERROR(FindTable(format::kLaunches, "launches", &end, &p.launches_));
     DYNAMO_MOE_RETURN_IF_ERROR(FindTable(format::kArguments, "arguments", &end, &p.arguments_));
@@ -166,9 +168,13 @@ class ProgramChecker {
                   [this](const auto& expression) { return CheckInstructions(expression); }));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckEach(
         "kernel", program_.kernels_, [this](const auto& kernel) { return CheckKernel(kernel); }));
-    DYNAMO_MOE_RETURN_IF_ERROR(CheckEach("tensor map", program_.tensor_maps_, &CheckTensorMap));
-    DYNAMO_MOE_RETURN_IF_ERROR(CheckEach(
-        "buffer", program_.buffers_, [this](const auto& buffer) { return CheckBuffer(buffer); }));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckState());
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        CheckEach("tensor map", program_.tensor_maps_,
+                  [this](const auto& map) { return CheckTensorMap(map, program_.state_.size()); }));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckEach("buffer", program_.buffers_, [this](const auto& buffer) {
+      return CheckBuffer(buffer, 0);
+    }));
     DYNAMO_MOE_RETURN_IF_ERROR(
         CheckEach("argument", program_.arguments_,
                   [this](const auto& argument) { return CheckArgument(argument); }));
@@ -219,14 +225,34 @@ class ProgramChecker {
     DYNAMO_MOE_RETURN_IF_ERROR(CheckIn("warps", kernel.warps, 1, format::kMaxWarps));
     DYNAMO_MOE_RETURN_IF_ERROR(
         CheckIn("shared memory in bytes", kernel.shared_memory, 0, format::kMaxSharedMemory));
-    DYNAMO_MOE_RETURN_IF_ERROR(CheckIn("flags", kernel.flags, 0, format::kDependentLaunch));
+    // Events order launches on two streams by their ends.
+    const std::uint32_t flags = IsOffloaded() ? 0 : format::kDependentLaunch;
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckIn("flags", kernel.flags, 0, flags));
     return CheckZero("reserved", kernel.reserved);
   }
 
-  Status CheckBuffer(const format::Buffer& buffer) const {
+  Status CheckBuffer(const format::Buffer& buffer, std::uint32_t most_flags) const {
     DYNAMO_MOE_RETURN_IF_ERROR(CheckText("the name's bytes", buffer.name));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckIndex("the size's expression", buffer.size));
-    return CheckZero("reserved", buffer.reserved);
+    return CheckIn("flags", buffer.flags, 0, most_flags);
+  }
+
+  bool IsOffloaded() const { return program_.layer().resident_experts != 0; }
+
+  Status CheckState() const {
+    const std::uint32_t most = IsOffloaded() ? format::kMaxBuffers : 0;
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        CheckIn("the number of the state's parts", program_.state_.size(), 0, most));
+    return CheckEach("state", program_.state_, [this](const auto& buffer) -> Status {
+      DYNAMO_MOE_RETURN_IF_ERROR(CheckBuffer(buffer, format::kZeroed));
+      const auto instructions = program_.instructions(program_.expressions_[buffer.size]);
+      const bool constant = std::none_of(
+          instructions.begin(), instructions.end(), [](const format::Instruction& each) {
+            return each.opcode == format::kSymbol &&
+                   (each.value == format::kTokens || each.value == format::kWave);
+          });
+      return constant ? Status() : InvalidBundle("the size must not depend on a call");
+    });
   }
 
   Status CheckArgument(const format::Argument& argument) const {
@@ -241,6 +267,8 @@ class ProgramChecker {
         return {};
       case format::kTensorMap:
         return CheckBelow("tensor map", argument.index, program_.tensor_maps_.size());
+      case format::kStatePointer:
+        return CheckBelow("the state's part", argument.index, program_.state_.size());
       default:
         return CheckIndex("expression", argument.index);
     }
@@ -253,7 +281,7 @@ class ProgramChecker {
     for (const std::uint32_t axis : launch.grid) {
       DYNAMO_MOE_RETURN_IF_ERROR(CheckIndex("the grid's expression", axis));
     }
-    DYNAMO_MOE_RETURN_IF_ERROR(CheckZero("reserved", launch.reserved));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckIn("flags", launch.flags, 0, format::kOnSide));
     const Span<format::Argument> arguments = program_.arguments(launch);
     DYNAMO_MOE_RETURN_IF_ERROR(
         CheckIn("the number of arguments", arguments.size(), 0, format::kMaxArguments));
@@ -271,19 +299,62 @@ class ProgramChecker {
                            ", got ", range.first_tokens, " to ", range.last_tokens);
     }
     *last = range.last_tokens;
+    const std::uint64_t launches =
+        std::uint64_t{range.launches} + range.wave_launches + range.epilogue_launches;
     DYNAMO_MOE_RETURN_IF_ERROR(
-        CheckWithin("launches", range.first_launch, range.launches, program_.launches_.size()));
+        CheckWithin("launches", range.first_launch, launches, program_.launches_.size()));
     DYNAMO_MOE_RETURN_IF_ERROR(
         CheckWithin("buffers", range.first_buffer, range.buffers, program_.buffers_.size()));
     DYNAMO_MOE_RETURN_IF_ERROR(
         CheckIn("the number of buffers", range.buffers, 0, format::kMaxBuffers));
     DYNAMO_MOE_RETURN_IF_ERROR(
-        CheckIn("the number of launches", range.launches, 0, format::kMaxLaunches));
-    for (const format::Launch& launch : program_.launches(range)) {
+        CheckIn("the number of launches", launches, 0, format::kMaxLaunches));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckZero("reserved", range.reserved));
+    DYNAMO_MOE_RETURN_IF_ERROR(CheckWaves(range));
+    for (const format::Launch& launch :
+         program_.launches_.Part(range.first_launch, static_cast<std::size_t>(launches))) {
       for (const format::Argument& argument : program_.arguments(launch)) {
         if (argument.kind == format::kWorkspace) {
           DYNAMO_MOE_RETURN_IF_ERROR(
               CheckBelow("a launch's buffer", argument.index, range.buffers));
+        }
+      }
+    }
+    return {};
+  }
+
+  // Only the launches of a wave may be on the second stream and wait for others, which are then on
+  // the other stream.
+  Status CheckWaves(const format::Range& range) const {
+    if (range.wave_launches == 0) {
+      DYNAMO_MOE_RETURN_IF_ERROR(
+          CheckZero("the number of launches after no wave", range.epilogue_launches));
+      DYNAMO_MOE_RETURN_IF_ERROR(CheckZero("the waves' expression without a wave", range.waves));
+    } else {
+      const std::uint32_t most = IsOffloaded() ? format::kMaxWaveLaunches : 0;
+      DYNAMO_MOE_RETURN_IF_ERROR(
+          CheckIn("the number of launches of a wave", range.wave_launches, 0, most));
+      DYNAMO_MOE_RETURN_IF_ERROR(CheckIndex("the waves' expression", range.waves));
+    }
+    for (const auto& outside : {program_.launches(range), program_.epilogue(range)}) {
+      for (const format::Launch& launch : outside) {
+        DYNAMO_MOE_RETURN_IF_ERROR(
+            CheckZero("the flags of a launch outside of waves", launch.flags));
+        DYNAMO_MOE_RETURN_IF_ERROR(
+            CheckZero("what a launch outside of waves waits for", launch.after));
+      }
+    }
+    const Span<format::Launch> wave = program_.wave(range);
+    for (const format::Launch& launch : wave) {
+      for (std::uint32_t other = 0; other < format::kMaxWaveLaunches; ++other) {
+        if ((launch.after >> other & 1) == 0) {
+          continue;
+        }
+        DYNAMO_MOE_RETURN_IF_ERROR(
+            CheckBelow("a launch that another waits for", other, wave.size()));
+        if (wave[other].flags == launch.flags) {
+          return InvalidBundle("a launch must wait for one on the other stream, launch ", other,
+                               " of the wave is on the same");
         }
       }
     }

@@ -33,8 +33,19 @@ class Program {
   Span<format::Buffer> buffers() const { return buffers_; }
   Span<format::Expression> expressions() const { return expressions_; }
 
+  // The state's parts, which persist from call to call; none of a fully resident layer.
+  Span<format::Buffer> state() const { return state_; }
+
+  // What a range launches before, in each of, and after its waves.
   Span<format::Launch> launches(const format::Range& range) const {
     return launches_.Part(range.first_launch, range.launches);
+  }
+  Span<format::Launch> wave(const format::Range& range) const {
+    return launches_.Part(range.first_launch + range.launches, range.wave_launches);
+  }
+  Span<format::Launch> epilogue(const format::Range& range) const {
+    return launches_.Part(range.first_launch + range.launches + range.wave_launches,
+                          range.epilogue_launches);
   }
   Span<format::Buffer> buffers(const format::Range& range) const {
     return buffers_.Part(range.first_buffer, range.buffers);
@@ -53,6 +64,7 @@ class Program {
   }
   std::string_view bytes() const { return bytes_; }
 
+  // Of wave 0.
   Sizes SizesFor(std::int64_t tokens) const;
 
   // The range of a number of tokens, at least 1; null if there is none.
@@ -67,6 +79,7 @@ class Program {
   std::string_view bytes_;
   format::ProgramHeader header_ = {};
   Span<format::Range> ranges_;
+  Span<format::Buffer> state_;
   Span<format::Buffer> buffers_;
   Span<format::Launch> launches_;
   Span<format::Argument> arguments_;

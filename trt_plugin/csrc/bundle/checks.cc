@@ -132,8 +132,14 @@ Status CheckImage(const void* image, std::size_t size) {
   return {};
 }
 
-Status CheckTensorMap(const format::TensorMap& record) {
-  DYNAMO_MOE_RETURN_IF_ERROR(CheckBelow("tensor", record.tensor, format::kTensors));
+Status CheckTensorMap(const format::TensorMap& record, std::size_t state) {
+  if (record.kind != format::kTensor && record.kind != format::kStatePointer) {
+    return InvalidBundle("kind must be ", format::kTensor, " or ", format::kStatePointer, ", got ",
+                         record.kind);
+  }
+  const bool is_tensor = record.kind == format::kTensor;
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckBelow(is_tensor ? "tensor" : "the state's part", record.index,
+                                        is_tensor ? std::size_t{format::kTensors} : state));
   if (ElementSize(record.type) == 0) {
     return InvalidBundle("type must be float16 (", format::kMapFloat16, "), float32 (",
                          format::kMapFloat32, ") or bfloat16 (", format::kMapBfloat16, "), got ",

@@ -47,7 +47,7 @@ inline Status CheckWithin(const char* field, std::uint64_t first, std::uint64_t 
 // driver reads an image without knowing its size.
 Status CheckImage(const void* image, std::size_t size);
 
-// Checks that cuTensorMapEncodeTiled takes a record.
-Status CheckTensorMap(const format::TensorMap& record);
+// Checks that cuTensorMapEncodeTiled takes a record, in a program whose state has so many parts.
+Status CheckTensorMap(const format::TensorMap& record, std::size_t state);
 
 }  // namespace dynamo_moe

@@ -54,6 +54,18 @@ inline std::uint32_t AdvanceCrc(std::uint32_t value, const unsigned char* bytes,
 
 }  // namespace internal
 
+// The checksum of bytes that come in parts.
+class Checksum {
+ public:
+  void Add(const unsigned char* bytes, std::size_t size) {
+    value_ = internal::AdvanceCrc(value_, bytes, size);
+  }
+  std::uint32_t value() const { return ~value_; }
+
+ private:
+  std::uint32_t value_ = 0xFFFFFFFFU;
+};
+
 // The checksum of bytes, with the four at `hole` taken as 0.
 inline std::uint32_t ChecksumWithHole(const unsigned char* bytes, std::size_t size,
                                       std::size_t hole) {
@@ -61,9 +73,11 @@ inline std::uint32_t ChecksumWithHole(const unsigned char* bytes, std::size_t si
   const std::size_t before = std::min(size, hole);
   const std::size_t zeros = std::min(size - before, sizeof(kZeros));
   const std::size_t behind = before + zeros;
-  std::uint32_t value = internal::AdvanceCrc(0xFFFFFFFFU, bytes, before);
-  value = internal::AdvanceCrc(value, kZeros, zeros);
-  return ~internal::AdvanceCrc(value, bytes + behind, size - behind);
+  Checksum checksum;
+  checksum.Add(bytes, before);
+  checksum.Add(kZeros, zeros);
+  checksum.Add(bytes + behind, size - behind);
+  return checksum.value();
 }
 
 }  // namespace dynamo_moe

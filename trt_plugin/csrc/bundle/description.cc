@@ -82,7 +82,8 @@ std::string Describe(const dynamo_moe_layer& layer) {
                  {"group_scoring", Json(layer.group_scoring)},
                  {"n_group", Json(layer.n_group)},
                  {"topk_group", Json(layer.topk_group)},
-                 {"selection_dtype", Json(layer.selection_dtype)}});
+                 {"selection_dtype", Json(layer.selection_dtype)},
+                 {"resident_experts", Json(layer.resident_experts)}});
 }
 
 std::string Describe(const format::Range& range) {
@@ -91,7 +92,10 @@ std::string Describe(const format::Range& range) {
                  {"first_buffer", Json(range.first_buffer)},
                  {"buffers", Json(range.buffers)},
                  {"first_launch", Json(range.first_launch)},
-                 {"launches", Json(range.launches)}});
+                 {"launches", Json(range.launches)},
+                 {"wave_launches", Json(range.wave_launches)},
+                 {"epilogue_launches", Json(range.epilogue_launches)},
+                 {"waves", range.wave_launches == 0 ? "null" : Json(range.waves)}});
 }
 
 std::string Describe(const format::Argument& argument) {
@@ -105,7 +109,8 @@ std::string Describe(const format::Argument& argument) {
 }
 
 std::string Describe(const format::TensorMap& map) {
-  return Object({{"tensor", Json(format::kTensorNames[map.tensor])},
+  const bool is_tensor = map.kind == format::kTensor;
+  return Object({{"tensor", is_tensor ? Json(format::kTensorNames[map.index]) : Json(map.index)},
                  {"dtype", Json(map.type)},
                  {"swizzle", Json(map.swizzle)},
                  {"sizes", Numbers(Span<std::uint64_t>(map.sizes, map.rank))},
@@ -121,10 +126,17 @@ std::string Describe(const Program& program, std::size_t offset) {
   const auto buffer = [&](const format::Buffer& each) {
     return Object({{"name", Json(program.text(each.name))}, {"size", Json(each.size)}});
   };
+  const auto state = [&](const format::Buffer& each) {
+    return Object({{"name", Json(program.text(each.name))},
+                   {"size", Json(each.size)},
+                   {"zeroed", Json((each.flags & format::kZeroed) != 0)}});
+  };
   const auto launch = [&](const format::Launch& each) {
     return Object({{"kernel", Json(each.kernel)},
                    {"arguments", Array(program.arguments(each), describe)},
-                   {"grid", Numbers(each.grid)}});
+                   {"grid", Numbers(each.grid)},
+                   {"side", Json((each.flags & format::kOnSide) != 0)},
+                   {"after", Json(each.after)}});
   };
   const auto kernel = [&](const format::Kernel& each) {
     const auto* const image = static_cast<const char*>(program.image(each));
@@ -151,6 +163,7 @@ std::string Describe(const Program& program, std::size_t offset) {
                  {"architecture", Json(program.architecture())},
                  {"layer", Describe(program.layer())},
                  {"ranges", Array(program.ranges(), describe)},
+                 {"state", Array(program.state(), state)},
                  {"buffers", Array(program.buffers(), buffer)},
                  {"launches", Array(program.launches(), launch)},
                  {"tensor_maps", Array(program.tensor_maps(), describe)},
@@ -175,6 +188,9 @@ std::string DescribeLayer(const dynamo_moe_layer& layer) {
                  {"b1", Json((layer.flags & format::kHasB1) != 0)},
                  {"b2", Json((layer.flags & format::kHasB2) != 0)},
                  {"tf32", Json((layer.flags & format::kHasTf32) != 0)}});
+  if (layer.resident_experts != 0) {
+    fields.emplace_back("resident_experts", Json(layer.resident_experts));
+  }
   for (const format::Option& option : format::kOptions) {
     if (option.router && !router) {
       continue;

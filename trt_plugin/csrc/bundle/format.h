@@ -11,7 +11,7 @@ namespace dynamo_moe::format {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are read in place");
 
-inline constexpr std::uint32_t kVersion = 2;
+inline constexpr std::uint32_t kVersion = 3;
 inline constexpr std::size_t kMagicSize = 8;
 inline constexpr unsigned char kFileMagic[kMagicSize] = {'M', 'O', 'E', 'K', 13, 10, 26, 10};
 inline constexpr unsigned char kProgramMagic[kMagicSize] = {'M', 'O', 'E', 'P', 13, 10, 26, 10};
@@ -28,7 +28,8 @@ inline constexpr std::uint32_t kMaxBuffers = 32;
 // Records and strings may be shared. Without these limits, checking a small file could take very
 // long, and describing it could take all memory.
 inline constexpr std::uint32_t kMaxRanges = 256;
-inline constexpr std::uint32_t kMaxLaunches = 64;
+inline constexpr std::uint32_t kMaxLaunches = 64;  // Of a range, in all.
+inline constexpr std::uint32_t kMaxWaveLaunches = 32;
 inline constexpr std::uint32_t kMaxInstructions = 256;
 inline constexpr std::uint32_t kMaxText = 4096;  // Bytes of a name or description.
 inline constexpr std::int64_t kMaxTokens = 2147483647;
@@ -67,6 +68,7 @@ struct Table {
 
 enum TableIndex : std::size_t {
   kRanges,
+  kState,
   kBuffers,
   kLaunches,
   kArguments,
@@ -87,25 +89,31 @@ struct ProgramHeader {
   std::uint32_t checksum;
   std::uint32_t reserved;
   dynamo_moe_layer layer;
+  std::uint32_t reserved_too;
   Table tables[kTables];
 };
-static_assert(sizeof(dynamo_moe_layer) == 80);
-static_assert(sizeof(ProgramHeader) == 272);
+static_assert(sizeof(dynamo_moe_layer) == 84);
+static_assert(sizeof(ProgramHeader) == 296);
 
 // Where the checksum lies, in a file and in a program.
 inline constexpr std::size_t kChecksumOffset = 24;
 static_assert(offsetof(FileHeader, checksum) == kChecksumOffset);
 static_assert(offsetof(ProgramHeader, checksum) == kChecksumOffset);
 
+// Its launches follow one another: those before the waves, those of a wave, those after the waves.
 struct Range {
   std::int64_t first_tokens;
   std::int64_t last_tokens;
   std::uint32_t first_launch;
   std::uint32_t launches;
+  std::uint32_t wave_launches;
+  std::uint32_t epilogue_launches;
   std::uint32_t first_buffer;
   std::uint32_t buffers;
+  std::uint32_t waves;
+  std::uint32_t reserved;
 };
-static_assert(sizeof(Range) == 32);
+static_assert(sizeof(Range) == 48);
 
 struct String {
   std::uint32_t offset;
@@ -115,18 +123,23 @@ struct String {
 struct Buffer {
   String name;
   std::uint32_t size;
-  std::uint32_t reserved;
+  std::uint32_t flags;
 };
 static_assert(sizeof(Buffer) == 16);
+// A new state's buffer is filled with 0.
+inline constexpr std::uint32_t kZeroed = 1;
 
 struct Launch {
   std::uint32_t kernel;
   std::uint32_t first_argument;
   std::uint32_t arguments;
   std::uint32_t grid[3];
-  std::uint64_t reserved;
+  std::uint32_t flags;
+  std::uint32_t after;  // A bit for each launch of a wave.
 };
 static_assert(sizeof(Launch) == 32);
+// The launch is on the second stream.
+inline constexpr std::uint32_t kOnSide = 1;
 
 enum ArgumentKind : std::uint32_t {
   kNull,
@@ -135,10 +148,11 @@ enum ArgumentKind : std::uint32_t {
   kInt32,
   kInt64,
   kTensorMap,
+  kStatePointer,
   kArgumentKinds,
 };
-inline constexpr const char* kArgumentKindNames[kArgumentKinds] = {"null", "tensor", "workspace",
-                                                                   "i32",  "i64",    "tensor_map"};
+inline constexpr const char* kArgumentKindNames[kArgumentKinds] = {
+    "null", "tensor", "workspace", "i32", "i64", "tensor_map", "state"};
 
 struct Argument {
   std::uint32_t kind;
@@ -147,14 +161,15 @@ struct Argument {
 static_assert(sizeof(Argument) == 8);
 
 struct TensorMap {
-  std::uint32_t tensor;
+  std::uint32_t index;
   std::uint32_t type;
   std::uint32_t rank;
   std::uint32_t swizzle;
   std::uint64_t sizes[kMaxRank];
   std::uint64_t strides[kMaxRank];
   std::uint32_t box[kMaxRank];
-  std::uint32_t reserved[7];
+  std::uint32_t kind;  // Of what the index names: kTensor, or kStatePointer.
+  std::uint32_t reserved[6];
 };
 static_assert(sizeof(TensorMap) == 144);
 
@@ -198,6 +213,7 @@ enum Symbol : std::uint32_t {
   kTopK,
   kWidth,
   kHidden,
+  kWave,
   kSymbols,
 };
 

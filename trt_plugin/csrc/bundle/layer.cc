@@ -16,7 +16,7 @@ Status Wrong(const Parts&... parts) {
   return {DYNAMO_MOE_INVALID_BUNDLE, Text("the layer's ", parts...)};
 }
 
-static_assert(sizeof(dynamo_moe_layer) == 20 * sizeof(std::uint32_t));
+static_assert(sizeof(dynamo_moe_layer) == 21 * sizeof(std::uint32_t));
 static_assert(offsetof(dynamo_moe_layer, flags) == format::kFlagsWord * sizeof(std::uint32_t));
 static_assert(std::size(format::kTensorNames) == format::kTensors);
 static_assert(std::size(format::kSymbolNames) == format::kSymbols);
@@ -79,8 +79,17 @@ Status CheckSizes(const dynamo_moe_layer& layer, bool router) {
                    layer.width, " and ", layer.hidden);
     }
   }
-  const std::string error = GroupsError(layer);
-  return error.empty() ? Status() : Wrong(error);
+  if (layer.resident_experts > layer.experts) {
+    return Wrong("resident experts must be in 0..", layer.experts, ", got ",
+                 layer.resident_experts);
+  }
+  if (const std::string error = GroupsError(layer); !error.empty()) {
+    return Wrong(error);
+  }
+  if (layer.group_scoring != format::kNoGroups && layer.topk_group == layer.n_group) {
+    return Wrong("topk_group must be below n_group, got ", layer.topk_group, " for both");
+  }
+  return {};
 }
 
 Status CheckOptions(const dynamo_moe_layer& layer) {
@@ -157,9 +166,8 @@ std::string GroupsError(const dynamo_moe_layer& layer) {
     return Text("n_group must divide ", layer.experts, " experts into groups of ", least,
                 " up, got ", layer.n_group);
   }
-  if (layer.topk_group < 1 || layer.topk_group >= layer.n_group) {
-    return Text("topk_group must be at least 1 and below n_group, ", layer.n_group, ", got ",
-                layer.topk_group);
+  if (layer.topk_group < 1 || layer.topk_group > layer.n_group) {
+    return Text("topk_group must be in 1..", layer.n_group, ", the groups, got ", layer.topk_group);
   }
   const std::uint32_t choice = layer.topk_group * (layer.experts / layer.n_group);
   if (layer.top_k > choice) {

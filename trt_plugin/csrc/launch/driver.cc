@@ -18,14 +18,28 @@ bool Resolve(void* library, const char* name, Function* function) {
   return symbol != nullptr;
 }
 
+// Finds required functions, and remembers the first that the library lacks.
+class Required {
+ public:
+  explicit Required(void* library) : library_(library) {}
+
+  template <typename Function>
+  void operator()(const char* name, Function* function) {
+    if (!Resolve(library_, name, function) && missing_ == nullptr) {
+      missing_ = name;
+    }
+  }
+
+  const char* missing() const { return missing_; }
+
+ private:
+  void* library_;
+  const char* missing_ = nullptr;
+};
+
 // Returns the first required function that the library lacks, or null.
 const char* ResolveAll(void* library, Driver* driver) {
-  const char* missing = nullptr;
-  const auto require = [&](const char* name, auto* function) {
-    if (!Resolve(library, name, function) && missing == nullptr) {
-      missing = name;
-    }
-  };
+  Required require(library);
   require("cuInit", &driver->init);
   require("cuDriverGetVersion", &driver->driver_get_version);
   require("cuGetErrorName", &driver->get_error_name);
@@ -45,7 +59,28 @@ const char* ResolveAll(void* library, Driver* driver) {
   Resolve(library, "cuFuncSetCacheConfig", &driver->function_set_cache_config);
   Resolve(library, "cuCtxGetId", &driver->context_get_id);
   Resolve(library, "cuTensorMapEncodeTiled", &driver->tensor_map_encode_tiled);
-  return missing;
+  return require.missing();
+}
+
+const char* ResolveAll(void* library, OffloadDriver* driver) {
+  Required require(library);
+  require("cuMemAlloc_v2", &driver->memory_allocate);
+  require("cuMemFree_v2", &driver->memory_free);
+  require("cuMemsetD8Async", &driver->memory_set);
+  require("cuMemHostRegister_v2", &driver->host_register);
+  require("cuMemHostUnregister", &driver->host_unregister);
+  require("cuMemHostAlloc", &driver->host_allocate);
+  require("cuMemFreeHost", &driver->host_free);
+  require("cuMemHostGetDevicePointer_v2", &driver->host_get_address);
+  require("cuStreamCreate", &driver->stream_create);
+  require("cuStreamDestroy_v2", &driver->stream_destroy);
+  require("cuStreamSynchronize", &driver->stream_synchronize);
+  require("cuStreamIsCapturing", &driver->stream_is_capturing);
+  require("cuStreamWaitEvent", &driver->stream_wait_event);
+  require("cuEventCreate", &driver->event_create);
+  require("cuEventRecord", &driver->event_record);
+  require("cuEventDestroy_v2", &driver->event_destroy);
+  return require.missing();
 }
 
 Status NoDriver(const std::string& why) {
@@ -54,29 +89,38 @@ Status NoDriver(const std::string& why) {
                "; running kernels needs an NVIDIA GPU and its driver (525 or later)")};
 }
 
-Status Open(Driver* driver) {
+// Finds a driver's functions in its library.
+template <typename Functions>
+Status Find(Functions* driver) {
+  // Never closed: modules are unloaded through it until the process ends.
   void* const library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* const reason = dlerror();
     return NoDriver(reason != nullptr ? reason : Text(kLibrary, " cannot be loaded"));
   }
-  // Never closed: modules are unloaded through it until the process ends.
-  if (const char* const missing = ResolveAll(library, driver)) {
-    return NoDriver(Text(kLibrary, " is too old, it has no ", missing));
-  }
-  if (const Result result = driver->init(0); result != kSuccess) {
-    return NoDriver(Failure(*driver, result, "cuInit").message());
-  }
-  return {};
+  const char* const missing = ResolveAll(library, driver);
+  return missing == nullptr ? Status()
+                            : NoDriver(Text(kLibrary, " is too old, it has no ", missing));
 }
 
-}  // namespace
+Status Open(Driver* driver) {
+  DYNAMO_MOE_RETURN_IF_ERROR(Find(driver));
+  const Result result = driver->init(0);
+  return result == kSuccess ? Status() : NoDriver(Failure(*driver, result, "cuInit").message());
+}
 
-const Driver* Load(Status* status) {
+Status Open(OffloadDriver* driver) {
+  Status status;
+  return Load(&status) != nullptr ? Find(driver) : status;
+}
+
+// A driver's functions, opened by the first call that succeeds.
+template <typename Functions>
+const Functions* LoadOnce(Status* status) {
   static std::mutex mutex;
-  static Driver driver = {};
-  static std::atomic<const Driver*> loaded{nullptr};
-  if (const Driver* const ready = loaded.load(std::memory_order_acquire)) {
+  static Functions driver = {};
+  static std::atomic<const Functions*> loaded{nullptr};
+  if (const Functions* const ready = loaded.load(std::memory_order_acquire)) {
     return ready;
   }
   const std::scoped_lock lock(mutex);
@@ -89,6 +133,12 @@ const Driver* Load(Status* status) {
   }
   return &driver;
 }
+
+}  // namespace
+
+const Driver* Load(Status* status) { return LoadOnce<Driver>(status); }
+
+const OffloadDriver* LoadOffload(Status* status) { return LoadOnce<OffloadDriver>(status); }
 
 Status Failure(const Driver& driver, Result result, const std::string& what) {
   const char* name = nullptr;

@@ -19,6 +19,9 @@ using Context = struct ContextTag*;
 using Module = struct ModuleTag*;
 using Function = struct FunctionTag*;
 using Stream = struct StreamTag*;
+using Event = struct EventTag*;
+// CUdeviceptr, an integer of a pointer's size.
+using Address = char*;
 
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kOutOfMemory = 2;
@@ -38,6 +41,12 @@ inline constexpr int kRelaxed = 2;
 inline constexpr int kProgrammaticStreamSerialization = 6;
 // Drivers up to this version, 13.1, mark maps of small tensors wrongly: see EncodeTensorMap.
 inline constexpr int kLastVersionMarkingSmallMaps = 13010;
+// CUstream_flags, CUevent_flags
+inline constexpr unsigned kNonBlocking = 1;
+inline constexpr unsigned kDisableTiming = 2;
+// CU_MEMHOSTREGISTER_*, CU_MEMHOSTALLOC_*: the device has an address of the memory, and only reads.
+inline constexpr unsigned kHostMapped = 2;
+inline constexpr unsigned kHostReadOnly = 8;
 // CUtensorMapL2promotion: what Triton asks for.
 inline constexpr int kL2Promotion128B = 2;
 
@@ -99,6 +108,30 @@ struct Driver {
 // The driver, loaded and initialised by the first call that succeeds; null, with a status, if there
 // is none.
 const Driver* Load(Status* status);
+
+// The functions that only layers with experts in host memory need.
+struct OffloadDriver {
+  Result (*memory_allocate)(Address* address, std::size_t size);
+  Result (*memory_free)(Address address);
+  Result (*memory_set)(Address address, unsigned char value, std::size_t size, Stream stream);
+  Result (*host_register)(void* memory, std::size_t size, unsigned flags);
+  Result (*host_unregister)(void* memory);
+  Result (*host_allocate)(void** memory, std::size_t size, unsigned flags);
+  Result (*host_free)(void* memory);
+  Result (*host_get_address)(Address* address, void* memory, unsigned flags);
+  Result (*stream_create)(Stream* stream, unsigned flags);
+  Result (*stream_destroy)(Stream stream);
+  Result (*stream_synchronize)(Stream stream);
+  // 0 where nothing captures the stream.
+  Result (*stream_is_capturing)(Stream stream, int* status);
+  Result (*stream_wait_event)(Stream stream, Event event, unsigned flags);
+  Result (*event_create)(Event* event, unsigned flags);
+  Result (*event_record)(Event event, Stream stream);
+  Result (*event_destroy)(Event event);
+};
+
+// They are looked up by the first call that succeeds; null, with a status, if one is missing.
+const OffloadDriver* LoadOffload(Status* status);
 
 // Makes a context current for as long as it lives.
 class ScopedContext {

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <string>
 
 #include "bundle/checks.h"
 #include "bundle/layer.h"
+#include "launch/buffers.h"
 #include "launch/in_use.h"
 #include "launch/tensor_map.h"
 
@@ -16,8 +18,9 @@ namespace {
 
 constexpr std::uint64_t kPointerAlignment = 16;
 constexpr unsigned kWarpSize = 32;
+constexpr std::size_t kAxes = 3;
 // Blocks along x, y and z, the same on every architecture.
-constexpr std::int64_t kGridLimits[3] = {2147483647, 65535, 65535};
+constexpr std::int64_t kGridLimits[kAxes] = {2147483647, 65535, 65535};
 
 // "0" starts each kernel after those ahead of it have ended; what it waits for is then there.
 constexpr const char* kDependentLaunchVariable = "DYNAMO_MOE_DEPENDENT_LAUNCH";
@@ -31,23 +34,14 @@ bool IsAligned(const void* pointer, std::uint64_t alignment) {
   return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0;
 }
 
-Status BufferOffsets(const Program& program, const format::Range& range, const Sizes& sizes,
-                     std::size_t* offsets, std::size_t* end) {
-  std::size_t index = 0;
-  *end = 0;
-  for (const format::Buffer& buffer : program.buffers(range)) {
-    std::int64_t size = 0;
-    DYNAMO_MOE_RETURN_IF_ERROR(program.Evaluate(buffer.size, sizes, &size));
-    constexpr std::int64_t kLimit = std::numeric_limits<std::int64_t>::max() / 4;
-    if (size < 0 || size > kLimit || *end > static_cast<std::size_t>(kLimit)) {
-      return InvalidArgument("the workspace's part ", program.text(buffer.name), " would have ",
-                             size, " bytes for ", sizes.values[format::kTokens], " tokens");
-    }
-    offsets[index++] = *end;
-    const std::uint64_t alignment = format::kWorkspaceAlignment;
-    *end += (static_cast<std::size_t>(size) + alignment - 1) / alignment * alignment;
+// A layer whose experts do not all fit is called with its cache, and no other layer is.
+Status CheckCache(const Program& program, const ExpertCache* cache) {
+  const bool offloaded = program.layer().resident_experts != 0;
+  if (offloaded == (cache != nullptr)) {
+    return {};
   }
-  return {};
+  return offloaded ? InvalidArgument("the layer's experts are offloaded: it needs a cache of them")
+                   : InvalidArgument("the layer's experts are not offloaded: it has no cache");
 }
 
 // Makes the stream's context current in a thread that has none.
@@ -67,22 +61,26 @@ Status EnterContextOf(cuda::Stream stream, const cuda::Driver& driver, cuda::Sco
 
 }  // namespace
 
-// One call of Enqueue: its tensors and workspace.
+// One call of Enqueue: its tensors, workspace and cache.
 class Launcher::Call {
  public:
-  Call(Launcher* launcher, const cuda::Driver& driver, const dynamo_moe_tensors& tensors,
-       void* workspace)
+  Call(Launcher* launcher, const cuda::Driver& driver, const LoadedKernels& kernels,
+       const dynamo_moe_tensors& tensors, void* workspace, ExpertCache* cache)
       : launcher_(*launcher),
         driver_(driver),
+        kernels_(kernels),
         tensors_(tensors),
-        workspace_(static_cast<char*>(workspace)) {}
+        workspace_(static_cast<char*>(workspace)),
+        cache_(cache),
+        maps_(cache == nullptr ? launcher->maps_ : cache->maps()) {}
 
-  Status Run(const format::Range& range, const LoadedKernels& kernels, std::int64_t tokens,
-             std::size_t workspace_size, cuda::Stream stream) {
+  Status Run(const format::Range& range, std::int64_t tokens, std::size_t workspace_size,
+             cuda::Stream stream) {
     const Program& program = launcher_.program();
     sizes_ = program.SizesFor(tokens);
     std::size_t needed = 0;
-    DYNAMO_MOE_RETURN_IF_ERROR(BufferOffsets(program, range, sizes_, offsets_, &needed));
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        BufferOffsets(program, program.buffers(range), sizes_, "workspace", offsets_, &needed));
     if (needed > workspace_size) {
       return InvalidArgument(tokens, " tokens need a workspace of ", needed, " bytes, it has ",
                              workspace_size);
@@ -92,20 +90,86 @@ class Launcher::Call {
       return InvalidArgument("the workspace must begin at a multiple of ",
                              format::kWorkspaceAlignment, " and not be null");
     }
-    for (const format::Launch& launch : program.launches(range)) {
-      DYNAMO_MOE_RETURN_IF_ERROR(Start(launch, kernels.function(launch.kernel), stream));
+    DYNAMO_MOE_RETURN_IF_ERROR(StartAll(program.launches(range), stream));
+    if (cache_ != nullptr && program.wave(range).size() > 0) {
+      DYNAMO_MOE_RETURN_IF_ERROR(RunWaves(range, stream));
+    }
+    return StartAll(program.epilogue(range), stream);
+  }
+
+ private:
+  Status StartAll(Span<format::Launch> launches, cuda::Stream stream) {
+    for (const format::Launch& launch : launches) {
+      std::int64_t grid[kAxes] = {};
+      DYNAMO_MOE_RETURN_IF_ERROR(Grid(launch, grid));
+      DYNAMO_MOE_RETURN_IF_ERROR(Start(launch, grid, stream));
     }
     return {};
   }
 
- private:
-  Status Start(const format::Launch& launch, cuda::Function function, cuda::Stream stream) {
+  Status RunWaves(const format::Range& range, cuda::Stream stream) {
+    const Program& program = launcher_.program();
+    std::int64_t waves = 0;
+    DYNAMO_MOE_RETURN_IF_ERROR(program.Evaluate(range.waves, sizes_, &waves));
+    if (waves < 0 || waves > format::kMaxExperts) {
+      return InvalidArgument("there would be ", waves, " waves, permitted are 0..",
+                             format::kMaxExperts, ", for ", sizes_.values[format::kTokens],
+                             " tokens");
+    }
+    std::uint32_t awaited = 0;
+    for (const format::Launch& launch : program.wave(range)) {
+      awaited |= launch.after;
+    }
+    DYNAMO_MOE_RETURN_IF_ERROR(cache_->Fork(stream));
+    std::uint32_t marked = 0;
+    for (std::int64_t wave = 0; wave < waves; ++wave) {
+      sizes_.values[format::kWave] = wave;
+      DYNAMO_MOE_RETURN_IF_ERROR(RunWave(program.wave(range), stream, awaited, &marked));
+    }
+    sizes_.values[format::kWave] = 0;
+    return cache_->Join(stream);
+  }
+
+  // Marks the ends of the launches that others wait for; `marked` has a bit for each.
+  Status RunWave(Span<format::Launch> wave, cuda::Stream stream, std::uint32_t awaited,
+                 std::uint32_t* marked) {
+    for (std::uint32_t i = 0; i < wave.size(); ++i) {
+      const format::Launch& launch = wave[i];
+      cuda::Stream on = (launch.flags & format::kOnSide) != 0 ? cache_->side() : stream;
+      std::int64_t grid[kAxes] = {};
+      DYNAMO_MOE_RETURN_IF_ERROR(Grid(launch, grid));
+      if (std::find(std::begin(grid), std::end(grid), 0) != std::end(grid)) {
+        continue;
+      }
+      for (std::uint32_t other = 0; other < wave.size(); ++other) {
+        if (((launch.after & *marked) >> other & 1) != 0) {
+          DYNAMO_MOE_RETURN_IF_ERROR(cache_->Await(other, on));
+        }
+      }
+      DYNAMO_MOE_RETURN_IF_ERROR(Start(launch, grid, on));
+      if ((awaited >> i & 1) != 0) {
+        DYNAMO_MOE_RETURN_IF_ERROR(cache_->Mark(i, on));
+        *marked |= 1U << i;
+      }
+    }
+    return {};
+  }
+
+  Status Grid(const format::Launch& launch, std::int64_t (&grid)[kAxes]) const {
+    for (std::size_t axis = 0; axis < kAxes; ++axis) {
+      DYNAMO_MOE_RETURN_IF_ERROR(
+          launcher_.program().Evaluate(launch.grid[axis], sizes_, &grid[axis]));
+    }
+    return {};
+  }
+
+  Status Start(const format::Launch& launch, const std::int64_t (&grid)[kAxes],
+               cuda::Stream stream) {
     const Program& program = launcher_.program();
     const format::Kernel& kernel = program.kernels()[launch.kernel];
     cuda::LaunchConfig config = {};
-    for (int axis = 0; axis < 3; ++axis) {
-      std::int64_t blocks = 0;
-      DYNAMO_MOE_RETURN_IF_ERROR(program.Evaluate(launch.grid[axis], sizes_, &blocks));
+    for (std::size_t axis = 0; axis < kAxes; ++axis) {
+      const std::int64_t blocks = grid[axis];
       if (blocks < 1 || blocks > kGridLimits[axis]) {
         return InvalidArgument("kernel ", program.text(kernel.name), " would have ", blocks,
                                " blocks along ", std::string(1, "xyz"[axis]), ", permitted are 1..",
@@ -132,7 +196,8 @@ class Launcher::Call {
       DYNAMO_MOE_RETURN_IF_ERROR(Resolve(argument, kernel, count));
       ++count;
     }
-    const cuda::Result result = driver_.launch(&config, function, parameters_, nullptr);
+    const cuda::Result result =
+        driver_.launch(&config, kernels_.function(launch.kernel), parameters_, nullptr);
     if (result != cuda::kSuccess) {
       return cuda::Failure(driver_, result,
                            Text("kernel ", program.text(kernel.name), ": cuLaunchKernelEx"));
@@ -158,12 +223,21 @@ class Launcher::Call {
         DYNAMO_MOE_RETURN_IF_ERROR(program.Evaluate(argument.index, sizes_, &value.integer));
         return argument.kind == format::kInt64 ? Status() : Narrow(kernel, &value);
       case format::kTensorMap: {
-        const std::uint32_t tensor = program.tensor_maps()[argument.index].tensor;
-        DYNAMO_MOE_RETURN_IF_ERROR(CheckTensor(tensor, kernel));
-        cuda::TensorMap* const map = &maps_[maps_used_++];
+        const format::TensorMap& record = program.tensor_maps()[argument.index];
+        const void* address = nullptr;
+        if (record.kind == format::kTensor) {
+          DYNAMO_MOE_RETURN_IF_ERROR(CheckTensor(record.index, kernel));
+          address = Tensor(record.index);
+        } else {
+          address = cache_->state(record.index);
+        }
+        cuda::TensorMap* const map = &used_maps_[maps_used_++];
         parameters_[position] = map;
-        return launcher_.Encode(driver_, argument.index, Tensor(tensor), map);
+        return maps_.Encode(driver_, argument.index, address, map);
       }
+      case format::kStatePointer:
+        value.pointer = cache_->state(argument.index);
+        return {};
       default:
         value.pointer = nullptr;
         return {};
@@ -212,20 +286,24 @@ class Launcher::Call {
 
   Launcher& launcher_;
   const cuda::Driver& driver_;
+  const LoadedKernels& kernels_;
   const dynamo_moe_tensors& tensors_;
   char* workspace_;
+  // Null where all experts are resident.
+  ExpertCache* cache_;
+  TensorMaps& maps_;
   Sizes sizes_ = {};
   std::size_t offsets_[format::kMaxBuffers] = {};
   Value values_[format::kMaxArguments] = {};
   void* parameters_[format::kMaxArguments] = {};
-  cuda::TensorMap maps_[format::kMaxTensorMaps] = {};
+  cuda::TensorMap used_maps_[format::kMaxTensorMaps] = {};
   std::size_t maps_used_ = 0;
 };
 
 Launcher::Launcher(std::shared_ptr<SharedProgram> shared)
     : shared_(std::move(shared)),
       dependent_launch_(PermitsDependentLaunch()),
-      maps_(shared_->program().tensor_maps().size()) {}
+      maps_(shared_->program()) {}
 
 Status Launcher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) const {
   const format::Range* const last = program().ranges().end() - 1;
@@ -242,10 +320,12 @@ Status Launcher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) cons
     std::size_t least = 0;
     std::size_t largest = 0;
     std::size_t offsets[format::kMaxBuffers];
-    DYNAMO_MOE_RETURN_IF_ERROR(
-        BufferOffsets(program(), range, program().SizesFor(range.first_tokens), offsets, &least));
-    DYNAMO_MOE_RETURN_IF_ERROR(
-        BufferOffsets(program(), range, program().SizesFor(tokens), offsets, &largest));
+    DYNAMO_MOE_RETURN_IF_ERROR(BufferOffsets(program(), program().buffers(range),
+                                             program().SizesFor(range.first_tokens), "workspace",
+                                             offsets, &least));
+    DYNAMO_MOE_RETURN_IF_ERROR(BufferOffsets(program(), program().buffers(range),
+                                             program().SizesFor(tokens), "workspace", offsets,
+                                             &largest));
     if (least > largest) {
       return InvalidBundle("program: the workspace must not shrink as tokens grow, has ", least,
                            " bytes for ", range.first_tokens, " tokens and ", largest, " for ",
@@ -257,38 +337,39 @@ Status Launcher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) cons
   return {};
 }
 
-Status Launcher::Prepare(const cuda::Driver& driver, const ContextIdentity& current) {
+Status Launcher::Prepare(const cuda::Driver& driver, const ContextIdentity& current,
+                         ExpertCache* cache) {
   std::shared_ptr<const LoadedKernels> kernels;
-  return shared_->Kernels(driver, current, &kernels);
+  DYNAMO_MOE_RETURN_IF_ERROR(shared_->Kernels(driver, current, &kernels));
+  if (cache == nullptr) {
+    return {};
+  }
+  const std::scoped_lock lock(cache->mutex());
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckCache(program(), cache));
+  return cache->Prepare(driver, current, program());
 }
 
 Status Launcher::Enqueue(const cuda::Driver& driver, const ContextIdentity& current,
                          std::int64_t tokens, const dynamo_moe_tensors& tensors, void* workspace,
-                         std::size_t workspace_size, cuda::Stream stream) {
+                         std::size_t workspace_size, cuda::Stream stream, ExpertCache* cache) {
   const format::Range* const range = program().RangeOf(tokens);
   if (range == nullptr) {
     return InvalidArgument("the number of tokens must be in 0..",
                            (program().ranges().end() - 1)->last_tokens, ", got ", tokens);
   }
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckCache(program(), cache));
   std::shared_ptr<const LoadedKernels> kernels;
   DYNAMO_MOE_RETURN_IF_ERROR(shared_->Kernels(driver, current, &kernels));
-  return Call(this, driver, tensors, workspace)
-      .Run(*range, *kernels, tokens, workspace_size, stream);
-}
-
-Status Launcher::Encode(const cuda::Driver& driver, std::size_t index, const void* address,
-                        cuda::TensorMap* map) {
-  const std::scoped_lock lock(encoding_);
-  EncodedMap& encoded = maps_[index];
-  if (encoded.address != address) {
-    // Encoding may fail.
-    encoded.address = nullptr;
-    DYNAMO_MOE_RETURN_IF_ERROR(
-        EncodeTensorMap(driver, program().tensor_maps()[index], address, &encoded.map));
-    encoded.address = address;
+  if (cache == nullptr) {
+    return Call(this, driver, *kernels, tensors, workspace, nullptr)
+        .Run(*range, tokens, workspace_size, stream);
   }
-  *map = encoded.map;
-  return {};
+  const std::scoped_lock lock(cache->mutex());
+  dynamo_moe_tensors with_weights = tensors;
+  DYNAMO_MOE_RETURN_IF_ERROR(cache->Prepare(driver, current, program()));
+  DYNAMO_MOE_RETURN_IF_ERROR(cache->Begin(stream, &with_weights));
+  return cache->End(stream, Call(this, driver, *kernels, with_weights, workspace, cache)
+                                .Run(*range, tokens, workspace_size, stream));
 }
 
 Status SharedLayer::Read(std::string_view bytes) {
@@ -320,7 +401,7 @@ LayerLauncher::LayerLauncher(std::shared_ptr<SharedLayer> shared) : shared_(std:
 }
 
 Status LayerLauncher::Open(const void* data, std::size_t size,
-                           std::unique_ptr<LayerLauncher>* layer) {
+                           std::shared_ptr<LayerLauncher>* layer) {
   if (data == nullptr) {
     return InvalidArgument("program: the data is a null pointer");
   }
@@ -331,7 +412,7 @@ Status LayerLauncher::Open(const void* data, std::size_t size,
   return {};
 }
 
-Status LayerLauncher::Find(const ContentKey& key, std::unique_ptr<LayerLauncher>* layer) {
+Status LayerLauncher::Find(const ContentKey& key, std::shared_ptr<LayerLauncher>* layer) {
   std::shared_ptr<SharedLayer> shared = InUse<SharedLayer>::All().Find(key);
   if (shared == nullptr) {
     return {DYNAMO_MOE_NOT_FOUND,
@@ -346,6 +427,16 @@ Status LayerLauncher::WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes)
   for (const std::unique_ptr<Launcher>& each : launchers_) {
     std::size_t needed = 0;
     DYNAMO_MOE_RETURN_IF_ERROR(each->WorkspaceSize(max_tokens, &needed));
+    *bytes = std::max(*bytes, needed);
+  }
+  return {};
+}
+
+Status LayerLauncher::StateSize(std::size_t* bytes) const {
+  *bytes = 0;
+  for (const std::unique_ptr<Launcher>& each : launchers_) {
+    std::size_t needed = 0;
+    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::StateSize(each->program(), &needed));
     *bytes = std::max(*bytes, needed);
   }
   return {};
@@ -375,7 +466,7 @@ Status LayerLauncher::Choose(const cuda::Driver& driver, const ContextIdentity& 
                ": compile them for it too, with dynamo-moe compile --arch sm_", device)};
 }
 
-Status LayerLauncher::Prepare() const {
+Status LayerLauncher::Prepare(ExpertCache* cache) const {
   Status status;
   const cuda::Driver* const driver = cuda::Load(&status);
   if (driver == nullptr) {
@@ -391,12 +482,12 @@ Status LayerLauncher::Prepare() const {
   Launcher* launcher = nullptr;
   DYNAMO_MOE_RETURN_IF_ERROR(CurrentContext(*driver, &current));
   DYNAMO_MOE_RETURN_IF_ERROR(Choose(*driver, current, &launcher));
-  return launcher->Prepare(*driver, current);
+  return launcher->Prepare(*driver, current, cache);
 }
 
 Status LayerLauncher::Enqueue(std::int64_t tokens, const dynamo_moe_tensors& tensors,
-                              void* workspace, std::size_t workspace_size,
-                              cuda::Stream stream) const {
+                              void* workspace, std::size_t workspace_size, cuda::Stream stream,
+                              ExpertCache* cache) const {
   if (tokens == 0) {
     return {};
   }
@@ -411,7 +502,8 @@ Status LayerLauncher::Enqueue(std::int64_t tokens, const dynamo_moe_tensors& ten
   DYNAMO_MOE_RETURN_IF_ERROR(EnterContextOf(stream, *driver, &scope));
   DYNAMO_MOE_RETURN_IF_ERROR(CurrentContext(*driver, &current));
   DYNAMO_MOE_RETURN_IF_ERROR(Choose(*driver, current, &launcher));
-  return launcher->Enqueue(*driver, current, tokens, tensors, workspace, workspace_size, stream);
+  return launcher->Enqueue(*driver, current, tokens, tensors, workspace, workspace_size, stream,
+                           cache);
 }
 
 }  // namespace dynamo_moe

@@ -4,13 +4,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "launch/content_key.h"
+#include "launch/expert_cache.h"
 #include "launch/modules.h"
+#include "launch/tensor_map.h"
 
 namespace dynamo_moe {
 
@@ -22,28 +23,19 @@ class Launcher {
   const Program& program() const { return shared_->program(); }
 
   Status WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) const;
-  // Loads the kernels into the current context.
-  Status Prepare(const cuda::Driver& driver, const ContextIdentity& current);
+  // Loads the kernels into the current context. An offloaded layer has a cache, others have null.
+  Status Prepare(const cuda::Driver& driver, const ContextIdentity& current, ExpertCache* cache);
   Status Enqueue(const cuda::Driver& driver, const ContextIdentity& current, std::int64_t tokens,
                  const dynamo_moe_tensors& tensors, void* workspace, std::size_t workspace_size,
-                 cuda::Stream stream);
+                 cuda::Stream stream, ExpertCache* cache);
 
  private:
-  struct EncodedMap {
-    const void* address = nullptr;
-    cuda::TensorMap map = {};
-  };
   class Call;
-
-  // The map of a tensor at an address; encodes it again if the address has changed.
-  Status Encode(const cuda::Driver& driver, std::size_t index, const void* address,
-                cuda::TensorMap* map);
 
   std::shared_ptr<SharedProgram> shared_;
   // Whether kernels may start before those ahead of them end.
   const bool dependent_launch_;
-  std::mutex encoding_;
-  std::vector<EncodedMap> maps_;
+  TensorMaps maps_;
 };
 
 // What layers of equal bytes share: the bytes, and the programs in them. A program keeps the bytes
@@ -64,18 +56,20 @@ class SharedLayer {
 // A layer with its programs for one or more architectures; the device decides which is launched.
 class LayerLauncher {
  public:
-  static Status Open(const void* data, std::size_t size, std::unique_ptr<LayerLauncher>* layer);
+  static Status Open(const void* data, std::size_t size, std::shared_ptr<LayerLauncher>* layer);
   // Opens what is open elsewhere in this process, by its bytes' key.
-  static Status Find(const ContentKey& key, std::unique_ptr<LayerLauncher>* layer);
+  static Status Find(const ContentKey& key, std::shared_ptr<LayerLauncher>* layer);
 
   std::string_view bytes() const { return shared_->bytes(); }
   const dynamo_moe_layer& layer() const { return launchers_.front()->program().layer(); }
 
   // Suffices for each of the programs.
   Status WorkspaceSize(std::int64_t max_tokens, std::size_t* bytes) const;
-  Status Prepare() const;
+  // The most that a program needs.
+  Status StateSize(std::size_t* bytes) const;
+  Status Prepare(ExpertCache* cache) const;
   Status Enqueue(std::int64_t tokens, const dynamo_moe_tensors& tensors, void* workspace,
-                 std::size_t workspace_size, cuda::Stream stream) const;
+                 std::size_t workspace_size, cuda::Stream stream, ExpertCache* cache) const;
 
  private:
   explicit LayerLauncher(std::shared_ptr<SharedLayer> shared);

@@ -66,18 +66,24 @@ Status ArchitectureOf(const cuda::Driver& driver, const ContextIdentity& current
   return {};
 }
 
+bool EnterIfAlive(const cuda::Driver& driver, const ContextIdentity& context,
+                  cuda::ScopedContext* scope) {
+  unsigned long long id = context.id;
+  // Another context may have its address.
+  if (driver.context_get_id != nullptr &&
+      (driver.context_get_id(context.handle, &id) != cuda::kSuccess || id != context.id)) {
+    return false;
+  }
+  return scope->Push(context.handle) == cuda::kSuccess;
+}
+
 LoadedKernels::~LoadedKernels() {
   if (modules_.empty()) {
     return;
   }
-  // If the context is gone, so are its modules, and another context may have its address.
-  unsigned long long id = context_.id;
-  if (driver_.context_get_id != nullptr &&
-      (driver_.context_get_id(context_.handle, &id) != cuda::kSuccess || id != context_.id)) {
-    return;
-  }
   cuda::ScopedContext scope(driver_);
-  if (scope.Push(context_.handle) != cuda::kSuccess) {
+  // If the context is gone, so are its modules.
+  if (!EnterIfAlive(driver_, context_, &scope)) {
     return;
   }
   const cuda::RelaxedCapture relaxed(driver_);

@@ -31,6 +31,10 @@ Status FindContext(const cuda::Driver& driver, cuda::Context* context);
 // The same; having none is an error.
 Status CurrentContext(const cuda::Driver& driver, ContextIdentity* context);
 
+// Makes a context current, to release what it has; false where it no longer exists.
+bool EnterIfAlive(const cuda::Driver& driver, const ContextIdentity& context,
+                  cuda::ScopedContext* scope);
+
 // The architecture of the current context's device: 90 for sm_90. Each thread remembers that of the
 // context for which it asked last.
 Status ArchitectureOf(const cuda::Driver& driver, const ContextIdentity& current,

@@ -1,6 +1,7 @@
 #include "launch/tensor_map.h"
 
 #include <cstdint>
+#include <string>
 
 #include "bundle/layer.h"
 
@@ -32,10 +33,14 @@ Status CorrectSmallMap(const cuda::Driver& driver, const format::TensorMap& reco
   return {};
 }
 
-}  // namespace
+std::string NameOf(const Program& program, const format::TensorMap& record) {
+  return record.kind == format::kTensor
+             ? format::kTensorNames[record.index]
+             : std::string(program.text(program.state()[record.index].name));
+}
 
-Status EncodeTensorMap(const cuda::Driver& driver, const format::TensorMap& record,
-                       const void* address, cuda::TensorMap* map) {
+Status EncodeOne(const cuda::Driver& driver, const Program& program,
+                 const format::TensorMap& record, const void* address, cuda::TensorMap* map) {
   if (driver.tensor_map_encode_tiled == nullptr) {
     return {DYNAMO_MOE_NO_DRIVER,
             "the CUDA driver is too old, it has no cuTensorMapEncodeTiled (525 or later has)"};
@@ -49,9 +54,26 @@ Status EncodeTensorMap(const cuda::Driver& driver, const format::TensorMap& reco
   if (result != cuda::kSuccess) {
     return cuda::Failure(
         driver, result,
-        Text("tensor map of ", format::kTensorNames[record.tensor], ": cuTensorMapEncodeTiled"));
+        Text("tensor map of ", NameOf(program, record), ": cuTensorMapEncodeTiled"));
   }
   return CorrectSmallMap(driver, record, map);
+}
+
+}  // namespace
+
+Status TensorMaps::Encode(const cuda::Driver& driver, std::size_t index, const void* address,
+                          cuda::TensorMap* map) {
+  const std::scoped_lock lock(encoding_);
+  Encoded& encoded = encoded_[index];
+  if (encoded.address != address) {
+    // Encoding may fail.
+    encoded.address = nullptr;
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        EncodeOne(driver, program_, program_.tensor_maps()[index], address, &encoded.map));
+    encoded.address = address;
+  }
+  *map = encoded.map;
+  return {};
 }
 
 }  // namespace dynamo_moe

@@ -28,9 +28,17 @@ constexpr PluginFieldType TypeOf(const format::Option& option) {
                                                : PluginFieldType::kINT32;
 }
 
+// Those that are no option of a layer.
+constexpr Spec kOthers[] = {{"kernels", PluginFieldType::kCHAR},
+                            {"resident_experts", PluginFieldType::kINT32},
+                            {"w1_source", PluginFieldType::kCHAR},
+                            {"w2_source", PluginFieldType::kCHAR},
+                            {"expert_cache", PluginFieldType::kINT32}};
+
 // The router's attributes come last: DroplessMoEExperts does not have them.
 constexpr auto kSpecs = [] {
-  std::array<Spec, std::size(format::kSizes) + std::size(format::kOptions) + 1> specs{};
+  std::array<Spec, std::size(format::kSizes) + std::size(format::kOptions) + std::size(kOthers)>
+      specs{};
   std::size_t count = 0;
   for (const format::Size& size : format::kSizes) {
     specs[count++] = {size.attribute, PluginFieldType::kINT32};
@@ -41,8 +49,10 @@ constexpr auto kSpecs = [] {
         specs[count++] = {option.attribute, TypeOf(option)};
       }
     }
-    if (!router) {
-      specs[count++] = {"kernels", PluginFieldType::kCHAR};
+    for (const Spec& other : kOthers) {
+      if (!router) {
+        specs[count++] = other;
+      }
     }
   }
   return specs;
@@ -131,6 +141,8 @@ class Fields {
     return {};
   }
 
+  bool Has(const char* name) const { return Find(name) != nullptr; }
+
   std::string TextAt(const char* name) const {
     const PluginField* const field = Find(name);
     return field == nullptr ? "" : TextOf(*field);
@@ -203,18 +215,31 @@ class Fields {
     return nullptr;
   }
 
-  // With or without a terminator.
-  static std::string TextOf(const PluginField& field) {
-    std::string text(static_cast<const char*>(field.data), static_cast<std::size_t>(field.length));
-    while (!text.empty() && text.back() == '\0') {
-      text.pop_back();
-    }
-    return text;
-  }
-
   format::Operator op_;
   std::array<const PluginField*, kSpecs.size()> found_ = {};
 };
+
+// Completes attributes of a layer whose experts lie in host memory.
+Status ReadOffload(const Fields& fields, Attributes* attributes) {
+  if (fields.Has("resident_experts")) {
+    dynamo_moe_layer& layer = attributes->layer;
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        fields.Integer("resident_experts", 0, layer.experts, &layer.resident_experts));
+  }
+  const bool offloaded = attributes->layer.resident_experts != 0;
+  for (const char* const name : {"w1_source", "w2_source"}) {
+    if (fields.Has(name) != offloaded) {
+      return offloaded ? InvalidArgument("attribute ", name, " is missing")
+                       : InvalidArgument("attribute ", name, " needs attribute resident_experts");
+    }
+  }
+  std::uint32_t shared = 0;
+  if (fields.Has("expert_cache")) {
+    DYNAMO_MOE_RETURN_IF_ERROR(fields.Integer("expert_cache", 0, 1, &shared));
+  }
+  attributes->offload = {fields.TextAt("w1_source"), fields.TextAt("w2_source"), shared != 0};
+  return {};
+}
 
 Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
   for (const format::Option& option : format::kOptions) {
@@ -232,6 +257,10 @@ Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
   if (layer->group_scoring == format::kNoGroups && layer->n_group > 1) {
     return InvalidArgument("attribute n_group needs attribute group_scoring");
   }
+  if (const std::string error = GroupsError(*layer); !error.empty()) {
+    return InvalidArgument("attribute ", error);
+  }
+  // A token may choose among all experts.
   if (layer->n_group == layer->topk_group) {
     layer->group_scoring = format::kNoGroups;
   }
@@ -240,8 +269,7 @@ Status ReadOptions(const Fields& fields, dynamo_moe_layer* layer) {
       SetCode(option, 0, layer);
     }
   }
-  const std::string error = GroupsError(*layer);
-  return error.empty() ? Status() : InvalidArgument("attribute ", error);
+  return {};
 }
 
 }  // namespace
@@ -266,6 +294,9 @@ std::string Describe(const dynamo_moe_layer& layer) {
       const std::uint32_t code = CodeOf(layer, option);
       text += option.names == nullptr ? Text(code, " ") : Text(option.names[code], " ");
     }
+  }
+  if (layer.resident_experts != 0) {
+    text += Text("resident_experts=", layer.resident_experts, " ");
   }
   text.pop_back();
   return text;
@@ -300,8 +331,16 @@ Status ReadAttributes(format::Operator op, const PluginFieldCollection& fields,
                            layer.top_k);
   }
   DYNAMO_MOE_RETURN_IF_ERROR(ReadOptions(read, &layer));
-  *attributes = {layer, read.TextAt("kernels")};
-  return {};
+  *attributes = {layer, read.TextAt("kernels"), {}};
+  return ReadOffload(read, attributes);
+}
+
+std::string TextOf(const PluginField& field) {
+  std::string text(static_cast<const char*>(field.data), static_cast<std::size_t>(field.length));
+  while (!text.empty() && text.back() == '\0') {
+    text.pop_back();
+  }
+  return text;
 }
 
 std::string Printable(std::string_view text, std::size_t longest) {

@@ -14,12 +14,22 @@ namespace dynamo_moe::plugin {
 // The operator's name in ONNX and in TensorRT's registry.
 const char* NameOf(format::Operator op);
 
+// Where an offloaded layer's experts lie in files, and whose its cache of them is.
+struct Offload {
+  std::string w1_source;
+  std::string w2_source;
+  // The contexts of an engine have one cache, not each its own.
+  bool shared = false;
+};
+
 struct Attributes {
   // Fields that do not apply are 0, as in a bundle. So are dtypes, biases and tf32, which follow
   // from the inputs and the bundle.
   dynamo_moe_layer layer = {};
   // The bundle's path; empty if it is not given.
   std::string kernels;
+  // Empty where all experts are resident.
+  Offload offload;
 };
 
 // A layer's attributes in words, for the engine inspector and the timing cache.
@@ -32,6 +42,9 @@ const nvinfer1::PluginFieldCollection& AttributeFields(format::Operator op);
 // is an error.
 Status ReadAttributes(format::Operator op, const nvinfer1::PluginFieldCollection& fields,
                       Attributes* attributes);
+
+// The text of a field of type CHAR, with or without a terminator.
+std::string TextOf(const nvinfer1::PluginField& field);
 
 // A field's text for a message: without control characters, and cut to a length.
 std::string Printable(std::string_view text, std::size_t longest = 64);

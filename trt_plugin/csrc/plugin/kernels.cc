@@ -102,6 +102,29 @@ Status Kernels::Describe() {
   return FromLauncher(dynamo_moe_program_info(program_, &layer_));
 }
 
+Status Cache::Open(const Kernels& kernels, const Offload& offload, std::shared_ptr<Cache>* cache) {
+  std::shared_ptr<Cache> opened(new Cache());
+  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(
+      dynamo_moe_cache_open(kernels.program(), offload.w1_source.c_str(), offload.w2_source.c_str(),
+                            offload.shared ? 1 : 0, &opened->cache_)));
+  std::size_t bytes = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_program_state(kernels.program(), &bytes)));
+  const dynamo_moe_layer& layer = kernels.layer();
+  opened->summary_ = Text(
+      layer.resident_experts, " of ", layer.experts, " experts at a time are on the device, in ",
+      bytes, offload.shared ? " bytes that all contexts share" : " bytes for each context");
+  *cache = std::move(opened);
+  return {};
+}
+
+std::string Cache::TakeSummary() { return summary_taken_.exchange(true) ? "" : summary_; }
+
+std::string Cache::TakeWarning() {
+  const char* note = "";
+  static_cast<void>(dynamo_moe_cache_note(cache_, &note));
+  return *note == '\0' || warning_taken_.exchange(true) ? "" : note;
+}
+
 Status ReadArchitectures(Architectures* names) {
   const char* const variable = std::getenv(kArchitecturesVariable);
   std::string_view rest = variable == nullptr ? "" : variable;

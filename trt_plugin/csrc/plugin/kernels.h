@@ -2,6 +2,7 @@
 // when an engine is built, and stored in the engine.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -12,6 +13,7 @@
 
 #include "bundle/bundle.h"
 #include "dynamo_moe.h"
+#include "plugin/attributes.h"
 #include "status.h"
 
 namespace dynamo_moe::plugin {
@@ -44,6 +46,30 @@ class Kernels {
   dynamo_moe_layer layer_ = {};
   dynamo_moe_key key_ = {};
   std::string_view bytes_;
+};
+
+// A cache of a layer's experts on a device.
+class Cache {
+ public:
+  // Checks the experts' files.
+  static Status Open(const Kernels& kernels, const Offload& offload, std::shared_ptr<Cache>* cache);
+
+  Cache(const Cache&) = delete;
+  Cache& operator=(const Cache&) = delete;
+  ~Cache() { dynamo_moe_cache_close(cache_); }
+
+  dynamo_moe_cache* get() const { return cache_; }
+  // What the logger should be told; each text once, then "".
+  std::string TakeSummary();
+  std::string TakeWarning();
+
+ private:
+  Cache() = default;
+
+  dynamo_moe_cache* cache_ = nullptr;
+  std::string summary_;
+  std::atomic<bool> summary_taken_ = false;
+  std::atomic<bool> warning_taken_ = false;
 };
 
 // Architectures as numbers: 90 for sm_90.

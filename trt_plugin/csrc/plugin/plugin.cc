@@ -23,10 +23,15 @@ using nvinfer1::PluginFieldType;
 using nvinfer1::PluginTensorDesc;
 using nvinfer1::TensorFormat;
 
-// The one field that an engine stores: a bundle of the layer's programs, which include the layer,
+// The first field that an engine stores: a bundle of the layer's programs, which include the layer,
 // or else the name of such a bundle that another layer of the engine stores.
 constexpr const char* kProgramsField = "programs";
 constexpr const char* kNameField = "programs_name";
+// The fields that follow where the experts are offloaded: as the attributes of these names.
+constexpr const char* kW1Field = "w1_source";
+constexpr const char* kW2Field = "w2_source";
+constexpr const char* kCacheField = "expert_cache";
+constexpr std::int32_t kOffloadedFields = 4;
 
 // A layer's inputs and their dtypes in words.
 std::string InputsText(const dynamo_moe_layer& layer) {
@@ -45,12 +50,13 @@ std::string Hexadecimal(std::uint32_t value) {
   return text;
 }
 
-// The bytes of an engine's only field, and whether they are a name.
+// The bytes of an engine's first field, and whether they are a name.
 Status ReadField(const PluginFieldCollection& fields, std::string_view* bytes, bool* is_name) {
   const PluginField* const field = fields.fields;
-  const bool is_one = fields.nbFields == 1 && field != nullptr && field->name != nullptr;
-  *is_name = is_one && std::string_view(field->name) == kNameField;
-  if (!is_one || (!*is_name && std::string_view(field->name) != kProgramsField)) {
+  const bool has_one = (fields.nbFields == 1 || fields.nbFields == kOffloadedFields) &&
+                       field != nullptr && field->name != nullptr;
+  *is_name = has_one && std::string_view(field->name) == kNameField;
+  if (!has_one || (!*is_name && std::string_view(field->name) != kProgramsField)) {
     return InvalidArgument("an engine's layer has one field, ", kProgramsField, " or ", kNameField,
                            "; got ", fields.nbFields, " fields, the first ",
                            fields.nbFields > 0 && field != nullptr && field->name != nullptr
@@ -63,6 +69,29 @@ Status ReadField(const PluginFieldCollection& fields, std::string_view* bytes, b
                            " of type ", static_cast<std::int32_t>(field->type));
   }
   *bytes = {static_cast<const char*>(field->data), static_cast<std::size_t>(field->length)};
+  return {};
+}
+
+// The other fields of a layer whose experts are offloaded.
+Status ReadOffload(const PluginFieldCollection& fields, Offload* offload) {
+  constexpr std::pair<const char*, PluginFieldType> kWanted[] = {
+      {kW1Field, PluginFieldType::kCHAR},
+      {kW2Field, PluginFieldType::kCHAR},
+      {kCacheField, PluginFieldType::kINT32}};
+  const PluginField* field = fields.fields + 1;
+  for (const auto& [name, type] : kWanted) {
+    if (field->name == nullptr || std::string_view(field->name) != name || field->type != type ||
+        field->length < 1 || field->data == nullptr) {
+      return InvalidArgument("the fields of an engine's layer must be ", kProgramsField, " or ",
+                             kNameField, ", ", kW1Field, ", ", kW2Field, " and ", kCacheField,
+                             ", got ", field->name == nullptr ? "none" : Printable(field->name),
+                             " in the place of ", name);
+    }
+    ++field;
+  }
+  std::int32_t shared = 0;
+  std::memcpy(&shared, fields.fields[3].data, sizeof(shared));
+  *offload = {TextOf(fields.fields[1]), TextOf(fields.fields[2]), shared != 0};
   return {};
 }
 
@@ -102,6 +131,7 @@ Status Plugin::FromAttributes(format::Operator op, const std::string& subject,
   layer->op = op;
   layer->subject = subject;
   layer->attributes = attributes.layer;
+  layer->offload = std::move(attributes.offload);
   layer->sharing = Sharing::Current();
   layer->timing_id = Text(layer->description, " kernels=", Hexadecimal(layer->bundle->checksum()));
   plugin->reset(new Plugin());
@@ -120,13 +150,22 @@ Status Plugin::FromEngine(format::Operator op, const std::string& subject,
     DYNAMO_MOE_RETURN_IF_ERROR(ReadName(bytes, &name));
   } else {
     DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Open(bytes, &kernels));
-    name = {kernels->layer(), kernels->key()};
+    name = {kernels->layer(), 0, kernels->key()};
   }
   if (name.layer.op != op) {
     return InvalidArgument("field ", is_name ? kNameField : kProgramsField,
                            " is of the other operator");
   }
   auto layer = std::make_shared<Layer>();
+  const bool offloaded = name.layer.resident_experts != 0;
+  if (offloaded != (fields.nbFields == kOffloadedFields)) {
+    return InvalidArgument("an engine's layer has ", offloaded ? kOffloadedFields : 1,
+                           " fields where its experts are ", offloaded ? "" : "not ",
+                           "offloaded, got ", fields.nbFields);
+  }
+  if (offloaded) {
+    DYNAMO_MOE_RETURN_IF_ERROR(ReadOffload(fields, &layer->offload));
+  }
   layer->op = op;
   layer->subject = subject;
   layer->attributes = AttributesOf(name.layer);
@@ -156,7 +195,10 @@ nvinfer1::IPluginV3* Plugin::clone() noexcept {
   auto* const copy = new (std::nothrow) Plugin(*this);
   if (copy == nullptr) {
     Log(tensorrt::Severity::kError, layer_->subject.c_str(), "the host's memory is exhausted");
+    return nullptr;
   }
+  // Each context opens its own.
+  copy->cache_ = nullptr;
   return copy;
 }
 
@@ -283,6 +325,11 @@ std::int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* in, std::int
       dynamo_moe_layer layer = layer_->attributes;
       DYNAMO_MOE_RETURN_IF_ERROR(CompleteLayer(call, &layer));
       DYNAMO_MOE_RETURN_IF_ERROR(Take(layer));
+      if (IsOffloaded()) {
+        // A file that is missing now will hardly be there later.
+        std::shared_ptr<Cache> checked;
+        DYNAMO_MOE_RETURN_IF_ERROR(Cache::Open(*kernels_, layer_->offload, &checked));
+      }
     }
     // getWorkspaceSize() cannot fail, so a profile with too many tokens is refused here.
     std::size_t size = 0;
@@ -344,6 +391,22 @@ Status Plugin::RequireKernels() {
   return kernels_ != nullptr ? Status() : NoKernels();
 }
 
+Status Plugin::RequireCache() {
+  if (cache_ != nullptr || !IsOffloaded()) {
+    return {};
+  }
+  if (!layer_->offload.shared) {
+    return Cache::Open(*kernels_, layer_->offload, &cache_);
+  }
+  const std::scoped_lock lock(layer_->opening);
+  cache_ = layer_->shared_cache.lock();
+  if (cache_ == nullptr) {
+    DYNAMO_MOE_RETURN_IF_ERROR(Cache::Open(*kernels_, layer_->offload, &cache_));
+    layer_->shared_cache = cache_;
+  }
+  return {};
+}
+
 // --- Runtime phase ---
 
 std::int32_t Plugin::onShapeChange(const PluginTensorDesc* in, std::int32_t inputs,
@@ -353,8 +416,19 @@ std::int32_t Plugin::onShapeChange(const PluginTensorDesc* in, std::int32_t inpu
     DYNAMO_MOE_RETURN_IF_ERROR(MakeCall(layer_->op, in, inputs, out, outputs, &call));
     DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
     DYNAMO_MOE_RETURN_IF_ERROR(CheckCall(kernels_->layer(), call));
+    DYNAMO_MOE_RETURN_IF_ERROR(RequireCache());
     // Does nothing if the kernels are already loaded. enqueue() is too late: it may be captured.
-    return FromLauncher(dynamo_moe_program_prepare(kernels_->program()));
+    if (cache_ == nullptr) {
+      return FromLauncher(dynamo_moe_program_prepare(kernels_->program()));
+    }
+    DYNAMO_MOE_RETURN_IF_ERROR(FromLauncher(dynamo_moe_cache_prepare(cache_->get())));
+    if (const std::string text = cache_->TakeSummary(); !text.empty()) {
+      Log(tensorrt::Severity::kInfo, layer_->subject.c_str(), text.c_str());
+    }
+    if (const std::string text = cache_->TakeWarning(); !text.empty()) {
+      Log(tensorrt::Severity::kWarning, layer_->subject.c_str(), text.c_str());
+    }
+    return {};
   });
 }
 
@@ -364,6 +438,7 @@ std::int32_t Plugin::enqueue(const PluginTensorDesc* input_descriptions,
                              cudaStream_t stream) noexcept {
   return Guard(layer_->subject.c_str(), [&]() -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
+    DYNAMO_MOE_RETURN_IF_ERROR(RequireCache());
     // In the order of dynamo_moe_tensors and of format::Tensor.
     const void* tensors[format::kTensors] = {};
     const Span<format::Tensor> order = InputsOf(layer_->op);
@@ -389,24 +464,48 @@ std::int32_t Plugin::enqueue(const PluginTensorDesc* input_descriptions,
     void* const aligned = static_cast<char*>(workspace) + (-address % format::kWorkspaceAlignment);
     // TensorRT does not pass the workspace's size; it is what getWorkspaceSize() asked for.
     constexpr std::size_t kEnough = std::numeric_limits<std::size_t>::max();
-    return FromLauncher(dynamo_moe_program_enqueue(
-        kernels_->program(), Tokens(input_descriptions[0].dims), &call, aligned, kEnough, stream));
+    const std::int64_t tokens = Tokens(input_descriptions[0].dims);
+    return FromLauncher(
+        cache_ == nullptr
+            ? dynamo_moe_program_enqueue(kernels_->program(), tokens, &call, aligned, kEnough,
+                                         stream)
+            : dynamo_moe_cache_enqueue(cache_->get(), tokens, &call, aligned, kEnough, stream));
   });
 }
 
 nvinfer1::IPluginV3* Plugin::attachToContext(
     nvinfer1::IPluginResourceContext* /*context*/) noexcept {
-  return clone();
+  auto* const copy = static_cast<Plugin*>(clone());
+  if (copy == nullptr || !IsOffloaded()) {
+    return copy;
+  }
+  const int error = Guard(layer_->subject.c_str(), [&]() -> Status {
+    DYNAMO_MOE_RETURN_IF_ERROR(copy->RequireKernels());
+    return copy->RequireCache();
+  });
+  if (error == 0) {
+    return copy;
+  }
+  delete copy;
+  return nullptr;
 }
 
 const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
-  field_ = PluginField{kProgramsField, nullptr, PluginFieldType::kUNKNOWN, 0};
+  const Offload& offload = layer_->offload;
+  const auto text = [](const char* name, const std::string& value) {
+    return PluginField{name, value.data(), PluginFieldType::kCHAR,
+                       static_cast<std::int32_t>(value.size())};
+  };
+  stored_expert_cache_ = offload.shared ? 1 : 0;
+  fields_ = {PluginField{kProgramsField, nullptr, PluginFieldType::kUNKNOWN, 0},
+             text(kW1Field, offload.w1_source), text(kW2Field, offload.w2_source),
+             PluginField{kCacheField, &stored_expert_cache_, PluginFieldType::kINT32, 1}};
   serialized_.nbFields = 0;
-  serialized_.fields = &field_;
+  serialized_.fields = fields_.data();
   Guard(layer_->subject.c_str(), [&]() -> Status {
     if (!stores_name_) {
       DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
-      name_ = {kernels_->layer(), kernels_->key()};
+      name_ = {kernels_->layer(), 0, kernels_->key()};
     }
     const bool named =
         stores_name_ || (layer_->sharing != nullptr && !layer_->sharing->Stores(name_.key, layer_));
@@ -418,10 +517,10 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
                              " bytes, an engine's field at most ",
                              std::numeric_limits<std::int32_t>::max());
     }
-    field_.name = named ? kNameField : kProgramsField;
-    field_.data = bytes.data();
-    field_.length = static_cast<std::int32_t>(bytes.size());
-    serialized_.nbFields = 1;
+    fields_[0].name = named ? kNameField : kProgramsField;
+    fields_[0].data = bytes.data();
+    fields_[0].length = static_cast<std::int32_t>(bytes.size());
+    serialized_.nbFields = IsOffloaded() ? kOffloadedFields : 1;
     return {};
   });
   return &serialized_;

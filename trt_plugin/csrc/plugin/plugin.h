@@ -1,8 +1,11 @@
 // The plugin of both operators: one object for TensorRT's build phase and its runtime phase.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "plugin/attributes.h"
@@ -20,9 +23,10 @@ inline constexpr const char* kNamespace = "";
 // Names a layer's kernels in an engine.
 struct StoredName {
   dynamo_moe_layer layer;
+  std::uint32_t reserved;
   dynamo_moe_key key;
 };
-static_assert(sizeof(StoredName) == 96);
+static_assert(sizeof(StoredName) == 104);
 
 // One object has all capabilities, since a clone copies all of them.
 // NOLINTNEXTLINE(misc-multiple-inheritance)
@@ -90,6 +94,11 @@ class Plugin final : public nvinfer1::IPluginV3,
     std::string subject;
     // Only the attributes: no dtypes and biases.
     dynamo_moe_layer attributes;
+    // Where its experts lie, if they are offloaded.
+    Offload offload;
+    // The cache that contexts share; null until the first one needs it, or if each has its own.
+    std::mutex opening;
+    std::weak_ptr<Cache> shared_cache;
     // Null for a layer of an engine, which holds its kernels.
     std::shared_ptr<BundleFile> bundle;
     // Of these architectures; empty: of all that the bundle has.
@@ -109,6 +118,9 @@ class Plugin final : public nvinfer1::IPluginV3,
   bool HasKernels(const Call& call, std::int32_t position) const;
   // Finds the kernels of a layer whose engine stores them with another layer.
   Status RequireKernels();
+  // Opens the cache of an offloaded layer's experts.
+  Status RequireCache();
+  bool IsOffloaded() const { return layer_->attributes.resident_experts != 0; }
   void WarnOfRefusal(const Call& call, std::int32_t position) const;
   std::string KnownInputsText() const;
   std::string MissingInputs(const Call& call) const;
@@ -117,11 +129,14 @@ class Plugin final : public nvinfer1::IPluginV3,
   // Null in the build phase until configurePlugin(), and until onShapeChange() if another layer of
   // the engine stores them.
   std::shared_ptr<const Kernels> kernels_;
+  // Of this context; null until it is needed, and where all experts are resident.
+  std::shared_ptr<Cache> cache_;
   // What the engine stores in place of kernels that another of its layers stores, and whether it
   // does.
   StoredName name_ = {};
   bool stores_name_ = false;
-  nvinfer1::PluginField field_;
+  std::int32_t stored_expert_cache_ = 0;
+  std::array<nvinfer1::PluginField, 4> fields_;
   nvinfer1::PluginFieldCollection serialized_;
 };
 

@@ -1,0 +1,105 @@
+"""A safetensors file of weights that are copied from other files, a few megabytes at a time."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import onnx_ir as ir
+
+from custom_ops.weight_source import WeightSource
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes written so far, and all of them."""
+
+_DTYPES = {
+    ir.DataType.FLOAT: "F32",
+    ir.DataType.FLOAT16: "F16",
+    ir.DataType.BFLOAT16: "BF16",
+}
+# Kernels may read whole cache lines: tensors follow one another from a multiple of this on.
+_ALIGNMENT = 256
+_CHUNK_BYTES = 2**23
+
+
+def write_experts(
+    tensors: Sequence[ir.TensorProtocol], path: Path, progress: Progress | None = None
+) -> list[WeightSource]:
+    """Writes tensors into one file, which takes its place when it is whole.
+
+    The safetensors package would hold all of them in memory. The header's metadata has a hash of
+    the values, so that a file of other values has another header.
+
+    Args:
+        tensors: Float tensors under different names.
+        path: The file.
+        progress: Shown how far it is.
+
+    Returns:
+        Where each tensor lies.
+
+    Raises:
+        OSError: If a file cannot be read or written, or the disk has no room for it.
+    """
+    total = sum(tensor.nbytes for tensor in tensors)
+    free = shutil.disk_usage(path.parent).free
+    if total > free:
+        reason = f"{path.name} needs {total} bytes, {path.parent} has {free} left"
+        raise OSError(errno.ENOSPC, reason)
+    digest, done = hashlib.sha256(), 0
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        with part.open("wb") as file:
+            file.write(_header(tensors, digest.hexdigest()))
+            for chunk in (chunk for tensor in tensors for chunk in _chunks(tensor)):
+                file.write(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                if progress is not None:
+                    progress(done, total)
+            file.seek(0)
+            header = _header(tensors, digest.hexdigest())
+            file.write(header)
+        part.replace(path)
+    sizes = [tensor.nbytes for tensor in tensors]
+    starts = accumulate(sizes, initial=len(header))
+    return [WeightSource.of(path, start, size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def _header(tensors: Sequence[ir.TensorProtocol], sha256: str) -> bytes:
+    """The length word and the header; format: https://huggingface.co/docs/safetensors."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "sha256": sha256}}
+    start = 0
+    for tensor in tensors:
+        end = start + tensor.nbytes
+        entries[str(tensor.name)] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": [*tensor.shape.numpy()],
+            "data_offsets": [start, end],
+        }
+        start = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _chunks(tensor: ir.TensorProtocol) -> Iterator[bytes | memoryview]:
+    if not isinstance(tensor, ir.ExternalTensor):
+        # It lies in the ONNX file, which has at most 2 GB.
+        yield memoryview(tensor.tobytes())
+        return
+    left = tensor.nbytes
+    with Path(tensor.path).open("rb") as file:
+        file.seek(tensor.offset or 0)
+        while left:
+            chunk = file.read(min(left, _CHUNK_BYTES))
+            if not chunk:
+                raise OSError(f"{tensor.path} ends {left} bytes before the end of {tensor.name}")
+            yield chunk
+            left -= len(chunk)

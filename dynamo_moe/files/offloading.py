@@ -1,0 +1,429 @@
+"""An ONNX file for an engine whose experts' weights stay in host memory.
+
+The MoE nodes of such a file say where their experts' weights lie, and have a placeholder in their
+stead: what is in the network would be on the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from custom_ops.residency import cache_bytes
+from custom_ops.weight_source import ALIGNMENT, SUFFIX, WeightSource
+from dynamo_moe.files.experts_file import Progress, write_experts
+from dynamo_moe.files.kernel_layers import kernel_layers
+from dynamo_moe.files.model_files import check_destination, load_graph, save_model
+from dynamo_moe.files.resident_experts import ExpertSizes, choose
+from dynamo_moe.moe_nodes.nodes import (
+    EXPERT_CACHE,
+    INPUTS,
+    OFFLOADED_DOMAIN,
+    RESIDENT_EXPERTS,
+    SOURCES,
+    MoENode,
+    is_moe,
+    layer_name,
+    moe_nodes,
+    parse,
+)
+from dynamo_moe.moe_nodes.schemas import VERSION
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from custom_ops.kernels.layer import Layer
+
+
+@dataclass(frozen=True)
+class OffloadedLayer:
+    """An MoE layer whose experts' weights are copied to the GPU when a token needs them.
+
+    Attributes:
+        name: The layer's name, as :func:`dynamo_moe.inspect` shows it.
+        node: Its node's name.
+        top_k: Experts per token.
+        experts: Experts.
+        resident_experts: Slots for experts in device memory.
+        w1: Where the weights of the first product lie.
+        w2: Where those of the second lie.
+    """
+
+    name: str
+    node: str
+    top_k: int
+    experts: int
+    resident_experts: int
+    w1: WeightSource
+    w2: WeightSource
+
+    @property
+    def sources(self) -> tuple[WeightSource, WeightSource]:
+        """Where its weights lie."""
+        return self.w1, self.w2
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights, which are those of a slot."""
+        return (self.w1.bytes + self.w2.bytes) // self.experts
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all slots and the tables of what they hold."""
+        experts = self.experts
+        return cache_bytes(
+            experts, self.resident_experts, self.w1.bytes // experts, self.w2.bytes // experts
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all experts' weights."""
+        return self.w1.bytes + self.w2.bytes
+
+    @property
+    def waves(self) -> int:
+        """How many times the slots are filled for one token whose experts have none."""
+        return -(-min(self.experts, self.top_k) // self.resident_experts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The layer as dicts, strings and numbers."""
+        return {
+            **asdict(self),
+            "w1": self.w1.to_dict(),
+            "w2": self.w2.to_dict(),
+            "expert_bytes": self.expert_bytes,
+            "device_bytes": self.device_bytes,
+            "weight_bytes": self.weight_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """The outcome of :func:`offload_file`; rich prints it as a table.
+
+    Attributes:
+        path: The ONNX file that was written, for TensorRT alone.
+        weights_file: The safetensors file that was written; None if every weight was in one.
+        layers: The offloaded layers.
+        shared_cache: Whether the contexts of an engine share their slots.
+        notes: What a user of the engine should know.
+    """
+
+    path: Path
+    weights_file: Path | None
+    layers: tuple[OffloadedLayer, ...]
+    shared_cache: bool
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as dicts, lists, strings and numbers, ready for ``json.dumps``."""
+        return {
+            "path": str(self.path),
+            "weights_file": None if self.weights_file is None else str(self.weights_file),
+            "layers": [layer.to_dict() for layer in self.layers],
+            "memory": memory_of(self.layers),
+            "shared_cache": self.shared_cache,
+            "notes": list(self.notes),
+        }
+
+    def __rich__(self) -> RenderableType:
+        """What rich prints."""
+        from dynamo_moe.files.offloading_view import report_view
+
+        return report_view(self.to_dict())
+
+
+def memory_of(layers: Iterable[OffloadedLayer]) -> dict[str, int]:
+    """Returns the bytes on the device, those if all experts were there, and on the host.
+
+    A weight that layers share is once in the network and on the host, but each has slots.
+    """
+    layers = list(layers)
+    sources = {source for layer in layers for source in layer.sources}
+    weights = sum(source.bytes for source in sources)
+    return {
+        "device_bytes": sum(layer.device_bytes for layer in layers),
+        "weight_bytes": weights,
+        "host_bytes": weights,
+    }
+
+
+def offload_file(
+    path: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
+    resident_experts: int | Mapping[str, int] | None = None,
+    resident_memory: int | None = None,
+    weights: str | PathLike[str] | None = None,
+    shared_cache: bool = False,
+    progress: Progress | None = None,
+) -> OffloadReport:
+    """Rewrites a file of target ``plugin`` for an engine that holds a part of the experts.
+
+    The file stays as it is, for ONNX Runtime. The copy is for TensorRT alone; it refers to the same
+    files for all other weights. Experts' weights that lie in a safetensors file, as
+    ``link_weights`` leaves them, stay there; all others are copied into one such file.
+
+    Args:
+        path: The file.
+        output: The copy. In another folder, links to the files of the other weights are made
+            beside it.
+        resident_experts: The slots for experts on the GPU: of every layer, or of layers by name,
+            where ``"*"`` is any other layer. Layers that are not named are not offloaded.
+        resident_memory: Instead of their number, the most bytes that all slots and their tables
+            take: as many as fit, the same share of each layer's experts.
+        weights: The safetensors file that weights are copied into, if there are any; by default
+            ``<output>.experts.safetensors``; another one must be called ``*.safetensors``, too.
+        shared_cache: Whether the contexts of an engine share their slots, under a lock and without
+            CUDA graphs; by default each has its own.
+        progress: Called with the bytes of the weights that are copied and all of them.
+
+    Raises:
+        FileNotFoundError: If there is no such file, or no folder for the copy.
+        OSError: If a file cannot be written.
+        ValueError: If the file is not an ONNX model, has no MoE node, or a node that there are no
+            kernels for; a layer has fewer experts, or less than one fits; or a weight cannot leave
+            the network, as it is computed or used elsewhere.
+    """
+    path, output = Path(path), Path(output)
+    file = Path(weights) if weights else output.with_name(f"{output.name}.experts.safetensors")
+    check_destination(output)
+    # Says what there are no kernels for before gigabytes are copied.
+    kernel_layers(path)
+    model = ir.from_proto(load_graph(path))
+    ir.external_data.set_base_dir(model.graph, path.parent.resolve())
+    _check_files(model, path, output, file)
+    found = [_Layer.of(node) for node in moe_nodes(model)]
+    if not found:
+        raise ValueError(f"{path} has no MoE nodes of domain 'moe', as files of target plugin do")
+    slots = choose([layer.expert_sizes for layer in found], resident_experts, resident_memory)
+    chosen = {layer: count for layer, count in zip(found, slots, strict=True) if count}
+    _check_weights(list(chosen))
+    values = dict.fromkeys(value for layer in chosen for value in layer.weights.values())
+    sources = _sources(list(values), file, progress)
+    _drop_bodies(model, {layer.node for layer in chosen})
+    layers = tuple(
+        _offload(layer, count, [sources[value] for value in layer.weights.values()], shared_cache)
+        for layer, count in chosen.items()
+    )
+    model.opset_imports[OFFLOADED_DOMAIN] = VERSION
+    for value in values:
+        _empty(value)
+    if output.parent.resolve() != path.parent.resolve():
+        _link_files(model, output.parent)
+    save_model(model, output, external_data=False)
+    is_written = any(source.path == file.resolve() for source in sources.values())
+    return OffloadReport(
+        path=output,
+        weights_file=file if is_written else None,
+        layers=layers,
+        shared_cache=shared_cache,
+        notes=tuple(_notes(layers)),
+    )
+
+
+def offloaded_kernel_layers(
+    path: str | PathLike[str],
+    *,
+    resident_experts: int | Mapping[str, int] | None = None,
+    resident_memory: int | None = None,
+) -> list[Layer]:
+    """Returns what kernels a file's nodes need if :func:`offload_file` offloads their experts.
+
+    Raises:
+        ValueError: As of :func:`offload_file`, of nodes and numbers.
+    """
+    layers = kernel_layers(path)
+    found = [_Layer.of(node) for node in moe_nodes(ir.from_proto(load_graph(path)))]
+    slots = choose([layer.expert_sizes for layer in found], resident_experts, resident_memory)
+    return [
+        replace(layer, resident_experts=count) for layer, count in zip(layers, slots, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """An MoE node, and what it says of its layer."""
+
+    node: ir.Node
+    parsed: MoENode
+    expert_sizes: ExpertSizes
+
+    @classmethod
+    def of(cls, node: ir.Node) -> _Layer:
+        parsed = parse(node)
+        w1 = parsed.inputs["w1"]
+        itemsize = 0 if w1.dtype is None else w1.dtype.itemsize
+        sizes = (int(math.prod(shape) * itemsize) for shape in _expert_shapes(parsed).values())
+        name = layer_name(str(w1.name), _name(node))
+        return cls(node, parsed, ExpertSizes(name, _name(node), parsed.sizes["experts"], *sizes))
+
+    @property
+    def weights(self) -> dict[str, ir.Value]:
+        """The values of w1 and w2."""
+        return {name: self.parsed.inputs[name] for name in SOURCES}
+
+
+def _name(node: ir.Node) -> str:
+    return node.name or str(node.outputs[0].name)
+
+
+def _expert_shapes(parsed: MoENode) -> dict[str, tuple[int, int]]:
+    """The shapes of one expert's w1 and w2."""
+    width, hidden = parsed.sizes["width"], parsed.sizes["hidden"]
+    rows = parsed.experts.rows_per_hidden * hidden
+    return {
+        "w1": (width, rows) if parsed.layout.w1_transposed else (rows, width),
+        "w2": (hidden, width) if parsed.layout.w2_transposed else (width, hidden),
+    }
+
+
+def _check_files(model: ir.Model, path: Path, output: Path, file: Path) -> None:
+    """Checks the names of files that are written: nothing that is read would be overwritten.
+
+    Raises:
+        ValueError: If something would be, or the weights' file has another suffix.
+    """
+    if file.suffix != SUFFIX:
+        raise ValueError(f"a file of weights must be called *{SUFFIX}, got {file}")
+    for written in (output, file):
+        if written.resolve() in {path.resolve(), *map(Path.resolve, _files(model).values())}:
+            raise ValueError(f"{written} is read to write it: name another file")
+
+
+def _check_weights(chosen: Sequence[_Layer]) -> None:
+    """Checks that the layers' weights lie in files, and that nothing else needs them.
+
+    Raises:
+        ValueError: If a weight is computed, of another shape, or used elsewhere.
+    """
+    nodes = {layer.node for layer in chosen}
+    for layer in chosen:
+        for name, value in layer.weights.items():
+            where = f"layer {layer.expert_sizes.name}: its {name}, {value.name!r},"
+            if value.is_graph_output() or value.is_graph_input():
+                raise ValueError(f"{where} is also an input or output of the graph")
+            if not value.is_initializer() or value.const_value is None:
+                raise ValueError(f"{where} is computed by the graph, and lies in no file")
+            shape = (layer.expert_sizes.experts, *_expert_shapes(layer.parsed)[name])
+            found = tuple(value.const_value.shape.numpy())
+            if found != shape:
+                raise ValueError(f"{where} must have the shape {list(shape)}, got {list(found)}")
+            for user, place in value.uses():
+                if user in nodes and INPUTS[user.op_type][place] in SOURCES:
+                    continue
+                hint = ": offload that layer, too" if is_moe(user) and user not in nodes else ""
+                raise ValueError(
+                    f"{where} is also used by node {_name(user)!r} ({user.op_type}), and must "
+                    f"stay in the engine{hint}"
+                )
+
+
+def _offload(
+    layer: _Layer, slots: int, sources: Sequence[WeightSource], shared_cache: bool
+) -> OffloadedLayer:
+    """Writes into a layer's node where its weights are."""
+    w1, w2 = sources
+    layer.node.domain = OFFLOADED_DOMAIN
+    layer.node.attributes.add(ir.AttrInt64(RESIDENT_EXPERTS, slots))
+    layer.node.attributes.add(ir.AttrInt64(EXPERT_CACHE, int(shared_cache)))
+    for attribute, source in zip(SOURCES.values(), sources, strict=True):
+        layer.node.attributes.add(ir.AttrString(attribute, str(source)))
+    sizes = layer.expert_sizes
+    return OffloadedLayer(
+        sizes.name, sizes.node, layer.parsed.sizes["top_k"], sizes.experts, slots, w1, w2
+    )
+
+
+def _sources(
+    values: Sequence[ir.Value], file: Path, progress: Progress | None
+) -> dict[ir.Value, WeightSource]:
+    """Returns where the weights lie; those in no safetensors file are copied into ``file``."""
+    tensors = {value: value.const_value for value in values if value.const_value is not None}
+    linked = {value: _source(tensor) for value, tensor in tensors.items()}
+    sources = {value: source for value, source in linked.items() if source is not None}
+    left = {value: tensor for value, tensor in tensors.items() if value not in sources}
+    if left:
+        written = write_experts(list(left.values()), file, progress)
+        sources |= dict(zip(left, written, strict=True))
+    return sources
+
+
+def _source(tensor: ir.TensorProtocol) -> WeightSource | None:
+    """Returns where a tensor lies in a safetensors file; None if it does not."""
+    if not isinstance(tensor, ir.ExternalTensor) or Path(tensor.path).suffix != SUFFIX:
+        return None
+    try:
+        return WeightSource.of(Path(tensor.path), tensor.offset or 0, tensor.nbytes)
+    except ValueError:
+        return None
+
+
+def _empty(value: ir.Value) -> None:
+    """Puts one zero in the place of a weight: TensorRT's parser takes no input without a name."""
+    if value.const_value is not None:
+        dtype = value.const_value.dtype
+        value.const_value = ir.Tensor(np.zeros(1, dtype.numpy()), dtype=dtype, name=value.name)
+        value.shape = ir.Shape([1])
+
+
+def _drop_bodies(model: ir.Model, offloaded: set[ir.Node]) -> None:
+    """Drops the bodies of offloaded nodes, which would compute with the placeholders."""
+    bodies = {node.op_identifier() for node in offloaded}
+    graphs = (model.graph, *(function.graph for function in model.functions.values()))
+    others = (node for graph in graphs for node in graph.all_nodes() if node not in offloaded)
+    for body in bodies - {node.op_identifier() for node in others}:
+        model.functions.pop(body, None)
+
+
+def _link_files(model: ir.Model, folder: Path) -> None:
+    """Makes links in a folder to the files that a model's weights lie in.
+
+    Raises:
+        FileExistsError: If there is another file of that name.
+        ValueError: If a file is not in the model's folder or below it.
+    """
+    for location, path in _files(model).items():
+        if Path(location).is_absolute() or ".." in Path(location).parts:
+            raise ValueError(f"{location} is not a file in the ONNX file's folder: no link is made")
+        link = folder / location
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not (link.exists() and link.samefile(path)):
+            link.symlink_to(path)
+
+
+def _files(model: ir.Model) -> dict[str, Path]:
+    """The files that a model's weights lie in, by their names in the model."""
+    values = (value for graph in model.graphs() for value in graph.initializers.values())
+    return {
+        str(value.const_value.location): Path(value.const_value.path).resolve()
+        for value in values
+        if isinstance(value.const_value, ir.ExternalTensor)
+    }
+
+
+def _notes(layers: Sequence[OffloadedLayer]) -> list[str]:
+    slow = [layer for layer in layers if layer.waves > 1]
+    notes = []
+    if slow:
+        first, more = slow[0], f" and {len(slow) - 1} more" * (len(slow) > 1)
+        notes.append(
+            f"layer {first.name}{more}: with {first.resident_experts} resident experts, a token's "
+            f"{first.top_k} take {first.waves} waves, whatever is resident"
+        )
+    unaligned = {each.path for layer in layers for each in layer.sources if each.offset % ALIGNMENT}
+    notes += [
+        f"{path}: weights that do not begin at a multiple of {ALIGNMENT} bytes are copied to "
+        "pinned memory when the engine first runs, instead of mapped"
+        for path in sorted(unaligned)
+    ]
+    if layers and all(layer.resident_experts == layer.experts for layer in layers):
+        notes.append("every expert has a slot: without offloading, an engine takes no more memory")
+    return notes

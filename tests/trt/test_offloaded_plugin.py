@@ -1,0 +1,429 @@
+"""The plugin of layers whose experts lie in files, on the stand-in driver."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from custom_ops.kernels.plan import plan
+from interpreted_gpu import uncompiled_program
+from kernel_runs import in_out, layer_of, run_kernels
+from moe_cases import make_case
+from plugin_host import (
+    NAMES,
+    RUNTIME,
+    VERSIONS,
+    Description,
+    Field,
+    attributes_of,
+    describe,
+    filled,
+    host,
+    inputs_of,
+)
+from standin import OUT_OF_MEMORY, RESOURCES
+from standin_gpu import StandinGpu
+from trt_plugin.bundle import Bundle
+from trt_plugin.plugin import sharing_kernels
+from weights_files import save_experts
+
+if not os.environ.get("TRITON_INTERPRET"):
+    pytest.skip("a real driver is present", allow_module_level=True)
+
+NOTHING = dict.fromkeys(RESOURCES, 0)
+EXPERTS = 6
+
+
+@pytest.fixture(params=VERSIONS)
+def tensorrt(request):
+    tensorrt = host(request.param)
+    live = tensorrt.live
+    yield tensorrt
+    assert tensorrt.messages() == []
+    assert tensorrt.live == live
+
+
+def small_case(op: str = "experts", tokens: int = 5, seed: int = 0, **options):
+    sizes = {"width": 16, "hidden": 24, "experts": EXPERTS}
+    return filled(make_case(op, (tokens,), seed=seed, **sizes | options))
+
+
+class Offloaded:
+    """A case's layer with its experts in a file, and a bundle of its kernels."""
+
+    def __init__(
+        self, driver, folder: Path, case, resident: int = 2, multiple: int = 16, **attributes
+    ) -> None:
+        self.case = case
+        self.gpu = StandinGpu(driver)
+        self.file = folder / "model.safetensors"
+        self.sources = save_experts(self.file, case, multiple=multiple)
+        layer = replace(layer_of(case), resident_experts=resident)
+        planned = plan(layer, self.gpu.architecture)
+        program = uncompiled_program(planned)
+        self.gpu.interpreted.register(planned, program)
+        for kernel in program.kernels:
+            driver.add_image(kernel.image)
+        bundle = folder / "model.moek"
+        bundle.write_bytes(Bundle((program,)).data)
+        self.attributes = attributes_of(case) | {
+            "kernels": str(bundle),
+            "resident_experts": resident,
+            "w1_source": self.sources[0],
+            "w2_source": self.sources[1],
+            **attributes,
+        }
+
+    def inputs(self, case=None) -> list[torch.Tensor]:
+        """The node's inputs: placeholders stand for the weights."""
+        case = case or self.case
+        weights = {id(case.arguments[name]) for name in ("w1", "w2")}
+        return [
+            torch.zeros(1, dtype=each.dtype) if id(each) in weights else each
+            for each in inputs_of(case)
+        ]
+
+    def engine_fields(self, tensorrt):
+        """What an engine stores for the layer, and the workspace's size."""
+        plugin = tensorrt.create(NAMES[self.case.op], self.attributes, layer="layer")
+        assert plugin is not None, tensorrt.messages()
+        described = [describe(each) for each in self.inputs()]
+        output = described[0]
+        assert plugin.supports_all(described, output)
+        assert plugin.configure(described, output) == 0, tensorrt.messages()
+        size = plugin.workspace(described, output)
+        fields = {
+            name: replace(field, data=bytes(field.data))
+            for name, field in plugin.serialize().items()
+        }
+        plugin.destroy()
+        return fields, size
+
+    def engine(self, tensorrt):
+        """The layer in an engine, and the workspace's size."""
+        fields, size = self.engine_fields(tensorrt)
+        plugin = tensorrt.create(NAMES[self.case.op], fields, RUNTIME, "layer")
+        assert plugin is not None, tensorrt.messages()
+        return plugin, size
+
+
+def summary(tensorrt, name: str = "experts", resident: int = 2, whose: str = "for each context"):
+    """Takes the message about the cache that comes first; returns the others."""
+    first, *others = tensorrt.messages()
+    wanted = rf"own 3 {NAMES[name]} layer: {resident} of {EXPERTS} experts at a time are on the "
+    assert re.fullmatch(rf"{wanted}device, in \d+ bytes {whose}", first), first
+    return others
+
+
+@pytest.mark.parametrize("resident", [1, 2, EXPERTS])
+@pytest.mark.parametrize("op", ["dropless", "experts"])
+def test_the_same_bits_as_fully_resident(driver, tensorrt, tmp_path, op, resident):
+    case = small_case(op, dtype=torch.float16, activation="silu", gated=True)
+    offloaded = Offloaded(driver, tmp_path, case, resident)
+    plugin, size = offloaded.engine(tensorrt)
+    context = plugin.attach()
+    plugin.destroy()
+    for _ in range(2):
+        y = context.run(offloaded.inputs(), size)
+        assert torch.equal(y, run_kernels(case, "sm_80"))
+    assert summary(tensorrt, op, resident) == []
+    # One event for each launch of a wave that another waits for, and three of the call.
+    live = {"memory": 1, "registrations": 2, "pinned memory": 0, "streams": 1, "events": 7}
+    assert driver.live() == live
+    context.destroy()
+    assert driver.live() == NOTHING
+
+
+def test_a_layer_that_lies_as_in_out(driver, tmp_path):
+    tensorrt = host(VERSIONS[-1])
+    case = in_out(small_case(activation="silu", gated=True), "w1", "w2")
+    offloaded = Offloaded(driver, tmp_path, case, w1_transposed=1, w2_transposed=1)
+    plugin, size = offloaded.engine(tensorrt)
+    y = plugin.run(offloaded.inputs(), size)
+    assert torch.equal(y, run_kernels(case, "sm_80"))
+    assert summary(tensorrt) == []
+    plugin.destroy()
+
+
+# --- Contexts ---
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_contexts_have_their_own_cache_or_share_one(driver, tensorrt, tmp_path, shared):
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case, expert_cache=shared)
+    plugin, size = offloaded.engine(tensorrt)
+    contexts = [plugin.attach() for _ in range(2)]
+    # A clone of a context is none itself.
+    clone = contexts[0].clone()
+    for context in contexts:
+        assert torch.equal(context.run(offloaded.inputs(), size), run_kernels(case, "sm_80"))
+    others = summary(tensorrt, whose="that all contexts share" if shared else "for each context")
+    assert len(others) == 1 - shared
+    live = driver.live()
+    assert (live["memory"], live["streams"]) == ((1, 1) if shared else (2, 2))
+    # Of each tensor there is one, whoever uses it.
+    assert live["registrations"] == 2
+    for each in (*contexts, clone, plugin):
+        each.destroy()
+    assert driver.live() == NOTHING
+
+
+def test_layers_that_use_the_same_weights_pin_them_once(driver, tensorrt, tmp_path):
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case)
+    layers = [offloaded.engine(tensorrt) for _ in range(2)]
+    for plugin, size in layers:
+        plugin.run(offloaded.inputs(), size)
+    assert driver.live()["registrations"] == 2
+    assert len(summary(tensorrt)) == 1
+    for plugin, _ in layers:
+        plugin.destroy()
+    assert driver.live() == NOTHING
+
+
+def test_a_shared_cache_is_not_captured(driver, tensorrt, tmp_path):
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case, expert_cache=1)
+    plugin, size = offloaded.engine(tensorrt)
+    plugin.run(offloaded.inputs(), size)
+    summary(tensorrt, whose="that all contexts share")
+    stream = driver.create_stream(offloaded.gpu.context)
+    capture = driver.begin_capture(stream)
+    workspace = torch.empty(size + 256, dtype=torch.uint8)
+    y = torch.empty_like(case.arguments["x"])
+    assert plugin.enqueue(offloaded.inputs(), y, workspace.data_ptr(), stream=stream) != 0
+    driver.end_capture(capture)
+    (message,) = tensorrt.messages()
+    assert "with the attribute expert_cache=0, each context has its own" in message
+    plugin.destroy()
+
+
+# --- What an engine stores ---
+
+
+def test_an_engine_stores_where_the_experts_lie(driver, tensorrt, tmp_path):
+    offloaded = Offloaded(driver, tmp_path, small_case(), expert_cache=1)
+    fields, _ = offloaded.engine_fields(tensorrt)
+    assert list(fields) == ["programs", "w1_source", "w2_source", "expert_cache"]
+    assert fields["w1_source"].data.decode() == offloaded.sources[0]
+    assert fields["w2_source"] == Field.of(offloaded.sources[1])
+    assert fields["expert_cache"] == Field.of(1)
+    # A layer of an engine stores the same again.
+    plugin = tensorrt.create(NAMES["experts"], fields, RUNTIME, "layer")
+    assert plugin.serialize() == fields
+    plugin.destroy()
+
+
+def test_layers_with_equal_kernels_have_their_own_experts(driver, tensorrt, tmp_path):
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case)
+    with sharing_kernels():
+        both = [tensorrt.create(NAMES["experts"], offloaded.attributes) for _ in range(2)]
+    described = [describe(each) for each in offloaded.inputs()]
+    for plugin in both:
+        assert plugin.configure(described, described[0]) == 0
+    fields = [plugin.serialize() for plugin in both]
+    assert [next(iter(each)) for each in fields] == ["programs", "programs_name"]
+    assert [len(each) for each in fields] == [4, 4]
+    for plugin in both:
+        plugin.destroy()
+    loaded = [tensorrt.create(NAMES["experts"], each, RUNTIME, "layer") for each in fields]
+    size = loaded[0].workspace(described, described[0])
+    for plugin in loaded:
+        y = plugin.run(offloaded.inputs(), size)
+        assert torch.equal(y, run_kernels(case, "sm_80"))
+    assert len(summary(tensorrt)) == 1
+    for plugin in loaded:
+        plugin.destroy()
+
+
+BAD_FIELDS = {
+    "one field": (slice(0, 1), {}, "has 4 fields where its experts are offloaded, got 1"),
+    "no source": (slice(0, 4), {"w2_source": Field.of("")}, "got w2_source in the place of w2_so"),
+    "a number": (slice(0, 4), {"w1_source": Field.of(3)}, "got w1_source in the place of w1_sour"),
+    "a text": (slice(0, 4), {"expert_cache": Field.of("a")}, "in the place of expert_cache"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FIELDS)
+def test_fields_of_an_engine(driver, tmp_path, name):
+    tensorrt = host(VERSIONS[-1])
+    part, changes, message = BAD_FIELDS[name]
+    fields, _ = Offloaded(driver, tmp_path, small_case()).engine_fields(tensorrt)
+    changed = dict(list((fields | changes).items())[part])
+    assert tensorrt.create(NAMES["experts"], changed, RUNTIME) is None
+    (error,) = tensorrt.messages()
+    assert message in error
+
+
+BAD_ATTRIBUTES = {
+    "too many": ({"resident_experts": 7}, "resident_experts must be in 0..6, got 7"),
+    "negative": ({"resident_experts": -1}, "resident_experts must be in 0..6, got -1"),
+    "no slots": ({"resident_experts": 0}, "attribute w1_source needs attribute resident_experts"),
+    "no w1": ({"w1_source": None}, "attribute w1_source is missing"),
+    "no w2": ({"w2_source": None}, "attribute w2_source is missing"),
+    "no choice": ({"expert_cache": 2}, "attribute expert_cache must be in 0..1, got 2"),
+    "other slots": ({"resident_experts": 3}, "residual=0 w1_transposed=0 w2_transposed=0 resident"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ATTRIBUTES)
+def test_attributes(driver, tmp_path, name):
+    tensorrt = host(VERSIONS[-1])
+    changes, message = BAD_ATTRIBUTES[name]
+    attributes = Offloaded(driver, tmp_path, small_case()).attributes | changes
+    given = {key: value for key, value in attributes.items() if value is not None}
+    assert tensorrt.create(NAMES["experts"], given) is None
+    (error,) = tensorrt.messages()
+    assert message in error
+
+
+@pytest.mark.parametrize("shape", [(2,), (), (EXPERTS, 24, 16)])
+def test_only_a_placeholder_stands_for_weights(driver, tmp_path, shape):
+    tensorrt = host(VERSIONS[-1])
+    offloaded = Offloaded(driver, tmp_path, small_case())
+    plugin = tensorrt.create(NAMES["experts"], offloaded.attributes)
+    described = [describe(each) for each in offloaded.inputs()]
+    described[3] = Description(shape, torch.float32)
+    assert plugin.configure(described, described[0]) != 0
+    (error,) = tensorrt.messages()
+    assert "w1 must have shape [1], got [" in error
+    plugin.destroy()
+
+
+# --- Files ---
+
+
+def test_a_folder_of_the_environment_comes_first(driver, tensorrt, tmp_path, monkeypatch):
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case)
+    plugin, size = offloaded.engine(tensorrt)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    # A folder without the file does not hide it.
+    monkeypatch.setenv("DYNAMO_MOE_WEIGHTS", str(moved))
+    context = plugin.attach()
+    context.destroy()
+    offloaded.file.rename(moved / offloaded.file.name)
+    context = plugin.attach()
+    assert torch.equal(context.run(offloaded.inputs(), size), run_kernels(case, "sm_80"))
+    assert summary(tensorrt) == []
+    context.destroy()
+    plugin.destroy()
+
+
+def shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def change_a_dtype(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"'))
+
+
+BAD_FILES = {
+    "missing": (Path.unlink, r"model.safetensors: No such file or directory; the environment"),
+    "short": (shorten, r"model.safetensors must have \d+ bytes, got \d+; the engine was built"),
+    "another dtype": (change_a_dtype, r"model.safetensors have a header with checksum \d+, exp"),
+    "a folder": (lambda file: (file.unlink(), file.mkdir()), r"model.safetensors: it is not a f"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_are_refused(driver, tensorrt, tmp_path, name):
+    change, message = BAD_FILES[name]
+    offloaded = Offloaded(driver, tmp_path, small_case())
+    plugin, _ = offloaded.engine(tensorrt)
+    context = plugin.attach()
+    change(offloaded.file)
+    described = [describe(each) for each in offloaded.inputs()]
+    # When a context is made, when it runs, and when an engine is built.
+    assert plugin.attach() is None
+    assert context.shape_change(described, described[0]) != 0
+    built = tensorrt.create(NAMES["experts"], offloaded.attributes)
+    assert built.configure(described, described[0]) != 0
+    for error in tensorrt.messages():
+        assert re.search(message, error), error
+    for each in (built, context, plugin):
+        each.destroy()
+    assert driver.live() == NOTHING
+
+
+BAD_SOURCES = {
+    "no path": (lambda fields: fields[:5], "the source of weights must be '<offset> <bytes> "),
+    "relative": (lambda fields: [*fields[:5], "a.safetensors"], "the source of weights must be"),
+    "no number": (lambda fields: ["x", *fields[1:]], "the source of weights must be"),
+    "negative": (lambda fields: ["-8", *fields[1:]], "the source of weights must be"),
+    "in the header": (
+        lambda fields: ["8", *fields[1:]],
+        "must lie behind a header of 8 bytes or",
+    ),
+    "beyond": (lambda fields: [fields[2], *fields[1:]], "must lie behind a header of 8 bytes or"),
+    "of another size": (
+        lambda fields: [fields[0], str(int(fields[1]) // 2), *fields[2:]],
+        "the layer's w1 must have 9216 bytes, it has 4608 in ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SOURCES)
+def test_sources_that_are_refused(driver, tmp_path, name):
+    tensorrt = host(VERSIONS[-1])
+    change, message = BAD_SOURCES[name]
+    offloaded = Offloaded(driver, tmp_path, small_case())
+    source = " ".join(change(offloaded.sources[0].split(" ", 5)))
+    plugin = tensorrt.create(NAMES["experts"], offloaded.attributes | {"w1_source": source})
+    described = [describe(each) for each in offloaded.inputs()]
+    assert plugin.configure(described, described[0]) != 0
+    (error,) = tensorrt.messages()
+    assert message in error
+    plugin.destroy()
+
+
+@pytest.mark.parametrize("function", ["cuMemHostRegister", "cuMemHostGetDevicePointer"])
+def test_files_that_cannot_be_pinned_are_copied(driver, tensorrt, tmp_path, function):
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case)
+    plugin, size = offloaded.engine(tensorrt)
+    driver.fail(function, OUT_OF_MEMORY)
+    assert torch.equal(plugin.run(offloaded.inputs(), size), run_kernels(case, "sm_80"))
+    (warning,) = summary(tensorrt)
+    assert re.search(
+        rf"own 2 .*model.safetensors: \d+ bytes are copied to pinned memory, .*{function}: "
+        r"CUDA_ERROR_OUT_OF_MEMORY .* \(ulimit -l, now .*\) may be raised, .* ext4 or xfs",
+        warning,
+    )
+    assert driver.live()["pinned memory"] == 1
+    assert driver.live()["registrations"] == 1
+    plugin.destroy()
+    assert driver.live() == NOTHING
+
+
+def test_weights_that_do_not_begin_at_a_multiple_of_16_are_copied(driver, tensorrt, tmp_path):
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case, multiple=8)
+    plugin, size = offloaded.engine(tensorrt)
+    assert torch.equal(plugin.run(offloaded.inputs(), size), run_kernels(case, "sm_80"))
+    (warning,) = summary(tensorrt)
+    assert re.search(r"the weights begin at byte \d+, not at a multiple of 16", warning)
+    assert driver.live()["pinned memory"] == 2
+    plugin.destroy()
+    assert driver.live() == NOTHING
+
+
+def test_no_pinned_memory_at_all(driver, tensorrt, tmp_path):
+    offloaded = Offloaded(driver, tmp_path, small_case())
+    plugin, _ = offloaded.engine(tensorrt)
+    driver.fail("cuMemHostRegister", OUT_OF_MEMORY)
+    driver.fail("cuMemHostAlloc", OUT_OF_MEMORY)
+    described = [describe(each) for each in offloaded.inputs()]
+    assert plugin.shape_change(described, described[0]) != 0
+    (error,) = tensorrt.messages()
+    assert re.search(r"model.safetensors: \d+ bytes of pinned memory: cuMemHostAlloc: CUDA", error)
+    assert driver.live() == NOTHING
+    plugin.destroy()
