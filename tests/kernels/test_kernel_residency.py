@@ -137,7 +137,7 @@ def check_routings(routings: list[list[list[int]]], resident: int) -> None:
                 assert expert is None or torch.equal(slots[slot], source[expert])
 
 
-@settings(bounded, max_examples=15)
+@settings(bounded, max_examples=10)
 @given(routings=ROUTINGS, resident=st.integers(1, EXPERTS))
 def test_a_sequence_of_routings(routings, resident):
     check_routings(routings, resident)
