@@ -39,15 +39,16 @@ Function Find(void* library, const char* name) {
   return function;
 }
 
-// The same of a program whose layer is offloaded, with a cache that fits the machine.
+// Launches a program with a cache, which only offloaded layers take, unless it is too large. Any
+// status is right.
 void LaunchOffloaded(dynamo_moe_program* program, const dynamo_moe_tensors& tensors) {
   constexpr std::size_t kMostState = std::size_t{1} << 20;
   std::size_t state = 0;
   dynamo_moe_cache* cache = nullptr;
   CHECK(dynamo_moe_cache_open(program, nullptr, nullptr, 0, &cache) == DYNAMO_MOE_OK);
   if (dynamo_moe_program_state(program, &state) == DYNAMO_MOE_OK && state < kMostState) {
-    static_cast<void>(dynamo_moe_cache_enqueue(cache, 30, &tensors, tensors.y,
-                                               std::size_t{1} << 62, nullptr));
+    static_cast<void>(
+        dynamo_moe_cache_enqueue(cache, 30, &tensors, tensors.y, std::size_t{1} << 62, nullptr));
   }
   dynamo_moe_cache_close(cache);
 }
