@@ -8,7 +8,7 @@ order in which they are used.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import onnx_ir as ir
 
@@ -48,7 +48,7 @@ def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str
             renamed[str(value.name)] = name
             value.name = name
         graph.initializers.add(value)
-    for node in _all(graph):
+    for node in graph.all_nodes():
         node.name = unique("/".join(filter(None, [module_of(node), node.op_type])))
         for place, output in enumerate(node.outputs):
             output.metadata_props.clear()  # The tracer's name of it.
@@ -61,13 +61,6 @@ def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str
 
 def _by_use(graph: ir.Graph) -> list[ir.Value]:
     """Returns a graph's initializers in the order in which its nodes use them."""
-    used = (value for node in _all(graph) for value in node.inputs if value is not None)
-    order = dict.fromkeys(value for value in used if value.is_initializer())
-    held = list(graph.initializers.values())
-    order |= dict.fromkeys(held)
-    return [value for value in order if value in set(held)]
-
-
-def _all(graph: ir.Graph) -> Iterator[ir.Node]:
-    """Yields the nodes, each before those of its own graphs."""
-    return iter(graph.all_nodes())
+    held = dict.fromkeys(graph.initializers.values())
+    used = (value for node in graph.all_nodes() for value in node.inputs if value in held)
+    return [value for value in dict.fromkeys((*used, *held)) if value is not None]

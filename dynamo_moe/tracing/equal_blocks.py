@@ -16,6 +16,7 @@ import random
 import sys
 import sysconfig
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -24,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -389,16 +391,28 @@ def _words(place: Place) -> str:
     return " ".join(map(str, place))
 
 
+def _hidden(value: Any) -> Hashable:
+    """Returns the state of an object that is in no attribute; None for other objects."""
+    if isinstance(value, Tensor):
+        return change_count(value)
+    if isinstance(value, random.Random):
+        return hash(value.getstate())
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().tolist())
+    if isinstance(value, (bytearray, memoryview, numpy.ndarray)):
+        return bytes(value)
+    return None
+
+
 def _held_by(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     """Returns a fact on a value's state, and the values that it holds."""
-    if isinstance(value, Tensor):
-        return change_count(value), []
+    hidden = _hidden(value)
+    if hidden is not None:
+        return hidden, []
     if isinstance(value, ContextVar):
         return None, [("value", value.get(None))]
-    if isinstance(value, random.Random):
-        return hash(value.getstate()), []
-    if isinstance(value, torch.Generator):
-        return bytes(value.get_state().tolist()), []
+    if isinstance(value, weakref.ref):
+        return None, [("referent", value())]
     if isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(_HERE):
         return None, []  # What watches the trace.
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
@@ -411,7 +425,7 @@ def _held_by(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
         return len(value), list(enumerate(pairs))
     kind = value if isinstance(value, type) else type(value)
     if is_library(sys.modules.get(kind.__module__)) and not isinstance(value, nn.Module):
-        if hasattr(value, "__next__") and not isinstance(value, type):
+        if not (isinstance(value, type) or _is_constant(kind)):
             raise NotSharedError(f"a block reaches a {kind.__name__}, whose state is hidden")
         return None, []
     held = list(attributes_of(value).items())
@@ -421,6 +435,19 @@ def _held_by(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     return None, held
 
 
+def _is_constant(kind: type) -> bool:
+    """Whether objects of a library's class have no state that a model would change."""
+    root = kind.__module__.partition(".")[0]
+    return root in _OF_CONSTANTS and not hasattr(kind, "__next__")
+
+
+# Functions, descriptors, patterns, locks, operators, loggers.
+_OF_CONSTANTS = frozenset(
+    {
+        *("builtins", "types", "functools", "re", "typing", "_thread", "operator", "logging"),
+        *("_abc", "abc", "enum", "inspect", "pathlib", "torch", "custom_ops", "dynamo_moe"),
+    }
+)
 _HERE = str(Path(__file__).parent)
 # Whose code a trace runs beside the model's: no state that a model reads is there.
 _LIBRARIES = tuple(

@@ -215,7 +215,9 @@ class _RunTrace:
             call.results = self._stand_ins(place)
             call.result_spec = self._calls[place - self.run.period].result_spec
         else:
-            results = self._prove(place, compute) if self.proves else compute()
+            last = place >= self.run.traced - self.run.period
+            run = self._prove if last else self._trace
+            results = run(place, compute) if self.proves else compute()
             call.results, call.result_spec = pytree.tree_flatten(results)
             if place % self.run.period == self.run.period - 1:
                 call.results = [
@@ -232,39 +234,41 @@ class _RunTrace:
 
     # --- Blocks that are traced ---
 
-    def _prove(self, place: int, compute: Callable[[], Any]) -> Any:
-        period, call = self.run.period, self._calls[place]
-        kind = place % period
-        last = place >= 2 * period
-        block = self.run.blocks[place]
-        if last:
-            objects = [x for x in call.given if not (isinstance(x, Tensor) or type(x) in SIMPLE)]
-            names = self._names[kind]
-            classes = {type(module) for module in block.modules()}
-            held = (*self.run.outside[kind], *objects, *classes)
-            used = names.values().keys()
-            tensors = _counts(block)
-            proof = _Proof(describe(block), held, self._state(held, kind))
+    def _trace(self, place: int, compute: Callable[[], Any]) -> Any:
+        """Runs a block, and sees what it reads."""
+        call, names = self._calls[place], self._names[place % self.run.period]
         self._reading = True
         try:
-            with self._names[kind].watched() if place >= period else contextlib.nullcontext():
+            # The first unit may do what is done once.
+            with names.watched() if place >= self.run.period else contextlib.nullcontext():
                 results = compute()
         finally:
             self._reading = False
-        if self._names[kind].failure:
-            raise self._refuse(self._names[kind].failure)
+        if names.failure:
+            raise self._refuse(names.failure)
         if call.versions != [change_count(x) for x in call.given if isinstance(x, Tensor)]:
             raise self._refuse("a block changes its input in place")
-        if last:
-            if new := names.values().keys() - used:
-                raise self._refuse(f"a block uses other names than the ones before: {new}")
-            self._check_same(proof.own.facts, describe(block).facts)
-            self._check_same(proof.state, self._state(held, kind))
-            if _counts(block) != tensors:
-                raise self._refuse("a block changes a tensor of its own")
-            if _modes() != call.modes:
-                raise self._refuse("a block changes a mode, or draws random numbers")
-            self._proofs[kind:] = [proof]
+        return results
+
+    def _prove(self, place: int, compute: Callable[[], Any]) -> Any:
+        """Runs the last block of a kind that is traced, which must leave all as it found it."""
+        kind, call, block = place % self.run.period, self._calls[place], self.run.blocks[place]
+        objects = [x for x in call.given if not (isinstance(x, Tensor) or type(x) in SIMPLE)]
+        classes = {type(module) for module in block.modules()}
+        held = (*self.run.outside[kind], *objects, *classes)
+        names = self._names[kind].values().keys()
+        counts = _counts(block)
+        proof = _Proof(describe(block), held, self._state(held, kind))
+        results = self._trace(place, compute)
+        if new := self._names[kind].values().keys() - names:
+            raise self._refuse(f"a block uses other names than the ones before: {new}")
+        self._check_same(proof.own.facts, describe(block).facts)
+        self._check_same(proof.state, self._state(held, kind))
+        if _counts(block) != counts:
+            raise self._refuse("a block changes a tensor of its own")
+        if _modes() != call.modes:
+            raise self._refuse("a block changes a mode, or draws random numbers")
+        self._proofs[kind:] = [proof]
         return results
 
     def _state(self, held: Sequence[Any], kind: int) -> Facts:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextvars
 import copy
 import itertools
+import queue
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,8 @@ COUNT = 0
 SCALE = SimpleNamespace(value=1.0)
 MODE: contextvars.ContextVar[int] = contextvars.ContextVar("mode", default=0)
 NUMBERS = itertools.count()
+ARRAY = np.zeros(1)
+QUEUE: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
 class Block(nn.Module):
@@ -346,6 +351,23 @@ class CountsWithIterator(Block):
         return y * (1 + (next(NUMBERS) % 6 == 5))
 
 
+class CountsInArray(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        ARRAY[0] += 1
+        return y * (1 + (int(ARRAY[0]) % 6 == 5))
+
+
+class CountsInQueue(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        QUEUE.put(1)
+        return y * (1 + (QUEUE.qsize() % 6 == 5))
+
+
+class DrawsNumber(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        return y * random.random()  # noqa: S311
+
+
 class ChangesInput(Block):
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(2)
@@ -373,7 +395,8 @@ class ReadsAnother(Block):
     "kind",
     [
         ReadsNumber, ReadsDictionary, CatchesErrors, CountsCalls, CountsGlobally, AppendsToGlobal,
-        ChangesSharedObject, CountsInDefault, SetsContext, CountsWithIterator, ChangesInput,
+        CountsInArray, CountsInQueue, DrawsNumber, ChangesSharedObject, CountsInDefault,
+        SetsContext, CountsWithIterator, ChangesInput,
         WritesAttribute,
     ],
 )  # fmt: skip
