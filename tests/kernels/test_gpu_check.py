@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import iter_modules
+from types import ModuleType
 
 import pytest
 import torch
@@ -410,19 +412,27 @@ def test_the_key_of_another_wheel(tmp_path):
         precompile.key_of_wheel(wheel_with(tmp_path / "b.whl", b"other", errors="1"))
 
 
+def global_constants(module: ModuleType) -> set[str]:
+    """The names of a module's constants that Triton lets kernels use."""
+    made = {name for name, value in vars(module).items() if isinstance(value, tl.constexpr)}
+    annotated = inspect.get_annotations(module).items()
+    return made | {name for name, kind in annotated if "constexpr" in str(kind)}
+
+
+def test_a_modules_constants():
+    module = ModuleType("module")
+    vars(module).update(A=tl.constexpr(1), B=2, C=3, D=4)
+    module.__annotations__ = {"B": tl.constexpr, "C": "tl.constexpr", "D": int}
+    assert global_constants(module) == {"A", "B", "C"}
+
+
 def test_a_kernels_key_is_the_same_in_every_process():
     # Triton 3.6 puts the global constants of a called function into a kernel's key only if that
     # function's own key is known by then, so kernels have none.
     names = (each.name for each in iter_modules(kernels.__path__, f"{kernels.__name__}."))
     modules = [importlib.import_module(name) for name in names]
     assert router in modules
-    found = {
-        f"{module.__name__}.{name}"
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, tl.constexpr)
-    }
-    assert not found
+    assert not {module.__name__: found for module in modules if (found := global_constants(module))}
 
 
 def test_all_kernels_of_the_window_are_compiled_beforehand():

@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from custom_ops import RouterOptions, reference
 from custom_ops.kernels import launch as launcher
@@ -24,7 +27,7 @@ from custom_ops.kernels.launch import launch, launch_kernel
 from custom_ops.kernels.launch_waves import launch_in_waves
 from custom_ops.kernels.plan import plan
 from custom_ops.kernels.rms_norm import rms_norm_spec
-from custom_ops.kernels.spec import ForwardPlan, Scalar
+from custom_ops.kernels.spec import ForwardPlan, Scalar, TensorMap
 from kernel_runs import call_tensors, layer_of
 from moe_cases import Case, assert_matches, make_case
 from standin_jit import STREAM, StandinJit, with_standin_jit
@@ -228,6 +231,43 @@ def test_a_descriptor_holds_no_tensor_and_serves_the_next_one_at_its_address():
     alive = weakref.ref(w2)
     del w2
     assert alive() is None
+
+
+def test_triton_reads_of_a_descriptor_without_a_tensor_what_it_reads_of_one_with_it(monkeypatch):
+    from triton.backends.nvidia import driver
+
+    def encode(*fields: int | Sequence[int]) -> tuple[object, ...]:
+        return tuple(field if isinstance(field, int) else tuple(field) for field in fields)
+
+    utils = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
+    monkeypatch.setattr(
+        triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils))
+    )
+    others = [None] * (len(signature(driver.make_tensordesc_arg).parameters) - 2)
+    specs = plan(layer_of(case_of(40, width=136)), architecture("sm_90")).kernels()
+    maps = {
+        each for spec in specs for each in spec.arguments.values() if isinstance(each, TensorMap)
+    }
+    assert len(maps) >= 2
+    for each in maps:
+        tensor = torch.empty(each.shape, dtype=each.dtype)
+        assert tensor.stride() == each.strides
+        layout = {
+            "swizzle": 3,
+            "elem_size": each.dtype.itemsize,
+            "elem_type": next(iter(driver.TMA_DTYPE_DEVICE_TO_HOST)),
+            "block_size": list(each.box),
+            "fp4_padded": False,
+        }
+        expected, passed = (
+            driver.make_tensordesc_arg(descriptor, layout, *others)
+            for descriptor in (
+                TensorDescriptor.from_tensor(tensor, list(each.box)),
+                launcher._descriptor(each, tensor.data_ptr()),
+            )
+        )
+        assert passed == expected
+        assert passed[0][0] == tensor.data_ptr()
 
 
 def test_a_kernel_alone():

@@ -6,7 +6,7 @@ The kernels run in Triton's interpreter; only queries to the device are mocked.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +31,14 @@ from custom_ops.options import ROUTER_OPTIONS
 from moe_cases import Case, assert_matches, make_case
 
 
+def _enter(device: object) -> AbstractContextManager[None]:
+    assert isinstance(device, int), "PyTorch takes a microsecond to find a device's index"
+    return nullcontext()
+
+
 @pytest.fixture(autouse=True)
 def _device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", _enter)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     for cached in (_cuda._plan, _cuda_backward._plan):
         cached.cache_clear()
