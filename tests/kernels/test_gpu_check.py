@@ -30,7 +30,7 @@ import triton.language as tl
 
 from benchmarks.gpu import accuracy, dependent_launch, kernel_archive, precompile
 from benchmarks.gpu.check import ARCHIVE, Check, resume
-from benchmarks.gpu.compiling import PlanJob
+from benchmarks.gpu.compiling import PlanJob, kernel_key
 from benchmarks.gpu.layers import SHAPES, parameters_of
 from benchmarks.gpu.speed import Device
 from benchmarks.gpu.stages import SECONDS, Stage, Window
@@ -39,6 +39,7 @@ from benchmarks.gpu.timing import HostTimer
 from custom_ops import kernels, reference
 from custom_ops.kernels import router
 from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.plan import plan
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -437,9 +438,13 @@ def test_a_kernels_key_is_the_same_in_every_process():
 
 def test_all_kernels_of_the_window_are_compiled_beforehand():
     on, shapes = architecture("sm_90"), [SHAPES["tiny"]]
-    jobs = dict(precompile.window_jobs(shapes, shapes, on, 2))
+    jobs = dict(precompile.window_jobs(shapes, shapes, shapes, on, 2))
     specs = [job.spec for job in jobs.values() if isinstance(job, PlanJob)]
     assert {spec.dependent_launch for spec in specs} == {True, False}
-    measured = dict(precompile.window_jobs(shapes, shapes, on, 0))
+    measured = dict(precompile.window_jobs(shapes, shapes, shapes, on, 0))
     assert set(measured) < set(jobs)
-    assert list(measured) == list(dict(precompile.window_jobs(shapes, [], on, 2)))
+    assert list(measured) == list(dict(precompile.window_jobs(shapes, [], shapes, on, 2)))
+    layer = replace(shapes[0].layer(torch.bfloat16, router=False), resident_experts=1)
+    in_waves = {kernel_key(spec) for spec in plan(layer, on).at(1).kernels()}
+    assert in_waves <= set(measured)
+    assert not in_waves <= set(dict(precompile.window_jobs(shapes, [], [], on, 0)))
