@@ -283,13 +283,13 @@ def test_a_kernel_alone():
     assert counts([kernel]) == (1, 1)
 
 
-def run_without_interpreter(script: str) -> str:
+def run_without_interpreter(script: str, **variables: str) -> str:
     """Runs a program of tests/support, and returns what it prints."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    environment.pop("TRITON_INTERPRET", None)
-    path = ROOT / "tests" / "support" / script
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", **variables}
+    program = ROOT / "tests" / "support" / script
     ran = subprocess.run(
-        [sys.executable, path], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, program], env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
@@ -298,6 +298,12 @@ def run_without_interpreter(script: str) -> str:
 @pytest.mark.slow
 def test_what_is_launched_after_triton_s_own_jit_is_what_it_launches():
     assert run_without_interpreter("jit_launches.py") == "the same\n"
+
+
+@pytest.mark.slow
+def test_launches_compile_nothing_that_was_compiled_beforehand(tmp_path):
+    found = run_without_interpreter("compiled_beforehand.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert found == "nothing more\n"
 
 
 @pytest.mark.slow
