@@ -56,7 +56,7 @@ def experts_backward(
         "dweights": dweights_TK,
         **{f"d{name}": gradient for name, gradient in trained.items()},
     }
-    with torch.cuda.device(x_TD.device):
+    with torch.cuda.device(x_TD.get_device()):
         launch(plan, tensors)
     for name, lies in (("w1", fields["w1_transposed"]), ("w2", fields["w2_transposed"])):
         if lies and train_parameters:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import fields
-from itertools import product, zip_longest
+from itertools import filterfalse, product, zip_longest
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -97,12 +97,16 @@ def gemm_candidates(
 ) -> tuple[GemmConfig, ...]:
     """Returns tiles, ``block_m`` rows high, of a grouped product with an inner dimension ``depth``.
 
-    There are 2 gates where a tile holds the gate's and the up half's columns, else 1. The first few
-    differ in blocks per multiprocessor, in width and in stages.
+    There are 2 gates where a tile holds the gate's and the up half's columns, else 1. Of the first
+    few every other is neither persistent nor swapped; they differ in blocks per multiprocessor, in
+    width and in stages.
     """
 
     def blocks(config: GemmConfig) -> int:
         return min(3, blocks_per_sm(layer, architecture, config, gates))
+
+    def varied(config: GemmConfig) -> bool:
+        return config.persistent or config.swapped
 
     def badness(config: GemmConfig) -> tuple[float, ...]:
         """Few loads for an operation, by the copy engine, and some 64 to 192 KiB in flight."""
@@ -112,6 +116,7 @@ def gemm_candidates(
         slow = architecture.has_tensor_maps and not config.tensor_maps
         return (slow, away, round(loads, 3), -config.block_k)
 
+    block_n, stages = attrgetter("block_n"), attrgetter("num_stages")
     tried = choices(
         GemmConfig,
         block_m=(block_m,),
@@ -130,13 +135,10 @@ def gemm_candidates(
         if _is_distinct(layer, config, columns, depth, gates)
         and fits(layer, architecture, config, gates)
     ]
-    tiles = spread(
-        sorted(found, key=badness),
-        blocks,
-        attrgetter("swapped"),
-        attrgetter("block_n"),
-        attrgetter("num_stages"),
-    )
+    found.sort(key=badness)
+    plain = spread(filterfalse(varied, found), blocks, block_n, stages)
+    others = spread(filter(varied, found), attrgetter("swapped"), blocks, stages, block_n)
+    tiles = spread([*plain, *others], varied)
     # Other groupings of the same tiles come last.
     return tuple(sorted(tiles, key=lambda config: config.group_m != 8))
 
@@ -146,6 +148,7 @@ def _is_distinct(layer: Layer, config: GemmConfig, columns: int, depth: int, gat
     row_bytes = config.block_k * layer.experts_dtype.itemsize
     area = config.block_m * config.block_n * gates
     steps = -(-depth // config.block_k)
+    halves = gates == 2 and not layer.options.interleaved
     return (
         64 <= row_bytes <= 256
         # A tensor map loads rows of 128 bytes, the widest swizzle, or several of them.
@@ -154,6 +157,10 @@ def _is_distinct(layer: Layer, config: GemmConfig, columns: int, depth: int, gat
         and (area >= 64 * 128 if config.num_warps == 8 else area <= 128 * 128)
         # Fewer columns are no left operand of those products either.
         and (not config.swapped or gates * config.block_n >= 64)
+        # The compiler joins two halves in registers, and leaves a left operand there.
+        and not (config.swapped and config.tensor_maps and halves)
+        # What else may help is tried by itself.
+        and not (config.swapped and config.persistent)
         # A pipeline is no deeper than its loop is long.
         and config.num_stages <= max(2, steps)
         # Grouping matters where there are several columns of high tiles.

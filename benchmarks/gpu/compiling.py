@@ -19,16 +19,18 @@ import torch
 from benchmarks.gpu.timing import reason
 from custom_ops.kernels.architectures import Architecture
 from custom_ops.kernels.configs import RangeConfig
-from custom_ops.kernels.launch import launch
+from custom_ops.kernels.launch import bound_kernel
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan, plan_with
 from custom_ops.kernels.spec import (
     ForwardPlan,
     KernelSpec,
     Scalar,
+    StatePointer,
     TensorMap,
     TensorPointer,
     TokenRange,
+    WorkspacePointer,
 )
 
 Job = Callable[[], None]
@@ -55,25 +57,27 @@ class PlanJob:
     @property
     def spec(self) -> KernelSpec:
         """The launch."""
-        return self._range.launches[self.index]
+        return list(self._range.kernels())[self.index]
 
     @property
     def _range(self) -> TokenRange:
         return _plan(self.layer, self.architecture, self.ranges).ranges[self.span]
 
     def __call__(self, device: str = "cuda") -> None:
-        """Makes the launch with a kernel that is compiled only, on tensors without values."""
+        """Makes the launch with a kernel that is compiled only, on memory without values."""
         spec = replace(self.spec, function=_Compiled(self.spec.function))
-        alone = replace(self._range, first=1, launches=(spec,))
-        # A kernel is compiled for a pointer's dtype and alignment, whatever the tensor's size.
-        tensors = {
-            argument.tensor: torch.empty(16, dtype=argument.dtype, device=device)
-            for argument in spec.arguments.values()
-            if isinstance(argument, TensorPointer | TensorMap)
-        }
-        x = tensors.get("x", torch.empty(16, device=device))
-        tensors["x"] = x.as_strided((self._range.first, 1), (0, 0))
-        launch(ForwardPlan(self.layer, self.architecture, (alone,)), tensors)
+        memory = {"x": torch.empty(16, device=device)}  # It names the device.
+        for argument in spec.arguments.values():
+            match argument:
+                case (
+                    TensorPointer(name, dtype)
+                    | WorkspacePointer(name, dtype)
+                    | StatePointer(name, dtype)
+                    | TensorMap(name, dtype)
+                ):
+                    # A kernel is compiled for a pointer's dtype and alignment, whatever the size.
+                    memory[name] = torch.empty(16, dtype=dtype, device=device)
+        bound_kernel(spec, {**self.layer.sizes, "T": self._range.first, "wave": 0})(memory)
 
 
 class _Compiled:
@@ -109,7 +113,7 @@ def plan_jobs(
     """Yields the launches for some token counts, each with its :func:`kernel_key`."""
     planned = _plan(layer, architecture, ranges)
     for span in sorted({planned.ranges.index(planned.at(each)) for each in tokens}):
-        for index, spec in enumerate(planned.ranges[span].launches):
+        for index, spec in enumerate(planned.ranges[span].kernels()):
             yield kernel_key(spec), PlanJob(layer, architecture, ranges, span, index)
 
 

@@ -14,6 +14,7 @@ import os
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,26 @@ from benchmarks.gpu.dependent_launch import without_dependent_launch
 from benchmarks.gpu.kernel_archive import kernel_count, pack
 from benchmarks.gpu.layers import ROUTINGS, Shape, matching
 from benchmarks.gpu.speed import cells_of, measuring_jobs
-from benchmarks.gpu.stages import CANDIDATES, TUNED
+from benchmarks.gpu.stages import CANDIDATES, OFFLOADED, TUNED
 from benchmarks.gpu.tune_kernels import TOKENS, tuning_jobs
+from benchmarks.residency.simulate import slots
 from custom_ops.kernels.architectures import Architecture, architecture
 
 _LIBRARY = "triton/_C/libtriton.so"
 
 
 def window_jobs(
-    shapes: Sequence[Shape], tuned: Sequence[Shape], on: Architecture, limit: int
+    shapes: Sequence[Shape],
+    tuned: Sequence[Shape],
+    offloaded: Sequence[Shape],
+    on: Architecture,
+    limit: int,
 ) -> Iterator[tuple[object, Compilation]]:
     """Yields compilations of the bfloat16 layers, those that are needed first first.
 
-    They are what is measured and compared, the same without dependent launch, and up to ``limit``
-    candidates of each product and height of tiles for the layers that are tuned.
+    They are what is measured and compared, the same without dependent launch, what runs where
+    experts lie in host memory, and up to ``limit`` candidates of each product and height of tiles
+    for the layers that are tuned.
     """
     dtype = torch.bfloat16
     cells = list(cells_of(shapes, (), ROUTINGS))
@@ -51,6 +58,10 @@ def window_jobs(
         if cell.routes:
             layer = cell.shape.layer(dtype)
             yield from plan_jobs(layer, without_dependent_launch(on), [cell.tokens])
+    for shape in offloaded:
+        for resident in slots(shape.experts):
+            layer = replace(shape.layer(dtype, router=False), resident_experts=resident)
+            yield from plan_jobs(layer, on, [1])
     for shape in tuned if limit else ():
         yield from tuning_jobs(shape.layer(dtype).canonical(), on, TOKENS, limit).items()
 
@@ -125,8 +136,10 @@ def main() -> None:
     os.environ |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     os.environ["TRITON_STORE_BINARY_ONLY"] = "1"
     shapes = matching(given.shapes)
-    tuned = [shape for shape in matching(TUNED) if shape in shapes]
-    wanted = window_jobs(shapes, tuned, on, given.limit)
+    tuned, offloaded = (
+        [shape for shape in matching(names) if shape in shapes] for names in (TUNED, OFFLOADED)
+    )
+    wanted = window_jobs(shapes, tuned, offloaded, on, given.limit)
     jobs = {name: partial(job, device="cpu") for name, job in wanted}
     failed = compile_jobs(jobs, seconds=given.budget, prepare=partial(pretend, on.capability, key))
     for name, why in failed.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import iter_modules
+from types import ModuleType
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ import triton.language as tl
 
 from benchmarks.gpu import accuracy, dependent_launch, kernel_archive, precompile
 from benchmarks.gpu.check import ARCHIVE, Check, resume
-from benchmarks.gpu.compiling import PlanJob
+from benchmarks.gpu.compiling import PlanJob, kernel_key
 from benchmarks.gpu.layers import SHAPES, parameters_of
 from benchmarks.gpu.speed import Device
 from benchmarks.gpu.stages import SECONDS, Stage, Window
@@ -37,6 +39,7 @@ from benchmarks.gpu.timing import HostTimer
 from custom_ops import kernels, reference
 from custom_ops.kernels import router
 from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.plan import plan
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -410,26 +413,38 @@ def test_the_key_of_another_wheel(tmp_path):
         precompile.key_of_wheel(wheel_with(tmp_path / "b.whl", b"other", errors="1"))
 
 
+def global_constants(module: ModuleType) -> set[str]:
+    """The names of a module's constants that Triton lets kernels use."""
+    made = {name for name, value in vars(module).items() if isinstance(value, tl.constexpr)}
+    annotated = inspect.get_annotations(module).items()
+    return made | {name for name, kind in annotated if "constexpr" in str(kind)}
+
+
+def test_a_modules_constants():
+    module = ModuleType("module")
+    vars(module).update(A=tl.constexpr(1), B=2, C=3, D=4)
+    module.__annotations__ = {"B": tl.constexpr, "C": "tl.constexpr", "D": int}
+    assert global_constants(module) == {"A", "B", "C"}
+
+
 def test_a_kernels_key_is_the_same_in_every_process():
     # Triton 3.6 puts the global constants of a called function into a kernel's key only if that
     # function's own key is known by then, so kernels have none.
     names = (each.name for each in iter_modules(kernels.__path__, f"{kernels.__name__}."))
     modules = [importlib.import_module(name) for name in names]
     assert router in modules
-    found = {
-        f"{module.__name__}.{name}"
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, tl.constexpr)
-    }
-    assert not found
+    assert not {module.__name__: found for module in modules if (found := global_constants(module))}
 
 
 def test_all_kernels_of_the_window_are_compiled_beforehand():
     on, shapes = architecture("sm_90"), [SHAPES["tiny"]]
-    jobs = dict(precompile.window_jobs(shapes, shapes, on, 2))
+    jobs = dict(precompile.window_jobs(shapes, shapes, shapes, on, 2))
     specs = [job.spec for job in jobs.values() if isinstance(job, PlanJob)]
     assert {spec.dependent_launch for spec in specs} == {True, False}
-    measured = dict(precompile.window_jobs(shapes, shapes, on, 0))
+    measured = dict(precompile.window_jobs(shapes, shapes, shapes, on, 0))
     assert set(measured) < set(jobs)
-    assert list(measured) == list(dict(precompile.window_jobs(shapes, [], on, 2)))
+    assert list(measured) == list(dict(precompile.window_jobs(shapes, [], shapes, on, 2)))
+    layer = replace(shapes[0].layer(torch.bfloat16, router=False), resident_experts=1)
+    in_waves = {kernel_key(spec) for spec in plan(layer, on).at(1).kernels()}
+    assert in_waves <= set(measured)
+    assert not in_waves <= set(dict(precompile.window_jobs(shapes, [], [], on, 0)))

@@ -9,13 +9,19 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton
 
 from benchmarks.gpu import kernel_code
-from benchmarks.gpu.kernel_code import Case, in_loops, measure, worse
+from benchmarks.gpu.candidates import gemm_candidates
+from benchmarks.gpu.kernel_code import Case, disassemble, in_loops, measure, worse
 from benchmarks.gpu.layers import SHAPES
+from benchmarks.gpu.stages import CANDIDATES
 from custom_ops.kernels.architectures import architecture
+from custom_ops.kernels.grouped_gemm import expert_down_step, expert_up_step
 from standin import ROOT
+from trt_plugin.compiling.tasks import Compiled, Task, task_for
+from trt_plugin.compiling.workers import compile_tasks
 
 RECORD = kernel_code.read_record(triton.__version__)
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -46,6 +52,36 @@ def test_no_kernel_got_worse(device: str) -> None:
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "tiny"])
 def test_no_kernel_of_any_shape_got_worse(shape: str, device: str) -> None:
     check(shape, device)
+
+
+# A matrix instruction whose left operand is registers; it follows the result.
+LEFT_IN_REGISTERS = re.compile(r"HGMMA\S* R\d+, R\d+, ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_m", [16, 32])
+@pytest.mark.parametrize("product", ["up", "down"])
+@pytest.mark.parametrize("shape", ["qwen3", "gpt-oss"])
+def test_swapped_weights_are_read_from_shared_memory(shape, product, block_m):
+    layer, on = SHAPES[shape].layer(torch.bfloat16), architecture("sm_90")
+    if product == "up":
+        step, sizes = expert_up_step, (layer.hidden, layer.width, layer.options.rows_per_hidden)
+    else:
+        step, sizes = expert_down_step, (layer.width, layer.hidden, 1)
+    tried = gemm_candidates(layer, on, block_m, *sizes)[:CANDIDATES]
+    steps = [step(layer, on, config) for config in tried if config.swapped]
+    tasks = [task_for(spec, on) for each in steps for spec in each.launches]
+    assert tasks
+    problems = {}
+
+    def done(task: Task, result: Compiled) -> None:
+        code = disassemble(result.cubin)
+        assert "HGMMA" in code
+        if LEFT_IN_REGISTERS.search(code) or result.info.local_memory:
+            problems[str(task)] = result.info
+
+    compile_tasks(tasks, 2, done)
+    assert not problems
 
 
 DISASSEMBLED = """

@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from custom_ops import RouterOptions, reference
 from custom_ops.kernels import launch as launcher
@@ -24,7 +27,7 @@ from custom_ops.kernels.launch import launch, launch_kernel
 from custom_ops.kernels.launch_waves import launch_in_waves
 from custom_ops.kernels.plan import plan
 from custom_ops.kernels.rms_norm import rms_norm_spec
-from custom_ops.kernels.spec import ForwardPlan, Scalar
+from custom_ops.kernels.spec import ForwardPlan, Scalar, TensorMap
 from kernel_runs import call_tensors, layer_of
 from moe_cases import Case, assert_matches, make_case
 from standin_jit import STREAM, StandinJit, with_standin_jit
@@ -230,6 +233,43 @@ def test_a_descriptor_holds_no_tensor_and_serves_the_next_one_at_its_address():
     assert alive() is None
 
 
+def test_triton_reads_of_a_descriptor_without_a_tensor_what_it_reads_of_one_with_it(monkeypatch):
+    from triton.backends.nvidia import driver
+
+    def encode(*fields: int | Sequence[int]) -> tuple[object, ...]:
+        return tuple(field if isinstance(field, int) else tuple(field) for field in fields)
+
+    utils = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
+    monkeypatch.setattr(
+        triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils))
+    )
+    others = [None] * (len(signature(driver.make_tensordesc_arg).parameters) - 2)
+    specs = plan(layer_of(case_of(40, width=136)), architecture("sm_90")).kernels()
+    maps = {
+        each for spec in specs for each in spec.arguments.values() if isinstance(each, TensorMap)
+    }
+    assert len(maps) >= 2
+    for each in maps:
+        tensor = torch.empty(each.shape, dtype=each.dtype)
+        assert tensor.stride() == each.strides
+        layout = {
+            "swizzle": 3,
+            "elem_size": each.dtype.itemsize,
+            "elem_type": next(iter(driver.TMA_DTYPE_DEVICE_TO_HOST)),
+            "block_size": list(each.box),
+            "fp4_padded": False,
+        }
+        expected, passed = (
+            driver.make_tensordesc_arg(descriptor, layout, *others)
+            for descriptor in (
+                TensorDescriptor.from_tensor(tensor, list(each.box)),
+                launcher._descriptor(each, tensor.data_ptr()),
+            )
+        )
+        assert passed == expected
+        assert passed[0][0] == tensor.data_ptr()
+
+
 def test_a_kernel_alone():
     x, weight = torch.randn(6, 16), torch.randn(16)
     spec = rms_norm_spec(
@@ -243,13 +283,13 @@ def test_a_kernel_alone():
     assert counts([kernel]) == (1, 1)
 
 
-def run_without_interpreter(script: str) -> str:
+def run_without_interpreter(script: str, **variables: str) -> str:
     """Runs a program of tests/support, and returns what it prints."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    environment.pop("TRITON_INTERPRET", None)
-    path = ROOT / "tests" / "support" / script
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", **variables}
+    program = ROOT / "tests" / "support" / script
     ran = subprocess.run(
-        [sys.executable, path], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, program], env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
@@ -258,6 +298,12 @@ def run_without_interpreter(script: str) -> str:
 @pytest.mark.slow
 def test_what_is_launched_after_triton_s_own_jit_is_what_it_launches():
     assert run_without_interpreter("jit_launches.py") == "the same\n"
+
+
+@pytest.mark.slow
+def test_launches_compile_nothing_that_was_compiled_beforehand(tmp_path):
+    found = run_without_interpreter("compiled_beforehand.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert found == "nothing more\n"
 
 
 @pytest.mark.slow

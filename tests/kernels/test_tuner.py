@@ -217,6 +217,16 @@ def test_operands_are_swapped_where_that_brings_other_products(device, block_m, 
     assert all(config.block_n >= 32 for config in found if config.swapped)
 
 
+@pytest.mark.parametrize(("device", "block_m"), [(90, 16), (90, 64), (80, 64)])
+def test_half_of_the_first_tiles_are_plain(device, block_m):
+    sizes = QWEN.width, QWEN.hidden, 1
+    first = gemm_candidates(QWEN, ARCHITECTURES[device], block_m, *sizes)[:8]
+    plain = [not (config.persistent or config.swapped) for config in first]
+    assert plain == [True, False] * 4
+    assert sum(config.persistent for config in first) >= 2
+    assert not any(config.persistent and config.swapped for config in first)
+
+
 def test_tiles_that_do_the_same_work_are_left_out():
     """One step of the loop, one tile of columns: neither stages nor grouping make a difference."""
     shape = replace(SHAPES["swin1"], hidden=32, width=64)

@@ -20,11 +20,12 @@ from trt_plugin.compiling.workers import compile_tasks
     ("dtype", "options"),
     [
         (torch.bfloat16, ExpertOptions("silu", gated=True)),
+        (torch.bfloat16, ExpertOptions("clamped_swiglu", gated=True, interleaved=True)),
         (torch.float16, ExpertOptions("gelu", pre_norm="rms", weight_on_input=True)),
         (torch.float32, ExpertOptions("gelu")),
         (torch.float32, ExpertOptions("silu", gated=True)),
     ],
-    ids=["bf16-gated", "fp16-rms", "fp32", "fp32-gated"],
+    ids=["bf16-gated", "bf16-interleaved", "fp16-rms", "fp32", "fp32-gated"],
 )
 def test_nothing_spills(dtype, options, device):
     layer = Layer(64, 1024, 768, 4, dtype, dtype, options=options, b1=True, b2=True)
