@@ -91,7 +91,8 @@ def notes(model: ir.Model, activations: Collection[str], target: str) -> list[st
                 f"{count} configurations of {name}: TensorRT's parser finds functions by name "
                 "alone, so it needs a plugin for it"
             )
-    known = (find(node) for node in model.graph.all_nodes())
+    graphs = [model.graph, *model.functions.values()]
+    known = (find(node) for graph in graphs for node in graph.all_nodes())
     bodiless = {each.name for each in known if each is not None and each.body is None}
     return found + [
         f"{name} has no body: only a runtime that knows the operator runs the file"
