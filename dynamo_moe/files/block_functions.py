@@ -5,6 +5,8 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
+from dynamo_moe.moe_nodes.nodes import is_moe
+
 DOMAIN = "dynamo_moe.blocks"
 """The domain of the functions."""
 
@@ -16,6 +18,12 @@ def inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
     model = ir.from_proto(proto)
     inline_blocks(model)
     return ir.to_proto(model)
+
+
+def has_moe_in_blocks(model: ir.Model) -> bool:
+    """Whether MoE nodes are inside of functions, where TensorRT's parser takes their bodies."""
+    functions = (function for function in model.functions.values() if function.domain == DOMAIN)
+    return any(is_moe(node) for function in functions for node in function.all_nodes())
 
 
 def inline_blocks(model: ir.Model) -> None:

@@ -7,6 +7,7 @@ share, stays as it is.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -35,14 +36,14 @@ def make_functions(
         :func:`dynamo_moe.files.block_functions.inline_blocks` undoes it, by their names before.
     """
     renamed: dict[str, str] = {}
-    names = Counter(function.name for function in model.functions.values())
-    names.update({node.op_type for node in model.graph.all_nodes()})
+    taken = {function.name for function in model.functions.values()}
+    taken |= {node.op_type for node in model.graph.all_nodes()}
     for units, ends in runs:
+        kind = "_".join(dict.fromkeys(units.kinds))
         # Not that of an operator either: TensorRT's parser finds functions by name alone.
-        name = "_".join(dict.fromkeys(units.kinds))
-        while name in names or onnx.defs.has(name):
-            name = f"{name}_"
-        names[name] += 1
+        numbered = itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2)))
+        name = next(each for each in numbered if each not in taken and not onnx.defs.has(each))
+        taken.add(name)
         renamed |= _Outlined(model, units, ends, weights).replace(name)
     if DOMAIN in {domain for domain, _, _ in model.functions}:
         model.opset_imports[DOMAIN] = 1
