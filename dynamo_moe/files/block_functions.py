@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 
 from dynamo_moe.moe_nodes.nodes import is_moe
 
@@ -52,6 +53,7 @@ def inline_blocks(model: ir.Model) -> None:
     for identifier in [each for each in model.functions if each[0] == DOMAIN]:
         del model.functions[identifier]
     model.opset_imports.pop(DOMAIN, None)
+    common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
 
 
 def inlined_name(call: str, name: str) -> str:

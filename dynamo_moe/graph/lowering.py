@@ -92,7 +92,7 @@ def notes(model: ir.Model, activations: Collection[str], target: str) -> list[st
                 f"{count} configurations of {name}: TensorRT's parser finds functions by name "
                 "alone, so it needs a plugin for it"
             )
-    graphs = [model.graph, *model.functions.values()]
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
     if has_moe_in_blocks(model):
         found.append(
             "MoE layers are inside of functions, where TensorRT's parser looks for no plugin: for "

@@ -14,6 +14,7 @@ import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
+from test_shared_architectures import LENGTH, gemma2, language_model, mixtral, swin
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -23,8 +24,7 @@ from dynamo_moe.files import metadata
 from dynamo_moe.files.block_functions import DOMAIN, inline_blocks, inlined
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import DroplessMoEMlp
-from tensorrt_builds import build
-from test_shared_architectures import LENGTH, gemma2, language_model, mixtral, swin
+from tensorrt_builds import build, parse
 
 WIDTH = 8
 
@@ -70,7 +70,7 @@ def calls_of(path: Path) -> dict[str, list[str]]:
 
 
 def check_same_graph(path: Path, default: Path) -> None:
-    """Checks that a file is another one without its functions, up to names and constants' places."""
+    """Checks that a file without its functions is another one, up to names."""
     model, other = ir.load(path), ir.load(default)
     inline_blocks(model)
     assert list(model.functions) == list(other.functions)
@@ -189,9 +189,9 @@ def test_moe_nodes_are_inside_of_the_function(files: tuple[Path, Path, nn.Module
     onnx.checker.check_model(proto, full_check=True)
     assert calls_of(path) == {"MoEBlock": [str(number) for number in range(5)]}
     (function,) = (each for each in proto.functions if each.domain == DOMAIN)
-    assert [node.op_type for node in function.node] == ["DroplessMoE", "Add"]
+    assert [node.op_type for node in function.node] == ["Constant", "DroplessMoE", "Add"]
     assert list(function.output) == ["output"]
-    assert list(function.input)[:2] == ["input", "experts.gate.weight"]
+    assert list(function.input)[:2] == ["input", "experts.router.weight"]
     assert {(each.domain, each.version) for each in function.opset_import} == {("", 20), ("moe", 1)}
     check_same_graph(path, default)
     assert {case.routing_agreement for case in dynamo_moe.verify(path, model).cases} == {1.0}
@@ -229,10 +229,13 @@ def test_readers_of_layers_look_inside(files: tuple[Path, Path, nn.Module], tmp_
 
 @pytest.mark.parametrize("target", ["dense", "onnxruntime"])
 def test_other_targets(target: Any, tmp_path: Path) -> None:
-    model, path = moe_blocks(), tmp_path / "m.onnx"
+    layers = (DroplessMoEMlp(WIDTH, 16, num_experts=4, top_k=2) for _ in range(5))
+    model, path = nn.Sequential(*layers).eval(), tmp_path / "m.onnx"
+    dynamo_moe.convert(model)
     example = torch.zeros(2, WIDTH)
     report = dynamo_moe.export(model, example, path, target=target, layers_as_functions=True)
-    assert report.nodes[f"{DOMAIN}::MoEBlock"] == 5
+    assert list(calls_of(path).values()) == [[str(number) for number in range(5)]]
+    assert len(report.layers) == 5
     assert {case.routing_agreement for case in dynamo_moe.verify(path, model).cases} == {1.0}
 
 
@@ -273,14 +276,14 @@ def test_tensorrt_expands_functions(tmp_path: Path) -> None:
     assert built.built, built.reason()
 
 
-def test_plugins_are_not_found_in_functions(
-    files: tuple[Path, Path, nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plugins_are_not_found_in_functions(files: tuple[Path, Path, nn.Module]) -> None:
     """The command says so before TensorRT's parser reports an operator of a body."""
-    report = dynamo_moe.export(
-        files[2], torch.zeros(2, WIDTH), files[0].with_name("m.onnx"), layers_as_functions=True
-    )
+    path = files[0].with_name("m.onnx")
+    report = dynamo_moe.export(files[2], torch.zeros(2, WIDTH), path, layers_as_functions=True)
     assert any("looks for no plugin" in note for note in report.notes)
+    refused = parse(path)
+    assert not refused.parsed
+    assert "y_EPD" in refused.reason(), refused.reason()
 
 
 def test_command(tmp_path: Path) -> None:
