@@ -33,6 +33,7 @@ from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.instantiate import Units, instantiate
+from dynamo_moe.graph.layer_functions import make_functions
 from dynamo_moe.graph.naming import name_canonically
 from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
@@ -84,6 +85,7 @@ def export(
     opset: int = DEFAULT_OPSET,
     external_data: bool | None = None,
     link_weights: bool = False,
+    layers_as_functions: bool = False,
     progress: bool | Progress = False,
     profile: bool = False,
 ) -> ExportReport:
@@ -123,6 +125,11 @@ def export(
             in the checkpoint's own files, which the ONNX file then refers to. The ONNX file must be
             in their folder, or in one above. Matrices that ONNX wants transposed get a Transpose,
             which runtimes compute when they load the file.
+        layers_as_functions: Blocks that repeat, each with weights of its own, are calls of one
+            function of the file, in the domain ``dynamo_moe.blocks`` and named after their class:
+            the file is small, and shows the model's architecture. Otherwise, and where fewer than
+            four in a row are found to be equal, their nodes are in the graph. Runtimes put them
+            there when they load the file.
         progress: True: an export of more than two seconds shows its phase on stderr. Or a function,
             called at the beginning of each phase with its name, 0 and 0, and while weights are
             written with ``"serialization"``, the bytes so far and in all.
@@ -172,7 +179,7 @@ def export(
             with _exporting(), _naming_unconverted(remaining, model), autocast_inside(model):
                 _check_values(model)
                 example = resolve(model, *given, dynamic_shapes)
-                form = target, body, link_weights
+                form = _Form(target, body, link_weights, layers_as_functions)
                 graph = _graph(model, given, example, opset, input_names, form)
                 model_ir, layers = graph.model, graph.layers
                 _rename("output_names", model_ir.graph.outputs, output_names)
@@ -216,6 +223,15 @@ def export(
 # --- The steps of an export ---
 
 
+class _Form(NamedTuple):
+    """What the graph becomes: the arguments of :func:`export`."""
+
+    target: lowering.Target
+    body: lowering.Body
+    link: bool
+    functions: bool
+
+
 class _Graph(NamedTuple):
     """A graph as it is written, its MoE layers, and what a user should know of how it was made."""
 
@@ -230,7 +246,7 @@ def _graph(
     example: DynamicExample,
     opset: int,
     input_names: Sequence[str] | None,
-    form: tuple[lowering.Target, lowering.Body, bool],
+    form: _Form,
 ) -> _Graph:
     """Traces a model, equal blocks only as often as it takes, and returns its optimised graph."""
     with evaluating(model):
@@ -253,7 +269,7 @@ def _graph_with(
     example: DynamicExample,
     opset: int,
     input_names: Sequence[str] | None,
-    form: tuple[lowering.Target, lowering.Body, bool],
+    form: _Form,
     runs: Sequence[Run],
 ) -> _Graph:
     sharing = SharedTrace(runs) if runs else None
@@ -265,8 +281,11 @@ def _graph_with(
     units = _units(traced, sharing) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, input_names)
     placeholders.attach(traced, lazies)
-    layers = _optimize(traced, *form, units)
-    return _Graph(traced, layers, [*([exporter] if exporter else []), *trials.notes])
+    layers = _optimize(traced, form, units)
+    notes = [*([exporter] if exporter else []), *trials.notes]
+    if form.functions and not units:
+        notes.append("no blocks were found that could be calls of one function")
+    return _Graph(traced, layers, notes)
 
 
 def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
@@ -279,6 +298,7 @@ def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
         starts = range(0, len(run.blocks), run.period)
         found.append(
             Units(
+                kinds=[type(block).__name__ for block in run.blocks[: run.period]],
                 paths=[run.paths[start : start + run.period] for start in starts],
                 tensors=[run.unit_tensors(start) for start in starts],
                 ends=[[next(names) for _ in nodes] for nodes in ends],
@@ -413,17 +433,12 @@ def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | No
 
 
 @phase("optimization")
-def _optimize(
-    model: ir.Model,
-    target: lowering.Target,
-    body: lowering.Body,
-    link: bool,
-    units: Sequence[Units],
-) -> list[metadata.Layer]:
+def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[metadata.Layer]:
     """Gives the traced graph the form of its target, in place; returns its MoE layers.
 
     It is then given the units of equal blocks that were passed over.
     """
+    target, body, link, functions = form
     passes.fold_weight_casts(model, link=link)
     if link and target == "plugin":
         keep_transposed_weights(model)
@@ -441,11 +456,18 @@ def _optimize(
     roll_repeats(model)
     if target == "plugin":
         lowering.lower(model, target, body)
+    runs = []
     for each in units:
-        layers, weights = instantiate(model, each, layers, weights)
+        layers, weights, ends = instantiate(model, each, layers, weights)
+        runs.append((each, ends))
     names = name_canonically(model, weights)
     common_passes.ClearMetadataAndDocStringPass()(model)
-    return [layer.renamed(names) for layer in layers]
+    layers = [layer.renamed(names) for layer in layers]
+    if not functions:
+        return layers
+    weights |= {name for layer in layers for name in layer.inputs}
+    inner = make_functions(model, runs, weights)
+    return [layer.renamed(inner) for layer in layers]
 
 
 def check_graph(model: ir.Model) -> None:

@@ -61,8 +61,8 @@ def export_language_model(
         model: A model in memory, or one opened by :func:`open_checkpoint`.
         path: The file to write.
         task: One of the above.
-        options: ``target``, ``body``, ``opset``, ``external_data``, ``link_weights``, ``progress``
-            and ``profile`` of :func:`export`.
+        options: ``target``, ``body``, ``opset``, ``external_data``, ``link_weights``,
+            ``layers_as_functions``, ``progress`` and ``profile`` of :func:`export`.
 
     Returns:
         What was written.

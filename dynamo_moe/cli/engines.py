@@ -145,6 +145,8 @@ def engine(
             raise UsageError("--timing-cache: TensorRT for RTX measures nothing when it builds")
         found.check_targets(architectures)
         trt_plugin.check_shapes(profiles, _input_shapes(file))
+        if not offload:  # Then the file is written anew.
+            _check_functions(file)
         if offload and not kernels:
             # What is missing to compile kernels is said before the experts' weights are copied.
             need_triton()
@@ -292,6 +294,19 @@ def _input_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         for each in graph.input
         if each.name not in initializers
     }
+
+
+def _check_functions(file: Path) -> None:
+    import onnx_ir as ir
+
+    from dynamo_moe.files.block_functions import has_moe_in_blocks
+    from dynamo_moe.files.model_files import load_graph
+
+    if has_moe_in_blocks(ir.from_proto(load_graph(file))):
+        raise UsageError(
+            f"{file} has its MoE layers inside of functions, where TensorRT's parser looks for no "
+            "plugin: export it without --layers-as-functions"
+        )
 
 
 def _device() -> str:

@@ -154,6 +154,14 @@ def export(
             "OUT.onnx, beside them, refers to.",
         ),
     ] = False,
+    layers_as_functions: Annotated[
+        bool,
+        typer.Option(
+            "--layers-as-functions",
+            help="Blocks that repeat are calls of one function: a small graph, which shows the "
+            "architecture.",
+        ),
+    ] = False,
     external_data: Annotated[
         bool | None,
         typer.Option(
@@ -199,7 +207,7 @@ def export(
         if not hf and (task or dtype or link_weights):
             raise UsageError("--task, --dtype and --link-weights need --hf")
         options: dict[str, Any] = {"target": target, "body": body, "profile": profile}
-        options["external_data"] = external_data
+        options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
         if opset is not None:
             options["opset"] = _known_opset(opset)
         if body != "loop" and target != "plugin":

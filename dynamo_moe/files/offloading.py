@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from custom_ops.residency import cache_bytes
 from custom_ops.weight_source import ALIGNMENT, SUFFIX, WeightSource
+from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.experts_file import Progress, write_experts
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.files.model_files import check_destination, load_graph, save_model
@@ -197,7 +198,7 @@ def offload_file(
     check_destination(output)
     # Says what there are no kernels for before gigabytes are copied.
     kernel_layers(path)
-    model = ir.from_proto(load_graph(path))
+    model = ir.from_proto(inlined(load_graph(path)))
     ir.external_data.set_base_dir(model.graph, path.parent.resolve())
     _check_files(model, path, output, file)
     found = [_Layer.of(node) for node in moe_nodes(model)]
@@ -241,7 +242,7 @@ def offloaded_kernel_layers(
         ValueError: As of :func:`offload_file`, of nodes and numbers.
     """
     layers = kernel_layers(path)
-    found = [_Layer.of(node) for node in moe_nodes(ir.from_proto(load_graph(path)))]
+    found = [_Layer.of(node) for node in moe_nodes(ir.from_proto(inlined(load_graph(path))))]
     slots = choose([layer.expert_sizes for layer in found], resident_experts, resident_memory)
     return [
         replace(layer, resident_experts=count) for layer, count in zip(layers, slots, strict=True)

@@ -26,11 +26,13 @@ class Units:
     """A run of equal units of blocks.
 
     Attributes:
+        kinds: The names of the classes of its blocks.
         paths: By unit, the paths of its blocks.
         tensors: By unit, the parameters and buffers of its blocks, by name.
         ends: By traced unit, the names of the values that it ends with.
     """
 
+    kinds: Sequence[str]
     paths: Sequence[Sequence[str]]
     tensors: Sequence[Mapping[str, Tensor]]
     ends: Sequence[Sequence[str]]
@@ -45,7 +47,7 @@ class Units:
 
 def instantiate(
     model: ir.Model, units: Units, layers: Sequence[Layer], weights: Collection[str]
-) -> tuple[list[Layer], set[str]]:
+) -> tuple[list[Layer], set[str], list[list[ir.Value]]]:
     """Adds the nodes of the units that were not traced, and their weights.
 
     Args:
@@ -55,13 +57,14 @@ def instantiate(
         weights: The names of the initializers that are weights, and not constants of the nodes.
 
     Returns:
-        The layers and the names of the weights, those of the new units among them.
+        The layers and the names of the weights, those of the new units among them; by unit, the
+        values that it ends with.
 
     Raises:
         NotSharedError: If the units of the graph are not alike.
     """
     run = _Run(model, units, weights)
-    return run.add(layers), run.weights
+    return run.add(layers), run.weights, run.ends
 
 
 class _Run:
@@ -70,22 +73,22 @@ class _Run:
         self._graph, self._units = model.graph, units
         values = {str(output.name): output for node in model.graph for output in node.outputs}
         try:
-            self._ends = [[values[name] for name in names] for names in units.ends]
+            self.ends = [[values[name] for name in names] for names in units.ends]
         except KeyError as error:
             raise NotSharedError(f"the value {error} that ends a unit is gone") from None
-        before = [_ancestors(ends) for ends in self._ends]
+        before = [ancestors(ends) for ends in self.ends]
         inside = [before[unit] - before[unit - 1] for unit in (1, 2)]
         self._second, self._third = ([n for n in model.graph if n in each] for each in inside)
         self._check_alike()
         self._check_uses(inside[1])
 
     def _check_alike(self) -> None:
-        first, second, third = self._ends
+        first, second, third = self.ends
         twin: dict[ir.Value, ir.Value] = dict(zip(first, second, strict=True))
         if len(self._second) != len(self._third):
             raise NotSharedError("units have different numbers of nodes")
         for node, other in zip(self._second, self._third, strict=True):
-            if _key(node) != _key(other) or len(node.inputs) != len(other.inputs):
+            if node_key(node) != node_key(other) or len(node.inputs) != len(other.inputs):
                 raise NotSharedError(f"{node.name} and {other.name} differ")
             for given, its in zip(node.inputs, other.inputs, strict=True):
                 if not self._is_twin(given, its, twin):
@@ -120,7 +123,7 @@ class _Run:
         )
 
     def _check_uses(self, third: Collection[ir.Node]) -> None:
-        ends = set(self._ends[-1])
+        ends = set(self.ends[-1])
         for node in third:
             if any(isinstance(a, ir.Attr) and _holds_graph(a) for a in node.attributes.values()):
                 raise NotSharedError(f"{node.name} has a graph of its own")
@@ -132,21 +135,22 @@ class _Run:
     def add(self, layers: Sequence[Layer]) -> list[Layer]:
         units = range(TRACED_UNITS, len(self._units.paths))
         inside = set(self._third)
-        uses = {end: [use for use in end.uses() if use[0] not in inside] for end in self._ends[-1]}
+        uses = {end: [use for use in end.uses() if use[0] not in inside] for end in self.ends[-1]}
         place = self._third[-1]
         known: dict[ir.Value, ir.Value] = {}
-        ends = self._ends[-1]
+        third = ends = self.ends[-1]
         added: list[Layer] = []
         its = [layer for layer in layers if self._units.renamed(layer.name, 2, 1) != layer.name]
         for unit in units:
-            known = dict(zip(self._ends[1], ends, strict=True))
+            known = dict(zip(self.ends[1], ends, strict=True))
             self._counterpart = _counterparts(self._units, unit)
             nodes = [self._copy(node, unit, known) for node in self._third]
             self._graph.insert_after(place, nodes)
-            place, ends = nodes[-1], [known[end] for end in self._ends[-1]]
+            place, ends = nodes[-1], [known[end] for end in third]
+            self.ends.append(ends)
             names = {str(value.name): str(copy.name) for value, copy in known.items()}
             added += [self._layer(layer, unit, names) for layer in its]
-        for last, end in zip(ends, self._ends[-1], strict=True):
+        for last, end in zip(ends, third, strict=True):
             for user, index in uses[end]:
                 user.replace_input_with(index, last)
             for index, output in enumerate(self._graph.outputs):
@@ -259,7 +263,8 @@ def _counterparts(units: Units, unit: int) -> Callable[[Tensor], Tensor | None]:
     return other
 
 
-def _ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
+def ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
+    """Returns the nodes that values are computed by."""
     found: set[ir.Node] = set()
     remaining = [value.producer() for value in values]
     while remaining:
@@ -292,7 +297,7 @@ def _holds_graph(attribute: ir.Attr) -> bool:
     return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
-def _key(node: ir.Node) -> Any:
+def node_key(node: ir.Node) -> Any:
     """Returns what two nodes have in common if they compute the same of their inputs."""
     attributes = {
         name: (attribute.type, str(attribute.value))

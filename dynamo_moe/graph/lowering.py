@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
+from dynamo_moe.files.block_functions import has_moe_in_blocks
 from dynamo_moe.moe_nodes.bodies.of_node import unrolled_moe_body
 from dynamo_moe.moe_nodes.nodes import INPUTS, moe_nodes
 from dynamo_moe.operators.registry import find
@@ -91,7 +92,13 @@ def notes(model: ir.Model, activations: Collection[str], target: str) -> list[st
                 f"{count} configurations of {name}: TensorRT's parser finds functions by name "
                 "alone, so it needs a plugin for it"
             )
-    known = (find(node) for node in model.graph.all_nodes())
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    if has_moe_in_blocks(model):
+        found.append(
+            "MoE layers are inside of functions, where TensorRT's parser looks for no plugin: for "
+            "an engine with the plugin, export without layers_as_functions"
+        )
+    known = (find(node) for graph in graphs for node in graph.all_nodes())
     bodiless = {each.name for each in known if each is not None and each.body is None}
     return found + [
         f"{name} has no body: only a runtime that knows the operator runs the file"

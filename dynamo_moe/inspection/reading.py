@@ -18,6 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from custom_ops.weight_source import WeightSource
+from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.model_files import all_nodes, load_graph, subgraphs
 from dynamo_moe.files.offloading import OffloadedLayer
 from dynamo_moe.inspection.summary import (
@@ -59,9 +60,9 @@ def inspect(path: str | PathLike[str]) -> ModelSummary:
     external = [t for t in initializers.values() if t.data_location == onnx.TensorProto.EXTERNAL]
     files = {entry.value for t in external for entry in t.external_data if entry.key == "location"}
     operators = _count_operators(model.graph.node)
-    moe_layers = [
-        moe_layer(node, initializers) for node in all_nodes(model.graph.node) if is_layer(node)
-    ]
+    graph = inlined(model).graph
+    constants = {tensor.name: tensor for tensor in _initializers(graph)}
+    moe_layers = [moe_layer(node, constants) for node in all_nodes(graph.node) if is_layer(node)]
     return ModelSummary(
         path=path,
         file_bytes=path.stat().st_size,

@@ -21,6 +21,7 @@ from torch import Tensor
 from custom_ops.dtypes import FLOATS
 from dynamo_moe import language_models, pytree
 from dynamo_moe.evaluation import check_model, evaluating, unwrapped
+from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.files.metadata import layers_of
 from dynamo_moe.files.model_files import all_nodes, load_graph
@@ -84,7 +85,8 @@ def verify(
     if timeout is not None and not isolated:
         raise ValueError("timeout needs isolated=True: only a separate process can be ended")
     runtime_name = describe()
-    proto = load_graph(path)
+    stored = load_graph(path)
+    proto = inlined(stored)
     tolerance = tolerance or tolerance_for(
         _weight_dtypes(proto), approximate_gelu=_approximates_gelu(proto)
     )
@@ -94,7 +96,7 @@ def verify(
         drawn = _prepare(stack, proto, [model] if reference is None else [model, reference])
         cases = drawn if inputs is None else _checked(inputs)
         runtime = stack.enter_context(RuntimeProcess(timeout) if isolated else Runtime())
-        file = _LoadedFile(path, proto, runtime)
+        file = _LoadedFile(path, proto, runtime, is_stored=proto is stored)
         results = []
         for case in cases:
             feeds = _feeds(file.inputs, case)
@@ -207,17 +209,20 @@ def _arguments(model: torch.nn.Module, case: Case) -> tuple[tuple[Any, ...], dic
 class _LoadedFile:
     """The file in ONNX Runtime, with its layers' expert ids as further outputs, if they are known.
 
-    One session gives both, unless the file has nodes of ``com.microsoft::MoE``. ONNX Runtime lets
+    One session gives both, unless the file has functions of blocks, which hide their layers, or
+    nodes of ``com.microsoft::MoE``. ONNX Runtime lets
     such a node write its result over its input while still reading it, if nothing reads that input
     afterwards (seen with 1.31.1: errors of 2 and more). Computing the routing reads it, which hides
     the error (from 1.4 to 0.8 in a file of two layers). So such a file runs as it is, and the
     routing comes from a session of its own.
     """
 
-    def __init__(self, path: Path, proto: onnx.ModelProto, runtime: Runtime) -> None:
+    def __init__(
+        self, path: Path, proto: onnx.ModelProto, runtime: Runtime, *, is_stored: bool
+    ) -> None:
         self._path, self._runtime = path, runtime
         self._outputs = [value.name for value in proto.graph.output]
-        separate = _has_runtimes_moe(proto)
+        separate = _has_runtimes_moe(proto) or not is_stored
         self._routed = add_routing_outputs(proto)
         as_it_is: tuple[Any, ...] = (str(path),)
         routed = (proto.SerializeToString(), str(path.parent)) if self._routed else as_it_is

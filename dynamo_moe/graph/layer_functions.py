@@ -1,0 +1,212 @@
+"""Equal blocks as calls of one function: the file then shows a model's architecture.
+
+The nodes of a unit are found from the values that it ends with, backwards, as long as they are
+those of the third unit. What differs there, such as the first unit where it computes what all
+share, stays as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import onnx.defs
+import onnx_ir as ir
+
+from dynamo_moe.files.block_functions import DOMAIN, copied, inlined_name
+from dynamo_moe.files.model_files import is_small
+from dynamo_moe.graph.instantiate import Units, ancestors, node_key
+
+
+def make_functions(
+    model: ir.Model,
+    runs: Sequence[tuple[Units, Sequence[Sequence[ir.Value]]]],
+    weights: Collection[str],
+) -> dict[str, str]:
+    """Makes the units of each run calls of one function, in place.
+
+    Args:
+        model: The graph, complete and named.
+        runs: The runs, and by unit the values that it ends with.
+        weights: The names of the initializers that are passed to a function, however small.
+
+    Returns:
+        The names that values inside of units have where
+        :func:`dynamo_moe.files.block_functions.inline_blocks` undoes it, by their names before.
+    """
+    renamed: dict[str, str] = {}
+    taken = {function.name for function in model.functions.values()}
+    taken |= {node.op_type for node in model.graph.all_nodes()}
+    for units, ends in runs:
+        kind = "_".join(dict.fromkeys(units.kinds))
+        # Not that of an operator either: TensorRT's parser finds functions by name alone.
+        numbered = itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2)))
+        name = next(each for each in numbered if each not in taken and not onnx.defs.has(each))
+        taken.add(name)
+        renamed |= _Outlined(model, units, ends, weights).replace(name)
+    if DOMAIN in {domain for domain, _, _ in model.functions}:
+        model.opset_imports[DOMAIN] = 1
+        model.graph.sort()
+    for value in list(model.graph.initializers.values()):
+        if not value.uses() and not value.is_graph_output():
+            del model.graph.initializers[str(value.name)]
+    return renamed
+
+
+class _Outlined:
+    """A run whose units become calls; the third is the pattern of its function."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        units: Units,
+        ends: Sequence[Sequence[ir.Value]],
+        weights: Collection[str],
+    ) -> None:
+        self._model, self._units, self._ends, self._weights = model, units, ends, weights
+        inside = ancestors(ends[2]) - ancestors(ends[1])
+        self._nodes = [node for node in model.graph if node in inside]
+        self._results = [end for end in dict.fromkeys(ends[2]) if end.producer() in inside]
+        used = dict.fromkeys(value for node in self._nodes for value in node.inputs)
+        self._given = [each for each in used if each is not None and each.producer() not in inside]
+        self._given.sort(key=self._rank)
+        self._twins = [self._match(its) for its in ends]
+        self._constants = [value for value in self._given if self._is_constant(value)]
+        self._given = [value for value in self._given if value not in self._constants]
+
+    def _rank(self, value: ir.Value) -> int:
+        """Orders the function's inputs: what goes from unit to unit, what all share, weights."""
+        return 0 if value in self._ends[1] else 2 if value.name in self._weights else 1
+
+    def _is_constant(self, value: ir.Value) -> bool:
+        """Whether all units but the first, which may be another, have one small constant."""
+        if not value.is_initializer() or value.name in self._weights or not is_small(value):
+            return False
+        return all(twins is None or twins[value] is value for twins in self._twins[1:])
+
+    def _match(self, ends: Sequence[ir.Value]) -> dict[ir.Value, ir.Value] | None:
+        """Returns a unit's values by those of the third; None if it is another."""
+        twins: dict[ir.Value, ir.Value] = {}
+        pairs = [*zip(self._ends[2], ends, strict=True)]
+        nodes: set[ir.Node] = set()
+        for node in [*reversed(self._nodes), None]:
+            if any(twins.setdefault(value, its) is not its for value, its in pairs):
+                return None
+            if node is None:
+                break
+            other = next(twins[output].producer() for output in node.outputs if output in twins)
+            if other is None or other in nodes or node_key(node) != node_key(other):
+                return None
+            if [each is None for each in node.inputs] != [each is None for each in other.inputs]:
+                return None
+            nodes.add(other)
+            inputs = zip(node.inputs, other.inputs, strict=True)
+            pairs = [(given, its) for given, its in inputs if given and its]
+            pairs += zip(node.outputs, other.outputs, strict=True)
+        results = {twins[result] for result in self._results}
+        for output in (output for node in nodes for output in node.outputs):
+            outside = any(user not in nodes for user, _ in output.uses())
+            if output not in results and (outside or output.is_graph_output()):
+                return None
+        # A call has all its inputs before its first result.
+        return None if ancestors([twins[value] for value in self._given]) & nodes else twins
+
+    def replace(self, name: str) -> dict[str, str]:
+        """Adds the function and its calls; returns the new names of what is in units."""
+        function, inner = self._function(name)
+        self._model.functions[function.identifier()] = function
+        renamed: dict[str, str] = {}
+        calls: dict[ir.Value, ir.Value] = {}
+        for unit, twins in enumerate(self._twins):
+            if twins is None or any(twins[each] is not each for each in self._constants):
+                continue
+            call = self._call(name, unit, twins, calls)
+            for value, its in inner.items():
+                renamed[str(twins[value].name)] = inlined_name(str(call.name), its)
+        return renamed
+
+    def _function(self, name: str) -> tuple[ir.Function, dict[ir.Value, str]]:
+        """Returns the function, and what the values between its nodes are called in it."""
+        unique, unique_node = _unique_names(), _unique_names()
+        inputs = [ir.Value(name=unique(self._input_name(value))) for value in self._given]
+        known = dict(zip(self._given, inputs, strict=True))
+        nodes = []
+        for constant in self._constants:
+            node = ir.node("Constant", [], {"value": constant.const_value})
+            node.name = unique_node("constant")
+            node.outputs[0].name = unique("constant")
+            known[constant] = node.outputs[0]
+            nodes.append(node)
+        inner = {}
+        for original in self._nodes:
+            node = copied(original, known)
+            node.name = unique_node(self._local(original.name))
+            for output, new in zip(original.outputs, node.outputs, strict=True):
+                if output in self._results:
+                    new.name = unique("output")
+                elif output.name:
+                    new.name = unique(self._local(output.name))
+                    inner[output] = new.name
+            nodes.append(node)
+        results = [known[result] for result in self._results]
+        domains = {node.domain for node in nodes}
+        imports = {
+            domain: version
+            for domain, version in self._model.opset_imports.items()
+            if domain in domains
+        }
+        graph = ir.Graph(inputs, results, nodes=nodes, opset_imports=imports)
+        return ir.Function(DOMAIN, name, graph=graph, attributes=[]), inner
+
+    def _input_name(self, value: ir.Value) -> str:
+        return "input" if value in self._ends[1] else self._local(value.name)
+
+    def _local(self, name: str | None) -> str:
+        """Returns a name without the path of the block; with its place, if a unit has several."""
+        paths = self._units.paths[2]
+        for place, path in enumerate(paths):
+            if name and name.startswith((f"{path}.", f"{path}/")):
+                local = name.removeprefix(path)[1:]
+                return local if len(paths) == 1 else f"{place}.{local}"
+        return str(name)
+
+    def _call(
+        self,
+        name: str,
+        unit: int,
+        twins: Mapping[ir.Value, ir.Value],
+        calls: dict[ir.Value, ir.Value],
+    ) -> ir.Node:
+        """Puts a call in the place of a unit; ``calls`` has what came in the place of results."""
+        graph = self._model.graph
+        call = ir.Node(
+            DOMAIN,
+            name,
+            [calls.get(twins[value], twins[value]) for value in self._given],
+            num_outputs=len(self._results),
+            name="-".join(self._units.paths[unit]),
+        )
+        for result, output in zip(self._results, call.outputs, strict=True):
+            old = twins[result]
+            output.name, output.type, output.shape = old.name, old.type, old.shape
+            calls[old] = output
+        nodes = {twins[output].producer() for node in self._nodes for output in node.outputs}
+        ordered = [node for node in graph if node in nodes]
+        graph.insert_after(ordered[-1], call)
+        for result in self._results:
+            old = twins[result]
+            old.replace_all_uses_with(calls[old], replace_graph_outputs=True)
+        graph.remove(ordered, safe=True)
+        return call
+
+
+def _unique_names() -> Callable[[str], str]:
+    """Returns a function that numbers names which have been given before."""
+    counts: Counter[str] = Counter()
+
+    def unique(name: str) -> str:
+        counts[name] += 1
+        return name if counts[name] == 1 else unique(f"{name}_{counts[name]}")
+
+    return unique
