@@ -87,23 +87,13 @@ class SharedTrace:
                 for block in trace.run.blocks[trace.run.traced :]:
                     changes.enter_context(tensors_replaced(block, lambda path, tensor: None))
                 changes.enter_context(trace.reads_watched())
-            changes.enter_context(_changed(nn.Module, "__getattr__", self._tensor_getter()))
+            taken = {place: trace for trace in self._traces for place in trace.taken()}
+            over = (each for run in self.runs for each in run.blocks[run.traced :])
+            for cls in {type(module) for block in over for module in block.modules()}:
+                changes.enter_context(_changed(cls, "__getattr__", _tensor_getter(cls, taken)))
             for kind in {type(block) for run in self.runs for block in run.blocks}:
                 changes.enter_context(_changed(kind, "forward", self._forward(kind.forward)))
             yield
-
-    def _tensor_getter(self) -> Callable[[nn.Module, str], Any]:
-        """Refuses a run whose weights code reads that does not call the block."""
-        original = nn.Module.__getattr__
-        taken = {place: trace for trace in self._traces for place in trace.taken()}
-
-        def get(module: nn.Module, name: str) -> Any:
-            trace = taken.get((id(attributes_of(module)), name))
-            if trace is not None:
-                trace.fail(f"{name} of one that is passed over is read")
-            return original(module, name)
-
-        return get
 
     def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -533,6 +523,22 @@ def _sizes(tensor: Tensor) -> tuple[Any, ...]:
         tensor.device,
         tensor.requires_grad,
     )
+
+
+def _tensor_getter(
+    cls: Any, taken: Mapping[tuple[int, str], _RunTrace]
+) -> Callable[[nn.Module, str], Any]:
+    """Refuses a run where code reads weights of a block that is passed over."""
+    own = vars(cls).get("__getattr__")
+
+    def get(module: nn.Module, name: str) -> Any:
+        trace = taken.get((id(attributes_of(module)), name))
+        if trace is not None:
+            trace.fail(f"{name} of one that is passed over is read")
+        # The trace has its own one in PyTorch's base class.
+        return own(module, name) if own else super(cls, module).__getattr__(name)
+
+    return get
 
 
 @contextlib.contextmanager
