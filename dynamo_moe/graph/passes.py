@@ -86,6 +86,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     _merge_equal_nodes(model)
     ir.passes.Sequential(common_passes.OutputFixPass(), common_passes.NameFixPass())(model)
     _infer_shapes(model)
+    _forget_invented_names(model.graph)
 
 
 def _count_axes_from_the_front(model: ir.Model) -> None:
@@ -142,7 +143,10 @@ def _share_constants(graph: ir.Graph, weights: Collection[str]) -> None:
 
 
 def _forget_invented_names(graph: ir.Graph) -> None:
-    """Drops the names that onnx gives to unknown dimensions, so that later steps can infer them."""
+    """Drops the names that onnx gives to unknown dimensions.
+
+    Later steps can then infer them, and what is equal but for such names is equal.
+    """
     for node in graph:
         for output in node.outputs:
             if output.shape is not None and "unk__" in str(output.shape):
