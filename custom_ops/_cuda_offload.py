@@ -32,8 +32,8 @@ from custom_ops.residency import cache_bytes
 if TYPE_CHECKING:
     from custom_ops.kernels.spec import ForwardPlan
 
-# The addresses of w1 and w2, and the device.
-_Key = tuple[int, int, torch.device]
+# E, the addresses and bytes of w1 and w2, and the device: parts of a weight have its address.
+_Key = tuple[int, int, int, int, int, torch.device]
 
 
 def forward_of(x: Tensor, w1: Tensor) -> Callable[..., Tensor]:
@@ -151,8 +151,7 @@ _LOCK = threading.Lock()
 
 
 def _cache_of(w1: Tensor, w2: Tensor, device: torch.device, top_k: int) -> _Cache:
-    key = (w1.data_ptr(), w2.data_ptr(), device)
-    found = _CACHES.get(key)
+    found = _CACHES.get(_key(w1, w2, device))
     if found is not None:
         return found
     if torch.cuda.is_current_stream_capturing():
@@ -161,7 +160,11 @@ def _cache_of(w1: Tensor, w2: Tensor, device: torch.device, top_k: int) -> _Cach
         )
     with _LOCK:
         resident = default_resident_experts(w1.shape[0], top_k)
-        return _CACHES.get(key) or _make(w1, w2, resident, device)
+        return _CACHES.get(_key(w1, w2, device)) or _make(w1, w2, resident, device)
+
+
+def _key(w1: Tensor, w2: Tensor, device: torch.device) -> _Key:
+    return w1.shape[0], w1.data_ptr(), w1.nbytes, w2.data_ptr(), w2.nbytes, device
 
 
 def _make(w1: Tensor, w2: Tensor, resident: int, device: torch.device) -> _Cache:
@@ -176,7 +179,7 @@ def _make(w1: Tensor, w2: Tensor, resident: int, device: torch.device) -> _Cache
     if not 1 <= resident <= experts:
         raise ValueError(f"resident_experts must be in 1..{experts}, got {resident}")
     size = cache_bytes(experts, resident, w1[0].nbytes, w2[0].nbytes)
-    key = (w1.data_ptr(), w2.data_ptr(), device)
+    key = _key(w1, w2, device)
     _CACHES[key] = made = _Cache(resident, size, device)
     for weight in (w1, w2):
         # The storage, since the tensor may be a view of the weight's memory.

@@ -92,6 +92,21 @@ def test_views_of_the_weights_share_their_cache():
     assert only_cache().resident == 3
 
 
+def test_parts_of_the_weights_have_a_cache_of_their_own():
+    case = case_of(experts=8)
+    w1, w2 = case.arguments["w1"], case.arguments["w2"]
+    names = ("w1", "b1", "w2", "b2")
+    given = {name: each for name in names if (each := case.arguments[name]) is not None}
+    few = {name: each[:3] for name, each in given.items()}
+    ids = case.arguments["expert_ids"].clamp(max=2)
+    # Half as many experts of twice the size lie at the same addresses.
+    wide = case_of(experts=4, hidden=16).changed(w1=w1.view(4, 16, 16), w2=w2.view(4, 16, 16))
+    calls = [case, case.changed(**few, expert_ids=ids), wide]
+    for call in calls * 2:
+        assert torch.equal(run(call), run_resident(call))
+    assert len(_CACHES) == 3
+
+
 def test_a_cache_lives_as_long_as_its_weights():
     case = case_of()
     run(case)
