@@ -68,7 +68,7 @@ class OffloadedLayer:
             planned,
             tensors,
             memory(planned.state_size),
-            torch.cuda.Stream() if on_gpu else None,
+            torch.cuda.Stream(priority=-1) if on_gpu else None,
             memory(size),
         )
         self._start: Callable[[], object] = self._captured

@@ -277,7 +277,7 @@ def test_a_captured_layer_keeps_the_memory_that_its_graph_uses(monkeypatch):
         return memory
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph", nullcontext)
     monkeypatch.setattr(measure, "launch_in_waves", lambda *_: None)
