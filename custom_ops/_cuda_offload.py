@@ -88,7 +88,12 @@ def offload_experts(
     """Makes, or makes anew, the cache of a layer whose experts are in pinned host memory.
 
     It takes :func:`custom_ops.residency.cache_bytes` of the device's memory until either weight is
-    freed.
+    freed. Weights that change in place are copied to the slots anew, where PyTorch counts the
+    change: not through ``data``, nor in inference mode's tensors.
+
+    Graphs of the layer write the old cache, which is freed: capture them anew. The caller orders
+    their replays with calls on other streams. Before weights are freed, or a layer is offloaded
+    again, synchronise with the device if it may still compute.
 
     Args:
         w1: ``[E, F, D]`` or ``[E, D, F]``, as it lies.
@@ -97,7 +102,9 @@ def offload_experts(
         device: Where the layer computes; without an index, the current CUDA device.
 
     Raises:
-        ValueError: If a weight is not pinned, or R is not in ``1..E``.
+        ValueError: If a weight is not in pinned host memory, the two have other numbers of experts,
+            or R is not in ``1..E``.
+        TypeError: If R is no integer.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -200,6 +207,8 @@ def _make(w1: Tensor, w2: Tensor, resident: int, device: torch.device) -> _Cache
     experts = w1.shape[0]
     if w2.shape[0] != experts:
         raise ValueError(f"w1 has {experts} experts, w2 has {w2.shape[0]}")
+    if isinstance(resident, bool) or not isinstance(resident, int):
+        raise TypeError(f"resident_experts must be an integer, got {resident!r}")
     if not 1 <= resident <= experts:
         raise ValueError(f"resident_experts must be in 1..{experts}, got {resident}")
     size = cache_bytes(experts, resident, w1[0].nbytes, w2[0].nbytes)

@@ -251,6 +251,13 @@ def test_numbers_of_slots_that_there_cannot_be(resident):
         offload_experts(case.arguments["w1"], case.arguments["w2"], resident, "cpu")
 
 
+@pytest.mark.parametrize("resident", [2.5, True])
+def test_numbers_of_slots_that_are_no_integers(resident):
+    case = case_of()
+    with pytest.raises(TypeError, match=f"resident_experts must be an integer, got {resident}"):
+        offload_experts(case.arguments["w1"], case.arguments["w2"], resident, "cpu")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
