@@ -5,10 +5,10 @@ experts per layer and device persists from call to call, see :mod:`custom_ops.ke
 :func:`offload_experts` makes it; a layer that nobody offloaded gets one at its first call, of
 :func:`default_resident_experts`. It lives as long as the memory of both weights.
 
-A cache follows its calls from stream to stream. A call of which a launch failed empties it. A CUDA
-graph captures a layer that was run before; its replays are calls like others, so the caller orders
-them with those on other streams. Weights must neither change in place, unless they are offloaded
-again, nor be freed while the device computes. There are no gradients.
+A cache follows its calls from stream to stream. It is empty at first, after a call of which a
+launch failed, and once a weight has changed in place. A CUDA graph captures a layer only when its
+cache need not be emptied; the replays are calls like others, and the caller orders them with those
+on other streams. Weights must not be freed while the device computes. There are no gradients.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
 """
@@ -32,8 +32,8 @@ from custom_ops.residency import cache_bytes
 if TYPE_CHECKING:
     from custom_ops.kernels.spec import ForwardPlan
 
-# The addresses of w1 and w2, and the device.
-_Key = tuple[int, int, torch.device]
+# E, the addresses and bytes of w1 and w2, and the device: parts of a weight have its address.
+_Key = tuple[int, int, int, int, int, torch.device]
 
 
 def forward_of(x: Tensor, w1: Tensor) -> Callable[..., Tensor]:
@@ -56,7 +56,8 @@ def forward(
         ValueError: If w1 or w2 is not pinned or would have to be copied, there are no kernels for
             the layer, or it has more tokens than they count.
         TypeError: If there are no kernels for a dtype.
-        RuntimeError: If a CUDA graph captures the first call.
+        RuntimeError: If a CUDA graph captures a call that must empty the cache: the first one, or
+            the next after a failure or a change of the weights.
     """
     fields = _cuda.layer_fields(x_TD, routing, parameters, options, router)
     tensors = _cuda.readable(x_TD, routing, parameters)
@@ -77,7 +78,7 @@ def forward(
     tensors["y"] = y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     if x_TD.shape[0]:
         with torch.cuda.device(x_TD.device):
-            cache.launch(plan, tensors)
+            cache.launch(plan, tensors, (_change_count(w1_EFD), _change_count(w2_EDH)))
     return y_TD
 
 
@@ -87,7 +88,12 @@ def offload_experts(
     """Makes, or makes anew, the cache of a layer whose experts are in pinned host memory.
 
     It takes :func:`custom_ops.residency.cache_bytes` of the device's memory until either weight is
-    freed.
+    freed. Weights that change in place are copied to the slots anew, where PyTorch counts the
+    change: not through ``data``, nor in inference mode's tensors.
+
+    Graphs of the layer write the old cache, which is freed: capture them anew. The caller orders
+    their replays with calls on other streams. Before weights are freed, or a layer is offloaded
+    again, synchronise with the device if it may still compute.
 
     Args:
         w1: ``[E, F, D]`` or ``[E, D, F]``, as it lies.
@@ -96,7 +102,9 @@ def offload_experts(
         device: Where the layer computes; without an index, the current CUDA device.
 
     Raises:
-        ValueError: If a weight is not pinned, or R is not in ``1..E``.
+        ValueError: If a weight is not in pinned host memory, the two have other numbers of experts,
+            or R is not in ``1..E``.
+        TypeError: If R is no integer.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -119,53 +127,77 @@ class _Cache:
 
     def __init__(self, resident: int, size: int, device: torch.device) -> None:
         self.resident = resident
-        with torch.cuda.device(device):
+        # A tensor made in inference mode could not be emptied outside of it.
+        with torch.cuda.device(device), torch.inference_mode(mode=False):
             self._state = torch.zeros(size, dtype=torch.uint8, device=device)
-            self._side = torch.cuda.Stream(device)
-            self._last = torch.cuda.current_stream(device)
-        self._is_valid = True
+            # Copies must not queue behind products, whose programs stay until all work is done.
+            self._side = torch.cuda.Stream(device, priority=-1)
+            self._stream = torch.cuda.current_stream(device)
+            self._ended = self._stream.record_event()
+        # The change counts of the weights that are in the slots; None where the tables are to be
+        # emptied.
+        self._held: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
-    def launch(self, plan: ForwardPlan, tensors: dict[str, Tensor]) -> None:
+    def launch(
+        self, plan: ForwardPlan, tensors: dict[str, Tensor], change_counts: tuple[int, int]
+    ) -> None:
         """Runs a call on the current stream, behind the cache's earlier calls."""
         from custom_ops.kernels.launch_waves import launch_in_waves
 
         with self._lock:
-            if not torch.cuda.is_current_stream_capturing():
-                self._follow(torch.cuda.current_stream())
-            if not self._is_valid:
-                self._state[: plan.tables_size].zero_()
-            self._is_valid = False
-            launch_in_waves(plan, tensors, self._state, self._side)
-            self._is_valid = True
+            is_valid = self._held == change_counts
+            if torch.cuda.is_current_stream_capturing():
+                if not is_valid:
+                    raise RuntimeError(_NOT_IN_A_CAPTURE)
+                launch_in_waves(plan, tensors, self._state, self._side)
+                return
+            stream = torch.cuda.current_stream()
+            self._follow(stream)
+            self._held = None
+            try:
+                if not is_valid:
+                    self._state[: plan.tables_size].zero_()
+                launch_in_waves(plan, tensors, self._state, self._side)
+            finally:
+                self._ended = stream.record_event()
+            self._held = change_counts
 
     def _follow(self, stream: torch.cuda.Stream) -> None:
-        if stream != self._last:
-            stream.wait_stream(self._last)
+        if stream != self._stream:
+            stream.wait_event(self._ended)
             self._state.record_stream(stream)
-            self._last = stream
+            self._stream = stream
 
 
+_NOT_IN_A_CAPTURE = (
+    "the cache must be emptied, in a capture: a layer with experts in host memory must run once "
+    "before a CUDA graph captures it, and again if its weights changed or a call failed"
+)
 _CACHES: dict[_Key, _Cache] = {}
-_LOCK = threading.Lock()
+# A thread that holds it may allocate, by which Python may free weights, and so their caches.
+_LOCK = threading.RLock()
 
 
 def _cache_of(w1: Tensor, w2: Tensor, device: torch.device, top_k: int) -> _Cache:
-    key = (w1.data_ptr(), w2.data_ptr(), device)
-    found = _CACHES.get(key)
+    found = _CACHES.get(_key(w1, w2, device))
     if found is not None:
         return found
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a layer with experts in host memory must run once before a CUDA graph captures it"
-        )
+        raise RuntimeError(_NOT_IN_A_CAPTURE)
     with _LOCK:
         resident = default_resident_experts(w1.shape[0], top_k)
-        return _CACHES.get(key) or _make(w1, w2, resident, device)
+        return _CACHES.get(_key(w1, w2, device)) or _make(w1, w2, resident, device)
+
+
+def _key(w1: Tensor, w2: Tensor, device: torch.device) -> _Key:
+    return w1.shape[0], w1.data_ptr(), w1.nbytes, w2.data_ptr(), w2.nbytes, device
 
 
 def _make(w1: Tensor, w2: Tensor, resident: int, device: torch.device) -> _Cache:
     for name, weight in (("w1", w1), ("w2", w2)):
+        if weight.device.type != "cpu":
+            raise ValueError(f"{name} is on {weight.device}: experts are offloaded to host memory")
         if not weight.is_pinned():
             raise ValueError(
                 f"{name} is in host memory that the device cannot read: pin it by "
@@ -173,21 +205,31 @@ def _make(w1: Tensor, w2: Tensor, resident: int, device: torch.device) -> _Cache
                 "its dtype must be autocast's"
             )
     experts = w1.shape[0]
+    if w2.shape[0] != experts:
+        raise ValueError(f"w1 has {experts} experts, w2 has {w2.shape[0]}")
+    if isinstance(resident, bool) or not isinstance(resident, int):
+        raise TypeError(f"resident_experts must be an integer, got {resident!r}")
     if not 1 <= resident <= experts:
         raise ValueError(f"resident_experts must be in 1..{experts}, got {resident}")
     size = cache_bytes(experts, resident, w1[0].nbytes, w2[0].nbytes)
-    key = (w1.data_ptr(), w2.data_ptr(), device)
+    key = _key(w1, w2, device)
+    if key not in _CACHES:
+        for weight in (w1, w2):
+            # The storage, since the tensor may be a view of the weight's memory.
+            weakref.finalize(weight.untyped_storage(), _forget, key).atexit = False
     _CACHES[key] = made = _Cache(resident, size, device)
-    for weight in (w1, w2):
-        # The storage, since the tensor may be a view of the weight's memory.
-        weakref.finalize(weight.untyped_storage(), _forget, key, weakref.ref(made)).atexit = False
     return made
 
 
-def _forget(key: _Key, cache: weakref.ref[_Cache]) -> None:
-    """Drops a cache whose weights are gone, unless others already have their address."""
-    if (known := _CACHES.get(key)) is not None and known is cache():
-        del _CACHES[key]
+def _forget(key: _Key) -> None:
+    """Drops the cache of weights of which one is gone."""
+    with _LOCK:
+        _CACHES.pop(key, None)
+
+
+def _change_count(weight: Tensor) -> int:
+    """Returns how often a weight was changed in place; 0 where PyTorch does not count."""
+    return 0 if weight.is_inference() else getattr(weight, "_version", 0)
 
 
 @lru_cache(maxsize=1024)

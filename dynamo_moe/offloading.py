@@ -5,8 +5,10 @@ Legend: E experts, R of which a layer has on the device.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from dynamo_moe.conversion.layer_spec import ConvertedLayer
 from dynamo_moe.modules import ConvertedModule
 
 
+# Weights made in inference mode would not count their changes.
+@torch.inference_mode(mode=False)
+@torch.no_grad()
 def offload(
     model: nn.Module,
     resident_experts: int | Mapping[str, int] | None = None,
@@ -32,9 +37,11 @@ def offload(
     all of them there. Nothing waits for the host; a CUDA graph captures the model once it has run.
     Each layer takes :func:`custom_ops.residency.cache_bytes` of the device's memory.
 
-    The weights are pinned, for which PyTorch may take up to twice their size of host memory. From
-    then on the model computes forward only; it must not be moved, and its experts not change. Call
-    it again for another R.
+    The weights are pinned, for which PyTorch may take up to twice their size of host memory, and
+    each layer's old memory is given back before the next layer's is taken. Should that fail, the
+    model computes where it was, and calling it again resumes. From then on the model computes
+    forward only, and must not be moved. Call it again for another R, but not while the device
+    computes; CUDA graphs of the model must then be captured anew.
 
     Args:
         model: The model, after :func:`convert`, wherever it is.
@@ -52,41 +59,48 @@ def offload(
             ``resident_experts`` and ``memory`` is given; if R is below 1, or ``memory`` is too
             little for an expert of each layer; or if a layer's weights do not lie in memory as the
             operators read them, such as gate and up in stacks of their own.
+        TypeError: If R is no integer.
     """
     if (resident_experts is None) == (memory is None):
         raise ValueError("offload needs either resident_experts or memory")
     layers = _layers(model)
+    if not layers:
+        raise ValueError("the model has no layers on torch.ops.moe; convert it first")
     if isinstance(resident_experts, Mapping):
         unknown = [path for path in resident_experts if path not in layers]
         if unknown:
             raise ValueError(f"no layers {unknown}; there are {[*layers]}")
         layers = {path: layers[path] for path in resident_experts}
-    if not layers:
-        raise ValueError("the model has no layers on torch.ops.moe; convert it first")
-    weights = {path: _weights(path, module) for path, module in layers.items()}
+        if not layers:
+            raise ValueError(f"resident_experts names none of the layers {[*_layers(model)]}")
+    sizes = {path: _sizes(path, module) for path, module in layers.items()}
     if memory is not None:
-        resident_experts = _fitting(weights.values(), memory)
-    residents = _residents(weights, resident_experts)
+        resident_experts = _fitting(sizes.values(), memory)
+    residents = _residents(sizes, resident_experts)
 
-    experts = [weight for pair in weights.values() for weight in pair]
-    parts: dict[int, list[Tensor]] = {weight.data_ptr(): [] for weight in experts}
-    by_storage: dict[int, list[Tensor]] = {}
-    for weight in experts:
-        by_storage.setdefault(weight.untyped_storage().data_ptr(), []).append(weight)
+    near = _by_storage(chain(model.parameters(), model.buffers()))
+    weights = {path: _pin(path, module, near) for path, module in layers.items()}
+    around = _by_storage(weight for pair in weights.values() for weight in pair)
     for each in chain(model.parameters(), model.buffers()):
-        near = by_storage.get(each.untyped_storage().data_ptr(), ())
-        around = next((weight for weight in near if _is_part(each, weight)), None)
-        if around is None:
+        if not any(_is_part(each, weight) for weight in around[_storage(each)]):
             each.data = each.data.to(device)
-        else:
-            parts[around.data_ptr()].append(each)
-    for path, pair in weights.items():
-        w1, w2 = (_pinned(weight, parts[weight.data_ptr()]) for weight in pair)
+    for path, (w1, w2) in weights.items():
         module = layers[path]
         if isinstance(module, ConvertedLayer):
-            module.keep_weights(w1, w2, device)
+            module.keep_weights(w1, w2)
         custom_ops.offload_experts(w1, w2, residents[path], device)
     return residents
+
+
+class _Sizes(NamedTuple):
+    """E, and the bytes of one expert's w1 and w2."""
+
+    experts: int
+    w1: int
+    w2: int
+
+    def cache(self, resident: int) -> int:
+        return cache_bytes(self.experts, min(resident, self.experts), self.w1, self.w2)
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -119,29 +133,33 @@ def _weights(path: str, module: nn.Module) -> tuple[Tensor, Tensor]:
     return w1.detach(), w2.detach()
 
 
+def _sizes(path: str, module: nn.Module) -> _Sizes:
+    w1, w2 = _weights(path, module)
+    return _Sizes(len(w1), w1[0].nbytes, w2[0].nbytes)
+
+
 def _residents(
-    weights: Mapping[str, tuple[Tensor, Tensor]], given: int | Mapping[str, int] | None
+    sizes: Mapping[str, _Sizes], given: int | Mapping[str, int] | None
 ) -> dict[str, int]:
     residents = {}
-    for path, (w1, _) in weights.items():
+    for path, size in sizes.items():
         slots = given[path] if isinstance(given, Mapping) else given
-        if slots is None or slots < 1:
+        if isinstance(slots, bool) or not isinstance(slots, int):
+            raise TypeError(f"resident_experts must be an integer, got {slots!r} for {path!r}")
+        if slots < 1:
             raise ValueError(f"resident_experts must be at least 1, got {slots} for {path!r}")
-        residents[path] = min(slots, w1.shape[0])
+        residents[path] = min(slots, size.experts)
     return residents
 
 
-def _fitting(weights: Iterable[tuple[Tensor, Tensor]], memory: int) -> int:
+def _fitting(sizes: Iterable[_Sizes], memory: int) -> int:
     """Returns the largest R with which the caches of all layers fit."""
-    pairs = [*weights]
+    layers = [*sizes]
 
     def taken(resident: int) -> int:
-        return sum(
-            cache_bytes(len(w1), min(resident, len(w1)), w1[0].nbytes, w2[0].nbytes)
-            for w1, w2 in pairs
-        )
+        return sum(size.cache(resident) for size in layers)
 
-    most = max(len(w1) for w1, _ in pairs)
+    most = max(size.experts for size in layers)
     fitting = next((each for each in range(most, 0, -1) if taken(each) <= memory), None)
     if fitting is None:
         raise ValueError(
@@ -151,18 +169,52 @@ def _fitting(weights: Iterable[tuple[Tensor, Tensor]], memory: int) -> int:
     return fitting
 
 
+def _by_storage(tensors: Iterable[Tensor]) -> defaultdict[int, list[Tensor]]:
+    found = defaultdict(list)
+    for each in tensors:
+        found[_storage(each)].append(each)
+    return found
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _is_part(tensor: Tensor, weight: Tensor) -> bool:
     """Whether all of a tensor lies in a weight's memory, both being dense."""
     first = tensor.data_ptr() - weight.data_ptr()
     return 0 <= first <= weight.nbytes - tensor.nbytes
 
 
-def _pinned(weight: Tensor, parts: Iterable[Tensor]) -> Tensor:
+def _pin(path: str, module: nn.Module, near: Mapping[int, list[Tensor]]) -> tuple[Tensor, Tensor]:
+    """Moves a layer's w1 and w2 to pinned memory, and returns them; nothing keeps the old memory.
+
+    Args:
+        path: The layer's.
+        module: The layer.
+        near: The model's parameters and buffers by their storage.
+    """
+    weights = _weights(path, module)
+    # Both before a parameter moves, so that a failure leaves the layer as it was.
+    pinned = [_pinned(weight) for weight in weights]
+    w1, w2 = (
+        _moved(weight, memory, near[_storage(weight)])
+        for weight, memory in zip(weights, pinned, strict=True)
+    )
+    if isinstance(module, ConvertedLayer):
+        module.keep_weights(w1, w2)
+    return w1, w2
+
+
+def _pinned(weight: Tensor) -> Tensor:
+    """Returns a weight's numbers as they lie, in pinned memory: its own, if that is."""
+    memory = weight.as_strided((weight.numel(),), (1,))
+    return memory if memory.is_pinned() else memory.cpu().pin_memory()
+
+
+def _moved(weight: Tensor, pinned: Tensor, near: Iterable[Tensor]) -> Tensor:
     """Returns a weight in pinned memory, into which the parameters that lie in it move too."""
-    start = weight.storage_offset()
-    memory = weight.as_strided((weight.numel(),), (1,), start)
-    pinned = memory if memory.is_pinned() else memory.cpu().pin_memory()
-    first = pinned.storage_offset() - start
-    for each in parts:
+    first = pinned.storage_offset() - weight.storage_offset()
+    for each in [each for each in near if _is_part(each, weight)]:
         each.data = pinned.as_strided(each.shape, each.stride(), first + each.storage_offset())
-    return pinned.as_strided(weight.shape, weight.stride(), first + start)
+    return pinned.as_strided(weight.shape, weight.stride(), pinned.storage_offset())

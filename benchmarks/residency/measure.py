@@ -62,20 +62,22 @@ class OffloadedLayer:
         memory = partial(torch.zeros, dtype=torch.uint8, device=device.name)
         size = planned.workspace_size(len(tensors["x"]))
         self._ids = tensors["expert_ids"]
-        self._start: Callable[[], object] = partial(
+        # Replays of the graph use this call's memory, which must live as long.
+        self._captured = partial(
             launch_in_waves,
             planned,
             tensors,
             memory(planned.state_size),
-            torch.cuda.Stream() if on_gpu else None,
+            torch.cuda.Stream(priority=-1) if on_gpu else None,
             memory(size),
         )
+        self._start: Callable[[], object] = self._captured
         if on_gpu:
             # Kernels are compiled and loaded before the capture.
-            self._start()
+            self._captured()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                self._start()
+                self._captured()
             self._start = graph.replay
 
     def run(self, ids_NTK: Tensor) -> None:

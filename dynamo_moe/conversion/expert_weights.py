@@ -93,23 +93,28 @@ class ExpertsSpec:
 
     def weights(self, module: nn.Module) -> ExpertWeights:
         """Returns the weights as the operators take them: views where the layout allows it."""
+        b1, b2 = self.biases(module)
+        return ExpertWeights(self._rows(self.w1, module), b1, _joined(self.w2, module), b2)
 
-        def joined(stacks: tuple[ParameterStack, ...]) -> Any:
-            parts = [stack.tensor(module) for stack in stacks]
-            return torch.cat(parts, dim=1) if len(parts) > 1 else next(iter(parts), None)
+    def biases(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        """Returns b1 and b2 as the operators take them."""
+        return self._rows(self.b1, module), _joined(self.b2, module)
 
-        def gate_first(rows: Tensor | None) -> Any:
-            if rows is None or not self.up_first:
-                return rows
-            up, gate = rows.chunk(2, dim=1)
-            return torch.cat([gate, up], dim=1)
-
-        w1, b1, w2, b2 = map(joined, (self.w1, self.b1, self.w2, self.b2))
-        return ExpertWeights(gate_first(w1), gate_first(b1), w2, b2)
+    def _rows(self, stacks: tuple[ParameterStack, ...], module: nn.Module) -> Any:
+        rows = _joined(stacks, module)
+        if rows is None or not self.up_first:
+            return rows
+        up, gate = rows.chunk(2, dim=1)
+        return torch.cat([gate, up], dim=1)
 
     def parameter_names(self) -> list[str]:
         """Returns the paths of the parameters."""
         return [name for stack in self.stacks for name in stack.names]
+
+
+def _joined(stacks: tuple[ParameterStack, ...], module: nn.Module) -> Any:
+    parts = [stack.tensor(module) for stack in stacks]
+    return torch.cat(parts, dim=1) if len(parts) > 1 else next(iter(parts), None)
 
 
 class CachedWeights(ParameterCache):
@@ -120,50 +125,65 @@ class CachedWeights(ParameterCache):
     weights are held once, and whatever changes them, an optimizer or a state dict, changes the
     stack. Where that is impossible (gate and up in stacks of their own, rows in another order,
     parameters that are views already), each call makes a copy, which is kept if none is trained.
+
+    Offloaded weights stay where they are, also while a call is compiled: they are pinned, and lie
+    in the parameters' memory.
     """
 
     def __init__(self) -> None:
         self._weights: ExpertWeights | None = None
         self._key: Any = None
+        self._is_offloaded = False
 
     def __reduce__(self) -> Any:  # Copies and pickles begin without weights.
         return CachedWeights, ()
 
     def get(self, experts: ExpertsSpec, module: nn.Module) -> ExpertWeights:
         """Returns the weights of a module."""
-        parameters: list[Tensor] = [attrgetter(name)(module) for name in experts.parameter_names()]
+        compiling, exporting = torch.compiler.is_compiling(), torch.compiler.is_exporting()
+        if self._is_offloaded and self._weights is not None and compiling and not exporting:
+            return self._weights
+        parameters = _parameters(experts, module)
         trained = any(p.requires_grad for p in parameters)
-        if torch.compiler.is_compiling() or (trained and torch.is_grad_enabled()):
+        if compiling or (trained and torch.is_grad_enabled()):
             return experts.weights(module)
-        if self._weights is not None and self._key == _memory_key(parameters):
+        key = _memory_key(parameters)
+        if self._weights is not None and self._key == key:
             return self._weights
         # Training could not use tensors made in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
+            if self._is_offloaded and self._weights is not None and _same_memory(key, self._key):
+                # The parameters' changes in place are those of the stacks, which do not count them.
+                for weight in (self._weights.w1, self._weights.w2):
+                    weight[:0].zero_()
+                self.keep(experts, module, self._weights.w1, self._weights.w2)
+                return self._weights
             weights = experts.weights(module)
             are_views = _make_parameters_views(experts, module, weights)
+        self._is_offloaded = False
         if are_views or not trained:
             self._weights, self._key = weights, _memory_key(parameters)
         return weights
 
-    def keep(
-        self,
-        experts: ExpertsSpec,
-        module: nn.Module,
-        w1: Tensor,
-        w2: Tensor,
-        biases: torch.device | str,
-    ) -> None:
-        """Keeps the weights in other memory, where the module's parameters now are as well."""
-        kept = self.get(experts, module) if self._weights is None else self._weights
-        b1, b2 = (None if b is None else b.to(biases) for b in (kept.b1, kept.b2))
+    def keep(self, experts: ExpertsSpec, module: nn.Module, w1: Tensor, w2: Tensor) -> None:
+        """Keeps offloaded weights, in whose memory the parameters now are, beside the biases."""
+        b1, b2 = experts.biases(module)
         self._weights = ExpertWeights(w1, b1, w2, b2)
-        parameters: list[Tensor] = [attrgetter(name)(module) for name in experts.parameter_names()]
-        self._key = _memory_key(parameters)
+        self._key = _memory_key(_parameters(experts, module))
+        self._is_offloaded = True
+
+
+def _parameters(experts: ExpertsSpec, module: nn.Module) -> list[Tensor]:
+    return [attrgetter(name)(module) for name in experts.parameter_names()]
 
 
 def _memory_key(parameters: list[Tensor]) -> Any:
     """Returns a key that differs once a parameter has other memory or was changed in place."""
     return [(p.data_ptr(), p.device, p.dtype, change_count(p)) for p in parameters]
+
+
+def _same_memory(key: Any, other: Any) -> bool:
+    return [each[:3] for each in key] == [each[:3] for each in other]
 
 
 def _make_parameters_views(experts: ExpertsSpec, module: nn.Module, weights: ExpertWeights) -> bool:

@@ -441,9 +441,9 @@ class ConvertedLayer(ConvertedModule):
             weights = self._dynamo_moe_weights.get(self._dynamo_moe_spec.experts, self)
         return weights.w1, weights.w2
 
-    def keep_weights(self, w1: Tensor, w2: Tensor, biases: torch.device | str) -> None:
-        """Makes calls use these weights, and the biases on a device, until a parameter changes."""
-        self._dynamo_moe_weights.keep(self._dynamo_moe_spec.experts, self, w1, w2, biases)
+    def keep_weights(self, w1: Tensor, w2: Tensor) -> None:
+        """Makes calls use these weights, offloaded, which lie in the parameters' memory."""
+        self._dynamo_moe_weights.keep(self._dynamo_moe_spec.experts, self, w1, w2)
 
     def extra_repr(self) -> str:
         """What is computed, for ``print(model)``."""

@@ -5,6 +5,9 @@ The device is mocked: what is on it are CPU tensors, and the kernels run in Trit
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -64,17 +67,16 @@ class Fused(Listed):
         return (F.silu(gate) * up) @ self.w2[expert].T
 
 
-KINDS = {"listed": Listed, "fused": Fused}
+KINDS = {
+    "mlp": mlp,
+    "listed": lambda: nn.Sequential(Listed(), Listed()),
+    "fused": lambda: nn.Sequential(Fused(), Fused()),
+}
 
 
-@pytest.mark.parametrize("kind", ["mlp", *KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_model_computes_the_same_from_host_memory(kind, monkeypatch):
-    model = {
-        "mlp": mlp,
-        "listed": lambda: nn.Sequential(Listed()),
-        "fused": lambda: nn.Sequential(Fused()),
-    }[kind]()
-    model = converted(model)
+    model = converted(KINDS[kind]())
     x = torch.randn(9, 16)
     expected = model(x)
     residents = dynamo_moe.offload(model, 2, device="cpu")
@@ -95,6 +97,91 @@ def test_the_model_computes_the_same_from_host_memory(kind, monkeypatch):
     dynamo_moe.offload(model, 3, device="cpu")
     assert [each.data_ptr() for each in experts] == addresses
     assert {each.resident for each in _CACHES.values()} == {3}
+
+
+def experts_of(model: nn.Module) -> list[nn.Parameter]:
+    return [each for each in model.parameters() if each.numel() >= 16 * 24]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_weights_are_used(kind, inference, monkeypatch):
+    model = converted(KINDS[kind]())
+    with torch.inference_mode(inference):
+        dynamo_moe.offload(model, EXPERTS, device="cpu")
+    x, changed = torch.randn(9, 16), copy.deepcopy(model)
+    state = {name: each * 1.5 for name, each in model.state_dict().items()}
+    changed.load_state_dict(state)
+    expected = changed(x)
+    monkeypatch.setattr(_cuda_offload, "forward_of", lambda *_: _cuda_offload.forward)
+    with torch.no_grad():
+        before = model(x)
+        model.load_state_dict(state)
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(before, expected, atol=1e-4, rtol=1e-4)
+    assert all(each.is_pinned() for each in experts_of(model))
+
+
+@pytest.mark.parametrize("kind", ["listed", "fused"])
+def test_offloaded_models_compile(kind, monkeypatch):
+    model = converted(KINDS[kind]())
+    x = torch.randn(9, 16)
+    expected = model(x)
+    dynamo_moe.offload(model, 2, device="cpu")
+    monkeypatch.setattr(_cuda_offload, "forward_of", lambda *_: _cuda_offload.forward)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layers_old_memory_is_freed_before_the_next_is_pinned(kind, monkeypatch):
+    model = converted(KINDS[kind]())
+    model(torch.randn(1, 16))
+    old = [{weakref.ref(each.untyped_storage()) for each in experts_of(layer)} for layer in model]
+    alive: list[list[bool]] = []
+    pin_memory = Tensor.pin_memory
+
+    def pin(tensor: Tensor) -> Tensor:
+        gc.collect()
+        alive.append([any(memory() is not None for memory in layer) for layer in old])
+        return pin_memory(tensor)
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    dynamo_moe.offload(model, 2, device="cpu")
+    # Each layer pins w1 and w2.
+    assert alive == [[True, True]] * 2 + [[False, True]] * 2
+    gc.collect()
+    assert not any(memory() for layer in old for memory in layer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_to_pin_leaves_a_model_that_computes(kind, monkeypatch):
+    model = converted(KINDS[kind]())
+    x = torch.randn(9, 16)
+    expected = model(x)
+    pin_memory, pinned, moved = Tensor.pin_memory, [], []
+
+    def pin(tensor: Tensor) -> Tensor:
+        if len(pinned) == 3:
+            raise RuntimeError("out of memory")
+        pinned.append(tensor.numel())
+        return pin_memory(tensor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "pin_memory", pin)
+        patched.setattr(Tensor, "to", lambda tensor, *_, **__: moved.append(1) or tensor)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            dynamo_moe.offload(model, 2, device="cpu")
+    assert not moved
+    assert torch.equal(model(x), expected)
+    # The next attempt pins the second layer.
+    monkeypatch.setattr(Tensor, "pin_memory", lambda t: pinned.append(1) or pin_memory(t))
+    dynamo_moe.offload(model, 2, device="cpu")
+    assert len(pinned) == 3 + 2
+    assert torch.equal(model(x), expected)
 
 
 def test_all_else_moves_to_the_device(monkeypatch):
@@ -158,6 +245,11 @@ def test_what_is_refused():
         dynamo_moe.offload(model, {"0": 1, "2": 1})
     with pytest.raises(ValueError, match="resident_experts must be at least 1, got 0 for '0'"):
         dynamo_moe.offload(model, 0)
+    with pytest.raises(ValueError, match=r"names none of the layers \['0', '1'\]"):
+        dynamo_moe.offload(model, {})
+    for number in (2.5, True, None):
+        with pytest.raises(TypeError, match=f"must be an integer, got {number} for '0'"):
+            dynamo_moe.offload(model, {"0": number})
     with pytest.raises(ValueError, match="convert it first"):
         dynamo_moe.offload(nn.Linear(2, 2), 1)
     apart = converted(nn.Sequential(Stacked()))

@@ -299,6 +299,15 @@ def test_the_launcher_uses_two_streams_and_events(monkeypatch):
 # --- Failures ---
 
 
+def test_a_state_that_is_too_small_is_refused():
+    case = case_of(3)
+    planned = plan_in_waves(case, 2)
+    state = new_state(planned)
+    message = f"state takes {planned.state_size} bytes, got {planned.state_size - 1}"
+    with pytest.raises(ValueError, match=message):
+        launch_in_waves(planned, call_tensors(case), state[:-1])
+
+
 @pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_call_that_failed_anywhere_is_forgotten_with_the_tables(tokens):
     case = case_of(tokens)

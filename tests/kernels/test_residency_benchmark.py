@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from benchmarks.gpu.layers import SHAPES
 from benchmarks.residency import measure, record, simulate, traces
 from benchmarks.residency.policies import BELADY, HINTED, LFU, LRU, NONE, POLICIES, Hinted
 from benchmarks.residency.timeline import LAUNCH, Link, resident_seconds, step_seconds, waves
+from custom_ops.kernels.architectures import architecture
 
 EXPERTS = 6
 STEPS = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, unique=True), max_size=12)
@@ -261,6 +266,29 @@ def test_measuring_without_a_gpu(tmp_path, monkeypatch):
     assert all(row["same"] for row in layer["rows"])
     # Two experts a token, of which one slot keeps the last.
     assert layer["rows"][-1]["hit rate, simulated"] <= 0.5
+
+
+def test_a_captured_layer_keeps_the_memory_that_its_graph_uses(monkeypatch):
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def zeros(size, dtype, device):
+        memory = torch.empty(size, dtype=dtype)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    monkeypatch.setattr(measure, "launch_in_waves", lambda *_: None)
+    device = SimpleNamespace(name="cuda", architecture=architecture("sm_90"))
+    shape = SHAPES["tiny"]
+    tensors = {"x": torch.empty(1, shape.width), "expert_ids": torch.ones(1, shape.top_k)}
+    layer = measure.OffloadedLayer(shape.layer(torch.bfloat16, router=False), device, tensors, 2)
+    layer.run(tensors["expert_ids"][None])
+    gc.collect()
+    assert len(made) == 2
+    assert None not in [memory() for memory in made], "state and workspace"
 
 
 def test_committed_routing_is_of_every_shape():

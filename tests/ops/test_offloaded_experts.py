@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,14 +75,34 @@ def test_offloading_chooses_the_number_of_slots_and_empties_them():
     run(case)
     assert only_cache().resident == 5
     used = only_cache()
-    # Weights that changed in place are read again.
-    w1.mul_(2)
-    stale = run(case)
     offload_experts(w1, w2, 5, "cpu")
     assert only_cache() is not used
-    fresh = run(case)
-    assert torch.equal(fresh, run_resident(case))
-    assert not torch.equal(stale, fresh)
+    assert torch.equal(run(case), run_resident(case))
+
+
+@pytest.mark.parametrize("name", ["w1", "w2"])
+def test_weights_that_changed_in_place_are_read_again(name, device):
+    case = case_of()
+    offload_experts(case.arguments["w1"], case.arguments["w2"], 6, "cpu")
+    before = run(case)
+    case.arguments[name].mul_(2)
+    device["capturing"] = True
+    with pytest.raises(RuntimeError, match=r"the cache must be emptied, in a capture: .* changed"):
+        run(case)
+    device["capturing"] = False
+    after = run(case)
+    assert torch.equal(after, run_resident(case))
+    assert not torch.equal(after, before)
+    # What is in slots is not copied again; changes of `data` are not counted.
+    case.arguments[name].data.mul_(2)
+    assert torch.equal(run(case), after)
+
+
+def test_changes_that_pytorch_does_not_count():
+    with torch.inference_mode():
+        assert _cuda_offload._change_count(torch.ones(2).mul_(2)) == 0
+    weight = SimpleNamespace(is_inference=lambda: False)
+    assert _cuda_offload._change_count(weight) == 0
 
 
 def test_views_of_the_weights_share_their_cache():
@@ -90,6 +112,21 @@ def test_views_of_the_weights_share_their_cache():
     viewed = case.changed(**{name: each.mT for name, each in stored.items()})
     assert torch.equal(run(viewed), run_resident(viewed))
     assert only_cache().resident == 3
+
+
+def test_parts_of_the_weights_have_a_cache_of_their_own():
+    case = case_of(experts=8)
+    w1, w2 = case.arguments["w1"], case.arguments["w2"]
+    names = ("w1", "b1", "w2", "b2")
+    given = {name: each for name in names if (each := case.arguments[name]) is not None}
+    few = {name: each[:3] for name, each in given.items()}
+    ids = case.arguments["expert_ids"].clamp(max=2)
+    # Half as many experts of twice the size lie at the same addresses.
+    wide = case_of(experts=4, hidden=16).changed(w1=w1.view(4, 16, 16), w2=w2.view(4, 16, 16))
+    calls = [case, case.changed(**few, expert_ids=ids), wide]
+    for call in calls * 2:
+        assert torch.equal(run(call), run_resident(call))
+    assert len(_CACHES) == 3
 
 
 def test_a_cache_lives_as_long_as_its_weights():
@@ -122,30 +159,42 @@ def test_another_stream_waits_for_the_last_one(device):
     first = device["stream"]
     run(case)
     run(case)
-    assert first.waited == []
+    assert not set(first.waited) - {only_cache()._side}
     device["stream"] = second = Stream()
     run(case)
     run(case)
-    assert second.waited == [first]
+    assert [each for each in second.waited if each is not only_cache()._side] == [first]
+
+
+def test_copies_go_ahead_of_products(device):
+    case = case_of()
+    run(case)
+    assert only_cache()._side.priority < device["stream"].priority
 
 
 def test_a_graph_captures_a_layer_that_ran_before(device):
     case = case_of()
-    device["capturing"] = True
-    with pytest.raises(RuntimeError, match="must run once before a CUDA graph captures it"):
-        run(case)
-    device["capturing"] = False
+    first = device["stream"]
+    weights = case.arguments["w1"], case.arguments["w2"]
+    for prepare in (lambda: None, lambda: offload_experts(*weights, 3, "cpu")):
+        prepare()
+        device["capturing"] = True
+        with pytest.raises(RuntimeError, match="must run once before a CUDA graph captures it"):
+            run(case)
+        device["capturing"] = False
     run(case)
     device["capturing"] = True
     device["stream"] = capturing = Stream()
     run(case)
     # Work outside of the capture is not waited for inside.
-    assert capturing.waited == []
+    assert first not in capturing.waited
 
 
-def test_a_failed_call_empties_the_cache(monkeypatch):
+@pytest.mark.parametrize("made_in_inference_mode", [False, True])
+def test_a_failed_call_empties_the_cache(made_in_inference_mode, device, monkeypatch):
     case = case_of()
-    run(case)
+    with torch.inference_mode(made_in_inference_mode):
+        run(case)
     launch_in_waves = launch_waves.launch_in_waves
 
     def fail(plan, tensors, state, side):
@@ -156,6 +205,10 @@ def test_a_failed_call_empties_the_cache(monkeypatch):
     with pytest.raises(RuntimeError, match="no launch"):
         run(case)
     monkeypatch.setattr(launch_waves, "launch_in_waves", launch_in_waves)
+    device["capturing"] = True
+    with pytest.raises(RuntimeError, match=r"the cache must be emptied, in a capture: .* failed"):
+        run(case)
+    device["capturing"] = False
     assert torch.equal(run(case), run_resident(case))
 
 
@@ -173,11 +226,35 @@ def test_weights_that_are_not_pinned_are_refused(device):
         run(case_of())
 
 
+def test_weights_that_are_no_layer_in_host_memory_are_refused():
+    with FakeTensorMode():
+        w1, w2 = torch.empty(6, 8, 16), torch.empty(6, 16, 8)
+        with pytest.raises(ValueError, match="w1 has 6 experts, w2 has 5"):
+            offload_experts(w1, w2[1:], 2, "cpu")
+        with pytest.raises(ValueError, match="w2 is on cuda:0: experts are offloaded to host"):
+            offload_experts(w1, torch.empty(6, 16, 8, device="cuda:0"), 2, "cpu")
+
+
+def test_offloading_again_adds_nothing_to_the_weights():
+    w1, w2 = case_of().arguments["w1"], case_of().arguments["w2"]
+    before = len(weakref.finalize._registry)
+    for resident in (2, 3, 4):
+        offload_experts(w1, w2, resident, "cpu")
+    assert len(weakref.finalize._registry) == before + 2
+
+
 @pytest.mark.parametrize("resident", [0, 7])
 def test_numbers_of_slots_that_there_cannot_be(resident):
     case = case_of()
     message = rf"resident_experts must be in 1\.\.6, got {resident}"
     with pytest.raises(ValueError, match=message):
+        offload_experts(case.arguments["w1"], case.arguments["w2"], resident, "cpu")
+
+
+@pytest.mark.parametrize("resident", [2.5, True])
+def test_numbers_of_slots_that_are_no_integers(resident):
+    case = case_of()
+    with pytest.raises(TypeError, match=f"resident_experts must be an integer, got {resident}"):
         offload_experts(case.arguments["w1"], case.arguments["w2"], resident, "cpu")
 
 

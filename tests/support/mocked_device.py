@@ -15,18 +15,21 @@ from custom_ops._cuda_offload import _CACHES
 
 
 class Stream:
-    """A stream that notes which others it waits for."""
+    """A stream that notes which others it waits for; an event is the stream that recorded it."""
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.priority = priority
         self.waited: list[Stream] = []
 
+    def wait_event(self, event: Stream) -> None:
+        if event is not self:
+            self.waited.append(event)
+
     def wait_stream(self, other: Stream) -> None:
-        self.waited.append(other)
+        self.wait_event(other.record_event())
 
-    def wait_event(self, event: object) -> None: ...
-
-    def record_event(self) -> object:
-        return object()
+    def record_event(self) -> Stream:
+        return self
 
 
 def mocked_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
