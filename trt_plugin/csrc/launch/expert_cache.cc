@@ -214,10 +214,8 @@ Status ExpertCache::Prepare(const cuda::Driver& driver, const ContextIdentity& c
 }
 
 Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
-  forked_ = false;
-  bool capturing = false;
-  DYNAMO_MOE_RETURN_IF_ERROR(device_->IsCapturing(stream, &capturing));
-  if (capturing && shared_) {
+  DYNAMO_MOE_RETURN_IF_ERROR(device_->IsCapturing(stream, &capturing_));
+  if (capturing_ && shared_) {
     return InvalidArgument(
         "an expert cache that contexts share cannot be captured: a graph does not wait for the "
         "other contexts' calls; with the attribute expert_cache=0, each context has its own");
@@ -228,35 +226,52 @@ Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
   }
   const bool others = has_run_ && (tensors->w1 != w1_ || tensors->w2 != w2_);
   const bool clear = dirty_ || others;
-  if (capturing && clear) {
+  if (capturing_ && clear) {
     return InvalidArgument("the expert cache must be emptied, since ",
                            others ? "the weights are others" : "a call has failed",
                            ": run the layer once outside of the capture first");
   }
-  if (shared_ && has_run_ && stream != stream_) {
+  if (shared_) {
+    // Even of the same handle: that of the default stream means another one in each thread.
     DYNAMO_MOE_RETURN_IF_ERROR(device_->Wait(stream, device_->done()));
   }
-  // Until the call has ended well. What is captured does not run yet.
-  dirty_ = !capturing;
+  if (clear) {
+    dirty_ = true;
+    DYNAMO_MOE_RETURN_IF_ERROR(Empty(stream));
+  }
   has_run_ = true;
-  stream_ = stream;
   w1_ = tensors->w1;
   w2_ = tensors->w2;
-  return clear ? device_->Clear(stream) : Status();
+  return {};
 }
 
-Status ExpertCache::End(cuda::Stream stream, const Status& call) {
+Status ExpertCache::End(cuda::Stream stream, const Status& call, bool launched) {
   Status status = call;
-  if (forked_) {
-    // The call has failed between Fork() and Join().
-    static_cast<void>(Join(stream));
+  if (!status.ok() && capturing_) {
+    // What is captured does not run: it is only joined, so that the capture can end.
+    static_cast<void>(forked_ ? Join(stream) : Status());
+    forked_ = false;
+  } else if (!status.ok() && launched) {
+    // At once, since a graph that is replayed next empties nothing. If it fails, the next call
+    // does.
+    dirty_ = true;
+    static_cast<void>(Empty(stream));
   }
   if (shared_) {
     const Status recorded = device_->Record(device_->done(), stream);
+    dirty_ = dirty_ || !recorded.ok();
     status = status.ok() ? recorded : status;
   }
-  dirty_ = dirty_ && !status.ok();
   return status;
+}
+
+Status ExpertCache::Empty(cuda::Stream stream) {
+  if (forked_) {
+    DYNAMO_MOE_RETURN_IF_ERROR(Join(stream));
+  }
+  DYNAMO_MOE_RETURN_IF_ERROR(device_->Clear(stream));
+  dirty_ = false;
+  return {};
 }
 
 char* ExpertCache::state(std::uint32_t part) const { return device_->at(part); }

@@ -51,11 +51,12 @@ class ExpertCache {
   Status Prepare(const cuda::Driver& driver, const ContextIdentity& current,
                  const Program& program);
 
-  // Begins a call of a prepared cache: waits for the last one on another stream, empties the cache
-  // after a failure, and sets w1 and w2 to their sources.
+  // Begins a call of a prepared cache: waits for the last one if the cache is shared, empties the
+  // cache if its experts are not the call's, and sets w1 and w2 to their sources.
   Status Begin(cuda::Stream stream, dynamo_moe_tensors* tensors);
-  // Ends it. After a failure, nothing of it runs on the second stream once the stream has passed.
-  Status End(cuda::Stream stream, const Status& call);
+  // Ends it. After a failure, nothing of it runs on the second stream once the stream has passed,
+  // and the cache is empty if a kernel was launched.
+  Status End(cuda::Stream stream, const Status& call, bool launched);
 
   char* state(std::uint32_t part) const;
   TensorMaps& maps();
@@ -71,17 +72,20 @@ class ExpertCache {
  private:
   class Device;
 
+  Status Empty(cuda::Stream stream);
+
   const std::optional<ExpertSources> sources_;
   const bool shared_;
   mutable std::mutex mutex_;
   std::unique_ptr<Device> device_;
-  // What the slots may hold does not match the tables.
+  // What the slots may hold does not match the tables: the cache could not be emptied.
   bool dirty_ = false;
+  // The call is captured.
+  bool capturing_ = false;
   // The second stream may have work that the call's stream does not wait for yet.
   bool forked_ = false;
   // Of the last call.
   bool has_run_ = false;
-  cuda::Stream stream_ = nullptr;
   const void* w1_ = nullptr;
   const void* w2_ = nullptr;
 };
