@@ -154,7 +154,8 @@ def test_no_tokens_need_no_cache(driver):
 
 CALLED = {
     "cuMemAlloc": 1,
-    "cuStreamCreate": 1,
+    "cuCtxGetStreamPriorityRange": 1,
+    "cuStreamCreateWithPriority": 1,
     "cuEventCreate": 7,
     "cuMemsetD8Async": 4,
     "cuStreamSynchronize": 1,

@@ -233,6 +233,13 @@ def test_layers_with_equal_kernels_have_their_own_experts(driver, tensorrt, tmp_
     assert [len(each) for each in fields] == [4, 4]
     for plugin in both:
         plugin.destroy()
+    name = fields[1]["programs_name"].data
+    # Before the kernels' size and hash.
+    reserved = replace(fields[1]["programs_name"], data=name[:-20] + b"\1\0\0\0" + name[-16:])
+    changed = fields[1] | {"programs_name": reserved}
+    assert tensorrt.create(NAMES["experts"], changed, RUNTIME) is None
+    (error,) = tensorrt.messages()
+    assert "field programs_name: reserved must be 0, got 1" in error
     loaded = [tensorrt.create(NAMES["experts"], each, RUNTIME, "layer") for each in fields]
     size = loaded[0].workspace(described, described[0])
     for plugin in loaded:
@@ -247,6 +254,7 @@ BAD_FIELDS = {
     "one field": (slice(0, 1), {}, "has 4 fields where its experts are offloaded, got 1"),
     "no source": (slice(0, 4), {"w2_source": Field.of("")}, "got w2_source in the place of w2_so"),
     "a number": (slice(0, 4), {"w1_source": Field.of(3)}, "got w1_source in the place of w1_sour"),
+    "no choice": (slice(0, 4), {"expert_cache": Field.of(2)}, "expert_cache must be in 0..1, got 2"),
     "a text": (slice(0, 4), {"expert_cache": Field.of("a")}, "in the place of expert_cache"),
 }
 
@@ -329,8 +337,9 @@ def change_a_dtype(file: Path) -> None:
 BAD_FILES = {
     "missing": (Path.unlink, r"model.safetensors: No such file or directory; the environment"),
     "short": (shorten, r"model.safetensors must have \d+ bytes, got \d+; the engine was built"),
-    "another dtype": (change_a_dtype, r"model.safetensors have a header with checksum \d+, exp"),
+    "another dtype": (change_a_dtype, r"model.safetensors have a header with checksum [0-9a-f]{8}, expected [0-9a-f]{8}; the"),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), r"model.safetensors: it is not a f"),
+    "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), r"model.safetensors: it is not a fi"),
 }
 
 
@@ -416,6 +425,20 @@ def test_weights_that_do_not_begin_at_a_multiple_of_16_are_copied(driver, tensor
     assert driver.live() == NOTHING
 
 
+def test_a_device_that_cannot_pin_pages_that_it_only_reads(driver, tensorrt, tmp_path):
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case)
+    plugin, size = offloaded.engine(tensorrt)
+    driver.set_registers_read_only(False)
+    assert torch.equal(plugin.run(offloaded.inputs(), size), run_kernels(case, "sm_80"))
+    (warning,) = summary(tensorrt)
+    assert "(CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED is 0)" in warning
+    assert "ulimit" not in warning
+    assert driver.live()["pinned memory"] == 2
+    plugin.destroy()
+    assert driver.live() == NOTHING
+
+
 def test_no_pinned_memory_at_all(driver, tensorrt, tmp_path):
     offloaded = Offloaded(driver, tmp_path, small_case())
     plugin, _ = offloaded.engine(tensorrt)
@@ -424,6 +447,11 @@ def test_no_pinned_memory_at_all(driver, tensorrt, tmp_path):
     described = [describe(each) for each in offloaded.inputs()]
     assert plugin.shape_change(described, described[0]) != 0
     (error,) = tensorrt.messages()
-    assert re.search(r"model.safetensors: \d+ bytes of pinned memory: cuMemHostAlloc: CUDA", error)
+    assert re.search(
+        r"model.safetensors: \d+ bytes of pinned memory: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY .*; "
+        r"nor can the file's own pages be pinned: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY .*; a "
+        r"limit on locked memory \(ulimit -l, now .*\) may be raised",
+        error,
+    )
     assert driver.live() == NOTHING
     plugin.destroy()

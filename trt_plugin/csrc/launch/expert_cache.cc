@@ -22,7 +22,13 @@ Status ExpertSources::Open(const dynamo_moe_layer& layer, std::string_view w1, s
                            ExpertSources* sources) {
   const std::uint64_t element = layer.experts_dtype == format::kFloat32 ? 4 : 2;
   const std::uint64_t gates = (layer.flags & format::kGated) != 0 ? 2 : 1;
-  const std::uint64_t bytes = element * layer.experts * layer.width * layer.hidden;
+  const std::uint64_t matrix = std::uint64_t{layer.width} * layer.hidden;
+  std::uint64_t bytes = 0;
+  std::uint64_t w1_bytes = 0;
+  if (__builtin_mul_overflow(element * layer.experts, matrix, &bytes) ||
+      __builtin_mul_overflow(gates, bytes, &w1_bytes)) {
+    return InvalidArgument("the layer's experts would have 2^64 bytes or more");
+  }
   const auto open = [](const char* name, std::string_view text, std::uint64_t wanted,
                        WeightsSource* source) -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(WeightsSource::Parse(text, source));
@@ -32,7 +38,7 @@ Status ExpertSources::Open(const dynamo_moe_layer& layer, std::string_view w1, s
     }
     return source->Check();
   };
-  DYNAMO_MOE_RETURN_IF_ERROR(open("w1", w1, gates * bytes, &sources->w1));
+  DYNAMO_MOE_RETURN_IF_ERROR(open("w1", w1, w1_bytes, &sources->w1));
   return open("w2", w2, bytes, &sources->w2);
 }
 
@@ -81,8 +87,14 @@ class ExpertCache::Device {
       return cuda::Failure(driver_, result,
                            Text("the expert cache's ", size, " bytes: cuMemAlloc"));
     }
-    DYNAMO_MOE_RETURN_IF_ERROR(
-        Check(driver_, offload_.stream_create(&side_, cuda::kNonBlocking), "cuStreamCreate"));
+    // Copies are short and products fill the device: a copy must not wait until they leave room.
+    int least = 0;
+    int greatest = 0;
+    DYNAMO_MOE_RETURN_IF_ERROR(Check(driver_, offload_.context_get_priorities(&least, &greatest),
+                                     "cuCtxGetStreamPriorityRange"));
+    DYNAMO_MOE_RETURN_IF_ERROR(Check(driver_,
+                                     offload_.stream_create(&side_, cuda::kNonBlocking, greatest),
+                                     "cuStreamCreateWithPriority"));
     for (cuda::Event* event : {&fork_, &join_, &done_}) {
       DYNAMO_MOE_RETURN_IF_ERROR(Create(event));
     }
