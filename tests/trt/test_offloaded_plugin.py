@@ -164,7 +164,7 @@ def test_contexts_have_their_own_cache_or_share_one(driver, tensorrt, tmp_path, 
     for context in contexts:
         assert torch.equal(context.run(offloaded.inputs(), size), run_kernels(case, "sm_80"))
     others = summary(tensorrt, whose="that all contexts share" if shared else "for each context")
-    assert len(others) == 1 - shared
+    assert len(others) == 1
     live = driver.live()
     assert (live["memory"], live["streams"]) == ((1, 1) if shared else (2, 2))
     # Of each tensor there is one, whoever uses it.
@@ -172,6 +172,43 @@ def test_contexts_have_their_own_cache_or_share_one(driver, tensorrt, tmp_path, 
     for each in (*contexts, clone, plugin):
         each.destroy()
     assert driver.live() == NOTHING
+
+
+def test_copies_of_a_layer_share_a_cache(driver, tensorrt, tmp_path):
+    """An engine with several profiles may have a layer several times."""
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case, expert_cache=1)
+    fields, size = offloaded.engine_fields(tensorrt)
+    copies = [tensorrt.create(NAMES["experts"], fields, RUNTIME, "layer") for _ in range(2)]
+    for copy in copies:
+        y = copy.run(offloaded.inputs(), size)
+        assert torch.equal(y, run_kernels(case, "sm_80"))
+    assert (driver.live()["memory"], driver.live()["streams"]) == (1, 1)
+    # What they share outlives the first of them.
+    copies[0].destroy()
+    y = copies[1].run(offloaded.inputs(), size)
+    assert torch.equal(y, run_kernels(case, "sm_80"))
+    copies[1].destroy()
+    assert driver.live() == NOTHING
+    assert len(summary(tensorrt, whose="that all contexts share")) == 1
+
+
+def test_layers_with_other_weights_share_no_cache(driver, tmp_path):
+    tensorrt = host(VERSIONS[-1])
+    layers = []
+    for seed in range(2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        offloaded = Offloaded(driver, folder, small_case(seed=seed), expert_cache=1)
+        layers.append((offloaded, *offloaded.engine(tensorrt)))
+    for offloaded, plugin, size in layers:
+        y = plugin.run(offloaded.inputs(), size)
+        assert torch.equal(y, run_kernels(offloaded.case, "sm_80"))
+    assert driver.live()["memory"] == 2
+    for _, plugin, _ in layers:
+        plugin.destroy()
+    assert driver.live() == NOTHING
+    tensorrt.messages()
 
 
 def test_layers_that_use_the_same_weights_pin_them_once(driver, tensorrt, tmp_path):

@@ -1,5 +1,8 @@
 #include "launch/expert_cache.h"
 
+#include <iterator>
+#include <map>
+#include <tuple>
 #include <utility>
 
 #include "bundle/layer.h"
@@ -7,6 +10,8 @@
 
 namespace dynamo_moe {
 namespace {
+
+using Weights = std::shared_ptr<const HostWeights>;
 
 Status Check(const cuda::Driver& driver, cuda::Result result, const char* function) {
   return result == cuda::kSuccess ? Status() : cuda::Failure(driver, result, function);
@@ -47,12 +52,18 @@ Status StateSize(const Program& program, std::size_t* bytes) {
   return StateOffsets(program, offsets, bytes);
 }
 
-// What lies in one context. The destructor releases it.
+// What a cache, or each of those that share it, has in one context. The destructor releases it.
 class ExpertCache::Device {
  public:
   Device(const cuda::Driver& driver, const cuda::OffloadDriver& offload,
-         const ContextIdentity& context, const Program& program)
-      : driver_(driver), offload_(offload), context_(context), program_(program), maps_(program) {}
+         const ContextIdentity& context, const Program& program, Weights w1, Weights w2)
+      : driver_(driver),
+        offload_(offload),
+        context_(context),
+        program_(program),
+        maps_(program),
+        w1_(std::move(w1)),
+        w2_(std::move(w2)) {}
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
@@ -77,7 +88,7 @@ class ExpertCache::Device {
     }
   }
 
-  Status Open(const std::optional<ExpertSources>& sources) {
+  Status Open() {
     const cuda::RelaxedCapture relaxed(driver_);
     std::size_t size = 0;
     DYNAMO_MOE_RETURN_IF_ERROR(StateOffsets(program_, offsets_, &size));
@@ -110,9 +121,7 @@ class ExpertCache::Device {
     DYNAMO_MOE_RETURN_IF_ERROR(Clear(side_));
     DYNAMO_MOE_RETURN_IF_ERROR(
         Check(driver_, offload_.stream_synchronize(side_), "cuStreamSynchronize"));
-    if (sources.has_value()) {
-      DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver_, offload_, context_, sources->w1, &w1_));
-      DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver_, offload_, context_, sources->w2, &w2_));
+    if (w1_ != nullptr) {
       const bool both = !w1_->note().empty() && !w2_->note().empty();
       note_ = Text(w1_->note(), both ? "; " : "", w2_->note());
     }
@@ -153,6 +162,22 @@ class ExpertCache::Device {
     return Check(driver_, offload_.stream_wait_event(stream, event, 0), "cuStreamWaitEvent");
   }
 
+  // What its calls, one after another under the lock, leave to the next one.
+  struct Calls {
+    std::mutex mutex;
+    // What the slots may hold does not match the tables: the cache could not be emptied.
+    bool dirty = false;
+    // The call is captured.
+    bool capturing = false;
+    // The second stream may have work that the call's stream does not wait for yet.
+    bool forked = false;
+    // Of the last call.
+    bool has_run = false;
+    const void* w1 = nullptr;
+    const void* w2 = nullptr;
+  };
+
+  Calls& calls() { return calls_; }
   const char* note() const { return note_.c_str(); }
   const ContextIdentity& context() const { return context_; }
   const Program& program() const { return program_; }
@@ -192,9 +217,10 @@ class ExpertCache::Device {
   cuda::Event join_ = nullptr;
   cuda::Event done_ = nullptr;
   cuda::Event ends_[format::kMaxWaveLaunches] = {};
-  std::shared_ptr<const HostWeights> w1_;
-  std::shared_ptr<const HostWeights> w2_;
+  const Weights w1_;
+  const Weights w2_;
   std::string note_;
+  Calls calls_;
 };
 
 ExpertCache::ExpertCache(std::optional<ExpertSources> sources, bool shared)
@@ -209,6 +235,7 @@ const char* ExpertCache::note() const {
 
 Status ExpertCache::Prepare(const cuda::Driver& driver, const ContextIdentity& current,
                             const Program& program) {
+  const std::scoped_lock lock(mutex_);
   if (device_ != nullptr) {
     return device_->context() == current
                ? Status()
@@ -219,15 +246,45 @@ Status ExpertCache::Prepare(const cuda::Driver& driver, const ContextIdentity& c
   if (offload == nullptr) {
     return status;
   }
-  auto device = std::make_unique<Device>(driver, *offload, current, program);
-  DYNAMO_MOE_RETURN_IF_ERROR(device->Open(sources_));
-  device_ = std::move(device);
+  Weights w1;
+  Weights w2;
+  if (sources_.has_value()) {
+    DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver, *offload, current, sources_->w1, &w1));
+    DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver, *offload, current, sources_->w2, &w2));
+  }
+  const auto open = [&] {
+    auto device = std::make_shared<Device>(driver, *offload, current, program, w1, w2);
+    DYNAMO_MOE_RETURN_IF_ERROR(device->Open());
+    device_ = std::move(device);
+    return Status();
+  };
+  if (!shared_ || w1 == nullptr) {
+    return open();
+  }
+  // Equal programs in use are one, as are equal weights of one context.
+  using Key = std::tuple<const Program*, const HostWeights*, const HostWeights*>;
+  static std::mutex sharing;
+  // Never destroyed: caches may outlive static objects.
+  static auto* const shared = new std::map<Key, std::weak_ptr<Device>>();
+  const std::scoped_lock search(sharing);
+  for (auto each = shared->begin(); each != shared->end();) {
+    each = each->second.expired() ? shared->erase(each) : std::next(each);
+  }
+  std::weak_ptr<Device>& known = (*shared)[{&program, w1.get(), w2.get()}];
+  device_ = known.lock();
+  if (device_ == nullptr) {
+    DYNAMO_MOE_RETURN_IF_ERROR(open());
+    known = device_;
+  }
   return {};
 }
 
+std::mutex& ExpertCache::mutex() { return device_->calls().mutex; }
+
 Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
-  DYNAMO_MOE_RETURN_IF_ERROR(device_->IsCapturing(stream, &capturing_));
-  if (capturing_ && shared_) {
+  Device::Calls& calls = device_->calls();
+  DYNAMO_MOE_RETURN_IF_ERROR(device_->IsCapturing(stream, &calls.capturing));
+  if (calls.capturing && shared_) {
     return InvalidArgument(
         "an expert cache that contexts share cannot be captured: a graph does not wait for the "
         "other contexts' calls; with the attribute expert_cache=0, each context has its own");
@@ -236,9 +293,9 @@ Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
     tensors->w1 = device_->w1()->address();
     tensors->w2 = device_->w2()->address();
   }
-  const bool others = has_run_ && (tensors->w1 != w1_ || tensors->w2 != w2_);
-  const bool clear = dirty_ || others;
-  if (capturing_ && clear) {
+  const bool others = calls.has_run && (tensors->w1 != calls.w1 || tensors->w2 != calls.w2);
+  const bool clear = calls.dirty || others;
+  if (calls.capturing && clear) {
     return InvalidArgument("the expert cache must be emptied, since ",
                            others ? "the weights are others" : "a call has failed",
                            ": run the layer once outside of the capture first");
@@ -248,41 +305,43 @@ Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
     DYNAMO_MOE_RETURN_IF_ERROR(device_->Wait(stream, device_->done()));
   }
   if (clear) {
-    dirty_ = true;
+    calls.dirty = true;
     DYNAMO_MOE_RETURN_IF_ERROR(Empty(stream));
   }
-  has_run_ = true;
-  w1_ = tensors->w1;
-  w2_ = tensors->w2;
+  calls.has_run = true;
+  calls.w1 = tensors->w1;
+  calls.w2 = tensors->w2;
   return {};
 }
 
 Status ExpertCache::End(cuda::Stream stream, const Status& call, bool launched) {
+  Device::Calls& calls = device_->calls();
   Status status = call;
-  if (!status.ok() && capturing_) {
+  if (!status.ok() && calls.capturing) {
     // What is captured does not run: it is only joined, so that the capture can end.
-    static_cast<void>(forked_ ? Join(stream) : Status());
-    forked_ = false;
+    static_cast<void>(calls.forked ? Join(stream) : Status());
+    calls.forked = false;
   } else if (!status.ok() && launched) {
     // At once, since a graph that is replayed next empties nothing. If it fails, the next call
     // does.
-    dirty_ = true;
+    calls.dirty = true;
     static_cast<void>(Empty(stream));
   }
   if (shared_) {
     const Status recorded = device_->Record(device_->done(), stream);
-    dirty_ = dirty_ || !recorded.ok();
+    calls.dirty = calls.dirty || !recorded.ok();
     status = status.ok() ? recorded : status;
   }
   return status;
 }
 
 Status ExpertCache::Empty(cuda::Stream stream) {
-  if (forked_) {
+  Device::Calls& calls = device_->calls();
+  if (calls.forked) {
     DYNAMO_MOE_RETURN_IF_ERROR(Join(stream));
   }
   DYNAMO_MOE_RETURN_IF_ERROR(device_->Clear(stream));
-  dirty_ = false;
+  calls.dirty = false;
   return {};
 }
 
@@ -295,14 +354,14 @@ cuda::Stream ExpertCache::side() const { return device_->side(); }
 Status ExpertCache::Fork(cuda::Stream stream) {
   DYNAMO_MOE_RETURN_IF_ERROR(device_->Record(device_->fork(), stream));
   DYNAMO_MOE_RETURN_IF_ERROR(device_->Wait(side(), device_->fork()));
-  forked_ = true;
+  device_->calls().forked = true;
   return {};
 }
 
 Status ExpertCache::Join(cuda::Stream stream) {
   DYNAMO_MOE_RETURN_IF_ERROR(device_->Record(device_->join(), side()));
   DYNAMO_MOE_RETURN_IF_ERROR(device_->Wait(stream, device_->join()));
-  forked_ = false;
+  device_->calls().forked = false;
   return {};
 }
 

@@ -349,7 +349,6 @@ Status Launcher::Prepare(const cuda::Driver& driver, const ContextIdentity& curr
   if (cache == nullptr) {
     return {};
   }
-  const std::scoped_lock lock(cache->mutex());
   DYNAMO_MOE_RETURN_IF_ERROR(CheckCache(program(), cache));
   return cache->Prepare(driver, current, program());
 }
@@ -369,9 +368,9 @@ Status Launcher::Enqueue(const cuda::Driver& driver, const ContextIdentity& curr
     return Call(this, driver, *kernels, tensors, workspace, nullptr)
         .Run(*range, tokens, workspace_size, stream);
   }
-  const std::scoped_lock lock(cache->mutex());
   dynamo_moe_tensors with_weights = tensors;
   DYNAMO_MOE_RETURN_IF_ERROR(cache->Prepare(driver, current, program()));
+  const std::scoped_lock lock(cache->mutex());
   DYNAMO_MOE_RETURN_IF_ERROR(cache->Begin(stream, &with_weights));
   Call call(this, driver, *kernels, with_weights, workspace, cache);
   const Status status = call.Run(*range, tokens, workspace_size, stream);

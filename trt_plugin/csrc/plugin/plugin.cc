@@ -394,16 +394,7 @@ Status Plugin::RequireCache() {
   if (cache_ != nullptr || !IsOffloaded()) {
     return {};
   }
-  if (!layer_->offload.shared) {
-    return Cache::Open(*kernels_, layer_->offload, &cache_);
-  }
-  const std::scoped_lock lock(layer_->opening);
-  cache_ = layer_->shared_cache.lock();
-  if (cache_ == nullptr) {
-    DYNAMO_MOE_RETURN_IF_ERROR(Cache::Open(*kernels_, layer_->offload, &cache_));
-    layer_->shared_cache = cache_;
-  }
-  return {};
+  return Cache::Open(*kernels_, layer_->offload, &cache_);
 }
 
 // --- Runtime phase ---
