@@ -14,6 +14,7 @@ from custom_ops.kernels.plan import plan
 from interpreted_gpu import uncompiled_program
 from kernel_runs import call_tensors, layer_of, run_kernels
 from moe_cases import Case, make_case
+from small_bundles import LAYER, offloaded
 from standin import LAUNCH_FAILED, RESOURCES
 from streams_gpu import StreamsGpu, first_used, last_used
 from trt_plugin.launcher import Cache, LauncherError, OpenProgram
@@ -289,6 +290,15 @@ def test_who_needs_a_cache(driver):
         assert program.state_size() == 0
         with pytest.raises(LauncherError, match="not offloaded: it has no cache"):
             cache.enqueue(3, tensors, 256, 2**40)
+
+
+def test_experts_whose_bytes_cannot_be_counted():
+    layer = LAYER._replace(resident_experts=4, experts=1024, width=2**31, hidden=2**30)
+    with (
+        OpenProgram(offloaded(layer=layer).data) as program,
+        pytest.raises(LauncherError, match=r"the layer's experts would have 2\^64 bytes or more"),
+    ):
+        program.open_cache(("0", "0"))
 
 
 # --- Streams ---

@@ -291,7 +291,11 @@ BAD_FIELDS = {
     "one field": (slice(0, 1), {}, "has 4 fields where its experts are offloaded, got 1"),
     "no source": (slice(0, 4), {"w2_source": Field.of("")}, "got w2_source in the place of w2_so"),
     "a number": (slice(0, 4), {"w1_source": Field.of(3)}, "got w1_source in the place of w1_sour"),
-    "no choice": (slice(0, 4), {"expert_cache": Field.of(2)}, "expert_cache must be in 0..1, got 2"),
+    "no choice": (
+        slice(0, 4),
+        {"expert_cache": Field.of(2)},
+        "expert_cache must be in 0..1, got 2",
+    ),
     "a text": (slice(0, 4), {"expert_cache": Field.of("a")}, "in the place of expert_cache"),
 }
 
@@ -374,7 +378,10 @@ def change_a_dtype(file: Path) -> None:
 BAD_FILES = {
     "missing": (Path.unlink, r"model.safetensors: No such file or directory; the environment"),
     "short": (shorten, r"model.safetensors must have \d+ bytes, got \d+; the engine was built"),
-    "another dtype": (change_a_dtype, r"model.safetensors have a header with checksum [0-9a-f]{8}, expected [0-9a-f]{8}; the"),
+    "another dtype": (
+        change_a_dtype,
+        r"model.safetensors have a header with checksum [0-9a-f]{8}, expected [0-9a-f]{8}; the",
+    ),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), r"model.safetensors: it is not a f"),
     "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), r"model.safetensors: it is not a fi"),
 }
@@ -485,9 +492,9 @@ def test_no_pinned_memory_at_all(driver, tensorrt, tmp_path):
     assert plugin.shape_change(described, described[0]) != 0
     (error,) = tensorrt.messages()
     assert re.search(
-        r"model.safetensors: \d+ bytes of pinned memory: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY .*; "
-        r"nor can the file's own pages be pinned: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY .*; a "
-        r"limit on locked memory \(ulimit -l, now .*\) may be raised",
+        r"model.safetensors: \d+ bytes of pinned memory: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY "
+        r".*; nor can the file's own pages be pinned: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY "
+        r".*; a limit on locked memory \(ulimit -l, now .*\) may be raised",
         error,
     )
     assert driver.live() == NOTHING
