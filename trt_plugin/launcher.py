@@ -134,7 +134,8 @@ class OpenProgram(_Handle):
         Args:
             sources: Where w1 and w2 lie in safetensors files, as ``dynamo_moe.h`` says; None where
                 each call passes addresses of pinned host memory.
-            shared: Whether calls may be on any streams; they then wait for one another.
+            shared: Whether calls may be on any streams; they then wait for one another. Such caches
+                of equal layers with the same sources are one in a context.
 
         Raises:
             LauncherError: If a file is missing, or is not the one that was meant.

@@ -38,6 +38,7 @@ struct Standin {
   int (*add_image)(const char*, std::size_t);
   void* (*create_context)(int);
   void (*destroy_context)(void*);
+  void* (*create_stream)(void*);
   void (*set_context)(void*);
   void (*fail)(const char*, int, int);
   int (*live_modules)();
@@ -59,6 +60,7 @@ Standin LoadStandin() {
   Find(library, "standin_add_image", &standin.add_image);
   Find(library, "standin_create_context", &standin.create_context);
   Find(library, "standin_destroy_context", &standin.destroy_context);
+  Find(library, "standin_create_stream", &standin.create_stream);
   Find(library, "standin_set_context", &standin.set_context);
   Find(library, "standin_fail", &standin.fail);
   Find(library, "standin_live_modules", &standin.live_modules);
@@ -153,10 +155,10 @@ void CheckFailures(const Standin& cuda, const std::string& bytes) {
 }
 
 void EnqueueCached(dynamo_moe_cache* cache, Tensors* tensors, std::int64_t tokens,
-                   dynamo_moe_status expected) {
+                   dynamo_moe_status expected, void* stream = nullptr) {
   const dynamo_moe_tensors all = tensors->all();
   const dynamo_moe_status status =
-      dynamo_moe_cache_enqueue(cache, tokens, &all, all.y, tensors->bytes.size(), nullptr);
+      dynamo_moe_cache_enqueue(cache, tokens, &all, all.y, tensors->bytes.size(), stream);
   CHECK(status == expected);
 }
 
@@ -166,10 +168,11 @@ void CheckNothingIsLeft(const Standin& cuda) {
   }
 }
 
-// Threads that share a cache, each with one of its own besides.
+// Threads that share a cache on two streams, each with one of its own besides.
 void CheckCaches(const Standin& cuda, const std::string& bytes, const char* w1, const char* w2) {
   constexpr int kThreads = 8;
   void* const context = cuda.create_context(0);
+  void* const streams[2] = {cuda.create_stream(context), cuda.create_stream(context)};
   dynamo_moe_program* program = nullptr;
   dynamo_moe_cache* shared = nullptr;
   CHECK(dynamo_moe_program_open(bytes.data(), bytes.size(), &program) == DYNAMO_MOE_OK);
@@ -178,7 +181,7 @@ void CheckCaches(const Standin& cuda, const std::string& bytes, const char* w1, 
   threads.reserve(kThreads);
   std::atomic<int> ready{0};
   for (int number = 0; number < kThreads; ++number) {
-    threads.emplace_back([&] {
+    threads.emplace_back([&, number] {
       Tensors tensors;
       cuda.set_context(context);
       for (++ready; ready < kThreads;) {
@@ -188,7 +191,7 @@ void CheckCaches(const Standin& cuda, const std::string& bytes, const char* w1, 
         dynamo_moe_cache* own = nullptr;
         const char* note = nullptr;
         CHECK(dynamo_moe_cache_open(program, w1, w2, 0, &own) == DYNAMO_MOE_OK);
-        EnqueueCached(shared, &tensors, 1 + round, DYNAMO_MOE_OK);
+        EnqueueCached(shared, &tensors, 1 + round, DYNAMO_MOE_OK, streams[number % 2]);
         EnqueueCached(own, &tensors, kTokens, DYNAMO_MOE_OK);
         EnqueueCached(own, &tensors, -1, DYNAMO_MOE_INVALID_ARGUMENT);
         CHECK(dynamo_moe_cache_note(shared, &note) == DYNAMO_MOE_OK);
@@ -217,8 +220,9 @@ void CheckCachesThatFail(const Standin& cuda, const std::string& bytes, const ch
   dynamo_moe_program* program = nullptr;
   CHECK(dynamo_moe_program_open(bytes.data(), bytes.size(), &program) == DYNAMO_MOE_OK);
   for (const char* const function :
-       {"cuMemAlloc", "cuStreamCreate", "cuEventCreate", "cuMemsetD8Async", "cuStreamSynchronize",
-        "cuStreamIsCapturing", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchKernelEx"}) {
+       {"cuMemAlloc", "cuStreamCreateWithPriority", "cuEventCreate", "cuMemsetD8Async",
+        "cuStreamSynchronize", "cuStreamIsCapturing", "cuEventRecord", "cuStreamWaitEvent",
+        "cuLaunchKernelEx"}) {
     dynamo_moe_cache* cache = nullptr;
     CHECK(dynamo_moe_cache_open(program, w1, w2, 0, &cache) == DYNAMO_MOE_OK);
     cuda.fail(function, 0, 719);

@@ -30,6 +30,7 @@ enum Result {
   kNotFound = 500,
   kAlreadyRegistered = 712,
   kNotRegistered = 713,
+  kNotSupported = 801,
   kStreamCaptureUnsupported = 900,
   kStreamCaptureIsolation = 905,
   kCapturedEvent = 907,
@@ -38,6 +39,8 @@ enum Result {
 constexpr int kRelaxedCapture = 2;
 
 constexpr int kVersion = 13000;
+
+constexpr int kHighestPriority = -5;
 
 struct Device {
   int architecture;
@@ -129,6 +132,7 @@ struct State {
   std::map<std::string, int> calls;
   unsigned long long next_context = 1;
   int version = kVersion;
+  bool registers_read_only = true;
   // Another thread captures a stream, in the mode that no thread may disturb.
   bool capturing = false;
   // Captures so far, and those that have not ended.
@@ -282,6 +286,7 @@ EXPORT void standin_reset() {
   s.failures.clear();
   s.calls.clear();
   s.version = kVersion;
+  s.registers_read_only = true;
   s.capturing = false;
   s.active_captures.clear();
   s.callback = nullptr;
@@ -292,6 +297,12 @@ EXPORT void standin_reset() {
 EXPORT void standin_set_version(int version) {
   const std::lock_guard<std::mutex> lock(state().mutex);
   state().version = version;
+}
+
+// Whether devices can pin pages of the host that they only read.
+EXPORT void standin_set_registers_read_only(bool registers) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().registers_read_only = registers;
 }
 
 EXPORT int standin_add_device(int architecture, int shared_memory_optin) {
@@ -573,6 +584,9 @@ EXPORT int cuMemHostRegister_v2(void* memory, std::size_t size, unsigned flags) 
   if (DisturbsCapture()) {
     return kStreamCaptureUnsupported;
   }
+  if (!state().registers_read_only) {
+    return kNotSupported;
+  }
   if (CurrentContext() == nullptr) {
     return kInvalidContext;
   }
@@ -650,10 +664,17 @@ EXPORT int cuMemsetD8Async(std::uint64_t address, unsigned char value, std::size
   return kSuccess;
 }
 
-EXPORT int cuStreamCreate(Stream** stream, unsigned flags) {
-  BEGIN("cuStreamCreate");
+EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  BEGIN("cuCtxGetStreamPriorityRange");
+  *least = 0;
+  *greatest = kHighestPriority;
+  return kSuccess;
+}
+
+EXPORT int cuStreamCreateWithPriority(Stream** stream, unsigned flags, int priority) {
+  BEGIN("cuStreamCreateWithPriority");
   constexpr unsigned kNonBlocking = 1;
-  if (CurrentContext() == nullptr || flags != kNonBlocking) {
+  if (CurrentContext() == nullptr || flags != kNonBlocking || priority != kHighestPriority) {
     return CurrentContext() == nullptr ? kInvalidContext : kInvalidValue;
   }
   *stream = *state().streams.insert(new Stream{CurrentContext(), 0, false}).first;
@@ -781,6 +802,9 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
       return kSuccess;
     case 97:
       *value = found.shared_memory_optin;
+      return kSuccess;
+    case 113:
+      *value = state().registers_read_only ? 1 : 0;
       return kSuccess;
     default:
       return kInvalidValue;

@@ -218,6 +218,10 @@ class Standin:
         """Ends it: what was part of it no longer is."""
         self._library.standin_end_capture(capture)
 
+    def set_registers_read_only(self, registers: bool) -> None:
+        """Sets whether devices can pin pages of the host that they only read."""
+        self._library.standin_set_registers_read_only(registers)
+
     def set_version(self, version: int) -> None:
         """Sets the CUDA version that the driver reports: 12080 for 12.8."""
         self._library.standin_set_version(version)

@@ -306,7 +306,7 @@ IMAGE = len(kernel().image)
 @pytest.mark.parametrize(
     ("offset", "form", "values", "message"),
     [
-        (8, "I", [2], "the version must be 3, got 2"),
+        (8, "I", [2], "the version must be 3, got 2: compile the bundle, or build the"),
         (16, "Q", [8], "too long: the header says 8 bytes, got"),
         (28, "I", [1], "reserved must be 0, got 1"),
         # The layer
@@ -531,7 +531,7 @@ def test_an_offloaded_layer_survives() -> None:
     ("offset", "form", "value", "message"),
     [
         (0, "B", 0, "bundle: not a kernel bundle: its first bytes differ"),
-        (8, "I", 2, "bundle: the version must be 3, got 2"),
+        (8, "I", 2, "bundle: the version must be 3, got 2: compile the bundle, or"),
         (12, "I", 0, "must have 1 program or more, whose directory fits"),
         (12, "I", big("I"), "bytes, got 4294967295"),
         (16, "Q", 2**20, "bundle: truncated: the header says 1048576 bytes, got"),

@@ -14,6 +14,7 @@ from custom_ops.kernels.plan import plan
 from interpreted_gpu import uncompiled_program
 from kernel_runs import call_tensors, layer_of, run_kernels
 from moe_cases import Case, make_case
+from small_bundles import LAYER, offloaded
 from standin import LAUNCH_FAILED, RESOURCES
 from streams_gpu import StreamsGpu, first_used, last_used
 from trt_plugin.launcher import Cache, LauncherError, OpenProgram
@@ -154,7 +155,8 @@ def test_no_tokens_need_no_cache(driver):
 
 CALLED = {
     "cuMemAlloc": 1,
-    "cuStreamCreate": 1,
+    "cuCtxGetStreamPriorityRange": 1,
+    "cuStreamCreateWithPriority": 1,
     "cuEventCreate": 7,
     "cuMemsetD8Async": 4,
     "cuStreamSynchronize": 1,
@@ -197,6 +199,51 @@ def test_the_call_after_a_failing_one_is_right(driver, function):
                 gpu.streams.synchronize(order)
                 check(call, each)
         assert driver.live() == NOTHING
+
+
+@pytest.mark.parametrize("clears", [0, 1])
+@pytest.mark.parametrize("at", range(CALLED["cuLaunchKernelEx"]))
+def test_a_replay_after_a_failing_call_is_right(driver, at, clears):
+    """If the cache cannot be emptied at once, it is by the next call."""
+    gpu = Gpu(driver)
+    base = routed(small_case(3), [[0, 1], [2, 3], [4, 5]])
+    other = routed(base, [[5, 3], [1, 0], [0, 2]])
+    weights = {name: base.arguments[name] for name in ("w1", "w2")}
+    stream = driver.create_stream(gpu.context)
+    with gpu.open(base, 2) as program, program.open_cache() as cache:
+        cache.prepare()
+        call, failed = Call(program, base), Call(program, other)
+        call.tensors |= weights
+        failed.tensors |= weights
+        graph = gpu.streams.capture(stream, lambda: call.enqueue(cache, stream))
+        gpu.streams.replay(graph)
+        gpu.streams.synchronize()
+        driver.fail("cuLaunchKernelEx", LAUNCH_FAILED, calls_before=at)
+        if not clears:
+            driver.fail("cuMemsetD8Async", LAUNCH_FAILED)
+        with pytest.raises(LauncherError, match="cuLaunchKernelEx"):
+            failed.enqueue(cache, stream)
+        if not clears:
+            failed.enqueue(cache, stream)
+        gpu.streams.replay(graph)
+        gpu.streams.synchronize(last_used)
+        check(call, base)
+
+
+def test_what_has_launched_nothing_leaves_the_cache_as_it_is(driver):
+    gpu = Gpu(driver)
+    case = small_case(3)
+    stream = driver.create_stream(gpu.context)
+    with gpu.open(case, 2) as program, program.open_cache() as cache:
+        cache.prepare()
+        cleared = driver.calls("cuMemsetD8Async")
+        call = Call(program, case)
+        addresses = {name: each.data_ptr() for name, each in call.tensors.items()}
+        with pytest.raises(LauncherError, match="need a workspace of"):
+            cache.enqueue(3, addresses, 256, 0, stream)
+        # Neither must it be emptied before it is captured.
+        assert gpu.streams.capture(stream, lambda: call.enqueue(cache, stream))
+        assert driver.calls("cuMemsetD8Async") == cleared
 
 
 def test_w1_and_w2_at_other_addresses_are_others(driver):
@@ -245,6 +292,15 @@ def test_who_needs_a_cache(driver):
             cache.enqueue(3, tensors, 256, 2**40)
 
 
+def test_experts_whose_bytes_cannot_be_counted():
+    layer = LAYER._replace(resident_experts=4, experts=1024, width=2**31, hidden=2**30)
+    with (
+        OpenProgram(offloaded(layer=layer).data) as program,
+        pytest.raises(LauncherError, match=r"the layer's experts would have 2\^64 bytes or more"),
+    ):
+        program.open_cache(("0", "0"))
+
+
 # --- Streams ---
 
 
@@ -266,6 +322,22 @@ def test_calls_on_two_streams(driver, shared, order):
             gpu.streams.synchronize(order)
             for call, case in zip(calls, cases, strict=True):
                 check(call, case)
+
+
+def test_calls_of_a_shared_cache_wait_for_one_another_whatever_their_handles(driver):
+    """The handle of the default stream of each thread is the same in all threads."""
+    gpu = Gpu(driver)
+    case = small_case(3)
+    waits = {}
+    for shared in (False, True):
+        with gpu.open(case, 2) as program, program.open_cache(shared=shared) as cache:
+            calls = [Call(program, case) for _ in range(2)]
+            calls[0].enqueue(cache)
+            before = driver.calls("cuStreamWaitEvent")
+            calls[1].enqueue(cache)
+            waits[shared] = driver.calls("cuStreamWaitEvent") - before
+            gpu.streams.synchronize()
+    assert waits[True] == waits[False] + 1
 
 
 def test_a_call_on_another_stream_waits_for_one_that_failed(driver):
@@ -343,7 +415,10 @@ def test_a_cache_that_must_be_emptied_is_not_captured(driver):
     stream = driver.create_stream(gpu.context)
     with gpu.open(case, 2) as program, program.open_cache() as cache:
         call = Call(program, case)
-        driver.fail("cuLaunchKernelEx", LAUNCH_FAILED)
+        cache.prepare()
+        driver.fail("cuLaunchKernelEx", LAUNCH_FAILED, calls_before=1)
+        # It cannot be emptied at once either.
+        driver.fail("cuMemsetD8Async", LAUNCH_FAILED)
         with pytest.raises(LauncherError, match="cuLaunchKernelEx"):
             call.enqueue(cache, stream)
         message = "must be emptied, since a call has failed: run the layer once outside"

@@ -164,7 +164,7 @@ def test_contexts_have_their_own_cache_or_share_one(driver, tensorrt, tmp_path, 
     for context in contexts:
         assert torch.equal(context.run(offloaded.inputs(), size), run_kernels(case, "sm_80"))
     others = summary(tensorrt, whose="that all contexts share" if shared else "for each context")
-    assert len(others) == 1 - shared
+    assert len(others) == 1
     live = driver.live()
     assert (live["memory"], live["streams"]) == ((1, 1) if shared else (2, 2))
     # Of each tensor there is one, whoever uses it.
@@ -172,6 +172,43 @@ def test_contexts_have_their_own_cache_or_share_one(driver, tensorrt, tmp_path, 
     for each in (*contexts, clone, plugin):
         each.destroy()
     assert driver.live() == NOTHING
+
+
+def test_copies_of_a_layer_share_a_cache(driver, tensorrt, tmp_path):
+    """An engine with several profiles may have a layer several times."""
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case, expert_cache=1)
+    fields, size = offloaded.engine_fields(tensorrt)
+    copies = [tensorrt.create(NAMES["experts"], fields, RUNTIME, "layer") for _ in range(2)]
+    for copy in copies:
+        y = copy.run(offloaded.inputs(), size)
+        assert torch.equal(y, run_kernels(case, "sm_80"))
+    assert (driver.live()["memory"], driver.live()["streams"]) == (1, 1)
+    # What they share outlives the first of them.
+    copies[0].destroy()
+    y = copies[1].run(offloaded.inputs(), size)
+    assert torch.equal(y, run_kernels(case, "sm_80"))
+    copies[1].destroy()
+    assert driver.live() == NOTHING
+    assert len(summary(tensorrt, whose="that all contexts share")) == 1
+
+
+def test_layers_with_other_weights_share_no_cache(driver, tmp_path):
+    tensorrt = host(VERSIONS[-1])
+    layers = []
+    for seed in range(2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        offloaded = Offloaded(driver, folder, small_case(seed=seed), expert_cache=1)
+        layers.append((offloaded, *offloaded.engine(tensorrt)))
+    for offloaded, plugin, size in layers:
+        y = plugin.run(offloaded.inputs(), size)
+        assert torch.equal(y, run_kernels(offloaded.case, "sm_80"))
+    assert driver.live()["memory"] == 2
+    for _, plugin, _ in layers:
+        plugin.destroy()
+    assert driver.live() == NOTHING
+    tensorrt.messages()
 
 
 def test_layers_that_use_the_same_weights_pin_them_once(driver, tensorrt, tmp_path):
@@ -233,6 +270,13 @@ def test_layers_with_equal_kernels_have_their_own_experts(driver, tensorrt, tmp_
     assert [len(each) for each in fields] == [4, 4]
     for plugin in both:
         plugin.destroy()
+    name = fields[1]["programs_name"].data
+    # Before the kernels' size and hash.
+    reserved = replace(fields[1]["programs_name"], data=name[:-20] + b"\1\0\0\0" + name[-16:])
+    changed = fields[1] | {"programs_name": reserved}
+    assert tensorrt.create(NAMES["experts"], changed, RUNTIME) is None
+    (error,) = tensorrt.messages()
+    assert "field programs_name: reserved must be 0, got 1" in error
     loaded = [tensorrt.create(NAMES["experts"], each, RUNTIME, "layer") for each in fields]
     size = loaded[0].workspace(described, described[0])
     for plugin in loaded:
@@ -247,6 +291,11 @@ BAD_FIELDS = {
     "one field": (slice(0, 1), {}, "has 4 fields where its experts are offloaded, got 1"),
     "no source": (slice(0, 4), {"w2_source": Field.of("")}, "got w2_source in the place of w2_so"),
     "a number": (slice(0, 4), {"w1_source": Field.of(3)}, "got w1_source in the place of w1_sour"),
+    "no choice": (
+        slice(0, 4),
+        {"expert_cache": Field.of(2)},
+        "expert_cache must be in 0..1, got 2",
+    ),
     "a text": (slice(0, 4), {"expert_cache": Field.of("a")}, "in the place of expert_cache"),
 }
 
@@ -329,8 +378,12 @@ def change_a_dtype(file: Path) -> None:
 BAD_FILES = {
     "missing": (Path.unlink, r"model.safetensors: No such file or directory; the environment"),
     "short": (shorten, r"model.safetensors must have \d+ bytes, got \d+; the engine was built"),
-    "another dtype": (change_a_dtype, r"model.safetensors have a header with checksum \d+, exp"),
+    "another dtype": (
+        change_a_dtype,
+        r"model.safetensors have a header with checksum [0-9a-f]{8}, expected [0-9a-f]{8}; the",
+    ),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), r"model.safetensors: it is not a f"),
+    "a pipe": (lambda file: (file.unlink(), os.mkfifo(file)), r"model.safetensors: it is not a fi"),
 }
 
 
@@ -416,6 +469,20 @@ def test_weights_that_do_not_begin_at_a_multiple_of_16_are_copied(driver, tensor
     assert driver.live() == NOTHING
 
 
+def test_a_device_that_cannot_pin_pages_that_it_only_reads(driver, tensorrt, tmp_path):
+    case = small_case()
+    offloaded = Offloaded(driver, tmp_path, case)
+    plugin, size = offloaded.engine(tensorrt)
+    driver.set_registers_read_only(False)
+    assert torch.equal(plugin.run(offloaded.inputs(), size), run_kernels(case, "sm_80"))
+    (warning,) = summary(tensorrt)
+    assert "(CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED is 0)" in warning
+    assert "ulimit" not in warning
+    assert driver.live()["pinned memory"] == 2
+    plugin.destroy()
+    assert driver.live() == NOTHING
+
+
 def test_no_pinned_memory_at_all(driver, tensorrt, tmp_path):
     offloaded = Offloaded(driver, tmp_path, small_case())
     plugin, _ = offloaded.engine(tensorrt)
@@ -424,6 +491,11 @@ def test_no_pinned_memory_at_all(driver, tensorrt, tmp_path):
     described = [describe(each) for each in offloaded.inputs()]
     assert plugin.shape_change(described, described[0]) != 0
     (error,) = tensorrt.messages()
-    assert re.search(r"model.safetensors: \d+ bytes of pinned memory: cuMemHostAlloc: CUDA", error)
+    assert re.search(
+        r"model.safetensors: \d+ bytes of pinned memory: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY "
+        r".*; nor can the file's own pages be pinned: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY "
+        r".*; a limit on locked memory \(ulimit -l, now .*\) may be raised",
+        error,
+    )
     assert driver.live() == NOTHING
     plugin.destroy()

@@ -184,7 +184,8 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_program_state(const dynamo_moe_progr
  * DYNAMO_MOE_WEIGHTS names, then at its path; one that is missing, or another by its size or
  * header, is an error. Where both sources are null, w1 and w2 of each call are addresses of pinned
  * host memory, as the device knows it. If `shared` is not 0, calls may be on any streams, and wait
- * for one another; else the caller orders them. Needs no driver. Close it with
+ * for one another; else the caller orders them. Shared caches of equal layers with the same tensors
+ * of files are one in each context of this process. Needs no driver. Close it with
  * dynamo_moe_cache_close(). */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_cache_open(const dynamo_moe_program* program,
                                                        const char* w1_source, const char* w2_source,
@@ -203,9 +204,13 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_cache_note(const dynamo_moe_cache* c
                                                        const char** note);
 
 /* As dynamo_moe_program_enqueue(), for a layer that is offloaded; w1 and w2 are ignored where the
- * cache has sources. Copies run on a stream of the cache, which the given one waits for. After a
- * failed call, the next one finds the cache empty. In a stream capture, the cache must be prepared,
- * not shared, and its last call must not have failed. */
+ * cache has sources. Copies run on a stream of the cache, which the given one waits for. A call
+ * that fails empties the cache on the stream, or if that fails too, the next call does. In a stream
+ * capture, the cache must be prepared, not shared, and not have to be emptied. A graph may be
+ * replayed once the stream has passed the other calls; not after a call that failed if emptying the
+ * cache may have failed too, before another call has succeeded. Without sources, the graph has the
+ * addresses of the captured call's w1 and w2: the cache's later calls must have no others as long
+ * as it is replayed. */
 DYNAMO_MOE_API dynamo_moe_status dynamo_moe_cache_enqueue(dynamo_moe_cache* cache, int64_t tokens,
                                                           const dynamo_moe_tensors* tensors,
                                                           void* workspace, size_t workspace_size,

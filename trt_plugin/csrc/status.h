@@ -3,6 +3,8 @@
 #pragma once
 
 #include <charconv>
+#include <cstdint>
+#include <cstdio>
 #include <iterator>
 #include <string>
 #include <type_traits>
@@ -46,6 +48,13 @@ std::string Text(const Parts&... parts) {
     }
   };
   (append(parts), ...);
+  return text;
+}
+
+// A number in 8 hexadecimal digits.
+inline std::string Hexadecimal(std::uint32_t value) {
+  char text[9];
+  std::snprintf(text, sizeof(text), "%08x", value);
   return text;
 }
 

@@ -27,7 +27,8 @@ Status ReadHeader(const char* kind, const unsigned char (&magic)[format::kMagicS
     return InvalidBundle("not a kernel ", kind, ": its first bytes differ");
   }
   if (header->version != format::kVersion) {
-    return InvalidBundle("the version must be ", format::kVersion, ", got ", header->version);
+    return InvalidBundle("the version must be ", format::kVersion, ", got ", header->version,
+                         ": compile the bundle, or build the engine, anew");
   }
   if (header->size != size) {
     return InvalidBundle(size < header->size ? "truncated" : "too long", ": the header says ",

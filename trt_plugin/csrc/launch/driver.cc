@@ -72,7 +72,8 @@ const char* ResolveAll(void* library, OffloadDriver* driver) {
   require("cuMemHostAlloc", &driver->host_allocate);
   require("cuMemFreeHost", &driver->host_free);
   require("cuMemHostGetDevicePointer_v2", &driver->host_get_address);
-  require("cuStreamCreate", &driver->stream_create);
+  require("cuCtxGetStreamPriorityRange", &driver->context_get_priorities);
+  require("cuStreamCreateWithPriority", &driver->stream_create);
   require("cuStreamDestroy_v2", &driver->stream_destroy);
   require("cuStreamSynchronize", &driver->stream_synchronize);
   require("cuStreamIsCapturing", &driver->stream_is_capturing);

@@ -31,6 +31,7 @@ inline constexpr Result kNoDevice = 100;
 inline constexpr int kComputeCapabilityMajor = 75;
 inline constexpr int kComputeCapabilityMinor = 76;
 inline constexpr int kMaxSharedMemoryPerBlockOptin = 97;
+inline constexpr int kReadOnlyHostRegisterSupported = 113;
 // CUfunction_attribute
 inline constexpr int kMaxDynamicSharedSizeBytes = 8;
 // CUfunc_cache
@@ -119,7 +120,9 @@ struct OffloadDriver {
   Result (*host_allocate)(void** memory, std::size_t size, unsigned flags);
   Result (*host_free)(void* memory);
   Result (*host_get_address)(Address* address, void* memory, unsigned flags);
-  Result (*stream_create)(Stream* stream, unsigned flags);
+  // The numbers of the lowest and the highest priority.
+  Result (*context_get_priorities)(int* least, int* greatest);
+  Result (*stream_create)(Stream* stream, unsigned flags, int priority);
   Result (*stream_destroy)(Stream stream);
   Result (*stream_synchronize)(Stream stream);
   // 0 where nothing captures the stream.

@@ -1,5 +1,8 @@
 #include "launch/expert_cache.h"
 
+#include <iterator>
+#include <map>
+#include <tuple>
 #include <utility>
 
 #include "bundle/layer.h"
@@ -7,6 +10,8 @@
 
 namespace dynamo_moe {
 namespace {
+
+using Weights = std::shared_ptr<const HostWeights>;
 
 Status Check(const cuda::Driver& driver, cuda::Result result, const char* function) {
   return result == cuda::kSuccess ? Status() : cuda::Failure(driver, result, function);
@@ -22,7 +27,13 @@ Status ExpertSources::Open(const dynamo_moe_layer& layer, std::string_view w1, s
                            ExpertSources* sources) {
   const std::uint64_t element = layer.experts_dtype == format::kFloat32 ? 4 : 2;
   const std::uint64_t gates = (layer.flags & format::kGated) != 0 ? 2 : 1;
-  const std::uint64_t bytes = element * layer.experts * layer.width * layer.hidden;
+  const std::uint64_t matrix = std::uint64_t{layer.width} * layer.hidden;
+  std::uint64_t bytes = 0;
+  std::uint64_t w1_bytes = 0;
+  if (__builtin_mul_overflow(element * layer.experts, matrix, &bytes) ||
+      __builtin_mul_overflow(gates, bytes, &w1_bytes)) {
+    return InvalidArgument("the layer's experts would have 2^64 bytes or more");
+  }
   const auto open = [](const char* name, std::string_view text, std::uint64_t wanted,
                        WeightsSource* source) -> Status {
     DYNAMO_MOE_RETURN_IF_ERROR(WeightsSource::Parse(text, source));
@@ -32,7 +43,7 @@ Status ExpertSources::Open(const dynamo_moe_layer& layer, std::string_view w1, s
     }
     return source->Check();
   };
-  DYNAMO_MOE_RETURN_IF_ERROR(open("w1", w1, gates * bytes, &sources->w1));
+  DYNAMO_MOE_RETURN_IF_ERROR(open("w1", w1, w1_bytes, &sources->w1));
   return open("w2", w2, bytes, &sources->w2);
 }
 
@@ -41,12 +52,18 @@ Status StateSize(const Program& program, std::size_t* bytes) {
   return StateOffsets(program, offsets, bytes);
 }
 
-// What lies in one context. The destructor releases it.
+// What a cache, or each of those that share it, has in one context. The destructor releases it.
 class ExpertCache::Device {
  public:
   Device(const cuda::Driver& driver, const cuda::OffloadDriver& offload,
-         const ContextIdentity& context, const Program& program)
-      : driver_(driver), offload_(offload), context_(context), program_(program), maps_(program) {}
+         const ContextIdentity& context, const Program& program, Weights w1, Weights w2)
+      : driver_(driver),
+        offload_(offload),
+        context_(context),
+        program_(program),
+        maps_(program),
+        w1_(std::move(w1)),
+        w2_(std::move(w2)) {}
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
@@ -71,7 +88,7 @@ class ExpertCache::Device {
     }
   }
 
-  Status Open(const std::optional<ExpertSources>& sources) {
+  Status Open() {
     const cuda::RelaxedCapture relaxed(driver_);
     std::size_t size = 0;
     DYNAMO_MOE_RETURN_IF_ERROR(StateOffsets(program_, offsets_, &size));
@@ -81,8 +98,14 @@ class ExpertCache::Device {
       return cuda::Failure(driver_, result,
                            Text("the expert cache's ", size, " bytes: cuMemAlloc"));
     }
-    DYNAMO_MOE_RETURN_IF_ERROR(
-        Check(driver_, offload_.stream_create(&side_, cuda::kNonBlocking), "cuStreamCreate"));
+    // Copies are short and products fill the device: a copy must not wait until they leave room.
+    int least = 0;
+    int greatest = 0;
+    DYNAMO_MOE_RETURN_IF_ERROR(Check(driver_, offload_.context_get_priorities(&least, &greatest),
+                                     "cuCtxGetStreamPriorityRange"));
+    DYNAMO_MOE_RETURN_IF_ERROR(Check(driver_,
+                                     offload_.stream_create(&side_, cuda::kNonBlocking, greatest),
+                                     "cuStreamCreateWithPriority"));
     for (cuda::Event* event : {&fork_, &join_, &done_}) {
       DYNAMO_MOE_RETURN_IF_ERROR(Create(event));
     }
@@ -98,9 +121,7 @@ class ExpertCache::Device {
     DYNAMO_MOE_RETURN_IF_ERROR(Clear(side_));
     DYNAMO_MOE_RETURN_IF_ERROR(
         Check(driver_, offload_.stream_synchronize(side_), "cuStreamSynchronize"));
-    if (sources.has_value()) {
-      DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver_, offload_, context_, sources->w1, &w1_));
-      DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver_, offload_, context_, sources->w2, &w2_));
+    if (w1_ != nullptr) {
       const bool both = !w1_->note().empty() && !w2_->note().empty();
       note_ = Text(w1_->note(), both ? "; " : "", w2_->note());
     }
@@ -141,6 +162,22 @@ class ExpertCache::Device {
     return Check(driver_, offload_.stream_wait_event(stream, event, 0), "cuStreamWaitEvent");
   }
 
+  // What its calls, one after another under the lock, leave to the next one.
+  struct Calls {
+    std::mutex mutex;
+    // What the slots may hold does not match the tables: the cache could not be emptied.
+    bool dirty = false;
+    // The call is captured.
+    bool capturing = false;
+    // The second stream may have work that the call's stream does not wait for yet.
+    bool forked = false;
+    // Of the last call.
+    bool has_run = false;
+    const void* w1 = nullptr;
+    const void* w2 = nullptr;
+  };
+
+  Calls& calls() { return calls_; }
   const char* note() const { return note_.c_str(); }
   const ContextIdentity& context() const { return context_; }
   const Program& program() const { return program_; }
@@ -180,9 +217,10 @@ class ExpertCache::Device {
   cuda::Event join_ = nullptr;
   cuda::Event done_ = nullptr;
   cuda::Event ends_[format::kMaxWaveLaunches] = {};
-  std::shared_ptr<const HostWeights> w1_;
-  std::shared_ptr<const HostWeights> w2_;
+  const Weights w1_;
+  const Weights w2_;
   std::string note_;
+  Calls calls_;
 };
 
 ExpertCache::ExpertCache(std::optional<ExpertSources> sources, bool shared)
@@ -197,6 +235,7 @@ const char* ExpertCache::note() const {
 
 Status ExpertCache::Prepare(const cuda::Driver& driver, const ContextIdentity& current,
                             const Program& program) {
+  const std::scoped_lock lock(mutex_);
   if (device_ != nullptr) {
     return device_->context() == current
                ? Status()
@@ -207,17 +246,45 @@ Status ExpertCache::Prepare(const cuda::Driver& driver, const ContextIdentity& c
   if (offload == nullptr) {
     return status;
   }
-  auto device = std::make_unique<Device>(driver, *offload, current, program);
-  DYNAMO_MOE_RETURN_IF_ERROR(device->Open(sources_));
-  device_ = std::move(device);
+  Weights w1;
+  Weights w2;
+  if (sources_.has_value()) {
+    DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver, *offload, current, sources_->w1, &w1));
+    DYNAMO_MOE_RETURN_IF_ERROR(HostWeights::Open(driver, *offload, current, sources_->w2, &w2));
+  }
+  const auto open = [&] {
+    auto device = std::make_shared<Device>(driver, *offload, current, program, w1, w2);
+    DYNAMO_MOE_RETURN_IF_ERROR(device->Open());
+    device_ = std::move(device);
+    return Status();
+  };
+  if (!shared_ || w1 == nullptr) {
+    return open();
+  }
+  // Equal programs in use are one, as are equal weights of one context.
+  using Key = std::tuple<const Program*, const HostWeights*, const HostWeights*>;
+  static std::mutex sharing;
+  // Never destroyed: caches may outlive static objects.
+  static auto* const shared = new std::map<Key, std::weak_ptr<Device>>();
+  const std::scoped_lock search(sharing);
+  for (auto each = shared->begin(); each != shared->end();) {
+    each = each->second.expired() ? shared->erase(each) : std::next(each);
+  }
+  std::weak_ptr<Device>& known = (*shared)[{&program, w1.get(), w2.get()}];
+  device_ = known.lock();
+  if (device_ == nullptr) {
+    DYNAMO_MOE_RETURN_IF_ERROR(open());
+    known = device_;
+  }
   return {};
 }
 
+std::mutex& ExpertCache::mutex() { return device_->calls().mutex; }
+
 Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
-  forked_ = false;
-  bool capturing = false;
-  DYNAMO_MOE_RETURN_IF_ERROR(device_->IsCapturing(stream, &capturing));
-  if (capturing && shared_) {
+  Device::Calls& calls = device_->calls();
+  DYNAMO_MOE_RETURN_IF_ERROR(device_->IsCapturing(stream, &calls.capturing));
+  if (calls.capturing && shared_) {
     return InvalidArgument(
         "an expert cache that contexts share cannot be captured: a graph does not wait for the "
         "other contexts' calls; with the attribute expert_cache=0, each context has its own");
@@ -226,37 +293,56 @@ Status ExpertCache::Begin(cuda::Stream stream, dynamo_moe_tensors* tensors) {
     tensors->w1 = device_->w1()->address();
     tensors->w2 = device_->w2()->address();
   }
-  const bool others = has_run_ && (tensors->w1 != w1_ || tensors->w2 != w2_);
-  const bool clear = dirty_ || others;
-  if (capturing && clear) {
+  const bool others = calls.has_run && (tensors->w1 != calls.w1 || tensors->w2 != calls.w2);
+  const bool clear = calls.dirty || others;
+  if (calls.capturing && clear) {
     return InvalidArgument("the expert cache must be emptied, since ",
                            others ? "the weights are others" : "a call has failed",
                            ": run the layer once outside of the capture first");
   }
-  if (shared_ && has_run_ && stream != stream_) {
+  if (shared_) {
+    // Even of the same handle: that of the default stream means another one in each thread.
     DYNAMO_MOE_RETURN_IF_ERROR(device_->Wait(stream, device_->done()));
   }
-  // Until the call has ended well. What is captured does not run yet.
-  dirty_ = !capturing;
-  has_run_ = true;
-  stream_ = stream;
-  w1_ = tensors->w1;
-  w2_ = tensors->w2;
-  return clear ? device_->Clear(stream) : Status();
+  if (clear) {
+    calls.dirty = true;
+    DYNAMO_MOE_RETURN_IF_ERROR(Empty(stream));
+  }
+  calls.has_run = true;
+  calls.w1 = tensors->w1;
+  calls.w2 = tensors->w2;
+  return {};
 }
 
-Status ExpertCache::End(cuda::Stream stream, const Status& call) {
+Status ExpertCache::End(cuda::Stream stream, const Status& call, bool launched) {
+  Device::Calls& calls = device_->calls();
   Status status = call;
-  if (forked_) {
-    // The call has failed between Fork() and Join().
-    static_cast<void>(Join(stream));
+  if (!status.ok() && calls.capturing) {
+    // What is captured does not run: it is only joined, so that the capture can end.
+    static_cast<void>(calls.forked ? Join(stream) : Status());
+    calls.forked = false;
+  } else if (!status.ok() && launched) {
+    // At once, since a graph that is replayed next empties nothing. If it fails, the next call
+    // does.
+    calls.dirty = true;
+    static_cast<void>(Empty(stream));
   }
   if (shared_) {
     const Status recorded = device_->Record(device_->done(), stream);
+    calls.dirty = calls.dirty || !recorded.ok();
     status = status.ok() ? recorded : status;
   }
-  dirty_ = dirty_ && !status.ok();
   return status;
+}
+
+Status ExpertCache::Empty(cuda::Stream stream) {
+  Device::Calls& calls = device_->calls();
+  if (calls.forked) {
+    DYNAMO_MOE_RETURN_IF_ERROR(Join(stream));
+  }
+  DYNAMO_MOE_RETURN_IF_ERROR(device_->Clear(stream));
+  calls.dirty = false;
+  return {};
 }
 
 char* ExpertCache::state(std::uint32_t part) const { return device_->at(part); }
@@ -268,14 +354,14 @@ cuda::Stream ExpertCache::side() const { return device_->side(); }
 Status ExpertCache::Fork(cuda::Stream stream) {
   DYNAMO_MOE_RETURN_IF_ERROR(device_->Record(device_->fork(), stream));
   DYNAMO_MOE_RETURN_IF_ERROR(device_->Wait(side(), device_->fork()));
-  forked_ = true;
+  device_->calls().forked = true;
   return {};
 }
 
 Status ExpertCache::Join(cuda::Stream stream) {
   DYNAMO_MOE_RETURN_IF_ERROR(device_->Record(device_->join(), side()));
   DYNAMO_MOE_RETURN_IF_ERROR(device_->Wait(stream, device_->join()));
-  forked_ = false;
+  device_->calls().forked = false;
   return {};
 }
 

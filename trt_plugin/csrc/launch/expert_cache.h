@@ -32,17 +32,19 @@ struct ExpertSources {
 // The bytes of a layer's state; 0 where it is fully resident.
 Status StateSize(const Program& program, std::size_t* bytes);
 
-// Lives in the first context that it is used in. Calls use it one after another, under its lock.
+// Lives in the first context that it is used in. Calls use it, once it is prepared, one after
+// another under its lock.
 class ExpertCache {
  public:
-  // Without sources, each call has the addresses of w1 and w2. Calls of a shared cache may be on
-  // any streams; those of another follow one another by the caller's order.
+  // Without sources, each call has the addresses of w1 and w2. With sources, shared caches of equal
+  // layers with the same weights are one in each context. Calls of a shared cache may be on any
+  // streams; those of another follow one another by the caller's order.
   ExpertCache(std::optional<ExpertSources> sources, bool shared);
   ExpertCache(const ExpertCache&) = delete;
   ExpertCache& operator=(const ExpertCache&) = delete;
   ~ExpertCache();
 
-  std::mutex& mutex() { return mutex_; }
+  std::mutex& mutex();
   // Why weights are copies, and what to do; empty if the files' own pages are pinned. Stays where
   // it is once the cache is prepared.
   const char* note() const;
@@ -51,11 +53,12 @@ class ExpertCache {
   Status Prepare(const cuda::Driver& driver, const ContextIdentity& current,
                  const Program& program);
 
-  // Begins a call of a prepared cache: waits for the last one on another stream, empties the cache
-  // after a failure, and sets w1 and w2 to their sources.
+  // Begins a call of a prepared cache: waits for the last one if the cache is shared, empties the
+  // cache if its experts are not the call's, and sets w1 and w2 to their sources.
   Status Begin(cuda::Stream stream, dynamo_moe_tensors* tensors);
-  // Ends it. After a failure, nothing of it runs on the second stream once the stream has passed.
-  Status End(cuda::Stream stream, const Status& call);
+  // Ends it. After a failure, nothing of it runs on the second stream once the stream has passed,
+  // and the cache is empty if a kernel was launched.
+  Status End(cuda::Stream stream, const Status& call, bool launched);
 
   char* state(std::uint32_t part) const;
   TensorMaps& maps();
@@ -71,19 +74,13 @@ class ExpertCache {
  private:
   class Device;
 
+  Status Empty(cuda::Stream stream);
+
   const std::optional<ExpertSources> sources_;
   const bool shared_;
   mutable std::mutex mutex_;
-  std::unique_ptr<Device> device_;
-  // What the slots may hold does not match the tables.
-  bool dirty_ = false;
-  // The second stream may have work that the call's stream does not wait for yet.
-  bool forked_ = false;
-  // Of the last call.
-  bool has_run_ = false;
-  cuda::Stream stream_ = nullptr;
-  const void* w1_ = nullptr;
-  const void* w2_ = nullptr;
+  // Null until the cache is prepared, then always the same.
+  std::shared_ptr<Device> device_;
 };
 
 }  // namespace dynamo_moe

@@ -43,7 +43,8 @@ class File {
   }
 
   bool Open(const std::string& path) {
-    descriptor_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    // Without waiting, if it is a pipe, for someone who writes.
+    descriptor_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     return descriptor_ >= 0;
   }
   int descriptor() const { return descriptor_; }
@@ -123,7 +124,8 @@ Status CheckFile(const WeightsSource& source, const std::string& path, int file,
   }
   if (checksum.value() != source.header_checksum) {
     return InvalidArgument("the experts' weights ", path, " have a header with checksum ",
-                           checksum.value(), ", expected ", source.header_checksum, "; ", kAdvice);
+                           Hexadecimal(checksum.value()), ", expected ",
+                           Hexadecimal(source.header_checksum), "; ", kAdvice);
   }
   return {};
 }
@@ -218,7 +220,10 @@ Status HostWeights::Open(const cuda::Driver& driver, const cuda::OffloadDriver& 
   // make_shared needs a public constructor.
   std::shared_ptr<HostWeights> opened(new HostWeights(driver, offload, current));
   if (const Status mapped = opened->Map(file.descriptor(), source); !mapped.ok()) {
-    DYNAMO_MOE_RETURN_IF_ERROR(opened->Copy(file.descriptor(), path, source));
+    if (const Status copied = opened->Copy(file.descriptor(), path, source); !copied.ok()) {
+      return {copied.code(), Text(copied.message(),
+                                  "; nor can the file's own pages be pinned: ", mapped.message())};
+    }
     opened->note_ =
         Text(path, ": ", source.bytes,
              " bytes are copied to pinned memory, since the file's own pages cannot be pinned: ",
@@ -255,6 +260,14 @@ Status HostWeights::Map(int file, const WeightsSource& source) {
   if (source.offset % kAlignment != 0) {
     return InvalidArgument("the weights begin at byte ", source.offset, ", not at a multiple of ",
                            kAlignment);
+  }
+  int supported = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      DeviceAttribute(driver_, cuda::kReadOnlyHostRegisterSupported, &supported));
+  if (supported == 0) {
+    return {DYNAMO_MOE_CUDA_ERROR,
+            "the device does not support it (CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED "
+            "is 0)"};
   }
   const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
   const std::uint64_t within = source.offset % page;

@@ -97,6 +97,9 @@ class Launcher::Call {
     return StartAll(program.epilogue(range), stream);
   }
 
+  // Whether a kernel has been.
+  bool launched() const { return launched_; }
+
  private:
   Status StartAll(Span<format::Launch> launches, cuda::Stream stream) {
     for (const format::Launch& launch : launches) {
@@ -202,6 +205,7 @@ class Launcher::Call {
       return cuda::Failure(driver_, result,
                            Text("kernel ", program.text(kernel.name), ": cuLaunchKernelEx"));
     }
+    launched_ = true;
     return {};
   }
 
@@ -298,6 +302,7 @@ class Launcher::Call {
   void* parameters_[format::kMaxArguments] = {};
   cuda::TensorMap used_maps_[format::kMaxTensorMaps] = {};
   std::size_t maps_used_ = 0;
+  bool launched_ = false;
 };
 
 Launcher::Launcher(std::shared_ptr<SharedProgram> shared)
@@ -344,7 +349,6 @@ Status Launcher::Prepare(const cuda::Driver& driver, const ContextIdentity& curr
   if (cache == nullptr) {
     return {};
   }
-  const std::scoped_lock lock(cache->mutex());
   DYNAMO_MOE_RETURN_IF_ERROR(CheckCache(program(), cache));
   return cache->Prepare(driver, current, program());
 }
@@ -364,12 +368,13 @@ Status Launcher::Enqueue(const cuda::Driver& driver, const ContextIdentity& curr
     return Call(this, driver, *kernels, tensors, workspace, nullptr)
         .Run(*range, tokens, workspace_size, stream);
   }
-  const std::scoped_lock lock(cache->mutex());
   dynamo_moe_tensors with_weights = tensors;
   DYNAMO_MOE_RETURN_IF_ERROR(cache->Prepare(driver, current, program()));
+  const std::scoped_lock lock(cache->mutex());
   DYNAMO_MOE_RETURN_IF_ERROR(cache->Begin(stream, &with_weights));
-  return cache->End(stream, Call(this, driver, *kernels, with_weights, workspace, cache)
-                                .Run(*range, tokens, workspace_size, stream));
+  Call call(this, driver, *kernels, with_weights, workspace, cache);
+  const Status status = call.Run(*range, tokens, workspace_size, stream);
+  return cache->End(stream, status, call.launched());
 }
 
 Status SharedLayer::Read(std::string_view bytes) {

@@ -45,6 +45,12 @@ Status CurrentContext(const cuda::Driver& driver, ContextIdentity* context) {
   return {};
 }
 
+Status DeviceAttribute(const cuda::Driver& driver, int attribute, int* value) {
+  cuda::Device device = 0;
+  DYNAMO_MOE_RETURN_IF_ERROR(CurrentDevice(driver, &device));
+  return Attribute(driver, attribute, device, value);
+}
+
 Status ArchitectureOf(const cuda::Driver& driver, const ContextIdentity& current,
                       std::uint32_t* architecture) {
   thread_local ContextIdentity known;
@@ -93,11 +99,9 @@ LoadedKernels::~LoadedKernels() {
 }
 
 Status LoadedKernels::Load(const Program& program) {
-  cuda::Device device = 0;
   int shared_limit = 0;
-  DYNAMO_MOE_RETURN_IF_ERROR(CurrentDevice(driver_, &device));
   DYNAMO_MOE_RETURN_IF_ERROR(
-      Attribute(driver_, cuda::kMaxSharedMemoryPerBlockOptin, device, &shared_limit));
+      DeviceAttribute(driver_, cuda::kMaxSharedMemoryPerBlockOptin, &shared_limit));
   const cuda::RelaxedCapture relaxed(driver_);
   modules_.reserve(program.kernels().size());
   functions_.reserve(program.kernels().size());

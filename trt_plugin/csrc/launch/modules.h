@@ -35,6 +35,9 @@ Status CurrentContext(const cuda::Driver& driver, ContextIdentity* context);
 bool EnterIfAlive(const cuda::Driver& driver, const ContextIdentity& context,
                   cuda::ScopedContext* scope);
 
+// An attribute, a CUdevice_attribute, of the current context's device.
+Status DeviceAttribute(const cuda::Driver& driver, int attribute, int* value);
+
 // The architecture of the current context's device: 90 for sm_90. Each thread remembers that of the
 // context for which it asked last.
 Status ArchitectureOf(const cuda::Driver& driver, const ContextIdentity& current,

@@ -1,7 +1,6 @@
 #include "plugin/plugin.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <string_view>
@@ -41,12 +40,6 @@ std::string InputsText(const dynamo_moe_layer& layer) {
       text += Text(text.empty() ? "" : ", ", NameOf(tensor), " ", DtypeName(code));
     }
   }
-  return text;
-}
-
-std::string Hexadecimal(std::uint32_t value) {
-  char text[9];
-  std::snprintf(text, sizeof(text), "%08x", value);
   return text;
 }
 
@@ -91,6 +84,9 @@ Status ReadOffload(const PluginFieldCollection& fields, Offload* offload) {
   }
   std::int32_t shared = 0;
   std::memcpy(&shared, fields.fields[3].data, sizeof(shared));
+  if (shared != 0 && shared != 1) {
+    return InvalidArgument("field ", kCacheField, " must be in 0..1, got ", shared);
+  }
   *offload = {TextOf(fields.fields[1]), TextOf(fields.fields[2]), shared != 0};
   return {};
 }
@@ -106,6 +102,9 @@ Status ReadName(std::string_view bytes, StoredName* name) {
                            bytes.size());
   }
   std::memcpy(name, bytes.data(), sizeof(*name));
+  if (name->reserved != 0) {
+    return InvalidArgument("field ", kNameField, ": reserved must be 0, got ", name->reserved);
+  }
   return CheckLayer(name->layer);
 }
 
@@ -395,16 +394,7 @@ Status Plugin::RequireCache() {
   if (cache_ != nullptr || !IsOffloaded()) {
     return {};
   }
-  if (!layer_->offload.shared) {
-    return Cache::Open(*kernels_, layer_->offload, &cache_);
-  }
-  const std::scoped_lock lock(layer_->opening);
-  cache_ = layer_->shared_cache.lock();
-  if (cache_ == nullptr) {
-    DYNAMO_MOE_RETURN_IF_ERROR(Cache::Open(*kernels_, layer_->offload, &cache_));
-    layer_->shared_cache = cache_;
-  }
-  return {};
+  return Cache::Open(*kernels_, layer_->offload, &cache_);
 }
 
 // --- Runtime phase ---

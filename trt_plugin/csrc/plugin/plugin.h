@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "plugin/attributes.h"
@@ -96,9 +95,6 @@ class Plugin final : public nvinfer1::IPluginV3,
     dynamo_moe_layer attributes;
     // Where its experts lie, if they are offloaded.
     Offload offload;
-    // The cache that contexts share; null until the first one needs it, or if each has its own.
-    std::mutex opening;
-    std::weak_ptr<Cache> shared_cache;
     // Null for a layer of an engine, which holds its kernels.
     std::shared_ptr<BundleFile> bundle;
     // Of these architectures; empty: of all that the bundle has.
