@@ -310,12 +310,24 @@ def _check_files(model: ir.Model, path: Path, output: Path, file: Path) -> None:
     """Checks the names of files that are written: nothing that is read would be overwritten.
 
     Raises:
-        ValueError: If something would be, or the weights' file has another suffix.
+        ValueError: If something would be, or the weights' file has another suffix, or a path that
+            an engine cannot hold.
     """
     if file.suffix != SUFFIX:
         raise ValueError(f"a file of weights must be called *{SUFFIX}, got {file}")
+    _check_path(file)
     if output.resolve() in {path.resolve(), *_files(model).values()}:
         raise ValueError(f"{output} is read to write it: name another file")
+
+
+def _check_path(path: Path) -> None:
+    """Raises a ValueError if an engine, which holds paths as text, cannot hold one."""
+    text = str(path.parent.resolve() / path.name)
+    # Bytes that are not UTF-8 are surrogates in a path.
+    if any(character < " " or "\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(
+            f"a path of weights must be UTF-8 without control characters, got {text!r}"
+        )
 
 
 def _check_weights(chosen: Sequence[_Layer]) -> None:
@@ -380,6 +392,7 @@ def _source(tensor: ir.TensorProtocol) -> WeightSource | None:
     """Returns where a tensor lies in a safetensors file; None if it does not."""
     if not isinstance(tensor, ir.ExternalTensor) or Path(tensor.path).suffix != SUFFIX:
         return None
+    _check_path(Path(tensor.path))
     try:
         return WeightSource.of(Path(tensor.path), tensor.offset or 0, tensor.nbytes)
     except ValueError:

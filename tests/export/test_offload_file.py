@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -465,6 +466,26 @@ def test_what_cannot_be_offloaded(
     assert [each.name for each in tmp_path.iterdir()] == ["model.onnx"]
 
 
+@pytest.mark.parametrize("name", [b"a\nb", b"a\x01", b"\xe9", b"a\xffb"])
+def test_paths_that_an_engine_cannot_hold(tmp_path: Path, name: bytes) -> None:
+    path = by_hand(tmp_path, unchanged)
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    message = "a path of weights must be UTF-8 without control characters"
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.offload_file(path, folder / "copy.onnx", resident_experts=1)
+    assert not [*folder.iterdir()]
+    linked(folder)
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.offload_file(
+            folder / "model.onnx",
+            folder / "copy.onnx",
+            resident_experts=1,
+            weights=tmp_path / "e.safetensors",
+        )
+    assert not [*tmp_path.glob("e.*")]
+
+
 def test_a_file_without_layers_is_said_with_a_size_of_memory(tmp_path: Path) -> None:
     path = by_hand(tmp_path, without_nodes)
     for offload in (
@@ -624,3 +645,32 @@ def test_inspect_states_the_memory(tmp_path: Path) -> None:
     assert "7.2 kB on the GPU instead of 18.4 kB" in shown(summary)
     assert report.weights_file is not None
     assert f"{report.weights_file.name}: found" in shown(summary)
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "message"),
+    [
+        ("w1_source", None, "a weight's source must be <offset> <bytes> .*, got 'None'"),
+        ("w2_source", "1 2 3", "a weight's source must be <offset> <bytes> .*, got '1 2 3'"),
+        ("num_experts", None, "num_experts must be a positive integer, got None"),
+        ("top_k", None, "top_k must be a positive integer, got None"),
+        (RESIDENT_EXPERTS, [1, 2], r"resident_experts must be a positive integer, got \[1, 2\]"),
+        (RESIDENT_EXPERTS, "x", "resident_experts must be a positive integer, got x"),
+        (RESIDENT_EXPERTS, -3, "resident_experts must be a positive integer, got -3"),
+    ],
+)
+def test_inspect_names_a_damaged_node(
+    tmp_path: Path, name: str, attribute: Any, message: str
+) -> None:
+    path = by_hand(tmp_path, unchanged)
+    copy = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1).path
+    proto = onnx.load(copy)
+    node = next(node for node in proto.graph.node if node.op_type == "DroplessMoE")
+    (old,) = (each for each in node.attribute if each.name == name)
+    node.attribute.remove(old)
+    if attribute is not None:
+        node.attribute.append(helper.make_attribute(name, attribute))
+    onnx.save(proto, copy)
+    place = rf"copy\.onnx: offloaded node '{node.name or node.output[0]}': "
+    with pytest.raises(ValueError, match=place + message):
+        dynamo_moe.inspect(copy)
