@@ -185,7 +185,7 @@ def offload_file(
         resident_experts: The slots for experts on the GPU: of every layer, or of layers by name,
             where ``"*"`` is any other layer. Layers that are not named are not offloaded.
         resident_memory: Instead of their number, the most bytes that all slots and their tables
-            take: as many as fit, the same share of each layer's experts.
+            take in each cache: as many as fit, the same share of each layer's experts.
         weights: The safetensors file that weights are copied into, if there are any; by default
             ``<output>.experts.safetensors``; another one must be called ``*.safetensors``, too. A
             checksum of its content is put before this suffix: a file of other weights, which an

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 import dynamo_moe
 import trt_plugin
 from dynamo_moe.files.kernel_layers import kernel_layers
+from dynamo_moe.files.offloading import offloaded_kernel_layers
 from dynamo_moe.language_models import example_case, performing
 from engine_checks import programs_of
 from engine_command import run_commands
@@ -47,7 +48,8 @@ def weights_of(engine: Path) -> Path:
 
 def bundle_of(file: Path, copy: Path) -> Path:
     """Writes programs without code for a file's layers, offloaded or not; returns their bundle."""
-    layers = [*dict.fromkeys((*kernel_layers(file), *kernel_layers(copy)))]
+    others = offloaded_kernel_layers(file, resident_experts=RESIDENT - 1)
+    layers = [*dict.fromkeys((*kernel_layers(file), *kernel_layers(copy), *others))]
     bundle = file.with_suffix(".both.moek")
     Bundle(tuple(program for layer in layers for program in programs_of(layer, ["sm_89"]))).save(
         bundle
@@ -118,6 +120,24 @@ def test_the_engine_has_the_places_of_the_weights(built):
 def test_the_engines_programs_are_of_offloaded_layers(built):
     assert {each.program.layer.resident_experts for each in built.whole.programs} == {0}
     assert {each.program.layer.resident_experts for each in built.offloaded.programs} == {RESIDENT}
+
+
+def test_slots_are_known_of_each_layer(built, tmp_path):
+    first, second = (each["name"] for each in built.report["offload"]["layers"])
+    engine, bundle = tmp_path / "e.engine", built.file.with_suffix(".both.moek")
+    slots = [f"{first}={RESIDENT}", f"{second}={RESIDENT - 1}"]
+    options = [option for each in slots for option in ("--resident-experts", each)]
+    (done,) = run_commands(
+        (
+            *("engine", built.file, "-o", engine, "--kernels", bundle, "--arch", "sm_89"),
+            *(*SHAPES, *options, "--share-expert-cache"),
+        )
+    )
+    assert done.code == 0, done
+    found = trt_plugin.read_engine(engine)
+    known = [(each.layers, each.resident_experts, each.experts) for each in found.offloaded]
+    assert known == [(1, RESIDENT, 6), (1, RESIDENT - 1, 6)]
+    assert (built.offloaded.shared_cache, found.shared_cache) == (False, True)
 
 
 def test_a_bundle_without_the_offloaded_layers_is_named(built, tmp_path):
