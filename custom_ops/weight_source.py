@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import zlib
 from dataclasses import dataclass
 from os import PathLike
@@ -54,7 +55,11 @@ class FileIdentity:
             ValueError: If it is not a safetensors file.
         """
         path = Path(path)
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            # To open a named pipe would wait for its writer.
+            raise ValueError(f"{path} is not a safetensors file: it is not a regular file")
+        size = status.st_size
         with path.open("rb") as file:
             word = file.read(8)
             length = int.from_bytes(word, "little")

@@ -32,7 +32,9 @@ from dynamo_moe.cli.model_loading import UsageError
 from dynamo_moe.cli.offloading import ResidentExperts, ResidentMemory, offloading
 
 if TYPE_CHECKING:
+    from custom_ops.kernels.layer import Layer
     from dynamo_moe.files.offloading import OffloadReport
+    from trt_plugin.bundle import LayerRecord
 
 BuilderOption = Annotated[
     Literal["tensorrt", "rtx"] | None,
@@ -147,8 +149,10 @@ def engine(
         trt_plugin.check_shapes(profiles, _input_shapes(file))
         if not offload:  # Then the file is written anew.
             _check_functions(file)
-        if offload and not kernels:
-            # What is missing to compile kernels is said before the experts' weights are copied.
+        # What is missing is said before the experts' weights are copied.
+        if offload and kernels:
+            _need_kernels(kernels, file, offload)
+        elif offload:
             need_triton()
             architectures = architectures or [_device()]
         with (
@@ -254,8 +258,37 @@ def _offloaded(
         try:
             # The copy is gone when a user reads of it: reports and errors name the file.
             yield copy, replace(report, path=file)
-        except trt_plugin.EngineError as error:
-            raise trt_plugin.EngineError(str(error).replace(str(copy), str(file))) from error
+        except BaseException as error:
+            if report.weights_file and report.is_weights_file_new:
+                report.weights_file.unlink()
+            if isinstance(error, trt_plugin.EngineError):
+                text = str(error).replace(str(copy), str(file))
+                raise trt_plugin.EngineError(text) from error
+            raise
+
+
+def _need_kernels(bundle: Path, file: Path, options: dict[str, Any]) -> None:
+    """Raises an EngineError if a bundle has no layers of the sizes that a file's layers have.
+
+    The plugin compares all that a layer has, when the file is parsed.
+    """
+    from dynamo_moe.files.offloading import offloaded_kernel_layers
+
+    sizes = ("experts", "top_k", "width", "hidden", "resident_experts")
+
+    def size(layer: Layer | LayerRecord) -> tuple[int, ...]:
+        return tuple(getattr(layer, name) or 0 for name in sizes)
+
+    known = {size(program.layer) for program in trt_plugin.read(bundle).programs}
+    for layer in offloaded_kernel_layers(file, **options):
+        if size(layer) not in known:
+            text = " ".join(
+                f"{name}={value}" for name, value in zip(sizes, size(layer), strict=True)
+            )
+            raise trt_plugin.EngineError(
+                f"{file}: {bundle} has no kernels of this layer: {text}; compile it with the same "
+                "options of offloading"
+            )
 
 
 @contextmanager

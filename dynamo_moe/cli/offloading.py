@@ -24,7 +24,8 @@ ResidentMemory = Annotated[
     typer.Option(
         metavar="SIZE",
         help="Offload experts, with as many slots as fit into so much of the GPU's memory in all, "
-        "[cyan]8GB[/]: the same share of each layer's experts.",
+        "[cyan]8GB[/]: the same share of each layer's experts. Each execution context of an engine "
+        "takes as much again, unless they share their slots.",
     ),
 ]
 

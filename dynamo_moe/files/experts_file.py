@@ -8,12 +8,13 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, count
 from pathlib import Path
 
 import onnx_ir as ir
 
-from custom_ops.weight_source import WeightSource
+from custom_ops.weight_source import FileIdentity, WeightSource
 
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far, and all of them."""
@@ -28,21 +29,38 @@ _ALIGNMENT = 256
 _CHUNK_BYTES = 2**23
 
 
+@dataclass(frozen=True)
+class ExpertsFile:
+    """A file of :func:`write_experts`.
+
+    Attributes:
+        path: The file.
+        is_new: Whether it was written; otherwise a file with its content was there.
+        sources: Where each tensor lies.
+    """
+
+    path: Path
+    is_new: bool
+    sources: tuple[WeightSource, ...]
+
+
 def write_experts(
     tensors: Sequence[ir.TensorProtocol], path: Path, progress: Progress | None = None
-) -> list[WeightSource]:
+) -> ExpertsFile:
     """Writes tensors into one file, which takes its place when it is whole.
 
     The safetensors package would hold all of them in memory. The header's metadata has a hash of
-    the values, so that a file of other values has another header.
+    the values, so that a file of other values has another header, and another name: an engine that
+    reads a file of older values keeps it.
 
     Args:
-        tensors: Float tensors under different names.
-        path: The file.
+        tensors: Float tensors.
+        path: The file, but for its header's checksum: of ``a.safetensors``,
+            ``a.0123abcd.safetensors`` is written.
         progress: Shown how far it is.
 
     Returns:
-        Where each tensor lies.
+        The file. One that is there already stays as it is.
 
     Raises:
         OSError: If a file cannot be read or written, or the disk has no room for it.
@@ -64,12 +82,23 @@ def write_experts(
                 if progress is not None:
                     progress(done, total)
             file.seek(0)
-            header = _header(tensors, digest.hexdigest())
-            file.write(header)
-        part.replace(path)
+            file.write(_header(tensors, digest.hexdigest()))
+        identity = FileIdentity.of(part)
+        path = path.with_suffix(f".{identity.header_crc32:08x}{path.suffix}")
+        is_new = not _is(path, identity)
+        if is_new:
+            part.replace(path)
     sizes = [tensor.nbytes for tensor in tensors]
-    starts = accumulate(sizes, initial=len(header))
-    return [WeightSource.of(path, start, size) for start, size in zip(starts, sizes, strict=False)]
+    starts = accumulate(sizes, initial=identity.header_bytes)
+    places = zip(starts, sizes, strict=False)
+    return ExpertsFile(path, is_new, tuple(WeightSource.of(path, *place) for place in places))
+
+
+def _is(path: Path, identity: FileIdentity) -> bool:
+    try:
+        return FileIdentity.of(path) == identity
+    except (OSError, ValueError):
+        return False
 
 
 def _header(tensors: Sequence[ir.TensorProtocol], sha256: str) -> bytes:
@@ -78,7 +107,9 @@ def _header(tensors: Sequence[ir.TensorProtocol], sha256: str) -> bytes:
     start = 0
     for tensor in tensors:
         end = start + tensor.nbytes
-        entries[str(tensor.name)] = {
+        # Each branch of a graph may have a weight of that name.
+        names = (f"{tensor.name}.{at}" if at else str(tensor.name) for at in count())
+        entries[next(name for name in names if name not in entries)] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": [*tensor.shape.numpy()],
             "data_offsets": [start, end],

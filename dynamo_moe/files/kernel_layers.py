@@ -12,6 +12,7 @@ from onnx_ir import tensor_adapters
 
 from custom_ops.dtypes import FLOATS, IDS
 from custom_ops.kernels.layer import Layer
+from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.model_files import load_graph
 from dynamo_moe.moe_nodes.nodes import is_moe, moe_nodes, parse
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
@@ -30,10 +31,7 @@ def kernel_layers(path: str | PathLike[str]) -> list[Layer]:
         ValueError: The file is not an ONNX model, or there are no kernels for a node, which is
             named.
     """
-    model = ir.from_proto(load_graph(path))
-    if any(is_moe(node) for function in model.functions.values() for node in function.all_nodes()):
-        # The types in a function are those of its call.
-        common_passes.InlinePass(lambda function: not is_own_domain(function.domain))(model)
+    model = load_inlined(path)
     nodes = moe_nodes(model)
     if any(value.dtype is None for node in nodes for value in node.inputs if value is not None):
         # Not strict: where the file contradicts itself, what is not known is named below.
@@ -46,6 +44,20 @@ def kernel_layers(path: str | PathLike[str]) -> list[Layer]:
             name = node.name or next((output.name for output in node.outputs if output.name), "")
             raise ValueError(f"node {name!r}: {error}") from None
     return layers
+
+
+def load_inlined(path: str | PathLike[str]) -> ir.Model:
+    """Reads a file whose MoE nodes are then all in its graph, without its external data.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not an ONNX model.
+    """
+    model = ir.from_proto(inlined(load_graph(path)))
+    if any(is_moe(node) for function in model.functions.values() for node in function.all_nodes()):
+        # A function's types and weights are those of its call.
+        common_passes.InlinePass(lambda function: not is_own_domain(function.domain))(model)
+    return model
 
 
 def _layer(node: ir.Node) -> Layer:

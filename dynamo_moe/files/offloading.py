@@ -6,8 +6,11 @@ stead: what is in the network would be on the GPU.
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -18,10 +21,9 @@ import onnx_ir as ir
 
 from custom_ops.residency import cache_bytes
 from custom_ops.weight_source import ALIGNMENT, SUFFIX, WeightSource
-from dynamo_moe.files.block_functions import inlined
-from dynamo_moe.files.experts_file import Progress, write_experts
-from dynamo_moe.files.kernel_layers import kernel_layers
-from dynamo_moe.files.model_files import check_destination, load_graph, save_model
+from dynamo_moe.files.experts_file import ExpertsFile, Progress, write_experts
+from dynamo_moe.files.kernel_layers import kernel_layers, load_inlined
+from dynamo_moe.files.model_files import check_destination, save_model
 from dynamo_moe.files.resident_experts import ExpertSizes, choose
 from dynamo_moe.moe_nodes.nodes import (
     EXPERT_CACHE,
@@ -111,7 +113,9 @@ class OffloadReport:
 
     Attributes:
         path: The ONNX file that was written, for TensorRT alone.
-        weights_file: The safetensors file that was written; None if every weight was in one.
+        weights_file: The safetensors file that weights were copied into; None if every weight was
+            in one.
+        is_weights_file_new: Whether it was written; otherwise there was one of the same content.
         layers: The offloaded layers.
         shared_cache: Whether the contexts of an engine share their slots.
         notes: What a user of the engine should know.
@@ -119,6 +123,7 @@ class OffloadReport:
 
     path: Path
     weights_file: Path | None
+    is_weights_file_new: bool
     layers: tuple[OffloadedLayer, ...]
     shared_cache: bool
     notes: tuple[str, ...]
@@ -128,6 +133,7 @@ class OffloadReport:
         return {
             "path": str(self.path),
             "weights_file": None if self.weights_file is None else str(self.weights_file),
+            "is_weights_file_new": self.is_weights_file_new,
             "layers": [layer.to_dict() for layer in self.layers],
             "memory": memory_of(self.layers),
             "shared_cache": self.shared_cache,
@@ -175,13 +181,15 @@ def offload_file(
     Args:
         path: The file.
         output: The copy. In another folder, links to the files of the other weights are made
-            beside it.
+            beside it: TensorRT's parser follows them, onnx and ONNX Runtime refuse them.
         resident_experts: The slots for experts on the GPU: of every layer, or of layers by name,
             where ``"*"`` is any other layer. Layers that are not named are not offloaded.
         resident_memory: Instead of their number, the most bytes that all slots and their tables
-            take: as many as fit, the same share of each layer's experts.
+            take in each cache: as many as fit, the same share of each layer's experts.
         weights: The safetensors file that weights are copied into, if there are any; by default
-            ``<output>.experts.safetensors``; another one must be called ``*.safetensors``, too.
+            ``<output>.experts.safetensors``; another one must be called ``*.safetensors``, too. A
+            checksum of its content is put before this suffix: a file of other weights, which an
+            engine may read, stays.
         shared_cache: Whether the contexts of an engine share their slots, under a lock and without
             CUDA graphs; by default each has its own.
         progress: Called with the bytes of the weights that are copied and all of them.
@@ -198,32 +206,37 @@ def offload_file(
     check_destination(output)
     # Says what there are no kernels for before gigabytes are copied.
     kernel_layers(path)
-    model = ir.from_proto(inlined(load_graph(path)))
+    model = load_inlined(path)
     ir.external_data.set_base_dir(model.graph, path.parent.resolve())
     _check_files(model, path, output, file)
-    found = [_Layer.of(node) for node in moe_nodes(model)]
-    if not found:
-        raise ValueError(f"{path} has no MoE nodes of domain 'moe', as files of target plugin do")
+    found = _layers(model, path)
     slots = choose([layer.expert_sizes for layer in found], resident_experts, resident_memory)
     chosen = {layer: count for layer, count in zip(found, slots, strict=True) if count}
     _check_weights(list(chosen))
     values = dict.fromkeys(value for layer in chosen for value in layer.weights.values())
-    sources = _sources(list(values), file, progress)
-    _drop_bodies(model, {layer.node for layer in chosen})
-    layers = tuple(
-        _offload(layer, count, [sources[value] for value in layer.weights.values()], shared_cache)
-        for layer, count in chosen.items()
-    )
-    model.opset_imports[OFFLOADED_DOMAIN] = VERSION
-    for value in values:
-        _empty(value)
-    if output.parent.resolve() != path.parent.resolve():
-        _link_files(model, output.parent)
-    save_model(model, output, external_data=False)
-    is_written = any(source.path == file.resolve() for source in sources.values())
+    links = _links(model, set(values), path, output.parent)
+    sources, written = _sources(list(values), file, progress)
+    try:
+        _drop_bodies(model, {layer.node for layer in chosen})
+        layers = tuple(
+            _offload(layer, count, [sources[each] for each in layer.weights.values()], shared_cache)
+            for layer, count in chosen.items()
+        )
+        model.opset_imports[OFFLOADED_DOMAIN] = VERSION
+        for value in values:
+            _empty(value)
+        for link, target in links.items():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(target)
+        save_model(model, output, external_data=False)
+    except BaseException:
+        if written is not None and written.is_new:
+            written.path.unlink()
+        raise
     return OffloadReport(
         path=output,
-        weights_file=file if is_written else None,
+        weights_file=None if written is None else written.path,
+        is_weights_file_new=written is not None and written.is_new,
         layers=layers,
         shared_cache=shared_cache,
         notes=tuple(_notes(layers)),
@@ -242,7 +255,7 @@ def offloaded_kernel_layers(
         ValueError: As of :func:`offload_file`, of nodes and numbers.
     """
     layers = kernel_layers(path)
-    found = [_Layer.of(node) for node in moe_nodes(ir.from_proto(inlined(load_graph(path))))]
+    found = _layers(load_inlined(path), path)
     slots = choose([layer.expert_sizes for layer in found], resident_experts, resident_memory)
     return [
         replace(layer, resident_experts=count) for layer, count in zip(layers, slots, strict=True)
@@ -272,6 +285,13 @@ class _Layer:
         return {name: self.parsed.inputs[name] for name in SOURCES}
 
 
+def _layers(model: ir.Model, path: str | PathLike[str]) -> list[_Layer]:
+    layers = [_Layer.of(node) for node in moe_nodes(model)]
+    if not layers:
+        raise ValueError(f"{path} has no MoE nodes of domain 'moe', as files of target plugin do")
+    return layers
+
+
 def _name(node: ir.Node) -> str:
     return node.name or str(node.outputs[0].name)
 
@@ -290,13 +310,24 @@ def _check_files(model: ir.Model, path: Path, output: Path, file: Path) -> None:
     """Checks the names of files that are written: nothing that is read would be overwritten.
 
     Raises:
-        ValueError: If something would be, or the weights' file has another suffix.
+        ValueError: If something would be, or the weights' file has another suffix, or a path that
+            an engine cannot hold.
     """
     if file.suffix != SUFFIX:
         raise ValueError(f"a file of weights must be called *{SUFFIX}, got {file}")
-    for written in (output, file):
-        if written.resolve() in {path.resolve(), *map(Path.resolve, _files(model).values())}:
-            raise ValueError(f"{written} is read to write it: name another file")
+    _check_path(file)
+    if output.resolve() in {path.resolve(), *_files(model).values()}:
+        raise ValueError(f"{output} is read to write it: name another file")
+
+
+def _check_path(path: Path) -> None:
+    """Raises a ValueError if an engine, which holds paths as text, cannot hold one."""
+    text = str(path.parent.resolve() / path.name)
+    # Bytes that are not UTF-8 are surrogates in a path.
+    if any(character < " " or "\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(
+            f"a path of weights must be UTF-8 without control characters, got {text!r}"
+        )
 
 
 def _check_weights(chosen: Sequence[_Layer]) -> None:
@@ -345,22 +376,23 @@ def _offload(
 
 def _sources(
     values: Sequence[ir.Value], file: Path, progress: Progress | None
-) -> dict[ir.Value, WeightSource]:
-    """Returns where the weights lie; those in no safetensors file are copied into ``file``."""
+) -> tuple[dict[ir.Value, WeightSource], ExpertsFile | None]:
+    """Returns where the weights lie, and the file for those that lie in no safetensors file."""
     tensors = {value: value.const_value for value in values if value.const_value is not None}
     linked = {value: _source(tensor) for value, tensor in tensors.items()}
     sources = {value: source for value, source in linked.items() if source is not None}
     left = {value: tensor for value, tensor in tensors.items() if value not in sources}
-    if left:
-        written = write_experts(list(left.values()), file, progress)
-        sources |= dict(zip(left, written, strict=True))
-    return sources
+    if not left:
+        return sources, None
+    written = write_experts(list(left.values()), file, progress)
+    return sources | dict(zip(left, written.sources, strict=True)), written
 
 
 def _source(tensor: ir.TensorProtocol) -> WeightSource | None:
     """Returns where a tensor lies in a safetensors file; None if it does not."""
     if not isinstance(tensor, ir.ExternalTensor) or Path(tensor.path).suffix != SUFFIX:
         return None
+    _check_path(Path(tensor.path))
     try:
         return WeightSource.of(Path(tensor.path), tensor.offset or 0, tensor.nbytes)
     except ValueError:
@@ -384,29 +416,36 @@ def _drop_bodies(model: ir.Model, offloaded: set[ir.Node]) -> None:
         model.functions.pop(body, None)
 
 
-def _link_files(model: ir.Model, folder: Path) -> None:
-    """Makes links in a folder to the files that a model's weights lie in.
+def _links(
+    model: ir.Model, offloaded: AbstractSet[ir.Value], path: Path, folder: Path
+) -> dict[Path, Path]:
+    """Returns the links that a copy in a folder needs to the files of its other weights.
 
     Raises:
         FileExistsError: If there is another file of that name.
         ValueError: If a file is not in the model's folder or below it.
     """
-    for location, path in _files(model).items():
+    links: dict[Path, Path] = {}
+    if folder.resolve() == path.parent.resolve():
+        return links
+    for location, target in _files(model, offloaded).items():
         if Path(location).is_absolute() or ".." in Path(location).parts:
             raise ValueError(f"{location} is not a file in the ONNX file's folder: no link is made")
         link = folder / location
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if not (link.exists() and link.samefile(path)):
-            link.symlink_to(path)
+        if not os.path.lexists(link):
+            links[link] = target
+        elif not (link.exists() and link.samefile(target)):
+            raise FileExistsError(errno.EEXIST, "another file is in the place of a link", link)
+    return links
 
 
-def _files(model: ir.Model) -> dict[str, Path]:
+def _files(model: ir.Model, without: AbstractSet[ir.Value] = frozenset()) -> dict[str, Path]:
     """The files that a model's weights lie in, by their names in the model."""
     values = (value for graph in model.graphs() for value in graph.initializers.values())
     return {
         str(value.const_value.location): Path(value.const_value.path).resolve()
         for value in values
-        if isinstance(value.const_value, ir.ExternalTensor)
+        if isinstance(value.const_value, ir.ExternalTensor) and value not in without
     }
 
 

@@ -76,7 +76,7 @@ def inspect(path: str | PathLike[str]) -> ModelSummary:
         nodes=sum(operators.values()),
         operators=operators,
         moe_layers=tuple(moe_layers),
-        offloaded=tuple(_offloaded(layer) for layer in moe_layers if _is_offloaded(layer)),
+        offloaded=tuple(_offloaded(layer, path) for layer in moe_layers if _is_offloaded(layer)),
         weights=weights,
         parameters=total.elements,
         weight_bytes=total.bytes,
@@ -137,10 +137,21 @@ def _is_offloaded(layer: MoELayer) -> bool:
     return bool(layer.attributes.get(RESIDENT_EXPERTS))
 
 
-def _offloaded(layer: MoELayer) -> OffloadedLayer:
-    numbers: list[Any] = [layer.top_k, layer.num_experts, layer.attributes[RESIDENT_EXPERTS]]
-    sources = [WeightSource.parse(str(layer.attributes.get(name))) for name in SOURCES.values()]
-    return OffloadedLayer(layer.name, layer.node, *numbers, *sources)
+def _offloaded(layer: MoELayer, path: Path) -> OffloadedLayer:
+    where = f"{path}: offloaded node {layer.node!r}"
+    numbers: dict[str, Any] = {
+        "top_k": layer.top_k,
+        "num_experts": layer.num_experts,
+        RESIDENT_EXPERTS: layer.attributes[RESIDENT_EXPERTS],
+    }
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{where}: {name} must be a positive integer, got {number}")
+    try:
+        sources = [WeightSource.parse(str(layer.attributes.get(name))) for name in SOURCES.values()]
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return OffloadedLayer(layer.name, layer.node, *numbers.values(), *sources)
 
 
 def _initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:

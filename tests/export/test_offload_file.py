@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ import dynamo_moe
 from custom_ops.residency import cache_bytes
 from custom_ops.weight_source import WeightSource
 from dynamo_moe.files.kernel_layers import kernel_layers
-from dynamo_moe.files.offloading import OffloadedLayer
+from dynamo_moe.files.offloading import OffloadedLayer, offloaded_kernel_layers
 from dynamo_moe.moe_nodes.nodes import EXPERT_CACHE, INPUTS, RESIDENT_EXPERTS, SOURCES
 from onnx_files import moe_model, save, value, weight
 from small_models import InOut, OpLayer, OwnRouter, mlp_model, op_model
@@ -118,7 +119,10 @@ def test_the_weights_file_is_a_safetensors_file(tmp_path: Path) -> None:
     report = dynamo_moe.offload_file(
         path, tmp_path / "copy.onnx", resident_experts=1, weights=tmp_path / "e.safetensors"
     )
-    assert report.weights_file == tmp_path / "e.safetensors"
+    (written,) = tmp_path.glob("e.*.safetensors")
+    assert report.weights_file == written
+    checksum = report.layers[0].w1.file.header_crc32
+    assert written.name == f"e.{checksum:08x}.safetensors"
     stored = load_file(report.weights_file)
     assert {*stored} == {f"{layer}.mlp.{name}" for layer in (0, 1) for name in ("w1", "w2")}
     for name, array in arrays(path).items():
@@ -134,17 +138,51 @@ def test_the_weights_file_is_a_safetensors_file(tmp_path: Path) -> None:
         assert source.file.file_bytes == len(content)
 
 
-def test_a_file_of_other_values_has_another_header(tmp_path: Path) -> None:
+def test_a_file_of_other_values_is_written_beside_the_first(tmp_path: Path) -> None:
     path = exported(tmp_path)
     first = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1)
     source = first.layers[0].w1
-    dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=2)
-    assert source.state() == "found"
+    written = source.path.stat()
+    same = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=2)
+    assert (first.is_weights_file_new, same.is_weights_file_new) == (True, False)
+    assert (same.weights_file, source.path.stat()) == (first.weights_file, written)
     model = mlp_model()
     model[0].mlp.w1.data.view(-1)[0] += 1
-    dynamo_moe.offload_file(exported(tmp_path, model), tmp_path / "copy.onnx", resident_experts=1)
-    assert source.path.stat().st_size == source.file.file_bytes
+    other = dynamo_moe.offload_file(
+        exported(tmp_path, model), tmp_path / "copy.onnx", resident_experts=1
+    )
+    assert other.is_weights_file_new
+    assert {source.state(), other.layers[0].w1.state()} == {"found"}
+    changed = other.layers[0].w1
+    assert changed.path.stat().st_size == source.file.file_bytes
+    assert changed.path != source.path
+    # By their headers, either is told from the other one.
+    changed.path.replace(source.path)
     assert source.state() == "changed"
+
+
+def test_a_damaged_file_of_that_name_is_replaced(tmp_path: Path) -> None:
+    path = exported(tmp_path)
+    first = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1)
+    source = first.layers[0].w1
+    source.path.write_bytes(source.path.read_bytes()[:-1])
+    assert source.state() == "changed"
+    dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1)
+    assert source.state() == "found"
+
+
+def test_weights_are_removed_if_the_copy_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = exported(tmp_path)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr("dynamo_moe.files.offloading.save_model", fail)
+    with pytest.raises(OSError, match="no room"):
+        dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1)
+    assert [each.name for each in tmp_path.iterdir()] == ["model.onnx"]
 
 
 def layers_of(kind: str) -> nn.Module:
@@ -243,6 +281,21 @@ def test_a_copy_in_another_folder_finds_the_other_weights(tmp_path: Path) -> Non
         dynamo_moe.offload_file(path, copy, resident_experts=2)
 
 
+def test_links_that_cannot_be_made_are_said_before_weights_are_copied(tmp_path: Path) -> None:
+    path = exported(tmp_path, external_data=True)
+    proto = onnx.load(path, load_external_data=False)
+    for tensor in proto.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = str(tmp_path / entry.value)
+    path.write_bytes(proto.SerializeToString())
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="not a file in the ONNX file's folder: no link is made"):
+        dynamo_moe.offload_file(path, folder / "copy.onnx", resident_experts=2)
+    assert not [*folder.iterdir()]
+
+
 def test_some_layers(tmp_path: Path) -> None:
     path = exported(tmp_path)
     copy = tmp_path / "copy.onnx"
@@ -314,7 +367,7 @@ def test_weights_that_are_used_elsewhere_stay(tmp_path: Path) -> None:
         dynamo_moe.offload_file(path, copy, resident_experts={nodes(path)[0].name: 2})
     assert second
     assert not copy.exists()
-    assert not copy.with_name("copy.onnx.experts.safetensors").exists()
+    assert not [*tmp_path.rglob("*.safetensors")]
 
 
 def by_hand(folder: Path, change: Callable[[onnx.ModelProto], None]) -> Path:
@@ -413,6 +466,36 @@ def test_what_cannot_be_offloaded(
     assert [each.name for each in tmp_path.iterdir()] == ["model.onnx"]
 
 
+@pytest.mark.parametrize("name", [b"a\nb", b"a\x01", b"\xe9", b"a\xffb"])
+def test_paths_that_an_engine_cannot_hold(tmp_path: Path, name: bytes) -> None:
+    path = by_hand(tmp_path, unchanged)
+    folder = tmp_path / os.fsdecode(name)
+    folder.mkdir()
+    message = "a path of weights must be UTF-8 without control characters"
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.offload_file(path, folder / "copy.onnx", resident_experts=1)
+    assert not [*folder.iterdir()]
+    linked(folder)
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.offload_file(
+            folder / "model.onnx",
+            folder / "copy.onnx",
+            resident_experts=1,
+            weights=tmp_path / "e.safetensors",
+        )
+    assert not [*tmp_path.glob("e.*")]
+
+
+def test_a_file_without_layers_is_said_with_a_size_of_memory(tmp_path: Path) -> None:
+    path = by_hand(tmp_path, without_nodes)
+    for offload in (
+        offloaded_kernel_layers,
+        lambda path, **options: dynamo_moe.offload_file(path, tmp_path / "copy.onnx", **options),
+    ):
+        with pytest.raises(ValueError, match="has no MoE nodes of domain 'moe'"):
+            offload(path, resident_memory=4096)
+
+
 def test_layers_that_are_not_named_may_have_any_weights(tmp_path: Path) -> None:
     path = by_hand(tmp_path, computed)
     report = dynamo_moe.offload_file(
@@ -424,11 +507,12 @@ def test_layers_that_are_not_named_may_have_any_weights(tmp_path: Path) -> None:
 def test_nothing_that_is_read_is_overwritten(tmp_path: Path) -> None:
     path = linked(tmp_path)
     checkpoint = tmp_path / "weights" / "model.safetensors"
-    for output, weights in ((path, None), (tmp_path / "copy.onnx", checkpoint)):
-        content = path.read_bytes(), checkpoint.read_bytes()
+    content = path.read_bytes(), checkpoint.read_bytes()
+    for output in (path, checkpoint):
         with pytest.raises(ValueError, match="is read to write it: name another file"):
-            dynamo_moe.offload_file(path, output, resident_experts=1, weights=weights)
-        assert content == (path.read_bytes(), checkpoint.read_bytes())
+            dynamo_moe.offload_file(path, output, resident_experts=1)
+    dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1, weights=checkpoint)
+    assert content == (path.read_bytes(), checkpoint.read_bytes())
 
 
 def in_a_branch(proto: onnx.ModelProto) -> None:
@@ -445,6 +529,62 @@ def in_a_branch(proto: onnx.ModelProto) -> None:
     proto.graph.node.remove(node)
     proto.graph.node.insert(place, helper.make_node("If", ["true"], ["y0"], **branches))
     proto.graph.initializer.append(numpy_helper.from_array(np.array(True), "true"))
+
+
+def in_both_branches(proto: onnx.ModelProto) -> None:
+    """Moves the first layer into both branches of an If, with weights of the same names."""
+    in_a_branch(proto)
+    weights = {each.name: each for each in proto.graph.initializer}
+    (choice,) = (node for node in proto.graph.node if node.op_type == "If")
+    for factor, attribute in enumerate(choice.attribute, start=1):
+        (node,) = attribute.g.node
+        if node.op_type == "Identity":
+            result = node.output[0]
+            node.CopyFrom(
+                next(each.g.node[0] for each in choice.attribute if each.g != attribute.g)
+            )
+            node.output[0], node.name = result, "second"
+        for at, name in ((2, "b.0.mlp.w1"), (3, "b.0.mlp.w2")):
+            array = np.full_like(numpy_helper.to_array(weights[name]), factor)
+            node.input[at] = f"own.{name[-2:]}"
+            attribute.g.initializer.append(numpy_helper.from_array(array, node.input[at]))
+
+
+def test_weights_of_equal_names_in_branches(tmp_path: Path) -> None:
+    path = by_hand(tmp_path, in_both_branches)
+    report = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1)
+    assert report.weights_file
+    stored = load_file(report.weights_file)
+    assert {"own.w1", "own.w1.1", "own.w2", "own.w2.1"} < {*stored}
+    for name in ("own.w1", "own.w2"):
+        values = [np.unique(stored[each]).tolist() for each in (name, f"{name}.1")]
+        assert sorted(values) == [[1], [2]]
+    assert len({source for layer in report.layers for source in layer.sources}) == 6
+
+
+def in_a_function(proto: onnx.ModelProto) -> None:
+    """Moves the first layer into a function of the model's own."""
+    (node,) = (node for node in proto.graph.node if node.op_type == "DroplessMoE")
+    inputs = [name for name in node.input if name]
+    function = helper.make_function(
+        "own", "Block", inputs, node.output, [node], opset_imports=proto.opset_import
+    )
+    call = helper.make_node("Block", inputs, node.output, name="call", domain="own")
+    place = list(proto.graph.node).index(node)
+    proto.graph.node.remove(node)
+    proto.graph.node.insert(place, call)
+    proto.functions.append(function)
+    proto.opset_import.append(helper.make_opsetid("own", 1))
+
+
+def test_layers_in_functions(tmp_path: Path) -> None:
+    path = by_hand(tmp_path, in_a_function)
+    report = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1)
+    assert sorted(each.name for each in report.layers) == ["b.0.mlp", "b.1.experts"]
+    onnx.checker.check_model(report.path)
+    assert arrays(report.path)["b.0.mlp.w1"].shape == (1,)
+    layers = offloaded_kernel_layers(path, resident_experts={"b.0.mlp": 1})
+    assert sorted(each.resident_experts or 0 for each in layers) == [0, 1]
 
 
 def test_layers_in_branches(tmp_path: Path) -> None:
@@ -486,11 +626,12 @@ def test_the_report_prints_the_memory(tmp_path: Path) -> None:
     text = shown(report)
     assert "0.mlp             1 of 6   3.1 kB       4.1 kB       18.4 kB" in text
     assert "8.2 kB on the GPU instead of 36.9 kB; 36.9 kB on the host, pinned" in text
-    assert "copy.onnx.experts.safetensors: found" in text
+    assert report.weights_file is not None
+    assert f"{report.weights_file.name}: found" in text
     assert "note: layer 0.mlp and 1 more: with 1 resident experts" in text
     layer: OffloadedLayer = report.layers[0]
     layer.w1.path.unlink()
-    assert "copy.onnx.experts.safetensors: missing" in shown(report)
+    assert f"{report.weights_file.name}: missing" in shown(report)
 
 
 def test_inspect_states_the_memory(tmp_path: Path) -> None:
@@ -502,4 +643,34 @@ def test_inspect_states_the_memory(tmp_path: Path) -> None:
     assert [layer.expert_bytes for layer in summary.moe_layers] == [3072, None]
     assert summary.to_dict()["offloaded"] == report.to_dict()["layers"]
     assert "7.2 kB on the GPU instead of 18.4 kB" in shown(summary)
-    assert "copy.onnx.experts.safetensors: found" in shown(summary)
+    assert report.weights_file is not None
+    assert f"{report.weights_file.name}: found" in shown(summary)
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "message"),
+    [
+        ("w1_source", None, "a weight's source must be <offset> <bytes> .*, got 'None'"),
+        ("w2_source", "1 2 3", "a weight's source must be <offset> <bytes> .*, got '1 2 3'"),
+        ("num_experts", None, "num_experts must be a positive integer, got None"),
+        ("top_k", None, "top_k must be a positive integer, got None"),
+        (RESIDENT_EXPERTS, [1, 2], r"resident_experts must be a positive integer, got \[1, 2\]"),
+        (RESIDENT_EXPERTS, "x", "resident_experts must be a positive integer, got x"),
+        (RESIDENT_EXPERTS, -3, "resident_experts must be a positive integer, got -3"),
+    ],
+)
+def test_inspect_names_a_damaged_node(
+    tmp_path: Path, name: str, attribute: Any, message: str
+) -> None:
+    path = by_hand(tmp_path, unchanged)
+    copy = dynamo_moe.offload_file(path, tmp_path / "copy.onnx", resident_experts=1).path
+    proto = onnx.load(copy)
+    node = next(node for node in proto.graph.node if node.op_type == "DroplessMoE")
+    (old,) = (each for each in node.attribute if each.name == name)
+    node.attribute.remove(old)
+    if attribute is not None:
+        node.attribute.append(helper.make_attribute(name, attribute))
+    onnx.save(proto, copy)
+    place = rf"copy\.onnx: offloaded node '{node.name or node.output[0]}': "
+    with pytest.raises(ValueError, match=place + message):
+        dynamo_moe.inspect(copy)

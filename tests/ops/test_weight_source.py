@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from pathlib import Path
 
@@ -61,6 +62,17 @@ def test_files_that_are_missing_or_changed(tmp_path):
     assert source.state() == "changed"
     path.unlink()
     assert source.state() == "missing"
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    path = safetensors(tmp_path / "model.safetensors")
+    source = WeightSource.of(path, 32, 48)
+    path.unlink()
+    os.mkfifo(path)
+    assert source.state() == "changed"
+    path.unlink()
+    path.mkdir()
+    assert source.state() == "changed"
 
 
 def test_the_environment_names_another_folder(tmp_path, monkeypatch):

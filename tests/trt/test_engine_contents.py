@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -75,10 +74,13 @@ def offloaded(resident: int, **sizes: int) -> tuple[Program, int]:
     return uncompiled_program(plan(record, architecture("sm_89"))), size
 
 
-def texts(path: Path, *places: tuple[int, int]) -> list[bytes]:
-    """What an engine holds of weights at places of a file, between other bytes of its own."""
-    names = itertools.cycle((b"w1_source\0R\0\0\0", b"\0\x0a\0\0\0w2_source\0\x06\0"))
-    return [next(names) + str(WeightSource.of(path, *place)).encode() for place in places]
+def fields(layer: Program, path: Path, *places: tuple[int, int], shared: bool = False) -> bytes:
+    """What an engine holds of a layer whose programs are named: w1's and w2's place in a file."""
+    sources = [str(WeightSource.of(path, *place)).encode() for place in places]
+    names = (b"\0w1_source\0R\0\0\0", b"\0\x0a\0\0\0w2_source\0\x06\0")
+    parts = [name + text for name, text in zip(names, sources, strict=True)]
+    cache = b"\x0d\0\0\0expert_cache\0\x05\0\0\0\x01\0\0\0" + bytes((shared, 0, 0, 0))
+    return b"".join((b"programs_name\0", layer.layer.to_bytes(), bytes(16), *parts, cache))
 
 
 def weights_file(path: Path, size: int) -> Path:
@@ -94,11 +96,14 @@ def test_offloaded_experts_and_their_files(tmp_path):
     others = [(10 + 2 * size, larger), (10 + 2 * size + larger, larger)]
     found = contents(
         tmp_path,
-        *texts(path, *others),
+        fields(second, path, *others),
         Bundle((first, second, program("sm_89"))).data,
         # TensorRT stores a field several times.
-        *texts(path, *places, *others, *places),
-        b"\0\x0b",
+        *(
+            fields(first, path, *places),
+            fields(second, path, *others),
+            fields(first, path, *places),
+        ),
     )
     experts = first.layer.experts
     assert [(each.experts, each.resident_experts) for each in found.offloaded] == [
@@ -117,6 +122,7 @@ def test_offloaded_experts_and_their_files(tmp_path):
     ]
     assert read[0]["w1"] == {"path": str(path), "offset": 10, "bytes": size, "state": "found"}
     assert f"{path}: found" in shown(found)
+    assert [each.layers for each in found.offloaded] == [1, 1]
     path.write_bytes(path.read_bytes()[:-1])
     assert f"{path}: changed" in shown(found)
     path.unlink()
@@ -129,16 +135,63 @@ def shown(found: trt_plugin.EngineContents) -> str:
     return text.getvalue()
 
 
-def test_slots_that_cannot_be_known_are_not_guessed(tmp_path):
+def test_layers_of_one_size_may_differ_in_their_slots(tmp_path):
     (two, size), (three, _) = offloaded(2), offloaded(3)
+    path = weights_file(tmp_path / "e.safetensors", 4 * size)
+    first, second = ([(10 + at * size, size) for at in places] for places in ((0, 1), (2, 3)))
+    stored = (fields(three, path, *first), fields(two, path, *second), fields(two, path, *first))
+    found = contents(tmp_path, Bundle((two, three)).data, *stored, *stored)
+    assert [(each.w1.offset, each.resident_experts) for each in found.offloaded] == [
+        (10, 2),
+        (10, 3),
+        (10 + 2 * size, 2),
+    ]
+    assert f"{4 * size / 1000:.1f} kB on the host" in shown(found)
+
+
+def test_layers_that_share_all_weights_have_slots_each(tmp_path):
+    two, size = offloaded(2)
+    path = weights_file(tmp_path / "e.safetensors", 4 * size)
+    once, thrice = ([(10 + at * size, size) for at in places] for places in ((0, 1), (2, 3)))
+    stored = (fields(two, path, *once), *[fields(two, path, *thrice)] * 3)
+    found = contents(tmp_path, Bundle((two,)).data, *stored, *stored)
+    assert [each.layers for each in found.offloaded] == [1, 3]
+    device = found.offloaded[0].device_bytes
+    assert device is not None
+    assert f"{4 * device / 1000:.1f} kB on the GPU" in shown(found)
+
+
+@pytest.mark.parametrize(
+    ("shared", "expected", "text"),
+    [
+        ((True, True), True, "all contexts together"),
+        ((False, False), False, "each context"),
+        ((True, False), None, "each cache"),
+    ],
+)
+def test_whether_contexts_share_their_slots(tmp_path, shared, expected, text):
+    two, size = offloaded(2)
     path = weights_file(tmp_path / "e.safetensors", 2 * size)
     places = [(10, size), (10 + size, size)]
-    for bundle in (Bundle((two, three)), Bundle((program("sm_89"),))):
-        found = contents(tmp_path, bundle.data, *texts(path, *places))
+    layers = (fields(two, path, *places, shared=each) for each in shared)
+    found = contents(tmp_path, Bundle((two,)).data, *layers)
+    assert found.shared_cache is found.to_dict()["shared_cache"] is expected
+    assert f"on the GPU for {text} instead of" in shown(found)
+
+
+def test_slots_that_cannot_be_known_are_not_guessed(tmp_path):
+    (two, size), (other, _) = offloaded(2), offloaded(2, hidden=32)
+    path = weights_file(tmp_path / "e.safetensors", 2 * size)
+    places = [(10, size), (10 + size, size)]
+    before = fields(two, path, *places)
+    # Of another size, resident, and none at all.
+    for bundle in (Bundle((other,)), Bundle((program("sm_89"),)), Bundle(())):
+        found = contents(tmp_path, bundle.data if bundle.programs else b"", before)
         (each,) = found.offloaded
         assert (each.experts, each.resident_experts, each.device_bytes) == (None, None, None)
-        assert "more than 0 bytes on the GPU" in shown(found)
-    assert contents(tmp_path, b"a plan").offloaded == ()
+        assert "an unknown size on the GPU" in shown(found)
+    found = contents(tmp_path, b"a plan")
+    assert (found.offloaded, found.shared_cache) == ((), None)
 
 
 def test_false_headers_cost_no_more_than_the_bytes_they_have(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 import dynamo_moe
 import trt_plugin
 from dynamo_moe.files.kernel_layers import kernel_layers
+from dynamo_moe.files.offloading import offloaded_kernel_layers
 from dynamo_moe.language_models import example_case, performing
 from engine_checks import programs_of
 from engine_command import run_commands
@@ -40,9 +41,15 @@ class Built(NamedTuple):
     inspected: str
 
 
+def weights_of(engine: Path) -> Path:
+    (file,) = engine.parent.glob(f"{engine.name}.experts.*.safetensors")
+    return file
+
+
 def bundle_of(file: Path, copy: Path) -> Path:
     """Writes programs without code for a file's layers, offloaded or not; returns their bundle."""
-    layers = [*dict.fromkeys((*kernel_layers(file), *kernel_layers(copy)))]
+    others = offloaded_kernel_layers(file, resident_experts=RESIDENT - 1)
+    layers = [*dict.fromkeys((*kernel_layers(file), *kernel_layers(copy), *others))]
     bundle = file.with_suffix(".both.moek")
     Bundle(tuple(program for layer in layers for program in programs_of(layer, ["sm_89"]))).save(
         bundle
@@ -104,15 +111,33 @@ def test_the_engine_has_the_places_of_the_weights(built):
                 for source in (each.w1, each.w2)
             )
         )
-        assert each.w1.path == built.file.with_name("model.engine.experts.safetensors")
+        assert each.w1.path == weights_of(built.file.with_name("model.engine"))
     assert places == [tuple(tensors[name].tobytes() for name in node.input[2:4]) for node in nodes]
     assert f"{RESIDENT} of 6" in built.inspected
-    assert "model.engine.experts.safetensors: found" in built.inspected
+    assert f"{weights_of(built.file.with_name('model.engine')).name}: found" in built.inspected
 
 
 def test_the_engines_programs_are_of_offloaded_layers(built):
     assert {each.program.layer.resident_experts for each in built.whole.programs} == {0}
     assert {each.program.layer.resident_experts for each in built.offloaded.programs} == {RESIDENT}
+
+
+def test_slots_are_known_of_each_layer(built, tmp_path):
+    first, second = (each["name"] for each in built.report["offload"]["layers"])
+    engine, bundle = tmp_path / "e.engine", built.file.with_suffix(".both.moek")
+    slots = [f"{first}={RESIDENT}", f"{second}={RESIDENT - 1}"]
+    options = [option for each in slots for option in ("--resident-experts", each)]
+    (done,) = run_commands(
+        (
+            *("engine", built.file, "-o", engine, "--kernels", bundle, "--arch", "sm_89"),
+            *(*SHAPES, *options, "--share-expert-cache"),
+        )
+    )
+    assert done.code == 0, done
+    found = trt_plugin.read_engine(engine)
+    known = [(each.layers, each.resident_experts, each.experts) for each in found.offloaded]
+    assert known == [(1, RESIDENT, 6), (1, RESIDENT - 1, 6)]
+    assert (built.offloaded.shared_cache, found.shared_cache) == (False, True)
 
 
 def test_a_bundle_without_the_offloaded_layers_is_named(built, tmp_path):
@@ -125,6 +150,28 @@ def test_a_bundle_without_the_offloaded_layers_is_named(built, tmp_path):
         )
     )
     assert done.code == 1
-    assert f"{built.file}: node" in done.error
+    assert f"{built.file}: " in done.error
     assert "whole.moek has no kernels of this layer: " in done.error
     assert "resident_experts=2" in done.error
+    # It is said before the weights are copied.
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["whole.moek"]
+
+
+def test_a_failed_build_leaves_the_engine_that_was_there(built, tmp_path):
+    engine, bundle = tmp_path / "e.engine", built.file.with_suffix(".both.moek")
+    changed = onnx.load(built.file)
+    for tensor in changed.graph.initializer:
+        if tensor.name.endswith("w1"):
+            tensor.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(tensor), tensor.name))
+    other = tmp_path / "other.onnx"
+    onnx.save(changed, other)
+    build = ("-o", engine, "--resident-experts", str(RESIDENT), "--kernels", bundle, *SHAPES)
+    first, failed, second = run_commands(
+        ("engine", built.file, "--arch", "sm_89", *build),
+        # The bundle has no kernels for it.
+        ("engine", other, "--arch", "sm_120", *build),
+        ("inspect", engine),
+    )
+    assert (first.code, failed.code) == (0, 1), (first, failed)
+    assert "no kernels for sm_120" in failed.error
+    assert f"{weights_of(engine).name}: found" in second.out

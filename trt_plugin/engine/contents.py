@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import re
+from bisect import bisect
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +33,8 @@ UNKNOWN = (
 _SUFFIXES = {".engine", ".plan", ".trt"}
 # Every version of the plugin's library exports this function.
 _EXPORTED = b"\0dynamo_moe_program_open\0"
+# The plugin's field of that name: one 32-bit integer.
+_EXPERT_CACHE = re.compile(rb"expert_cache\0\x05\0{3}\x01\0{3}([\0\x01])\0{3}")
 # Where an offloaded layer's weights lie. An engine need not end a text by a character of its own.
 _SOURCE = re.compile(rb"\d+ \d+ \d+ \d+ [0-9a-f]{8} /[^\x00-\x1f]*\.safetensors")
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -59,12 +64,16 @@ class OffloadedExperts:
     Attributes:
         w1: Where the weights of the first product lie.
         w2: Where those of the second lie.
-        experts: Number of experts; None if the engine has no program of such a layer.
-        resident_experts: Slots on the GPU; None if it has none, or several that differ in it.
+        layers: The layers that have these weights and as many slots. An engine does not name its
+            layers, but stores them equally often: if every number of layers has a common factor,
+            they are fewer by it.
+        experts: Number of experts; None if no such layer stands before the weights.
+        resident_experts: A layer's slots on the GPU; None if the layer is not known.
     """
 
     w1: WeightSource
     w2: WeightSource
+    layers: int
     experts: int | None
     resident_experts: int | None
 
@@ -75,7 +84,7 @@ class OffloadedExperts:
 
     @property
     def device_bytes(self) -> int | None:
-        """Bytes of all slots and their tables in device memory, for each cache."""
+        """Bytes of all slots and their tables in device memory, for each layer and cache."""
         from custom_ops.residency import cache_bytes
 
         if self.experts is None or self.resident_experts is None:
@@ -86,6 +95,7 @@ class OffloadedExperts:
     def to_dict(self) -> dict[str, Any]:
         """The experts as dicts, strings and numbers."""
         return {
+            "layers": self.layers,
             "experts": self.experts,
             "resident_experts": self.resident_experts,
             "device_bytes": self.device_bytes,
@@ -104,7 +114,9 @@ class EngineContents:
         bytes: Its size.
         programs: Programs of MoE layers, each once, in the file's order. Equal layers share one.
         offloaded: The experts of offloaded layers, in the order of their files. Layers that share
-            all their weights count once.
+            all their weights are one if they have as many slots.
+        shared_cache: Whether the contexts of the engine share the slots of offloaded layers; None
+            if there are none, or it is not known.
         library: ``"installed"`` if the file holds the plugin's library that is installed here,
             ``"other"`` for another version of it, None if it holds none.
     """
@@ -113,6 +125,7 @@ class EngineContents:
     bytes: int
     programs: tuple[StoredProgram, ...]
     offloaded: tuple[OffloadedExperts, ...]
+    shared_cache: bool | None
     library: str | None
 
     @property
@@ -135,6 +148,7 @@ class EngineContents:
             "program_bytes": self.program_bytes,
             "programs": [stored.to_dict() for stored in self.programs],
             "offloaded": [experts.to_dict() for experts in self.offloaded],
+            "shared_cache": self.shared_cache,
             "library": self.library,
             "unknown": UNKNOWN,
         }
@@ -175,6 +189,7 @@ def read_engine(path: str | PathLike[str]) -> EngineContents:
             path=path,
             bytes=len(data),
             offloaded=tuple(_offloaded(data, programs.values())),
+            shared_cache=_shared_cache(data),
             programs=tuple(
                 StoredProgram(program, copies[content]) for content, program in programs.items()
             ),
@@ -198,25 +213,41 @@ def _bundles(data: mmap.mmap) -> Iterator[Bundle]:
 
 
 def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[OffloadedExperts]:
-    texts = [match[0] for match in _SOURCE.finditer(data)]
+    texts = [*_SOURCE.finditer(data)]
     if not texts:
         return
     # It comes with PyTorch, which nothing else here needs.
     from custom_ops.weight_source import WeightSource
 
-    layers = [program.layer for program in programs if program.layer.resident_experts]
-    # A layer's w2 follows its w1; TensorRT stores both several times.
-    pairs = set(zip(texts[::2], texts[1::2], strict=False))
-    read = [[WeightSource.parse(os.fsdecode(text)) for text in pair] for pair in pairs]
-    for w1, w2 in sorted(read, key=lambda pair: (pair[0].path, pair[0].offset)):
-        # An engine does not say which of its layers a program is of, but of what size.
-        known = {
-            (layer.experts, layer.resident_experts)
-            for layer in layers
-            if _weight_bytes(layer) == (w1.bytes, w2.bytes)
-        }
-        experts, resident = known.pop() if len(known) == 1 else (None, None)
-        yield OffloadedExperts(w1, w2, experts, resident)
+    # A layer's w2 follows its w1, which follows its programs or their name; both have its record.
+    # TensorRT stores all of it several times.
+    records = {program.layer.to_bytes(): program.layer for program in programs}
+    found = [*re.finditer(b"|".join(map(re.escape, records)), data)] if records else []
+    starts = [match.start() for match in found]
+    stored: Counter[tuple[WeightSource, WeightSource, LayerRecord | None]] = Counter()
+    for pair in zip(texts[::2], texts[1::2], strict=False):
+        w1, w2 = (WeightSource.parse(os.fsdecode(text[0])) for text in pair)
+        before = bisect(starts, pair[0].start())
+        layer = records[found[before - 1][0]] if before else None
+        if layer and (not layer.resident_experts or _weight_bytes(layer) != (w1.bytes, w2.bytes)):
+            layer = None
+        stored[w1, w2, layer] += 1
+    copies = math.gcd(*stored.values())
+    for (w1, w2, layer), count in sorted(stored.items(), key=_place):
+        experts, slots = (layer.experts, layer.resident_experts) if layer else (None, None)
+        yield OffloadedExperts(w1, w2, count // copies, experts, slots)
+
+
+def _place(
+    item: tuple[tuple[WeightSource, WeightSource, LayerRecord | None], int],
+) -> tuple[Path, int, int, int]:
+    w1, w2, layer = item[0]
+    return w1.path, w1.offset, w2.offset, layer.resident_experts if layer else 0
+
+
+def _shared_cache(data: mmap.mmap) -> bool | None:
+    values = {match[1] for match in _EXPERT_CACHE.finditer(data)}
+    return values == {b"\x01"} if len(values) == 1 else None
 
 
 def _weight_bytes(layer: LayerRecord) -> tuple[int, int]:

@@ -24,6 +24,8 @@ _LIBRARY = {
     "other": "in it, in another version than the one that is installed here",
     None: "not in it; load it before the engine",
 }
+# ``EngineContents.shared_cache``.
+_CACHES = {True: "all contexts together", False: "each context", None: "each cache"}
 
 
 def report_view(report: dict[str, Any]) -> RenderableType:
@@ -60,7 +62,8 @@ def contents_view(contents: dict[str, Any]) -> RenderableType:
     else:
         parts.append("No kernels of MoE layers")
     if contents["offloaded"]:
-        parts += ["", _offloaded(contents["offloaded"]), "", *_memory(contents["offloaded"])]
+        memory = _memory(contents["offloaded"], shared_cache=contents["shared_cache"])
+        parts += ["", _offloaded(contents["offloaded"]), "", *memory]
     parts.append(Text(f"Not known: {contents['unknown']}", style="dim"))
     return Group(*parts)
 
@@ -104,27 +107,31 @@ def _programs(programs: Sequence[dict[str, Any]]) -> Table:
 def _offloaded(offloaded: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
     table.add_column("Offloaded experts", overflow="fold", style="cyan")
-    for heading in ("Slots", "On the GPU", "All experts"):
+    for heading in ("Layers", "Slots", "On the GPU", "All experts"):
         table.add_column(heading, justify="right", no_wrap=True)
     for each in offloaded:
         size = each["device_bytes"]
         table.add_row(
             Text(f"byte {each['w1']['offset']} of {Path(each['w1']['path']).name}"),
+            str(each["layers"]),
             "?" if size is None else f"{each['resident_experts']} of {each['experts']}",
-            "?" if size is None else decimal(size),
+            "?" if size is None else decimal(size * each["layers"]),
             decimal(each["weight_bytes"]),
         )
     return table
 
 
-def _memory(offloaded: Sequence[dict[str, Any]]) -> Iterator[Text]:
+def _memory(offloaded: Sequence[dict[str, Any]], *, shared_cache: bool | None) -> Iterator[Text]:
     """What the experts take in all, and the state of their files."""
     sizes = [each["device_bytes"] for each in offloaded]
-    known = sum(filter(None, sizes))
-    weights = decimal(sum(each["weight_bytes"] for each in offloaded))
+    known = sum(each["layers"] * (each["device_bytes"] or 0) for each in offloaded)
+    on_device = "an unknown size" if None in sizes else decimal(known)
+    # Layers may share weights.
+    sources = {tuple(each[name].values()) for each in offloaded for name in ("w1", "w2")}
+    weights = decimal(sum(size for _, _, size, _ in sources))
     yield Text(
-        f"Experts' weights: {'more than ' * (None in sizes)}{decimal(known)} on the GPU for each "
-        f"cache instead of {weights}; {weights} on the host, pinned"
+        f"Experts' weights: {on_device} on the GPU for {_CACHES[shared_cache]} instead of "
+        f"{weights}; {weights} on the host, pinned"
     )
     files = {each[name]["path"]: each[name]["state"] for each in offloaded for name in ("w1", "w2")}
     for path, state in files.items():
