@@ -17,6 +17,10 @@ class ConvertedModule(nn.Module, ABC):
         """Returns the experts' parameters by their path; the router's are not among them."""
 
 
+class ParameterCache:
+    """A base of what a module keeps from call to call, all of which its parameters say."""
+
+
 class DroplessMoE(ConvertedModule):
     """A softmax-routed MoE layer on ``torch.ops.moe.dropless``, with (in, out) weights.
 

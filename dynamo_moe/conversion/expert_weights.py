@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from custom_ops.options import ExpertOptions
+from dynamo_moe.modules import ParameterCache
 from dynamo_moe.private import change_count
 
 
@@ -111,7 +112,7 @@ class ExpertsSpec:
         return [name for stack in self.stacks for name in stack.names]
 
 
-class CachedWeights:
+class CachedWeights(ParameterCache):
     """One module's expert weights, kept from call to call where that is safe.
 
     Where each expert is a module, the weights lie apart. The first call without gradients stacks

@@ -250,6 +250,8 @@ def _counterparts(units: Units, unit: int) -> Callable[[Tensor], Tensor | None]:
             return lazy.get(id(tensor))
         found = {}
         for its, twin in held.get(tensor.untyped_storage().data_ptr(), ()):
+            if not _is_part(tensor, its):
+                continue
             offset = tensor.storage_offset() - its.storage_offset() + twin.storage_offset()
             view = twin.detach().as_strided(tensor.shape, tensor.stride(), offset)
             found[view.data_ptr()] = view
@@ -257,6 +259,19 @@ def _counterparts(units: Units, unit: int) -> Callable[[Tensor], Tensor | None]:
         return next(iter(found.values())) if len(found) == 1 else None
 
     return other
+
+
+def _is_part(tensor: Tensor, whole: Tensor) -> bool:
+    """Whether the elements of one tensor lie between the first and the last of another."""
+    first, last = _extent(tensor)
+    start, end = _extent(whole)
+    return start <= first and last <= end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Returns the addresses of a tensor's first element and of its last one."""
+    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + sum(steps) * tensor.element_size()
 
 
 def _ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:

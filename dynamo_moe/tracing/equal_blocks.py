@@ -29,6 +29,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from dynamo_moe.modules import ConvertedModule, ParameterCache
 from dynamo_moe.private import attributes_of, change_count, own_parts
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
@@ -138,15 +139,19 @@ def runs_of(model: nn.Module) -> list[Run]:
             counts[id(tensor)] = counts.get(id(tensor), 0) + 1
     tied = {tensor for tensor, count in counts.items() if count > 1}
     found: list[Run] = []
-    inside: set[str] = set()
+    inside: list[str] = []
     for path, container in model.named_modules():
-        if any(path == each or path.startswith(f"{each}.") for each in inside):
+        if any(f"{path}.".startswith(each) for each in inside):
+            continue
+        if isinstance(container, ConvertedModule):
+            # It computes with its experts' weights; nothing calls them in turn.
+            inside.append(f"{path}." if path else "")
             continue
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         for run in _runs(path, list(container.named_children()), tied):
             found.append(run)
-            inside.update(run.paths)
+            inside += [f"{each}." for each in run.paths]
     return found
 
 
@@ -267,10 +272,12 @@ class _Reader:
             self.facts[place] = (kind, repr(value))
         elif id(value) in self.known:
             self.facts[place] = self.known[id(value)]
+        elif isinstance(value, ParameterCache):
+            self.facts[place] = kind
         elif isinstance(value, (Tensor, nn.Module, enum.Enum)) or not (parts := _parts(value)):
             self.facts[place] = (kind, _Same(value))
             self.outside.append(value)
-        elif id(value) in self._seen and kind not in (tuple, frozenset):
+        elif id(value) in self._seen and not isinstance(value, (tuple, frozenset)):
             self.facts[place] = ("same", self._seen[id(value)])
         else:
             self._seen[id(value)] = place
@@ -305,7 +312,7 @@ class _Parts:
 def _parts(value: Any) -> _Parts | None:
     """Returns what a value is made of; None for what is known by its identity alone."""
     kind = type(value)
-    if kind in _LISTS:
+    if kind in _LISTS or _is_named_tuple(kind):
         return _Parts(len(value), enumerate(value))
     if kind in (dict, OrderedDict):
         if not all(type(key) in SIMPLE or isinstance(key, (type, enum.Enum)) for key in value):
@@ -332,6 +339,11 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # Empty so far.
         return _content
+
+
+def _is_named_tuple(kind: type) -> bool:
+    """Whether objects of a class are what their items say, and nothing else."""
+    return issubclass(kind, tuple) and hasattr(kind, "_fields") and not kind.__dictoffset__
 
 
 class _Plain:

@@ -87,6 +87,10 @@ class SharedTrace:
                 for block in trace.run.blocks[trace.run.traced :]:
                     changes.enter_context(tensors_replaced(block, lambda path, tensor: None))
                 changes.enter_context(trace.reads_watched())
+            taken = {place: trace for trace in self._traces for place in trace.taken()}
+            over = (each for run in self.runs for each in run.blocks[run.traced :])
+            for cls in {type(module) for block in over for module in block.modules()}:
+                changes.enter_context(_changed(cls, "__getattr__", _tensor_getter(cls, taken)))
             for kind in {type(block) for run in self.runs for block in run.blocks}:
                 changes.enter_context(_changed(kind, "forward", self._forward(kind.forward)))
             yield
@@ -232,6 +236,16 @@ class _RunTrace:
         ended: Tensor = end_of_block(result, self.number, place, leaf)
         return ended
 
+    def taken(self) -> set[tuple[int, str]]:
+        """Returns the tensors of blocks that are passed over, by their module and name."""
+        found = set()
+        traced = self.run.traced
+        for block, tensors in zip(self.run.blocks[traced:], self.run.tensors[traced:], strict=True):
+            for place in tensors:
+                path, _, name = place.rpartition(".")
+                found.add((id(attributes_of(block.get_submodule(path))), name))
+        return found
+
     # --- Blocks that are traced ---
 
     def _trace(self, place: int, compute: Callable[[], Any]) -> Any:
@@ -325,7 +339,7 @@ class _RunTrace:
                 reader = frame and frame.f_back
                 all_of_them = reader and not is_library_file(reader.f_code.co_filename)
                 if name in differing or all_of_them:
-                    self._fail(f"a block reads {name}, which is another one's otherwise")
+                    self.fail(f"a block reads {name}, which is another one's otherwise")
             return original(module, name)
 
         return get
@@ -337,13 +351,13 @@ class _RunTrace:
             others = twins.get(id(attributes_of(module)), ()) if self._reading else ()
             for other in others:
                 if _place_of(original(other, *args, **kwargs), args[:1]) is None:
-                    self._fail("a block has a module whose attributes are not another one's")
+                    self.fail("a block has a module whose attributes are not another one's")
             return args[0] if others else original(module, *args, **kwargs)
 
         return forward
 
-    def _fail(self, reason: str) -> None:
-        # The model's code may catch the error.
+    def fail(self, reason: str) -> None:
+        """Refuses the run, even if the model's code catches the error."""
         for names in self._names:
             names.failure = reason
         raise self._refuse(reason)
@@ -398,6 +412,9 @@ class _RunTrace:
     def finish(self, marks: Mapping[tuple[int, int, int], fx.Node]) -> list[list[fx.Node]]:
         """Returns the nodes that end each traced unit."""
         blocks, period = len(self.run.blocks), self.run.period
+        for names in self._names:
+            if names.failure:
+                raise self._refuse(names.failure)
         if len(self._calls) != blocks:
             raise self._refuse("not all of them are called")
         own = {key[1:]: node for key, node in marks.items() if key[0] == self.number}
@@ -506,6 +523,22 @@ def _sizes(tensor: Tensor) -> tuple[Any, ...]:
         tensor.device,
         tensor.requires_grad,
     )
+
+
+def _tensor_getter(
+    cls: Any, taken: Mapping[tuple[int, str], _RunTrace]
+) -> Callable[[nn.Module, str], Any]:
+    """Refuses a run where code reads weights of a block that is passed over."""
+    own = vars(cls).get("__getattr__")
+
+    def get(module: nn.Module, name: str) -> Any:
+        trace = taken.get((id(attributes_of(module)), name))
+        if trace is not None:
+            trace.fail(f"{name} of one that is passed over is read")
+        # The trace has its own one in PyTorch's base class.
+        return own(module, name) if own else super(cls, module).__getattr__(name)
+
+    return get
 
 
 @contextlib.contextmanager
