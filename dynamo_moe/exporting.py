@@ -32,7 +32,7 @@ from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
-from dynamo_moe.graph.instantiate import Units, instantiate
+from dynamo_moe.graph.instantiate import Units, instantiate, values_hidden
 from dynamo_moe.graph.naming import name_canonically
 from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
@@ -422,7 +422,9 @@ def _optimize(
 ) -> list[metadata.Layer]:
     """Gives the traced graph the form of its target, in place; returns its MoE layers.
 
-    It is then given the units of equal blocks that were passed over.
+    It is then given the units of equal blocks that were passed over. No value of a weight decides
+    what becomes of such blocks, as it may where all are traced: a bias of zeros stays, and so does
+    ``1 + weight``.
     """
     passes.fold_weight_casts(model, link=link)
     if link and target == "plugin":
@@ -437,7 +439,8 @@ def _optimize(
     kept = {name for layer in layers for name in layer.inputs[1:]}
     if link:
         kept |= placeholders.linkable(model)
-    passes.optimize(model, keep=kept)
+    with values_hidden(model, units):
+        passes.optimize(model, keep=kept)
     roll_repeats(model)
     if target == "plugin":
         lowering.lower(model, target, body)

@@ -1,4 +1,7 @@
-"""Equal blocks are traced once for all of them; files are those of a model traced whole."""
+"""Equal blocks are traced once for all of them; files are those of a model traced whole.
+
+But for what the optimiser would make of the values of weights, which it is not shown.
+"""
 
 from __future__ import annotations
 
@@ -280,6 +283,34 @@ def test_one_module_in_every_place(compared: Callable[..., int]) -> None:
         return nn.Sequential(*[Block()] * 6).eval()
 
     assert compared(make) == 0
+
+
+# --- Values of weights ---
+
+
+class Scaled(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def compute(self, y: Tensor) -> Tensor:
+        return y * (1.0 + self.weight.float()) * self.scale
+
+
+@pytest.mark.parametrize("name", ["weight", "scale", "linear.bias", "norm.weight", "norm.bias"])
+def test_special_values_in_traced_blocks(
+    shared: Callable[..., int], tmp_path: Path, name: str
+) -> None:
+    model: Any = stack(Scaled)
+    with torch.no_grad():
+        for number, block in enumerate(model.blocks):
+            for tensor in block.parameters():
+                tensor.add_(torch.randn_like(tensor))
+            if number < 3:
+                block.get_parameter(name).fill_(float(name == "scale"))
+    assert shared(model) == 1
+    dynamo_moe.verify(tmp_path / "model.onnx", model)
 
 
 # --- What blocks do ---
