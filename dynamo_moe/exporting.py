@@ -256,7 +256,7 @@ def _graph_with(
     form: tuple[lowering.Target, lowering.Body, bool],
     runs: Sequence[Run],
 ) -> _Graph:
-    sharing = SharedTrace(runs) if runs else None
+    sharing = SharedTrace(model, runs) if runs else None
     passing_over = sharing.passing_over() if sharing is not None else contextlib.nullcontext()
     with passing_over, placeholders.placeholders(model) as lazies:
         trials = SizeTrials(example, has_values=not lazies)

@@ -240,7 +240,9 @@ def _block_tensors(block: nn.Module) -> dict[str, Tensor]:
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     parameters, buffers, _ = own_parts(module)
-    return {k: t for held in (parameters, buffers) for k, t in held.items() if t is not None}
+    # Those of a block that is passed over refuse to be listed by their own methods.
+    pairs = (pair for held in (parameters, buffers) for pair in dict.items(held))
+    return {name: tensor for name, tensor in pairs if tensor is not None}
 
 
 def _tensor_fact(tensor: Tensor) -> Hashable:

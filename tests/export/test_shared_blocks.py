@@ -158,6 +158,12 @@ def test_stochastic_depth(compared: Callable[..., int]) -> None:
 
     assert compared(lambda: stack(Dropping)) == 1
 
+    class ReadsProbability(Dropping):
+        def compute(self, y: Tensor) -> Tensor:
+            return super().compute(y) * (1 - self.drop.probability)
+
+    assert compared(lambda: stack(ReadsProbability)) == 0
+
 
 # --- What differs ---
 
@@ -546,6 +552,54 @@ def test_what_is_done_between_blocks(
         return kind(*(Block(number) for number in range(6))).eval()
 
     assert compared(make) == count
+
+
+class SumsParameters(Stack):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y * sum(parameter.pow(2).sum() for parameter in self.parameters())
+
+
+class CountsParameters(Stack):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * sum(each.numel() for each in self.blocks[-1].parameters())
+
+
+class CountsState(Stack):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * len(self.state_dict())
+
+
+class ReadsLast(Stack):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y if self.blocks[-1].linear.bias is None else y + 1
+
+
+class CatchesRefusal(Stack):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        try:
+            return y * len(dict(self.blocks[-1].linear.named_parameters()))
+        except Exception:
+            return y
+
+
+class LooksUp(Stack):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * len({**self.blocks[-1].linear._parameters})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [SumsParameters, CountsParameters, CountsState, ReadsLast, CatchesRefusal, LooksUp],
+)
+def test_weights_of_other_blocks_are_read(compared: Callable[..., int], kind: type[Stack]) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return kind(*(Block(number) for number in range(6))).eval()
+
+    assert compared(make) == 0
 
 
 class WithMask(Block):
