@@ -204,6 +204,21 @@ def own_parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[s
     return parameters, buffers, _held(module, "_modules", "torch.nn.Module._modules")
 
 
+try:  # What sees operators before they run.
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+except ImportError:
+    _get_current_function_mode_stack = None  # type: ignore[assignment]
+    _get_current_dispatch_mode_stack = None  # type: ignore[assignment]
+
+
+def active_modes() -> tuple[Any, ...]:
+    """Returns the modes that operators go through; equal to no other if they are not known."""
+    if _get_current_function_mode_stack is None or _get_current_dispatch_mode_stack is None:
+        return (object(),)
+    return (*_get_current_function_mode_stack(), None, *_get_current_dispatch_mode_stack())
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
     """Returns what is stored in an object itself, past a ``__getattribute__`` of its class."""
     if issubclass(type(value), type):  # Unlike isinstance, it does not ask the object.

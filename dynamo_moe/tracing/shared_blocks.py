@@ -27,6 +27,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
 from dynamo_moe import pytree
 from dynamo_moe.private import (
+    active_modes,
     attributes_of,
     change_count,
     tensor_tables_replaced,
@@ -40,11 +41,13 @@ from dynamo_moe.tracing.equal_blocks import (
     NotSharedError,
     Run,
     describe,
-    is_library,
+    file_of,
+    is_installed_file,
     is_library_file,
     state_of,
 )
 from dynamo_moe.tracing.nodes import all_nodes
+from dynamo_moe.tracing.plain_code import objection
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 _ABSENT = object()
@@ -365,7 +368,9 @@ class _RunTrace:
                 differing = names.get(id(attributes_of(module)), ())
                 frame = inspect.currentframe() if name == "__dict__" and differing else None
                 reader = frame and frame.f_back
-                all_of_them = reader and not is_library_file(reader.f_code.co_filename)
+                all_of_them = reader and not is_library_file(
+                    file_of(reader.f_code, reader.f_globals)
+                )
                 if name in differing or all_of_them:
                     self.fail(f"a block reads {name}, which is another one's otherwise")
             return original(module, name)
@@ -476,15 +481,19 @@ class _Names:
 
     def __init__(self) -> None:
         self.failure = ""
-        self._codes: set[Any] = set()
+        # By identity, since functions of two files may have equal code; kept, so that it stays.
+        self._codes: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._cells: dict[tuple[int, str], Any] = {}
         self._places: dict[tuple[int, str], tuple[Any, str]] = {}
 
     def values(self) -> dict[Hashable, Any]:
         """Returns what the names stand for now."""
-        return {
+        found: dict[Hashable, Any] = {
             (holder.get("__name__"), name, key): holder.get(name, _ABSENT)
             for (key, name), (holder, _) in self._places.items()
         }
+        found.update(self._cells)
+        return found
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -497,20 +506,33 @@ class _Names:
             sys.settrace(before)
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
-        code = frame.f_code
-        if code in self._codes or is_library_file(code.co_filename):
+        code, holder = frame.f_code, frame.f_globals
+        if (id(code), id(holder)) in self._codes:
             return
-        self._codes.add(code)
+        file = file_of(code, holder)
+        if is_library_file(file):
+            return
+        nested = any(code in each.co_consts for each, _ in self._codes.values())
+        self._codes[id(code), id(holder)] = code, holder
+        if not is_installed_file(file) and not self.failure:
+            self.failure = objection(frame, SIMPLE, nested=nested) or ""
         for name in code.co_names:
-            if name in frame.f_globals:
-                self._places.setdefault((id(frame.f_globals), name), (frame.f_globals, name))
-                value = frame.f_globals[name]
-                if isinstance(value, ModuleType) and not is_library(value):
-                    of_module = vars(value)
-                    for attribute in code.co_names:
-                        if attribute in of_module:
-                            place = (id(of_module), attribute)
-                            self._places.setdefault(place, (of_module, attribute))
+            self._note_name(holder, name, code.co_names)
+        for name in () if nested else code.co_freevars:
+            self._cells[id(code), name] = frame.f_locals.get(name)
+
+    def _note_name(self, holder: dict[str, Any], name: str, attributes: Collection[str]) -> None:
+        """Notes a name, and where it is a Python module what may be read of that."""
+        places = [(holder, name)]
+        seen = set()
+        while places:
+            holder, name = places.pop()
+            if name not in holder or (id(holder), name) in seen:
+                continue
+            seen.add((id(holder), name))
+            self._places.setdefault((id(holder), name), (holder, name))
+            if isinstance(holder[name], ModuleType):
+                places += [(vars(holder[name]), attribute) for attribute in attributes]
 
 
 def _modes() -> tuple[Any, ...]:
@@ -520,6 +542,8 @@ def _modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
+        torch.get_default_device(),
+        active_modes(),
         tuple(
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
             for device in _DEVICES
