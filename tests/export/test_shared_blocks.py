@@ -5,11 +5,14 @@ But for what the optimiser would make of the values of weights, which it is not 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import itertools
+import os
 import queue
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +25,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import dynamo_moe
 from dynamo_moe.models import DroplessMoEMlp
@@ -33,6 +37,7 @@ SCALE = SimpleNamespace(value=1.0)
 MODE: contextvars.ContextVar[int] = contextvars.ContextVar("mode", default=0)
 NUMBERS = itertools.count()
 ARRAY = np.zeros(1)
+THREAD = threading.local()
 QUEUE: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
@@ -428,6 +433,121 @@ class ReadsAnother(Block):
         return y + self.others[0].linear.bias
 
 
+class CallsInBase(Block):
+    calls: list[int] = []  # noqa: RUF012  What is tested.
+
+
+class CountsInBase(CallsInBase):
+    def compute(self, y: Tensor) -> Tensor:
+        self.calls.append(1)
+        return y * len(self.calls)
+
+
+class CountsInEnvironment(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        os.environ["COUNT"] = f"{os.environ.get('COUNT', '')}1"
+        return y * len(os.environ["COUNT"])
+
+
+class CountsInThread(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        THREAD.count = getattr(THREAD, "count", 0) + 1
+        return y * THREAD.count
+
+
+class HasSlots(Block):
+    __slots__ = ("place",)
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.place = number
+
+    def compute(self, y: Tensor) -> Tensor:
+        return y * self.place
+
+
+class DecidesWhatIsRead(Block):
+    def __getattribute__(self, name: str) -> Any:
+        if name == "factor":
+            return object.__getattribute__(self, "__dict__")["number"]
+        return super().__getattribute__(name)
+
+    def compute(self, y: Tensor) -> Tensor:
+        return y * self.factor
+
+
+class ReadsPastItsClass(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        return y * object.__getattribute__(self, "number")
+
+
+class ReadsItsCopy(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        return y * copy.copy(self).number
+
+
+class LooksGlobalsUp(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        globals()["COUNT"] += 1
+        return y * globals()["COUNT"]
+
+
+class Imports(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        import os as system
+
+        return y * system.getpid()
+
+
+def _counted(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    calls = [0]
+
+    def counted(self: Block, y: Tensor) -> Tensor:
+        calls[0] += 1
+        return compute(self, y) * calls[0]
+
+    return counted
+
+
+class CountsInClosure(Block):
+    compute = _counted(Block.compute)
+
+
+class CountsInProperty(Block):
+    factor = property(_counted(lambda self, y: y))
+
+    def compute(self, y: Tensor) -> Tensor:
+        return CountsInProperty.factor.fget(self, y)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        CountsInBase, CountsInEnvironment, CountsInThread, HasSlots, DecidesWhatIsRead,
+        ReadsPastItsClass, ReadsItsCopy, LooksGlobalsUp, Imports, CountsInClosure,
+        CountsInProperty,
+    ],
+)  # fmt: skip
+def test_blocks_whose_code_is_not_plain(
+    shared: Callable[..., int], monkeypatch: pytest.MonkeyPatch, kind: type[Block]
+) -> None:
+    monkeypatch.setenv("COUNT", "")
+    assert shared(stack(kind)) == 0
+
+
+def test_code_without_a_file(shared: Callable[..., int]) -> None:
+    names: dict[str, Any] = {"Block": Block, "COUNT": 0, "__name__": "nowhere"}
+    exec(  # noqa: S102  As in a shell or a notebook.
+        "class Counts(Block):\n"
+        "    def compute(self, y):\n"
+        "        global COUNT\n"
+        "        COUNT += 1\n"
+        "        return y * COUNT\n",
+        names,
+    )
+    assert shared(stack(names["Counts"])) == 0
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -529,6 +649,29 @@ class Ends(Stack):
         return x
 
 
+class Relu(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+        return F.relu(*args) if function is F.gelu else function(*args, **(kw or {}))
+
+
+class FunctionMode(Stack):
+    def forward(self, x: Tensor) -> Any:
+        for number, block in enumerate(self.blocks):
+            with Relu() if number == 4 else contextlib.nullcontext():
+                x = block(x)
+        return self.head(x)
+
+
+class Replaces(Stack):
+    def forward(self, x: Tensor) -> Any:
+        gelu = F.gelu
+        for number, block in enumerate(self.blocks):
+            F.gelu = F.relu if number == 4 else gelu  # type: ignore[assignment]
+            x = block(x)
+        F.gelu = gelu
+        return self.head(x)
+
+
 class Mode(Stack):
     def forward(self, x: Tensor) -> Any:
         for number, block in enumerate(self.blocks):
@@ -542,6 +685,7 @@ class Mode(Stack):
     [
         (AllStates, 0), (LastButOne, 0), (EndOfThird, 0), (SecondAsWell, 1), (Reversed, 0),
         (Twice, 0), (Between, 0), (Parallel, 0), (Skips, 0), (Ends, 1), (Mode, 0),
+        (FunctionMode, 0), (Replaces, 0),
     ],
 )  # fmt: skip
 def test_what_is_done_between_blocks(
@@ -692,12 +836,13 @@ class Drawn(Block):
 
     kind = 0
     counts = False
+    calls: list[int] = []  # noqa: RUF012  What is tested.
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:  # type: ignore[override]
         y = self.linear(self.norm(x))
         y = (F.gelu(y), F.relu(y), y * self.epsilon)[self.kind]
         if self.counts:
-            CALLS.append(self.kind)
+            self.calls.append(self.kind)
         return x + (y if mask is None else y * mask)
 
 
