@@ -217,13 +217,8 @@ def describe(block: nn.Module, tied: Collection[int] | None = None) -> Descripti
     """Describes a block; without its tensors where it is not told which tensors are tied."""
     reader = _Reader(block)
     for path, module in block.named_modules():
-        kind = type(module)
-        ordinary = tied is None or (
-            kind.__getattribute__ is object.__getattribute__
-            and kind.__basicsize__ == nn.Module.__basicsize__
-        )
-        # One that decides itself what is read of it, or has slots, is equal to nothing.
-        reader.facts[path,] = kind if ordinary else object()
+        ordinary = tied is None or _is_ordinary(type(module))
+        reader.facts[path,] = type(module) if ordinary else object()  # Equal to nothing.
         parameters, buffers, children = own_parts(module)
         for name, child in children.items():
             reader.facts[path, _CHILDREN, name] = reader.known.get(id(child))
@@ -242,6 +237,12 @@ def describe(block: nn.Module, tied: Collection[int] | None = None) -> Descripti
             if value is not parameters and value is not buffers and value is not children:
                 reader.read(value, (path, name))
     return Description(reader.facts, _block_tensors(block), reader.outside)
+
+
+def _is_ordinary(kind: type[nn.Module]) -> bool:
+    """Whether a module's attributes are in its ``__dict__`` alone, and read as they are."""
+    own = any("__getattribute__" in vars(base) for base in kind.__mro__[:-1])
+    return not own and kind.__basicsize__ == nn.Module.__basicsize__
 
 
 def _block_tensors(block: nn.Module) -> dict[str, Tensor]:
