@@ -32,7 +32,7 @@ from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
-from dynamo_moe.graph.instantiate import Units, instantiate
+from dynamo_moe.graph.instantiate import Units, instantiate, values_hidden
 from dynamo_moe.graph.layer_functions import make_functions
 from dynamo_moe.graph.naming import name_canonically
 from dynamo_moe.graph.repeats import roll_repeats
@@ -272,7 +272,7 @@ def _graph_with(
     form: _Form,
     runs: Sequence[Run],
 ) -> _Graph:
-    sharing = SharedTrace(runs) if runs else None
+    sharing = SharedTrace(model, runs) if runs else None
     passing_over = sharing.passing_over() if sharing is not None else contextlib.nullcontext()
     with passing_over, placeholders.placeholders(model) as lazies:
         trials = SizeTrials(example, has_values=not lazies)
@@ -436,7 +436,9 @@ def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | No
 def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[metadata.Layer]:
     """Gives the traced graph the form of its target, in place; returns its MoE layers.
 
-    It is then given the units of equal blocks that were passed over.
+    It is then given the units of equal blocks that were passed over. No value of a weight decides
+    what becomes of such blocks, as it may where all are traced: a bias of zeros stays, and so does
+    ``1 + weight``.
     """
     target, body, link, functions = form
     passes.fold_weight_casts(model, link=link)
@@ -452,7 +454,8 @@ def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[meta
     kept = {name for layer in layers for name in layer.inputs[1:]}
     if link:
         kept |= placeholders.linkable(model)
-    passes.optimize(model, keep=kept)
+    with values_hidden(model, units):
+        passes.optimize(model, keep=kept)
     roll_repeats(model)
     if target == "plugin":
         lowering.lower(model, target, body)

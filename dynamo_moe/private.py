@@ -133,6 +133,7 @@ def storage_key(tensor: Tensor) -> int:
 # nn.Module has no public way to ask for hooks, or to write a parameter without checks. A module
 # that lacks these attributes has none of what they hold.
 
+_TENSOR_TABLES = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -175,6 +176,24 @@ def tensors_replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) 
         yield
 
 
+@contextlib.contextmanager
+def tensor_tables_replaced(
+    module: nn.Module, replacement: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Iterator[None]:
+    """Lets a module keep its parameters and its buffers by name in other dictionaries.
+
+    Raises:
+        RuntimeError: If this PyTorch keeps them elsewhere.
+    """
+    held = vars(module)
+    before = dict(zip(_TENSOR_TABLES, _own_tensors(module), strict=True))
+    held.update({name: replacement(table) for name, table in before.items()})
+    try:
+        yield
+    finally:
+        held.update(before)
+
+
 def own_parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Returns a module's own dictionaries of parameters, buffers and submodules.
 
@@ -183,6 +202,21 @@ def own_parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[s
     """
     parameters, buffers = _own_tensors(module)
     return parameters, buffers, _held(module, "_modules", "torch.nn.Module._modules")
+
+
+try:  # What sees operators before they run.
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+except ImportError:
+    _get_current_function_mode_stack = None  # type: ignore[assignment]
+    _get_current_dispatch_mode_stack = None  # type: ignore[assignment]
+
+
+def active_modes() -> tuple[Any, ...]:
+    """Returns the modes that operators go through; equal to no other if they are not known."""
+    if _get_current_function_mode_stack is None or _get_current_dispatch_mode_stack is None:
+        return (object(),)
+    return (*_get_current_function_mode_stack(), None, *_get_current_dispatch_mode_stack())
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -197,8 +231,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _own_tensors(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    names = ("_parameters", "_buffers")
-    return tuple(_held(module, name, "torch.nn.Module._parameters") for name in names)
+    return tuple(_held(module, name, "torch.nn.Module._parameters") for name in _TENSOR_TABLES)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -2,12 +2,14 @@
 
 A graph with the first three units of a run of equal blocks holds two that stand in the middle: the
 second and the third. If both have the same nodes, each with its own weights, then so has every
-further one. What is optimised, merged or moved over the ends of units is seen in both.
+further one. What is optimised, merged or moved over the ends of units is seen in both. That holds
+as long as no weight's value decides, so the shared optimisation does without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +45,37 @@ class Units:
             if name == before or name.startswith((f"{before}.", f"{before}/")):
                 return after + name.removeprefix(before)
         return name
+
+    def is_inside(self, name: str) -> bool:
+        """Whether a name is one in a unit."""
+        return any(self.renamed(name, unit, unit - 1) != name for unit in range(len(self.paths)))
+
+
+@contextlib.contextmanager
+def values_hidden(model: ir.Model, runs: Sequence[Units]) -> Iterator[None]:
+    """Hides the values of equal blocks' weights, which are inputs of the graph for that time.
+
+    An optimisation that reads them, such as dropping a bias of zeros, would be right for the traced
+    blocks alone.
+    """
+    graph = model.graph
+    hidden = [
+        (value, value.const_value)
+        for name, value in graph.initializers.items()
+        if any(units.is_inside(name) for units in runs)
+    ]
+    for value, _ in hidden:
+        graph.initializers.pop(str(value.name))
+        value.const_value = None
+        graph.inputs.append(value)
+    try:
+        yield
+    finally:
+        for value, tensor in hidden:
+            graph.inputs.remove(value)
+            value.const_value = tensor
+            if value.uses() or value.is_graph_output():
+                graph.register_initializer(value)
 
 
 def instantiate(

@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import sysconfig
+import threading
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -53,6 +54,13 @@ SIMPLE = (
 """Types whose values are known by what they show."""
 _LISTS = (list, tuple, deque)
 _SETS = (set, frozenset)
+_CONTAINERS = (*_LISTS, *_SETS, Mapping)
+# Objects of Python's own that hold whatever they are given.
+_NAMESPACES = (types.SimpleNamespace, threading.local)
+_WRAPPERS = (
+    *(property, staticmethod, classmethod, functools.cached_property, functools.partialmethod),
+    *(types.BuiltinMethodType, types.MethodWrapperType, type(functools.cache(len))),
+)
 # A module's own dictionaries, such as those of its hooks, and flags.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -209,7 +217,8 @@ def describe(block: nn.Module, tied: Collection[int] | None = None) -> Descripti
     """Describes a block; without its tensors where it is not told which tensors are tied."""
     reader = _Reader(block)
     for path, module in block.named_modules():
-        reader.facts[path,] = type(module)
+        ordinary = tied is None or _is_ordinary(type(module))
+        reader.facts[path,] = type(module) if ordinary else object()  # Equal to nothing.
         parameters, buffers, children = own_parts(module)
         for name, child in children.items():
             reader.facts[path, _CHILDREN, name] = reader.known.get(id(child))
@@ -230,6 +239,12 @@ def describe(block: nn.Module, tied: Collection[int] | None = None) -> Descripti
     return Description(reader.facts, _block_tensors(block), reader.outside)
 
 
+def _is_ordinary(kind: type[nn.Module]) -> bool:
+    """Whether a module's attributes are in its ``__dict__`` alone, and read as they are."""
+    own = any("__getattribute__" in vars(base) for base in kind.__mro__[:-1])
+    return not own and kind.__basicsize__ == nn.Module.__basicsize__
+
+
 def _block_tensors(block: nn.Module) -> dict[str, Tensor]:
     return {
         f"{path}.{name}" if path else name: tensor
@@ -240,7 +255,9 @@ def _block_tensors(block: nn.Module) -> dict[str, Tensor]:
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     parameters, buffers, _ = own_parts(module)
-    return {k: t for held in (parameters, buffers) for k, t in held.items() if t is not None}
+    # Those of a block that is passed over refuse to be listed by their own methods.
+    pairs = (pair for held in (parameters, buffers) for pair in dict.items(held))
+    return {name: tensor for name, tensor in pairs if tensor is not None}
 
 
 def _tensor_fact(tensor: Tensor) -> Hashable:
@@ -251,6 +268,7 @@ def _tensor_fact(tensor: Tensor) -> Hashable:
         tensor.dtype,
         str(tensor.device),
         tensor.requires_grad,
+        isinstance(tensor, LazyTensor) and tensor.origin is not None,
     )
 
 
@@ -430,21 +448,57 @@ def _held_by(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         parts = _parts(value)
         return None, list(parts.items) if parts is not None else []
-    if isinstance(value, (*_LISTS, *_SETS)):
-        return len(value), list(enumerate(value))
-    if isinstance(value, Mapping):
-        pairs = [part for pair in value.items() for part in pair]
-        return len(value), list(enumerate(pairs))
+    if isinstance(value, _WRAPPERS):
+        names = ("fget", "fset", "fdel", "func", "__func__", "__self__", "__wrapped__")
+        of_own = not is_library_file(_file_of_wrapped(value))
+        fact = value.cache_info() if of_own and hasattr(value, "cache_info") else None
+        return fact, [(name, getattr(value, name, None)) for name in names]
     kind = value if isinstance(value, type) else type(value)
+    held = [] if isinstance(value, type) else _contents(value)
+    size = len(held)
+    if kind in (*_LISTS, *_SETS, dict):
+        return size, held
     if is_library(sys.modules.get(kind.__module__)) and not isinstance(value, nn.Module):
-        if not (isinstance(value, type) or _is_constant(kind)):
+        known = isinstance(value, (type, *_CONTAINERS, *_NAMESPACES)) or _is_constant(kind)
+        if not known:
             raise NotSharedError(f"a block reaches a {kind.__name__}, whose state is hidden")
-        return None, []
-    held = list(attributes_of(value).items())
-    if not isinstance(value, type):
-        held.append(("class", kind))
-        held += [(name, getattr(value, name, None)) for name in getattr(kind, "__slots__", ())]
-    return None, held
+        if isinstance(value, (*_CONTAINERS, *_NAMESPACES)):
+            held += attributes_of(value).items()
+        return size, held
+    held += attributes_of(value).items()
+    if isinstance(value, type):
+        return size, [*held, *(("base", base) for base in value.__mro__[1:])]
+    return size, [*held, *_slots(value), ("class", kind)]
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    """Returns what an object keeps in slots.
+
+    Raises:
+        NotSharedError: If a class that it inherits from keeps more than that.
+    """
+    for base in type(value).__mro__:
+        known = issubclass(base, nn.Module) or base in (*_CONTAINERS, *_NAMESPACES)
+        known = known or not is_library(sys.modules.get(base.__module__)) or _is_constant(base)
+        if not known and base.__module__ not in ("collections", "collections.abc", "threading"):
+            raise NotSharedError(f"a block reaches a {base.__name__}, whose state is hidden")
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield name, getattr(value, name, None)
+
+
+def _contents(value: Any) -> list[tuple[Any, Any]]:
+    """Returns what a container holds."""
+    if isinstance(value, Mapping):
+        return list(enumerate(part for pair in value.items() for part in pair))
+    return list(enumerate(value)) if isinstance(value, (*_LISTS, *_SETS)) else []
+
+
+def _file_of_wrapped(value: Any) -> str | None:
+    """Returns the file of a function in a wrapper; that of this package for an installed one."""
+    code = getattr(getattr(value, "__wrapped__", None), "__code__", None)
+    file = getattr(code, "co_filename", None)
+    return __file__ if is_installed_file(file) else file
 
 
 def _is_constant(kind: type) -> bool:
@@ -457,7 +511,8 @@ def _is_constant(kind: type) -> bool:
 _OF_CONSTANTS = frozenset(
     {
         *("builtins", "types", "functools", "re", "typing", "_thread", "operator", "logging"),
-        *("_abc", "abc", "enum", "inspect", "pathlib", "torch", "custom_ops", "dynamo_moe"),
+        *("_abc", "abc", "dataclasses", "enum", "inspect", "pathlib"),
+        *("torch", "custom_ops", "dynamo_moe"),
     }
 )
 _HERE = str(Path(__file__).parent)
@@ -474,13 +529,36 @@ _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist
 @functools.cache
 def is_library_file(file: str | None) -> bool:
     """Whether a file is of PyTorch and what it needs, of Python, or of this package."""
-    if file is None or file.startswith("<"):
-        return True
+    if file is None:
+        return False
+    if file.startswith("<"):
+        return file.startswith("<frozen ")
     path = str(Path(file).resolve())
     standard = path.startswith(_STANDARD) and not any(each in path for each in _INSTALLED)
     return standard or path.startswith(_LIBRARIES)
 
 
+@functools.cache
+def is_installed_file(file: str | None) -> bool:
+    """Whether a file is of an installed package, which changes between versions alone."""
+    return file is not None and any(each in file for each in _INSTALLED)
+
+
+def file_of(code: types.CodeType, names: Mapping[str, Any]) -> str | None:
+    """Returns the file of a function's code; of generated code, that of the function's module."""
+    file = code.co_filename
+    if not file.startswith("<") or file.startswith("<frozen "):
+        return file
+    module = sys.modules.get(str(names.get("__name__")))
+    of_module = module is not None and vars(module) is names
+    return getattr(module, "__file__", None) if of_module else None
+
+
 def is_library(module: Any) -> bool:
     """Whether a Python module is of PyTorch and what it needs, of Python, or of this package."""
-    return is_library_file(getattr(module, "__file__", None)) if module is not None else False
+    file = getattr(module, "__file__", None)
+    if module is None or file is not None:
+        return is_library_file(file)
+    name = module.__name__
+    root = name.partition(".")[0]
+    return name in sys.builtin_module_names or (name != root and is_library(sys.modules.get(root)))

@@ -14,7 +14,7 @@ import functools
 import inspect
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
 from dynamo_moe import pytree
-from dynamo_moe.private import attributes_of, change_count, tensors_replaced
+from dynamo_moe.private import (
+    active_modes,
+    attributes_of,
+    change_count,
+    tensor_tables_replaced,
+    tensors_replaced,
+)
 from dynamo_moe.tracing.equal_blocks import (
     SIMPLE,
     TRACED_UNITS,
@@ -35,11 +41,13 @@ from dynamo_moe.tracing.equal_blocks import (
     NotSharedError,
     Run,
     describe,
-    is_library,
+    file_of,
+    is_installed_file,
     is_library_file,
     state_of,
 )
 from dynamo_moe.tracing.nodes import all_nodes
+from dynamo_moe.tracing.plain_code import objection
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 _ABSENT = object()
@@ -67,9 +75,10 @@ class SharedTrace:
         cuts: By run, once the program is known, the nodes that end its first three units.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        """Takes what :func:`dynamo_moe.tracing.equal_blocks.runs_of` has found."""
+    def __init__(self, model: nn.Module, runs: Sequence[Run]) -> None:
+        """Takes what :func:`dynamo_moe.tracing.equal_blocks.runs_of` has found in a model."""
         self.runs = runs
+        self._model = model
         self.cuts: list[list[list[fx.Node]]] = []
         self._traces = [_RunTrace(number, run) for number, run in enumerate(runs)]
         self._members = {
@@ -87,13 +96,26 @@ class SharedTrace:
                 for block in trace.run.blocks[trace.run.traced :]:
                     changes.enter_context(tensors_replaced(block, lambda path, tensor: None))
                 changes.enter_context(trace.reads_watched())
-            taken = {place: trace for trace in self._traces for place in trace.taken()}
-            over = (each for run in self.runs for each in run.blocks[run.traced :])
-            for cls in {type(module) for block in over for module in block.modules()}:
-                changes.enter_context(_changed(cls, "__getattr__", _tensor_getter(cls, taken)))
+            withholding = self._withholding(self._model.forward)
+            changes.enter_context(_changed(self._model, "forward", withholding))
             for kind in {type(block) for run in self.runs for block in run.blocks}:
                 changes.enter_context(_changed(kind, "forward", self._forward(kind.forward)))
             yield
+
+    def _withholding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Refuses runs whose weights the model's own code looks for where blocks are passed over.
+
+        PyTorch does so around the model's forward, which is why it is not done there.
+        """
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as changes:
+                for trace in self._traces:
+                    changes.enter_context(trace.tensors_withheld())
+                return original(*args, **kwargs)
+
+        return forward
 
     def _forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -236,15 +258,23 @@ class _RunTrace:
         ended: Tensor = end_of_block(result, self.number, place, leaf)
         return ended
 
-    def taken(self) -> set[tuple[int, str]]:
-        """Returns the tensors of blocks that are passed over, by their module and name."""
-        found = set()
+    @contextlib.contextmanager
+    def tensors_withheld(self) -> Iterator[None]:
+        """Refuses the run where code looks for the tensors of a block that is passed over."""
         traced = self.run.traced
-        for block, tensors in zip(self.run.blocks[traced:], self.run.tensors[traced:], strict=True):
-            for place in tensors:
-                path, _, name = place.rpartition(".")
-                found.add((id(attributes_of(block.get_submodule(path))), name))
-        return found
+        with contextlib.ExitStack() as changes:
+            for block, own in zip(self.run.blocks[traced:], self.run.tensors[traced:], strict=True):
+                for path, module in block.named_modules():
+                    prefix = f"{path}." if path else ""
+
+                    def withheld(
+                        held: dict[str, Any], prefix: str = prefix, own: Any = own
+                    ) -> dict[str, Any]:
+                        names = {name for name in held if prefix + name in own}
+                        return _Withheld(held, names, self.fail) if names else held
+
+                    changes.enter_context(tensor_tables_replaced(module, withheld))
+            yield
 
     # --- Blocks that are traced ---
 
@@ -313,13 +343,14 @@ class _RunTrace:
                 modules = [block.get_submodule(path) for block in blocks]
                 alone = path and not any(True for _ in modules[0].children())
                 alone = alone and not any(True for _ in modules[0].parameters())
-                (asked if alone else watched).add(type(modules[0]))
+                watched.add(type(modules[0]))
+                if alone:
+                    asked.add(type(modules[0]))
                 for module in modules:
                     key = id(attributes_of(module))
+                    names.setdefault(key, set()).add(name)
                     if alone:
                         twins[key] = modules
-                    else:
-                        names.setdefault(key, set()).add(name)
         with contextlib.ExitStack() as changes:
             for cls in watched:
                 getter = self._getter(cls.__getattribute__, names)
@@ -337,7 +368,9 @@ class _RunTrace:
                 differing = names.get(id(attributes_of(module)), ())
                 frame = inspect.currentframe() if name == "__dict__" and differing else None
                 reader = frame and frame.f_back
-                all_of_them = reader and not is_library_file(reader.f_code.co_filename)
+                all_of_them = reader and not is_library_file(
+                    file_of(reader.f_code, reader.f_globals)
+                )
                 if name in differing or all_of_them:
                     self.fail(f"a block reads {name}, which is another one's otherwise")
             return original(module, name)
@@ -349,10 +382,16 @@ class _RunTrace:
     ) -> Callable[..., Any]:
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             others = twins.get(id(attributes_of(module)), ()) if self._reading else ()
-            for other in others:
-                if _place_of(original(other, *args, **kwargs), args[:1]) is None:
-                    self.fail("a block has a module whose attributes are not another one's")
-            return args[0] if others else original(module, *args, **kwargs)
+            if not others:
+                return original(module, *args, **kwargs)
+            self._reading = False
+            try:
+                results = [original(other, *args, **kwargs) for other in others]
+            finally:
+                self._reading = True
+            if any(_place_of(result, args[:1]) is None for result in results):
+                self.fail("a block has a module whose attributes are not another one's")
+            return args[0]
 
         return forward
 
@@ -442,15 +481,19 @@ class _Names:
 
     def __init__(self) -> None:
         self.failure = ""
-        self._codes: set[Any] = set()
+        # By identity, since functions of two files may have equal code; kept, so that it stays.
+        self._codes: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._cells: dict[tuple[int, str], Any] = {}
         self._places: dict[tuple[int, str], tuple[Any, str]] = {}
 
     def values(self) -> dict[Hashable, Any]:
         """Returns what the names stand for now."""
-        return {
+        found: dict[Hashable, Any] = {
             (holder.get("__name__"), name, key): holder.get(name, _ABSENT)
             for (key, name), (holder, _) in self._places.items()
         }
+        found.update(self._cells)
+        return found
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -463,20 +506,33 @@ class _Names:
             sys.settrace(before)
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
-        code = frame.f_code
-        if code in self._codes or is_library_file(code.co_filename):
+        code, holder = frame.f_code, frame.f_globals
+        if (id(code), id(holder)) in self._codes:
             return
-        self._codes.add(code)
+        file = file_of(code, holder)
+        if is_library_file(file):
+            return
+        nested = any(code in each.co_consts for each, _ in self._codes.values())
+        self._codes[id(code), id(holder)] = code, holder
+        if not is_installed_file(file) and not self.failure:
+            self.failure = objection(frame, SIMPLE, nested=nested) or ""
         for name in code.co_names:
-            if name in frame.f_globals:
-                self._places.setdefault((id(frame.f_globals), name), (frame.f_globals, name))
-                value = frame.f_globals[name]
-                if isinstance(value, ModuleType) and not is_library(value):
-                    of_module = vars(value)
-                    for attribute in code.co_names:
-                        if attribute in of_module:
-                            place = (id(of_module), attribute)
-                            self._places.setdefault(place, (of_module, attribute))
+            self._note_name(holder, name, code.co_names)
+        for name in () if nested else code.co_freevars:
+            self._cells[id(code), name] = frame.f_locals.get(name)
+
+    def _note_name(self, holder: dict[str, Any], name: str, attributes: Collection[str]) -> None:
+        """Notes a name, and where it is a Python module what may be read of that."""
+        places = [(holder, name)]
+        seen = set()
+        while places:
+            holder, name = places.pop()
+            if name not in holder or (id(holder), name) in seen:
+                continue
+            seen.add((id(holder), name))
+            self._places.setdefault((id(holder), name), (holder, name))
+            if isinstance(holder[name], ModuleType):
+                places += [(vars(holder[name]), attribute) for attribute in attributes]
 
 
 def _modes() -> tuple[Any, ...]:
@@ -486,6 +542,8 @@ def _modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
+        torch.get_default_device(),
+        active_modes(),
         tuple(
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
             for device in _DEVICES
@@ -525,31 +583,48 @@ def _sizes(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _tensor_getter(
-    cls: Any, taken: Mapping[tuple[int, str], _RunTrace]
-) -> Callable[[nn.Module, str], Any]:
-    """Refuses a run where code reads weights of a block that is passed over."""
-    own = vars(cls).get("__getattr__")
+class _Withheld(dict[str, Any]):
+    """A module's tensors by name, of which none may be looked for."""
 
-    def get(module: nn.Module, name: str) -> Any:
-        trace = taken.get((id(attributes_of(module)), name))
-        if trace is not None:
-            trace.fail(f"{name} of one that is passed over is read")
-        # The trace has its own one in PyTorch's base class.
-        return own(module, name) if own else super(cls, module).__getattr__(name)
+    def __init__(
+        self, held: Mapping[str, Any], names: Collection[str], fail: Callable[[str], Any]
+    ) -> None:
+        super().__init__(held)
+        self._names, self._fail = names, fail
 
-    return get
+    def _check(self, name: object) -> None:
+        if name in self._names:
+            self._fail(f"{name} of one that is passed over is read")
+
+    def __contains__(self, name: object) -> bool:
+        self._check(name)
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self._check(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._check(name)
+        return super().get(name, default)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        self._fail("tensors of one that is passed over are listed or replaced")
+
+    __iter__ = __reversed__ = __len__ = __eq__ = __repr__ = __or__ = __ror__ = __ior__ = _refuse
+    __setitem__ = __delitem__ = keys = values = items = copy = _refuse
+    pop = popitem = setdefault = update = clear = _refuse
 
 
 @contextlib.contextmanager
-def _changed(cls: type, name: str, value: Any) -> Iterator[None]:
-    """Gives a class an attribute of its own until the context ends."""
-    own = vars(cls).get(name, _ABSENT)
-    setattr(cls, name, value)
+def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives a class or an object an attribute of its own until the context ends."""
+    own = attributes_of(owner).get(name, _ABSENT)
+    setattr(owner, name, value)
     try:
         yield
     finally:
         if own is _ABSENT:
-            delattr(cls, name)
+            delattr(owner, name)
         else:
-            setattr(cls, name, own)
+            setattr(owner, name, own)

@@ -1,12 +1,18 @@
-"""Equal blocks are traced once for all of them; files are those of a model traced whole."""
+"""Equal blocks are traced once for all of them; files are those of a model traced whole.
+
+But for what the optimiser would make of the values of weights, which it is not shown.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import itertools
+import os
 import queue
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +25,12 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import dynamo_moe
 from dynamo_moe.models import DroplessMoEMlp
+
+pytest_plugins = ("shared_exports",)
 
 WIDTH = 8
 CALLS: list[int] = []
@@ -30,6 +39,7 @@ SCALE = SimpleNamespace(value=1.0)
 MODE: contextvars.ContextVar[int] = contextvars.ContextVar("mode", default=0)
 NUMBERS = itertools.count()
 ARRAY = np.zeros(1)
+THREAD = threading.local()
 QUEUE: queue.SimpleQueue[int] = queue.SimpleQueue()
 
 
@@ -154,6 +164,12 @@ def test_stochastic_depth(compared: Callable[..., int]) -> None:
             return self.drop(F.gelu(y))
 
     assert compared(lambda: stack(Dropping)) == 1
+
+    class ReadsProbability(Dropping):
+        def compute(self, y: Tensor) -> Tensor:
+            return super().compute(y) * (1 - self.drop.probability)
+
+    assert compared(lambda: stack(ReadsProbability)) == 0
 
 
 # --- What differs ---
@@ -282,6 +298,34 @@ def test_one_module_in_every_place(compared: Callable[..., int]) -> None:
     assert compared(make) == 0
 
 
+# --- Values of weights ---
+
+
+class Scaled(Block):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def compute(self, y: Tensor) -> Tensor:
+        return y * (1.0 + self.weight.float()) * self.scale
+
+
+@pytest.mark.parametrize("name", ["weight", "scale", "linear.bias", "norm.weight", "norm.bias"])
+def test_special_values_in_traced_blocks(
+    shared: Callable[..., int], tmp_path: Path, name: str
+) -> None:
+    model: Any = stack(Scaled)
+    with torch.no_grad():
+        for number, block in enumerate(model.blocks):
+            for tensor in block.parameters():
+                tensor.add_(torch.randn_like(tensor))
+            if number < 3:
+                block.get_parameter(name).fill_(float(name == "scale"))
+    assert shared(model) == 1
+    dynamo_moe.verify(tmp_path / "model.onnx", model)
+
+
 # --- What blocks do ---
 
 
@@ -391,6 +435,121 @@ class ReadsAnother(Block):
         return y + self.others[0].linear.bias
 
 
+class CallsInBase(Block):
+    calls: list[int] = []  # noqa: RUF012  What is tested.
+
+
+class CountsInBase(CallsInBase):
+    def compute(self, y: Tensor) -> Tensor:
+        self.calls.append(1)
+        return y * len(self.calls)
+
+
+class CountsInEnvironment(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        os.environ["COUNT"] = f"{os.environ.get('COUNT', '')}1"
+        return y * len(os.environ["COUNT"])
+
+
+class CountsInThread(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        THREAD.count = getattr(THREAD, "count", 0) + 1
+        return y * THREAD.count
+
+
+class HasSlots(Block):
+    __slots__ = ("place",)
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.place = number
+
+    def compute(self, y: Tensor) -> Tensor:
+        return y * self.place
+
+
+class DecidesWhatIsRead(Block):
+    def __getattribute__(self, name: str) -> Any:
+        if name == "factor":
+            return object.__getattribute__(self, "__dict__")["number"]
+        return super().__getattribute__(name)
+
+    def compute(self, y: Tensor) -> Tensor:
+        return y * self.factor
+
+
+class ReadsPastItsClass(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        return y * object.__getattribute__(self, "number")
+
+
+class ReadsItsCopy(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        return y * copy.copy(self).number
+
+
+class LooksGlobalsUp(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        globals()["COUNT"] += 1
+        return y * globals()["COUNT"]
+
+
+class Imports(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        import os as system
+
+        return y * system.getpid()
+
+
+def _counted(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    calls = [0]
+
+    def counted(self: Block, y: Tensor) -> Tensor:
+        calls[0] += 1
+        return compute(self, y) * calls[0]
+
+    return counted
+
+
+class CountsInClosure(Block):
+    compute = _counted(Block.compute)
+
+
+class CountsInProperty(Block):
+    factor = property(_counted(lambda self, y: y))
+
+    def compute(self, y: Tensor) -> Tensor:
+        return CountsInProperty.factor.fget(self, y)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        CountsInBase, CountsInEnvironment, CountsInThread, HasSlots, DecidesWhatIsRead,
+        ReadsPastItsClass, ReadsItsCopy, LooksGlobalsUp, Imports, CountsInClosure,
+        CountsInProperty,
+    ],
+)  # fmt: skip
+def test_blocks_whose_code_is_not_plain(
+    shared: Callable[..., int], monkeypatch: pytest.MonkeyPatch, kind: type[Block]
+) -> None:
+    monkeypatch.setenv("COUNT", "")
+    assert shared(stack(kind)) == 0
+
+
+def test_code_without_a_file(shared: Callable[..., int]) -> None:
+    names: dict[str, Any] = {"Block": Block, "COUNT": 0, "__name__": "nowhere"}
+    exec(  # noqa: S102  As in a shell or a notebook.
+        "class Counts(Block):\n"
+        "    def compute(self, y):\n"
+        "        global COUNT\n"
+        "        COUNT += 1\n"
+        "        return y * COUNT\n",
+        names,
+    )
+    assert shared(stack(names["Counts"])) == 0
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -492,6 +651,29 @@ class Ends(Stack):
         return x
 
 
+class Relu(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
+        return F.relu(*args) if function is F.gelu else function(*args, **(kw or {}))
+
+
+class FunctionMode(Stack):
+    def forward(self, x: Tensor) -> Any:
+        for number, block in enumerate(self.blocks):
+            with Relu() if number == 4 else contextlib.nullcontext():
+                x = block(x)
+        return self.head(x)
+
+
+class Replaces(Stack):
+    def forward(self, x: Tensor) -> Any:
+        gelu = F.gelu
+        for number, block in enumerate(self.blocks):
+            F.gelu = F.relu if number == 4 else gelu  # type: ignore[assignment]
+            x = block(x)
+        F.gelu = gelu
+        return self.head(x)
+
+
 class Mode(Stack):
     def forward(self, x: Tensor) -> Any:
         for number, block in enumerate(self.blocks):
@@ -505,6 +687,7 @@ class Mode(Stack):
     [
         (AllStates, 0), (LastButOne, 0), (EndOfThird, 0), (SecondAsWell, 1), (Reversed, 0),
         (Twice, 0), (Between, 0), (Parallel, 0), (Skips, 0), (Ends, 1), (Mode, 0),
+        (FunctionMode, 0), (Replaces, 0),
     ],
 )  # fmt: skip
 def test_what_is_done_between_blocks(
@@ -515,6 +698,54 @@ def test_what_is_done_between_blocks(
         return kind(*(Block(number) for number in range(6))).eval()
 
     assert compared(make) == count
+
+
+class SumsParameters(Stack):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y * sum(parameter.pow(2).sum() for parameter in self.parameters())
+
+
+class CountsParameters(Stack):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * sum(each.numel() for each in self.blocks[-1].parameters())
+
+
+class CountsState(Stack):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * len(self.state_dict())
+
+
+class ReadsLast(Stack):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y if self.blocks[-1].linear.bias is None else y + 1
+
+
+class CatchesRefusal(Stack):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        try:
+            return y * len(dict(self.blocks[-1].linear.named_parameters()))
+        except Exception:
+            return y
+
+
+class LooksUp(Stack):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * len({**self.blocks[-1].linear._parameters})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [SumsParameters, CountsParameters, CountsState, ReadsLast, CatchesRefusal, LooksUp],
+)
+def test_weights_of_other_blocks_are_read(compared: Callable[..., int], kind: type[Stack]) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return kind(*(Block(number) for number in range(6))).eval()
+
+    assert compared(make) == 0
 
 
 class WithMask(Block):
@@ -607,12 +838,13 @@ class Drawn(Block):
 
     kind = 0
     counts = False
+    calls: list[int] = []  # noqa: RUF012  What is tested.
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:  # type: ignore[override]
         y = self.linear(self.norm(x))
         y = (F.gelu(y), F.relu(y), y * self.epsilon)[self.kind]
         if self.counts:
-            CALLS.append(self.kind)
+            self.calls.append(self.kind)
         return x + (y if mask is None else y * mask)
 
 

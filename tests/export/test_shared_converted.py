@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import dynamo_moe
 from dynamo_moe.tracing.equal_blocks import runs_of
 
+pytest_plugins = ("shared_exports",)
+
 WIDTH, HIDDEN, EXPERTS, CHOICES = 8, 12, 5, 2
 
 
