@@ -162,7 +162,9 @@ def test_a_failure_to_pin_leaves_a_model_that_computes(kind, monkeypatch):
     model = converted(KINDS[kind]())
     x = torch.randn(9, 16)
     expected = model(x)
-    pin_memory, pinned, moved = Tensor.pin_memory, [], []
+    pin_memory = Tensor.pin_memory
+    pinned: list[Any] = []
+    moved: list[Any] = []
 
     def pin(tensor: Tensor) -> Tensor:
         if len(pinned) == 3:
@@ -247,7 +249,8 @@ def test_what_is_refused():
         dynamo_moe.offload(model, 0)
     with pytest.raises(ValueError, match=r"names none of the layers \['0', '1'\]"):
         dynamo_moe.offload(model, {})
-    for number in (2.5, True, None):
+    numbers: list[Any] = [2.5, True, None]
+    for number in numbers:
         with pytest.raises(TypeError, match=f"must be an integer, got {number} for '0'"):
             dynamo_moe.offload(model, {"0": number})
     with pytest.raises(ValueError, match="convert it first"):

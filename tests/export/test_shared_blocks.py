@@ -265,7 +265,10 @@ def test_closures_and_default_arguments(compared: Callable[..., int]) -> None:
         return lambda y: y * factor
 
     def default(factor: float) -> Callable[[Tensor], Tensor]:
-        return lambda y, by=factor: y * by
+        def scaled(y: Tensor, by: float = factor) -> Tensor:
+            return y * by
+
+        return scaled
 
     def made(function: Any, factor: Callable[[int], float]) -> Callable[[], nn.Module]:
         def make() -> nn.Module:
@@ -516,7 +519,7 @@ class CountsInClosure(Block):
 
 
 class CountsInProperty(Block):
-    factor = property(_counted(lambda self, y: y))
+    factor: Any = property(_counted(lambda self, y: y))
 
     def compute(self, y: Tensor) -> Tensor:
         return CountsInProperty.factor.fget(self, y)

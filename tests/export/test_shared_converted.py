@@ -188,7 +188,7 @@ class ReadsWeights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.parts: Any = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
         try:

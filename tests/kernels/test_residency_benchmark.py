@@ -69,9 +69,9 @@ def test_no_policy_copies_less_than_belady(steps, resident):
 
 def _least(steps, resident):
     """Tries everything that may stay on the device after each step."""
-    best = {frozenset(): 0}
+    best: dict[frozenset[int], int] = {frozenset(): 0}
     for active in map(frozenset, steps):
-        following = {}
+        following: dict[frozenset[int], int] = {}
         for cached, cost in best.items():
             total = cost + len(active - cached)
             others = cached - active

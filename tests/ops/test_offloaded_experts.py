@@ -237,10 +237,11 @@ def test_weights_that_are_no_layer_in_host_memory_are_refused():
 
 def test_offloading_again_adds_nothing_to_the_weights():
     w1, w2 = case_of().arguments["w1"], case_of().arguments["w2"]
-    before = len(weakref.finalize._registry)
+    finalizers: Any = weakref.finalize
+    before = len(finalizers._registry)
     for resident in (2, 3, 4):
         offload_experts(w1, w2, resident, "cpu")
-    assert len(weakref.finalize._registry) == before + 2
+    assert len(finalizers._registry) == before + 2
 
 
 @pytest.mark.parametrize("resident", [0, 7])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +109,10 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def picked(ready: list[Any], generator: torch.Generator) -> Any:
+    return ready[int(torch.randint(len(ready), (), generator=generator))]
+
+
 def check(call: Call, case: Case) -> None:
     assert torch.equal(call.y, run_kernels(case, "sm_80"))
 
@@ -136,9 +142,7 @@ def test_calls_are_enqueued_without_waiting(driver):
             calls = [Call(program, case) for case in cases]
             for call in calls:
                 call.enqueue(cache)
-            gpu.streams.synchronize(
-                lambda ready, pick=pick: ready[int(torch.randint(len(ready), (), generator=pick))]
-            )
+            gpu.streams.synchronize(partial(picked, generator=pick))
             for call, case in zip(calls, cases, strict=True):
                 check(call, case)
 
