@@ -32,9 +32,7 @@ from dynamo_moe.cli.model_loading import UsageError
 from dynamo_moe.cli.offloading import ResidentExperts, ResidentMemory, offloading
 
 if TYPE_CHECKING:
-    from custom_ops.kernels.layer import Layer
     from dynamo_moe.files.offloading import OffloadReport
-    from trt_plugin.bundle import LayerRecord
 
 BuilderOption = Annotated[
     Literal["tensorrt", "rtx"] | None,
@@ -276,7 +274,7 @@ def _need_kernels(bundle: Path, file: Path, options: dict[str, Any]) -> None:
 
     sizes = ("experts", "top_k", "width", "hidden", "resident_experts")
 
-    def size(layer: Layer | LayerRecord) -> tuple[int, ...]:
+    def size(layer: Any) -> tuple[int, ...]:
         return tuple(getattr(layer, name) or 0 for name in sizes)
 
     known = {size(program.layer) for program in trt_plugin.read(bundle).programs}
