@@ -670,10 +670,12 @@ class FunctionMode(Stack):
 class Replaces(Stack):
     def forward(self, x: Tensor) -> Any:
         gelu = F.gelu
-        for number, block in enumerate(self.blocks):
-            F.gelu = F.relu if number == 4 else gelu  # type: ignore[assignment]
-            x = block(x)
-        F.gelu = gelu
+        try:
+            for number, block in enumerate(self.blocks):
+                F.gelu = F.relu if number == 4 else gelu  # type: ignore[assignment]
+                x = block(x)
+        finally:
+            F.gelu = gelu
         return self.head(x)
 
 
