@@ -130,7 +130,8 @@ def properties(page: Page, node: Locator) -> dict[str, dict[str, str]]:
     name = name_of(node)
     node.locator(".node-item-type").first.click()
     sidebar = page.locator("#sidebar-content")
-    sidebar.locator(".sidebar-item-value-line").get_by_text(name, exact=True).wait_for()
+    # The node's name, which comes first, is that of its result too.
+    sidebar.locator(".sidebar-item-value-line").get_by_text(name, exact=True).first.wait_for()
     section: dict[str, str] = {}
     sections = {"": section}
     for row in sidebar.locator(".sidebar-object > *").all():
