@@ -67,14 +67,15 @@ def with_all_results(path: Path) -> bytes:
 
 
 def named_sizes(session: Any, feeds: dict[str, Any]) -> Iterator[tuple[str, set[int]]]:
-    """Yields each dimension's name with the sizes that it has in one run."""
+    """Yields each named dimension's name with the sizes that it has in one run."""
     values = [*session.get_inputs(), *session.get_outputs()]
     arrays = [*feeds.values(), *session.run(None, feeds)]
     seen: dict[str, set[int]] = {}
     for value, array in zip(values, arrays, strict=True):
         assert len(value.shape) == array.ndim, value.name
         for dim, size in zip(value.shape, array.shape, strict=True):
-            seen.setdefault(str(dim), set()).add(size)
+            if dim is not None:
+                seen.setdefault(str(dim), set()).add(size)
     for dim, sizes in seen.items():
         yield dim, sizes | {int(dim)} if dim.isdecimal() else sizes
 
