@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import custom_ops
-from dynamo_moe.process_state import importing
+from dynamo_moe.process_state import collector_paused
 
 if not hasattr(custom_ops, "dropless"):
     raise ImportError(
@@ -115,7 +115,7 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with importing():
+    with collector_paused():
         value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -29,7 +29,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.nn.modules import transformer
 
 from dynamo_moe.private import ShapeEnv, enable_python_dispatcher
-from dynamo_moe.process_state import ProcessState, importing, replaced
+from dynamo_moe.process_state import ProcessState, collector_paused, replaced
 
 __all__ = [
     "KNOWN_VERSIONS",
@@ -395,7 +395,7 @@ _registering = ProcessState(lambda: replaced(TracedOnnxFunction, "function_ir", 
 @functools.cache
 def torchlib(opset: int) -> Any:
     """Returns the exporter's own translations of operators, as a registry."""
-    with importing(), _registering():
+    with collector_paused(), _registering():
         return ONNXRegistry.from_torchlib(opset_version=opset)
 
 

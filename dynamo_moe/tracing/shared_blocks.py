@@ -33,6 +33,7 @@ from dynamo_moe.private import (
     tensor_tables_replaced,
     tensors_replaced,
 )
+from dynamo_moe.process_state import collector_paused
 from dynamo_moe.tracing.equal_blocks import (
     SIMPLE,
     TRACED_UNITS,
@@ -497,13 +498,17 @@ class _Names:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Notes the names of all functions that are called in the context."""
+        """Notes the names of all functions that are called in the context.
+
+        The garbage collector, which may run anybody's callbacks, is not among their callers.
+        """
         before = sys.gettrace()
-        sys.settrace(self._note)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+        with collector_paused():
+            sys.settrace(self._note)
+            try:
+                yield
+            finally:
+                sys.settrace(before)
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
         code, holder = frame.f_code, frame.f_globals

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules import transformer
 
 import dynamo_moe
-from dynamo_moe.process_state import ProcessState, exclusive, importing, replaced
+from dynamo_moe.process_state import ProcessState, collector_paused, exclusive, replaced
 from dynamo_moe.tracing import private
 from dynamo_moe.verification.comparison import _outputs
 from dynamo_moe.weights.lazy_tensors import LazyTensor
@@ -336,7 +336,7 @@ def test_imports_leave_the_garbage_collector_as_it_was(enabled: bool) -> None:
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
-        with importing():
+        with collector_paused():
             assert not gc.isenabled()
         assert gc.isenabled() == enabled
     finally:

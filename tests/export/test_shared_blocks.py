@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import gc
 import itertools
+import json
 import os
 import queue
 import random
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import dynamo_moe
+from dynamo_moe import exporting
 from dynamo_moe.models import DroplessMoEMlp
 
 pytest_plugins = ("shared_exports",)
@@ -816,6 +819,27 @@ def test_lists_in_lists(compared: Callable[..., int]) -> None:
         ).eval()
 
     assert compared(make) == 2
+
+
+def test_garbage_collector_is_not_called_by_blocks(
+    monkeypatch: pytest.MonkeyPatch, compared: Callable[..., int]
+) -> None:
+    """It runs anybody's callbacks at any time, as hypothesis has one."""
+    calls = []
+    monkeypatch.setattr(exporting, "_YOUNG_OBJECTS", 10)
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        calls.append((phase, info["generation"], json.dumps(phase)))
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(10, 10, 10)
+    try:
+        assert compared(lambda: stack(blocks=6)) == 1
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(callback)
+    assert calls
 
 
 def test_model_is_left_as_it_was(tmp_path: Path) -> None:
