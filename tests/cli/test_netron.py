@@ -13,6 +13,7 @@ import torch
 
 import dynamo_moe
 import netron_page
+import netron_pictures
 from dynamo_moe.models import DroplessMoEMlp, SwinMoEConfig
 from dynamo_moe.models.swin_moe import SwinMoE
 
@@ -75,6 +76,12 @@ def test_graph_has_one_node_per_layer(exported: Exported, page: Page) -> None:
     shown = netron_page.nodes(page, "DroplessMoE").all()
     assert sorted(map(netron_page.name_of, shown)) == [f"{name}/DroplessMoE" for name in LAYERS]
     assert sorted(exported.layers) == LAYERS
+
+
+def test_the_documentations_pictures_show_nodes_that_there_are(tmp_path: Path) -> None:
+    file = netron_pictures.export(tmp_path)
+    names = {node.name for node in onnx.load(file, load_external_data=False).graph.node}
+    assert {f"{netron_pictures.BLOCK}{name}" for name in netron_pictures.NODES} <= names
 
 
 def test_graph_is_the_files(exported: Exported, page: Page) -> None:

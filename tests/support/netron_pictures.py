@@ -27,7 +27,7 @@ BLOCK = "stages.0.block1"
 # The second half of the block: the end of the attention, and the MoE layer.
 NODES = (
     ".attention.proj/Add",
-    ".attention/Gather_6",
+    ".attention/Gather_5",
     "/Add",
     ".norm2/LayerNormalization",
     ".mlp/DroplessMoE",
