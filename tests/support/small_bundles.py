@@ -6,8 +6,11 @@ import struct
 from dataclasses import replace
 from zlib import crc32
 
+import pytest
+
+import trt_plugin
 from standin import fake_cubin
-from trt_plugin import Bundle
+from trt_plugin import Bundle, BundleError
 from trt_plugin.bundle import (
     Argument,
     Buffer,
@@ -110,3 +113,16 @@ def record(table: str, index: int = 0, bundle: Bundle = SMALL) -> int:
     entries = records.PROGRAM_HEADER_BYTES - len(records.TABLES) * records.TABLE_ENTRY.size
     offset, _ = records.TABLE_ENTRY.unpack_from(bundle.data, 64 + entries + 16 * at)
     return int(offset) + index * records.TABLES[table]
+
+
+def sized(*expressions: Expression, last: int = 2**31 - 1) -> Program:
+    """A program whose workspace has buffers of some sizes."""
+    buffers = tuple(Buffer(f"part {at}", each) for at, each in enumerate(expressions))
+    return program(ranges=(Range(1, last, buffers, ()),))
+
+
+def refusal(data: bytes) -> str:
+    """Returns why a bundle is refused."""
+    with pytest.raises(BundleError) as raised:
+        trt_plugin.read(data)
+    return str(raised.value)

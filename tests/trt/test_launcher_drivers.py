@@ -9,9 +9,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from test_bundle import LAYER, MAP, ONE, program
 
-from small_bundles import offloaded
+from small_bundles import LAYER, MAP, ONE, offloaded, program
 from standin import LAUNCH_FAILED, ROOT, build
 from trt_plugin import Bundle
 from trt_plugin.bundle import Argument, Expression, Launch, Program, Range, TensorMap
