@@ -12,8 +12,10 @@ from typing import Any
 
 from trt_plugin.native import call, library_path
 
-#: The plugins' names in TensorRT's registry; version "1", namespace "".
+#: The plugins' names in TensorRT's registry; namespace "".
 PLUGINS = ("DroplessMoE", "DroplessMoEExperts")
+#: The versions of each, the second for layers whose experts are offloaded.
+VERSIONS = ("1", "2")
 
 _MODULES = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "tensorrt_lean_bindings")
 _OLDEST = (10, 9)
@@ -49,14 +51,14 @@ def load(registry: Any = None) -> Any:
     _check_version(module)
     if registry is None:
         registry = module.get_plugin_registry()
-    present = [name for name in PLUGINS if registry.get_creator(name, "1", "") is not None]
+    present = [name for name in PLUGINS if any(_versions(registry, name))]
     if present:
         raise PluginLoadError(
             f"TensorRT's registry already has {' and '.join(present)}: load the library once, by "
             "trt_plugin.load() or by an engine that holds it"
         )
     registry.load_library(str(path))
-    missing = [name for name in PLUGINS if registry.get_creator(name, "1", "") is None]
+    missing = [name for name in PLUGINS if not all(_versions(registry, name))]
     if missing:
         raise PluginLoadError(
             f"TensorRT {module.__version__} did not register {' and '.join(missing)} of {path}: "
@@ -87,6 +89,11 @@ def sharing_kernels() -> Iterator[None]:
         yield
     finally:
         call("sharing_end")
+
+
+def _versions(registry: Any, name: str) -> list[bool]:
+    """Which versions of a plugin a registry has."""
+    return [registry.get_creator(name, version, "") is not None for version in VERSIONS]
 
 
 def _module(registry: Any) -> ModuleType:

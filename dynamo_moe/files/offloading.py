@@ -29,6 +29,7 @@ from dynamo_moe.moe_nodes.nodes import (
     EXPERT_CACHE,
     INPUTS,
     OFFLOADED_DOMAIN,
+    OFFLOADED_PLUGIN_VERSION,
     RESIDENT_EXPERTS,
     SOURCES,
     MoENode,
@@ -364,6 +365,7 @@ def _offload(
     """Writes into a layer's node where its weights are."""
     w1, w2 = sources
     layer.node.domain = OFFLOADED_DOMAIN
+    layer.node.attributes.add(ir.AttrString("plugin_version", OFFLOADED_PLUGIN_VERSION))
     layer.node.attributes.add(ir.AttrInt64(RESIDENT_EXPERTS, slots))
     layer.node.attributes.add(ir.AttrInt64(EXPERT_CACHE, int(shared_cache)))
     for attribute, source in zip(SOURCES.values(), sources, strict=True):

@@ -65,6 +65,9 @@ TENSORRT_ATTRIBUTES = {**PLUGIN_ATTRIBUTES, KERNELS: ""}
 #: The domain of an offloaded layer's node: without its weights, it is not the operator of
 #: :data:`DOMAIN`. TensorRT finds its plugin by name.
 OFFLOADED_DOMAIN = f"{DOMAIN}.offloaded"
+#: Its ``plugin_version``, of a plugin that takes the attributes below. TensorRT's parser warns of
+#: each attribute that a plugin takes and a node lacks.
+OFFLOADED_PLUGIN_VERSION = "2"
 #: How many experts of an offloaded layer have a slot on the GPU.
 RESIDENT_EXPERTS = "resident_experts"
 #: Where an offloaded layer's weights lie: :class:`custom_ops.weight_source.WeightSource`.

@@ -69,6 +69,7 @@ def check(original: Path, report: dynamo_moe.OffloadReport) -> None:
         added: dict[str, Any] = {}
         if layer is not None:
             added = {RESIDENT_EXPERTS: layer.resident_experts, EXPERT_CACHE: report.shared_cache}
+            added["plugin_version"] = b"2"
             for name, source in (("w1", layer.w1), ("w2", layer.w2)):
                 key = old.input[INPUTS[old.op_type].index(name)]
                 gone.add(key)

@@ -208,15 +208,22 @@ class Host:
             taken.append(buffer.value.decode())
         return taken
 
-    def field_names(self, name: str) -> dict[str, int]:
+    def has(self, name: str, version: str = "1") -> bool:
+        """Whether there is such a creator."""
+        return self.call.host_has(name.encode(), version.encode())
+
+    def field_names(self, name: str, version: str = "1") -> dict[str, int]:
         """The types of a creator's fields, by name."""
-        return {
-            field.name.decode(): field.type
-            for field in _collected(self.call.host_field_names(name.encode()))
-        }
+        names = self.call.host_field_names(name.encode(), version.encode())
+        return {field.name.decode(): field.type for field in _collected(names)}
 
     def create(
-        self, name: str, fields: Mapping[str, Any], phase: int = BUILD, layer: str = "layers.3.mlp"
+        self,
+        name: str,
+        fields: Mapping[str, Any],
+        phase: int = BUILD,
+        layer: str = "layers.3.mlp",
+        version: str = "1",
     ) -> Plugin | None:
         """Creates a plugin; returns None if the creator refuses."""
         made = [(key.rstrip("*"), Field.of(value)) for key, value in fields.items()]
@@ -228,9 +235,8 @@ class Host:
             )
         )
         collection = _Fields(len(made), array)
-        return self.adopt(
-            self.call.host_create(name.encode(), layer.encode(), ctypes.byref(collection), phase)
-        )
+        texts = (each.encode() for each in (name, version, layer))
+        return self.adopt(self.call.host_create(*texts, ctypes.byref(collection), phase))
 
     def adopt(self, pointer: int | None) -> Plugin | None:
         return None if pointer is None else Plugin(self, pointer)

@@ -45,7 +45,7 @@ def field(name, value):
     return trt.PluginField(name, data, kind)
 
 
-def create(values, phase=trt.TensorRTPhase.BUILD):
+def create(values, phase, creator):
     fields = trt.PluginFieldCollection([field(name, value) for name, value in values.items()])
     return creator.create_plugin("layers.3.mlp", fields, phase)
 
@@ -60,16 +60,19 @@ def refusal(call):
 
 registry = trt_plugin.plugin.load()
 report = {"version": trt.__version__, "loaded twice": refusal(trt_plugin.plugin.load)}
-creators = [registry.get_creator(name, "1", "") for name in trt_plugin.plugin.PLUGINS]
+creators = [
+    registry.get_creator(name, version, "")
+    for name in trt_plugin.plugin.PLUGINS
+    for version in trt_plugin.plugin.VERSIONS
+]
 report["creators"] = [
     [each.name, each.plugin_version, each.plugin_namespace, type(each).__name__]
     for each in creators
 ]
 report["fields"] = [[each.name for each in creator.field_names] for creator in creators]
 
-creator = creators[0]
-built = create(attributes)
-loaded = create({"programs": bundle.read_bytes()}, trt.TensorRTPhase.RUNTIME)
+built = create(attributes, trt.TensorRTPhase.BUILD, creators[0])
+loaded = create({"programs": bundle.read_bytes()}, trt.TensorRTPhase.RUNTIME, creators[0])
 report["plugins"] = []
 for plugin in (built, loaded):
     kinds = trt.PluginCapabilityType
@@ -81,12 +84,14 @@ for plugin in (built, loaded):
         + [type(each).__name__ for each in (plugin, core, build, runtime)]
     )
 report["refused"] = [
-    create(values, phase) is None
-    for values, phase in (
-        ({}, trt.TensorRTPhase.BUILD),
-        (attributes | {"top_k": 0}, trt.TensorRTPhase.BUILD),
-        (attributes | {"top_k": "2"}, trt.TensorRTPhase.BUILD),
-        ({"programs": bundle.read_bytes()[:-1]}, trt.TensorRTPhase.RUNTIME),
+    create(values, phase, creator) is None
+    for values, phase, creator in (
+        ({}, trt.TensorRTPhase.BUILD, creators[0]),
+        (attributes | {"top_k": 0}, trt.TensorRTPhase.BUILD, creators[0]),
+        (attributes | {"top_k": "2"}, trt.TensorRTPhase.BUILD, creators[0]),
+        (attributes, trt.TensorRTPhase.BUILD, creators[1]),
+        ({"programs": bundle.read_bytes()}, trt.TensorRTPhase.RUNTIME, creators[1]),
+        ({"programs": bundle.read_bytes()[:-1]}, trt.TensorRTPhase.RUNTIME, creators[0]),
     )
 ]
 report["messages"] = messages

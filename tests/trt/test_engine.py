@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from contextlib import nullcontext
@@ -707,7 +708,6 @@ def test_experts_are_offloaded(tensorrt, given_files, moe_file, tmp_path, monkey
     size = 4 * 16 * 24
     assert memory["device_bytes"] == cache_bytes(4, 2, size, size)
     assert memory["weight_bytes"] == memory["host_bytes"] == 4 * 2 * size
-    assert offload["weights_file"] == str(tmp_path / "model.engine.experts.safetensors")
     assert offload["shared_cache"] is True
     assert offload["path"] == str(moe_file)
     (node,) = (node for node in given_files[0].graph.node if node.op_type == "DroplessMoE")
@@ -716,13 +716,21 @@ def test_experts_are_offloaded(tensorrt, given_files, moe_file, tmp_path, monkey
     w1 = offload["layers"][0]["w1"]
     assert attributes["w1_source"].decode().startswith(f"{w1['offset']} {w1['bytes']} ")
     assert attributes["w1_source"].decode().endswith(f" {w1['path']}")
+    # The checksum of the file's header, which has a hash of the values.
+    checksum = attributes["w1_source"].decode().split()[4]
+    weights = tmp_path / f"model.engine.experts.{checksum}.safetensors"
+    assert (offload["weights_file"], w1["path"]) == (str(weights), str(weights))
+    assert re.fullmatch("[0-9a-f]{8}", checksum)
+    assert [*tmp_path.glob("*.safetensors")] == [weights]
     assert [layer.resident_experts for layer in layers] == [2]
     assert moe_file.read_bytes() == content
 
     options = ("--arch", "80", "--resident-memory", "4.2kB", "-o", str(tmp_path / "e.plan"))
     code, out, error = run_engine(moe_file, *options)
     assert (code, "1 of 4" in out, "take 2 waves" in out) == (0, True, True), error
-    assert (tmp_path / "e.plan.experts.safetensors").exists()
+    # Equal weights, equal names.
+    (written,) = tmp_path.glob("e.plan.experts.*.safetensors")
+    assert written.name == f"e.plan.experts.{checksum}.safetensors"
 
 
 def test_errors_name_the_file_of_which_a_copy_is_built(tensorrt, given_files, moe_file, compiled):

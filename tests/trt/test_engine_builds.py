@@ -158,7 +158,8 @@ def test_errors_say_what_to_do(folder, tmp_path):
         (folder / "onnxruntime.onnx", "--arch", "89", *SHAPES): (
             1,
             (
-                "not parse .*node 'MoE' \\(MoE\\): .*\"Plugin not found, .*; node 'MoE_2' .*"
+                r"not parse .*node 'stages\.0\.block1\.mlp/MoE' \(MoE\): .*\"Plugin not found, .*; "
+                r"node 'stages\.1\.block1\.mlp/MoE' .*"
                 "com.microsoft::MoE is for ONNX Runtime: export the model for target plugin"
             ),
         ),

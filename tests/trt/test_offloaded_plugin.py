@@ -35,6 +35,7 @@ from weights_files import save_experts
 if not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("a real driver is present", allow_module_level=True)
 
+VERSION = "2"
 NOTHING = dict.fromkeys(RESOURCES, 0)
 EXPERTS = 6
 
@@ -90,7 +91,9 @@ class Offloaded:
 
     def engine_fields(self, tensorrt):
         """What an engine stores for the layer, and the workspace's size."""
-        plugin = tensorrt.create(NAMES[self.case.op], self.attributes, layer="layer")
+        plugin = tensorrt.create(
+            NAMES[self.case.op], self.attributes, layer="layer", version=VERSION
+        )
         assert plugin is not None, tensorrt.messages()
         described = [describe(each) for each in self.inputs()]
         output = described[0]
@@ -107,7 +110,7 @@ class Offloaded:
     def engine(self, tensorrt):
         """The layer in an engine, and the workspace's size."""
         fields, size = self.engine_fields(tensorrt)
-        plugin = tensorrt.create(NAMES[self.case.op], fields, RUNTIME, "layer")
+        plugin = tensorrt.create(NAMES[self.case.op], fields, RUNTIME, "layer", VERSION)
         assert plugin is not None, tensorrt.messages()
         return plugin, size
 
@@ -179,7 +182,9 @@ def test_copies_of_a_layer_share_a_cache(driver, tensorrt, tmp_path):
     case = small_case()
     offloaded = Offloaded(driver, tmp_path, case, expert_cache=1)
     fields, size = offloaded.engine_fields(tensorrt)
-    copies = [tensorrt.create(NAMES["experts"], fields, RUNTIME, "layer") for _ in range(2)]
+    copies = [
+        tensorrt.create(NAMES["experts"], fields, RUNTIME, "layer", VERSION) for _ in range(2)
+    ]
     for copy in copies:
         y = copy.run(offloaded.inputs(), size)
         assert torch.equal(y, run_kernels(case, "sm_80"))
@@ -252,7 +257,7 @@ def test_an_engine_stores_where_the_experts_lie(driver, tensorrt, tmp_path):
     assert fields["w2_source"] == Field.of(offloaded.sources[1])
     assert fields["expert_cache"] == Field.of(1)
     # A layer of an engine stores the same again.
-    plugin = tensorrt.create(NAMES["experts"], fields, RUNTIME, "layer")
+    plugin = tensorrt.create(NAMES["experts"], fields, RUNTIME, "layer", VERSION)
     assert plugin.serialize() == fields
     plugin.destroy()
 
@@ -261,7 +266,10 @@ def test_layers_with_equal_kernels_have_their_own_experts(driver, tensorrt, tmp_
     case = small_case()
     offloaded = Offloaded(driver, tmp_path, case)
     with sharing_kernels():
-        both = [tensorrt.create(NAMES["experts"], offloaded.attributes) for _ in range(2)]
+        both = [
+            tensorrt.create(NAMES["experts"], offloaded.attributes, version=VERSION)
+            for _ in range(2)
+        ]
     described = [describe(each) for each in offloaded.inputs()]
     for plugin in both:
         assert plugin.configure(described, described[0]) == 0
@@ -274,10 +282,10 @@ def test_layers_with_equal_kernels_have_their_own_experts(driver, tensorrt, tmp_
     # Before the kernels' size and hash.
     reserved = replace(fields[1]["programs_name"], data=name[:-20] + b"\1\0\0\0" + name[-16:])
     changed = fields[1] | {"programs_name": reserved}
-    assert tensorrt.create(NAMES["experts"], changed, RUNTIME) is None
+    assert tensorrt.create(NAMES["experts"], changed, RUNTIME, version=VERSION) is None
     (error,) = tensorrt.messages()
     assert "field programs_name: reserved must be 0, got 1" in error
-    loaded = [tensorrt.create(NAMES["experts"], each, RUNTIME, "layer") for each in fields]
+    loaded = [tensorrt.create(NAMES["experts"], each, RUNTIME, "layer", VERSION) for each in fields]
     size = loaded[0].workspace(described, described[0])
     for plugin in loaded:
         y = plugin.run(offloaded.inputs(), size)
@@ -306,15 +314,16 @@ def test_fields_of_an_engine(driver, tmp_path, name):
     part, changes, message = BAD_FIELDS[name]
     fields, _ = Offloaded(driver, tmp_path, small_case()).engine_fields(tensorrt)
     changed = dict(list((fields | changes).items())[part])
-    assert tensorrt.create(NAMES["experts"], changed, RUNTIME) is None
+    assert tensorrt.create(NAMES["experts"], changed, RUNTIME, version=VERSION) is None
     (error,) = tensorrt.messages()
     assert message in error
 
 
 BAD_ATTRIBUTES = {
-    "too many": ({"resident_experts": 7}, "resident_experts must be in 0..6, got 7"),
-    "negative": ({"resident_experts": -1}, "resident_experts must be in 0..6, got -1"),
-    "no slots": ({"resident_experts": 0}, "attribute w1_source needs attribute resident_experts"),
+    "too many": ({"resident_experts": 7}, "resident_experts must be in 1..6, got 7"),
+    "negative": ({"resident_experts": -1}, "resident_experts must be in 1..6, got -1"),
+    "no slots": ({"resident_experts": 0}, "resident_experts must be in 1..6, got 0"),
+    "missing": ({"resident_experts": None}, "attribute resident_experts is missing"),
     "no w1": ({"w1_source": None}, "attribute w1_source is missing"),
     "no w2": ({"w2_source": None}, "attribute w2_source is missing"),
     "no choice": ({"expert_cache": 2}, "attribute expert_cache must be in 0..1, got 2"),
@@ -328,16 +337,68 @@ def test_attributes(driver, tmp_path, name):
     changes, message = BAD_ATTRIBUTES[name]
     attributes = Offloaded(driver, tmp_path, small_case()).attributes | changes
     given = {key: value for key, value in attributes.items() if value is not None}
-    assert tensorrt.create(NAMES["experts"], given) is None
+    assert tensorrt.create(NAMES["experts"], given, version=VERSION) is None
     (error,) = tensorrt.messages()
     assert message in error
+
+
+# --- The two versions ---
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_the_second_version_has_more_fields(name):
+    tensorrt = host(VERSIONS[-1])
+    first, second = (tensorrt.field_names(name, version) for version in ("1", VERSION))
+    added = {"resident_experts": Field.INT32, "expert_cache": Field.INT32}
+    added |= {"w1_source": Field.CHAR, "w2_source": Field.CHAR}
+    assert second == first | added
+    assert not first.keys() & added.keys()
+
+
+@pytest.mark.parametrize("phase", ["build", "runtime"])
+def test_a_plugin_has_its_creators_version(driver, tensorrt, tmp_path, phase):
+    offloaded = Offloaded(driver, tmp_path, small_case())
+    if phase == "build":
+        plugin = tensorrt.create(NAMES["experts"], offloaded.attributes, version=VERSION)
+    else:
+        plugin, _ = offloaded.engine(tensorrt)
+    clone = plugin.clone()
+    for each in (plugin, clone):
+        assert each.describe().startswith("DroplessMoEExperts/2/: ")
+        each.destroy()
+
+
+@pytest.mark.parametrize("name", ["resident_experts", "w1_source", "w2_source", "expert_cache"])
+def test_the_first_version_refuses_what_the_second_has(driver, tensorrt, tmp_path, name):
+    offloaded = Offloaded(driver, tmp_path, small_case())
+    attributes = attributes_of(offloaded.case) | {
+        name: {"expert_cache": 1, **offloaded.attributes}[name]
+    }
+    assert tensorrt.create(NAMES["experts"], attributes) is None
+    (error,) = tensorrt.messages()
+    known = error.partition(f"unknown attribute {name}; known are top_k, num_experts, ")[2]
+    assert known
+    assert name not in known
+
+
+def test_layers_of_the_other_version(driver, tensorrt, tmp_path):
+    case = small_case()
+    fields, _ = Offloaded(driver, tmp_path, case).engine_fields(tensorrt)
+    whole = StandinGpu(driver).bundle(tmp_path / "whole.moek", case)
+    for stored, version, other in (
+        (fields, "1", "2"),
+        ({"programs": whole.read_bytes()}, "2", "1"),
+    ):
+        assert tensorrt.create(NAMES["experts"], stored, RUNTIME, version=version) is None
+        (error,) = tensorrt.messages()
+        assert error.endswith(f"field programs is of the plugin's version {other}, not {version}")
 
 
 @pytest.mark.parametrize("shape", [(2,), (), (EXPERTS, 24, 16)])
 def test_only_a_placeholder_stands_for_weights(driver, tmp_path, shape):
     tensorrt = host(VERSIONS[-1])
     offloaded = Offloaded(driver, tmp_path, small_case())
-    plugin = tensorrt.create(NAMES["experts"], offloaded.attributes)
+    plugin = tensorrt.create(NAMES["experts"], offloaded.attributes, version=VERSION)
     described = [describe(each) for each in offloaded.inputs()]
     described[3] = Description(shape, torch.float32)
     assert plugin.configure(described, described[0]) != 0
@@ -398,7 +459,7 @@ def test_files_that_are_refused(driver, tensorrt, tmp_path, name):
     # When a context is made, when it runs, and when an engine is built.
     assert plugin.attach() is None
     assert context.shape_change(described, described[0]) != 0
-    built = tensorrt.create(NAMES["experts"], offloaded.attributes)
+    built = tensorrt.create(NAMES["experts"], offloaded.attributes, version=VERSION)
     assert built.configure(described, described[0]) != 0
     for error in tensorrt.messages():
         assert re.search(message, error), error
@@ -430,7 +491,8 @@ def test_sources_that_are_refused(driver, tmp_path, name):
     change, message = BAD_SOURCES[name]
     offloaded = Offloaded(driver, tmp_path, small_case())
     source = " ".join(change(offloaded.sources[0].split(" ", 5)))
-    plugin = tensorrt.create(NAMES["experts"], offloaded.attributes | {"w1_source": source})
+    attributes = offloaded.attributes | {"w1_source": source}
+    plugin = tensorrt.create(NAMES["experts"], attributes, version=VERSION)
     described = [describe(each) for each in offloaded.inputs()]
     assert plugin.configure(described, described[0]) != 0
     (error,) = tensorrt.messages()

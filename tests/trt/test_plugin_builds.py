@@ -52,10 +52,15 @@ class Builder:
         self.build = cache(self._build)
 
     def _build(
-        self, onnx: Path | None = None, *, architectures: str = "", **options: Any
+        self,
+        onnx: Path | None = None,
+        *,
+        bundle: Path | None = None,
+        architectures: str = "",
+        **options: Any,
     ) -> Engine:
         engine = self.onnx.with_suffix(".engine")
-        variables = {"DYNAMO_MOE_KERNELS": str(self.bundle)}
+        variables = {"DYNAMO_MOE_KERNELS": str(bundle or self.bundle)}
         if architectures:
             variables["DYNAMO_MOE_ARCHITECTURES"] = architectures
         said = build(
@@ -89,6 +94,21 @@ def test_the_network_has_a_plugin_for_each_layer(builder):
     assert not said.errors
     assert not said.warnings
     assert "[dynamo-moe]" not in said.stderr
+
+
+def test_offloaded_and_other_layers(builder):
+    copy, bundle = (builder.onnx.with_name(name) for name in ("copy.onnx", "copy.moek"))
+    dynamo_moe.offload_file(builder.onnx, copy, resident_experts={"1": 2})
+    layers = dict.fromkeys(kernel_layers(copy))
+    assert len(layers) == 2
+    Bundle(tuple(program for layer in layers for program in programs_of(layer))).save(bundle)
+    said, data = builder.build(copy, bundle=bundle)
+    # Each node has all attributes of its plugin's version.
+    assert not said.errors
+    assert not said.warnings
+    assert len(said.plugins) == LAYERS
+    # As often as a layer's programs.
+    assert data.count(b"w1_source") == data.count(b"expert_cache") == 2
 
 
 def test_the_engine_holds_the_programs_of_all_architectures(builder):

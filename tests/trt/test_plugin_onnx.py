@@ -62,6 +62,7 @@ class Node(NamedTuple):
     """A node as the parser hands it on; inputs are None where the graph computes them."""
 
     name: str
+    version: str
     layer: str
     attributes: dict[str, Any]
     inputs: list[Tensor | None]
@@ -76,11 +77,14 @@ def nodes_of(path: Path, tensorrt) -> list[Node]:
             constants[node.output[0]] = node.attribute[0].t
     nodes = []
     for node in graph.node:
-        if not tensorrt.call.host_has(node.op_type.encode()):
+        if not tensorrt.has(node.op_type):
             continue
-        listed = tensorrt.field_names(node.op_type)
         given = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
-        assert given["plugin_version"] == b"1"
+        version = given["plugin_version"].decode()
+        assert version == ("2" if "resident_experts" in given else "1")
+        listed = tensorrt.field_names(node.op_type, version)
+        # TensorRT's parser warns of others.
+        assert given.keys() >= listed.keys()
         assert given["plugin_namespace"] == b""
         attributes = {
             name: value.decode() if isinstance(value, bytes) else value
@@ -93,7 +97,7 @@ def nodes_of(path: Path, tensorrt) -> list[Node]:
             else None
             for name in node.input
         ]
-        nodes.append(Node(node.op_type, node.name, attributes, inputs))
+        nodes.append(Node(node.op_type, version, node.name, attributes, inputs))
     return nodes
 
 
@@ -148,11 +152,11 @@ def run(tensorrt, node: Node, bundle: Path, inputs: list[Tensor]) -> Tensor:
     """Builds the layer and runs it from what the engine stores."""
     described = [describe(tensor) for tensor in inputs]
     attributes = node.attributes | {"kernels": str(bundle)}
-    built = tensorrt.create(node.name, attributes, layer=node.layer)
+    built = tensorrt.create(node.name, attributes, layer=node.layer, version=node.version)
     assert built is not None, tensorrt.messages()
     assert built.configure(described, described[0]) == 0, tensorrt.messages()
     size = built.workspace(described, described[0])
-    stored = tensorrt.create(node.name, built.serialize(), RUNTIME, node.layer)
+    stored = tensorrt.create(node.name, built.serialize(), RUNTIME, node.layer, node.version)
     built.destroy()
     result = stored.run(inputs, size)
     stored.destroy()

@@ -16,6 +16,7 @@ import trt_plugin.plugin
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.plan import plan
 from custom_ops.options import ROUTER_OPTIONS
+from dynamo_moe.moe_nodes.nodes import EXPERT_CACHE, RESIDENT_EXPERTS, SOURCES
 from interpreted_gpu import uncompiled_program
 from kernel_runs import layer_of
 from moe_cases import make_case
@@ -59,9 +60,13 @@ real = pytest.mark.parametrize("version", [*LEAN, RTX])
 def test_the_registry_has_the_creators(version):
     report, _ = run(version)
     assert report["version"].startswith(version.removeprefix("rtx-"))
-    assert report["creators"] == [[name, "1", "", "IPluginCreatorV3One"] for name in REGISTERED]
-    dropless, experts = report["fields"]
+    assert report["creators"] == [
+        [name, version, "", "IPluginCreatorV3One"] for name in REGISTERED for version in ("1", "2")
+    ]
+    dropless, offloaded, experts, offloaded_experts = report["fields"]
     assert dropless == [*experts, *(option.attribute for option in ROUTER_OPTIONS)]
+    added = [RESIDENT_EXPERTS, *SOURCES.values(), EXPERT_CACHE]
+    assert (offloaded, offloaded_experts) == ([*added, *dropless], [*added, *experts])
     assert {"top_k", "num_experts", "activation", "kernels"} < set(experts)
 
 
@@ -79,21 +84,23 @@ def test_plugins_are_created_in_both_phases(version):
 @real
 def test_bad_fields_are_refused_with_a_reason(version):
     report, log = run(version)
-    assert report["refused"] == [True] * 4
+    assert report["refused"] == [True] * 6
     # The lean runtime has no logger without a GPU. TensorRT for RTX has its builder's, with the
     # layout of TensorRT 11 though its version is 1.
     lines, begin = (report["messages"], "ERROR") if version == RTX else (log, "[dynamo-moe]")
     errors = [line for line in lines if line.startswith(f"{begin} DroplessMoE layers.3.mlp: ")]
     reasons = [line.split(": ", 1)[1] for line in errors]
-    assert len(reasons) == 4
+    assert len(reasons) == 6
     if version == RTX:
         assert not [line for line in log if line.startswith("[dynamo-moe]")]
-    assert reasons[:3] == [
+    assert reasons[:5] == [
         "attribute num_experts is missing",
         "attribute top_k must be in 1..32, got 0",
         "attribute top_k must be one INT32, got 1 of CHAR (6)",
+        "attribute resident_experts is missing",
+        "field programs is of the plugin's version 1, not 2",
     ]
-    assert reasons[3].startswith("bundle")
+    assert reasons[5].startswith("bundle")
 
 
 @pytest.mark.slow

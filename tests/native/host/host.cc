@@ -126,13 +126,13 @@ trt::IPluginV3OneRuntime& Runtime(trt::IPluginV3* plugin) {
   return As<trt::IPluginV3OneRuntime>(plugin, trt::PluginCapabilityType::kRUNTIME);
 }
 
-trt::IPluginCreatorV3One* CreatorOf(const char* name) {
+trt::IPluginCreatorV3One* CreatorOf(const char* name, const char* version) {
   for (std::int32_t i = 0; i < creator_count; ++i) {
     auto* const creator = static_cast<trt::IPluginCreatorV3One*>(creators[i]);
     const bool is_v3 =
         std::strcmp(creators[i]->getInterfaceInfo().kind, "PLUGIN CREATOR_V3ONE") == 0;
     if (is_v3 && std::strcmp(creator->getPluginName(), name) == 0 &&
-        std::strcmp(creator->getPluginVersion(), "1") == 0 &&
+        std::strcmp(creator->getPluginVersion(), version) == 0 &&
         std::strcmp(creator->getPluginNamespace(), "") == 0) {
       return creator;
     }
@@ -198,15 +198,18 @@ EXPORT bool host_message(char* buffer, std::size_t size) {
 
 EXPORT std::int32_t host_creators() { return creator_count; }
 
-EXPORT bool host_has(const char* name) { return CreatorOf(name) != nullptr; }
-
-EXPORT const trt::PluginFieldCollection* host_field_names(const char* name) {
-  return CreatorOf(name)->getFieldNames();
+EXPORT bool host_has(const char* name, const char* version) {
+  return CreatorOf(name, version) != nullptr;
 }
 
-EXPORT trt::IPluginV3* host_create(const char* name, const char* layer,
+EXPORT const trt::PluginFieldCollection* host_field_names(const char* name, const char* version) {
+  return CreatorOf(name, version)->getFieldNames();
+}
+
+EXPORT trt::IPluginV3* host_create(const char* name, const char* version, const char* layer,
                                    const trt::PluginFieldCollection* fields, std::int32_t phase) {
-  return CreatorOf(name)->createPlugin(layer, fields, static_cast<trt::TensorRTPhase>(phase));
+  return CreatorOf(name, version)
+      ->createPlugin(layer, fields, static_cast<trt::TensorRTPhase>(phase));
 }
 
 // --- Plugins ---

@@ -6,6 +6,8 @@
 #include <iterator>
 #include <limits>
 
+#include "span.h"
+
 namespace dynamo_moe::plugin {
 namespace {
 
@@ -28,30 +30,30 @@ constexpr PluginFieldType TypeOf(const format::Option& option) {
                                                : PluginFieldType::kINT32;
 }
 
-// Those that are no option of a layer.
-constexpr Spec kOthers[] = {{"kernels", PluginFieldType::kCHAR},
-                            {"resident_experts", PluginFieldType::kINT32},
-                            {"w1_source", PluginFieldType::kCHAR},
-                            {"w2_source", PluginFieldType::kCHAR},
-                            {"expert_cache", PluginFieldType::kINT32}};
+// What only offloaded layers have.
+constexpr Spec kOffloadSpecs[] = {{kResidentExperts, PluginFieldType::kINT32},
+                                  {kW1Source, PluginFieldType::kCHAR},
+                                  {kW2Source, PluginFieldType::kCHAR},
+                                  {kExpertCache, PluginFieldType::kINT32}};
 
-// The router's attributes come last: DroplessMoEExperts does not have them.
+// The attributes of offloaded layers come first and the router's last, so that each plugin's are
+// neighbours.
 constexpr auto kSpecs = [] {
-  std::array<Spec, std::size(format::kSizes) + std::size(format::kOptions) + std::size(kOthers)>
+  std::array<Spec,
+             std::size(kOffloadSpecs) + std::size(format::kSizes) + 1 + std::size(format::kOptions)>
       specs{};
   std::size_t count = 0;
+  for (const Spec& spec : kOffloadSpecs) {
+    specs[count++] = spec;
+  }
   for (const format::Size& size : format::kSizes) {
     specs[count++] = {size.attribute, PluginFieldType::kINT32};
   }
+  specs[count++] = {"kernels", PluginFieldType::kCHAR};
   for (const bool router : {false, true}) {
     for (const format::Option& option : format::kOptions) {
       if (option.router == router) {
         specs[count++] = {option.attribute, TypeOf(option)};
-      }
-    }
-    for (const Spec& other : kOthers) {
-      if (!router) {
-        specs[count++] = other;
       }
     }
   }
@@ -65,8 +67,10 @@ constexpr std::size_t kRouterSpecs = [] {
   return count;
 }();
 
-std::size_t SpecCount(format::Operator op) {
-  return op == format::kDropless ? kSpecs.size() : kSpecs.size() - kRouterSpecs;
+Span<Spec> SpecsOf(format::Operator op, Version version) {
+  const std::size_t first = version == Version::kOffloaded ? 0 : std::size(kOffloadSpecs);
+  const std::size_t end = kSpecs.size() - (op == format::kDropless ? 0 : kRouterSpecs);
+  return {kSpecs.data() + first, end - first};
 }
 
 const char* TypeName(PluginFieldType type) {
@@ -82,10 +86,10 @@ const char* TypeName(PluginFieldType type) {
   }
 }
 
-// The given fields by their place in kSpecs.
+// The given fields by their place in the plugin's specs.
 class Fields {
  public:
-  explicit Fields(format::Operator op) : op_(op) {}
+  Fields(format::Operator op, Version version) : specs_(SpecsOf(op, version)) {}
 
   Status Add(const PluginFieldCollection& given) {
     if (given.nbFields < 0 || (given.nbFields > 0 && given.fields == nullptr)) {
@@ -155,15 +159,15 @@ class Fields {
     }
     const std::string name = Printable(field.name);
     std::string known;
-    for (std::size_t i = 0; i < SpecCount(op_); ++i) {
-      if (std::string_view(kSpecs[i].name) == field.name) {
+    for (std::size_t i = 0; i < specs_.size(); ++i) {
+      if (std::string_view(specs_[i].name) == field.name) {
         if (found_[i] != nullptr) {
           return InvalidArgument("attribute ", name, " is given twice");
         }
         found_[i] = &field;
-        return CheckType(field, kSpecs[i].type);
+        return CheckType(field, specs_[i].type);
       }
-      known += Text(i == 0 ? "" : ", ", kSpecs[i].name);
+      known += Text(i == 0 ? "" : ", ", specs_[i].name);
     }
     return InvalidArgument("unknown attribute ", name, "; known are ", known);
   }
@@ -207,37 +211,33 @@ class Fields {
   }
 
   const PluginField* Find(std::string_view name) const {
-    for (std::size_t i = 0; i < kSpecs.size(); ++i) {
-      if (kSpecs[i].name == name) {
+    for (std::size_t i = 0; i < specs_.size(); ++i) {
+      if (specs_[i].name == name) {
         return found_[i];
       }
     }
     return nullptr;
   }
 
-  format::Operator op_;
+  Span<Spec> specs_;
   std::array<const PluginField*, kSpecs.size()> found_ = {};
 };
 
 // Completes attributes of a layer whose experts lie in host memory.
 Status ReadOffload(const Fields& fields, Attributes* attributes) {
-  if (fields.Has("resident_experts")) {
-    dynamo_moe_layer& layer = attributes->layer;
-    DYNAMO_MOE_RETURN_IF_ERROR(
-        fields.Integer("resident_experts", 0, layer.experts, &layer.resident_experts));
-  }
-  const bool offloaded = attributes->layer.resident_experts != 0;
-  for (const char* const name : {"w1_source", "w2_source"}) {
-    if (fields.Has(name) != offloaded) {
-      return offloaded ? InvalidArgument("attribute ", name, " is missing")
-                       : InvalidArgument("attribute ", name, " needs attribute resident_experts");
+  dynamo_moe_layer& layer = attributes->layer;
+  DYNAMO_MOE_RETURN_IF_ERROR(
+      fields.Integer(kResidentExperts, 1, layer.experts, &layer.resident_experts));
+  for (const char* const name : {kW1Source, kW2Source}) {
+    if (!fields.Has(name)) {
+      return InvalidArgument("attribute ", name, " is missing");
     }
   }
   std::uint32_t shared = 0;
-  if (fields.Has("expert_cache")) {
-    DYNAMO_MOE_RETURN_IF_ERROR(fields.Integer("expert_cache", 0, 1, &shared));
+  if (fields.Has(kExpertCache)) {
+    DYNAMO_MOE_RETURN_IF_ERROR(fields.Integer(kExpertCache, 0, 1, &shared));
   }
-  attributes->offload = {fields.TextAt("w1_source"), fields.TextAt("w2_source"), shared != 0};
+  attributes->offload = {fields.TextAt(kW1Source), fields.TextAt(kW2Source), shared != 0};
   return {};
 }
 
@@ -278,6 +278,12 @@ const char* NameOf(format::Operator op) {
   return op == format::kDropless ? "DroplessMoE" : "DroplessMoEExperts";
 }
 
+const char* NameOf(Version version) { return version == Version::kOffloaded ? "2" : "1"; }
+
+Version VersionOf(const dynamo_moe_layer& layer) {
+  return layer.resident_experts != 0 ? Version::kOffloaded : Version::kResident;
+}
+
 std::string Describe(const dynamo_moe_layer& layer) {
   std::string text;
   for (const format::Size& size : format::kSizes) {
@@ -296,29 +302,26 @@ std::string Describe(const dynamo_moe_layer& layer) {
     }
   }
   if (layer.resident_experts != 0) {
-    text += Text("resident_experts=", layer.resident_experts, " ");
+    text += Text(kResidentExperts, "=", layer.resident_experts, " ");
   }
   text.pop_back();
   return text;
 }
 
-const PluginFieldCollection& AttributeFields(format::Operator op) {
+PluginFieldCollection AttributeFields(format::Operator op, Version version) {
   static const std::array fields = [] {
     std::array<PluginField, kSpecs.size()> all;
     std::transform(kSpecs.begin(), kSpecs.end(), all.begin(),
                    [](const auto& spec) { return PluginField{spec.name, nullptr, spec.type, 1}; });
     return all;
   }();
-  static const PluginFieldCollection dropless = {static_cast<std::int32_t>(kSpecs.size()),
-                                                 fields.data()};
-  static const PluginFieldCollection experts = {
-      static_cast<std::int32_t>(kSpecs.size() - kRouterSpecs), fields.data()};
-  return op == format::kDropless ? dropless : experts;
+  const Span<Spec> specs = SpecsOf(op, version);
+  return {static_cast<std::int32_t>(specs.size()), fields.data() + (specs.begin() - kSpecs.data())};
 }
 
-Status ReadAttributes(format::Operator op, const PluginFieldCollection& fields,
+Status ReadAttributes(format::Operator op, Version version, const PluginFieldCollection& fields,
                       Attributes* attributes) {
-  Fields read(op);
+  Fields read(op, version);
   DYNAMO_MOE_RETURN_IF_ERROR(read.Add(fields));
   dynamo_moe_layer layer = {};
   layer.op = op;
@@ -332,7 +335,7 @@ Status ReadAttributes(format::Operator op, const PluginFieldCollection& fields,
   }
   DYNAMO_MOE_RETURN_IF_ERROR(ReadOptions(read, &layer));
   *attributes = {layer, read.TextAt("kernels"), {}};
-  return ReadOffload(read, attributes);
+  return version == Version::kOffloaded ? ReadOffload(read, attributes) : Status();
 }
 
 std::string TextOf(const PluginField& field) {

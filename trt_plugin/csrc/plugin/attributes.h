@@ -14,6 +14,19 @@ namespace dynamo_moe::plugin {
 // The operator's name in ONNX and in TensorRT's registry.
 const char* NameOf(format::Operator op);
 
+// A plugin's version. TensorRT's parser warns of each field that a node lacks, so only the version
+// for offloaded layers has those that other nodes never have.
+enum class Version { kResident, kOffloaded };
+// In TensorRT's registry, and in the attribute plugin_version.
+const char* NameOf(Version version);
+Version VersionOf(const dynamo_moe_layer& layer);
+
+// The attributes that only offloaded layers have.
+inline constexpr const char* kResidentExperts = "resident_experts";
+inline constexpr const char* kW1Source = "w1_source";
+inline constexpr const char* kW2Source = "w2_source";
+inline constexpr const char* kExpertCache = "expert_cache";
+
 // Where an offloaded layer's experts lie in files, and whose its cache of them is.
 struct Offload {
   std::string w1_source;
@@ -35,13 +48,13 @@ struct Attributes {
 // A layer's attributes in words, for the engine inspector and the timing cache.
 std::string Describe(const dynamo_moe_layer& layer);
 
-// An operator's attributes. TensorRT's parser passes no others.
-const nvinfer1::PluginFieldCollection& AttributeFields(format::Operator op);
+// A plugin's attributes. TensorRT's parser passes no others.
+nvinfer1::PluginFieldCollection AttributeFields(format::Operator op, Version version);
 
 // Checks every field: one that is missing, unknown, given twice, of the wrong type or out of range
 // is an error.
-Status ReadAttributes(format::Operator op, const nvinfer1::PluginFieldCollection& fields,
-                      Attributes* attributes);
+Status ReadAttributes(format::Operator op, Version version,
+                      const nvinfer1::PluginFieldCollection& fields, Attributes* attributes);
 
 // The text of a field of type CHAR, with or without a terminator.
 std::string TextOf(const nvinfer1::PluginField& field);

@@ -1,6 +1,7 @@
 // What TensorRT calls when it loads this library, the creators that it then registers, and the part
 // of the C interface that concerns plugins.
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <string>
 
@@ -16,22 +17,23 @@ namespace {
 
 using nvinfer1::TensorRTPhase;
 
-// Makes plugins of one operator.
+// Makes plugins of one operator and version.
 class Creator final : public nvinfer1::IPluginCreatorV3One {
  public:
-  explicit Creator(format::Operator op) : op_(op) {}
+  Creator(format::Operator op, Version version)
+      : op_(op), version_(version), fields_(AttributeFields(op, version)) {}
 
   nvinfer1::IPluginV3* createPlugin(const char* name, const nvinfer1::PluginFieldCollection* fields,
                                     TensorRTPhase phase) noexcept override;
-  const nvinfer1::PluginFieldCollection* getFieldNames() noexcept override {
-    return &AttributeFields(op_);
-  }
+  const nvinfer1::PluginFieldCollection* getFieldNames() noexcept override { return &fields_; }
   const char* getPluginName() const noexcept override { return NameOf(op_); }
-  const char* getPluginVersion() const noexcept override { return kVersion; }
+  const char* getPluginVersion() const noexcept override { return NameOf(version_); }
   const char* getPluginNamespace() const noexcept override { return kNamespace; }
 
  private:
   format::Operator op_;
+  Version version_;
+  nvinfer1::PluginFieldCollection fields_;
 };
 
 nvinfer1::IPluginV3* Creator::createPlugin(const char* name,
@@ -51,9 +53,9 @@ nvinfer1::IPluginV3* Creator::createPlugin(const char* name,
     }
     switch (phase) {
       case TensorRTPhase::kBUILD:
-        return Plugin::FromAttributes(op_, subject, *fields, &plugin);
+        return Plugin::FromAttributes(op_, version_, subject, *fields, &plugin);
       case TensorRTPhase::kRUNTIME:
-        return Plugin::FromEngine(op_, subject, *fields, &plugin);
+        return Plugin::FromEngine(op_, version_, subject, *fields, &plugin);
     }
     return InvalidArgument("unknown phase ", static_cast<std::int32_t>(phase));
   });
@@ -69,10 +71,16 @@ extern "C" DYNAMO_MOE_API void setLoggerFinder(void* finder) {
 
 extern "C" DYNAMO_MOE_API nvinfer1::IPluginCreatorInterface* const* getCreators(
     std::int32_t& count) {
-  static dynamo_moe::plugin::Creator dropless(dynamo_moe::format::kDropless);
-  static dynamo_moe::plugin::Creator experts(dynamo_moe::format::kExpertsOnly);
-  static nvinfer1::IPluginCreatorInterface* const creators[] = {&dropless, &experts};
-  count = 2;
+  using dynamo_moe::format::kDropless;
+  using dynamo_moe::format::kExpertsOnly;
+  using dynamo_moe::plugin::Version;
+  static dynamo_moe::plugin::Creator made[] = {{kDropless, Version::kResident},
+                                               {kDropless, Version::kOffloaded},
+                                               {kExpertsOnly, Version::kResident},
+                                               {kExpertsOnly, Version::kOffloaded}};
+  static nvinfer1::IPluginCreatorInterface* const creators[] = {&made[0], &made[1], &made[2],
+                                                                &made[3]};
+  count = static_cast<std::int32_t>(std::size(creators));
   return creators;
 }
 

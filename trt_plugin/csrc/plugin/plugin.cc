@@ -26,10 +26,7 @@ using nvinfer1::TensorFormat;
 // or else the name of such a bundle that another layer of the engine stores.
 constexpr const char* kProgramsField = "programs";
 constexpr const char* kNameField = "programs_name";
-// The fields that follow where the experts are offloaded: as the attributes of these names.
-constexpr const char* kW1Field = "w1_source";
-constexpr const char* kW2Field = "w2_source";
-constexpr const char* kCacheField = "expert_cache";
+// Where the experts are offloaded, three of the attributes follow.
 constexpr std::int32_t kOffloadedFields = 4;
 
 // A layer's inputs and their dtypes in words.
@@ -68,15 +65,15 @@ Status ReadField(const PluginFieldCollection& fields, std::string_view* bytes, b
 // The other fields of a layer whose experts are offloaded.
 Status ReadOffload(const PluginFieldCollection& fields, Offload* offload) {
   constexpr std::pair<const char*, PluginFieldType> kWanted[] = {
-      {kW1Field, PluginFieldType::kCHAR},
-      {kW2Field, PluginFieldType::kCHAR},
-      {kCacheField, PluginFieldType::kINT32}};
+      {kW1Source, PluginFieldType::kCHAR},
+      {kW2Source, PluginFieldType::kCHAR},
+      {kExpertCache, PluginFieldType::kINT32}};
   const PluginField* field = fields.fields + 1;
   for (const auto& [name, type] : kWanted) {
     if (field->name == nullptr || std::string_view(field->name) != name || field->type != type ||
         field->length < 1 || field->data == nullptr) {
       return InvalidArgument("the fields of an engine's layer must be ", kProgramsField, " or ",
-                             kNameField, ", ", kW1Field, ", ", kW2Field, " and ", kCacheField,
+                             kNameField, ", ", kW1Source, ", ", kW2Source, " and ", kExpertCache,
                              ", got ", field->name == nullptr ? "none" : Printable(field->name),
                              " in the place of ", name);
     }
@@ -85,7 +82,7 @@ Status ReadOffload(const PluginFieldCollection& fields, Offload* offload) {
   std::int32_t shared = 0;
   std::memcpy(&shared, fields.fields[3].data, sizeof(shared));
   if (shared != 0 && shared != 1) {
-    return InvalidArgument("field ", kCacheField, " must be in 0..1, got ", shared);
+    return InvalidArgument("field ", kExpertCache, " must be in 0..1, got ", shared);
   }
   *offload = {TextOf(fields.fields[1]), TextOf(fields.fields[2]), shared != 0};
   return {};
@@ -110,11 +107,11 @@ Status ReadName(std::string_view bytes, StoredName* name) {
 
 }  // namespace
 
-Status Plugin::FromAttributes(format::Operator op, const std::string& subject,
+Status Plugin::FromAttributes(format::Operator op, Version version, const std::string& subject,
                               const PluginFieldCollection& fields,
                               std::unique_ptr<Plugin>* plugin) {
   Attributes attributes;
-  DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(op, fields, &attributes));
+  DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(op, version, fields, &attributes));
   auto layer = std::make_shared<Layer>();
   DYNAMO_MOE_RETURN_IF_ERROR(BundleFile::Open(attributes.kernels, &layer->bundle));
   DYNAMO_MOE_RETURN_IF_ERROR(ReadArchitectures(&layer->architectures));
@@ -138,7 +135,7 @@ Status Plugin::FromAttributes(format::Operator op, const std::string& subject,
   return {};
 }
 
-Status Plugin::FromEngine(format::Operator op, const std::string& subject,
+Status Plugin::FromEngine(format::Operator op, Version version, const std::string& subject,
                           const PluginFieldCollection& fields, std::unique_ptr<Plugin>* plugin) {
   std::string_view bytes;
   bool is_name = false;
@@ -155,8 +152,13 @@ Status Plugin::FromEngine(format::Operator op, const std::string& subject,
     return InvalidArgument("field ", is_name ? kNameField : kProgramsField,
                            " is of the other operator");
   }
+  if (VersionOf(name.layer) != version) {
+    return InvalidArgument("field ", is_name ? kNameField : kProgramsField,
+                           " is of the plugin's version ", NameOf(VersionOf(name.layer)), ", not ",
+                           NameOf(version));
+  }
   auto layer = std::make_shared<Layer>();
-  const bool offloaded = name.layer.resident_experts != 0;
+  const bool offloaded = version == Version::kOffloaded;
   if (offloaded != (fields.nbFields == kOffloadedFields)) {
     return InvalidArgument("an engine's layer has ", offloaded ? kOffloadedFields : 1,
                            " fields where its experts are ", offloaded ? "" : "not ",
@@ -488,8 +490,8 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
   };
   stored_expert_cache_ = offload.shared ? 1 : 0;
   fields_ = {PluginField{kProgramsField, nullptr, PluginFieldType::kUNKNOWN, 0},
-             text(kW1Field, offload.w1_source), text(kW2Field, offload.w2_source),
-             PluginField{kCacheField, &stored_expert_cache_, PluginFieldType::kINT32, 1}};
+             text(kW1Source, offload.w1_source), text(kW2Source, offload.w2_source),
+             PluginField{kExpertCache, &stored_expert_cache_, PluginFieldType::kINT32, 1}};
   serialized_.nbFields = 0;
   serialized_.fields = fields_.data();
   Guard(layer_->subject.c_str(), [&]() -> Status {

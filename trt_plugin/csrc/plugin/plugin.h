@@ -16,7 +16,6 @@
 
 namespace dynamo_moe::plugin {
 
-inline constexpr const char* kVersion = "1";
 inline constexpr const char* kNamespace = "";
 
 // Names a layer's kernels in an engine.
@@ -35,11 +34,11 @@ class Plugin final : public nvinfer1::IPluginV3,
                      public nvinfer1::IPluginV3OneRuntime {
  public:
   // For a layer of a network, from its attributes.
-  static Status FromAttributes(format::Operator op, const std::string& subject,
+  static Status FromAttributes(format::Operator op, Version version, const std::string& subject,
                                const nvinfer1::PluginFieldCollection& fields,
                                std::unique_ptr<Plugin>* plugin);
   // For a layer of an engine, from getFieldsToSerialize().
-  static Status FromEngine(format::Operator op, const std::string& subject,
+  static Status FromEngine(format::Operator op, Version version, const std::string& subject,
                            const nvinfer1::PluginFieldCollection& fields,
                            std::unique_ptr<Plugin>* plugin);
 
@@ -50,7 +49,9 @@ class Plugin final : public nvinfer1::IPluginV3,
 
   // IPluginV3OneCore
   const char* getPluginName() const noexcept override { return NameOf(layer_->op); }
-  const char* getPluginVersion() const noexcept override { return kVersion; }
+  const char* getPluginVersion() const noexcept override {
+    return NameOf(VersionOf(layer_->attributes));
+  }
   const char* getPluginNamespace() const noexcept override { return kNamespace; }
 
   // IPluginV3OneBuild
