@@ -263,7 +263,7 @@ def test_a_rehearsal(tmp_path, compiled):
     logs = tmp_path / "work" / "results"
     assert re.search(r"\n=+ [3-9]\d passed, \d+ deselected", (logs / "tests.log").read_text())
     assert "jobs compiled 0 more" in (logs / "cache.log").read_text()
-    assert "6 forward passes, 0 wrong" in (logs / "initcheck.log").read_text()
+    assert "7 forward passes, 0 wrong" in (logs / "initcheck.log").read_text()
 
 
 # --- Whole layers against the oracle, and with and without dependent launch ---

@@ -33,9 +33,10 @@ _MOST_TOKENS, _EVERY = 40, 7
 
 
 def few_cases() -> list[tuple[ForwardPlan, Case]]:
-    """Some of the cases of launcher_cases."""
+    """Some of the cases of launcher_cases, among them one of an offloaded layer."""
     cases = [each for each in make_cases(ON) if len(each[1].arguments["x"]) <= _MOST_TOKENS]
-    return cases[::_EVERY]
+    offloaded = next(each for each in cases if each[0].layer.resident_experts)
+    return [*(each for each in cases[::_EVERY] if each is not offloaded), offloaded]
 
 
 def write(folder: Path, cases: list[tuple[ForwardPlan, Case]]) -> None:
