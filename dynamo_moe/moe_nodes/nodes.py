@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -176,9 +177,14 @@ def layer_name(w1: str, node: str) -> str:
 
 def module_of(node: ir.Node) -> str:
     """Returns the path of the PyTorch module that a freshly exported node comes from."""
+    return _module(node.metadata_props.get(_SCOPES, "[]"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _module(scopes: str) -> str:
     # [root, module, submodule, ..., the fx node itself]
-    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))[:-1]
-    return str(scopes[-1]) if scopes else ""
+    modules = ast.literal_eval(scopes)[:-1]
+    return str(modules[-1]) if modules else ""
 
 
 def set_module(node: ir.Node, path: str) -> None:

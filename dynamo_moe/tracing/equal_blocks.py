@@ -143,7 +143,7 @@ def runs_of(model: nn.Module) -> list[Run]:
     """Returns a model's runs of equal blocks that are longer than what is traced of them."""
     counts: dict[int, int] = {}
     for module in model.modules():
-        for tensor in _tensors_of(module).values():
+        for tensor in _tensors_at({"": own_parts(module)}).values():
             counts[id(tensor)] = counts.get(id(tensor), 0) + 1
     tied = {tensor for tensor, count in counts.items() if count > 1}
     found: list[Run] = []
@@ -215,11 +215,14 @@ _TENSORS, _CHILDREN = "tensors", "children"
 
 def describe(block: nn.Module, tied: Collection[int] | None = None) -> Description:
     """Describes a block; without its tensors where it is not told which tensors are tied."""
-    reader = _Reader(block)
-    for path, module in block.named_modules():
+    modules = dict(block.named_modules())
+    own = {path: own_parts(module) for path, module in modules.items()}
+    tensors = _tensors_at(own)
+    reader = _Reader(modules, tensors)
+    for path, module in modules.items():
         ordinary = tied is None or _is_ordinary(type(module))
         reader.facts[path,] = type(module) if ordinary else object()  # Equal to nothing.
-        parameters, buffers, children = own_parts(module)
+        parameters, buffers, children = own[path]
         for name, child in children.items():
             reader.facts[path, _CHILDREN, name] = reader.known.get(id(child))
         for kind, held in (("parameter", parameters), ("buffer", buffers)):
@@ -236,7 +239,7 @@ def describe(block: nn.Module, tied: Collection[int] | None = None) -> Descripti
         for name, value in attributes_of(module).items():
             if value is not parameters and value is not buffers and value is not children:
                 reader.read(value, (path, name))
-    return Description(reader.facts, _block_tensors(block), reader.outside)
+    return Description(reader.facts, tensors, reader.outside)
 
 
 def _is_ordinary(kind: type[nn.Module]) -> bool:
@@ -245,19 +248,16 @@ def _is_ordinary(kind: type[nn.Module]) -> bool:
     return not own and kind.__basicsize__ == nn.Module.__basicsize__
 
 
-def _block_tensors(block: nn.Module) -> dict[str, Tensor]:
+def _tensors_at(own: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Tensor]:
+    """Returns the tensors of modules by path, of the parts that each module has."""
     return {
         f"{path}.{name}" if path else name: tensor
-        for path, module in block.named_modules()
-        for name, tensor in _tensors_of(module).items()
+        for path, (parameters, buffers, _) in own.items()
+        # Those of a block that is passed over refuse to be listed by their own methods.
+        for held in (parameters, buffers)
+        for name, tensor in dict.items(held)
+        if tensor is not None
     }
-
-
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    parameters, buffers, _ = own_parts(module)
-    # Those of a block that is passed over refuse to be listed by their own methods.
-    pairs = (pair for held in (parameters, buffers) for pair in dict.items(held))
-    return {name: tensor for name, tensor in pairs if tensor is not None}
 
 
 def _tensor_fact(tensor: Tensor) -> Hashable:
@@ -275,11 +275,11 @@ def _tensor_fact(tensor: Tensor) -> Hashable:
 class _Reader:
     """Reads values into facts that are equal where Python finds the same."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
         self.facts: dict[Place, Any] = {}
         self.outside: list[Any] = []
-        self.known: dict[int, str] = {id(m): f"module {p}" for p, m in block.named_modules()}
-        for path, tensor in _block_tensors(block).items():
+        self.known: dict[int, str] = {id(m): f"module {p}" for p, m in modules.items()}
+        for path, tensor in tensors.items():
             self.known.setdefault(id(tensor), f"tensor {path}")
         self._seen: dict[int, Place] = {}
 
