@@ -61,7 +61,7 @@ DEFAULT_OPSET = 20
 MIN_OPSET = 18
 
 # New objects before the garbage collector looks for some that are unused.
-_YOUNG_OBJECTS = 20_000
+_YOUNG_OBJECTS = 100_000
 
 _LOG = logging.getLogger(__name__)
 

@@ -74,9 +74,9 @@ class Subject:
 
     def prepare(self, exporter: str, _: Path) -> None:
         """Does what an exporter needs and what is not timed."""
-        import dynamo_moe
-
         if exporter == ONE_NODE:
+            import dynamo_moe
+
             dynamo_moe.convert(self.model)
         elif exporter != OURS and self.has_experts:
             self.model.set_experts_implementation("batched_mm")

@@ -9,8 +9,9 @@ exporter differs; ``TorchScript`` is ``torch.onnx.export(dynamo=False)``; ``tran
 for them. Exporters that fail are listed with the reason.
 
 Each export has a process of its own, in which a tiny export comes first: it imports what is
-imported late and fills caches. Rows named "first of the process" do without. Then the model is
-built, and the export is timed until its file is on disk; :func:`dynamo_moe.convert` counts as ours.
+imported late and fills caches. Rows named "first of the process" do without, and count what the
+export imports, ``dynamo_moe`` itself included. Then the model is built, and the export is timed
+until its file is on disk; :func:`dynamo_moe.convert` counts as ours.
 Writing weights is part of that time, and stands beside it for ours. A peer's export is left out
 where its time for fewer blocks makes one of more than ``--limit`` seconds likely. All export
 without gradients: with them, ``dynamo`` fails on T5's attention ("Cannot view a tensor with shape

@@ -327,6 +327,37 @@ def test_trials_of_a_large_example_are_small(tmp_path: Path) -> None:
     assert max(seen) <= 16
 
 
+@pytest.mark.parametrize(("columns", "threads"), [(16, 1), (2**15, 2)])
+def test_trials_of_few_elements_have_one_thread(tmp_path: Path, columns: int, threads: int) -> None:
+    seen = []
+
+    def forward(m: Model, x: Tensor) -> Tensor:
+        seen.append((x.shape[0], torch.get_num_threads()))
+        return x if x.shape[0] != 7 else x + 0
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = Model(forward).eval()
+        dynamo_moe.export(model, torch.randn(TOKENS, columns), tmp_path / "m.onnx")
+        assert (7, threads) in seen
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_trial_that_is_right_needs_none_near_the_example(tmp_path: Path) -> None:
+    seen = []
+
+    def forward(m: Model, x: Tensor) -> Tensor:
+        if isinstance(x.shape[0], int):
+            seen.append(x.shape[0])
+        return x if x.shape[0] != 7 else x + 0
+
+    dynamo_moe.export(Model(forward).eval(), torch.randn(TOKENS, 16), tmp_path / "m.onnx")
+    assert seen == [7]
+
+
 @pytest.mark.parametrize("rows", [199, 4, 16])
 def test_decisions_that_are_the_same_at_all_small_sizes(tmp_path: Path, rows: int) -> None:
     class Large(nn.Module):
