@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import random
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
 from dynamo_moe.private import (
@@ -32,10 +34,11 @@ from dynamo_moe.tracing.equal_blocks import (
     is_library_file,
     state_of,
 )
+from dynamo_moe.tracing.layer_caches import KEPT, Kept, LayerCaches, cache_among
 from dynamo_moe.tracing.read_names import ReadNames
+from dynamo_moe.tracing.values import are_equal, changed, place_of, sizes_of
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
-_ABSENT = object()
 
 
 @torch.library.custom_op("dynamo_moe::end_of_block", mutates_args=())
@@ -93,6 +96,7 @@ class RunTrace:
         self._proofs: list[_Proof] = []
         self._names = [ReadNames() for _ in range(run.period)]
         self._reading = False
+        self._caches = LayerCaches(number, run, self.fail)
         modules = (module for block in run.blocks for module in block.modules())
         tensors = (tensor for held in run.tensors for tensor in held.values())
         self._others = {id(each) for each in (*modules, *tensors)}
@@ -104,21 +108,27 @@ class RunTrace:
         """Runs a block, or gives what stands for its results."""
         if not place:
             self._calls = []
+            self._caches.begin()
         if place != len(self._calls):
             raise self._refuse("they are not called in order")
         call = _Call(*pytree.tree_flatten(arguments))
         self._calls.append(call)
+        cache = cache_among(call.given)
         if self.proves:
             call.versions = [change_count(x) for x in call.given if isinstance(x, Tensor)]
             call.modes = _modes()
             if place >= 2 * self.run.period:
                 self._check_given(place)
+                self._caches.check(place, cache)
         if place >= self.run.traced:
             if self.proves:
                 self._check_block(place)
             call.results = self._stand_ins(place)
+            self._caches.pass_over(place, cache)
             call.result_spec = self._calls[place - self.run.period].result_spec
         else:
+            if cache is not None:
+                compute = functools.partial(self._caches.run, place, cache, compute, self.proves)
             last = place >= self.run.traced - self.run.period
             run = self._prove if last else self._trace
             results = run(place, compute) if self.proves else compute()
@@ -126,7 +136,7 @@ class RunTrace:
             if place % self.run.period == self.run.period - 1:
                 call.results = [
                     self._end(each, place, leaf)
-                    if isinstance(each, Tensor) and _place_of(each, call.given) is None
+                    if isinstance(each, Tensor) and place_of(each, call.given) is None
                     else each
                     for leaf, each in enumerate(call.results)
                 ]
@@ -176,6 +186,8 @@ class RunTrace:
         """Runs the last block of a kind that is traced, which must leave all as it found it."""
         kind, call, block = place % self.run.period, self._calls[place], self.run.blocks[place]
         objects = [x for x in call.given if not (isinstance(x, Tensor) or type(x) in SIMPLE)]
+        cache = cache_among(objects)  # Which it cannot look into.
+        objects = [each for each in objects if each is not cache]
         classes = {type(module) for module in block.modules()}
         held = (*self.run.outside[kind], *objects, *classes)
         names = self._names[kind].values().keys()
@@ -244,10 +256,17 @@ class RunTrace:
         def get(module: Any, name: str) -> Any:
             if self._reading:
                 differing = names.get(id(attributes_of(module)), ())
-                frame = inspect.currentframe() if name == "__dict__" and differing else None
-                reader = frame and frame.f_back
-                all_of_them = reader and not is_library_file(
-                    file_of(reader.f_code, reader.f_globals)
+                reader = inspect.currentframe() if differing else None
+                while reader and reader.f_code is get.__code__:  # Runs may have a class in common.
+                    reader = reader.f_back
+                if name in differing:
+                    index = self._caches.index(module, name, reader)
+                    if index is not None:
+                        return index
+                all_of_them = (
+                    name == "__dict__"
+                    and reader
+                    and not is_library_file(file_of(reader.f_code, reader.f_globals))
                 )
                 if name in differing or all_of_them:
                     self.fail(f"a block reads {name}, which is another one's otherwise")
@@ -267,13 +286,13 @@ class RunTrace:
                 results = [original(other, *args, **kwargs) for other in others]
             finally:
                 self._reading = True
-            if any(_place_of(result, args[:1]) is None for result in results):
+            if any(place_of(result, args[:1]) is None for result in results):
                 self.fail("a block has a module whose attributes are not another one's")
             return args[0]
 
         return forward
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> NoReturn:
         """Refuses the run, even if the model's code catches the error."""
         for names in self._names:
             names.failure = reason
@@ -292,13 +311,13 @@ class RunTrace:
                 now, then = next(versions)
                 if given is earlier and now == then:
                     continue
-                leaf = _place_of(given, self._calls[place - 1].results)
-                its = _place_of(earlier, self._calls[place - self.run.period - 1].results)
-                if leaf is None or leaf != its or _sizes(given) != _sizes(earlier):
+                leaf = place_of(given, self._calls[place - 1].results)
+                its = place_of(earlier, self._calls[place - self.run.period - 1].results)
+                if leaf is None or leaf != its or sizes_of(given) != sizes_of(earlier):
                     raise self._refuse("a tensor that a block is given is not the one's before")
                 if place >= self.run.traced and not place % self.run.period:
                     self._carried.add(leaf)
-            elif given is not earlier and not _equal(given, earlier):
+            elif given is not earlier and not are_equal(given, earlier):
                 raise self._refuse("they are given different arguments")
 
     def _check_block(self, place: int) -> None:
@@ -315,7 +334,7 @@ class RunTrace:
         call, before = self._calls[place], self._calls[place - self.run.period]
         results = []
         for leaf, result in enumerate(before.results):
-            its = _place_of(result, before.given)
+            its = place_of(result, before.given)
             if its is not None:
                 results.append(call.given[its])
             elif isinstance(result, Tensor):
@@ -326,15 +345,20 @@ class RunTrace:
                 raise self._refuse("they return other objects than tensors")
         return results
 
-    def finish(self, marks: Mapping[tuple[int, int, int], fx.Node]) -> list[list[fx.Node]]:
-        """Returns the nodes that end each traced unit."""
+    def finish(
+        self, program: ExportedProgram, marks: Mapping[Any, fx.Node]
+    ) -> tuple[list[list[fx.Node]], Kept]:
+        """Returns the nodes that end each traced unit, and what the units leave in a cache."""
         blocks, period = len(self.run.blocks), self.run.period
         for names in self._names:
             if names.failure:
                 raise self._refuse(names.failure)
         if len(self._calls) != blocks:
             raise self._refuse("not all of them are called")
-        own = {key[1:]: node for key, node in marks.items() if key[0] == self.number}
+        own, left = (
+            {key[2:]: node for key, node in marks.items() if key[:2] == (mark, self.number)}
+            for mark in (END, KEPT)
+        )
         for (place, _), node in own.items():
             last_traced = place == self.run.traced - 1
             if (last_traced or self.run.traced <= place < blocks - 1) and any(
@@ -351,7 +375,12 @@ class RunTrace:
         ]
         if any(node is None for nodes in ends for node in nodes):
             raise self._refuse("their results are what they were given")
-        return [[node.args[0] for node in nodes] for nodes in ends]  # type: ignore[union-attr,misc]
+        nodes: list[list[fx.Node]] = [[node.args[0] for node in unit] for unit in ends]  # type: ignore[union-attr,misc]
+        kept = self._caches.finish(program, left)
+        both = [node for units in (nodes, kept.nodes) for unit in units for node in unit]
+        if kept.inputs and len(set(both)) < len(both):
+            raise self._refuse("what a block leaves in a cache is its result as well")
+        return nodes, kept
 
 
 def _modes() -> tuple[Any, ...]:
@@ -376,30 +405,6 @@ def _modes() -> tuple[Any, ...]:
 def _counts(block: nn.Module) -> list[tuple[int, int]]:
     """Returns which tensors a block has, and how often each was changed in place."""
     return [(id(each), change_count(each)) for each in (*block.parameters(), *block.buffers())]
-
-
-def _place_of(value: Any, among: Sequence[Any]) -> int | None:
-    """Returns the place of an object itself; values such as numbers have none."""
-    if type(value) in SIMPLE:
-        return None
-    return next((place for place, each in enumerate(among) if each is value), None)
-
-
-def _equal(value: Any, other: Any) -> bool:
-    simple = type(value) in SIMPLE and type(value) is type(other)
-    return simple and repr(value) == repr(other)
-
-
-def _sizes(tensor: Tensor) -> tuple[Any, ...]:
-    return (
-        type(tensor),
-        str(tuple(tensor.shape)),
-        str(tensor.stride()),
-        str(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
 
 
 class _Withheld(dict[str, Any]):
@@ -433,17 +438,3 @@ class _Withheld(dict[str, Any]):
     __iter__ = __reversed__ = __len__ = __eq__ = __repr__ = __or__ = __ror__ = __ior__ = _refuse
     __setitem__ = __delitem__ = keys = values = items = copy = _refuse
     pop = popitem = setdefault = update = clear = _refuse
-
-
-@contextlib.contextmanager
-def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives a class or an object an attribute of its own until the context ends."""
-    own = attributes_of(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)

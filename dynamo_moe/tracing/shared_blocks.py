@@ -20,8 +20,10 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
 from dynamo_moe.private import attributes_of, tensors_replaced
 from dynamo_moe.tracing.equal_blocks import NotSharedError, Run
+from dynamo_moe.tracing.layer_caches import KEPT, Kept
 from dynamo_moe.tracing.nodes import all_nodes
-from dynamo_moe.tracing.run_trace import END, RunTrace, changed
+from dynamo_moe.tracing.run_trace import END, RunTrace
+from dynamo_moe.tracing.values import changed
 
 
 class SharedTrace:
@@ -30,6 +32,7 @@ class SharedTrace:
     Attributes:
         runs: The runs.
         cuts: By run, once the program is known, the nodes that end its first three units.
+        kept: By run, what its units leave in a cache.
     """
 
     def __init__(self, model: nn.Module, runs: Sequence[Run]) -> None:
@@ -37,6 +40,7 @@ class SharedTrace:
         self.runs = runs
         self._model = model
         self.cuts: list[list[list[fx.Node]]] = []
+        self.kept: list[Kept] = []
         self._traces = [RunTrace(number, run) for number, run in enumerate(runs)]
         self._members = {
             id(attributes_of(block)): (trace, place)
@@ -106,26 +110,40 @@ class SharedTrace:
         Raises:
             NotSharedError: If results of blocks that were passed over are used elsewhere.
         """
-        marks: dict[tuple[int, int, int], fx.Node] = {}
+        marks: dict[tuple[Any, int, int, int], fx.Node] = {}
         for node in all_nodes(program):
-            if node.target is END:
-                number, place, leaf = (int(each) for each in node.args[1:])  # type: ignore[arg-type]
-                if (number, place, leaf) in marks or node.graph is not program.graph:
+            if node.target in (END, KEPT):
+                number, place, leaf = (int(each) for each in node.args[-3:])  # type: ignore[arg-type]
+                key = node.target, number, place, leaf
+                if key in marks or node.graph is not program.graph:
                     raise NotSharedError("a block is called again, or in a region of its own")
-                marks[number, place, leaf] = node
-        self.cuts = [trace.finish(marks) for trace in self._traces]
+                marks[key] = node
+        found = [trace.finish(program, marks) for trace in self._traces]
+        self.cuts = [ends for ends, _ in found]
+        self.kept = [kept for _, kept in found]
         for node in marks.values():
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         for node in reversed(marks.values()):
             node.graph.erase_node(node)
 
     def mark(self, program: ExportedProgram) -> None:
-        """Makes the ends of the traced units results of the program, after its own."""
+        """Makes the ends of the traced units results of the program, after its own.
+
+        What stands for results of the other units is none any longer.
+        """
         output = program.graph.output_node()
         ends = [node for units in self.cuts for nodes in units for node in nodes]
-        if not set(ends) <= set(program.graph.nodes):
+        kept = [node for each in self.kept for nodes in each.nodes for node in nodes]
+        if not {*ends, *kept} <= set(program.graph.nodes):
             raise NotSharedError("the program was traced again")
-        output.args = ((*output.args[0], *ends),)
-        program.graph_signature.output_specs.extend(
+        absent = {place for each in self.kept for place in each.absent}
+        results: Any = output.args[0]
+        specs = program.graph_signature.output_specs
+        own = [place for place in range(len(results)) if place not in absent]
+        if any(results[place] is not node for each in self.kept for place, node in each.traced):
+            raise NotSharedError("the program has other results")
+        specs[:] = [specs[place] for place in own]
+        output.args = ((*(results[place] for place in own), *ends),)
+        specs.extend(
             OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in ends
         )
