@@ -159,12 +159,15 @@ class LayerCaches:
         # By kind, where its blocks read the number of their layer.
         self._indices: dict[int, frozenset[tuple[str, str]]] = {}
         self._watch: _Watch | None = None
+        # What the cache holds beside its layers.
+        self._own: list[Any] | None = None
 
     # --- Blocks that are traced ---
 
     def begin(self) -> None:
         """Forgets what layers held, since the first block is called."""
         self._layers.clear()
+        self._own = None
 
     def run(self, place: int, cache: Any, compute: Callable[[], Any], proves: bool) -> Any:
         """Runs a block that is given a cache, and notes what becomes of its layer."""
@@ -253,13 +256,18 @@ class LayerCaches:
 
     def check(self, place: int, cache: Any) -> None:
         """Checks that a block's layer holds what that of the block a unit before held."""
+        held = () if cache is None else attributes_of(cache).items()
+        own = _ids((name, value) for name, value in held if name != "layers")
+        if own != (self._own or own):
+            self._fail("a cache changes between blocks")
+        self._own = own
         number = None if cache is None else self._index(place, cache)
         earlier = self._layers.get(place - self._run.period)
         if (number is None) != (earlier is None):
             self._fail("not all blocks use a cache")
         if number is not None and earlier is not None:
-            held = _Layer.of(cache.layers[number])
-            if held.versions != earlier.versions or not _alike(held.before, earlier.before):
+            now = _Layer.of(cache.layers[number])
+            if now.versions != earlier.versions or not _alike(now.before, earlier.before):
                 self._fail("layers of a cache hold different things")
 
     def pass_over(self, place: int, cache: Any) -> None:
@@ -359,6 +367,8 @@ class _Watch:
 
     def index(self, module: Any, name: str, frame: FrameType | None) -> _Index | None:
         update = self.update
+        if hasattr(type(module), name):  # A property, say.
+            return None
         if update is None or frame is not update.frame or update.index is not None:
             return None
         if place_in(update.frame) not in update.plain.attributes:
