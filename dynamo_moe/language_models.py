@@ -222,10 +222,10 @@ def _with_past(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 def _check_sizes(input_ids: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Says that B and P are those of all layers: a trace then has one symbol for each."""
+    """Checks that B and P are those of all layers: a trace then has one symbol for each."""
     for part in (part for layer in past for part in layer):
-        torch._check(part.shape[0] == input_ids.shape[0])
-        torch._check(part.shape[2] == past[0][0].shape[2])
+        if part.shape[0] != input_ids.shape[0] or part.shape[2] != past[0][0].shape[2]:
+            raise ValueError("past_key_values differ in their batch or length")
 
 
 def _without_past(model: PreTrainedModel, name: str) -> Callable[..., Any]:
