@@ -72,7 +72,6 @@ def test_direct(function: Callable[[Any, Any], Any], attributes: int) -> None:
         lambda cache, owner: cache.update([owner.number]),
         lambda cache, owner: cache.update(str(owner.number)),
         lambda cache, owner: cache.update(*(owner.number,)),
-        lambda cache, owner: cache.update(**{"a": owner.number}),
         lambda cache, owner: cache.update(owner.number or 1),
         lambda cache, owner: cache.update(owner.number if owner else 1),
         lambda cache, owner: cache.update(owner.number == 3),
