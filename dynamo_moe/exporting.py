@@ -48,7 +48,7 @@ from dynamo_moe.tracing import causes, private
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
-from dynamo_moe.tracing.equal_blocks import NotSharedError, Run, runs_of
+from dynamo_moe.tracing.equal_blocks import TRACED_UNITS, NotSharedError, Run, runs_of
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.nodes import NeedsRetraceError
 from dynamo_moe.tracing.shared_blocks import SharedTrace
@@ -291,10 +291,14 @@ def _graph_with(
 def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
     """Returns the units of equal blocks; the values that they end with are outputs no longer."""
     outputs = traced.graph.outputs
+    given = {str(value.name): value for value in traced.graph.inputs}
     count = sum(len(nodes) for ends in sharing.cuts for nodes in ends)
     names = reversed([str(outputs.pop().name) for _ in range(count)])
+    absent = {place for kept in sharing.kept for place in kept.absent}
+    places = [place for place in range(len(outputs) + len(absent)) if place not in absent]
+    own = {place: str(output.name) for place, output in zip(places, outputs, strict=True)}
     found = []
-    for run, ends in zip(sharing.runs, sharing.cuts, strict=True):
+    for run, ends, kept in zip(sharing.runs, sharing.cuts, sharing.kept, strict=True):
         starts = range(0, len(run.blocks), run.period)
         found.append(
             Units(
@@ -302,6 +306,9 @@ def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
                 paths=[run.paths[start : start + run.period] for start in starts],
                 tensors=[run.unit_tensors(start) for start in starts],
                 ends=[[next(names) for _ in nodes] for nodes in ends],
+                inputs=[[given[name] for name in names_of] for names_of in kept.inputs],
+                kept=[[own[place] for place in unit] for unit in kept.places[:TRACED_UNITS]],
+                places=kept.places,
             )
         )
     return found
@@ -463,6 +470,7 @@ def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[meta
     for each in units:
         layers, weights, ends = instantiate(model, each, layers, weights)
         runs.append((each, ends))
+    _add_results(model, runs)
     names = name_canonically(model, weights)
     common_passes.ClearMetadataAndDocStringPass()(model)
     layers = [layer.renamed(names) for layer in layers]
@@ -471,6 +479,17 @@ def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[meta
     weights |= {name for layer in layers for name in layer.inputs}
     inner = make_functions(model, runs, weights)
     return [layer.renamed(inner) for layer in layers]
+
+
+def _add_results(model: ir.Model, runs: Sequence[tuple[Units, list[list[ir.Value]]]]) -> None:
+    """Adds the results of the units that were not traced, each at its place."""
+    results: dict[int, ir.Value] = {}
+    for units, ends in runs:
+        pairs = [*zip(units.places, ends, strict=False)][TRACED_UNITS:]
+        for places, values in pairs:
+            results.update(zip(places, values[len(units.ends[0]) :], strict=True))
+    for place in sorted(results):
+        model.graph.outputs.insert(place, results[place])
 
 
 def check_graph(model: ir.Model) -> None:

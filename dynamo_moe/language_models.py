@@ -205,6 +205,7 @@ def _with_past(model: PreTrainedModel) -> Callable[..., Any]:
     def forward(
         input_ids: Tensor, attention_mask: Tensor, past_key_values: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        _check_sizes(input_ids, past_key_values)
         cache = DynamicCache()
         layers: list[Any] = [_filled(*layer) for layer in past_key_values]
         cache.layers = layers
@@ -218,6 +219,13 @@ def _with_past(model: PreTrainedModel) -> Callable[..., Any]:
         return result.logits, [(layer.keys, layer.values) for layer in layers]
 
     return forward
+
+
+def _check_sizes(input_ids: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Checks that B and P are those of all layers: a trace then has one symbol for each."""
+    for part in (part for layer in past for part in layer):
+        if part.shape[0] != input_ids.shape[0] or part.shape[2] != past[0][0].shape[2]:
+            raise ValueError("past_key_values differ in their batch or length")
 
 
 def _without_past(model: PreTrainedModel, name: str) -> Callable[..., Any]:

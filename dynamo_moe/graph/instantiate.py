@@ -32,12 +32,18 @@ class Units:
         paths: By unit, the paths of its blocks.
         tensors: By unit, the parameters and buffers of its blocks, by name.
         ends: By traced unit, the names of the values that it ends with.
+        inputs: By unit, the graph's inputs that it alone takes.
+        kept: By traced unit, the names of its values that are results of the graph.
+        places: By unit, their places among the results.
     """
 
     kinds: Sequence[str]
     paths: Sequence[Sequence[str]]
     tensors: Sequence[Mapping[str, Tensor]]
     ends: Sequence[Sequence[str]]
+    inputs: Sequence[Sequence[ir.Value]]
+    kept: Sequence[Sequence[str]]
+    places: Sequence[Sequence[int]]
 
     def renamed(self, name: str, old: int, new: int) -> str:
         """Returns a name in one unit as it is in another."""
@@ -91,7 +97,7 @@ def instantiate(
 
     Returns:
         The layers and the names of the weights, those of the new units among them; by unit, the
-        values that it ends with.
+        values that it ends with, and after them those that are to be results of the graph.
 
     Raises:
         NotSharedError: If the units of the graph are not alike.
@@ -104,11 +110,16 @@ class _Run:
     def __init__(self, model: ir.Model, units: Units, weights: Collection[str]) -> None:
         self.weights = set(weights)
         self._graph, self._units = model.graph, units
+        self._inputs = units.inputs or [[] for _ in units.paths]
         values = {str(output.name): output for node in model.graph for output in node.outputs}
         try:
-            self.ends = [[values[name] for name in names] for names in units.ends]
+            pairs = zip(units.ends, units.kept, strict=True)
+            self.ends = [[values[name] for name in (*ends, *kept)] for ends, kept in pairs]
         except KeyError as error:
             raise NotSharedError(f"the value {error} that ends a unit is gone") from None
+        self._kept = set(self.ends[-1][len(units.ends[-1]) :])
+        if self._kept and len(set(self.ends[-1])) < len(self.ends[-1]):
+            raise NotSharedError("a value that ends a unit is another one as well")
         before = [ancestors(ends) for ends in self.ends]
         inside = [before[unit] - before[unit - 1] for unit in (1, 2)]
         self._second, self._third = ([n for n in model.graph if n in each] for each in inside)
@@ -135,6 +146,9 @@ class _Run:
     ) -> bool:
         if given is None or its is None or given in twin:
             return (given if given is None else twin.get(given)) is its
+        second, third = self._inputs[1:TRACED_UNITS]
+        if its in third:
+            return given is second[third.index(its)]
         if given.name in self.weights:
             name = self._units.renamed(str(given.name), 1, 2)
             if name != given.name:
@@ -162,13 +176,17 @@ class _Run:
                 raise NotSharedError(f"{node.name} has a graph of its own")
             for output in node.outputs:
                 outside = any(user not in third for user, _ in output.uses())
-                if output not in ends and (outside or output.is_graph_output()):
+                if output in self._kept:
+                    if outside or not output.is_graph_output():
+                        raise NotSharedError(f"{output.name} is used after its unit")
+                elif output not in ends and (outside or output.is_graph_output()):
                     raise NotSharedError(f"{output.name} is used after its unit")
 
     def add(self, layers: Sequence[Layer]) -> list[Layer]:
         units = range(TRACED_UNITS, len(self._units.paths))
         inside = set(self._third)
-        uses = {end: [use for use in end.uses() if use[0] not in inside] for end in self.ends[-1]}
+        carried = [end for end in self.ends[-1] if end not in self._kept]
+        uses = {end: [use for use in end.uses() if use[0] not in inside] for end in carried}
         place = self._third[-1]
         known: dict[ir.Value, ir.Value] = {}
         third = ends = self.ends[-1]
@@ -176,6 +194,7 @@ class _Run:
         its = [layer for layer in layers if self._units.renamed(layer.name, 2, 1) != layer.name]
         for unit in units:
             known = dict(zip(self.ends[1], ends, strict=True))
+            known.update(zip(self._inputs[2], self._inputs[unit], strict=True))
             self._counterpart = _counterparts(self._units, unit)
             nodes = [self._copy(node, unit, known) for node in self._third]
             self._graph.insert_after(place, nodes)
@@ -184,6 +203,8 @@ class _Run:
             names = {str(value.name): str(copy.name) for value, copy in known.items()}
             added += [self._layer(layer, unit, names) for layer in its]
         for last, end in zip(ends, third, strict=True):
+            if end in self._kept:
+                continue
             for user, index in uses[end]:
                 user.replace_input_with(index, last)
             for index, output in enumerate(self._graph.outputs):

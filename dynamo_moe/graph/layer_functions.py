@@ -138,13 +138,14 @@ class _Outlined:
             node.outputs[0].name = unique("constant")
             known[constant] = node.outputs[0]
             nodes.append(node)
+        names = {result: unique("output") for result in self._results}
         inner = {}
         for original in self._nodes:
             node = copied(original, known)
             node.name = unique_node(self._local(original.name))
             for output, new in zip(original.outputs, node.outputs, strict=True):
-                if output in self._results:
-                    new.name = unique("output")
+                if output in names:
+                    new.name = names[output]
                 elif output.name:
                     new.name = unique(self._local(output.name))
                     inner[output] = new.name
@@ -160,7 +161,15 @@ class _Outlined:
         return ir.Function(DOMAIN, name, graph=graph, attributes=[]), inner
 
     def _input_name(self, value: ir.Value) -> str:
-        return "input" if value in self._ends[1] else self._local(value.name)
+        if value in self._ends[1]:
+            return "input"
+        second, third = self._units.inputs[1:3] or ((), ())
+        if value not in third:
+            return self._local(value.name)
+        # past_key_values.1.key and past_key_values.2.key are past_key_values.key.
+        names = (str(value.name), str(second[third.index(value)].name))
+        parts = zip(*(name.split(".") for name in names), strict=False)
+        return ".".join(part for part, other in parts if part == other) or "input"
 
     def _local(self, name: str | None) -> str:
         """Returns a name without the path of the block; with its place, if a unit has several."""

@@ -11,61 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import random
-import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
-from dynamo_moe import pytree
-from dynamo_moe.private import (
-    active_modes,
-    attributes_of,
-    change_count,
-    tensor_tables_replaced,
-    tensors_replaced,
-)
-from dynamo_moe.process_state import collector_paused
-from dynamo_moe.tracing.equal_blocks import (
-    SIMPLE,
-    TRACED_UNITS,
-    Description,
-    Facts,
-    NotSharedError,
-    Run,
-    describe,
-    file_of,
-    is_installed_file,
-    is_library_file,
-    state_of,
-)
+from dynamo_moe.private import attributes_of, tensors_replaced
+from dynamo_moe.tracing.equal_blocks import NotSharedError, Run
+from dynamo_moe.tracing.layer_caches import KEPT, Kept
 from dynamo_moe.tracing.nodes import all_nodes
-from dynamo_moe.tracing.plain_code import objection
-
-_DEVICES = ("cpu", "cuda", "xpu", "mps")
-_ABSENT = object()
-
-
-@torch.library.custom_op("dynamo_moe::end_of_block", mutates_args=())
-def end_of_block(result: Tensor, run: int, block: int, leaf: int) -> Tensor:
-    """A result of a block, or what stands for it where the block is passed over."""
-    return result.clone()
-
-
-@end_of_block.register_fake
-def _(result: Tensor, run: int, block: int, leaf: int) -> Tensor:
-    return torch.empty_like(result)
-
-
-_END = torch.ops.dynamo_moe.end_of_block.default
+from dynamo_moe.tracing.run_trace import END, RunTrace
+from dynamo_moe.tracing.values import changed
 
 
 class SharedTrace:
@@ -74,6 +32,7 @@ class SharedTrace:
     Attributes:
         runs: The runs.
         cuts: By run, once the program is known, the nodes that end its first three units.
+        kept: By run, what its units leave in a cache.
     """
 
     def __init__(self, model: nn.Module, runs: Sequence[Run]) -> None:
@@ -81,13 +40,14 @@ class SharedTrace:
         self.runs = runs
         self._model = model
         self.cuts: list[list[list[fx.Node]]] = []
-        self._traces = [_RunTrace(number, run) for number, run in enumerate(runs)]
+        self.kept: list[Kept] = []
+        self._traces = [RunTrace(number, run) for number, run in enumerate(runs)]
         self._members = {
             id(attributes_of(block)): (trace, place)
             for trace in self._traces
             for place, block in enumerate(trace.run.blocks)
         }
-        self._running: _RunTrace | None = None
+        self._running: RunTrace | None = None
 
     @contextlib.contextmanager
     def passing_over(self) -> Iterator[None]:
@@ -98,9 +58,9 @@ class SharedTrace:
                     changes.enter_context(tensors_replaced(block, lambda path, tensor: None))
                 changes.enter_context(trace.reads_watched())
             withholding = self._withholding(self._model.forward)
-            changes.enter_context(_changed(self._model, "forward", withholding))
+            changes.enter_context(changed(self._model, "forward", withholding))
             for kind in {type(block) for run in self.runs for block in run.blocks}:
-                changes.enter_context(_changed(kind, "forward", self._forward(kind.forward)))
+                changes.enter_context(changed(kind, "forward", self._forward(kind.forward)))
             yield
 
     def _withholding(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,486 +110,40 @@ class SharedTrace:
         Raises:
             NotSharedError: If results of blocks that were passed over are used elsewhere.
         """
-        marks: dict[tuple[int, int, int], fx.Node] = {}
+        marks: dict[tuple[Any, int, int, int], fx.Node] = {}
         for node in all_nodes(program):
-            if node.target is _END:
-                number, place, leaf = (int(each) for each in node.args[1:])  # type: ignore[arg-type]
-                if (number, place, leaf) in marks or node.graph is not program.graph:
+            if node.target in (END, KEPT):
+                number, place, leaf = (int(each) for each in node.args[-3:])  # type: ignore[arg-type]
+                key = node.target, number, place, leaf
+                if key in marks or node.graph is not program.graph:
                     raise NotSharedError("a block is called again, or in a region of its own")
-                marks[number, place, leaf] = node
-        self.cuts = [trace.finish(marks) for trace in self._traces]
+                marks[key] = node
+        found = [trace.finish(program, marks) for trace in self._traces]
+        self.cuts = [ends for ends, _ in found]
+        self.kept = [kept for _, kept in found]
         for node in marks.values():
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         for node in reversed(marks.values()):
             node.graph.erase_node(node)
 
     def mark(self, program: ExportedProgram) -> None:
-        """Makes the ends of the traced units results of the program, after its own."""
+        """Makes the ends of the traced units results of the program, after its own.
+
+        What stands for results of the other units is none any longer.
+        """
         output = program.graph.output_node()
         ends = [node for units in self.cuts for nodes in units for node in nodes]
-        if not set(ends) <= set(program.graph.nodes):
+        kept = [node for each in self.kept for nodes in each.nodes for node in nodes]
+        if not {*ends, *kept} <= set(program.graph.nodes):
             raise NotSharedError("the program was traced again")
-        output.args = ((*output.args[0], *ends),)
-        program.graph_signature.output_specs.extend(
+        absent = {place for each in self.kept for place in each.absent}
+        results: Any = output.args[0]
+        specs = program.graph_signature.output_specs
+        own = [place for place in range(len(results)) if place not in absent]
+        if any(results[place] is not node for each in self.kept for place, node in each.traced):
+            raise NotSharedError("the program has other results")
+        specs[:] = [specs[place] for place in own]
+        output.args = ((*(results[place] for place in own), *ends),)
+        specs.extend(
             OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in ends
         )
-
-
-@dataclass
-class _Call:
-    """One call of a block.
-
-    Attributes:
-        given: The leaves of its arguments.
-        spec: How they are nested.
-        versions: How often each was changed in place until then.
-        modes: What else the block's operators depend on.
-        results: The leaves of its results.
-        result_spec: How they are nested.
-    """
-
-    given: list[Any]
-    spec: Any
-    versions: list[int] = field(default_factory=list)
-    modes: Any = None
-    results: list[Any] = field(default_factory=list)
-    result_spec: Any = None
-
-
-@dataclass
-class _Proof:
-    """A kind of block as its last traced call found it."""
-
-    own: Description
-    held: Sequence[Any]
-    state: Facts
-
-
-class _RunTrace:
-    """The calls of a run's blocks."""
-
-    def __init__(self, number: int, run: Run) -> None:
-        self.number, self.run = number, run
-        self.proves = False
-        self._calls: list[_Call] = []
-        self._carried: set[int] = set()
-        self._proofs: list[_Proof] = []
-        self._names = [_Names() for _ in range(run.period)]
-        self._reading = False
-        modules = (module for block in run.blocks for module in block.modules())
-        tensors = (tensor for held in run.tensors for tensor in held.values())
-        self._others = {id(each) for each in (*modules, *tensors)}
-
-    def _refuse(self, reason: str) -> NotSharedError:
-        return NotSharedError(f"{self.run.paths[0]} and those after it: {reason}", self.run)
-
-    def call(self, place: int, compute: Callable[[], Any], arguments: Any) -> Any:
-        """Runs a block, or gives what stands for its results."""
-        if not place:
-            self._calls = []
-        if place != len(self._calls):
-            raise self._refuse("they are not called in order")
-        call = _Call(*pytree.tree_flatten(arguments))
-        self._calls.append(call)
-        if self.proves:
-            call.versions = [change_count(x) for x in call.given if isinstance(x, Tensor)]
-            call.modes = _modes()
-            if place >= 2 * self.run.period:
-                self._check_given(place)
-        if place >= self.run.traced:
-            if self.proves:
-                self._check_block(place)
-            call.results = self._stand_ins(place)
-            call.result_spec = self._calls[place - self.run.period].result_spec
-        else:
-            last = place >= self.run.traced - self.run.period
-            run = self._prove if last else self._trace
-            results = run(place, compute) if self.proves else compute()
-            call.results, call.result_spec = pytree.tree_flatten(results)
-            if place % self.run.period == self.run.period - 1:
-                call.results = [
-                    self._end(each, place, leaf)
-                    if isinstance(each, Tensor) and _place_of(each, call.given) is None
-                    else each
-                    for leaf, each in enumerate(call.results)
-                ]
-        return pytree.tree_unflatten(call.results, call.result_spec)
-
-    def _end(self, result: Tensor, place: int, leaf: int) -> Tensor:
-        ended: Tensor = end_of_block(result, self.number, place, leaf)
-        return ended
-
-    @contextlib.contextmanager
-    def tensors_withheld(self) -> Iterator[None]:
-        """Refuses the run where code looks for the tensors of a block that is passed over."""
-        traced = self.run.traced
-        with contextlib.ExitStack() as changes:
-            for block, own in zip(self.run.blocks[traced:], self.run.tensors[traced:], strict=True):
-                for path, module in block.named_modules():
-                    prefix = f"{path}." if path else ""
-
-                    def withheld(
-                        held: dict[str, Any], prefix: str = prefix, own: Any = own
-                    ) -> dict[str, Any]:
-                        names = {name for name in held if prefix + name in own}
-                        return _Withheld(held, names, self.fail) if names else held
-
-                    changes.enter_context(tensor_tables_replaced(module, withheld))
-            yield
-
-    # --- Blocks that are traced ---
-
-    def _trace(self, place: int, compute: Callable[[], Any]) -> Any:
-        """Runs a block, and sees what it reads."""
-        call, names = self._calls[place], self._names[place % self.run.period]
-        self._reading = True
-        try:
-            # The first unit may do what is done once.
-            with names.watched() if place >= self.run.period else contextlib.nullcontext():
-                results = compute()
-        finally:
-            self._reading = False
-        if names.failure:
-            raise self._refuse(names.failure)
-        if call.versions != [change_count(x) for x in call.given if isinstance(x, Tensor)]:
-            raise self._refuse("a block changes its input in place")
-        return results
-
-    def _prove(self, place: int, compute: Callable[[], Any]) -> Any:
-        """Runs the last block of a kind that is traced, which must leave all as it found it."""
-        kind, call, block = place % self.run.period, self._calls[place], self.run.blocks[place]
-        objects = [x for x in call.given if not (isinstance(x, Tensor) or type(x) in SIMPLE)]
-        classes = {type(module) for module in block.modules()}
-        held = (*self.run.outside[kind], *objects, *classes)
-        names = self._names[kind].values().keys()
-        counts = _counts(block)
-        proof = _Proof(describe(block), held, self._state(held, kind))
-        results = self._trace(place, compute)
-        if new := self._names[kind].values().keys() - names:
-            raise self._refuse(f"a block uses other names than the ones before: {new}")
-        self._check_same(proof.own.facts, describe(block).facts)
-        self._check_same(proof.state, self._state(held, kind))
-        if _counts(block) != counts:
-            raise self._refuse("a block changes a tensor of its own")
-        if _modes() != call.modes:
-            raise self._refuse("a block changes a mode, or draws random numbers")
-        self._proofs[kind:] = [proof]
-        return results
-
-    def _state(self, held: Sequence[Any], kind: int) -> Facts:
-        """Returns the state of objects, and of what the names in a block's code stand for now."""
-        roots: dict[Hashable, Any] = dict(enumerate(held))
-        roots.update(self._names[kind].values())
-        return state_of(roots, self._others)
-
-    def _check_same(self, before: Facts, after: Facts) -> None:
-        if before != after:
-            place = min((place for place, _ in before.items() ^ after.items()), key=str)
-            raise self._refuse(f"what blocks read changes: {' '.join(map(str, place))}")
-
-    @contextlib.contextmanager
-    def reads_watched(self) -> Iterator[None]:
-        """Refuses blocks that read attributes which differ between them.
-
-        A module that has nothing but such attributes is asked for each block instead: stochastic
-        depth, for one, returns what it is given in evaluation mode, whatever its probability is.
-        """
-        names: dict[int, set[str]] = {}
-        twins: dict[int, list[nn.Module]] = {}
-        watched: set[type] = set()
-        asked: set[type] = set()
-        for kind, differing in enumerate(self.run.differing):
-            blocks = self.run.blocks[kind :: self.run.period]
-            for path, name in differing:
-                modules = [block.get_submodule(path) for block in blocks]
-                alone = path and not any(True for _ in modules[0].children())
-                alone = alone and not any(True for _ in modules[0].parameters())
-                watched.add(type(modules[0]))
-                if alone:
-                    asked.add(type(modules[0]))
-                for module in modules:
-                    key = id(attributes_of(module))
-                    names.setdefault(key, set()).add(name)
-                    if alone:
-                        twins[key] = modules
-        with contextlib.ExitStack() as changes:
-            for cls in watched:
-                getter = self._getter(cls.__getattribute__, names)
-                changes.enter_context(_changed(cls, "__getattribute__", getter))
-            for cls in asked:
-                asking = self._asking(cls.forward, twins)  # type: ignore[attr-defined]
-                changes.enter_context(_changed(cls, "forward", asking))
-            yield
-
-    def _getter(
-        self, original: Callable[..., Any], names: Mapping[int, set[str]]
-    ) -> Callable[..., Any]:
-        def get(module: Any, name: str) -> Any:
-            if self._reading:
-                differing = names.get(id(attributes_of(module)), ())
-                frame = inspect.currentframe() if name == "__dict__" and differing else None
-                reader = frame and frame.f_back
-                all_of_them = reader and not is_library_file(
-                    file_of(reader.f_code, reader.f_globals)
-                )
-                if name in differing or all_of_them:
-                    self.fail(f"a block reads {name}, which is another one's otherwise")
-            return original(module, name)
-
-        return get
-
-    def _asking(
-        self, original: Callable[..., Any], twins: Mapping[int, Sequence[nn.Module]]
-    ) -> Callable[..., Any]:
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            others = twins.get(id(attributes_of(module)), ()) if self._reading else ()
-            if not others:
-                return original(module, *args, **kwargs)
-            self._reading = False
-            try:
-                results = [original(other, *args, **kwargs) for other in others]
-            finally:
-                self._reading = True
-            if any(_place_of(result, args[:1]) is None for result in results):
-                self.fail("a block has a module whose attributes are not another one's")
-            return args[0]
-
-        return forward
-
-    def fail(self, reason: str) -> None:
-        """Refuses the run, even if the model's code catches the error."""
-        for names in self._names:
-            names.failure = reason
-        raise self._refuse(reason)
-
-    # --- Blocks that are passed over ---
-
-    def _check_given(self, place: int) -> None:
-        """Checks that a block is given what the block a unit before was given in its place."""
-        call, before = self._calls[place], self._calls[place - self.run.period]
-        if call.spec != before.spec or call.modes != before.modes:
-            raise self._refuse("they are called in different ways")
-        versions = iter(zip(call.versions, before.versions, strict=False))
-        for given, earlier in zip(call.given, before.given, strict=True):
-            if isinstance(given, Tensor) and isinstance(earlier, Tensor):
-                now, then = next(versions)
-                if given is earlier and now == then:
-                    continue
-                leaf = _place_of(given, self._calls[place - 1].results)
-                its = _place_of(earlier, self._calls[place - self.run.period - 1].results)
-                if leaf is None or leaf != its or _sizes(given) != _sizes(earlier):
-                    raise self._refuse("a tensor that a block is given is not the one's before")
-                if place >= self.run.traced and not place % self.run.period:
-                    self._carried.add(leaf)
-            elif given is not earlier and not _equal(given, earlier):
-                raise self._refuse("they are given different arguments")
-
-    def _check_block(self, place: int) -> None:
-        """Checks that a block is like the traced one of its kind, now that it is called."""
-        kind = place % self.run.period
-        proof = self._proofs[kind]
-        differing = describe(self.run.blocks[place]).differences(proof.own)
-        if differing is None or not differing <= self.run.differing[kind]:
-            raise self._refuse("a block has changed since the trace began")
-        self._check_same(proof.state, self._state(proof.held, kind))
-
-    def _stand_ins(self, place: int) -> list[Any]:
-        """Returns results like those of the block a unit before."""
-        call, before = self._calls[place], self._calls[place - self.run.period]
-        results = []
-        for leaf, result in enumerate(before.results):
-            its = _place_of(result, before.given)
-            if its is not None:
-                results.append(call.given[its])
-            elif isinstance(result, Tensor):
-                results.append(self._end(result, place, leaf))
-            elif type(result) in SIMPLE:
-                results.append(result)
-            else:
-                raise self._refuse("they return other objects than tensors")
-        return results
-
-    def finish(self, marks: Mapping[tuple[int, int, int], fx.Node]) -> list[list[fx.Node]]:
-        """Returns the nodes that end each traced unit."""
-        blocks, period = len(self.run.blocks), self.run.period
-        for names in self._names:
-            if names.failure:
-                raise self._refuse(names.failure)
-        if len(self._calls) != blocks:
-            raise self._refuse("not all of them are called")
-        own = {key[1:]: node for key, node in marks.items() if key[0] == self.number}
-        for (place, _), node in own.items():
-            last_traced = place == self.run.traced - 1
-            if (last_traced or self.run.traced <= place < blocks - 1) and any(
-                user.target is not _END for user in node.users
-            ):
-                raise self._refuse("a result between two of them is used elsewhere")
-        used = {leaf for (place, leaf), node in own.items() if place == blocks - 1 and node.users}
-        leaves = sorted(self._carried | used)
-        if not leaves:
-            raise self._refuse("their results are not used")
-        ends = [
-            [own.get((period * (unit + 1) - 1, leaf)) for leaf in leaves]
-            for unit in range(TRACED_UNITS)
-        ]
-        if any(node is None for nodes in ends for node in nodes):
-            raise self._refuse("their results are what they were given")
-        return [[node.args[0] for node in nodes] for nodes in ends]  # type: ignore[union-attr,misc]
-
-
-class _Names:
-    """The global names that the code of a block uses, from when it is watched on."""
-
-    def __init__(self) -> None:
-        self.failure = ""
-        # By identity, since functions of two files may have equal code; kept, so that it stays.
-        self._codes: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self._cells: dict[tuple[int, str], Any] = {}
-        self._places: dict[tuple[int, str], tuple[Any, str]] = {}
-
-    def values(self) -> dict[Hashable, Any]:
-        """Returns what the names stand for now."""
-        found: dict[Hashable, Any] = {
-            (holder.get("__name__"), name, key): holder.get(name, _ABSENT)
-            for (key, name), (holder, _) in self._places.items()
-        }
-        found.update(self._cells)
-        return found
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Notes the names of all functions that are called in the context.
-
-        The garbage collector, which may run anybody's callbacks, is not among their callers.
-        """
-        before = sys.gettrace()
-        with collector_paused():
-            sys.settrace(self._note)
-            try:
-                yield
-            finally:
-                sys.settrace(before)
-
-    def _note(self, frame: Any, event: str, _: Any) -> None:
-        code, holder = frame.f_code, frame.f_globals
-        if (id(code), id(holder)) in self._codes:
-            return
-        file = file_of(code, holder)
-        if is_library_file(file):
-            return
-        nested = any(code in each.co_consts for each, _ in self._codes.values())
-        self._codes[id(code), id(holder)] = code, holder
-        if not is_installed_file(file) and not self.failure:
-            self.failure = objection(frame, SIMPLE, nested=nested) or ""
-        for name in code.co_names:
-            self._note_name(holder, name, code.co_names)
-        for name in () if nested else code.co_freevars:
-            self._cells[id(code), name] = frame.f_locals.get(name)
-
-    def _note_name(self, holder: dict[str, Any], name: str, attributes: Collection[str]) -> None:
-        """Notes a name, and where it is a Python module what may be read of that."""
-        places = [(holder, name)]
-        seen = set()
-        while places:
-            holder, name = places.pop()
-            if name not in holder or (id(holder), name) in seen:
-                continue
-            seen.add((id(holder), name))
-            self._places.setdefault((id(holder), name), (holder, name))
-            if isinstance(holder[name], ModuleType):
-                places += [(vars(holder[name]), attribute) for attribute in attributes]
-
-
-def _modes() -> tuple[Any, ...]:
-    """Returns what operators and code depend on that is not given to them."""
-    _, *numbers = numpy.random.get_state()  # noqa: NPY002  What models draw from.
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        active_modes(),
-        tuple(
-            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-            for device in _DEVICES
-        ),
-        hash(random.getstate()),
-        tuple(map(str, numbers[1:])),
-        numpy.asarray(numbers[0]).tobytes(),
-    )
-
-
-def _counts(block: nn.Module) -> list[tuple[int, int]]:
-    """Returns which tensors a block has, and how often each was changed in place."""
-    return [(id(each), change_count(each)) for each in (*block.parameters(), *block.buffers())]
-
-
-def _place_of(value: Any, among: Sequence[Any]) -> int | None:
-    """Returns the place of an object itself; values such as numbers have none."""
-    if type(value) in SIMPLE:
-        return None
-    return next((place for place, each in enumerate(among) if each is value), None)
-
-
-def _equal(value: Any, other: Any) -> bool:
-    simple = type(value) in SIMPLE and type(value) is type(other)
-    return simple and repr(value) == repr(other)
-
-
-def _sizes(tensor: Tensor) -> tuple[Any, ...]:
-    return (
-        type(tensor),
-        str(tuple(tensor.shape)),
-        str(tensor.stride()),
-        str(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
-
-
-class _Withheld(dict[str, Any]):
-    """A module's tensors by name, of which none may be looked for."""
-
-    def __init__(
-        self, held: Mapping[str, Any], names: Collection[str], fail: Callable[[str], Any]
-    ) -> None:
-        super().__init__(held)
-        self._names, self._fail = names, fail
-
-    def _check(self, name: object) -> None:
-        if name in self._names:
-            self._fail(f"{name} of one that is passed over is read")
-
-    def __contains__(self, name: object) -> bool:
-        self._check(name)
-        return super().__contains__(name)
-
-    def __getitem__(self, name: str) -> Any:
-        self._check(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._check(name)
-        return super().get(name, default)
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        self._fail("tensors of one that is passed over are listed or replaced")
-
-    __iter__ = __reversed__ = __len__ = __eq__ = __repr__ = __or__ = __ror__ = __ior__ = _refuse
-    __setitem__ = __delitem__ = keys = values = items = copy = _refuse
-    pop = popitem = setdefault = update = clear = _refuse
-
-
-@contextlib.contextmanager
-def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives a class or an object an attribute of its own until the context ends."""
-    own = attributes_of(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)

@@ -569,6 +569,18 @@ def test_blocks_that_depend_on_their_turn(shared: Callable[..., int], kind: type
     assert shared(stack(kind)) == 0
 
 
+def test_two_runs_of_one_class(compared: Callable[..., int]) -> None:
+    def make(kind: type[Block]) -> nn.Module:
+        torch.manual_seed(0)
+        others = [kind(number) for number in range(5)]
+        for block in others:
+            block.norm = nn.Identity()  # type: ignore[assignment]
+        return nn.Sequential(*(kind(number) for number in range(5)), *others).eval()
+
+    assert compared(lambda: make(Block)) == 2
+    assert compared(lambda: make(ReadsDictionary)) == 0
+
+
 def test_block_that_reaches_another(compared: Callable[..., int]) -> None:
     def make() -> nn.Module:
         model: Any = stack(ReadsAnother)

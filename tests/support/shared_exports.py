@@ -16,10 +16,11 @@ from dynamo_moe import exporting
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Exports a model, and returns how many of its runs of blocks were shared."""
+    """Exports a model, or one for a task, and returns how many of its runs were shared."""
 
     def export(model: nn.Module, example: Any = None, path: Any = None, **options: Any) -> int:
         runs = []
+        path = path or tmp_path / "model.onnx"
 
         def counted(graph: Any, units: Any, *args: Any) -> Any:
             runs.append(units)
@@ -27,8 +28,11 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
 
         with monkeypatch.context() as context:
             context.setattr(exporting, "instantiate", counted)
-            example = torch.zeros(2, 8) if example is None else example
-            dynamo_moe.export(model, example, path or tmp_path / "model.onnx", **options)
+            if "task" in options:
+                dynamo_moe.export_language_model(model, path, **options)  # type: ignore[arg-type]
+            else:
+                example = torch.zeros(2, 8) if example is None else example
+                dynamo_moe.export(model, example, path, **options)
         return len(runs)
 
     instantiate = exporting.instantiate

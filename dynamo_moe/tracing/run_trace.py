@@ -1,0 +1,440 @@
+"""The calls of equal blocks, in the order of a trace: what they are given, read and return."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+
+from dynamo_moe import pytree
+from dynamo_moe.private import (
+    active_modes,
+    attributes_of,
+    change_count,
+    tensor_tables_replaced,
+)
+from dynamo_moe.tracing.equal_blocks import (
+    SIMPLE,
+    TRACED_UNITS,
+    Description,
+    Facts,
+    NotSharedError,
+    Run,
+    describe,
+    file_of,
+    is_library_file,
+    state_of,
+)
+from dynamo_moe.tracing.layer_caches import KEPT, Kept, LayerCaches, cache_among
+from dynamo_moe.tracing.read_names import ReadNames
+from dynamo_moe.tracing.values import are_equal, changed, place_of, sizes_of
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+@torch.library.custom_op("dynamo_moe::end_of_block", mutates_args=())
+def end_of_block(result: Tensor, run: int, block: int, leaf: int) -> Tensor:
+    """A result of a block, or what stands for it where the block is passed over."""
+    return result.clone()
+
+
+@end_of_block.register_fake
+def _(result: Tensor, run: int, block: int, leaf: int) -> Tensor:
+    return torch.empty_like(result)
+
+
+END = torch.ops.dynamo_moe.end_of_block.default
+
+
+@dataclass
+class _Call:
+    """One call of a block.
+
+    Attributes:
+        given: The leaves of its arguments.
+        spec: How they are nested.
+        versions: How often each was changed in place until then.
+        modes: What else the block's operators depend on.
+        results: The leaves of its results.
+        result_spec: How they are nested.
+    """
+
+    given: list[Any]
+    spec: Any
+    versions: list[int] = field(default_factory=list)
+    modes: Any = None
+    results: list[Any] = field(default_factory=list)
+    result_spec: Any = None
+
+
+@dataclass
+class _Proof:
+    """A kind of block as its last traced call found it."""
+
+    own: Description
+    held: Sequence[Any]
+    state: Facts
+
+
+class RunTrace:
+    """The calls of a run's blocks."""
+
+    def __init__(self, number: int, run: Run) -> None:
+        self.number, self.run = number, run
+        self.proves = False
+        self._calls: list[_Call] = []
+        self._carried: set[int] = set()
+        self._proofs: list[_Proof] = []
+        self._names = [ReadNames() for _ in range(run.period)]
+        self._reading = False
+        self._caches = LayerCaches(number, run, self.fail)
+        modules = (module for block in run.blocks for module in block.modules())
+        tensors = (tensor for held in run.tensors for tensor in held.values())
+        self._others = {id(each) for each in (*modules, *tensors)}
+
+    def _refuse(self, reason: str) -> NotSharedError:
+        return NotSharedError(f"{self.run.paths[0]} and those after it: {reason}", self.run)
+
+    def call(self, place: int, compute: Callable[[], Any], arguments: Any) -> Any:
+        """Runs a block, or gives what stands for its results."""
+        if not place:
+            self._calls = []
+            self._caches.begin()
+        if place != len(self._calls):
+            raise self._refuse("they are not called in order")
+        call = _Call(*pytree.tree_flatten(arguments))
+        self._calls.append(call)
+        cache = cache_among(call.given)
+        if self.proves:
+            call.versions = [change_count(x) for x in call.given if isinstance(x, Tensor)]
+            call.modes = _modes()
+            if place >= 2 * self.run.period:
+                self._check_given(place)
+                self._caches.check(place, cache)
+        if place >= self.run.traced:
+            if self.proves:
+                self._check_block(place)
+            call.results = self._stand_ins(place)
+            self._caches.pass_over(place, cache)
+            call.result_spec = self._calls[place - self.run.period].result_spec
+        else:
+            if cache is not None:
+                compute = functools.partial(self._caches.run, place, cache, compute, self.proves)
+            last = place >= self.run.traced - self.run.period
+            run = self._prove if last else self._trace
+            results = run(place, compute) if self.proves else compute()
+            call.results, call.result_spec = pytree.tree_flatten(results)
+            if place % self.run.period == self.run.period - 1:
+                call.results = [
+                    self._end(each, place, leaf)
+                    if isinstance(each, Tensor) and place_of(each, call.given) is None
+                    else each
+                    for leaf, each in enumerate(call.results)
+                ]
+        return pytree.tree_unflatten(call.results, call.result_spec)
+
+    def _end(self, result: Tensor, place: int, leaf: int) -> Tensor:
+        ended: Tensor = end_of_block(result, self.number, place, leaf)
+        return ended
+
+    @contextlib.contextmanager
+    def tensors_withheld(self) -> Iterator[None]:
+        """Refuses the run where code looks for the tensors of a block that is passed over."""
+        traced = self.run.traced
+        with contextlib.ExitStack() as changes:
+            for block, own in zip(self.run.blocks[traced:], self.run.tensors[traced:], strict=True):
+                for path, module in block.named_modules():
+                    prefix = f"{path}." if path else ""
+
+                    def withheld(
+                        held: dict[str, Any], prefix: str = prefix, own: Any = own
+                    ) -> dict[str, Any]:
+                        names = {name for name in held if prefix + name in own}
+                        return _Withheld(held, names, self.fail) if names else held
+
+                    changes.enter_context(tensor_tables_replaced(module, withheld))
+            yield
+
+    # --- Blocks that are traced ---
+
+    def _trace(self, place: int, compute: Callable[[], Any]) -> Any:
+        """Runs a block, and sees what it reads."""
+        call, names = self._calls[place], self._names[place % self.run.period]
+        self._reading = True
+        try:
+            # The first unit may do what is done once.
+            with names.watched() if place >= self.run.period else contextlib.nullcontext():
+                results = compute()
+        finally:
+            self._reading = False
+        if names.failure:
+            raise self._refuse(names.failure)
+        if call.versions != [change_count(x) for x in call.given if isinstance(x, Tensor)]:
+            raise self._refuse("a block changes its input in place")
+        return results
+
+    def _prove(self, place: int, compute: Callable[[], Any]) -> Any:
+        """Runs the last block of a kind that is traced, which must leave all as it found it."""
+        kind, call, block = place % self.run.period, self._calls[place], self.run.blocks[place]
+        objects = [x for x in call.given if not (isinstance(x, Tensor) or type(x) in SIMPLE)]
+        cache = cache_among(objects)  # Which it cannot look into.
+        objects = [each for each in objects if each is not cache]
+        classes = {type(module) for module in block.modules()}
+        held = (*self.run.outside[kind], *objects, *classes)
+        names = self._names[kind].values().keys()
+        counts = _counts(block)
+        proof = _Proof(describe(block), held, self._state(held, kind))
+        results = self._trace(place, compute)
+        if new := self._names[kind].values().keys() - names:
+            raise self._refuse(f"a block uses other names than the ones before: {new}")
+        self._check_same(proof.own.facts, describe(block).facts)
+        self._check_same(proof.state, self._state(held, kind))
+        if _counts(block) != counts:
+            raise self._refuse("a block changes a tensor of its own")
+        if _modes() != call.modes:
+            raise self._refuse("a block changes a mode, or draws random numbers")
+        self._proofs[kind:] = [proof]
+        return results
+
+    def _state(self, held: Sequence[Any], kind: int) -> Facts:
+        """Returns the state of objects, and of what the names in a block's code stand for now."""
+        roots: dict[Hashable, Any] = dict(enumerate(held))
+        roots.update(self._names[kind].values())
+        return state_of(roots, self._others)
+
+    def _check_same(self, before: Facts, after: Facts) -> None:
+        if before != after:
+            place = min((place for place, _ in before.items() ^ after.items()), key=str)
+            raise self._refuse(f"what blocks read changes: {' '.join(map(str, place))}")
+
+    @contextlib.contextmanager
+    def reads_watched(self) -> Iterator[None]:
+        """Refuses blocks that read attributes which differ between them.
+
+        A module that has nothing but such attributes is asked for each block instead: stochastic
+        depth, for one, returns what it is given in evaluation mode, whatever its probability is.
+        """
+        names: dict[int, set[str]] = {}
+        twins: dict[int, list[nn.Module]] = {}
+        watched: set[type] = set()
+        asked: set[type] = set()
+        for kind, differing in enumerate(self.run.differing):
+            blocks = self.run.blocks[kind :: self.run.period]
+            for path, name in differing:
+                modules = [block.get_submodule(path) for block in blocks]
+                alone = path and not any(True for _ in modules[0].children())
+                alone = alone and not any(True for _ in modules[0].parameters())
+                watched.add(type(modules[0]))
+                if alone:
+                    asked.add(type(modules[0]))
+                for module in modules:
+                    key = id(attributes_of(module))
+                    names.setdefault(key, set()).add(name)
+                    if alone:
+                        twins[key] = modules
+        with contextlib.ExitStack() as changes:
+            for cls in watched:
+                getter = self._getter(cls.__getattribute__, names)
+                changes.enter_context(changed(cls, "__getattribute__", getter))
+            for cls in asked:
+                asking = self._asking(cls.forward, twins)  # type: ignore[attr-defined]
+                changes.enter_context(changed(cls, "forward", asking))
+            yield
+
+    def _getter(
+        self, original: Callable[..., Any], names: Mapping[int, set[str]]
+    ) -> Callable[..., Any]:
+        def get(module: Any, name: str) -> Any:
+            if self._reading:
+                differing = names.get(id(attributes_of(module)), ())
+                reader = inspect.currentframe() if differing else None
+                while reader and reader.f_code is get.__code__:  # Runs may have a class in common.
+                    reader = reader.f_back
+                if name in differing:
+                    index = self._caches.index(module, name, reader)
+                    if index is not None:
+                        return index
+                all_of_them = (
+                    name == "__dict__"
+                    and reader
+                    and not is_library_file(file_of(reader.f_code, reader.f_globals))
+                )
+                if name in differing or all_of_them:
+                    self.fail(f"a block reads {name}, which is another one's otherwise")
+            return original(module, name)
+
+        return get
+
+    def _asking(
+        self, original: Callable[..., Any], twins: Mapping[int, Sequence[nn.Module]]
+    ) -> Callable[..., Any]:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            others = twins.get(id(attributes_of(module)), ()) if self._reading else ()
+            if not others:
+                return original(module, *args, **kwargs)
+            self._reading = False
+            try:
+                results = [original(other, *args, **kwargs) for other in others]
+            finally:
+                self._reading = True
+            if any(place_of(result, args[:1]) is None for result in results):
+                self.fail("a block has a module whose attributes are not another one's")
+            return args[0]
+
+        return forward
+
+    def fail(self, reason: str) -> NoReturn:
+        """Refuses the run, even if the model's code catches the error."""
+        for names in self._names:
+            names.failure = reason
+        raise self._refuse(reason)
+
+    # --- Blocks that are passed over ---
+
+    def _check_given(self, place: int) -> None:
+        """Checks that a block is given what the block a unit before was given in its place."""
+        call, before = self._calls[place], self._calls[place - self.run.period]
+        if call.spec != before.spec or call.modes != before.modes:
+            raise self._refuse("they are called in different ways")
+        versions = iter(zip(call.versions, before.versions, strict=False))
+        for given, earlier in zip(call.given, before.given, strict=True):
+            if isinstance(given, Tensor) and isinstance(earlier, Tensor):
+                now, then = next(versions)
+                if given is earlier and now == then:
+                    continue
+                leaf = place_of(given, self._calls[place - 1].results)
+                its = place_of(earlier, self._calls[place - self.run.period - 1].results)
+                if leaf is None or leaf != its or sizes_of(given) != sizes_of(earlier):
+                    raise self._refuse("a tensor that a block is given is not the one's before")
+                if place >= self.run.traced and not place % self.run.period:
+                    self._carried.add(leaf)
+            elif given is not earlier and not are_equal(given, earlier):
+                raise self._refuse("they are given different arguments")
+
+    def _check_block(self, place: int) -> None:
+        """Checks that a block is like the traced one of its kind, now that it is called."""
+        kind = place % self.run.period
+        proof = self._proofs[kind]
+        differing = describe(self.run.blocks[place]).differences(proof.own)
+        if differing is None or not differing <= self.run.differing[kind]:
+            raise self._refuse("a block has changed since the trace began")
+        self._check_same(proof.state, self._state(proof.held, kind))
+
+    def _stand_ins(self, place: int) -> list[Any]:
+        """Returns results like those of the block a unit before."""
+        call, before = self._calls[place], self._calls[place - self.run.period]
+        results = []
+        for leaf, result in enumerate(before.results):
+            its = place_of(result, before.given)
+            if its is not None:
+                results.append(call.given[its])
+            elif isinstance(result, Tensor):
+                results.append(self._end(result, place, leaf))
+            elif type(result) in SIMPLE:
+                results.append(result)
+            else:
+                raise self._refuse("they return other objects than tensors")
+        return results
+
+    def finish(
+        self, program: ExportedProgram, marks: Mapping[Any, fx.Node]
+    ) -> tuple[list[list[fx.Node]], Kept]:
+        """Returns the nodes that end each traced unit, and what the units leave in a cache."""
+        blocks, period = len(self.run.blocks), self.run.period
+        for names in self._names:
+            if names.failure:
+                raise self._refuse(names.failure)
+        if len(self._calls) != blocks:
+            raise self._refuse("not all of them are called")
+        own, left = (
+            {key[2:]: node for key, node in marks.items() if key[:2] == (mark, self.number)}
+            for mark in (END, KEPT)
+        )
+        for (place, _), node in own.items():
+            last_traced = place == self.run.traced - 1
+            if (last_traced or self.run.traced <= place < blocks - 1) and any(
+                user.target is not END for user in node.users
+            ):
+                raise self._refuse("a result between two of them is used elsewhere")
+        used = {leaf for (place, leaf), node in own.items() if place == blocks - 1 and node.users}
+        leaves = sorted(self._carried | used)
+        if not leaves:
+            raise self._refuse("their results are not used")
+        ends = [
+            [own.get((period * (unit + 1) - 1, leaf)) for leaf in leaves]
+            for unit in range(TRACED_UNITS)
+        ]
+        if any(node is None for nodes in ends for node in nodes):
+            raise self._refuse("their results are what they were given")
+        nodes: list[list[fx.Node]] = [[node.args[0] for node in unit] for unit in ends]  # type: ignore[union-attr,misc]
+        kept = self._caches.finish(program, left)
+        both = [node for units in (nodes, kept.nodes) for unit in units for node in unit]
+        if kept.inputs and len(set(both)) < len(both):
+            raise self._refuse("what a block leaves in a cache is its result as well")
+        return nodes, kept
+
+
+def _modes() -> tuple[Any, ...]:
+    """Returns what operators and code depend on that is not given to them."""
+    _, *numbers = numpy.random.get_state()  # noqa: NPY002  What models draw from.
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        active_modes(),
+        tuple(
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+            for device in _DEVICES
+        ),
+        hash(random.getstate()),
+        tuple(map(str, numbers[1:])),
+        numpy.asarray(numbers[0]).tobytes(),
+    )
+
+
+def _counts(block: nn.Module) -> list[tuple[int, int]]:
+    """Returns which tensors a block has, and how often each was changed in place."""
+    return [(id(each), change_count(each)) for each in (*block.parameters(), *block.buffers())]
+
+
+class _Withheld(dict[str, Any]):
+    """A module's tensors by name, of which none may be looked for."""
+
+    def __init__(
+        self, held: Mapping[str, Any], names: Collection[str], fail: Callable[[str], Any]
+    ) -> None:
+        super().__init__(held)
+        self._names, self._fail = names, fail
+
+    def _check(self, name: object) -> None:
+        if name in self._names:
+            self._fail(f"{name} of one that is passed over is read")
+
+    def __contains__(self, name: object) -> bool:
+        self._check(name)
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self._check(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._check(name)
+        return super().get(name, default)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        self._fail("tensors of one that is passed over are listed or replaced")
+
+    __iter__ = __reversed__ = __len__ = __eq__ = __repr__ = __or__ = __ror__ = __ior__ = _refuse
+    __setitem__ = __delitem__ = keys = values = items = copy = _refuse
+    pop = popitem = setdefault = update = clear = _refuse
