@@ -223,7 +223,6 @@ class _Run:
             overload=node.overload,
             num_outputs=len(node.outputs),
             version=node.version,
-            name=self._units.renamed(str(node.name), 2, unit),
         )
         for output, new in zip(node.outputs, copy.outputs, strict=True):
             new.type, new.shape = output.type, output.shape

@@ -3,35 +3,26 @@
 Python does the same where everything that it reads is the same. A block is therefore described by
 facts: what its modules, their attributes, hooks, functions and closures are. Blocks with equal
 facts do the same with their own weights, as long as what they reach outside of themselves does not
-change; ``state_of`` says whether it does. An attribute that differs between two blocks, such as a
-layer's number, is no obstacle if the traced block does not read it, which only its trace shows.
+change, which :mod:`dynamo_moe.tracing.reachable_state` tells. An attribute that differs between two
+blocks, such as a layer's number, is no obstacle if the traced block does not read it, which only
+its trace shows.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-import os
-import random
-import sys
-import sysconfig
-import threading
 import types
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 from torch import Tensor, nn
 
 from dynamo_moe.modules import ConvertedModule, ParameterCache
-from dynamo_moe.private import attributes_of, change_count, own_parts
+from dynamo_moe.private import attributes_of, own_parts
+from dynamo_moe.tracing.values import SIMPLE
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 Place = tuple[Hashable, ...]
@@ -45,22 +36,9 @@ third show that the others are like them."""
 
 # Blocks after which kinds of blocks may repeat; Gemma 3 has five with a window, then one without.
 _PERIODS = range(1, 9)
-# Values that a look at what a block reaches gives up after.
-_MOST_VALUES = 50_000
-SIMPLE = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.SymInt),
-)
-"""Types whose values are known by what they show."""
-_LISTS = (list, tuple, deque)
-_SETS = (set, frozenset)
-_CONTAINERS = (*_LISTS, *_SETS, Mapping)
-# Objects of Python's own that hold whatever they are given.
-_NAMESPACES = (types.SimpleNamespace, threading.local)
-_WRAPPERS = (
-    *(property, staticmethod, classmethod, functools.cached_property, functools.partialmethod),
-    *(types.BuiltinMethodType, types.MethodWrapperType, type(functools.cache(len))),
-)
+# Types that hold others in a row, and without order.
+LISTS = (list, tuple, deque)
+SETS = (set, frozenset)
 # A module's own dictionaries, such as those of its hooks, and flags.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -292,7 +270,7 @@ class _Reader:
             self.facts[place] = self.known[id(value)]
         elif isinstance(value, ParameterCache):
             self.facts[place] = kind
-        elif isinstance(value, (Tensor, nn.Module, enum.Enum)) or not (parts := _parts(value)):
+        elif isinstance(value, (Tensor, nn.Module, enum.Enum)) or not (parts := parts_of(value)):
             self.facts[place] = (kind, _Same(value))
             self.outside.append(value)
         elif id(value) in self._seen and not isinstance(value, (tuple, frozenset)):
@@ -320,35 +298,35 @@ class _Same:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What a value is made of: a fact of its own, and values by name."""
 
     fact: Any
     items: Iterable[tuple[Hashable, Any]] = field(default=())
 
 
-def _parts(value: Any) -> _Parts | None:
+def parts_of(value: Any) -> Parts | None:
     """Returns what a value is made of; None for what is known by its identity alone."""
     kind = type(value)
-    if kind in _LISTS or _is_named_tuple(kind):
-        return _Parts(len(value), enumerate(value))
+    if kind in LISTS or _is_named_tuple(kind):
+        return Parts(len(value), enumerate(value))
     if kind in (dict, OrderedDict):
         if not all(type(key) in SIMPLE or isinstance(key, (type, enum.Enum)) for key in value):
             return None
-        return _Parts(tuple((type(key), key) for key in value), enumerate(value.values()))
-    if kind in _SETS:
+        return Parts(tuple((type(key), key) for key in value), enumerate(value.values()))
+    if kind in SETS:
         simple = all(type(item) in SIMPLE for item in value)
-        return _Parts(tuple(sorted(map(repr, value)))) if simple else None
+        return Parts(tuple(sorted(map(repr, value)))) if simple else None
     if kind is types.FunctionType:
         cells = [_content(cell) for cell in value.__closure__ or ()]
         held = (value.__defaults__, value.__kwdefaults__, vars(value) or None, *cells)
-        return _Parts((value.__code__, _Same(value.__globals__)), enumerate(held))
+        return Parts((value.__code__, _Same(value.__globals__)), enumerate(held))
     if kind is types.MethodType:
-        return _Parts("method", enumerate((value.__func__, value.__self__)))
+        return Parts("method", enumerate((value.__func__, value.__self__)))
     if kind is functools.partial:
-        return _Parts("partial", enumerate((value.func, value.args, value.keywords)))
+        return Parts("partial", enumerate((value.func, value.args, value.keywords)))
     if _is_plain(kind):
-        return _Parts(kind, sorted(vars(value).items()))
+        return Parts(kind, sorted(vars(value).items()))
     return None
 
 
@@ -378,187 +356,3 @@ def _is_plain(kind: type) -> bool:
         and "__dict__" in {name for base in kind.__mro__ for name in vars(base)}
         and not hasattr(kind, "__next__")
     )
-
-
-# --- What can change ---
-
-
-def state_of(roots: Mapping[Hashable, Any], others: Collection[int]) -> dict[Place, Hashable]:
-    """Returns the state of all that Python reaches from some values.
-
-    Args:
-        roots: The values, by a name.
-        others: The ids of modules and tensors that must not be reached, since code could find
-            another block there each time.
-
-    Raises:
-        NotSharedError: If one of them is reached, or something whose state cannot be read.
-    """
-    state: dict[Place, Hashable] = {}
-    seen: set[int] = set()
-    remaining: list[tuple[Place, Any]] = [((place,), root) for place, root in roots.items()]
-    while remaining:
-        place, value = remaining.pop()
-        kind = type(value)
-        if kind in SIMPLE:
-            state[place] = (kind, repr(value))
-            continue
-        state[place] = (kind, id(value))
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if id(value) in others:
-            raise NotSharedError(f"a block reaches another one by way of {_words(place)}")
-        if len(seen) > _MOST_VALUES:
-            raise NotSharedError("a block reaches too much to look at")
-        fact, parts = _held_by(value)
-        state[(*place, "state")] = fact
-        remaining.extend(((*place, name), part) for name, part in parts)
-    return state
-
-
-def _words(place: Place) -> str:
-    return " ".join(map(str, place))
-
-
-def _hidden(value: Any) -> Hashable:
-    """Returns the state of an object that is in no attribute; None for other objects."""
-    if isinstance(value, Tensor):
-        return change_count(value)
-    if isinstance(value, random.Random):
-        return hash(value.getstate())
-    if isinstance(value, torch.Generator):
-        return bytes(value.get_state().tolist())
-    if isinstance(value, (bytearray, memoryview, numpy.ndarray)):
-        return bytes(value)
-    return None
-
-
-def _held_by(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Returns a fact on a value's state, and the values that it holds."""
-    hidden = _hidden(value)
-    if hidden is not None:
-        return hidden, []
-    if isinstance(value, ContextVar):
-        return None, [("value", value.get(None))]
-    if isinstance(value, weakref.ref):
-        return None, [("referent", value())]
-    if isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(_HERE):
-        return None, []  # What watches the trace.
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-        parts = _parts(value)
-        return None, list(parts.items) if parts is not None else []
-    if isinstance(value, _WRAPPERS):
-        names = ("fget", "fset", "fdel", "func", "__func__", "__self__", "__wrapped__")
-        of_own = not is_library_file(_file_of_wrapped(value))
-        fact = value.cache_info() if of_own and hasattr(value, "cache_info") else None
-        return fact, [(name, getattr(value, name, None)) for name in names]
-    kind = value if isinstance(value, type) else type(value)
-    held = [] if isinstance(value, type) else _contents(value)
-    size = len(held)
-    if kind in (*_LISTS, *_SETS, dict):
-        return size, held
-    if is_library(sys.modules.get(kind.__module__)) and not isinstance(value, nn.Module):
-        known = isinstance(value, (type, *_CONTAINERS, *_NAMESPACES)) or _is_constant(kind)
-        if not known:
-            raise NotSharedError(f"a block reaches a {kind.__name__}, whose state is hidden")
-        if isinstance(value, (*_CONTAINERS, *_NAMESPACES)):
-            held += attributes_of(value).items()
-        return size, held
-    held += attributes_of(value).items()
-    if isinstance(value, type):
-        return size, [*held, *(("base", base) for base in value.__mro__[1:])]
-    return size, [*held, *_slots(value), ("class", kind)]
-
-
-def _slots(value: Any) -> Iterator[tuple[str, Any]]:
-    """Returns what an object keeps in slots.
-
-    Raises:
-        NotSharedError: If a class that it inherits from keeps more than that.
-    """
-    for base in type(value).__mro__:
-        known = issubclass(base, nn.Module) or base in (*_CONTAINERS, *_NAMESPACES)
-        known = known or not is_library(sys.modules.get(base.__module__)) or _is_constant(base)
-        if not known and base.__module__ not in ("collections", "collections.abc", "threading"):
-            raise NotSharedError(f"a block reaches a {base.__name__}, whose state is hidden")
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield name, getattr(value, name, None)
-
-
-def _contents(value: Any) -> list[tuple[Any, Any]]:
-    """Returns what a container holds."""
-    if isinstance(value, Mapping):
-        return list(enumerate(part for pair in value.items() for part in pair))
-    return list(enumerate(value)) if isinstance(value, (*_LISTS, *_SETS)) else []
-
-
-def _file_of_wrapped(value: Any) -> str | None:
-    """Returns the file of a function in a wrapper; that of this package for an installed one."""
-    code = getattr(getattr(value, "__wrapped__", None), "__code__", None)
-    file = getattr(code, "co_filename", None)
-    return __file__ if is_installed_file(file) else file
-
-
-def _is_constant(kind: type) -> bool:
-    """Whether objects of a library's class have no state that a model would change."""
-    root = kind.__module__.partition(".")[0]
-    return root in _OF_CONSTANTS and not hasattr(kind, "__next__")
-
-
-# Functions, descriptors, patterns, locks, operators, loggers.
-_OF_CONSTANTS = frozenset(
-    {
-        *("builtins", "types", "functools", "re", "typing", "_thread", "operator", "logging"),
-        *("_abc", "abc", "dataclasses", "enum", "inspect", "pathlib"),
-        *("torch", "custom_ops", "dynamo_moe"),
-    }
-)
-_HERE = str(Path(__file__).parent)
-# Whose code a trace runs beside the model's: no state that a model reads is there.
-_LIBRARIES = tuple(
-    f"{Path(spec.origin).parent.resolve()}{os.sep}"
-    for spec in map(find_spec, ("torch", "sympy", "mpmath", "numpy", "custom_ops", "dynamo_moe"))
-    if spec is not None and spec.origin is not None
-)
-_STANDARD = f"{Path(sysconfig.get_path('stdlib')).resolve()}{os.sep}"
-_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-
-
-@functools.cache
-def is_library_file(file: str | None) -> bool:
-    """Whether a file is of PyTorch and what it needs, of Python, or of this package."""
-    if file is None:
-        return False
-    if file.startswith("<"):
-        return file.startswith("<frozen ")
-    path = str(Path(file).resolve())
-    standard = path.startswith(_STANDARD) and not any(each in path for each in _INSTALLED)
-    return standard or path.startswith(_LIBRARIES)
-
-
-@functools.cache
-def is_installed_file(file: str | None) -> bool:
-    """Whether a file is of an installed package, which changes between versions alone."""
-    return file is not None and any(each in file for each in _INSTALLED)
-
-
-def file_of(code: types.CodeType, names: Mapping[str, Any]) -> str | None:
-    """Returns the file of a function's code; of generated code, that of the function's module."""
-    file = code.co_filename
-    if not file.startswith("<") or file.startswith("<frozen "):
-        return file
-    module = sys.modules.get(str(names.get("__name__")))
-    of_module = module is not None and vars(module) is names
-    return getattr(module, "__file__", None) if of_module else None
-
-
-def is_library(module: Any) -> bool:
-    """Whether a Python module is of PyTorch and what it needs, of Python, or of this package."""
-    file = getattr(module, "__file__", None)
-    if module is None or file is not None:
-        return is_library_file(file)
-    name = module.__name__
-    root = name.partition(".")[0]
-    return name in sys.builtin_module_names or (name != root and is_library(sys.modules.get(root)))

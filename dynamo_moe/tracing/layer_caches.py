@@ -23,8 +23,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from dynamo_moe import pytree
 from dynamo_moe.private import attributes_of, change_count, storage_key
 from dynamo_moe.tracing.direct_calls import DirectCall, direct_call, place_in
-from dynamo_moe.tracing.equal_blocks import SIMPLE, TRACED_UNITS, Run
-from dynamo_moe.tracing.values import are_equal, changed, sizes_of
+from dynamo_moe.tracing.equal_blocks import TRACED_UNITS, Run
+from dynamo_moe.tracing.values import SIMPLE, are_equal, changed, sizes_of
 
 _MODULE = "transformers.cache_utils"
 

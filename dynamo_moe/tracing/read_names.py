@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import Any
 
 from dynamo_moe.process_state import collector_paused
-from dynamo_moe.tracing.equal_blocks import SIMPLE, file_of, is_installed_file, is_library_file
+from dynamo_moe.tracing.library_code import file_of, is_installed_file, is_library_file
 from dynamo_moe.tracing.plain_code import objection
+from dynamo_moe.tracing.values import SIMPLE
 
 _ABSENT = object()
 

@@ -23,20 +23,18 @@ from dynamo_moe.private import (
     tensor_tables_replaced,
 )
 from dynamo_moe.tracing.equal_blocks import (
-    SIMPLE,
     TRACED_UNITS,
     Description,
     Facts,
     NotSharedError,
     Run,
     describe,
-    file_of,
-    is_library_file,
-    state_of,
 )
 from dynamo_moe.tracing.layer_caches import KEPT, Kept, LayerCaches, cache_among
+from dynamo_moe.tracing.library_code import file_of, is_library_file
+from dynamo_moe.tracing.reachable_state import State, state_of
 from dynamo_moe.tracing.read_names import ReadNames
-from dynamo_moe.tracing.values import are_equal, changed, place_of, sizes_of
+from dynamo_moe.tracing.values import SIMPLE, are_equal, changed, place_of, sizes_of
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -82,7 +80,7 @@ class _Proof:
 
     own: Description
     held: Sequence[Any]
-    state: Facts
+    state: State
 
 
 class RunTrace:
@@ -192,12 +190,12 @@ class RunTrace:
         held = (*self.run.outside[kind], *objects, *classes)
         names = self._names[kind].values().keys()
         counts = _counts(block)
-        proof = _Proof(describe(block), held, self._state(held, kind))
+        proof = _Proof(describe(block), held, state_of(self._reached(held, kind), self._others))
         results = self._trace(place, compute)
         if new := self._names[kind].values().keys() - names:
             raise self._refuse(f"a block uses other names than the ones before: {new}")
         self._check_same(proof.own.facts, describe(block).facts)
-        self._check_same(proof.state, self._state(held, kind))
+        self._check_state(proof, kind)
         if _counts(block) != counts:
             raise self._refuse("a block changes a tensor of its own")
         if _modes() != call.modes:
@@ -205,11 +203,14 @@ class RunTrace:
         self._proofs[kind:] = [proof]
         return results
 
-    def _state(self, held: Sequence[Any], kind: int) -> Facts:
-        """Returns the state of objects, and of what the names in a block's code stand for now."""
-        roots: dict[Hashable, Any] = dict(enumerate(held))
-        roots.update(self._names[kind].values())
-        return state_of(roots, self._others)
+    def _reached(self, held: Sequence[Any], kind: int) -> dict[Hashable, Any]:
+        """Returns objects, and what the names in a block's code stand for now."""
+        return {**dict(enumerate(held)), **self._names[kind].values()}
+
+    def _check_state(self, proof: _Proof, kind: int) -> None:
+        reached = self._reached(proof.held, kind)
+        if not proof.state.is_unchanged(reached):
+            self._check_same(proof.state.facts, state_of(reached, self._others).facts)
 
     def _check_same(self, before: Facts, after: Facts) -> None:
         if before != after:
@@ -327,7 +328,7 @@ class RunTrace:
         differing = describe(self.run.blocks[place]).differences(proof.own)
         if differing is None or not differing <= self.run.differing[kind]:
             raise self._refuse("a block has changed since the trace began")
-        self._check_same(proof.state, self._state(proof.held, kind))
+        self._check_state(proof, kind)
 
     def _stand_ins(self, place: int) -> list[Any]:
         """Returns results like those of the block a unit before."""

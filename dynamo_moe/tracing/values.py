@@ -6,10 +6,16 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dynamo_moe.private import attributes_of
-from dynamo_moe.tracing.equal_blocks import SIMPLE
+
+SIMPLE = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.SymInt),
+)
+"""Types whose values are known by what they show."""
 
 _ABSENT = object()
 
