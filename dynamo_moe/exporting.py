@@ -179,8 +179,8 @@ def export(
             with _exporting(), _naming_unconverted(remaining, model), autocast_inside(model):
                 _check_values(model)
                 example = resolve(model, *given, dynamic_shapes)
-                form = _Form(target, body, link_weights, layers_as_functions)
-                graph = _graph(model, given, example, opset, input_names, form)
+                form = _Form(target, body, opset, input_names, link_weights, layers_as_functions)
+                graph = _graph(model, given, example, form)
                 model_ir, layers = graph.model, graph.layers
                 _rename("output_names", model_ir.graph.outputs, output_names)
                 metadata.store(model_ir, layers)
@@ -228,8 +228,10 @@ class _Form(NamedTuple):
 
     target: lowering.Target
     body: lowering.Body
-    link: bool
-    functions: bool
+    opset: int
+    input_names: Sequence[str] | None
+    link_weights: bool
+    layers_as_functions: bool
 
 
 class _Graph(NamedTuple):
@@ -244,8 +246,6 @@ def _graph(
     model: torch.nn.Module,
     given: tuple[tuple[Any, ...], dict[str, Any]],
     example: DynamicExample,
-    opset: int,
-    input_names: Sequence[str] | None,
     form: _Form,
 ) -> _Graph:
     """Traces a model, equal blocks only as often as it takes, and returns its optimised graph."""
@@ -253,22 +253,20 @@ def _graph(
         runs = runs_of(model) if _SHARES.get() and private.missing() is None else []
         while runs:
             try:
-                return _graph_with(model, given, example, opset, input_names, form, runs)
+                return _graph_with(model, given, example, form, runs)
             except NotSharedError as error:
                 _LOG.info("Equal blocks are traced one by one: %s", error)
                 runs = [run for run in runs if error.run is not None and run is not error.run]
             except Exception:  # The whole model says it better, or does not have it.
                 _LOG.info("Equal blocks are traced one by one", exc_info=True)
                 runs = []
-        return _graph_with(model, given, example, opset, input_names, form, [])
+        return _graph_with(model, given, example, form, [])
 
 
 def _graph_with(
     model: torch.nn.Module,
     given: tuple[tuple[Any, ...], dict[str, Any]],
     example: DynamicExample,
-    opset: int,
-    input_names: Sequence[str] | None,
     form: _Form,
     runs: Sequence[Run],
 ) -> _Graph:
@@ -277,13 +275,15 @@ def _graph_with(
     with passing_over, placeholders.placeholders(model) as lazies:
         trials = SizeTrials(example, has_values=not lazies)
         program = captured(model, given, example, trials, runs=not lazies, sharing=sharing)
-        traced, exporter = translated(program, example, trials, opset, retraces=sharing is None)
+        traced, exporter = translated(
+            program, example, trials, form.opset, retraces=sharing is None
+        )
     units = _units(traced, sharing) if sharing is not None else []
-    _rename("input_names", traced.graph.inputs, input_names)
+    _rename("input_names", traced.graph.inputs, form.input_names)
     placeholders.attach(traced, lazies)
     layers = _optimize(traced, form, units)
     notes = [*([exporter] if exporter else []), *trials.notes]
-    if form.functions and not units:
+    if form.layers_as_functions and not units:
         notes.append("no blocks were found that could be calls of one function")
     return _Graph(traced, layers, notes)
 
@@ -447,7 +447,7 @@ def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[meta
     what becomes of such blocks, as it may where all are traced: a bias of zeros stays, and so does
     ``1 + weight``.
     """
-    target, body, link, functions = form
+    target, link = form.target, form.link_weights
     passes.fold_weight_casts(model, link=link)
     if link and target == "plugin":
         keep_transposed_weights(model)
@@ -465,7 +465,7 @@ def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[meta
         passes.optimize(model, keep=kept)
     roll_repeats(model)
     if target == "plugin":
-        lowering.lower(model, target, body)
+        lowering.lower(model, target, form.body)
     runs = []
     for each in units:
         layers, weights, ends = instantiate(model, each, layers, weights)
@@ -474,7 +474,7 @@ def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[meta
     names = name_canonically(model, weights)
     common_passes.ClearMetadataAndDocStringPass()(model)
     layers = [layer.renamed(names) for layer in layers]
-    if not functions:
+    if not form.layers_as_functions:
         return layers
     weights |= {name for layer in layers for name in layer.inputs}
     inner = make_functions(model, runs, weights)
