@@ -22,6 +22,7 @@ RESUME ?=
 APT_GET := apt-get --quiet --quiet -o Acquire::http::Timeout=20 -o Acquire::Retries=1 -o DPkg::Lock::Timeout=60
 CSRC := $(wildcard trt_plugin/csrc/*.cc trt_plugin/csrc/*/*.cc)
 CPP := $(CSRC) $(wildcard trt_plugin/csrc/*.h trt_plugin/csrc/*/*.h tests/native/*.cc tests/native/host/*.cc examples/*/*.h examples/*/*.cc)
+LINTS := lint-types lint-types-of-tests lint-imports lint-cpp
 # How long `make fuzz` runs.
 SECONDS ?= 600
 # A worker's threads would only wait for those of the other workers.
@@ -29,7 +30,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo train test test-all test-fast test-avx2 test-torch coverage tables fuzz package-test \
-	browser lint format docs pictures bench gpu-check clean
+	browser lint $(LINTS) format docs pictures bench gpu-check clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -120,11 +121,18 @@ browser: ## Install Chromium, for the tests of Netron and `make pictures`; root 
 lint: $(INSTALLED) ## Check style, types, imports, private names of other packages, and the C++ sources
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	@$(MAKE) --no-print-directory -j $(JOBS) $(LINTS)
+
+# Each takes one core for long.
+lint-types:
 	$(BIN)/mypy
+lint-types-of-tests:
 	$(BIN)/mypy --config-file tests/mypy.ini
+lint-imports:
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/docs/test_private_names.py
-	$(BIN)/clang-format --dry-run -Werror $(CPP)
+lint-cpp:
 	printf '%s\n' $(CSRC) | \
 		xargs -P $(JOBS) -I {} $(BIN)/clang-tidy --quiet {} -- -std=c++17 -Itrt_plugin/csrc
 

@@ -210,11 +210,10 @@ class _LoadedFile:
     """The file in ONNX Runtime, with its layers' expert ids as further outputs, if they are known.
 
     One session gives both, unless the file has functions of blocks, which hide their layers, or
-    nodes of ``com.microsoft::MoE``. ONNX Runtime lets
-    such a node write its result over its input while still reading it, if nothing reads that input
-    afterwards (seen with 1.31.1: errors of 2 and more). Computing the routing reads it, which hides
-    the error (from 1.4 to 0.8 in a file of two layers). So such a file runs as it is, and the
-    routing comes from a session of its own.
+    nodes of ``com.microsoft::MoE``. ONNX Runtime lets such a node write its result over its input
+    while still reading it, if nothing reads that input afterwards (seen with 1.31.1: errors of 2
+    and more). Computing the routing reads it, which hides the error (from 1.4 to 0.8 in a file of
+    two layers). So such a file runs as it is, and the routing comes from a session of its own.
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,21 +15,31 @@ from trt_plugin.compiling.ahead_of_time import check_shared_memory
 from trt_plugin.compiling.tasks import Compiled, Task, task_for
 from trt_plugin.compiling.workers import compile_tasks
 
+CASES = {
+    "bf16-gated": (torch.bfloat16, ExpertOptions("silu", gated=True)),
+    "bf16-interleaved": (
+        torch.bfloat16,
+        ExpertOptions("clamped_swiglu", gated=True, interleaved=True),
+    ),
+    "fp16-rms": (torch.float16, ExpertOptions("gelu", pre_norm="rms", weight_on_input=True)),
+    "fp32": (torch.float32, ExpertOptions("gelu")),
+    "fp32-gated": (torch.float32, ExpertOptions("silu", gated=True)),
+}
+DEVICES = ("sm_80", "sm_90", "sm_100")
+# Every case and every device.
+ONE_EACH = set(zip(CASES, 2 * DEVICES, strict=False))
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize(
-    ("dtype", "options"),
+    ("case", "device"),
     [
-        (torch.bfloat16, ExpertOptions("silu", gated=True)),
-        (torch.bfloat16, ExpertOptions("clamped_swiglu", gated=True, interleaved=True)),
-        (torch.float16, ExpertOptions("gelu", pre_norm="rms", weight_on_input=True)),
-        (torch.float32, ExpertOptions("gelu")),
-        (torch.float32, ExpertOptions("silu", gated=True)),
+        pytest.param(*each, marks=() if each in ONE_EACH else pytest.mark.every)
+        for each in itertools.product(CASES, DEVICES)
     ],
-    ids=["bf16-gated", "bf16-interleaved", "fp16-rms", "fp32", "fp32-gated"],
 )
-def test_nothing_spills(dtype, options, device):
+def test_nothing_spills(case, device):
+    dtype, options = CASES[case]
     layer = Layer(64, 1024, 768, 4, dtype, dtype, options=options, b1=True, b2=True)
     on = architecture(device)
     planned = backward_plan(layer, on, train_parameters=True)
