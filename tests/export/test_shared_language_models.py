@@ -28,6 +28,11 @@ def qwen2() -> Any:
     return language_model("Qwen2", num_hidden_layers=5)
 
 
+def stablelm() -> Any:
+    """Its LayerNorms make named tuples of PyTorch's, each of a class of its own."""
+    return language_model("StableLm", num_hidden_layers=5)
+
+
 def gemma2() -> Any:
     return language_model("Gemma2", num_hidden_layers=8, sliding_window=3)
 
@@ -45,7 +50,7 @@ def converted(make: Callable[[], Any]) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [llama, qwen2, qwen3_moe, mixtral, deepseek_v3])
+@pytest.mark.parametrize("make", [llama, qwen2, stablelm, qwen3_moe, mixtral, deepseek_v3])
 def test_files_are_those_of_whole_traces(
     compared: Callable[..., int], tmp_path: Path, make: Callable[[], Any]
 ) -> None:
