@@ -16,6 +16,9 @@ if not torch.cuda.is_available():
 KERNELS = Path(__file__).parents[1] / "build" / "kernel-cache"
 os.environ.setdefault("DYNAMO_MOE_CACHE_DIR", str(KERNELS))
 
+# Imported by the tests whose plugin it is, before pytest comes to it.
+pytest.register_assert_rewrite("fake_tensorrt")
+
 # Helpers that tests import; they contain no tests.
 collect_ignore = ["support"]
 collect_ignore_glob = (
