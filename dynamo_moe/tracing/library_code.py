@@ -49,8 +49,9 @@ def file_of(code: types.CodeType, names: Mapping[str, Any]) -> str | None:
     file = code.co_filename
     if not file.startswith("<") or file.startswith("<frozen "):
         return file
-    if code.co_names == ("_tuple_new",) and names.get("_tuple_new") == tuple.__new__:
-        return collections.__file__  # What makes a named tuple, in a namespace of its own.
+    makes_tuples = code.co_names == ("_tuple_new",) and names.get("_tuple_new") == tuple.__new__
+    if makes_tuples and not code.co_freevars:  # Of a named tuple, in a namespace of its own.
+        return collections.__file__
     module = sys.modules.get(str(names.get("__name__")))
     of_module = module is not None and vars(module) is names
     return getattr(module, "__file__", None) if of_module else None

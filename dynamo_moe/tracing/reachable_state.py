@@ -51,11 +51,13 @@ class State:
 
     facts: Facts
     _roots: Mapping[Hashable, Any]
-    _held: Sequence[tuple[Any, Any, Sequence[tuple[Any, Any]]]]
+    # None where weak references are among it: what they refer to must not be kept alive.
+    _held: Sequence[tuple[Any, Any, Sequence[tuple[Any, Any]]]] | None
 
     def is_unchanged(self, roots: Mapping[Hashable, Any]) -> bool:
         """Whether it is still that of these values, by a look at each of them; False in doubt."""
-        if not _are_same(list(self._roots.items()), list(roots.items())):
+        same = _are_same(list(self._roots.items()), list(roots.items()))
+        if self._held is None or not same:
             return False
         for value, fact, parts in self._held:
             now, held = _held_by(value)
@@ -85,6 +87,7 @@ def state_of(roots: Mapping[Hashable, Any], others: Collection[int]) -> State:
     state: dict[Place, Hashable] = {}
     found: list[tuple[Any, Any, Sequence[tuple[Any, Any]]]] = []
     seen: set[int] = set()
+    is_weak = False
     remaining: list[tuple[Place, Any]] = [((place,), root) for place, root in roots.items()]
     while remaining:
         place, value = remaining.pop()
@@ -103,9 +106,10 @@ def state_of(roots: Mapping[Hashable, Any], others: Collection[int]) -> State:
         fact, parts = _held_by(value)
         state[(*place, "state")] = fact
         remaining.extend(((*place, name), part) for name, part in parts)
+        is_weak |= isinstance(value, weakref.ref)
         if kind not in _UNCHANGING:
             found.append((value, fact, parts))
-    return State(state, roots, found)
+    return State(state, roots, None if is_weak else found)
 
 
 def _words(place: Place) -> str:

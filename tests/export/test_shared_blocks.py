@@ -15,6 +15,7 @@ import os
 import queue
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -720,6 +721,34 @@ def test_what_is_done_between_blocks(
     assert compared(make) == count
 
 
+class Held:
+    """What a weak reference is to."""
+
+
+class Refers(Block):
+    def forward(self, x: Tensor, reference: weakref.ref[Held]) -> Tensor:
+        return super().forward(x) * (1 if reference() is None else 2)
+
+
+class Forgets(Stack):
+    def forward(self, x: Tensor) -> Any:
+        held: Held | None = Held()
+        reference = weakref.ref(held)
+        for number, block in enumerate(self.blocks):
+            if number == len(self.blocks) - 2:
+                held = None
+            x = block(x, reference)
+        return self.head(x)
+
+
+def test_what_blocks_refer_to_weakly_is_not_kept_alive(compared: Callable[..., int]) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Forgets(*(Refers(number) for number in range(6))).eval()
+
+    assert compared(make) == 0
+
+
 class SumsParameters(Stack):
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
@@ -803,7 +832,7 @@ def test_what_all_blocks_are_given(
 
 def test_list_that_blocks_append_to(compared: Callable[..., int]) -> None:
     class Appending(Block):
-        def forward(self, x: Tensor, states: list[Tensor]) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor, states: list[Tensor]) -> Tensor:
             states.append(x)
             return super().forward(x) + len(states)
 
