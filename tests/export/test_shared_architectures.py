@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import dynamo_moe
-from dynamo_moe import exporting
+from shared_exports import opened_twice
 
 pytest_plugins = ("shared_exports",)
 
@@ -154,22 +154,8 @@ def test_half_precision_and_dense_experts(compared: Callable[..., int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("link", [False, True])
-def test_checkpoints(
-    tmp_path: Path, shared: Callable[..., int], link: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints(tmp_path: Path, compared: Callable[..., int], link: bool) -> None:
     torch.manual_seed(0)
     model, inputs = mixtral()
-    model.save_pretrained(tmp_path)  # type: ignore[operator]
-    files = []
-    for shares in (True, False):
-        token = exporting._SHARES.set(shares)
-        try:
-            opened = dynamo_moe.open_checkpoint(tmp_path)
-            dynamo_moe.convert(opened)
-            path = tmp_path / f"{shares}.onnx"
-            count = shared(opened, (), path, kwargs=inputs, link_weights=link)
-            assert count == shares
-        finally:
-            exporting._SHARES.reset(token)
-        files.append(path.read_bytes())
-    assert files[0] == files[1]
+    opened = opened_twice(model, tmp_path)
+    assert compared(opened, (), kwargs=inputs, link_weights=link) == 1

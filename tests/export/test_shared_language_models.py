@@ -18,6 +18,7 @@ import dynamo_moe
 from dynamo_moe import exporting
 from dynamo_moe.cli import app
 from dynamo_moe.files.block_functions import DOMAIN
+from shared_exports import opened_twice
 
 pytest_plugins = ("shared_exports",)
 
@@ -71,24 +72,12 @@ def test_models_that_compute_with_weights_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("link", [False, True])
-def test_checkpoints(tmp_path: Path, shared: Callable[..., int], link: bool) -> None:
+def test_checkpoints(tmp_path: Path, compared: Callable[..., int], link: bool) -> None:
     torch.manual_seed(0)
     model = mixtral()[0].eval()
-    model.save_pretrained(tmp_path)  # type: ignore[operator]
-    files = []
-    for shares in (True, False):
-        token = exporting._SHARES.set(shares)
-        try:
-            opened = dynamo_moe.open_checkpoint(tmp_path)
-            dynamo_moe.convert(opened)
-            path = tmp_path / f"{shares}.onnx"
-            assert shared(opened, None, path, task=WITH_PAST, link_weights=link) == shares
-        finally:
-            exporting._SHARES.reset(token)
-        files.append(path.read_bytes())
-    assert files[0] == files[1]
+    assert compared(opened_twice(model, tmp_path), task=WITH_PAST, link_weights=link) == 1
     dynamo_moe.convert(model)
-    dynamo_moe.verify(tmp_path / "True.onnx", model)
+    dynamo_moe.verify(tmp_path / "True" / "model.onnx", model)
 
 
 @pytest.mark.slow

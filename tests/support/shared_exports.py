@@ -59,3 +59,18 @@ def compared(tmp_path: Path, shared: Callable[..., int]) -> Callable[..., int]:
         return counts[0]
 
     return compare
+
+
+def opened_twice(model: Any, folder: Path) -> Callable[[], nn.Module]:
+    """Returns what opens a model's checkpoint beside each of the files of ``compared``."""
+    folders = [folder / str(shares) for shares in (True, False)]
+    for each in folders:
+        model.save_pretrained(each)
+    remaining = iter(folders)
+
+    def make() -> nn.Module:
+        opened: nn.Module = dynamo_moe.open_checkpoint(next(remaining))
+        dynamo_moe.convert(opened)
+        return opened
+
+    return make
