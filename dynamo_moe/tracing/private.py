@@ -65,6 +65,7 @@ KNOWN_VERSIONS = ((2, 11), (2, 15))
 _absent = ""
 try:
     # Fake tensors of a trace, and the frames of code that Dynamo reads and does not run.
+    from torch._dynamo import config as _dynamo_config
     from torch._guards import TracingContext, detect_fake_mode
 
     # Symbolic sizes: the tracer of one operator, arithmetic, conditions.
@@ -118,6 +119,8 @@ _USED: dict[str, tuple[str, ...]] = {
     "TracingContext.extract_stack": (),
     "_config.patch": (),
     "_config.backed_size_oblivious": (),
+    "_dynamo_config.fake_tensor_cache_enabled": (),
+    "_dynamo_config.patch": (),
     "_core._exported_program_to_onnx_program": ("exported_program", "registry"),
     "ONNXRegistry.from_torchlib": ("opset_version",),
     "ONNXRegistry.register_op": ("self", "target", "function"),
@@ -273,9 +276,13 @@ def _remembered(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
 
 @contextlib.contextmanager
 def _tracing_made_cheap() -> Iterator[None]:
-    """Remembers size arithmetic, and keeps no stack traces."""
+    """Remembers size arithmetic, and neither stack traces nor whole operators.
+
+    With symbolic sizes, to look up what an operator gives takes longer than to find it anew.
+    """
     with contextlib.ExitStack() as changes:
         if missing() is None:
+            changes.enter_context(_dynamo_config.patch(fake_tensor_cache_enabled=False))
             for name in _ARITHMETIC:
                 changes.enter_context(replaced(SymNode, name, _remembered))
         config = getattr(fx, "config", None)  # From PyTorch 2.12 on.

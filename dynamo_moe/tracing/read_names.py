@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Hashable, Iterator
-from types import ModuleType
+import types
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dynamo_moe.private import OpOverload
 from dynamo_moe.process_state import collector_paused
-from dynamo_moe.tracing.library_code import file_of, is_installed_file, is_library_file
+from dynamo_moe.tracing.library_code import (
+    file_of,
+    is_installed_file,
+    is_library,
+    is_library_file,
+)
 from dynamo_moe.tracing.plain_code import objection
 from dynamo_moe.tracing.values import SIMPLE
 
@@ -47,7 +57,7 @@ class ReadNames:
         The garbage collector, which may run anybody's callbacks, is not among their callers.
         """
         before = sys.gettrace()
-        with collector_paused():
+        with collector_paused(), _OperatorsUnwatched():
             sys.settrace(self._note)
             try:
                 yield
@@ -80,5 +90,56 @@ class ReadNames:
                 continue
             seen.add((id(holder), name))
             self._places.setdefault((id(holder), name), (holder, name))
-            if isinstance(holder[name], ModuleType):
+            if isinstance(holder[name], types.ModuleType):
                 places += [(vars(holder[name]), attribute) for attribute in attributes]
+
+
+class _OperatorsUnwatched(TorchFunctionMode):
+    """Lets PyTorch's own functions run unwatched where they cannot call anybody else's.
+
+    A trace runs through far more of their code than of the model's.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], classes: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)
+        watching = sys.gettrace()
+        sys.settrace(None)
+        try:
+            if not (_is_own(func) and _is_data(args) and _is_data(kwargs)):
+                sys.settrace(watching)
+            return func(*args, **kwargs)
+        finally:
+            sys.settrace(watching)
+
+
+_OWN_OPERATORS = ("aten", "prim", "prims", "moe", "dynamo_moe")
+_COMPILED = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType),
+    *(types.WrapperDescriptorType, types.ClassMethodDescriptorType),
+)
+
+
+def _is_own(function: Any) -> bool:
+    """Whether a function is PyTorch's, or an operator of PyTorch or this package."""
+    if isinstance(function, OpOverload):
+        return function.namespace in _OWN_OPERATORS
+    if isinstance(function, types.FunctionType):
+        return is_library_file(function.__code__.co_filename)
+    return isinstance(function, _COMPILED)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is made of numbers and of PyTorch's tensors, and has no code of its own."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return all(map(_is_data, value))
+    if kind is dict:
+        return all(map(_is_data, value.values()))
+    if kind is slice:
+        return _is_data((value.start, value.stop, value.step))
+    ours = issubclass(kind, Tensor) and is_library(sys.modules.get(kind.__module__))
+    return ours or kind in SIMPLE
