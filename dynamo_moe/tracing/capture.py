@@ -98,7 +98,8 @@ def _trace(
 ) -> ExportedProgram:
     # What torch.onnx.export does around torch.export, and more.
     rnns = private.rnn_loops() if loops and example.shapes else nullcontext()
-    with _exportable_models(), private.capturing(), rnns:
+    graphs = nullcontext() if strict else private.graphs_compiled_late()
+    with _exportable_models(), private.capturing(), rnns, graphs:
         return torch.export.export(
             model,
             example.args,

@@ -74,12 +74,19 @@ class Description:
         """Returns the attributes that differ, as module path and name; None if more than that."""
         if self.facts == other.facts:
             return frozenset()
-        places = {place for place, _ in self.facts.items() ^ other.facts.items()}
+        places = differing_places(self.facts, other.facts)
         found = frozenset((str(place[0]), str(place[1])) for place in places if len(place) > 1)
         fixed = _OF_EVERY_MODULE | {"forward", _TENSORS, _CHILDREN}
         if any(len(place) < 2 for place in places) or any(name in fixed for _, name in found):
             return None
         return found
+
+
+def differing_places(facts: Facts, others: Facts) -> set[Place]:
+    """Returns where facts are not those of others, or are not there at all."""
+    absent = object()
+    found = {place for place, fact in facts.items() if others.get(place, absent) != fact}
+    return found | (others.keys() - facts.keys())
 
 
 @dataclass(frozen=True)
@@ -318,9 +325,7 @@ def parts_of(value: Any) -> Parts | None:
         simple = all(type(item) in SIMPLE for item in value)
         return Parts(tuple(sorted(map(repr, value)))) if simple else None
     if kind is types.FunctionType:
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        held = (value.__defaults__, value.__kwdefaults__, vars(value) or None, *cells)
-        return Parts((value.__code__, _Same(value.__globals__)), enumerate(held))
+        return Parts((value.__code__, _Same(value.__globals__)), enumerate(held_by_function(value)))
     if kind is types.MethodType:
         return Parts("method", enumerate((value.__func__, value.__self__)))
     if kind is functools.partial:
@@ -328,6 +333,12 @@ def parts_of(value: Any) -> Parts | None:
     if _is_plain(kind):
         return Parts(kind, sorted(vars(value).items()))
     return None
+
+
+def held_by_function(value: types.FunctionType) -> tuple[Any, ...]:
+    """Returns what a function holds beside its code and its module's names."""
+    cells = [_content(cell) for cell in value.__closure__ or ()]
+    return value.__defaults__, value.__kwdefaults__, vars(value) or None, *cells
 
 
 def _content(cell: Any) -> Any:

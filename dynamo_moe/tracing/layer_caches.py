@@ -37,7 +37,9 @@ def kept_by_block(result: Tensor, given: list[Tensor], run: int, block: int, lea
 
 @kept_by_block.register_fake
 def _(result: Tensor, given: list[Tensor], run: int, block: int, leaf: int) -> Tensor:
-    return torch.empty_like(result)
+    return torch.empty_strided(
+        result.shape, result.stride(), dtype=result.dtype, device=result.device
+    )
 
 
 KEPT = torch.ops.dynamo_moe.kept_by_block.default

@@ -42,6 +42,7 @@ __all__ = [
     "enable_python_dispatcher",
     "fake_mode",
     "free_unbacked_symbols",
+    "graphs_compiled_late",
     "is_module_cast",
     "is_never_negative",
     "make_fx",
@@ -327,6 +328,25 @@ _sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
+
+
+def _when_called(recompile: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Makes a graph's Python code when it is first called, and not after each pass over it."""
+
+    def postponed(module: fx.GraphModule) -> None:
+        cls = type(module)
+
+        def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            recompile(self)
+            return cls.forward(self, *args, **kwargs)
+
+        cls.forward = forward
+
+    return postponed
+
+
+graphs_compiled_late = ProcessState(lambda: replaced(fx.GraphModule, "recompile", _when_called))
+"""Makes no Python code of graphs that are only rewritten; Dynamo reads its own."""
 
 
 @contextlib.contextmanager

@@ -21,13 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from dynamo_moe.private import attributes_of, change_count
-from dynamo_moe.tracing.equal_blocks import LISTS, SETS, Facts, NotSharedError, Place, parts_of
+from dynamo_moe.tracing.equal_blocks import (
+    LISTS,
+    SETS,
+    Facts,
+    NotSharedError,
+    Place,
+    held_by_function,
+    parts_of,
+)
 from dynamo_moe.tracing.library_code import HERE, is_installed_file, is_library, is_library_file
 from dynamo_moe.tracing.values import SIMPLE, are_equal
 
 # Values that a look at what a block reaches gives up after.
 _MOST_VALUES = 50_000
 _CONTAINERS = (*LISTS, *SETS, Mapping)
+_PLAIN_CONTAINERS = (*LISTS, *SETS, dict)
 # What holds the same objects for ever.
 _UNCHANGING = (
     *(tuple, frozenset, property, staticmethod, classmethod, types.BuiltinFunctionType),
@@ -131,9 +140,15 @@ def _hidden(value: Any) -> Hashable:
 
 def _held_by(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     """Returns a fact on a value's state, and the values that it holds."""
-    if isinstance(value, types.FunctionType) and value.__code__.co_filename.startswith(HERE):
-        return None, []  # What watches the trace.
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+    kind = type(value)
+    if kind is types.FunctionType:
+        if value.__code__.co_filename.startswith(HERE):
+            return None, []  # What watches the trace.
+        return value.__code__, list(enumerate(held_by_function(value)))
+    if kind in _PLAIN_CONTAINERS:
+        held = _contents(value)
+        return len(held), held
+    if isinstance(value, types.MethodType | functools.partial):
         parts = parts_of(value)
         return None, list(parts.items) if parts is not None else []
     hidden = _hidden(value)
@@ -151,8 +166,6 @@ def _held_by(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     kind = value if isinstance(value, type) else type(value)
     held = [] if isinstance(value, type) else _contents(value)
     size = len(held)
-    if kind in (*LISTS, *SETS, dict):
-        return size, held
     if is_library(sys.modules.get(kind.__module__)) and not isinstance(value, nn.Module):
         known = isinstance(value, (type, *_CONTAINERS, *_NAMESPACES)) or _is_constant(kind)
         if not known:

@@ -29,6 +29,7 @@ from dynamo_moe.tracing.equal_blocks import (
     NotSharedError,
     Run,
     describe,
+    differing_places,
 )
 from dynamo_moe.tracing.layer_caches import KEPT, Kept, LayerCaches, cache_among
 from dynamo_moe.tracing.library_code import file_of, is_library_file
@@ -47,7 +48,9 @@ def end_of_block(result: Tensor, run: int, block: int, leaf: int) -> Tensor:
 
 @end_of_block.register_fake
 def _(result: Tensor, run: int, block: int, leaf: int) -> Tensor:
-    return torch.empty_like(result)
+    return torch.empty_strided(
+        result.shape, result.stride(), dtype=result.dtype, device=result.device
+    )
 
 
 END = torch.ops.dynamo_moe.end_of_block.default
@@ -214,7 +217,7 @@ class RunTrace:
 
     def _check_same(self, before: Facts, after: Facts) -> None:
         if before != after:
-            place = min((place for place, _ in before.items() ^ after.items()), key=str)
+            place = min(differing_places(before, after), key=str)
             raise self._refuse(f"what blocks read changes: {' '.join(map(str, place))}")
 
     @contextlib.contextmanager

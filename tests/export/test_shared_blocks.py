@@ -721,6 +721,40 @@ def test_what_is_done_between_blocks(
     assert compared(make) == count
 
 
+def activated(y: Tensor) -> Tensor:
+    return F.gelu(y)
+
+
+def otherwise_activated(y: Tensor) -> Tensor:
+    return F.silu(y)
+
+
+class Activates(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        return activated(y)
+
+
+class ReplacesCode(Stack):
+    def forward(self, x: Tensor) -> Any:
+        codes = activated.__code__, otherwise_activated.__code__
+        try:
+            for number, block in enumerate(self.blocks):
+                activated.__code__ = codes[number == 4]
+                x = block(x)
+        finally:
+            activated.__code__ = codes[0]
+        return self.head(x)
+
+
+def test_code_of_a_function_that_blocks_call(compared: Callable[..., int]) -> None:
+    def make(kind: type[Stack]) -> nn.Module:
+        torch.manual_seed(0)
+        return kind(*(Activates() for _ in range(6))).eval()
+
+    assert compared(lambda: make(ReplacesCode)) == 0
+    assert compared(lambda: make(Stack)) == 1
+
+
 class Held:
     """What a weak reference is to."""
 
