@@ -1,16 +1,18 @@
-"""Checking that a model is a module, unwrapping it, and putting it into evaluation mode."""
+"""Checking that a model is a module, unwrapping it, evaluation mode, and running on one thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.jit import ScriptModule
 from torch.optim.swa_utils import AveragedModel
 
 from dynamo_moe.private import compiled_module
+from dynamo_moe.process_state import ProcessState
 
 
 def check_model(model: object) -> None:
@@ -41,6 +43,20 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def _without_more_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+one_thread = ProcessState(_without_more_threads)
+"""Runs the block's operators on one thread, whatever PyTorch's setting."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -17,7 +17,9 @@ KERNELS = Path(__file__).parents[1] / "build" / "kernel-cache"
 os.environ.setdefault("DYNAMO_MOE_CACHE_DIR", str(KERNELS))
 
 # Imported by the tests whose plugin it is, before pytest comes to it.
-pytest.register_assert_rewrite("fake_tensorrt", "shared_exports")
+pytest.register_assert_rewrite(
+    "cli_models", "export_forms", "fake_tensorrt", "plugin_layers", "shared_exports"
+)
 
 # Helpers that tests import; they contain no tests.
 collect_ignore = ["support"]

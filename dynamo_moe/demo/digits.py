@@ -13,6 +13,7 @@ from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from sklearn.model_selection import train_test_split  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+from dynamo_moe.evaluation import one_thread
 from dynamo_moe.models import DroplessMoEMlp
 
 _BATCH_SIZE = 64
@@ -155,17 +156,6 @@ def _moe_inputs(model: nn.Module) -> Iterator[dict[str, tuple[DroplessMoEMlp, Te
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Runs the block's operators on one thread, whatever torch's setting."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _rate(progress: float) -> float:

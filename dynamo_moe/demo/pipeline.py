@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe import ConversionReport, ExportReport, VerificationError, VerificationReport
-from dynamo_moe.demo.digits import Split, TrainingResult, load_digits_split, one_thread, train
+from dynamo_moe.demo.digits import Split, TrainingResult, load_digits_split, train
 from dynamo_moe.demo.measure import (
     Classifier,
     ImageComparison,
@@ -27,6 +27,7 @@ from dynamo_moe.demo.measure import (
     in_torch,
     time_all,
 )
+from dynamo_moe.evaluation import one_thread
 from dynamo_moe.models import swin_moe_digits
 
 MIN_ACCURACY = 0.95

@@ -19,8 +19,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from dynamo_moe import pytree
+from dynamo_moe.evaluation import one_thread
 from dynamo_moe.private import FakeTensor, FakeTensorMode, without_values
-from dynamo_moe.process_state import ProcessState
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.size_decisions import Decision
@@ -136,25 +136,12 @@ class SizeTrials:
 
         def running(leaves: Sequence[Any]) -> Sequence[Any]:
             few = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)) <= _FEW_ELEMENTS
-            threads = _one_thread() if few else contextlib.nullcontext()
+            threads = one_thread() if few else contextlib.nullcontext()
             values = contextlib.nullcontext() if self._has_values else without_values()
             with torch.no_grad(), torch.random.fork_rng(devices=()), threads, values:
                 return run(leaves)
 
         return running
-
-
-@contextlib.contextmanager
-def _without_more_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-_one_thread = ProcessState(_without_more_threads)
 
 
 def model_run(model: nn.Module, example: DynamicExample) -> Run:

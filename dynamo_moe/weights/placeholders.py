@@ -48,7 +48,7 @@ class _LazyWeight(ir.tensor_adapters.TorchTensor):
     def tofile(self, file: BinaryIO) -> None:
         # The next chunk is read while one is written.
         chunks = self.raw.chunks()
-        with _single_threaded(), ThreadPoolExecutor(1) as reader:
+        with _new_threads_compute_alone(), ThreadPoolExecutor(1) as reader:
             pending = reader.submit(next, chunks, None)
             while (chunk := pending.result()) is not None:
                 pending = reader.submit(next, chunks, None)
@@ -154,7 +154,7 @@ def _placeholder(lazy: LazyTensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def _one_for_new_threads() -> Iterator[None]:
     """Keeps new threads from starting PyTorch's, which wait in a loop on the core that writes.
 
     A thread takes the number that was set last when it first computes, and keeps it. So the number
@@ -174,7 +174,7 @@ def _set_for_new_threads(count: int) -> None:
     thread.join()
 
 
-_single_threaded = ProcessState(_one_thread, side_by_side=True)
+_new_threads_compute_alone = ProcessState(_one_for_new_threads, side_by_side=True)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
