@@ -188,8 +188,8 @@ def export(
                 inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
                 if link_weights:
                     placeholders.link(model_ir, path.parent)
-                check_graph(model_ir)
-            files = model_files.save_model(model_ir, path, external_data)
+                checked = check_graph(model_ir)
+            files = model_files.save_model(model_ir, path, external_data, checked)
     # A module that calls torch.ops.moe itself needs no conversion.
     remaining = tuple(each for each in remaining if not _has_layer(each.module, layers))
     warned = [unconverted.warning(remaining)] if remaining else []
@@ -492,14 +492,14 @@ def _add_results(model: ir.Model, runs: Sequence[tuple[Units, list[list[ir.Value
         model.graph.outputs.insert(place, results[place])
 
 
-def check_graph(model: ir.Model) -> None:
-    """Checks what is about to be written.
+def check_graph(model: ir.Model) -> onnx.ModelProto:
+    """Checks what is about to be written, and returns it without its weights.
 
     Raises:
         ExportError: If it is not valid ONNX.
     """
     try:
-        check(model)
+        return check(model)
     except InvalidGraphError as error:
         raise ExportError(
             f"the graph is not valid ONNX, and no file is written: {error}"

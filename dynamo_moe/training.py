@@ -119,8 +119,8 @@ def export_training(
             joint, outputs = _with_gradients(program, results, trained, state)
             graph, note = exporting.translated(joint, example, trials, opset, retraces=False)
             _optimize(graph, outputs, state, parameters)
-            exporting.check_graph(graph)
-            files = model_files.save_model(graph, path, external_data)
+            checked = exporting.check_graph(graph)
+            files = model_files.save_model(graph, path, external_data, checked)
     own = unconverted.training_warning(model)
     if own:
         warnings.warn(own, stacklevel=2)

@@ -42,11 +42,22 @@ def model_bytes(model: ir.Model) -> int:
     return sum(map(_bytes_of, model.graph.initializers.values()))
 
 
+def without_weights(model: ir.Model) -> onnx.ModelProto:
+    """Returns the model without the main graph's initializers, but for the small ones."""
+    return protobuf.without(model, _large(model))
+
+
 @phases.phase("serialization")
-def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[Path]:
+def save_model(
+    model: ir.Model,
+    path: Path,
+    external_data: bool | None,
+    proto: onnx.ModelProto | None = None,
+) -> list[Path]:
     """Writes the model, and its weights to ``<name>.data`` if asked for, or (None) above 2 GB.
 
-    Weights that are external tensors already stay where they are.
+    Weights that are external tensors already stay where they are. What :func:`without_weights`
+    returns of the model can be given, which saves time; it is taken apart.
 
     Returns:
         The files written, the model first.
@@ -71,11 +82,11 @@ def save_model(model: ir.Model, path: Path, external_data: bool | None) -> list[
     data = path.with_name(f"{path.name}.data")
     # The weights take their place first, so that the new model never refers to old ones.
     with _replacing(path) as model_part, _replacing(data) as data_part:
-        large = [value for value in values if not is_small(value)]
+        large = _large(model)
+        proto = proto or protobuf.without(model, large)
         if external_data:
-            _move_out(large, data_part, weights)
-            large = []
-        protobuf.write(model, model_part, large)
+            _move_out([value for value in large if _is_held(value)], data_part, weights)
+        protobuf.write(proto, model_part, large)
         has_data = data_part.exists()
     return [path, data] if has_data else [path]
 
@@ -152,6 +163,10 @@ def is_small(value: ir.Value) -> bool:
     if value.dtype == ir.DataType.STRING:
         return True
     return _bytes_of(value) <= _SMALL and _is_held(value)
+
+
+def _large(model: ir.Model) -> list[ir.Value]:
+    return [value for value in model.graph.initializers.values() if not is_small(value)]
 
 
 def _bytes_of(value: ir.Value) -> int:

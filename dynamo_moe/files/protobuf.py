@@ -19,27 +19,35 @@ _INITIALIZER = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
 _RAW_DATA = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
 
 
-def write(model: ir.Model, path: Path, weights: Sequence[ir.Value]) -> None:
-    """Writes a model; the main graph's initializers that are not in ``weights`` must be small."""
-    proto = without(model, weights)
-    graph = proto.graph.SerializeToString()
-    proto.ClearField("graph")
-    head = proto.SerializeToString()
-    tensors = [weight.const_value for weight in weights if weight.const_value is not None]
-    starts = [_start(weight.name, tensor) for weight, tensor in zip(weights, tensors, strict=True)]
-    size = len(graph) + sum(map(len, starts)) + sum(tensor.nbytes for tensor in tensors)
-    total, done = sum(tensor.nbytes for tensor in tensors), 0
+def write(model: onnx.ModelProto, path: Path, weights: Sequence[ir.Value]) -> None:
+    """Writes a model, which is taken apart, and initializers that its main graph lacks.
+
+    Of those that are in other files, the model says where.
+    """
+    graph = model.graph.SerializeToString()
+    model.ClearField("graph")
+    head = model.SerializeToString()
+    fields = [
+        _field(weight.name, weight.const_value)
+        for weight in weights
+        if weight.const_value is not None
+    ]
+    total = sum(tensor.nbytes for _, tensor in fields if tensor is not None)
+    size = len(graph) + sum(len(start) for start, _ in fields) + total
+    done = 0
     with path.open("wb") as file:
         file.write(head + _key(_GRAPH) + _varint(size) + graph)
-        for tensor, start in zip(tensors, starts, strict=True):
-            phases.report(done, total)
+        for start, tensor in fields:
             file.write(start)
+            if tensor is None:
+                continue
+            phases.report(done, total)
             if hasattr(tensor, "tofile"):  # Not all kinds of onnx_ir's tensors have it.
                 tensor.tofile(file)
             else:
                 file.write(tensor.tobytes())
             done += tensor.nbytes
-    if tensors:
+    if total:
         phases.report(done, total)
 
 
@@ -57,13 +65,18 @@ def without(model: ir.Model, weights: Sequence[ir.Value]) -> onnx.ModelProto:
             initializers.add(value)
 
 
-def _start(name: str | None, tensor: ir.TensorProtocol) -> bytes:
-    """Returns the bytes before a weight's values."""
+def _field(name: str | None, tensor: ir.TensorProtocol) -> tuple[bytes, ir.TensorProtocol | None]:
+    """Returns the bytes before a weight's values, and the weight; None if they are elsewhere."""
+    if isinstance(tensor, ir.ExternalTensor):
+        proto = ir.to_proto(tensor)
+        proto.name = name or ""
+        said: bytes = proto.SerializeToString()
+        return _key(_INITIALIZER) + _varint(len(said)) + said, None
     named: bytes = onnx.TensorProto(
         name=name or "", dims=tensor.shape.numpy(), data_type=tensor.dtype.value
     ).SerializeToString()
     named += _key(_RAW_DATA) + _varint(tensor.nbytes)
-    return _key(_INITIALIZER) + _varint(len(named) + tensor.nbytes) + named
+    return _key(_INITIALIZER) + _varint(len(named) + tensor.nbytes) + named, tensor
 
 
 def _key(field: int) -> bytes:

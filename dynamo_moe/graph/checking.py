@@ -7,7 +7,7 @@ import onnx.checker
 import onnx.shape_inference
 import onnx_ir as ir
 
-from dynamo_moe.files import model_files, protobuf
+from dynamo_moe.files import model_files
 from dynamo_moe.progress import phases
 
 
@@ -16,26 +16,30 @@ class InvalidGraphError(Exception):
 
 
 @phases.phase("check")
-def check(model: ir.Model) -> None:
+def check(model: ir.Model) -> onnx.ModelProto:
     """Checks a model as ``onnx.checker.check_model(full_check=True)`` does.
 
     Inputs of the graph stand for its weights: no value is read, however many bytes they have, and
     wherever they are.
 
+    Returns:
+        The model without its weights.
+
     Raises:
         InvalidGraphError: With the node and the reason.
     """
-    initializers = model.graph.initializers.values()
-    weights = [value for value in initializers if not model_files.is_small(value)]
-    proto = protobuf.without(model, weights)
-    tensors = {str(weight.name): weight.const_value for weight in weights}
+    proto = model_files.without_weights(model)
+    inputs = len(proto.graph.input)
+    small = {tensor.name for tensor in proto.graph.initializer}
     proto.graph.input.extend(
         onnx.helper.make_tensor_value_info(name, tensor.dtype.value, tensor.shape.numpy())
-        for name, tensor in tensors.items()
-        if tensor is not None
+        for name, value in model.graph.initializers.items()
+        if name not in small and (tensor := value.const_value) is not None
     )
     try:
         onnx.checker.check_model(proto, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         reason = " ".join(str(error).removeprefix("[ShapeInferenceError] ").split())
         raise InvalidGraphError(reason) from error
+    del proto.graph.input[inputs:]
+    return proto

@@ -15,8 +15,8 @@ import functools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -304,12 +304,14 @@ class _Same:
         return id(self.value)
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """What a value is made of: a fact of its own, and values by name."""
 
     fact: Any
-    items: Iterable[tuple[Hashable, Any]] = field(default=())
+    items: Iterable[tuple[Hashable, Any]] = ()
+
+
+_NO_PARTS = Parts(())
 
 
 def parts_of(value: Any) -> Parts | None:
@@ -318,6 +320,8 @@ def parts_of(value: Any) -> Parts | None:
     if kind in LISTS or _is_named_tuple(kind):
         return Parts(len(value), enumerate(value))
     if kind in (dict, OrderedDict):
+        if not value:  # As most hooks are.
+            return _NO_PARTS
         if not all(type(key) in SIMPLE or isinstance(key, (type, enum.Enum)) for key in value):
             return None
         return Parts(tuple((type(key), key) for key in value), enumerate(value.values()))
