@@ -67,16 +67,19 @@ def without(model: ir.Model, weights: Sequence[ir.Value]) -> onnx.ModelProto:
 
 def _field(name: str | None, tensor: ir.TensorProtocol) -> tuple[bytes, ir.TensorProtocol | None]:
     """Returns the bytes before a weight's values, and the weight; None if they are elsewhere."""
-    if isinstance(tensor, ir.ExternalTensor):
-        proto = ir.to_proto(tensor)
-        proto.name = name or ""
-        said: bytes = proto.SerializeToString()
-        return _key(_INITIALIZER) + _varint(len(said)) + said, None
-    named: bytes = onnx.TensorProto(
+    proto = onnx.TensorProto(
         name=name or "", dims=tensor.shape.numpy(), data_type=tensor.dtype.value
-    ).SerializeToString()
-    named += _key(_RAW_DATA) + _varint(tensor.nbytes)
-    return _key(_INITIALIZER) + _varint(len(named) + tensor.nbytes) + named, tensor
+    )
+    if not isinstance(tensor, ir.ExternalTensor):
+        named: bytes = proto.SerializeToString() + _key(_RAW_DATA) + _varint(tensor.nbytes)
+        return _key(_INITIALIZER) + _varint(len(named) + tensor.nbytes) + named, tensor
+    proto.data_location = onnx.TensorProto.EXTERNAL
+    said = {"location": tensor.location, "offset": tensor.offset, "length": tensor.length}
+    for key, value in said.items():
+        if value is not None:
+            proto.external_data.add(key=key, value=str(value))
+    where = proto.SerializeToString()
+    return _key(_INITIALIZER) + _varint(len(where)) + where, None
 
 
 def _key(field: int) -> bytes:

@@ -125,6 +125,16 @@ class _Run:
         self._second, self._third = ([n for n in model.graph if n in each] for each in inside)
         self._check_alike()
         self._check_uses(inside[1])
+        # Too large to be one, as they would be if their values were compared with others'.
+        self._constants = {
+            given
+            for node in self._third
+            for given in node.inputs
+            if given is not None
+            and given.is_initializer()
+            and given.name not in self.weights
+            and all(user in inside[1] for user, _ in given.uses())
+        }
 
     def _check_alike(self) -> None:
         first, second, third = self.ends
@@ -242,8 +252,7 @@ class _Run:
             if weight is None:
                 weight = self._weight(given, name, unit)
             known[given] = weight
-        elif given.name not in self.weights and not _used_by_others(given, self._third):
-            # Too large to be one, as it would be if its values were compared with others'.
+        elif given in self._constants:
             constant = ir.Value(
                 name=f"{given.name}/{unit}",
                 shape=given.shape,
@@ -379,8 +388,3 @@ def node_key(node: ir.Node) -> Any:
 
 def _kind(value: ir.Value) -> tuple[str, str]:
     return str(value.type), str(value.shape)
-
-
-def _used_by_others(value: ir.Value, nodes: Sequence[ir.Node]) -> bool:
-    inside = set(nodes)
-    return any(user not in inside for user, _ in value.uses())

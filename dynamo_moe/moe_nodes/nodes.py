@@ -180,7 +180,7 @@ def module_of(node: ir.Node) -> str:
     return _module(node.metadata_props.get(_SCOPES, "[]"))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=2**14)
 def _module(scopes: str) -> str:
     # [root, module, submodule, ..., the fx node itself]
     modules = ast.literal_eval(scopes)[:-1]

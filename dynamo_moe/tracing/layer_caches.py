@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -24,25 +23,10 @@ from dynamo_moe import pytree
 from dynamo_moe.private import attributes_of, change_count, storage_key
 from dynamo_moe.tracing.direct_calls import DirectCall, direct_call, place_in
 from dynamo_moe.tracing.equal_blocks import TRACED_UNITS, Run
+from dynamo_moe.tracing.marks import KEPT
 from dynamo_moe.tracing.values import SIMPLE, are_equal, changed, sizes_of
 
 _MODULE = "transformers.cache_utils"
-
-
-@torch.library.custom_op("dynamo_moe::kept_by_block", mutates_args=())
-def kept_by_block(result: Tensor, given: list[Tensor], run: int, block: int, leaf: int) -> Tensor:
-    """What a block leaves in a layer of a cache that held ``given``, or what stands for it."""
-    return result.clone()
-
-
-@kept_by_block.register_fake
-def _(result: Tensor, given: list[Tensor], run: int, block: int, leaf: int) -> Tensor:
-    return torch.empty_strided(
-        result.shape, result.stride(), dtype=result.dtype, device=result.device
-    )
-
-
-KEPT = torch.ops.dynamo_moe.kept_by_block.default
 
 
 def cache_among(values: Collection[Any]) -> Any:
@@ -233,7 +217,7 @@ class LayerCaches:
     def _write(self, layer: Any, place: int, held: _Layer) -> None:
         """Marks what a block leaves in its layer, or what stands for it."""
         for leaf, (name, value) in enumerate(held.new.items()):
-            held.after[name] = kept_by_block(value, held.given, self._number, place, leaf)
+            held.after[name] = KEPT(value, held.given, self._number, place, leaf)
         attributes = attributes_of(layer)
         attributes.clear()
         attributes.update(held.after)

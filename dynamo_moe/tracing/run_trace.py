@@ -31,29 +31,14 @@ from dynamo_moe.tracing.equal_blocks import (
     describe,
     differing_places,
 )
-from dynamo_moe.tracing.layer_caches import KEPT, Kept, LayerCaches, cache_among
+from dynamo_moe.tracing.layer_caches import Kept, LayerCaches, cache_among
 from dynamo_moe.tracing.library_code import file_of, is_library_file
+from dynamo_moe.tracing.marks import END, KEPT
 from dynamo_moe.tracing.reachable_state import State, state_of
 from dynamo_moe.tracing.read_names import ReadNames
 from dynamo_moe.tracing.values import SIMPLE, are_equal, changed, place_of, sizes_of
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
-
-
-@torch.library.custom_op("dynamo_moe::end_of_block", mutates_args=())
-def end_of_block(result: Tensor, run: int, block: int, leaf: int) -> Tensor:
-    """A result of a block, or what stands for it where the block is passed over."""
-    return result.clone()
-
-
-@end_of_block.register_fake
-def _(result: Tensor, run: int, block: int, leaf: int) -> Tensor:
-    return torch.empty_strided(
-        result.shape, result.stride(), dtype=result.dtype, device=result.device
-    )
-
-
-END = torch.ops.dynamo_moe.end_of_block.default
 
 
 @dataclass
@@ -144,7 +129,7 @@ class RunTrace:
         return pytree.tree_unflatten(call.results, call.result_spec)
 
     def _end(self, result: Tensor, place: int, leaf: int) -> Tensor:
-        ended: Tensor = end_of_block(result, self.number, place, leaf)
+        ended: Tensor = END(result, self.number, place, leaf)
         return ended
 
     @contextlib.contextmanager

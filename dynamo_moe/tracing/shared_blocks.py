@@ -20,9 +20,10 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
 from dynamo_moe.private import attributes_of, tensors_replaced
 from dynamo_moe.tracing.equal_blocks import NotSharedError, Run
-from dynamo_moe.tracing.layer_caches import KEPT, Kept
+from dynamo_moe.tracing.layer_caches import Kept
+from dynamo_moe.tracing.marks import END, KEPT
 from dynamo_moe.tracing.nodes import all_nodes
-from dynamo_moe.tracing.run_trace import END, RunTrace
+from dynamo_moe.tracing.run_trace import RunTrace
 from dynamo_moe.tracing.values import changed
 
 
