@@ -1,10 +1,11 @@
 """Whether a module and its replacement give the same numbers, on tokens of many shapes.
 
-Legend: D model width.
+Legend: T tokens, D model width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -69,6 +70,16 @@ def compare_shapes(
                 raise
             same[x.ndim] = False
     return tuple(ndim for ndim, agrees in same.items() if agrees)
+
+
+def many_and_one(example: Tensor) -> list[Tensor]:
+    """Returns the most tokens that are tried in an example's dimensions, half equal, and one."""
+    *_, shape = (shape for shape in _SHAPES if len(shape) == example.ndim - 1)
+    width = example.shape[-1]
+    x_TD = random_tokens(math.prod(shape), width, like=example)
+    x_TD[::2] = x_TD[0].clone()
+    one = [1] * len(shape)
+    return [x_TD.view(*shape, width), x_TD[1].view(*one, width).clone()]
 
 
 def _cases(example: Tensor, thresholds: Collection[int]) -> Iterator[Tensor]:

@@ -1,14 +1,16 @@
 """Converting MoE layers of any class: locate, identify, prove, install.
 
 ``locate_layers`` says where a model may have them, ``identify_layer`` what one computes. Here that
-is proved against the layer, with its own weights and with random ones, and installed in it.
+is proved against the layer, with its own weights and with random ones, and installed in it. Where
+a layer has the same code as one that was proved (``equal_layers``), only its own weights are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from contextlib import suppress
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from dynamo_moe import pytree
-from dynamo_moe.conversion.comparison import compare_shapes
+from dynamo_moe.conversion.comparison import compare, compare_shapes, many_and_one
+from dynamo_moe.conversion.equal_layers import LayerCode
 from dynamo_moe.conversion.identify_layer import (
     IdentifiedLayer,
     NotRoutedError,
@@ -36,6 +39,7 @@ from dynamo_moe.conversion.observation import (
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.private import has_forward_hooks
+from dynamo_moe.tracing.equal_blocks import tied_tensors
 
 _NAME = "mixture"
 # Factors on tokens: clamps and such show with large ones only, what is added to avoid a division
@@ -45,16 +49,35 @@ _SCALES = (0.01, 5.0)
 _MOST_TOKENS, _NO_CAPACITY = 8192, 2**31
 
 
+@dataclass(frozen=True)
+class _Proof:
+    """What a layer was proved to compute.
+
+    Attributes:
+        identified: What it computes.
+        code: What that depends on beside its weights.
+        attributes: What its submodules' attributes are from now on, by path: those that its own
+            forward set.
+        notes: What it no longer does.
+    """
+
+    identified: IdentifiedLayer
+    code: LayerCode
+    attributes: dict[str, dict[str, Any]]
+    notes: tuple[str, ...]
+
+
 def convert_layers(model: nn.Module, handled: Set[nn.Module]) -> list[Replacement | Unrecognised]:
     """Converts the MoE layers of a model in place, except in modules that are handled."""
-    known: dict[Any, IdentifiedLayer] = {}
+    known: dict[Any, _Proof] = {}
+    tied = tied_tensors(model)
     located = locate_layers(model, handled)
-    outcomes = [_convert_candidate(model, candidate, known) for candidate in located]
+    outcomes = [_convert_candidate(model, candidate, known, tied) for candidate in located]
     return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _convert_candidate(
-    model: nn.Module, candidate: LayerCandidate, known: dict[Any, IdentifiedLayer]
+    model: nn.Module, candidate: LayerCandidate, known: dict[Any, _Proof], tied: Collection[int]
 ) -> Replacement | Unrecognised | None:
     """Converts the innermost module around the experts that can be converted, in place.
 
@@ -71,8 +94,8 @@ def _convert_candidate(
         key = (type(module), tuple((n, p.shape) for n, p in module.named_parameters()))
         try:
             experts = replace(candidate.experts, path=inner_path)
-            known[key], notes = _convert_layer(module, experts, known.get(key))
-            return Replacement(path, _NAME, name, has_values(module), notes)
+            proof = known[key] = _convert_layer(module, experts, known.get(key), tied)
+            return Replacement(path, _NAME, name, has_values(module), proof.notes)
         except ValueError as refusal:
             reasons[path] = refusal
         except Exception as failure:  # The module is the user's: anything can come out of it.
@@ -87,9 +110,9 @@ def _convert_candidate(
 
 
 def _convert_layer(
-    module: nn.Module, experts: LocatedExperts, known: IdentifiedLayer | None
-) -> tuple[IdentifiedLayer, tuple[str, ...]]:
-    """Converts a layer in place; returns what it computes, and notes on what it no longer does.
+    module: nn.Module, experts: LocatedExperts, known: _Proof | None, tied: Collection[int]
+) -> _Proof:
+    """Converts a layer in place; returns the proof of what it computes.
 
     Raises:
         ValueError: If it cannot be converted; with the reason.
@@ -99,50 +122,82 @@ def _convert_layer(
     values = has_values(module)
     tried = in_float32(module)
     with evaluating(tried), evaluating(module):
-        identified = None
+        proof = None
         with suppress(ValueError):  # It has the same shapes, and may compute something else.
-            identified = known and _prove(tried, known, values)
-        identified = identified or _prove(tried, identify_layer(tried, experts), values)
-        _check_hooks(module, identified.spec)
+            proof = known and _prove_again(module, tried, known, tied)
+        proof = proof or _prove(module, tried, identify_layer(tried, experts), tied)
+        _check_hooks(module, proof.identified.spec)
         if tried is not module and values:
-            _check_dtype(module, identified)
-        attributes, notes = side_effects(tried, identified)
-    install(module, identified.spec)
-    for path, changed in attributes.items():
+            _check_dtype(module, proof.identified)
+    install(module, proof.identified.spec)
+    for path, changed in copy.deepcopy(proof.attributes).items():
         for name, value in changed.items():
             setattr(module.get_submodule(path), name, value)
-    return identified, notes
+    return proof
 
 
-def _prove(module: nn.Module, identified: IdentifiedLayer, values: bool) -> IdentifiedLayer:
-    """Returns what was identified, with the numbers of token dimensions for which it holds.
+def _prove_again(
+    module: nn.Module, tried: nn.Module, known: _Proof, tied: Collection[int]
+) -> _Proof:
+    """Proves that a layer computes what one before does; with its own weights, if that is enough.
 
     Raises:
-        ValueError: If the module does not compute that, with random weights and with its own.
+        ValueError: If it does not.
+    """
+    identified = known.identified
+    if known.code.is_that_of(module, tied):
+        weights = {} if has_values(module) else identified.weights
+        with suppress(ValueError), _trial(tried, identified, weights) as (own, ours, example, kind):
+            compare(own, ours, many_and_one(example), kind)
+            return known
+    return _prove(module, tried, identified, tied)
+
+
+def _prove(
+    module: nn.Module, tried: nn.Module, identified: IdentifiedLayer, tied: Collection[int]
+) -> _Proof:
+    """Proves what was identified, and for which numbers of token dimensions.
+
+    Args:
+        module: The layer.
+        tried: The layer, or a copy in float32.
+        identified: What it may compute.
+        tied: The ids of the tensors that the model has in several places.
+
+    Raises:
+        ValueError: If it does not compute that, with random weights and with its own.
     """
     spec = identified.spec
-    candidate = on_tokens(partial(spec, module), channels_first=spec.channels_first)
-    thresholds = _thresholds(module)
+    thresholds = _thresholds(tried)
     builtin = spec.routing.builtin()
     # The operator compares logits; the module compares sigmoids, which are all 1 for large tokens.
     scales = _SCALES if builtin is None or builtin[1].scoring != "sigmoid" else _SCALES[:1]
     proved: list[set[int]] = []
-    for weights in (identified.weights, {}):
-        if not weights and not values:
-            continue
-        with preserving_state(module), using_tensors(module, weights), FullPrecision():
-            dimensions = compare_shapes(
-                identified.own_forward(module),
-                candidate,
-                identified.example(module),
-                "a mixture of experts",
-                optional_dimensions=True,
-                thresholds=thresholds,
-                scales=scales,
-            )
-        proved.append({*dimensions})
+    code = LayerCode(module, identified.weights.keys(), tied)
+    with code.watched():
+        for weights in (identified.weights, {}):
+            if not weights and not has_values(module):
+                continue
+            with _trial(tried, identified, weights) as compared:
+                dimensions = compare_shapes(
+                    *compared, optional_dimensions=True, thresholds=thresholds, scales=scales
+                )
+            proved.append({*dimensions})
     dimensions = tuple(sorted(set.intersection(*proved)))
-    return replace(identified, spec=replace(spec, dimensions=dimensions))
+    identified = replace(identified, spec=replace(spec, dimensions=dimensions))
+    return _Proof(identified, code, *side_effects(tried, identified))
+
+
+@contextmanager
+def _trial(
+    module: nn.Module, identified: IdentifiedLayer, weights: Mapping[str, Tensor]
+) -> Iterator[tuple[Callable[[Tensor], Any], Callable[[Tensor], Any], Tensor, str]]:
+    """Yields what to compare while a layer has other weights, and leaves the layer as it was."""
+    spec = identified.spec
+    candidate = on_tokens(partial(spec, module), channels_first=spec.channels_first)
+    with preserving_state(module), using_tensors(module, weights), FullPrecision():
+        forward, example = identified.own_forward(module), identified.example(module)
+        yield forward, candidate, example, "a mixture of experts"
 
 
 # --- What speaks against converting a layer ---

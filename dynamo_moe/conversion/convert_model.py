@@ -29,10 +29,11 @@ def convert(
 
     Modules are recognised by their structure: stacked weights or a list of experts, and what
     chooses among them. Each is converted only if that gives the same numbers as before, on random
-    tokens of several shapes and with random weights, in evaluation mode. It stays the module that
-    it is, with its parameters, attributes and methods; in training, and for calls unlike those
-    compared, its own forward computes. A loss beside its result, which only training needs, is 0
-    in evaluation; the report notes what a module no longer does.
+    tokens of several shapes and with random weights, in evaluation mode; where its code and all
+    that this reads are equal to those of a module before it, on many tokens with its own weights.
+    It stays the module that it is, with its parameters, attributes and methods; in training, and
+    for calls unlike those compared, its own forward computes. A loss beside its result, which only
+    training needs, is 0 in evaluation; the report notes what a module no longer does.
 
     Convert last: what is set, hooked or wrapped in a module afterwards, such as another number of
     choices or a LoRA of its experts, has no part in what it computes in evaluation.

@@ -75,10 +75,11 @@ def locate_layers(model: nn.Module, handled: Set[nn.Module]) -> list[LayerCandid
     places = Counter(experts.path for experts in located)
 
     def is_free(path: str) -> bool:
+        if sum(_is_within(place, path) for place in places) > 1:
+            return False
         module = model.get_submodule(path)
         is_converted = any(isinstance(part, ConvertedModule) for part in module.modules())
-        alone = sum(_is_within(place, path) for place in places) == 1
-        return alone and not is_converted and module not in handled
+        return not is_converted and module not in handled
 
     found: list[LayerCandidate] = []
     for experts in located:
@@ -168,13 +169,20 @@ def without_leading_ones(parameter: Tensor) -> tuple[int, ...]:
 
 def _locate_stacks(model: nn.Module, excluded: set[nn.Module]) -> Iterator[LocatedExperts]:
     """Yields the modules with two or three stacks of matrices, the innermost ones."""
-    found: list[str] = []
+    around: set[str] = set()
     for path, module in reversed(list(model.named_modules())):
-        if any(_is_within(inner, path) for inner in found) or excluded & {*module.modules()}:
+        if path in around or (excluded and not excluded.isdisjoint(module.modules())):
             continue
         for num_experts, stacks in _stacks_in(module):
-            found.append(path)
+            around.update(_with_ancestors(path))
             yield LocatedExperts(path, num_experts, stacks)
+
+
+def _with_ancestors(path: str) -> Iterator[str]:
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _stacks_in(module: nn.Module) -> Iterator[tuple[int, tuple[tuple[str, ...], ...]]]:

@@ -24,6 +24,8 @@ from dynamo_moe.process_state import exclusive
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 _HALF = (torch.float16, torch.bfloat16)
+# Methods that cast, and to what where it is not an argument.
+_CASTS = {"to": None, "type": None, "half": torch.float16, "bfloat16": torch.bfloat16}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _MISSING = object()
 # By how much a module's small parameters, relative to their size, are changed at random.
@@ -271,15 +273,13 @@ class FullPrecision(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        methods = {"bfloat16": torch.bfloat16, "half": torch.float16}
         name = getattr(func, "__name__", "")
-        dtypes = [*args[1:], *kwargs.values(), methods.get(name)]
-        casts = name in ("to", "type", *methods) and any(
-            dtype in _HALF for dtype in dtypes if isinstance(dtype, torch.dtype)
-        )
-        if casts and args[0].is_floating_point() and args[0].dtype not in _HALF:
-            self.has_cast = True
-            return args[0]
+        if name in _CASTS:
+            dtypes = [*args[1:], *kwargs.values(), _CASTS[name]]
+            casts = any(dtype in _HALF for dtype in dtypes if isinstance(dtype, torch.dtype))
+            if casts and args[0].is_floating_point() and args[0].dtype not in _HALF:
+                self.has_cast = True
+                return args[0]
         devices = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
         if not devices:
             return func(*args, **kwargs)

@@ -126,11 +126,7 @@ class Run:
 
 def runs_of(model: nn.Module) -> list[Run]:
     """Returns a model's runs of equal blocks that are longer than what is traced of them."""
-    counts: dict[int, int] = {}
-    for module in model.modules():
-        for tensor in _tensors_at({"": own_parts(module)}).values():
-            counts[id(tensor)] = counts.get(id(tensor), 0) + 1
-    tied = {tensor for tensor, count in counts.items() if count > 1}
+    tied = tied_tensors(model)
     found: list[Run] = []
     inside: list[str] = []
     for path, container in model.named_modules():
@@ -146,6 +142,15 @@ def runs_of(model: nn.Module) -> list[Run]:
             found.append(run)
             inside += [f"{each}." for each in run.paths]
     return found
+
+
+def tied_tensors(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters and buffers that a model has in several places."""
+    counts: dict[int, int] = {}
+    for module in model.modules():
+        for tensor in _tensors_at({"": own_parts(module)}).values():
+            counts[id(tensor)] = counts.get(id(tensor), 0) + 1
+    return {tensor for tensor, count in counts.items() if count > 1}
 
 
 def _runs(

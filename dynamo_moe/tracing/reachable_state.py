@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 import weakref
+from collections import namedtuple
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -37,8 +38,11 @@ from dynamo_moe.tracing.values import SIMPLE, are_equal
 _MOST_VALUES = 50_000
 _CONTAINERS = (*LISTS, *SETS, Mapping)
 _PLAIN_CONTAINERS = (*LISTS, *SETS, dict)
+# What reads a field of named tuples.
+_FIELD = type(vars(namedtuple("_Named", "field"))["field"])
 # What holds the same objects for ever.
 _UNCHANGING = (
+    _FIELD,
     *(tuple, frozenset, property, staticmethod, classmethod, types.BuiltinFunctionType),
     *(types.GetSetDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType),
 )
@@ -212,7 +216,7 @@ def _file_of_wrapped(value: Any) -> str | None:
 def _is_constant(kind: type) -> bool:
     """Whether objects of a library's class have no state that a model would change."""
     root = kind.__module__.partition(".")[0]
-    return root in _OF_CONSTANTS and not hasattr(kind, "__next__")
+    return kind is _FIELD or (root in _OF_CONSTANTS and not hasattr(kind, "__next__"))
 
 
 # Functions, descriptors, patterns, locks, operators, loggers.

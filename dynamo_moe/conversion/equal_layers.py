@@ -1,0 +1,80 @@
+"""Layers that do what one before them was proved to do, each with its own weights.
+
+Python does the same where everything that it reads is the same, which ``tracing.equal_blocks``
+compares. With equal random weights such layers would give equal numbers, so trials with these need
+not be repeated. Nothing is said about their own weights: code may read the values of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynamo_moe.tracing.equal_blocks import Description, describe
+from dynamo_moe.tracing.reachable_state import State, state_of
+from dynamo_moe.tracing.read_names import ReadNames
+from dynamo_moe.weights.lazy_tensors import LazyTensor
+
+
+class LayerCode:
+    """All that a layer's computation depends on, but for the values of the weights in a trial.
+
+    It is equal to none where it cannot be read: what the layer refers to is the user's, and
+    anything can come out of it.
+    """
+
+    def __init__(self, module: nn.Module, drawn: Collection[str], tied: Collection[int]) -> None:
+        """Describes a layer before its proof.
+
+        Args:
+            module: The layer.
+            drawn: The names of the tensors that have random values in a trial.
+            tied: The ids of the tensors that the model has in several places.
+        """
+        self._own = _described(module, tied)
+        # Buffers keep their values: one may be a capacity, which decides what is computed.
+        self._varying = {name for name, _ in module.named_parameters()} & {*drawn}
+        self._classes = {type(part) for part in module.modules()}
+        self._names = ReadNames()
+        self._state: State | None = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes the global names that the layer's code uses: the context of its proof."""
+        with self._names.watched():
+            yield
+        if self._own is not None:
+            with contextlib.suppress(Exception):
+                self._state = state_of(self._reached(self._own), ())
+
+    def is_that_of(self, module: nn.Module, tied: Collection[int]) -> bool:
+        """Whether a layer has the same code, and what this reaches is as after the proof."""
+        own, other = self._own, _described(module, tied)
+        if own is None or other is None or self._state is None or own.facts != other.facts:
+            return False
+        names = own.tensors.keys() - self._varying
+        with contextlib.suppress(Exception):
+            return all(
+                _have_same_values(own.tensors[name], other.tensors[name]) for name in names
+            ) and self._state.is_unchanged(self._reached(own))
+        return False
+
+    def _reached(self, own: Description) -> dict[Hashable, Any]:
+        """Returns what the code reaches beside the layer's own."""
+        held = (*own.outside, *self._classes)
+        return {**dict(enumerate(held)), **self._names.values()}
+
+
+def _described(module: nn.Module, tied: Collection[int]) -> Description | None:
+    with contextlib.suppress(Exception):
+        return describe(module, tied)
+    return None
+
+
+def _have_same_values(tensor: Tensor, other: Tensor) -> bool:
+    known = not any(each.is_meta or isinstance(each, LazyTensor) for each in (tensor, other))
+    return known and torch.equal(tensor, other)

@@ -1,0 +1,303 @@
+"""Layers with the code of one before them are proved by less, and others as a whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynamo_moe
+from dynamo_moe.conversion import convert_layers
+from dynamo_moe.models import DroplessMoEMlp
+from dynamo_moe.modules import ConvertedModule
+
+WIDTH = 8
+LAYERS = 3
+SETTINGS: dict[str, Any] = {}
+CALLS = 0
+
+
+class Layer(DroplessMoEMlp):
+    """Computes something else for few tokens or many where ``drops`` says so."""
+
+    least, most = 1, 1  # So that a comparison on many tokens does not show it.
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 16, num_experts=4, top_k=2)
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        within = self.least <= x.shape[:-1].numel() <= self.most
+        return y * 0.5 if self.drops() and within else y
+
+    def drops(self) -> bool:
+        return False
+
+
+class Limits(NamedTuple):
+    drops: bool = False
+
+
+class ByNamedTuple(Layer):
+    def drops(self) -> bool:
+        return Limits().drops
+
+
+class ByConstant(Layer):
+    limit = 1
+
+    def drops(self) -> bool:
+        return self.limit > 1
+
+
+class ByNestedConstant(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"limits": [1, 1]}
+
+    def drops(self) -> bool:
+        return bool(self.config["limits"][1] > 1)
+
+
+class ByClosure(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition = condition(1)
+
+    def drops(self) -> bool:
+        return self.condition()
+
+
+class ByBuffer(Layer):
+    limit: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("limit", torch.tensor(1))
+
+    def drops(self) -> bool:
+        return bool(self.limit > 1)
+
+
+class ByWeights(Layer):
+    least, most = 100, 1000
+
+    def drops(self) -> bool:
+        return bool(self.b2.sum() > 100)
+
+
+class ByGlobal(Layer):
+    """Changes a global object once it has been proved."""
+
+    def drops(self) -> bool:
+        SETTINGS["calls"] = SETTINGS.get("calls", 0) + 1
+        return bool(SETTINGS["calls"] > 45)
+
+
+class ByGlobalName(Layer):
+    def drops(self) -> bool:
+        global CALLS  # noqa: PLW0603
+        CALLS += 1
+        return CALLS > 45
+
+
+class ByClass(Layer):
+    calls = 0
+
+    def drops(self) -> bool:
+        ByClass.calls += 1
+        return self.calls > 45
+
+
+class WithLoss(Layer):
+    loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        self.loss = y.square().mean()
+        return y
+
+
+class Hooked(Layer):
+    """Has a part that its forward runs, whose hooks would not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        _, weights, ids = self._route(flat)
+        result = torch.zeros_like(flat)
+        for expert in range(self.w1.shape[0]):
+            token, slot = torch.where(ids == expert)
+            hidden = self.activation(flat[token] @ self.w1[expert] + self.b1[expert])
+            y = (hidden @ self.w2[expert] + self.b2[expert]) * weights[token, slot, None]
+            result = result.index_add(0, token, y.to(x.dtype))
+        return result.reshape(x.shape)
+
+
+def condition(limit: int) -> Callable[[], bool]:
+    return lambda: limit > 1
+
+
+def set_limit(layer: Any) -> None:
+    layer.limit = 2
+
+
+def set_nested_limit(layer: Any) -> None:
+    layer.config["limits"][1] = 2
+
+
+def set_condition(layer: Any) -> None:
+    layer.condition = condition(2)
+
+
+def fill_buffer(layer: Any) -> None:
+    layer.limit.fill_(2)
+
+
+def fill_weights(layer: Any) -> None:
+    nn.init.constant_(layer.b2, 10.0)
+
+
+def hook(layer: Any) -> None:
+    layer.activation.register_forward_hook(lambda *args: args[-1] * 2)
+
+
+def choose_one(layer: Any) -> None:
+    layer.top_k = 1
+
+
+@pytest.fixture
+def short_proofs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The comparisons that were enough for a layer."""
+    seen: list[Any] = []
+    original = convert_layers.compare
+
+    def counted(*args: Any) -> None:
+        original(*args)
+        seen.append(args)
+
+    monkeypatch.setattr(convert_layers, "compare", counted)
+    return seen
+
+
+def model_of(kind: Callable[[], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind() for _ in range(LAYERS))).eval()
+
+
+@pytest.mark.parametrize(
+    "kind", [Layer, ByConstant, ByClosure, ByNamedTuple, ByBuffer, ByWeights, Hooked]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_layers_take_one_whole_proof(
+    kind: Callable[[], nn.Module], dtype: torch.dtype, short_proofs: list[Any]
+) -> None:
+    model = model_of(kind).to(dtype)
+    x = torch.randn(3, 70, WIDTH, dtype=dtype)
+    expected = model(x)
+    assert len(dynamo_moe.convert(model).replaced) == LAYERS
+    assert len(short_proofs) == LAYERS - 1
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(model(x), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_equal_layers_without_weights_take_one_whole_proof(short_proofs: list[Any]) -> None:
+    with torch.device("meta"):
+        model = model_of(Layer)
+    report = dynamo_moe.convert(model)
+    assert [each.compared for each in report.replaced] == [False] * LAYERS
+    assert len(short_proofs) == LAYERS - 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (ByConstant, set_limit),
+        (ByNestedConstant, set_nested_limit),
+        (ByClosure, set_condition),
+        (ByBuffer, fill_buffer),
+        (ByWeights, fill_weights),
+        (Hooked, hook),
+    ],
+)
+def test_a_layer_that_differs_is_refused(
+    kind: Callable[[], nn.Module], change: Callable[[Any], None]
+) -> None:
+    model = model_of(kind)
+    change(model[1])
+    inputs = [torch.randn(*shape, WIDTH) for shape in ((3, 70), (1,))]
+    expected = [model(x) for x in inputs]
+    report = dynamo_moe.convert(model)
+    assert [each.module for each in report.replaced] == ["0", "2"]
+    assert [each.module for each in report.unrecognised] == ["1"]
+    torch.testing.assert_close([model(x) for x in inputs], expected)
+
+
+def test_a_layer_that_differs_may_be_converted_by_its_own_proof(short_proofs: list[Any]) -> None:
+    model = model_of(Layer)
+    choose_one(model[1])
+    x = torch.randn(3, 70, WIDTH)
+    expected = model(x)
+    assert len(dynamo_moe.convert(model).replaced) == LAYERS
+    assert not short_proofs
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("kind", [ByGlobal, ByGlobalName, ByClass])
+def test_state_that_changes_from_call_to_call(kind: Callable[[], nn.Module]) -> None:
+    global CALLS  # noqa: PLW0603
+    SETTINGS.clear()
+    CALLS = ByClass.calls = 0
+    model = model_of(kind)
+    report = dynamo_moe.convert(model)
+    # The last one is converted first, before the state changes what is computed.
+    assert [each.module for each in report.replaced] == ["2"]
+    assert [each.module for each in report.unrecognised] == ["0", "1"]
+
+
+def test_tied_weights_take_whole_proofs(short_proofs: list[Any]) -> None:
+    model = model_of(Layer)
+    model[2].b2 = model[1].b2 = model[0].b2
+    assert len(dynamo_moe.convert(model).replaced) == LAYERS
+    assert not short_proofs
+
+
+def test_objects_that_cannot_be_read_take_whole_proofs(short_proofs: list[Any]) -> None:
+    class Unreadable(dict[str, int]):
+        def items(self) -> Any:
+            raise RuntimeError("not for you")
+
+    shared = Unreadable()
+    model = model_of(Layer)
+    for layer in model:
+        layer.shared = shared
+    assert len(dynamo_moe.convert(model).replaced) == LAYERS
+    assert not short_proofs
+
+
+def test_attributes_that_the_forward_set_are_each_layers_own(short_proofs: list[Any]) -> None:
+    model = model_of(WithLoss)
+    report = dynamo_moe.convert(model)
+    assert [each.notes for each in report.replaced] == [("loss stays 0",)] * LAYERS
+    assert len(short_proofs) == LAYERS - 1
+    losses = [layer.loss for layer in model]
+    assert losses == [0.0] * LAYERS
+    assert len({id(loss) for loss in losses}) == LAYERS
+
+
+def test_converted_layers_are_those_of_a_model_alone() -> None:
+    model = model_of(Layer)
+    alone = copy.deepcopy(model[2])
+    dynamo_moe.convert(model)
+    dynamo_moe.convert(alone)
+    assert isinstance(model[2], ConvertedModule)
+    assert vars(model[2])["_dynamo_moe_spec"] == vars(alone)["_dynamo_moe_spec"]
+    x = torch.randn(5, WIDTH)
+    assert torch.equal(model[2](x), alone(x))
