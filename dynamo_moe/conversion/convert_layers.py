@@ -8,7 +8,7 @@ a layer has the same code as one that was proved (``equal_layers``), only its ow
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dynamo_moe import pytree
 from dynamo_moe.conversion.comparison import compare, compare_shapes, many_and_one
-from dynamo_moe.conversion.equal_layers import LayerCode
+from dynamo_moe.conversion.equal_layers import LayerCode, ModelParts
 from dynamo_moe.conversion.identify_layer import (
     IdentifiedLayer,
     NotRoutedError,
@@ -39,7 +39,6 @@ from dynamo_moe.conversion.observation import (
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.private import has_forward_hooks
-from dynamo_moe.tracing.equal_blocks import tied_tensors
 
 _NAME = "mixture"
 # Factors on tokens: clamps and such show with large ones only, what is added to avoid a division
@@ -70,14 +69,14 @@ class _Proof:
 def convert_layers(model: nn.Module, handled: Set[nn.Module]) -> list[Replacement | Unrecognised]:
     """Converts the MoE layers of a model in place, except in modules that are handled."""
     known: dict[Any, _Proof] = {}
-    tied = tied_tensors(model)
+    parts = ModelParts.of(model)
     located = locate_layers(model, handled)
-    outcomes = [_convert_candidate(model, candidate, known, tied) for candidate in located]
+    outcomes = [_convert_candidate(model, candidate, known, parts) for candidate in located]
     return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _convert_candidate(
-    model: nn.Module, candidate: LayerCandidate, known: dict[Any, _Proof], tied: Collection[int]
+    model: nn.Module, candidate: LayerCandidate, known: dict[Any, _Proof], parts: ModelParts
 ) -> Replacement | Unrecognised | None:
     """Converts the innermost module around the experts that can be converted, in place.
 
@@ -94,7 +93,7 @@ def _convert_candidate(
         key = (type(module), tuple((n, p.shape) for n, p in module.named_parameters()))
         try:
             experts = replace(candidate.experts, path=inner_path)
-            proof = known[key] = _convert_layer(module, experts, known.get(key), tied)
+            proof = known[key] = _convert_layer(module, experts, known.get(key), parts)
             return Replacement(path, _NAME, name, has_values(module), proof.notes)
         except ValueError as refusal:
             reasons[path] = refusal
@@ -110,7 +109,7 @@ def _convert_candidate(
 
 
 def _convert_layer(
-    module: nn.Module, experts: LocatedExperts, known: _Proof | None, tied: Collection[int]
+    module: nn.Module, experts: LocatedExperts, known: _Proof | None, parts: ModelParts
 ) -> _Proof:
     """Converts a layer in place; returns the proof of what it computes.
 
@@ -124,8 +123,8 @@ def _convert_layer(
     with evaluating(tried), evaluating(module):
         proof = None
         with suppress(ValueError):  # It has the same shapes, and may compute something else.
-            proof = known and _prove_again(module, tried, known, tied)
-        proof = proof or _prove(module, tried, identify_layer(tried, experts), tied)
+            proof = known and _prove_again(module, tried, known, parts)
+        proof = proof or _prove(module, tried, identify_layer(tried, experts), parts)
         _check_hooks(module, proof.identified.spec)
         if tried is not module and values:
             _check_dtype(module, proof.identified)
@@ -136,25 +135,25 @@ def _convert_layer(
     return proof
 
 
-def _prove_again(
-    module: nn.Module, tried: nn.Module, known: _Proof, tied: Collection[int]
-) -> _Proof:
+def _prove_again(module: nn.Module, tried: nn.Module, known: _Proof, parts: ModelParts) -> _Proof:
     """Proves that a layer computes what one before does; with its own weights, if that is enough.
 
     Raises:
         ValueError: If it does not.
     """
     identified = known.identified
-    if known.code.is_that_of(module, tied):
+    if known.code.is_that_of(module):
         weights = {} if has_values(module) else identified.weights
-        with suppress(ValueError), _trial(tried, identified, weights) as (own, ours, example, kind):
-            compare(own, ours, many_and_one(example), kind)
+        with suppress(Exception), _trial(tried, identified, weights) as (own, ours, example, kind):
+            many, one = many_and_one(example)
+            for tokens in (many, one, *(many * scale for scale in _scales(identified))):
+                compare(own, ours, [tokens], kind)
             return known
-    return _prove(module, tried, identified, tied)
+    return _prove(module, tried, identified, parts)
 
 
 def _prove(
-    module: nn.Module, tried: nn.Module, identified: IdentifiedLayer, tied: Collection[int]
+    module: nn.Module, tried: nn.Module, identified: IdentifiedLayer, parts: ModelParts
 ) -> _Proof:
     """Proves what was identified, and for which numbers of token dimensions.
 
@@ -162,30 +161,38 @@ def _prove(
         module: The layer.
         tried: The layer, or a copy in float32.
         identified: What it may compute.
-        tied: The ids of the tensors that the model has in several places.
+        parts: Those of the model.
 
     Raises:
         ValueError: If it does not compute that, with random weights and with its own.
     """
     spec = identified.spec
     thresholds = _thresholds(tried)
-    builtin = spec.routing.builtin()
-    # The operator compares logits; the module compares sigmoids, which are all 1 for large tokens.
-    scales = _SCALES if builtin is None or builtin[1].scoring != "sigmoid" else _SCALES[:1]
     proved: list[set[int]] = []
-    code = LayerCode(module, identified.weights.keys(), tied)
+    code = LayerCode(module, identified.weights.keys(), parts)
     with code.watched():
         for weights in (identified.weights, {}):
             if not weights and not has_values(module):
                 continue
             with _trial(tried, identified, weights) as compared:
                 dimensions = compare_shapes(
-                    *compared, optional_dimensions=True, thresholds=thresholds, scales=scales
+                    *compared,
+                    optional_dimensions=True,
+                    thresholds=thresholds,
+                    scales=_scales(identified),
                 )
             proved.append({*dimensions})
     dimensions = tuple(sorted(set.intersection(*proved)))
     identified = replace(identified, spec=replace(spec, dimensions=dimensions))
     return _Proof(identified, code, *side_effects(tried, identified))
+
+
+def _scales(identified: IdentifiedLayer) -> tuple[float, ...]:
+    """Returns factors on the tokens that a layer is tried with."""
+    builtin = identified.spec.routing.builtin()
+    # The operator compares logits; the module compares sigmoids, which are all 1 for large tokens.
+    is_sigmoid = builtin is not None and builtin[1].scoring == "sigmoid"
+    return _SCALES[:1] if is_sigmoid else _SCALES
 
 
 @contextmanager

@@ -2,22 +2,43 @@
 
 Python does the same where everything that it reads is the same, which ``tracing.equal_blocks``
 compares. With equal random weights such layers would give equal numbers, so trials with these need
-not be repeated. Nothing is said about their own weights: code may read the values of these.
+not be repeated. Nothing is said about their own weights: code may read the values of these, and
+compute something else for larger tokens, for one.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.tracing.equal_blocks import Description, describe
+from dynamo_moe.tracing.equal_blocks import Description, describe, tied_tensors
 from dynamo_moe.tracing.reachable_state import State, state_of
 from dynamo_moe.tracing.read_names import ReadNames
 from dynamo_moe.weights.lazy_tensors import LazyTensor
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What belongs to a model, by ids.
+
+    Attributes:
+        tied: Tensors that it has in several places.
+        all: Its modules and tensors.
+    """
+
+    tied: Collection[int]
+    all: Collection[int]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelParts:
+        """Returns the parts of a model."""
+        parts = (*model.modules(), *model.parameters(), *model.buffers())
+        return cls(tied_tensors(model), {id(part) for part in parts})
 
 
 class LayerCode:
@@ -27,15 +48,16 @@ class LayerCode:
     anything can come out of it.
     """
 
-    def __init__(self, module: nn.Module, drawn: Collection[str], tied: Collection[int]) -> None:
+    def __init__(self, module: nn.Module, drawn: Collection[str], parts: ModelParts) -> None:
         """Describes a layer before its proof.
 
         Args:
             module: The layer.
             drawn: The names of the tensors that have random values in a trial.
-            tied: The ids of the tensors that the model has in several places.
+            parts: Those of the model.
         """
-        self._own = _described(module, tied)
+        self._parts = parts
+        self._own = _described(module, parts)
         # Buffers keep their values: one may be a capacity, which decides what is computed.
         self._varying = {name for name, _ in module.named_parameters()} & {*drawn}
         self._classes = {type(part) for part in module.modules()}
@@ -49,18 +71,21 @@ class LayerCode:
             yield
         if self._own is not None:
             with contextlib.suppress(Exception):
-                self._state = state_of(self._reached(self._own), ())
+                # Code that reaches the model's parts may look for what is said of one of them.
+                self._state = state_of(self._reached(self._own), self._parts.all)
 
-    def is_that_of(self, module: nn.Module, tied: Collection[int]) -> bool:
+    def is_that_of(self, module: nn.Module) -> bool:
         """Whether a layer has the same code, and what this reaches is as after the proof."""
-        own, other = self._own, _described(module, tied)
-        if own is None or other is None or self._state is None or own.facts != other.facts:
+        own, other = self._own, _described(module, self._parts)
+        if own is None or other is None or self._state is None or self._names.failure:
             return False
         names = own.tensors.keys() - self._varying
         with contextlib.suppress(Exception):
-            return all(
-                _have_same_values(own.tensors[name], other.tensors[name]) for name in names
-            ) and self._state.is_unchanged(self._reached(own))
+            return (
+                own.facts == other.facts
+                and all(_have_same_values(own.tensors[name], other.tensors[name]) for name in names)
+                and self._state.is_unchanged(self._reached(own))
+            )
         return False
 
     def _reached(self, own: Description) -> dict[Hashable, Any]:
@@ -69,9 +94,9 @@ class LayerCode:
         return {**dict(enumerate(held)), **self._names.values()}
 
 
-def _described(module: nn.Module, tied: Collection[int]) -> Description | None:
+def _described(module: nn.Module, parts: ModelParts) -> Description | None:
     with contextlib.suppress(Exception):
-        return describe(module, tied)
+        return describe(module, parts.tied)
     return None
 
 

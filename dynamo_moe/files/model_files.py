@@ -57,7 +57,7 @@ def save_model(
     """Writes the model, and its weights to ``<name>.data`` if asked for, or (None) above 2 GB.
 
     Weights that are external tensors already stay where they are. What :func:`without_weights`
-    returns of the model can be given, which saves time; it is taken apart.
+    returns of the model as it is can be given, which saves time; it is taken apart.
 
     Returns:
         The files written, the model first.
@@ -83,7 +83,8 @@ def save_model(
     # The weights take their place first, so that the new model never refers to old ones.
     with _replacing(path) as model_part, _replacing(data) as data_part:
         large = _large(model)
-        proto = proto or protobuf.without(model, large)
+        if proto is None:
+            proto = protobuf.without(model, large)
         if external_data:
             _move_out([value for value in large if _is_held(value)], data_part, weights)
         protobuf.write(proto, model_part, large)

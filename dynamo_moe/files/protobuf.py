@@ -73,6 +73,9 @@ def _field(name: str | None, tensor: ir.TensorProtocol) -> tuple[bytes, ir.Tenso
     if not isinstance(tensor, ir.ExternalTensor):
         named: bytes = proto.SerializeToString() + _key(_RAW_DATA) + _varint(tensor.nbytes)
         return _key(_INITIALIZER) + _varint(len(named) + tensor.nbytes) + named, tensor
+    proto.doc_string = tensor.doc_string or ""
+    for key, text in tensor.metadata_props.items():
+        proto.metadata_props.add(key=key, value=text)
     proto.data_location = onnx.TensorProto.EXTERNAL
     said = {"location": tensor.location, "offset": tensor.offset, "length": tensor.length}
     for key, value in said.items():

@@ -13,7 +13,9 @@ import copy
 import functools
 import inspect
 import logging
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -330,22 +332,41 @@ capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
 
 
-def _when_called(recompile: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Makes a graph's Python code when it is first called, and not after each pass over it."""
+@contextlib.contextmanager
+def _graphs_compiled_late() -> Iterator[None]:
+    """Makes the Python code of this thread's graphs when they are called, or at the end."""
+    thread = threading.get_ident()
+    pending: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()
 
-    def postponed(module: fx.GraphModule) -> None:
-        cls = type(module)
+    def postponing(recompile: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule], Any]:
+        def postponed(module: fx.GraphModule) -> Any:
+            if threading.get_ident() != thread:
+                return recompile(module)
+            cls = type(module)
 
-        def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            recompile(self)
-            return cls.forward(self, *args, **kwargs)
+            def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+                pending.discard(self)
+                recompile(self)
+                return cls.forward(self, *args, **kwargs)
 
-        cls.forward = forward
+            cls.forward = forward
+            pending.add(module)
+            return None
 
-    return postponed
+        return postponed
+
+    if missing() is not None:
+        yield
+        return
+    try:
+        with replaced(fx.GraphModule, "recompile", postponing):
+            yield
+    finally:
+        for module in list(pending):
+            module.recompile()
 
 
-graphs_compiled_late = ProcessState(lambda: replaced(fx.GraphModule, "recompile", _when_called))
+graphs_compiled_late = ProcessState(_graphs_compiled_late)
 """Makes no Python code of graphs that are only rewritten; Dynamo reads its own."""
 
 

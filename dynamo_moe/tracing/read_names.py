@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dynamo_moe.private import OpOverload
+from dynamo_moe.private import OpOverload, active_modes
 from dynamo_moe.process_state import collector_paused
 from dynamo_moe.tracing.library_code import (
     file_of,
@@ -95,10 +95,16 @@ class ReadNames:
 
 
 class _OperatorsUnwatched(TorchFunctionMode):
-    """Lets PyTorch's own functions run unwatched where they cannot call anybody else's.
+    """Lets PyTorch's own functions run unwatched where they call nobody else's.
 
     A trace runs through far more of their code than of the model's.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modes = active_modes()
+        modes = (type(mode) for mode in self._modes if mode is not None)
+        self._is_own = _are_untouched() and all(map(_is_of_library, modes))
 
     def __torch_function__(
         self, func: Callable[..., Any], classes: Any, args: Any = (), kwargs: Any = None
@@ -109,27 +115,45 @@ class _OperatorsUnwatched(TorchFunctionMode):
         watching = sys.gettrace()
         sys.settrace(None)
         try:
-            if not (_is_own(func) and _is_data(args) and _is_data(kwargs)):
+            calls_own = self._is_own and _is_own(func) and active_modes() == self._modes
+            if not (calls_own and _is_data(args) and _is_data(kwargs)):
                 sys.settrace(watching)
             return func(*args, **kwargs)
         finally:
             sys.settrace(watching)
 
 
-_OWN_OPERATORS = ("aten", "prim", "prims", "moe", "dynamo_moe")
+_OWN_OPERATORS = ("aten", "prim", "prims")
 _COMPILED = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType),
     *(types.WrapperDescriptorType, types.ClassMethodDescriptorType),
 )
 
 
+def _are_untouched() -> bool:
+    """Whether PyTorch's functions, which call each other, are those that it came with."""
+    functions = (
+        value
+        for holder in (torch, torch.nn.functional, Tensor)
+        for name, value in vars(holder).items()
+        if isinstance(value, types.FunctionType) and (name[0] != "_" or name[:2] == "__")
+    )
+    return all(is_library_file(function.__code__.co_filename) for function in functions)
+
+
 def _is_own(function: Any) -> bool:
-    """Whether a function is PyTorch's, or an operator of PyTorch or this package."""
+    """Whether a function is PyTorch's, and not one of its wrappers around another's."""
     if isinstance(function, OpOverload):
         return function.namespace in _OWN_OPERATORS
     if isinstance(function, types.FunctionType):
-        return is_library_file(function.__code__.co_filename)
+        made = "<locals>" in function.__qualname__
+        of_library = is_library(sys.modules.get(function.__module__))
+        return of_library and not made and is_library_file(function.__code__.co_filename)
     return isinstance(function, _COMPILED)
+
+
+def _is_of_library(kind: type) -> bool:
+    return is_library(sys.modules.get(kind.__module__))
 
 
 def _is_data(value: Any) -> bool:
@@ -141,5 +165,4 @@ def _is_data(value: Any) -> bool:
         return all(map(_is_data, value.values()))
     if kind is slice:
         return _is_data((value.start, value.stop, value.step))
-    ours = issubclass(kind, Tensor) and is_library(sys.modules.get(kind.__module__))
-    return ours or kind in SIMPLE
+    return kind in SIMPLE or (issubclass(kind, Tensor) and _is_of_library(kind))

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import (
+    TorchFunctionMode,
+    handle_torch_function,
+    has_torch_function,
+    wrap_torch_function,
+)
 
 from dynamo_moe.private import FakeTensorMode
 from dynamo_moe.tracing.read_names import ReadNames
@@ -41,6 +46,20 @@ class Scaling(TorchFunctionMode):
         return result * TURN if func is torch.tanh else result
 
 
+@wrap_torch_function(lambda x: (x,))
+def wrapped(x: Tensor) -> Tensor:
+    return x * TURN
+
+
+def attended(x: Tensor) -> Tensor:
+    ones = torch.ones(3 * WIDTH, WIDTH), torch.ones(WIDTH, WIDTH), torch.ones(WIDTH)
+    result, _ = torch.nn.functional.multi_head_attention_forward(
+        *(x, x, x, WIDTH, 1, ones[0], None, None, None, False, 0.0, ones[1], ones[2]),
+        training=False,
+    )
+    return result
+
+
 def in_slice(x: Tensor) -> Tensor:
     return x[..., : Size()].sum(-1, keepdim=True)
 
@@ -63,6 +82,15 @@ def operator() -> Iterator[None]:
     library.impl("scaled", lambda x: x * TURN, "CompositeImplicitAutograd")
     yield
     library._destroy()
+
+
+@pytest.fixture
+def replaced_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces a function that others of PyTorch call."""
+    original = torch.nn.functional.softmax
+    monkeypatch.setattr(
+        torch.nn.functional, "softmax", lambda x, **options: original(x, **options) * TURN
+    )
 
 
 class Block(nn.Module):
@@ -91,11 +119,33 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("compute", [overridable, in_slice, in_mode, registered])
+@pytest.mark.parametrize("compute", [overridable, wrapped, in_slice, in_mode, registered])
 def test_globals_that_are_read_inside(
     shared: Callable[..., int], compute: Callable[[Tensor], Tensor]
 ) -> None:
     assert shared(Stack(compute).eval(), torch.randn(2, WIDTH)) == 0
+
+
+@pytest.mark.usefixtures("replaced_softmax")
+def test_functions_of_others_in_place_of_pytorchs(shared: Callable[..., int]) -> None:
+    assert shared(Stack(attended).eval(), torch.randn(2, WIDTH)) == 0
+
+
+class UnderMode(nn.Module):
+    """A model that runs under a mode, which finds another global for each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack(torch.tanh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Scaling():
+            result: Tensor = self.stack(x)
+        return result
+
+
+def test_modes_of_others_around_all_blocks(shared: Callable[..., int]) -> None:
+    assert shared(UnderMode().eval(), torch.randn(2, WIDTH)) == 0
 
 
 def plain(x: Tensor) -> Tensor:
