@@ -73,7 +73,8 @@ def _field(name: str | None, tensor: ir.TensorProtocol) -> tuple[bytes, ir.Tenso
     if not isinstance(tensor, ir.ExternalTensor):
         named: bytes = proto.SerializeToString() + _key(_RAW_DATA) + _varint(tensor.nbytes)
         return _key(_INITIALIZER) + _varint(len(named) + tensor.nbytes) + named, tensor
-    proto.doc_string = tensor.doc_string or ""
+    if tensor.doc_string:  # Even an empty one would be in the file.
+        proto.doc_string = tensor.doc_string
     for key, text in tensor.metadata_props.items():
         proto.metadata_props.add(key=key, value=text)
     proto.data_location = onnx.TensorProto.EXTERNAL
