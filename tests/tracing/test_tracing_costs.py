@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from onnxscript import TracedOnnxFunction
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -135,3 +136,22 @@ def test_the_registry_of_translations_reads_no_sources(monkeypatch: pytest.Monke
     monkeypatch.setattr(TracedOnnxFunction, "function_ir", property(unwanted))
     found = make(20)
     assert found.functions == plain.functions
+
+
+class Relu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() + 1
+
+
+def test_graphs_of_others_have_their_code() -> None:
+    codes: list[str] = []
+    kept = []
+    with private.graphs_compiled_late():
+        thread = threading.Thread(target=lambda: codes.append(fx.symbolic_trace(Relu()).code))
+        thread.start()
+        thread.join()
+        called = fx.symbolic_trace(Relu())
+        assert called(torch.tensor([-1.0, 2.0])).tolist() == [1.0, 3.0]
+        kept.append(fx.symbolic_trace(Relu()))
+    assert codes == [called.code] == [kept[0].code]
+    assert kept[0](torch.tensor([-1.0])).tolist() == [1.0]
