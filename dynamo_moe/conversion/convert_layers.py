@@ -68,9 +68,11 @@ class _Proof:
 
 def convert_layers(model: nn.Module, handled: Set[nn.Module]) -> list[Replacement | Unrecognised]:
     """Converts the MoE layers of a model in place, except in modules that are handled."""
+    located = locate_layers(model, handled)
+    if not located:
+        return []
     known: dict[Any, _Proof] = {}
     parts = ModelParts.of(model)
-    located = locate_layers(model, handled)
     outcomes = [_convert_candidate(model, candidate, known, parts) for candidate in located]
     return [outcome for outcome in outcomes if outcome is not None]
 

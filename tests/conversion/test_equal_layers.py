@@ -122,7 +122,7 @@ class ByGlobal(Layer):
 
 class ByGlobalName(Layer):
     def drops(self) -> bool:
-        global CALLS  # noqa: PLW0603
+        global CALLS  # noqa: PLW0603  What is tested.
         CALLS += 1
         return CALLS > 45
 
@@ -285,7 +285,7 @@ def test_a_layer_that_differs_may_be_converted_by_its_own_proof(short_proofs: li
 
 @pytest.mark.parametrize("kind", [ByGlobal, ByGlobalName, ByClass])
 def test_state_that_changes_from_call_to_call(kind: Callable[[], nn.Module]) -> None:
-    global CALLS  # noqa: PLW0603
+    global CALLS  # noqa: PLW0603  The layers count in it.
     SETTINGS.clear()
     CALLS = ByClass.calls = 0
     model = model_of(kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from moe_cases import make_case
@@ -21,13 +23,20 @@ from standin_gpu import StandinGpu
 INVALID_ARGUMENT, INVALID_BUNDLE, NOT_FOUND, NO_DRIVER, CUDA_ERROR, NO_MEMORY = range(1, 7)
 
 
-@pytest.fixture(params=VERSIONS)
-def tensorrt_host(request):
-    tensorrt = host(request.param)
+@contextlib.contextmanager
+def checked_host(version: int):
+    """What stands for a TensorRT, whose messages must be taken and whose objects be given back."""
+    tensorrt = host(version)
     live = tensorrt.live
     yield tensorrt
     assert tensorrt.messages() == []
     assert tensorrt.live == live
+
+
+@pytest.fixture(params=VERSIONS)
+def tensorrt_host(request):
+    with checked_host(request.param) as tensorrt:
+        yield tensorrt
 
 
 def small_case(op: str = "dropless", **options):

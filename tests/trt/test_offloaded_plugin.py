@@ -26,6 +26,7 @@ from plugin_host import (
     host,
     inputs_of,
 )
+from plugin_layers import checked_host
 from standin import OUT_OF_MEMORY, RESOURCES
 from standin_gpu import StandinGpu
 from trt_plugin.bundle import Bundle
@@ -42,11 +43,8 @@ EXPERTS = 6
 
 @pytest.fixture(params=VERSIONS)
 def tensorrt(request):
-    tensorrt = host(request.param)
-    live = tensorrt.live
-    yield tensorrt
-    assert tensorrt.messages() == []
-    assert tensorrt.live == live
+    with checked_host(request.param) as tensorrt:
+        yield tensorrt
 
 
 def small_case(op: str = "experts", tokens: int = 5, seed: int = 0, **options):

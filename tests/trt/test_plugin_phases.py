@@ -25,6 +25,7 @@ from plugin_host import (
     inputs_of,
     serialized,
 )
+from plugin_layers import checked_host
 from standin_gpu import StandinGpu
 from trt_plugin.bundle import Bundle
 from trt_plugin.launcher import OpenProgram
@@ -38,11 +39,8 @@ DTYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 7}
 
 @pytest.fixture(params=VERSIONS)
 def tensorrt(request):
-    tensorrt = host(request.param)
-    live = tensorrt.live
-    yield tensorrt
-    assert tensorrt.messages() == []
-    assert tensorrt.live == live
+    with checked_host(request.param) as tensorrt:
+        yield tensorrt
 
 
 def profile(case, most: int) -> tuple[list[Description], Description]:

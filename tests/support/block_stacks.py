@@ -1,0 +1,47 @@
+"""Small blocks of one class, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A residual block that does not read its number."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__()
+        self.number = number
+        self.epsilon = 1e-5
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.compute(self.linear(self.norm(x)))
+
+    def compute(self, y: Tensor) -> Tensor:
+        return F.gelu(y) + self.epsilon
+
+
+class Stack(nn.Module):
+    """Blocks one after the other, and a head."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def stack(kind: type[nn.Module] = Block, blocks: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    return Stack(*(kind(number) for number in range(blocks))).eval()
