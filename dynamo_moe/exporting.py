@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,13 @@ from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
-from dynamo_moe.graph.instantiate import Units, instantiate, values_hidden
+from dynamo_moe.graph.instantiate import (
+    Units,
+    add_results,
+    add_third,
+    instantiate,
+    values_hidden,
+)
 from dynamo_moe.graph.layer_functions import make_functions
 from dynamo_moe.graph.naming import name_canonically
 from dynamo_moe.graph.repeats import roll_repeats
@@ -48,7 +54,7 @@ from dynamo_moe.tracing import causes, private
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
-from dynamo_moe.tracing.equal_blocks import TRACED_UNITS, NotSharedError, Run, runs_of
+from dynamo_moe.tracing.equal_blocks import MOST_TRACED, NotSharedError, Run, runs_of
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.nodes import NeedsRetraceError
 from dynamo_moe.tracing.shared_blocks import SharedTrace
@@ -255,6 +261,10 @@ def _graph(
             try:
                 return _graph_with(model, given, example, form, runs)
             except NotSharedError as error:
+                if runs[0].traced_units < MOST_TRACED:
+                    _LOG.info("Two units of equal blocks are too few: %s", error)
+                    runs = [replace(run, traced_units=MOST_TRACED) for run in runs]
+                    continue
                 _LOG.info("Equal blocks are traced one by one: %s", error)
                 runs = [run for run in runs if error.run is not None and run is not error.run]
             except Exception:  # The whole model says it better, or does not have it.
@@ -307,7 +317,7 @@ def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
                 tensors=[run.unit_tensors(start) for start in starts],
                 ends=[[next(names) for _ in nodes] for nodes in ends],
                 inputs=[[given[name] for name in names_of] for names_of in kept.inputs],
-                kept=[[own[place] for place in unit] for unit in kept.places[:TRACED_UNITS]],
+                kept=[[own[place] for place in unit] for unit in kept.places[: len(ends)]],
                 places=kept.places,
             )
         )
@@ -448,6 +458,7 @@ def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[meta
     ``1 + weight``.
     """
     target, link = form.target, form.link_weights
+    units = add_third(model, units)
     passes.fold_weight_casts(model, link=link)
     if link and target == "plugin":
         keep_transposed_weights(model)
@@ -470,7 +481,7 @@ def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[meta
     for each in units:
         layers, weights, ends = instantiate(model, each, layers, weights)
         runs.append((each, ends))
-    _add_results(model, runs)
+    add_results(model, runs)
     names = name_canonically(model, weights)
     common_passes.ClearMetadataAndDocStringPass()(model)
     layers = [layer.renamed(names) for layer in layers]
@@ -479,17 +490,6 @@ def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[meta
     weights |= {name for layer in layers for name in layer.inputs}
     inner = make_functions(model, runs, weights)
     return [layer.renamed(inner) for layer in layers]
-
-
-def _add_results(model: ir.Model, runs: Sequence[tuple[Units, list[list[ir.Value]]]]) -> None:
-    """Adds the results of the units that were not traced, each at its place."""
-    results: dict[int, ir.Value] = {}
-    for units, ends in runs:
-        pairs = [*zip(units.places, ends, strict=False)][TRACED_UNITS:]
-        for places, values in pairs:
-            results.update(zip(places, values[len(units.ends[0]) :], strict=True))
-    for place in sorted(results):
-        model.graph.outputs.insert(place, results[place])
 
 
 def check_graph(model: ir.Model) -> onnx.ModelProto:

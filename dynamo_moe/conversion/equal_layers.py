@@ -77,7 +77,7 @@ class LayerCode:
     def is_that_of(self, module: nn.Module) -> bool:
         """Whether a layer has the same code, and what this reaches is as after the proof."""
         own, other = self._own, _described(module, self._parts)
-        if own is None or other is None or self._state is None or self._names.failure:
+        if own is None or other is None or self._state is None or self._names.objection:
             return False
         names = own.tensors.keys() - self._varying
         with contextlib.suppress(Exception):

@@ -3,13 +3,14 @@
 A graph with the first three units of a run of equal blocks holds two that stand in the middle: the
 second and the third. If both have the same nodes, each with its own weights, then so has every
 further one. What is optimised, merged or moved over the ends of units is seen in both. That holds
-as long as no weight's value decides, so the shared optimisation does without them.
+as long as no weight's value decides, so the shared optimisation does without them. Where two units
+were traced, the third is made of the second before anything is optimised.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from dynamo_moe.files.metadata import Layer
 from dynamo_moe.moe_nodes.nodes import module_of, set_module
-from dynamo_moe.tracing.equal_blocks import TRACED_UNITS, NotSharedError
+from dynamo_moe.tracing.equal_blocks import MOST_TRACED, NotSharedError
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.placeholders import as_ir
 
@@ -31,9 +32,9 @@ class Units:
         kinds: The names of the classes of its blocks.
         paths: By unit, the paths of its blocks.
         tensors: By unit, the parameters and buffers of its blocks, by name.
-        ends: By traced unit, the names of the values that it ends with.
+        ends: By unit in the graph, the names of the values that it ends with.
         inputs: By unit, the graph's inputs that it alone takes.
-        kept: By traced unit, the names of its values that are results of the graph.
+        kept: By unit in the graph, the names of its values that are results of the graph.
         places: By unit, their places among the results.
     """
 
@@ -84,10 +85,33 @@ def values_hidden(model: ir.Model, runs: Sequence[Units]) -> Iterator[None]:
                 graph.register_initializer(value)
 
 
+def add_third(model: ir.Model, runs: Sequence[Units]) -> list[Units]:
+    """Adds the third unit of runs of which two were traced, as a trace of it would.
+
+    Raises:
+        NotSharedError: If nodes that the second unit is computed by are not its own.
+    """
+    found: list[Units] = []
+    added: list[tuple[Units, list[list[ir.Value]]]] = []
+    for units in runs:
+        if len(units.ends) == MOST_TRACED:
+            found.append(units)
+            continue
+        run = _Run(model, units, units.tensors[1].keys(), 1)
+        run.check_inside()
+        run.add((), [2])
+        names, count = [str(value.name) for value in run.ends[2]], len(units.ends[1])
+        ends, kept = [*units.ends, names[:count]], [*units.kept, names[count:]]
+        found.append(replace(units, ends=ends, kept=kept))
+        added.append((units, run.ends))
+    add_results(model, added)
+    return found
+
+
 def instantiate(
     model: ir.Model, units: Units, layers: Sequence[Layer], weights: Collection[str]
 ) -> tuple[list[Layer], set[str], list[list[ir.Value]]]:
-    """Adds the nodes of the units that were not traced, and their weights.
+    """Adds the nodes of the units that are not in an optimised graph, and their weights.
 
     Args:
         model: The graph with the first units.
@@ -102,14 +126,40 @@ def instantiate(
     Raises:
         NotSharedError: If the units of the graph are not alike.
     """
-    run = _Run(model, units, weights)
-    return run.add(layers), run.weights, run.ends
+    run = _Run(model, units, weights, 2)
+    run.check_alike()
+    added = run.add(layers, range(3, len(units.paths)))
+    return added, run.weights, run.ends
+
+
+def add_results(
+    model: ir.Model, runs: Sequence[tuple[Units, Sequence[Sequence[ir.Value]]]]
+) -> None:
+    """Makes what the units that were added keep results of the graph, each at its place.
+
+    Args:
+        model: The graph.
+        runs: The runs as they were before, and by unit the values that it ends with now.
+    """
+    results: dict[int, ir.Value] = {}
+    absent: list[int] = []
+    for units, ends in runs:
+        for unit in range(len(units.ends), len(ends)):
+            results.update(zip(units.places[unit], ends[unit][len(units.ends[0]) :], strict=True))
+        absent += [place for places in units.places[len(ends) :] for place in places]
+    for place in sorted(results):
+        before = sum(each < place for each in absent)
+        model.graph.outputs.insert(place - before, results[place])
 
 
 class _Run:
-    def __init__(self, model: ir.Model, units: Units, weights: Collection[str]) -> None:
+    """A run in a graph; ``source`` is the unit that others are made of."""
+
+    def __init__(
+        self, model: ir.Model, units: Units, weights: Collection[str], source: int
+    ) -> None:
         self.weights = set(weights)
-        self._graph, self._units = model.graph, units
+        self._graph, self._units, self._source = model.graph, units, source
         self._inputs = units.inputs or [[] for _ in units.paths]
         values = {str(output.name): output for node in model.graph for output in node.outputs}
         try:
@@ -120,28 +170,43 @@ class _Run:
         self._kept = set(self.ends[-1][len(units.ends[-1]) :])
         if self._kept and len(set(self.ends[-1])) < len(self.ends[-1]):
             raise NotSharedError("a value that ends a unit is another one as well")
-        before = [ancestors(ends) for ends in self.ends]
-        inside = [before[unit] - before[unit - 1] for unit in (1, 2)]
-        self._second, self._third = ([n for n in model.graph if n in each] for each in inside)
-        self._check_alike()
-        self._check_uses(inside[1])
+        self._nodes = self._nodes_of(source)
+        self._check_uses()
         # Too large to be one, as they would be if their values were compared with others'.
+        inside = set(self._nodes)
         self._constants = {
             given
-            for node in self._third
+            for node in self._nodes
             for given in node.inputs
             if given is not None
             and given.is_initializer()
             and given.name not in self.weights
-            and all(user in inside[1] for user, _ in given.uses())
+            and all(user in inside for user, _ in given.uses())
         }
 
-    def _check_alike(self) -> None:
+    def _nodes_of(self, unit: int) -> list[ir.Node]:
+        inside = ancestors(self.ends[unit]) - ancestors(self.ends[unit - 1])
+        return [node for node in self._graph if node in inside]
+
+    def check_inside(self) -> None:
+        """Checks that the source's nodes come from its modules, and not from between its blocks."""
+        for node in self._nodes:
+            path = module_of(node)
+            if self._units.renamed(path, self._source, 0) == path:
+                raise NotSharedError(f"{node.op_type} of {path or 'the model'} is not in its unit")
+
+    def check_alike(self) -> None:
+        """Checks that the source is like the unit before it."""
         first, second, third = self.ends
         twin: dict[ir.Value, ir.Value] = dict(zip(first, second, strict=True))
-        if len(self._second) != len(self._third):
+        inside = set(self._nodes)
+        used = [value for node in self._nodes for value in node.inputs if value is not None]
+        given = [value for value in used if value.producer() not in inside and value not in second]
+        shared = ancestors(given)  # What the first two units compute for all.
+        nodes = [node for node in self._nodes_of(1) if node not in shared]
+        if len(nodes) != len(self._nodes):
             raise NotSharedError("units have different numbers of nodes")
-        for node, other in zip(self._second, self._third, strict=True):
+        for node, other in zip(nodes, self._nodes, strict=True):
             if node_key(node) != node_key(other) or len(node.inputs) != len(other.inputs):
                 raise NotSharedError(f"{node.name} and {other.name} differ")
             for given, its in zip(node.inputs, other.inputs, strict=True):
@@ -156,7 +221,7 @@ class _Run:
     ) -> bool:
         if given is None or its is None or given in twin:
             return (given if given is None else twin.get(given)) is its
-        second, third = self._inputs[1:TRACED_UNITS]
+        second, third = self._inputs[1:3]
         if its in third:
             return given is second[third.index(its)]
         if given.name in self.weights:
@@ -179,40 +244,40 @@ class _Run:
             and one.tobytes() == other.tobytes()
         )
 
-    def _check_uses(self, third: Collection[ir.Node]) -> None:
-        ends = set(self.ends[-1])
-        for node in third:
+    def _check_uses(self) -> None:
+        ends, inside = set(self.ends[-1]), set(self._nodes)
+        for node in self._nodes:
             if any(isinstance(a, ir.Attr) and _holds_graph(a) for a in node.attributes.values()):
                 raise NotSharedError(f"{node.name} has a graph of its own")
             for output in node.outputs:
-                outside = any(user not in third for user, _ in output.uses())
+                outside = any(user not in inside for user, _ in output.uses())
                 if output in self._kept:
                     if outside or not output.is_graph_output():
                         raise NotSharedError(f"{output.name} is used after its unit")
                 elif output not in ends and (outside or output.is_graph_output()):
                     raise NotSharedError(f"{output.name} is used after its unit")
 
-    def add(self, layers: Sequence[Layer]) -> list[Layer]:
-        units = range(TRACED_UNITS, len(self._units.paths))
-        inside = set(self._third)
+    def add(self, layers: Sequence[Layer], units: Iterable[int]) -> list[Layer]:
+        """Adds units made of the source after it, the last of those in the graph."""
+        source, inside = self._source, set(self._nodes)
         carried = [end for end in self.ends[-1] if end not in self._kept]
         uses = {end: [use for use in end.uses() if use[0] not in inside] for end in carried}
-        place = self._third[-1]
+        place = self._nodes[-1]
         known: dict[ir.Value, ir.Value] = {}
-        third = ends = self.ends[-1]
+        its_ends = ends = self.ends[-1]
         added: list[Layer] = []
-        its = [layer for layer in layers if self._units.renamed(layer.name, 2, 1) != layer.name]
+        its = [layer for layer in layers if self._renamed(layer.name, 0) != layer.name]
         for unit in units:
-            known = dict(zip(self.ends[1], ends, strict=True))
-            known.update(zip(self._inputs[2], self._inputs[unit], strict=True))
-            self._counterpart = _counterparts(self._units, unit)
-            nodes = [self._copy(node, unit, known) for node in self._third]
+            known = dict(zip(self.ends[source - 1], ends, strict=True))
+            known.update(zip(self._inputs[source], self._inputs[unit], strict=True))
+            self._counterpart = _counterparts(self._units, source, unit)
+            nodes = [self._copy(node, unit, known) for node in self._nodes]
             self._graph.insert_after(place, nodes)
-            place, ends = nodes[-1], [known[end] for end in third]
+            place, ends = nodes[-1], [known[end] for end in its_ends]
             self.ends.append(ends)
             names = {str(value.name): str(copy.name) for value, copy in known.items()}
             added += [self._layer(layer, unit, names) for layer in its]
-        for last, end in zip(ends, third, strict=True):
+        for last, end in zip(ends, its_ends, strict=True):
             if end in self._kept:
                 continue
             for user, index in uses[end]:
@@ -223,8 +288,11 @@ class _Run:
         after = max((layers.index(layer) for layer in its), default=-1) + 1
         return [*layers[:after], *added, *layers[after:]]
 
+    def _renamed(self, name: str, unit: int) -> str:
+        return self._units.renamed(name, self._source, unit)
+
     def _copy(self, node: ir.Node, unit: int, known: dict[ir.Value, ir.Value]) -> ir.Node:
-        """Returns a node of the third unit as it is in another; its results become ``known``."""
+        """Returns a node of the source as it is in another unit; its results become ``known``."""
         copy = ir.Node(
             node.domain,
             node.op_type,
@@ -238,7 +306,7 @@ class _Run:
             new.type, new.shape = output.type, output.shape
             new.name = f"{output.name}/{unit}"
             known[output] = new
-        set_module(copy, self._units.renamed(module_of(node), 2, unit))
+        set_module(copy, self._renamed(module_of(node), unit))
         return copy
 
     def _input(self, given: ir.Value, unit: int, known: dict[ir.Value, ir.Value]) -> ir.Value:
@@ -246,7 +314,7 @@ class _Run:
             return known[given]
         if not given.is_initializer():
             return given
-        name = self._units.renamed(str(given.name), 2, unit)
+        name = self._renamed(str(given.name), unit)
         if given.name in self.weights and name != given.name:
             weight = self._graph.initializers.get(name)
             if weight is None:
@@ -279,11 +347,11 @@ class _Run:
 
     def _layer(self, layer: Layer, unit: int, names: Mapping[str, str]) -> Layer:
         def renamed(name: str) -> str:
-            return names.get(name, self._units.renamed(name, 2, unit))
+            return names.get(name, self._renamed(name, unit))
 
         return replace(
             layer,
-            name=self._units.renamed(layer.name, 2, unit),
+            name=self._renamed(layer.name, unit),
             tokens=renamed(layer.tokens),
             inputs=tuple(map(renamed, layer.inputs)),
         )
@@ -299,13 +367,13 @@ def _of_others(raw: Tensor, other: Callable[[Tensor], Tensor | None]) -> Tensor:
     return found
 
 
-def _counterparts(units: Units, unit: int) -> Callable[[Tensor], Tensor | None]:
-    """Returns a function from the third unit's tensors, and views of them, to another unit's."""
+def _counterparts(units: Units, source: int, unit: int) -> Callable[[Tensor], Tensor | None]:
+    """Returns a function from one unit's tensors, and views of them, to another unit's."""
     others = units.tensors[unit]
     lazy: dict[int, Tensor] = {}
     held: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for name, tensor in units.tensors[2].items():
-        twin = others[units.renamed(name, 2, unit)]
+    for name, tensor in units.tensors[source].items():
+        twin = others[units.renamed(name, source, unit)]
         if isinstance(tensor, LazyTensor):
             lazy[id(tensor)] = twin
         else:

@@ -30,9 +30,10 @@ Place = tuple[Hashable, ...]
 
 Facts = Mapping[Place, Hashable]
 
-TRACED_UNITS = 3
-"""Units of equal blocks that are traced: the first may compute what all share, the second and the
-third show that the others are like them."""
+FEWEST_TRACED, MOST_TRACED = 2, 3
+"""Units of equal blocks that are traced: the first may compute what all share; the last leaves all
+as it finds it, which shows that the others do what it does. Where the second does not, the third
+may."""
 
 # Blocks after which kinds of blocks may repeat; Gemma 3 has five with a window, then one without.
 _PERIODS = range(1, 9)
@@ -100,6 +101,7 @@ class Run:
         tensors: Each block's parameters and buffers, by their path in the block.
         differing: By kind, the attributes that differ between its blocks.
         outside: By kind, what its blocks refer to outside of themselves.
+        traced_units: Units that are traced.
     """
 
     paths: Sequence[str]
@@ -108,11 +110,12 @@ class Run:
     tensors: Sequence[Mapping[str, Tensor]]
     differing: Sequence[frozenset[tuple[str, str]]]
     outside: Sequence[Sequence[Any]]
+    traced_units: int = FEWEST_TRACED
 
     @property
     def traced(self) -> int:
         """Number of blocks that are traced."""
-        return TRACED_UNITS * self.period
+        return self.traced_units * self.period
 
     def unit_tensors(self, start: int) -> dict[str, Tensor]:
         """Returns the tensors of the unit whose first block is the given one, by name."""
@@ -125,7 +128,7 @@ class Run:
 
 
 def runs_of(model: nn.Module) -> list[Run]:
-    """Returns a model's runs of equal blocks that are longer than what is traced of them."""
+    """Returns a model's runs of equal blocks that are longer than what may be traced of them."""
     tied = tied_tensors(model)
     found: list[Run] = []
     inside: list[str] = []
@@ -169,7 +172,7 @@ def _runs(
         return described[place].differences(described[place - period])
 
     start = 0
-    while start + TRACED_UNITS < len(children):
+    while start + MOST_TRACED < len(children):
         candidates = []
         for period in _PERIODS:
             differing: list[frozenset[tuple[str, str]]] = [frozenset()] * period
@@ -181,7 +184,7 @@ def _runs(
                 differing[(stop - start) % period] |= found
                 stop += 1
             stop -= (stop - start) % period
-            if stop - start > TRACED_UNITS * period:
+            if stop - start > MOST_TRACED * period:
                 candidates.append((len(frozenset().union(*differing)), period, stop, differing))
         if not candidates:
             start += 1

@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from dynamo_moe import pytree
 from dynamo_moe.private import attributes_of, change_count, storage_key
 from dynamo_moe.tracing.direct_calls import DirectCall, direct_call, place_in
-from dynamo_moe.tracing.equal_blocks import TRACED_UNITS, Run
+from dynamo_moe.tracing.equal_blocks import Run
 from dynamo_moe.tracing.marks import KEPT
 from dynamo_moe.tracing.values import SIMPLE, are_equal, changed, sizes_of
 
@@ -119,9 +119,9 @@ class Kept:
         places: By unit, the results' places among the program's.
     """
 
-    nodes: Sequence[Sequence[fx.Node]] = ((),) * TRACED_UNITS
+    nodes: Sequence[Sequence[fx.Node]]
     inputs: Sequence[Sequence[str]] = ()
-    places: Sequence[Sequence[int]] = ((),) * TRACED_UNITS
+    places: Sequence[Sequence[int]] = ()
 
     @property
     def traced(self) -> list[tuple[int, fx.Node]]:
@@ -132,7 +132,7 @@ class Kept:
     @property
     def absent(self) -> list[int]:
         """The places of the other units' results."""
-        return [place for places in self.places[TRACED_UNITS:] for place in places]
+        return [place for places in self.places[len(self.nodes) :] for place in places]
 
 
 class LayerCaches:
@@ -277,9 +277,13 @@ class LayerCaches:
             NotSharedError: If that is not results of the program alone, or what was there is none
                 of its inputs.
         """
+        period, blocks, traced_units = (
+            self._run.period,
+            len(self._run.blocks),
+            self._run.traced_units,
+        )
         if not self._layers:
-            return Kept()
-        period, blocks = self._run.period, len(self._run.blocks)
+            return Kept([()] * traced_units, places=[()] * (blocks // period))
         signature = program.graph_signature
         specs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
         own = {spec.arg.name for spec in specs}
@@ -315,12 +319,12 @@ class LayerCaches:
             inputs.append([node.name for node in used])
             nodes.append([marks[key].args[0] for key in keys])  # type: ignore[misc]
         names = [name for each in inputs for name in each]
-        traced = [node for each in nodes[:TRACED_UNITS] for node in each]
+        traced = [node for each in nodes[:traced_units] for node in each]
         if len(set(names)) < len(names) or len({len(each) for each in inputs}) > 1:
             self._fail("layers of a cache hold one tensor")
         if len(set(traced)) < len(traced) or any(node.op != "call_function" for node in traced):
             self._fail("what a block leaves in a cache is something else as well")
-        return Kept(nodes[:TRACED_UNITS], inputs, places)
+        return Kept(nodes[:traced_units], inputs, places)
 
 
 class _Watch:

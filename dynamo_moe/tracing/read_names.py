@@ -30,12 +30,13 @@ class ReadNames:
     """The global names that the code of a block uses, from when it is watched on.
 
     Attributes:
-        failure: Why the code is not known to be harmless; empty if it is.
+        objection: Why the code is not known to be harmless; empty if it is.
     """
 
-    def __init__(self) -> None:
-        """Knows no names yet."""
-        self.failure = ""
+    def __init__(self, *, proves: bool = True) -> None:
+        """Knows no names yet; a block that ``proves`` nothing may do what is done once."""
+        self.objection = ""
+        self._proves = proves
         # By identity, since functions of two files may have equal code; kept, so that it stays.
         self._codes: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._cells: dict[tuple[int, str], Any] = {}
@@ -69,12 +70,13 @@ class ReadNames:
         if (id(code), id(holder)) in self._codes:
             return
         file = file_of(code, holder)
-        if is_library_file(file):
+        imports = code.co_name == "<module>" and not self._proves
+        if imports or is_library_file(file):
             return
         nested = any(code in each.co_consts for each, _ in self._codes.values())
         self._codes[id(code), id(holder)] = code, holder
-        if not is_installed_file(file) and not self.failure:
-            self.failure = objection(frame, SIMPLE, nested=nested) or ""
+        if self._proves and not self.objection and not is_installed_file(file):
+            self.objection = objection(frame, SIMPLE, nested=nested) or ""
         for name in code.co_names:
             self._note_name(holder, name, code.co_names)
         for name in () if nested else code.co_freevars:

@@ -23,7 +23,6 @@ from dynamo_moe.private import (
     tensor_tables_replaced,
 )
 from dynamo_moe.tracing.equal_blocks import (
-    TRACED_UNITS,
     Description,
     Facts,
     NotSharedError,
@@ -68,6 +67,7 @@ class _Proof:
 
     own: Description
     held: Sequence[Any]
+    names: ReadNames
     state: State
 
 
@@ -80,8 +80,9 @@ class RunTrace:
         self._calls: list[_Call] = []
         self._carried: set[int] = set()
         self._proofs: list[_Proof] = []
-        self._names = [ReadNames() for _ in range(run.period)]
+        self._names: dict[int, ReadNames] = {}
         self._reading = False
+        self._failure = ""
         self._caches = LayerCaches(number, run, self.fail)
         modules = (module for block in run.blocks for module in block.modules())
         tensors = (tensor for held in run.tensors for tensor in held.values())
@@ -154,16 +155,17 @@ class RunTrace:
 
     def _trace(self, place: int, compute: Callable[[], Any]) -> Any:
         """Runs a block, and sees what it reads."""
-        call, names = self._calls[place], self._names[place % self.run.period]
+        call, period = self._calls[place], self.run.period
+        last, watched = place >= self.run.traced - period, place >= self.run.traced - 2 * period
+        names = self._names[place % period] = ReadNames(proves=last)
         self._reading = True
         try:
-            # The first unit may do what is done once.
-            with names.watched() if place >= self.run.period else contextlib.nullcontext():
+            with names.watched() if watched else contextlib.nullcontext():
                 results = compute()
         finally:
             self._reading = False
-        if names.failure:
-            raise self._refuse(names.failure)
+        if reason := self._failure or names.objection:
+            raise self._refuse(reason)
         if call.versions != [change_count(x) for x in call.given if isinstance(x, Tensor)]:
             raise self._refuse("a block changes its input in place")
         return results
@@ -176,14 +178,14 @@ class RunTrace:
         objects = [each for each in objects if each is not cache]
         classes = {type(module) for module in block.modules()}
         held = (*self.run.outside[kind], *objects, *classes)
-        names = self._names[kind].values().keys()
-        counts = _counts(block)
-        proof = _Proof(describe(block), held, state_of(self._reached(held, kind), self._others))
+        counts, names = _counts(block), self._names[kind]
+        state = state_of(_reached(held, names), self._others)
+        proof = _Proof(describe(block), held, names, state)
         results = self._trace(place, compute)
-        if new := self._names[kind].values().keys() - names:
+        if new := self._names[kind].values().keys() - names.values().keys():
             raise self._refuse(f"a block uses other names than the ones before: {new}")
         self._check_same(proof.own.facts, describe(block).facts)
-        self._check_state(proof, kind)
+        self._check_state(proof)
         if _counts(block) != counts:
             raise self._refuse("a block changes a tensor of its own")
         if _modes() != call.modes:
@@ -191,12 +193,8 @@ class RunTrace:
         self._proofs[kind:] = [proof]
         return results
 
-    def _reached(self, held: Sequence[Any], kind: int) -> dict[Hashable, Any]:
-        """Returns objects, and what the names in a block's code stand for now."""
-        return {**dict(enumerate(held)), **self._names[kind].values()}
-
-    def _check_state(self, proof: _Proof, kind: int) -> None:
-        reached = self._reached(proof.held, kind)
+    def _check_state(self, proof: _Proof) -> None:
+        reached = _reached(proof.held, proof.names)
         if not proof.state.is_unchanged(reached):
             self._check_same(proof.state.facts, state_of(reached, self._others).facts)
 
@@ -283,8 +281,7 @@ class RunTrace:
 
     def fail(self, reason: str) -> NoReturn:
         """Refuses the run, even if the model's code catches the error."""
-        for names in self._names:
-            names.failure = reason
+        self._failure = reason
         raise self._refuse(reason)
 
     # --- Blocks that are passed over ---
@@ -316,7 +313,7 @@ class RunTrace:
         differing = describe(self.run.blocks[place]).differences(proof.own)
         if differing is None or not differing <= self.run.differing[kind]:
             raise self._refuse("a block has changed since the trace began")
-        self._check_state(proof, kind)
+        self._check_state(proof)
 
     def _stand_ins(self, place: int) -> list[Any]:
         """Returns results like those of the block a unit before."""
@@ -339,9 +336,8 @@ class RunTrace:
     ) -> tuple[list[list[fx.Node]], Kept]:
         """Returns the nodes that end each traced unit, and what the units leave in a cache."""
         blocks, period = len(self.run.blocks), self.run.period
-        for names in self._names:
-            if names.failure:
-                raise self._refuse(names.failure)
+        if self._failure:
+            raise self._refuse(self._failure)
         if len(self._calls) != blocks:
             raise self._refuse("not all of them are called")
         own, left = (
@@ -360,7 +356,7 @@ class RunTrace:
             raise self._refuse("their results are not used")
         ends = [
             [own.get((period * (unit + 1) - 1, leaf)) for leaf in leaves]
-            for unit in range(TRACED_UNITS)
+            for unit in range(self.run.traced_units)
         ]
         if any(node is None for nodes in ends for node in nodes):
             raise self._refuse("their results are what they were given")
@@ -370,6 +366,11 @@ class RunTrace:
         if kept.inputs and len(set(both)) < len(both):
             raise self._refuse("what a block leaves in a cache is its result as well")
         return nodes, kept
+
+
+def _reached(held: Sequence[Any], names: ReadNames) -> dict[Hashable, Any]:
+    """Returns objects, and what the names in a block's code stand for now."""
+    return {**dict(enumerate(held)), **names.values()}
 
 
 def _modes() -> tuple[Any, ...]:

@@ -3,8 +3,8 @@
 The trace runs the model's own code, so what happens between blocks is seen. A block that is passed
 over gives tensors like those of the block a unit before; the program then shows what becomes of
 them. If they go from block to block and the last one's to the rest, the program is that of the
-model with three units, and the graph made of it can be given the other units' nodes. Anything else
-ends the trace, and the model is traced whole.
+model with two or three units, and the graph made of it can be given the other units' nodes.
+Anything else ends the trace, and the model is traced whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SharedTrace:
 
     Attributes:
         runs: The runs.
-        cuts: By run, once the program is known, the nodes that end its first three units.
+        cuts: By run, once the program is known, the nodes that end its traced units.
         kept: By run, what its units leave in a cache.
     """
 

@@ -46,11 +46,20 @@ def test_sequential_and_half_precision(compared: Callable[..., int]) -> None:
     assert compared(make, torch.zeros(2, WIDTH).half()) == 1
 
 
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.inner(x)
+
+
 @pytest.mark.parametrize("target", ["plugin", "dense"])
 def test_moe_layers(compared: Callable[..., int], target: str) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
-        layers = (DroplessMoEMlp(WIDTH, 16, num_experts=4, top_k=2) for _ in range(5))
+        layers = (Residual(DroplessMoEMlp(WIDTH, 16, num_experts=4, top_k=2)) for _ in range(5))
         model = nn.Sequential(*layers).eval()
         dynamo_moe.convert(model)
         return model
