@@ -104,8 +104,8 @@ class ExpertsSpec:
         rows = _joined(stacks, module)
         if rows is None or not self.up_first:
             return rows
-        up, gate = rows.chunk(2, dim=1)
-        return torch.cat([gate, up], dim=1)
+        half = rows.shape[1] // 2
+        return torch.cat([rows[:, half:], rows[:, :half]], dim=1)
 
     def parameter_names(self) -> list[str]:
         """Returns the paths of the parameters."""

@@ -459,7 +459,15 @@ class ConvertedLayer(ConvertedModule):
 
 @functools.cache
 def _converted_class(original: Any) -> type[ConvertedLayer]:
-    known = {"__module__": original.__module__, "_dynamo_moe_original": original}
+    @functools.wraps(original.forward)  # A file's inputs are named after its arguments.
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return ConvertedLayer.forward(module, *args, **kwargs)
+
+    known = {
+        "__module__": original.__module__,
+        "_dynamo_moe_original": original,
+        "forward": forward,
+    }
     return type(f"Converted{original.__name__}", (ConvertedLayer, original), known)
 
 

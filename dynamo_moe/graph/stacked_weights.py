@@ -117,16 +117,27 @@ def _constant(value: ir.Value | None) -> list[int]:
     if value is None:
         return []
     node = value.producer()
-    if node is not None and node.op_type == "Concat":
-        return [number for each in node.inputs for number in _constant(each)]
+    if node is not None and node.op_type in ("Cast", "Concat", "Reshape"):
+        parts = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+        return [number for each in parts for number in _constant(each)]
     tensor = ir.convenience.get_const_tensor(value)
     return [] if tensor is None else tensor.numpy().reshape(-1).tolist()
+
+
+def _slice(node: ir.Node, operands: list[Tensor]) -> Tensor | None:
+    bounds = [_constant(value) for value in node.inputs[1:]]
+    if len(bounds) != 4 or any(len(numbers) != 1 for numbers in bounds) or bounds[3] != [1]:
+        return None
+    (start,), (end,), (axis,), _ = bounds
+    first, last, _ = slice(start, end).indices(operands[0].shape[axis])
+    return operands[0].narrow(axis, first, max(last - first, 0))
 
 
 _MEANINGS: dict[str, Callable[[ir.Node, list[Any]], Any]] = {
     "Concat": _concat,
     "Identity": lambda node, operands: operands[0],
     "Reshape": _reshape,
+    "Slice": _slice,
     "Transpose": lambda node, operands: operands[0].permute(*node.attributes["perm"].as_ints()),
     "Unsqueeze": lambda node, operands: operands[0].unsqueeze(*_constant(node.inputs[1])),
 }

@@ -19,7 +19,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     """Exports a model, or one for a task, and returns how many of its runs were shared."""
 
     def export(model: nn.Module, example: Any = None, path: Any = None, **options: Any) -> int:
-        runs = []
+        runs: list[Any] = []
         path = path or tmp_path / "model.onnx"
 
         def counted(graph: Any, units: Any, *args: Any) -> Any:
