@@ -32,6 +32,7 @@ __all__ = [
     "enable_python_dispatcher",
     "has_forward_hooks",
     "hooks_removed",
+    "modes_unasked",
     "own_parts",
     "schema_of",
     "shallow_copy",
@@ -117,9 +118,18 @@ def wrapper_subclass(cls: type[_Wrapper], like: Tensor) -> _Wrapper:
     return wrapper
 
 
+modes_unasked: Callable[[], contextlib.AbstractContextManager[Any]]
+modes_unasked = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
+"""Returns a context that reads a tensor's shape and dtype at once.
+
+Each of a trace's modes would see it, and pass it on.
+"""
+
+
 def change_count(tensor: Tensor) -> int:
     """Returns how often a tensor was changed in place; 0 where PyTorch does not count."""
-    return 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
+    with modes_unasked():
+        return 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -178,20 +188,30 @@ def tensors_replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) 
 
 @contextlib.contextmanager
 def tensor_tables_replaced(
-    module: nn.Module, replacement: Callable[[dict[str, Any]], dict[str, Any]]
+    module: nn.Module, replacement: Callable[[str, dict[str, Any]], dict[str, Any]]
 ) -> Iterator[None]:
-    """Lets a module keep its parameters and its buffers by name in other dictionaries.
+    """Lets a module keep parameters and buffers by name in other dictionaries.
+
+    Args:
+        module: The module.
+        replacement: From a submodule's path, and a dictionary of it, to what takes its place.
 
     Raises:
         RuntimeError: If this PyTorch keeps them elsewhere.
     """
-    held = vars(module)
-    before = dict(zip(_TENSOR_TABLES, _own_tensors(module), strict=True))
-    held.update({name: replacement(table) for name, table in before.items()})
+    replaced: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
     try:
+        for path, part in module.named_modules():
+            held = attributes_of(part)
+            for name, table in zip(_TENSOR_TABLES, _own_tensors(part), strict=True):
+                other = replacement(path, table)
+                if other is not table:
+                    replaced.append((held, name, table))
+                    held[name] = other
         yield
     finally:
-        held.update(before)
+        for held, name, table in replaced:
+            held[name] = table
 
 
 def own_parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

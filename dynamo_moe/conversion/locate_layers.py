@@ -170,10 +170,12 @@ def without_leading_ones(parameter: Tensor) -> tuple[int, ...]:
 def _locate_stacks(model: nn.Module, excluded: set[nn.Module]) -> Iterator[LocatedExperts]:
     """Yields the modules with two or three stacks of matrices, the innermost ones."""
     around: set[str] = set()
+    parameters = model.named_parameters(remove_duplicate=False)
+    holders = {each for name, p in parameters if p.ndim == 3 for each in _with_ancestors(name)}
     for path, module in reversed(list(model.named_modules())):
         if path in around or (excluded and not excluded.isdisjoint(module.modules())):
             continue
-        for num_experts, stacks in _stacks_in(module):
+        for num_experts, stacks in _stacks_in(module, holds_stacks=path in holders):
             around.update(_with_ancestors(path))
             yield LocatedExperts(path, num_experts, stacks)
 
@@ -185,10 +187,12 @@ def _with_ancestors(path: str) -> Iterator[str]:
         yield path
 
 
-def _stacks_in(module: nn.Module) -> Iterator[tuple[int, tuple[tuple[str, ...], ...]]]:
+def _stacks_in(
+    module: nn.Module, *, holds_stacks: bool
+) -> Iterator[tuple[int, tuple[tuple[str, ...], ...]]]:
     """Yields how many experts stacks that belong together are of, and the names of these."""
     by_experts: dict[int, list[tuple[str, ...]]] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters() if holds_stacks else ():
         if parameter.ndim == 3 and not _BIAS.fullmatch(name.rpartition(".")[2]):
             by_experts.setdefault(parameter.shape[0], []).append((name,))
     for name, child in module.named_children():
@@ -202,8 +206,8 @@ def _stacks_in(module: nn.Module) -> Iterator[tuple[int, tuple[tuple[str, ...], 
     # Stacked along the rows of one matrix; a number among the attributes says how many there are.
     direct = {n: p for n, p in module.named_parameters(recurse=False) if p.ndim == 2}
     sizes = {tuple(p.shape) for p in direct.values()}
-    counts = sorted({v for v in vars(module).values() if type(v) is int and v > 1}, reverse=True)
     if len(direct) in (2, 3) and len(sizes) <= 2:
-        for count in counts:
+        counts = {v for v in vars(module).values() if type(v) is int and v > 1}
+        for count in sorted(counts, reverse=True):
             if all(p.shape[0] % count == 0 and p.shape[0] > count for p in direct.values()):
                 yield count, tuple((name,) for name in direct)

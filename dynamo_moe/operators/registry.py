@@ -161,8 +161,9 @@ def operators() -> tuple[Operator, ...]:
 
 def find(node: ir.Node) -> Operator | None:
     """Returns the node's operator; None if it is not registered."""
+    domain, name = node.domain, node.op_type
     for operator in _OPERATORS.values():
-        if (operator.schema.domain, operator.schema.name) == (node.domain, node.op_type):
+        if operator.schema.name == name and operator.schema.domain == domain:
             return operator
     return None
 

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
+import math
+import operator
 import types
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +43,7 @@ _PERIODS = range(1, 9)
 # Types that hold others in a row, and without order.
 LISTS = (list, tuple, deque)
 SETS = (set, frozenset)
+_DICTS = (dict, OrderedDict)
 # A module's own dictionaries, such as those of its hooks, and flags.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -85,6 +89,8 @@ class Description:
 
 def differing_places(facts: Facts, others: Facts) -> set[Place]:
     """Returns where facts are not those of others, or are not there at all."""
+    if list(facts) == list(others):  # As those of most blocks are: C compares them.
+        return {*itertools.compress(facts, map(operator.ne, facts.values(), others.values()))}
     absent = object()
     found = {place for place, fact in facts.items() if others.get(place, absent) != fact}
     return found | (others.keys() - facts.keys())
@@ -131,19 +137,21 @@ def runs_of(model: nn.Module) -> list[Run]:
     """Returns a model's runs of equal blocks that are longer than what may be traced of them."""
     tied = tied_tensors(model)
     found: list[Run] = []
-    inside: list[str] = []
+    inside: set[str] = set()
     for path, container in model.named_modules():
-        if any(f"{path}.".startswith(each) for each in inside):
+        if not inside.isdisjoint(itertools.accumulate(path.split("."), "{}.{}".format)):
             continue
         if isinstance(container, ConvertedModule):
             # It computes with its experts' weights; nothing calls them in turn.
-            inside.append(f"{path}." if path else "")
+            if not path:
+                break
+            inside.add(path)
             continue
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         for run in _runs(path, list(container.named_children()), tied):
             found.append(run)
-            inside += [f"{each}." for each in run.paths]
+            inside.update(run.paths)
     return found
 
 
@@ -173,23 +181,26 @@ def _runs(
 
     start = 0
     while start + MOST_TRACED < len(children):
-        candidates = []
+        best = None
+        fewest: float = math.inf  # Attributes that differ.
         for period in _PERIODS:
             differing: list[frozenset[tuple[str, str]]] = [frozenset()] * period
+            names: frozenset[tuple[str, str]] = frozenset()
             stop = start + period
-            while stop < len(children):
+            while stop < len(children) and len(names) < fewest:
                 found = differences(stop, period)
                 if found is None:
                     break
                 differing[(stop - start) % period] |= found
+                names |= found
                 stop += 1
             stop -= (stop - start) % period
-            if stop - start > MOST_TRACED * period:
-                candidates.append((len(frozenset().union(*differing)), period, stop, differing))
-        if not candidates:
+            if len(names) < fewest and stop - start > MOST_TRACED * period:
+                best, fewest = (period, stop, differing), len(names)
+        if best is None:
             start += 1
             continue
-        _, period, stop, differing = min(candidates, key=lambda each: each[:2])
+        period, stop, differing = best
         yield Run(
             paths[start:stop],
             [child for _, child in children[start:stop]],
@@ -281,6 +292,8 @@ class _Reader:
         kind = type(value)
         if kind in SIMPLE:
             self.facts[place] = (kind, repr(value))
+        elif kind in _DICTS and not value:  # As most hooks are.
+            self.facts[place] = (kind, self._seen.setdefault(id(value), place))
         elif id(value) in self.known:
             self.facts[place] = self.known[id(value)]
         elif isinstance(value, ParameterCache):
@@ -319,17 +332,12 @@ class Parts(NamedTuple):
     items: Iterable[tuple[Hashable, Any]] = ()
 
 
-_NO_PARTS = Parts(())
-
-
 def parts_of(value: Any) -> Parts | None:
     """Returns what a value is made of; None for what is known by its identity alone."""
     kind = type(value)
     if kind in LISTS or _is_named_tuple(kind):
         return Parts(len(value), enumerate(value))
-    if kind in (dict, OrderedDict):
-        if not value:  # As most hooks are.
-            return _NO_PARTS
+    if kind in _DICTS:
         if not all(type(key) in SIMPLE or isinstance(key, (type, enum.Enum)) for key in value):
             return None
         return Parts(tuple((type(key), key) for key in value), enumerate(value.values()))
@@ -349,15 +357,16 @@ def parts_of(value: Any) -> Parts | None:
 
 def held_by_function(value: types.FunctionType) -> tuple[Any, ...]:
     """Returns what a function holds beside its code and its module's names."""
-    cells = [_content(cell) for cell in value.__closure__ or ()]
+    cells = map(content_of, value.__closure__ or ())
     return value.__defaults__, value.__kwdefaults__, vars(value) or None, *cells
 
 
-def _content(cell: Any) -> Any:
+def content_of(cell: types.CellType) -> Any:
+    """Returns what a function holds in one place of its closure."""
     try:
         return cell.cell_contents
     except ValueError:  # Empty so far.
-        return _content
+        return content_of
 
 
 def _is_named_tuple(kind: type) -> bool:

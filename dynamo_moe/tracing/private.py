@@ -42,6 +42,7 @@ __all__ = [
     "decomposing",
     "decomposition_table",
     "enable_python_dispatcher",
+    "expression_of",
     "fake_mode",
     "free_unbacked_symbols",
     "graphs_compiled_late",
@@ -191,6 +192,11 @@ def free_unbacked_symbols(value: Any) -> set[Any]:
     expressions = (size.node.expr for size in sizes if isinstance(size, torch.SymInt))
     # PyTorch's names of sizes of the inputs begin with an s.
     return {s for each in expressions for s in each.free_symbols if not s.name.startswith("s")}
+
+
+def expression_of(size: Any) -> Any:
+    """Returns what is equal for sizes that are known to be equal, and only for those."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def is_never_negative(size: Any) -> bool:

@@ -6,12 +6,16 @@ Blocks with equal facts do the same as long as it stays as it is.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
+import os
 import random
 import sys
 import threading
 import types
 import weakref
-from collections import namedtuple
+from abc import ABCMeta
+from collections import deque, namedtuple
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,6 +32,7 @@ from dynamo_moe.tracing.equal_blocks import (
     Facts,
     NotSharedError,
     Place,
+    content_of,
     held_by_function,
     parts_of,
 )
@@ -46,8 +51,11 @@ _UNCHANGING = (
     *(tuple, frozenset, property, staticmethod, classmethod, types.BuiltinFunctionType),
     *(types.GetSetDescriptorType, types.MethodDescriptorType, types.WrapperDescriptorType),
 )
+# The fact of objects of libraries that have no state.
+_CONSTANT = "constant"
 # Objects of Python's own that hold whatever they are given.
 _NAMESPACES = (types.SimpleNamespace, threading.local)
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _WRAPPERS = (
     *(property, staticmethod, classmethod, functools.cached_property, functools.partialmethod),
     *(types.BuiltinMethodType, types.MethodWrapperType, type(functools.cache(len))),
@@ -65,14 +73,66 @@ class State:
     facts: Facts
     _roots: Mapping[Hashable, Any]
     # None where weak references are among it: what they refer to must not be kept alive.
-    _held: Sequence[tuple[Any, Any, Sequence[tuple[Any, Any]]]] | None
+    _held: _Held | None
 
     def is_unchanged(self, roots: Mapping[Hashable, Any]) -> bool:
         """Whether it is still that of these values, by a look at each of them; False in doubt."""
         same = _are_same(list(self._roots.items()), list(roots.items()))
-        if self._held is None or not same:
-            return False
-        for value, fact, parts in self._held:
+        return self._held is not None and same and self._held.is_unchanged()
+
+
+# A value, a fact on its state, and what it holds.
+_Look = tuple[Any, Any, Sequence[tuple[Any, Any]]]
+
+
+class _Held:
+    """What values hold. Most are functions, classes and plain containers, of which C sees it."""
+
+    def __init__(self, looks: Sequence[_Look]) -> None:
+        self._looks = looks
+        self._others: list[_Look] = []
+        self._functions: list[types.FunctionType] = []
+        self._classes: list[type] = []
+        self._dicts: list[Mapping[Any, Any]] = []
+        self._rows: list[Collection[Any]] = []
+        self._constants: list[Any] = []
+        for value, fact, parts in looks:
+            kind = type(value)
+            if kind is types.FunctionType and parts:
+                self._functions.append(value)
+                self._dicts.append(vars(value))
+            elif kind in (type, ABCMeta) and parts:
+                self._classes.append(value)
+                self._dicts.append(vars(value))
+            elif kind is dict:
+                self._dicts.append(value)
+            elif kind in (list, deque, set):
+                self._rows.append(value)
+            elif fact is _CONSTANT:
+                self._constants.append(value)
+            else:
+                self._others.append((value, fact, parts))
+        self._cells = [cell for each in self._functions for cell in each.__closure__ or ()]
+        self._sizes, self._objects = self._plain()
+
+    def _plain(self) -> tuple[list[int], list[Any]]:
+        """Returns how much the plain ones hold, and what."""
+        objects = itertools.chain(
+            *(map(operator.attrgetter(name), self._functions) for name in _OF_FUNCTIONS),
+            map(content_of, self._cells),
+            map(operator.attrgetter("__mro__"), self._classes),
+            map(type, self._constants),
+            *self._dicts,
+            *map(operator.methodcaller("values"), self._dicts),
+            *self._rows,
+        )
+        return list(map(len, (*self._dicts, *self._rows))), list(objects)
+
+    def is_unchanged(self) -> bool:
+        """Whether each value holds what it held at first."""
+        sizes, objects = self._plain()
+        same = sizes == self._sizes and all(map(operator.is_, objects, self._objects))
+        for value, fact, parts in self._others if same else self._looks:
             now, held = _held_by(value)
             if now != fact or not _are_same(parts, held):
                 return False
@@ -98,7 +158,7 @@ def state_of(roots: Mapping[Hashable, Any], others: Collection[int]) -> State:
         NotSharedError: If one of them is reached, or something whose state cannot be read.
     """
     state: dict[Place, Hashable] = {}
-    found: list[tuple[Any, Any, Sequence[tuple[Any, Any]]]] = []
+    found: list[_Look] = []
     seen: set[int] = set()
     is_weak = False
     remaining: list[tuple[Place, Any]] = [((place,), root) for place, root in roots.items()]
@@ -122,7 +182,7 @@ def state_of(roots: Mapping[Hashable, Any], others: Collection[int]) -> State:
         is_weak |= isinstance(value, weakref.ref)
         if kind not in _UNCHANGING:
             found.append((value, fact, parts))
-    return State(state, roots, None if is_weak else found)
+    return State(state, roots, None if is_weak else _Held(found))
 
 
 def _words(place: Place) -> str:
@@ -174,13 +234,18 @@ def _held_by(value: Any) -> tuple[Any, list[tuple[Any, Any]]]:
         known = isinstance(value, (type, *_CONTAINERS, *_NAMESPACES)) or _is_constant(kind)
         if not known:
             raise NotSharedError(f"a block reaches a {kind.__name__}, whose state is hidden")
-        if isinstance(value, (*_CONTAINERS, *_NAMESPACES)):
-            held += attributes_of(value).items()
-        return size, held
-    held += attributes_of(value).items()
+        if not isinstance(value, (*_CONTAINERS, *_NAMESPACES)):
+            return _CONSTANT, []
+        return size, [*held, *_attributes(value).items()]
+    held += _attributes(value).items()
     if isinstance(value, type):
         return size, [*held, *(("base", base) for base in value.__mro__[1:])]
     return size, [*held, *_slots(value), ("class", kind)]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    # Those of the thread are not stored in the object itself.
+    return vars(value) if isinstance(value, threading.local) else attributes_of(value)
 
 
 def _slots(value: Any) -> Iterator[tuple[str, Any]]:
@@ -201,6 +266,8 @@ def _slots(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _contents(value: Any) -> list[tuple[Any, Any]]:
     """Returns what a container holds."""
+    if value is os.environ:
+        return []  # It holds it in a dictionary among its attributes.
     if isinstance(value, Mapping):
         return list(enumerate(part for pair in value.items() for part in pair))
     return list(enumerate(value)) if isinstance(value, (*LISTS, *SETS)) else []

@@ -139,16 +139,13 @@ class RunTrace:
         traced = self.run.traced
         with contextlib.ExitStack() as changes:
             for block, own in zip(self.run.blocks[traced:], self.run.tensors[traced:], strict=True):
-                for path, module in block.named_modules():
+
+                def withheld(path: str, held: dict[str, Any], own: Any = own) -> dict[str, Any]:
                     prefix = f"{path}." if path else ""
+                    names = {name for name in held if prefix + name in own}
+                    return _Withheld(held, names, self.fail) if names else held
 
-                    def withheld(
-                        held: dict[str, Any], prefix: str = prefix, own: Any = own
-                    ) -> dict[str, Any]:
-                        names = {name for name in held if prefix + name in own}
-                        return _Withheld(held, names, self.fail) if names else held
-
-                    changes.enter_context(tensor_tables_replaced(module, withheld))
+                changes.enter_context(tensor_tables_replaced(block, withheld))
             yield
 
     # --- Blocks that are traced ---

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynamo_moe.private import attributes_of
+from dynamo_moe.private import attributes_of, modes_unasked
+from dynamo_moe.tracing import private
 
-SIMPLE = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.SymInt),
+SIMPLE = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.SymInt),
+    }
 )
 """Types whose values are known by what they show."""
 
@@ -35,15 +38,10 @@ def are_equal(value: Any, other: Any) -> bool:
 
 def sizes_of(tensor: Tensor) -> tuple[Any, ...]:
     """Returns what operators see of a tensor without values."""
-    return (
-        type(tensor),
-        str(tuple(tensor.shape)),
-        str(tensor.stride()),
-        str(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-    )
+    with modes_unasked():
+        sizes = *tensor.shape, *tensor.stride(), tensor.storage_offset()
+        facts = tensor.dtype, tensor.device, tensor.requires_grad
+    return type(tensor), tuple(map(private.expression_of, sizes)), facts
 
 
 @contextlib.contextmanager
