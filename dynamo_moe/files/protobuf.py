@@ -6,14 +6,12 @@ weights can follow what protobuf's own library has written of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.progress import phases
 
 _GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
@@ -60,33 +58,11 @@ def without(model: ir.Model, weights: Sequence[ir.Value]) -> onnx.ModelProto:
     for weight in weights:
         del initializers[weight.name or ""]
     try:
-        with _serializing():
-            return ir.to_proto(model)
+        return ir.to_proto(model)
     finally:
         initializers.clear()
         for value in values:
             initializers.add(value)
-
-
-def _types_once(original: Callable[..., None]) -> Callable[..., None]:
-    """Writes values that share their type and shape, as those of equal blocks do, from one."""
-    types: dict[tuple[int, int], onnx.TypeProto] = {}
-
-    def serialize(proto: onnx.ValueInfoProto, from_: ir.Value, **options: Any) -> None:
-        if options or from_.metadata_props or from_.doc_string or from_.type is None:
-            original(proto, from_, **options)
-            return
-        key = id(from_.type), id(from_.shape)
-        if key not in types:
-            original(proto, from_)
-            types[key] = proto.type
-        proto.name = from_.name or ""
-        proto.type.CopyFrom(types[key])
-
-    return serialize
-
-
-_serializing = ProcessState(lambda: replaced(ir.serde, "serialize_value_into", _types_once))
 
 
 def _field(name: str | None, tensor: ir.TensorProtocol) -> tuple[bytes, ir.TensorProtocol | None]:
