@@ -201,8 +201,8 @@ class _Run:
         twin: dict[ir.Value, ir.Value] = dict(zip(first, second, strict=True))
         inside = set(self._nodes)
         used = [value for node in self._nodes for value in node.inputs if value is not None]
-        given = [value for value in used if value.producer() not in inside and value not in second]
-        shared = ancestors(given)  # What the first two units compute for all.
+        outer = [value for value in used if value.producer() not in inside and value not in second]
+        shared = ancestors(outer)  # What the first two units compute for all.
         nodes = [node for node in self._nodes_of(1) if node not in shared]
         if len(nodes) != len(self._nodes):
             raise NotSharedError("units have different numbers of nodes")
