@@ -489,7 +489,7 @@ def keeps_meaning(model: ir.Model, opset: int) -> bool:
     """Whether a graph means the same by a later version of the standard operators."""
     return (
         not model.functions
-        and model.opset_imports[""] <= opset <= _NEWEST_ADAPTED
+        and model.opset_imports.get("", opset) <= opset <= _NEWEST_ADAPTED
         and all(
             (node.domain, node.op_type) not in _ADAPTED and (node.version or 0) <= opset
             for node in model.graph.all_nodes()
