@@ -368,7 +368,7 @@ def _only_new_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-_exporting = ProcessState(_only_new_garbage)
+_exporting = ProcessState(_only_new_garbage, private.members_looked_up_once)
 
 
 def _check_values(model: torch.nn.Module) -> None:

@@ -14,38 +14,26 @@ from onnxscript.rewriter.rules.common import slice_split_rule
 from torch import Tensor
 
 from dynamo_moe.graph import rules
-from dynamo_moe.graph.private import default_rules, operator_of
+from dynamo_moe.graph.private import default_rules
+from dynamo_moe.graph.rewriting import RulesByRoot
 from dynamo_moe.moe_nodes.nodes import module_of
 from dynamo_moe.operators.registry import find
 from dynamo_moe.weights import placeholders
 from dynamo_moe.weights.lazy_tensors import lazy_cast
 
-
-class _ForOperator:
-    """A rewrite rule that looks at nodes of its operator only: the others take half of the time."""
-
-    def __init__(self, rule: Any) -> None:
-        self._rule = rule
-        self._op_type = operator_of(rule)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rule, name)
-
-    def try_rewrite(self, model: Any, graph: Any, node: ir.Node, **options: Any) -> Any:
-        if self._op_type not in (None, node.op_type):
-            return None
-        return self._rule.try_rewrite(model, graph, node, **options)
-
-
 # All but one: slice_split_rule compares each Slice with each other, which takes half of an export
 # of 24 transformer blocks, and matches none of the Slices that PyTorch's exporter makes: it wants
 # four inputs, and these have steps as a fifth.
-_RULES: Any = [
-    _ForOperator(rule) for rule in (*rules.RULES, *default_rules()) if rule is not slice_split_rule
-]
+_WANTED: Any = [rule for rule in (*rules.RULES, *default_rules()) if rule is not slice_split_rule]
+_BY_ROOT: Any = RulesByRoot(_WANTED)
+_RULES = rewriter.RewriteRuleSet([_BY_ROOT])
+_RULES.remove_unused_nodes = False  # optimize does.
 
 # One round's result can be what another round simplifies.
 _ROUNDS = 4
+
+# Operators whose nodes are merged where their inputs are constants.
+_OF_CONSTANTS = frozenset({"Cast", "Constant", "Reshape"})
 
 # Elements of the constants that nodes share.
 _SHARED_SIZE = 1024
@@ -65,6 +53,7 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
 
     weights = frozenset(model.graph.initializers)
     common_passes.InlinePass()(model)
+    _merge_constants(model.graph)
     optimizer.fold_constants_ir(model, should_fold=should_fold)
     _infer_shapes(model)
     _forget_invented_names(model.graph)
@@ -72,8 +61,9 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     for _ in range(_ROUNDS):
         if not rewriting(model).modified:
             break
+        _remove_unused(model.graph)
         optimizer.fold_constants_ir(model, should_fold=should_fold)
-        common_passes.RemoveUnusedNodesPass()(model)
+        _remove_unused(model.graph)
     _count_axes_from_the_front(model)
     ir.passes.Sequential(
         common_passes.RemoveUnusedNodesPass(),
@@ -87,6 +77,42 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     ir.passes.Sequential(common_passes.OutputFixPass(), common_passes.NameFixPass())(model)
     _infer_shapes(model)
     _forget_invented_names(model.graph)
+
+
+def _merge_constants(graph: ir.Graph) -> None:
+    """Merges equal constants, and equal casts and shapes of them, which would be folded one by one.
+
+    Of the nodes that PyTorch's exporter makes, that is every second one.
+    """
+    first: dict[Any, ir.Value] = {}
+    constants: set[ir.Value | None] = set()
+    for node in graph:
+        folds = not node.domain and node.op_type in _OF_CONSTANTS
+        if not folds or not constants.issuperset(node.inputs):
+            continue
+        result = node.outputs[0]
+        key = (node.op_type, node.inputs, *map(_written, node.attributes.values()))
+        same = first.setdefault(key, result)
+        constants.add(same)
+        if same is not result and not result.is_graph_output():
+            result.replace_all_uses_with(same)
+            graph.remove(node, safe=True)
+
+
+def _written(attribute: ir.Attr) -> Any:
+    """Returns what two attributes have in common only if they are equal; zeros have a sign."""
+    value = attribute.value
+    if attribute.type != ir.AttributeType.TENSOR:
+        return attribute.name, repr(value)
+    small = value.size <= _SHARED_SIZE and not value.dtype.is_string()
+    return value.dtype, tuple(value.shape), value.tobytes() if small else id(value)
+
+
+def _remove_unused(graph: ir.Graph) -> None:
+    """Removes the nodes that nothing uses; what is in branches and loops stays."""
+    for node in reversed(graph):
+        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            graph.remove(node, safe=True)
 
 
 def _count_axes_from_the_front(model: ir.Model) -> None:

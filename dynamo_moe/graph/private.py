@@ -6,8 +6,10 @@ the same, with more nodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import onnx_ir as ir
 from onnxscript import rewriter
 
 
@@ -16,11 +18,37 @@ def default_rules() -> tuple[Any, ...]:
     return tuple(getattr(rewriter, "_DEFAULT_REWRITE_RULES", ()))
 
 
-def operator_of(rule: Any) -> str | None:
-    """Returns the operator of the nodes that a rule can match; None: nodes of several operators."""
-    pattern = getattr(rule, "_target_pattern", None)
-    single = getattr(pattern, "has_single_output_node", False)
-    if pattern is None or not single or not pattern.output_node.op_identifier():
-        return None
-    operator: str = pattern.output_node.op_type
-    return operator
+class Root:
+    """What a rewrite rule wants of the node that it replaces, as far as that is quickly told.
+
+    Nothing, if the rule looks for nodes of several operators at once.
+    """
+
+    def __init__(self, rule: Any) -> None:
+        pattern: Any = getattr(rule, "_target_pattern", None)
+        single = getattr(pattern, "has_single_output_node", False)
+        self._operator = pattern.output_node.op if single else None
+        self._constants: list[int] = []
+        self._producers: list[tuple[int, Any]] = []
+        for place, value in enumerate(pattern.output_node.inputs if single else ()):
+            if hasattr(value, "value"):
+                self._constants.append(place)
+            elif value is not None and value.producer() is not None:
+                self._producers.append((place, value.producer().op))
+
+    def has_operator(self, op_type: str) -> bool:
+        """Whether a node of this operator may match."""
+        return self._operator is None or self._operator.matches(op_type)
+
+    def takes(self, inputs: Sequence[ir.Value | None]) -> bool:
+        """Whether a node of the operator may match, given its inputs."""
+        for place in self._constants:
+            value = inputs[place] if place < len(inputs) else None
+            if value is None or value.const_value is None:
+                return False
+        for place, operator in self._producers:
+            value = inputs[place] if place < len(inputs) else None
+            node = None if value is None else value.producer()
+            if node is None or not operator.matches(node.op_type):
+                return False
+        return True

@@ -201,7 +201,9 @@ class _OverRoot(RewriteRuleClassBase):
         return op.Mul(reciprocal, x) if self._root_first else op.Mul(x, reciprocal)
 
     def rewrite(self, op: Any, x: ir.Value, v: ir.Value) -> Any:
-        return op.Div(x, op.Sqrt(v))
+        root = op.Sqrt(v)
+        root.type, root.shape = v.type, v.shape
+        return op.Div(x, root)
 
 
 class _NeverNaN(_Unchanged):

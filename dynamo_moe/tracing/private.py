@@ -13,14 +13,17 @@ import copy
 import functools
 import inspect
 import logging
+import sys
 import threading
+import typing
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, MutableSet
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from onnx.defs import OpSchema
 from onnx_ir.schemas import OpSignature
@@ -30,6 +33,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.nn.modules import transformer
 
+from dynamo_moe.moe_nodes.nodes import set_module
 from dynamo_moe.private import ShapeEnv, enable_python_dispatcher
 from dynamo_moe.process_state import ProcessState, collector_paused, replaced
 
@@ -46,9 +50,12 @@ __all__ = [
     "fake_mode",
     "free_unbacked_symbols",
     "graphs_compiled_late",
+    "graphs_compiled_when_called",
     "is_module_cast",
     "is_never_negative",
+    "keeps_meaning",
     "make_fx",
+    "members_looked_up_once",
     "missing",
     "missing_for_gradients",
     "onnx_program",
@@ -99,6 +106,14 @@ try:  # LSTMs and GRUs as loops.
 except ImportError:
     _RNN_LOOPS = ()  # type: ignore[assignment]
 
+try:  # The operators whose meaning changes between versions, and up to which version.
+    from onnxscript.version_converter import _version_converter
+
+    _ADAPTED = {key[:2] for key in _version_converter.registry.op_adapters}
+    _NEWEST_ADAPTED = _version_converter.SUPPORTED_MAX_ONNX_OPSET
+except (ImportError, AttributeError):
+    _ADAPTED, _NEWEST_ADAPTED = set(), 0
+
 try:  # A recurrence as one operator.
     from torch._higher_order_ops.scan import scan
 except ImportError:
@@ -126,6 +141,7 @@ _USED: dict[str, tuple[str, ...]] = {
     "_dynamo_config.fake_tensor_cache_enabled": (),
     "_dynamo_config.patch": (),
     "_core._exported_program_to_onnx_program": ("exported_program", "registry"),
+    "_core._set_node_metadata": ("fx_node", "ir_node"),
     "ONNXRegistry.from_torchlib": ("opset_version",),
     "ONNXRegistry.register_op": ("self", "target", "function"),
     "ONNXRegistry.is_registered": ("self", "target"),
@@ -339,10 +355,9 @@ capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 
 
 @contextlib.contextmanager
-def _graphs_compiled_late() -> Iterator[None]:
-    """Makes the Python code of this thread's graphs when they are called, or at the end."""
+def _compiled_when_called(pending: MutableSet[fx.GraphModule]) -> Iterator[None]:
+    """Makes the Python code of this thread's graphs when they are called; others are pending."""
     thread = threading.get_ident()
-    pending: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()
 
     def postponing(recompile: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule], Any]:
         def postponed(module: fx.GraphModule) -> Any:
@@ -361,11 +376,19 @@ def _graphs_compiled_late() -> Iterator[None]:
 
         return postponed
 
+    with replaced(fx.GraphModule, "recompile", postponing):
+        yield
+
+
+@contextlib.contextmanager
+def _graphs_compiled_late() -> Iterator[None]:
+    """Makes the Python code of this thread's graphs when they are called, or at the end."""
     if missing() is not None:
         yield
         return
+    pending: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()
     try:
-        with replaced(fx.GraphModule, "recompile", postponing):
+        with _compiled_when_called(pending):
             yield
     finally:
         for module in list(pending):
@@ -374,6 +397,9 @@ def _graphs_compiled_late() -> Iterator[None]:
 
 graphs_compiled_late = ProcessState(_graphs_compiled_late)
 """Makes no Python code of graphs that are only rewritten; Dynamo reads its own."""
+
+graphs_compiled_when_called = ProcessState(lambda: _compiled_when_called(weakref.WeakSet()))
+"""Makes none of graphs that are not called either."""
 
 
 @contextlib.contextmanager
@@ -428,11 +454,53 @@ def _quiet() -> Iterator[None]:
 quiet = ProcessState(_quiet)
 """Without remarks that are not for the user."""
 
+
+def _module_alone(_: Any) -> Any:
+    """Notes the module that a node comes from, of all that PyTorch formats for each node."""
+
+    def noted(fx_node: fx.Node, ir_node: ir.Node) -> None:
+        stack = fx_node.meta.get("nn_module_stack") or {"": ("", None)}
+        set_module(ir_node, next(reversed(stack.values()))[0])
+
+    return noted
+
+
+@contextlib.contextmanager
+def _members_looked_up_once() -> Iterator[None]:
+    """Remembers the members of protocols, which Python 3.11 looks up for every isinstance.
+
+    onnx-ir asks a few thousand times whether something is a tensor: 30 ms of an export.
+    """
+    if sys.version_info >= (3, 12):
+        yield
+        return
+    with replaced(typing, "_get_protocol_attrs", functools.cache):
+        yield
+
+
+members_looked_up_once = ProcessState(_members_looked_up_once)
+"""Without which onnx-ir takes longer to make a graph and to change it."""
+
 decomposing = ProcessState(_cheap_tracing, _sizes_of_one)
 """How PyTorch traces single operators of a traced program."""
 
-translating = ProcessState(lambda: replaced(OpSignature, "from_op_schema", _derived_once))
+translating = ProcessState(
+    lambda: replaced(OpSignature, "from_op_schema", _derived_once),
+    lambda: replaced(_core, "_set_node_metadata", _module_alone),
+)
 """How it makes ONNX nodes of them."""
+
+
+def keeps_meaning(model: ir.Model, opset: int) -> bool:
+    """Whether a graph means the same by a later version of the standard operators."""
+    return (
+        not model.functions
+        and model.opset_imports.get("", opset) <= opset <= _NEWEST_ADAPTED
+        and all(
+            (node.domain, node.op_type) not in _ADAPTED and (node.version or 0) <= opset
+            for node in model.graph.all_nodes()
+        )
+    )
 
 
 def _domain_alone(_: Any) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 import onnxscript.version_converter
 import torch
 from torch import fx
@@ -113,6 +114,7 @@ def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
 # --- Our steps ---
 
 
+@private.graphs_compiled_when_called()
 def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Model:
     registry, decompositions = _registered(max(opset, 18), operators())
     mode = private.fake_mode(program)
@@ -128,7 +130,11 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
     with private.translating():
         signature = _renamed(program, module)
         model: ir.Model = private.onnx_program(program, module, signature, registry).model
-    onnxscript.version_converter.convert_version(model, opset, fallback=True)
+        if private.keeps_meaning(model, opset):
+            model.opset_imports[""] = opset
+            common_passes.RemoveUnusedNodesPass()(model)
+        else:
+            onnxscript.version_converter.convert_version(model, opset, fallback=True)
     return model
 
 

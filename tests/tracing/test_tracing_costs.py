@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import typing
 from typing import Any
 
+import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnxscript import TracedOnnxFunction
@@ -15,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from dynamo_moe.models import SwinMoE, SwinMoEConfig
+from dynamo_moe.moe_nodes.nodes import module_of
 from dynamo_moe.tracing import private
 
 known = pytest.mark.skipif(
@@ -155,3 +159,51 @@ def test_graphs_of_others_have_their_code() -> None:
         kept.append(fx.symbolic_trace(Relu()))
     assert codes == [called.code] == [kept[0].code]
     assert kept[0](torch.tensor([-1.0])).tolist() == [1.0]
+
+
+def a_graph(source: str) -> ir.Model:
+    return ir.from_proto(onnx.parser.parse_model(source))
+
+
+@known
+@pytest.mark.parametrize(
+    ("operator", "opset", "keeps"),
+    [("Relu", 20, True), ("DFT", 20, False), ("Relu", 99, False), ("Relu", 17, False)],
+)
+def test_graphs_of_operators_that_change_are_converted(
+    operator: str, opset: int, keeps: bool
+) -> None:
+    model = a_graph(
+        f"""<ir_version: 9, opset_import: ["" : 18]>
+        model (float[2, 4, 1] x) => (float[a, b, c] y) {{ y = {operator}(x) }}"""
+    )
+    assert private.keeps_meaning(model, opset) == keeps
+    model.graph[0].version = 21
+    assert not private.keeps_meaning(model, 20)
+
+
+def test_members_of_protocols_are_looked_up_once() -> None:
+    tensor, before = ir.tensor([1]), typing.__dict__.get("_get_protocol_attrs")
+    with private.members_looked_up_once():
+        assert isinstance(tensor, ir.TensorProtocol)
+        assert not isinstance(1, ir.TensorProtocol)
+    assert typing.__dict__.get("_get_protocol_attrs") is before
+
+
+@known
+def test_nodes_of_a_translation_know_their_modules() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Relu()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * 2
+
+    program = torch.export.export(Outer(), (torch.ones(2),))
+    plain = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False).model
+    with private.translating():
+        quick = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False).model
+    expected = [(node.op_type, module_of(node)) for node in plain.graph]
+    assert [(node.op_type, module_of(node)) for node in quick.graph] == expected
+    assert {"inner", ""} == {module for _, module in expected}
