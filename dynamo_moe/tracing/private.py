@@ -17,13 +17,13 @@ import sys
 import threading
 import typing
 import warnings
-import weakref
-from collections.abc import Callable, Collection, Iterator, MutableSet
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
+import sympy
 import torch
 from onnx.defs import OpSchema
 from onnx_ir.schemas import OpSignature
@@ -50,7 +50,6 @@ __all__ = [
     "fake_mode",
     "free_unbacked_symbols",
     "graphs_compiled_late",
-    "graphs_compiled_when_called",
     "is_module_cast",
     "is_never_negative",
     "keeps_meaning",
@@ -80,7 +79,7 @@ try:
     from torch._guards import TracingContext, detect_fake_mode
 
     # Symbolic sizes: the tracer of one operator, arithmetic, conditions.
-    from torch.fx.experimental import _config
+    from torch.fx.experimental import _config, proxy_tensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
     from torch.fx.experimental.sym_node import SymNode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked
@@ -154,6 +153,11 @@ _USED: dict[str, tuple[str, ...]] = {
     "type_promotion._TypePromotionInterpreter._maybe_promote_node": ("self", "node", "rule"),
     "type_promotion._TypePromotionInterpreter._set_current_node": (),
     **{f"SymNode.{name}": ("self", "other") for name in _ARITHMETIC},
+    "proxy_tensor._extract_tensor_metadata": ("result", "include_contiguity"),
+    "SymNode.wrap_int": ("self", "num"),
+    "SymNode.maybe_as_int": ("self",),
+    "SymNode.expect_true": ("self", "file", "line"),
+    "SymNode.guard_bool": ("self", "file", "line"),
 }
 
 
@@ -299,6 +303,50 @@ def _remembered(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
     return remembering
 
 
+def _integers_made_once(original: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    """Returns one constant for each integer that a size is compared or computed with."""
+    constants: dict[Any, Any] = {}
+
+    def wrap_int(size: Any, number: int) -> Any:
+        key = size.shape_env, number, type(number)
+        if (constant := constants.get(key)) is None:
+            constant = constants[key] = original(size, number)
+        return constant
+
+    return wrap_int
+
+
+def _symbols_known(original: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
+    """Asks a size once whether it is a number; again when more is known about the symbols."""
+
+    def maybe_as_int(size: Any) -> int | None:
+        found_out = getattr(size.shape_env, "_replacements_version_counter", None)
+        if found_out is None:
+            return original(size)
+        if size.__dict__.get("no_number_at") == found_out:
+            return None
+        number = original(size)
+        if number is None:
+            size.no_number_at = found_out
+        return number
+
+    return maybe_as_int
+
+
+def _truths_known(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Answers a condition that is true for all sizes; it needs neither a guard nor an assert."""
+
+    def is_true(condition: Any, file: str, line: int) -> bool:
+        return condition._expr is sympy.true or original(condition, file, line)
+
+    return is_true
+
+
+def _without_memory_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Does not ask in which order each result is in memory, which the export does not read."""
+    return functools.partial(original, include_contiguity=False)
+
+
 @contextlib.contextmanager
 def _tracing_made_cheap() -> Iterator[None]:
     """Remembers size arithmetic, and neither stack traces nor whole operators.
@@ -310,6 +358,13 @@ def _tracing_made_cheap() -> Iterator[None]:
             changes.enter_context(_dynamo_config.patch(fake_tensor_cache_enabled=False))
             for name in _ARITHMETIC:
                 changes.enter_context(replaced(SymNode, name, _remembered))
+            changes.enter_context(replaced(SymNode, "wrap_int", _integers_made_once))
+            changes.enter_context(replaced(SymNode, "maybe_as_int", _symbols_known))
+            for name in ("expect_true", "guard_bool"):
+                changes.enter_context(replaced(SymNode, name, _truths_known))
+            changes.enter_context(
+                replaced(proxy_tensor, "_extract_tensor_metadata", _without_memory_format)
+            )
         config = getattr(fx, "config", None)  # From PyTorch 2.12 on.
         if hasattr(config, "do_not_emit_stack_traces"):
             changes.enter_context(replaced(config, "do_not_emit_stack_traces", lambda _: True))
@@ -355,51 +410,41 @@ capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 
 
 @contextlib.contextmanager
-def _compiled_when_called(pending: MutableSet[fx.GraphModule]) -> Iterator[None]:
-    """Makes the Python code of this thread's graphs when they are called; others are pending."""
+def _graphs_compiled_late() -> Iterator[None]:
+    """Makes the Python code of this thread's graphs when they are called, or it is read."""
     thread = threading.get_ident()
 
     def postponing(recompile: Callable[[fx.GraphModule], Any]) -> Callable[[fx.GraphModule], Any]:
+        def code(module: fx.GraphModule) -> Any:
+            recompile(module)
+            return vars(module)["_code"]
+
         def postponed(module: fx.GraphModule) -> Any:
             if threading.get_ident() != thread:
                 return recompile(module)
-            cls = type(module)
+            cls: Any = type(module)
 
             def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-                pending.discard(self)
                 recompile(self)
                 return cls.forward(self, *args, **kwargs)
 
+            vars(module).pop("_code", None)
             cls.forward = forward
-            pending.add(module)
+            cls._code = functools.cached_property(code)
+            cls._code.__set_name__(cls, "_code")
             return None
 
         return postponed
 
+    if missing() is not None:
+        yield
+        return
     with replaced(fx.GraphModule, "recompile", postponing):
         yield
 
 
-@contextlib.contextmanager
-def _graphs_compiled_late() -> Iterator[None]:
-    """Makes the Python code of this thread's graphs when they are called, or at the end."""
-    if missing() is not None:
-        yield
-        return
-    pending: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()
-    try:
-        with _compiled_when_called(pending):
-            yield
-    finally:
-        for module in list(pending):
-            module.recompile()
-
-
 graphs_compiled_late = ProcessState(_graphs_compiled_late)
 """Makes no Python code of graphs that are only rewritten; Dynamo reads its own."""
-
-graphs_compiled_when_called = ProcessState(lambda: _compiled_when_called(weakref.WeakSet()))
-"""Makes none of graphs that are not called either."""
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
 # --- Our steps ---
 
 
-@private.graphs_compiled_when_called()
+@private.graphs_compiled_late()
 def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Model:
     registry, decompositions = _registered(max(opset, 18), operators())
     mode = private.fake_mode(program)

@@ -1,0 +1,144 @@
+"""Programs traced in less time are those that PyTorch traces, to the memory of each value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import Dim, ExportedProgram
+
+from dynamo_moe.tracing import private
+
+pytestmark = pytest.mark.skipif(
+    private.missing() is not None,
+    reason="needs a known version of PyTorch",
+)
+
+WIDTH = 6
+Step = Callable[[Tensor], Tensor]
+
+# Each takes and gives a tensor (batch, length, 6).
+STEPS: dict[str, Step] = {
+    "relu": torch.relu,
+    "square": lambda x: x * x,
+    "broadcast": lambda x: x + x.mean(0, keepdim=True) * x[:, :1],
+    "promote": lambda x: x * torch.arange(x.shape[1])[:, None],
+    "product": lambda x: x @ x.new_ones(WIDTH, WIDTH),
+    "scores": lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
+    "heads": lambda x: x.view(*x.shape[:2], 2, 3).transpose(1, 2).transpose(1, 2).flatten(2),
+    "order": lambda x: (x.transpose(0, 1) * 2).transpose(0, 1),
+    "copy": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "self": lambda x: x.contiguous().to(torch.float32),
+    "halves": lambda x: torch.cat([part.neg() for part in x.chunk(2, -1)], -1),
+    "split": lambda x: torch.stack(x.split(2, -1), -1).flatten(2),
+    "pad": lambda x: nn.functional.pad(x, (0, 0, 1, 0))[:, 1:],
+    "flip": lambda x: x.flip(1),
+    "pairs": lambda x: torch.cat([x, x], 1)[:, : (x.shape[1] + 1) // 2 * 2][:, : x.shape[1]],
+    "rolled": lambda x: torch.cat([x[:, x.shape[1] // 2 :], x[:, : x.shape[1] // 2]], 1),
+    "flat": lambda x: x.reshape(-1, WIDTH).sort(-1).values.reshape(x.shape),
+    "inplace": lambda x: x.clone().add_(1).mul_(x),
+    "through a view": lambda x: _written(x.clone()),
+    "chosen": lambda x: x + x[x > 0].sum(),
+    "first": lambda x: x * x.topk(1, -1).values,
+    "drawn": lambda x: x + torch.rand_like(x),
+    "constant": lambda x: x * torch.tensor(2.0).item(),
+    "scalar": lambda x: x * torch.tensor([1.0, 2.0]).sum(),
+    "learned": lambda x: x + torch.zeros(x.shape[0] * 2)[: x.shape[0], None, None],
+    "equal": lambda x: x + x.new_zeros(x.shape[1], WIDTH).unsqueeze_(0),
+}
+
+
+def _written(x: Tensor) -> Tensor:
+    x[:, 0].zero_()
+    x.view(-1)[:3] = 1
+    return x
+
+
+class Steps(nn.Module):
+    def __init__(self, names: list[str], times: int = 2) -> None:
+        super().__init__()
+        self.names, self.times = names, times
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            for name in self.names:
+                x = STEPS[name](x) * self.weight
+        return x
+
+
+def traced(model: nn.Module) -> ExportedProgram:
+    example = (torch.randn(3, 5, WIDTH),)
+    shapes = ((Dim.DYNAMIC, Dim.DYNAMIC, Dim.STATIC),)
+    with private._sizes_of_one():
+        return torch.export.export(model, example, dynamic_shapes=shapes)
+
+
+def description(program: ExportedProgram) -> list[Any]:
+    """The nodes, with all of their values but what they compute, and what is known of the sizes."""
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    mode = next(each.fake_mode for each in values if isinstance(each, FakeTensor))
+    known = str([guard.expr for guard in mode.shape_env.guards])  # Before is_contiguous finds more.
+    memories: dict[int, int] = {}
+
+    def of(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return [of(each) for each in value]
+        if not isinstance(value, Tensor):
+            return str(value)
+        memory = value.untyped_storage()
+        place = memories.setdefault(memory._cdata, len(memories))
+        return (
+            *(str(value.shape), str(value.stride()), str(value.storage_offset())),
+            *(value.dtype, value.device, value.requires_grad, value.is_contiguous()),
+            *(place, str(memory.nbytes()), str(torch._C._dispatch_keys(value))),
+        )
+
+    # Sizes that are only compared take names, which are another number then.
+    places = {node: f"node {place}" for place, node in enumerate(program.graph.nodes)}
+
+    def given(values: Any) -> str:
+        return str(torch.fx.node.map_arg(values, places.get))
+
+    nodes = [
+        (node.op, str(node.target), given(node.args), given(node.kwargs), of(node.meta.get("val")))
+        for node in program.graph.nodes
+    ]
+    outputs = [spec.kind for spec in program.graph_signature.output_specs]
+    found_out = (mode.shape_env.replacements, mode.shape_env.deferred_runtime_asserts)
+    return [*nodes, known, str(outputs), *map(str, (*found_out, program.range_constraints))]
+
+
+def described(model: nn.Module) -> list[Any] | str:
+    """The program's description, or how its trace fails: not all steps fit after each other."""
+    try:
+        return description(traced(model))
+    except Exception as error:
+        return type(error).__name__
+
+
+def check(model: nn.Module) -> None:
+    with private._dynamo_config.patch(fake_tensor_cache_enabled=False):
+        plain = described(model)
+    with private._cheap_tracing():
+        cheap = described(model)
+    assert cheap == plain
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_step_repeated(name: str) -> None:
+    model = Steps([name, "relu"], times=3)
+    assert isinstance(described(model), list)
+    check(model)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.sampled_from(list(STEPS)), min_size=2, max_size=5))
+def test_random_steps(names: list[str]) -> None:
+    check(Steps(names))
