@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from dynamo_moe.conversion.infmoe import load_infmoe
     from dynamo_moe.conversion.upcycling import UpcyclingReport, upcycle
     from dynamo_moe.drawing.picture import draw, draw_comparison
-    from dynamo_moe.exporting import ExportError, ExportReport, export
+    from dynamo_moe.export_report import ExportReport
+    from dynamo_moe.exporting import ExportError, export
     from dynamo_moe.files.offloading import OffloadReport, offload_file
     from dynamo_moe.inspection import ModelSummary, inspect
     from dynamo_moe.language_models import export_language_model
@@ -92,7 +93,7 @@ _HOME = {
     "export": "exporting",
     "export_language_model": "language_models",
     "ExportError": "exporting",
-    "ExportReport": "exporting",
+    "ExportReport": "export_report",
     "onnx_translation_table": "moe_nodes.translation",
     "export_training": "training",
     "TrainingReport": "training",

@@ -6,13 +6,12 @@ import contextlib
 import gc
 import logging
 import os
-import re
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +20,12 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
 from rich.console import Console
-from rich.filesize import decimal
-from rich.markup import escape
-from rich.table import Table
 from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
 from dynamo_moe.conversion import Unrecognised, unconverted
 from dynamo_moe.evaluation import check_model, evaluating
+from dynamo_moe.export_report import ExportReport
 from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
@@ -44,8 +41,6 @@ from dynamo_moe.graph.naming import name_canonically
 from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
 from dynamo_moe.graph.transposed_weights import keep_transposed_weights
-from dynamo_moe.json_values import json_values
-from dynamo_moe.operators.registry import NodeError
 from dynamo_moe.process_state import ProcessState
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch, phase
@@ -73,8 +68,6 @@ _LOG = logging.getLogger(__name__)
 
 # Tests compare the two ways.
 _SHARES = ContextVar("shares", default=True)
-
-_FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
 
 
 def export(
@@ -407,8 +400,8 @@ def captured(
             raise
         own = causes.own_failure(model, *given, error) if runs else None
         if own is not None:
-            raise ExportError(_explain_own(own, causes.described(model, *given))) from own
-        raise ExportError(_explain(error)) from error
+            raise ExportError(causes.explain_own(own, causes.described(model, *given))) from own
+        raise ExportError(causes.explain(error)) from error
 
 
 def translated(
@@ -432,7 +425,7 @@ def translated(
         cause: BaseException = error
         while cause.__cause__ is not None:  # The exporter's own errors are pages long.
             cause = cause.__cause__
-        raise ExportError(_explain(cause)) from error
+        raise ExportError(causes.explain(cause)) from error
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")
@@ -517,130 +510,8 @@ def qualified(node: ir.Node) -> str:
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 
 
-# --- Why PyTorch's exporter failed ---
-
-
-def _explain_own(error: Exception, given: str) -> str:
-    """Returns the message for a model that fails without any exporter."""
-    line = causes.model_line(error)
-    where = f", at {line}" if line else ""
-    return f"the model itself fails on the example ({given}){where}: {str(error).strip()}"
-
-
-def _explain(error: BaseException) -> str:
-    """Returns why PyTorch's exporter failed, and what to do about it."""
-    if isinstance(error, NodeError):
-        return str(error)
-    if isinstance(error, FixedSizeError):
-        return f"a size that should be symbolic is fixed by the model: {error}. {_FIX_A_SIZE}"
-    cause = str(error.__cause__ or error).strip()
-    line = causes.model_line(error)
-    where = f" at {line}" if line else ""
-    if causes.casts_a_module(error):
-        return (
-            f"the model casts or moves a module in its forward{where}, which no trace can follow: "
-            "cast it once, before the export, or its weights where they are used, as in "
-            f"F.linear(x, self.proj.weight.float()) (PyTorch: {cause.splitlines()[0]})"
-        )
-    if "data-dependent expression" in cause:
-        return (
-            f"the model decides by the values of a tensor{where}, and a trace has only shapes: "
-            f"{cause.splitlines()[0]}"
-        )
-    if "conflicts between user-specified ranges" in cause:
-        conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
-        places = "; ".join(dict.fromkeys(getattr(error, "__notes__", ())))
-        return (
-            f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}"
-            f"{places and ', by '}{places}. {_FIX_A_SIZE}"
-        )
-    if "DynamicCache" in cause:
-        return (
-            "the model returns its cache of keys and values: pass use_cache=False, or use "
-            "dynamo_moe.export_language_model"
-        )
-    missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", cause)
-    if missing and "complex-valued input" in cause:
-        return (
-            f"operator {missing[1]} has no translation to ONNX for complex tensors: ONNX has none; "
-            "compute with torch.view_as_real"
-        )
-    if missing:
-        return (
-            f"operator {missing[1]} has no translation to ONNX, nor a decomposition into operators "
-            "that have one; dynamo_moe.register_op makes one node of it"
-        )
-    return f"PyTorch's exporter cannot take the model{where}: {cause}"
-
-
-# --- The outcome ---
-
-
 class ExportError(RuntimeError):
     """The model cannot become a file that computes the same.
 
     The message names the model's MoE modules that :func:`convert` has not replaced, if any.
     """
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """The outcome of :func:`export`.
-
-    Attributes:
-        path: The ONNX file.
-        files: All files written, the ONNX file first.
-        target: ``plugin``, ``dense``, ``onnxruntime`` or ``tensorrt_moe``.
-        body: ``loop`` or ``unrolled``; None with other targets than ``plugin``.
-        layers: The MoE layers' paths in the model.
-        operators: Number of layers by operator: ``DroplessMoE``, which holds the layer's router,
-            or ``DroplessMoEExperts``, behind a router of the model's own.
-        nodes: Number of the main graph's nodes by operator.
-        parameters_bytes: Bytes of the weights.
-        file_bytes: Bytes of all files.
-        seconds: Wall time.
-        phases: Seconds by phase: capture, decomposition, translation, optimization, check,
-            serialization.
-        profile: With ``profile=True``, a profile for https://www.speedscope.app, and one for a
-            browser.
-        notes: What a user of the file should know.
-    """
-
-    path: Path
-    files: tuple[Path, ...]
-    target: str
-    body: str | None
-    layers: tuple[str, ...]
-    operators: Mapping[str, int]
-    nodes: Mapping[str, int]
-    parameters_bytes: int
-    file_bytes: int
-    seconds: float
-    phases: Mapping[str, float]
-    profile: tuple[Path, ...]
-    notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain values, for JSON."""
-        return json_values(self)
-
-    def __rich__(self) -> Table:
-        """Returns a table for the terminal."""
-        title = f"Exported {escape(str(self.path))}"
-        table = Table(show_header=False, title=title, title_justify="left")
-        unrolled = ", body unrolled" if self.body == "unrolled" else ""
-        table.add_row("target", f"{self.target}{unrolled}")
-        counts = (f"{count} {operator}" for operator, count in self.operators.items())
-        table.add_row("MoE layers", ", ".join(counts) or "0")
-        table.add_row("nodes", str(sum(self.nodes.values())))
-        table.add_row("weights", decimal(self.parameters_bytes))
-        table.add_row("files", f"{decimal(self.file_bytes)} in {len(self.files)}")
-        table.add_row("time", f"{self.seconds:.1f} s")
-        if self.profile:
-            for name, seconds in self.phases.items():
-                table.add_row(f"  {name}", f"{seconds:.2f} s, {100 * seconds / self.seconds:.0f} %")
-            for file in self.profile:
-                table.add_row("profile", escape(str(file)))
-        for note in self.notes:
-            table.add_row("note", escape(note))
-        return table

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from dynamo_moe.evaluation import check_model, evaluating
-from dynamo_moe.exporting import ExportReport, export
+from dynamo_moe.export_report import ExportReport
+from dynamo_moe.exporting import export
 from dynamo_moe.private import without_values
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 from dynamo_moe.weights import placeholders

@@ -1,9 +1,10 @@
-"""Why a trace failed: which line of the model, and whether its example runs at all."""
+"""Why a trace or its translation failed, at which line of the model, and what to do about it."""
 
 from __future__ import annotations
 
 import inspect
 import linecache
+import re
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from dynamo_moe import pytree
+from dynamo_moe.operators.registry import NodeError
 from dynamo_moe.tracing import private
+from dynamo_moe.tracing.fixed_sizes import FixedSizeError
 
 _TORCH = Path(torch.__file__).parent
 _CONVERSION = Path(__file__).parents[1] / "conversion"
+_FIX_A_SIZE = "Name it in dynamic_shapes with None, as in {'argument': {0: None}}"
 
 
 def model_line(error: BaseException) -> str | None:
@@ -77,6 +81,59 @@ def described(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         if isinstance(leaf, Tensor)
     )
     return ", ".join(tensors) or "no tensor"
+
+
+def explain_own(error: Exception, given: str) -> str:
+    """Returns the message for a model that fails without any exporter."""
+    line = model_line(error)
+    where = f", at {line}" if line else ""
+    return f"the model itself fails on the example ({given}){where}: {str(error).strip()}"
+
+
+def explain(error: BaseException) -> str:
+    """Returns why PyTorch's exporter failed, and what to do about it."""
+    if isinstance(error, NodeError):
+        return str(error)
+    if isinstance(error, FixedSizeError):
+        return f"a size that should be symbolic is fixed by the model: {error}. {_FIX_A_SIZE}"
+    cause = str(error.__cause__ or error).strip()
+    line = model_line(error)
+    where = f" at {line}" if line else ""
+    if casts_a_module(error):
+        return (
+            f"the model casts or moves a module in its forward{where}, which no trace can follow: "
+            "cast it once, before the export, or its weights where they are used, as in "
+            f"F.linear(x, self.proj.weight.float()) (PyTorch: {cause.splitlines()[0]})"
+        )
+    if "data-dependent expression" in cause:
+        return (
+            f"the model decides by the values of a tensor{where}, and a trace has only shapes: "
+            f"{cause.splitlines()[0]}"
+        )
+    if "conflicts between user-specified ranges" in cause:
+        conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
+        places = "; ".join(dict.fromkeys(getattr(error, "__notes__", ())))
+        return (
+            f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}"
+            f"{places and ', by '}{places}. {_FIX_A_SIZE}"
+        )
+    if "DynamicCache" in cause:
+        return (
+            "the model returns its cache of keys and values: pass use_cache=False, or use "
+            "dynamo_moe.export_language_model"
+        )
+    missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", cause)
+    if missing and "complex-valued input" in cause:
+        return (
+            f"operator {missing[1]} has no translation to ONNX for complex tensors: ONNX has none; "
+            "compute with torch.view_as_real"
+        )
+    if missing:
+        return (
+            f"operator {missing[1]} has no translation to ONNX, nor a decomposition into operators "
+            "that have one; dynamo_moe.register_op makes one node of it"
+        )
+    return f"PyTorch's exporter cannot take the model{where}: {cause}"
 
 
 def _is_in(frame: FrameType, folder: Path) -> bool:
