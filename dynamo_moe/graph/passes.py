@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -28,6 +29,9 @@ _WANTED: Any = [rule for rule in (*rules.RULES, *default_rules()) if rule is not
 _BY_ROOT: Any = RulesByRoot(_WANTED)
 _RULES = rewriter.RewriteRuleSet([_BY_ROOT])
 _RULES.remove_unused_nodes = False  # optimize does.
+
+# Rules keep what they have matched.
+_RULES_LOCK = threading.Lock()
 
 # One round's result can be what another round simplifies.
 _ROUNDS = 4
@@ -59,7 +63,9 @@ def optimize(model: ir.Model, keep: Collection[str] = ()) -> None:
     _forget_invented_names(model.graph)
     rewriting = rewriter.RewritePass(_RULES)
     for _ in range(_ROUNDS):
-        if not rewriting(model).modified:
+        with _RULES_LOCK:
+            modified = rewriting(model).modified
+        if not modified:
             break
         _remove_unused(model.graph)
         optimizer.fold_constants_ir(model, should_fold=should_fold)

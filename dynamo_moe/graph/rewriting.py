@@ -24,6 +24,8 @@ class RulesByRoot:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the rule that was applied last, whose result is being used."""
+        if name == "_applied":  # Not made yet, as where it is copied.
+            raise AttributeError(name)
         return getattr(self._applied, name)
 
     def graph_pre_visitor(self) -> None:

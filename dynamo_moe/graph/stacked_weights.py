@@ -33,7 +33,8 @@ def fold_stacked_weights(model: ir.Model) -> None:
             made_by: list[ir.Node] = []
             leaves: list[ir.Value] = []
             lazy = _expression(value, made_by, leaves)
-            users = [user for leaf in leaves for user, _ in leaf.uses()]
+            parts = [*leaves, *(o for maker in made_by for o in maker.outputs if o is not value)]
+            users = [user for part in parts for user, _ in part.uses()]
             if lazy is None or any(user not in made_by for user in users):
                 continue
             tensor = as_ir(lazy, _name_of_all([str(leaf.name) for leaf in leaves]))
@@ -113,15 +114,22 @@ def _reshape(node: ir.Node, operands: list[Tensor]) -> Tensor | None:
 
 
 def _constant(value: ir.Value | None) -> list[int]:
-    """Returns a constant's numbers; a shape is often joined of several."""
-    if value is None:
+    """Returns a constant's integers, none if it is another value; a shape is joined of several."""
+    node = None if value is None else value.producer()
+    if value is None or (node is not None and node.domain):
         return []
-    node = value.producer()
-    if node is not None and node.op_type in ("Cast", "Concat", "Reshape"):
-        parts = node.inputs if node.op_type == "Concat" else node.inputs[:1]
-        return [number for each in parts for number in _constant(each)]
+    if node is not None and node.op_type == "Concat":
+        parts = [_constant(each) for each in node.inputs]
+        return [number for part in parts for number in part] if all(parts) else []
+    casts = node is not None and node.op_type == "Cast"
+    if node is not None and (casts or node.op_type == "Reshape"):
+        widens = not casts or node.attributes["to"].as_int() == ir.DataType.INT64
+        return _constant(node.inputs[0]) if widens else []
     tensor = ir.convenience.get_const_tensor(value)
-    return [] if tensor is None else tensor.numpy().reshape(-1).tolist()
+    if tensor is None or tensor.dtype not in (ir.DataType.INT32, ir.DataType.INT64):
+        return []
+    numbers: list[int] = tensor.numpy().reshape(-1).tolist()
+    return numbers
 
 
 def _slice(node: ir.Node, operands: list[Tensor]) -> Tensor | None:

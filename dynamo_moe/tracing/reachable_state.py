@@ -68,9 +68,11 @@ class State:
 
     Attributes:
         facts: What it is.
+        has_tensors: Whether tensors are reached.
     """
 
     facts: Facts
+    has_tensors: bool
     _roots: Mapping[Hashable, Any]
     # None where weak references are among it: what they refer to must not be kept alive.
     _held: _Held | None
@@ -160,7 +162,7 @@ def state_of(roots: Mapping[Hashable, Any], others: Collection[int]) -> State:
     state: dict[Place, Hashable] = {}
     found: list[_Look] = []
     seen: set[int] = set()
-    is_weak = False
+    is_weak = has_tensors = False
     remaining: list[tuple[Place, Any]] = [((place,), root) for place, root in roots.items()]
     while remaining:
         place, value = remaining.pop()
@@ -180,9 +182,10 @@ def state_of(roots: Mapping[Hashable, Any], others: Collection[int]) -> State:
         state[(*place, "state")] = fact
         remaining.extend(((*place, name), part) for name, part in parts)
         is_weak |= isinstance(value, weakref.ref)
+        has_tensors |= isinstance(value, Tensor)
         if kind not in _UNCHANGING:
             found.append((value, fact, parts))
-    return State(state, roots, None if is_weak else _Held(found))
+    return State(state, has_tensors, roots, None if is_weak else _Held(found))
 
 
 def _words(place: Place) -> str:

@@ -105,8 +105,7 @@ class _OperatorsUnwatched(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._modes = active_modes()
-        modes = (type(mode) for mode in self._modes if mode is not None)
-        self._is_own = _are_untouched() and all(map(_is_of_library, modes))
+        self._is_own = _are_untouched() and not foreign_modes()
 
     def __torch_function__(
         self, func: Callable[..., Any], classes: Any, args: Any = (), kwargs: Any = None
@@ -152,6 +151,11 @@ def _is_own(function: Any) -> bool:
         of_library = is_library(sys.modules.get(function.__module__))
         return of_library and not made and is_library_file(function.__code__.co_filename)
     return isinstance(function, _COMPILED)
+
+
+def foreign_modes() -> list[Any]:
+    """Returns the active modes that are not of PyTorch or this package."""
+    return [m for m in active_modes() if m is not None and not _is_of_library(type(m))]
 
 
 def _is_of_library(kind: type) -> bool:

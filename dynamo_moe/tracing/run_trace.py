@@ -20,9 +20,11 @@ from dynamo_moe.private import (
     active_modes,
     attributes_of,
     change_count,
+    storage_key,
     tensor_tables_replaced,
 )
 from dynamo_moe.tracing.equal_blocks import (
+    FEWEST_TRACED,
     Description,
     Facts,
     NotSharedError,
@@ -34,7 +36,7 @@ from dynamo_moe.tracing.layer_caches import Kept, LayerCaches, cache_among
 from dynamo_moe.tracing.library_code import file_of, is_library_file
 from dynamo_moe.tracing.marks import END, KEPT
 from dynamo_moe.tracing.reachable_state import State, state_of
-from dynamo_moe.tracing.read_names import ReadNames
+from dynamo_moe.tracing.read_names import ReadNames, foreign_modes
 from dynamo_moe.tracing.values import SIMPLE, are_equal, changed, place_of, sizes_of
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -83,6 +85,10 @@ class RunTrace:
         self._names: dict[int, ReadNames] = {}
         self._reading = False
         self._failure = ""
+        # The memory of what stands for other tensors in each unit, where two units are traced.
+        self._replaced: set[int] = set()
+        # What PyTorch notes on every tensor of a trace.
+        self._attributes: set[str] = set()
         self._caches = LayerCaches(number, run, self.fail)
         modules = (module for block in run.blocks for module in block.modules())
         tensors = (tensor for held in run.tensors for tensor in held.values())
@@ -117,6 +123,8 @@ class RunTrace:
             if cache is not None:
                 compute = functools.partial(self._caches.run, place, cache, compute, self.proves)
             last = place >= self.run.traced - self.run.period
+            if last and self.proves and self.run.traced_units == FEWEST_TRACED:
+                self._check_roles(place, cache)
             run = self._prove if last else self._trace
             results = run(place, compute) if self.proves else compute()
             call.results, call.result_spec = pytree.tree_flatten(results)
@@ -131,6 +139,9 @@ class RunTrace:
 
     def _end(self, result: Tensor, place: int, leaf: int) -> Tensor:
         ended: Tensor = END(result, self.number, place, leaf)
+        if place < self.run.period and self.run.traced_units == FEWEST_TRACED:
+            self._replaced |= {storage_key(result), storage_key(ended)}
+            self._attributes |= attributes_of(ended).keys()
         return ended
 
     @contextlib.contextmanager
@@ -170,14 +181,16 @@ class RunTrace:
     def _prove(self, place: int, compute: Callable[[], Any]) -> Any:
         """Runs the last block of a kind that is traced, which must leave all as it found it."""
         kind, call, block = place % self.run.period, self._calls[place], self.run.blocks[place]
-        objects = [x for x in call.given if not (isinstance(x, Tensor) or type(x) in SIMPLE)]
-        cache = cache_among(objects)  # Which it cannot look into.
-        objects = [each for each in objects if each is not cache]
+        cache = cache_among(call.given)  # Which it cannot look into.
+        objects = [each for each in _objects(call.given) if each is not cache]
         classes = {type(module) for module in block.modules()}
-        held = (*self.run.outside[kind], *objects, *classes)
+        own = describe(block)
+        held = (*self.run.outside[kind], *own.outside, *objects, *classes)
         counts, names = _counts(block), self._names[kind]
         state = state_of(_reached(held, names), self._others)
-        proof = _Proof(describe(block), held, names, state)
+        if state.has_tensors and self.run.traced_units == FEWEST_TRACED:
+            raise self._refuse("a block reaches tensors that it is not given")
+        proof = _Proof(own, held, names, state)
         results = self._trace(place, compute)
         if new := self._names[kind].values().keys() - names.values().keys():
             raise self._refuse(f"a block uses other names than the ones before: {new}")
@@ -189,6 +202,23 @@ class RunTrace:
             raise self._refuse("a block changes a mode, or draws random numbers")
         self._proofs[kind:] = [proof]
         return results
+
+    def _check_roles(self, place: int, cache: Any) -> None:
+        """Checks that the second unit has tensors from known places alone.
+
+        The third is made of its nodes. What stands for another tensor there, such as a weight of
+        its own, must not be something that all units have in common as well.
+        """
+        call, block = self._calls[place], self.run.blocks[place]
+        tensors = [each for each in call.given if isinstance(each, Tensor)]
+        if any(each is not cache for each in _objects(call.given)) or foreign_modes():
+            raise self._refuse("a block is given objects that may hold tensors")
+        if any(not attributes_of(each).keys() <= self._attributes for each in tensors):
+            raise self._refuse("a block is given a tensor with attributes")
+        held = [*block.parameters(), *block.buffers()]
+        for layer in () if cache is None else cache.layers:
+            held += [each for each in attributes_of(layer).values() if isinstance(each, Tensor)]
+        self._replaced |= {storage_key(each) for each in held}
 
     def _check_state(self, proof: _Proof) -> None:
         reached = _reached(proof.held, proof.names)
@@ -293,6 +323,8 @@ class RunTrace:
             if isinstance(given, Tensor) and isinstance(earlier, Tensor):
                 now, then = next(versions)
                 if given is earlier and now == then:
+                    if storage_key(given) in self._replaced:
+                        raise self._refuse("what all are given is a unit's own as well")
                     continue
                 leaf = place_of(given, self._calls[place - 1].results)
                 its = place_of(earlier, self._calls[place - self.run.period - 1].results)
@@ -358,16 +390,47 @@ class RunTrace:
         if any(node is None for nodes in ends for node in nodes):
             raise self._refuse("their results are what they were given")
         nodes: list[list[fx.Node]] = [[node.args[0] for node in unit] for unit in ends]  # type: ignore[union-attr,misc]
+        if self.run.traced_units == FEWEST_TRACED:
+            self._check_inside(nodes)
         kept = self._caches.finish(program, left)
         both = [node for units in (nodes, kept.nodes) for unit in units for node in unit]
         if kept.inputs and len(set(both)) < len(both):
             raise self._refuse("what a block leaves in a cache is its result as well")
         return nodes, kept
 
+    def _check_inside(self, ends: Sequence[Sequence[fx.Node]]) -> None:
+        """Checks that the second unit's nodes are made by its blocks, not between them."""
+        if len(set(ends[0])) < len(ends[0]):
+            raise self._refuse("a unit returns one tensor in two places")
+        first = _before(ends[0], ())
+        paths = set(self.run.paths[self.run.period : self.run.traced])
+        for node in _before(ends[1], first):
+            if node.op != "call_function" or node.target is END:
+                continue
+            stack = node.meta.get("nn_module_stack", {})
+            if not any(path in paths for path, _ in stack.values()):
+                raise self._refuse(f"{node.name} is computed between blocks")
+
+
+def _objects(given: Sequence[Any]) -> list[Any]:
+    return [each for each in given if not (isinstance(each, Tensor) or type(each) in SIMPLE)]
+
 
 def _reached(held: Sequence[Any], names: ReadNames) -> dict[Hashable, Any]:
     """Returns objects, and what the names in a block's code stand for now."""
     return {**dict(enumerate(held)), **names.values()}
+
+
+def _before(nodes: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
+    """Returns nodes and what they are computed from, up to those that are known."""
+    found: set[fx.Node] = set()
+    remaining = [*nodes]
+    while remaining:
+        node = remaining.pop()
+        if node not in found and node not in known:
+            found.add(node)
+            remaining += node.all_input_nodes
+    return found
 
 
 def _modes() -> tuple[Any, ...]:
