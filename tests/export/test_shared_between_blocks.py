@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from block_stacks import Block, Stack, stack
+from block_stacks import Block, SecondAsWell, Stack, stack
 from dynamo_moe import exporting
 
 pytest_plugins = ("shared_exports",)
@@ -45,15 +45,6 @@ class EndOfThird(Stack):
             if number == 2:
                 third = x
         return self.head(x), third
-
-
-class SecondAsWell(Stack):
-    def forward(self, x: Tensor) -> Any:
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number == 1:
-                second = x
-        return self.head(x) + self.head(second)
 
 
 class Reversed(Stack):
@@ -140,11 +131,7 @@ class Mode(Stack):
 def test_what_is_done_between_blocks(
     compared: Callable[..., int], kind: type[Stack], count: int
 ) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return kind(*(Block(number) for number in range(6))).eval()
-
-    assert compared(make) == count
+    assert compared(lambda: stack(model=kind)) == count
 
 
 def activated(y: Tensor) -> Tensor:
@@ -283,11 +270,7 @@ class MaskChanged(Masked):
 def test_what_all_blocks_are_given(
     compared: Callable[..., int], kind: type[Stack], count: int
 ) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return kind(*(WithMask(number) for number in range(6))).eval()
-
-    assert compared(make) == count
+    assert compared(lambda: stack(WithMask, model=kind)) == count
 
 
 def test_list_that_blocks_append_to(compared: Callable[..., int]) -> None:

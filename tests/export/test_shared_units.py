@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import dynamo_moe
-from block_stacks import WIDTH, Block, Stack, stack
+from block_stacks import WIDTH, Block, SecondAsWell, Stack, stack
 from cached_models import Model, example, made
 
 pytest_plugins = ("shared_exports",)
+
+TOO_FEW = "Two units of equal blocks are too few"
 
 
 class GivesAScale(nn.Module):
     """The first computes what it does not use, and all others are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: int) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
@@ -51,17 +51,6 @@ class BetweenFirstAndSecond(Stack):
         return self.head(x)
 
 
-class AfterTheSecond(Stack):
-    """What the second block returns has another use, too."""
-
-    def forward(self, x: Tensor) -> Any:
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number == 1:
-                second = x
-        return self.head(x) + self.head(second)
-
-
 def offset(y: Tensor) -> Tensor:
     return y + EPSILON
 
@@ -72,7 +61,7 @@ EPSILON = 0.5
 class OtherNames(nn.Module):
     """Only blocks that are given a residual call ``offset``."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: int) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
@@ -94,25 +83,56 @@ class Residuals(Stack):
 class Scaled(nn.Module):
     """A block that is given a second tensor, and has a weight and a buffer of that shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: int) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.register_buffer("shift", torch.randn(WIDTH))
 
     def forward(self, x: Tensor, other: Any) -> Tensor:
-        shared: Tensor = getattr(other, "tensor", other)
-        return torch.tanh(self.linear(x) * self.scale + self.shift) + shared / 2
+        return torch.tanh(self.linear(x) * self.scale + self.shift) + self.shared(other)
+
+    def shared(self, other: Any) -> Tensor:
+        tensor: Tensor = other
+        return tensor
+
+
+class ReadsAnAttribute(Scaled):
+    def shared(self, other: Any) -> Tensor:
+        tensor: Tensor = other.tensor
+        return tensor
+
+
+class ReadsItsOwn(Scaled):
+    tensor: Tensor
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        return super().forward(x, self.tensor)
+
+
+class Rectified(Scaled):
+    def forward(self, x: Tensor, other: Any) -> Tensor:
+        return super().forward(x, other).relu()
+
+
+class InputForAll(Stack):
+    def forward(self, x: Tensor) -> Any:
+        given = x + 1
+        for block in self.blocks:
+            x = block(x, given)
+        return self.head(x)
 
 
 class FirstResult(Stack):
-    """What the second block is given twice, the third is given once."""
+    """What the second unit is given twice, the third is given once."""
+
+    ends_unit = 0
 
     def forward(self, x: Tensor) -> Any:
         first = x
         for number, block in enumerate(self.blocks):
             x = block(x, first)
-            if number == 0:
+            if number == self.ends_unit:
                 first = x
         return self.head(x)
 
@@ -129,16 +149,6 @@ class FirstResultHeld(Stack):
             x = block(x, holder)
             if number == 0:
                 holder.tensor = x
-        return self.head(x)
-
-
-class FirstResultOfTwoKinds(Stack):
-    def forward(self, x: Tensor) -> Any:
-        first = x
-        for number, block in enumerate(self.blocks):
-            x = block(x, first)
-            if number == 1:
-                first = x
         return self.head(x)
 
 
@@ -169,13 +179,6 @@ class FirstResultKept(Stack):
         return self.head(x)
 
 
-class ReadsItsOwn(Scaled):
-    tensor: Tensor
-
-    def forward(self, x: Tensor, other: Any = None) -> Tensor:
-        return super().forward(x, self.tensor)
-
-
 class WeightOfTheSecond(Stack):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
@@ -203,7 +206,7 @@ class PartOfTheSecond(Stack):
 class TwoResults(nn.Module):
     """The first block returns one tensor in two places."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: int) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
@@ -218,69 +221,63 @@ class OneResultTwice(TwoResults):
         return (y, y) if other is None else (y + other, other)
 
 
+class FirstUnitOfTwoKinds(FirstResult):
+    ends_unit = 1
+
+    def __init__(self, *_: nn.Module) -> None:
+        super().__init__(*((Rectified if number % 2 else Scaled)(number) for number in range(10)))
+
+
 @pytest.mark.parametrize(
-    ("make", "third"),
+    ("model", "kind", "reason"),
     [
-        (stack, False),
-        (lambda: Stack(*(Block(n) for n in range(4))), False),
-        (lambda: OfTheFirst(*(GivesAScale() for _ in range(6))), True),
-        (lambda: BetweenFirstAndSecond(*(GivesAScale() for _ in range(6))), True),
-        (lambda: AfterTheSecond(*(Block() for _ in range(6))), True),
-        (lambda: Residuals(*(OtherNames() for _ in range(6))), True),
+        (Stack, Block, ""),
+        (InputForAll, Scaled, ""),
+        (OfTheFirst, GivesAScale, "what all are given"),
+        (BetweenFirstAndSecond, GivesAScale, "is computed between blocks"),
+        (SecondAsWell, Block, "a result between two of them is used elsewhere"),
+        (Residuals, OtherNames, "a block uses other names"),
     ],
-    ids=["plain", "four", "of-the-first", "between", "after-the-second", "other-names"],
 )
 def test_a_third_unit_is_traced_where_it_is_needed(
     compared: Callable[..., int],
     caplog: pytest.LogCaptureFixture,
-    make: Callable[[], nn.Module],
-    third: bool,
+    model: type[Stack],
+    kind: type[nn.Module],
+    reason: str,
 ) -> None:
-    def seeded() -> nn.Module:
-        torch.manual_seed(0)
-        return make().eval().requires_grad_(False)
-
     with caplog.at_level(logging.INFO, logger="dynamo_moe.exporting"):
-        assert compared(seeded) == 1
-    assert ("Two units of equal blocks are too few" in caplog.text) == third
-
-
-def _alternating() -> nn.Module:
-    class Other(Scaled):
-        def forward(self, x: Tensor, other: Any) -> Tensor:
-            return super().forward(x, other).relu()
-
-    return FirstResultOfTwoKinds(*((Other if number % 2 else Scaled)() for number in range(10)))
+        assert compared(lambda: stack(kind, model=model).requires_grad_(False)) == 1
+    assert (f"{TOO_FEW}: " in caplog.text) == bool(reason)
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("model", "kind", "reason"),
     [
-        lambda: FirstResult(*(Scaled() for _ in range(6))),
-        lambda: FirstResultHeld(*(Scaled() for _ in range(6))),
-        lambda: FirstResultNoted(*(Scaled() for _ in range(6))),
-        lambda: FirstResultKept(*(ReadsItsOwn() for _ in range(6))),
-        _alternating,
-        lambda: BufferOfTheSecond(*(Scaled() for _ in range(6))),
-        lambda: PartOfTheSecond(*(Scaled() for _ in range(6))),
-        lambda: OfTheFirst(*(TwoResults() for _ in range(6))),
-        lambda: OfTheFirst(*(OneResultTwice() for _ in range(6))),
-    ],
-    ids=[
-        *("first-result", "held", "noted", "kept", "two-kinds", "buffer-of-the-second"),
-        *("part-of-the-second", "two-results", "one-result-twice"),
+        (FirstResult, Scaled, "what all are given is a unit's own"),
+        (FirstUnitOfTwoKinds, Scaled, "what all are given is a unit's own"),
+        (WeightOfTheSecond, Scaled, "a tensor with attributes"),
+        (BufferOfTheSecond, Scaled, "what all are given is a unit's own"),
+        (FirstResultHeld, ReadsAnAttribute, "objects that may hold tensors"),
+        (FirstResultNoted, ReadsAnAttribute, "a tensor with attributes"),
+        (FirstResultKept, ReadsItsOwn, "tensors that it is not given"),
+        (PartOfTheSecond, Scaled, "is computed between blocks"),
+        (OfTheFirst, TwoResults, "one tensor in two places"),
+        (OfTheFirst, OneResultTwice, "what all are given is a unit's own"),
     ],
 )
 def test_what_one_unit_has_of_its_own_and_all_have_in_common_is_told_apart(
-    compared: Callable[..., int], caplog: pytest.LogCaptureFixture, make: Callable[[], nn.Module]
+    compared: Callable[..., int],
+    caplog: pytest.LogCaptureFixture,
+    model: type[Stack],
+    kind: type[nn.Module],
+    reason: str,
 ) -> None:
-    def seeded() -> nn.Module:
-        torch.manual_seed(0)
-        return make().eval().requires_grad_(False)
-
     with caplog.at_level(logging.INFO, logger="dynamo_moe.exporting"):
-        compared(seeded)
-    assert "Two units of equal blocks are too few" in caplog.text
+        compared(lambda: stack(kind, model=model).requires_grad_(False))
+    [message] = [each for each in caplog.messages if TOO_FEW in each]
+    assert reason in message
 
 
 class KeysOfTheSecond(Model):
@@ -298,13 +295,5 @@ def test_what_a_cache_holds_is_given_to_other_blocks(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="dynamo_moe.exporting"):
         compared(lambda: made(KeysOfTheSecond), example(), dynamic_shapes=None)
-    assert "Two units of equal blocks are too few" in caplog.text
-
-
-def test_a_weight_of_the_second_block_that_all_are_given(
-    shared: Callable[..., int], tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    model = WeightOfTheSecond(*(Scaled() for _ in range(6))).eval()
-    shared(model, path=tmp_path / "model.onnx")
-    dynamo_moe.verify(tmp_path / "model.onnx", model)
+    [message] = [each for each in caplog.messages if TOO_FEW in each]
+    assert "what all are given is a unit's own" in message

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dynamo_moe
+from dynamo_moe.graph.stacked_weights import fold_stacked_weights
+from dynamo_moe.weights.placeholders import as_ir
 
 EXPERTS, WIDTH, HIDDEN = 4, 16, 24
+FLOAT = ir.TensorType(ir.DataType.FLOAT)
 
 
 def gated(rows: Tensor, up_first: bool) -> Tensor:
@@ -90,3 +96,57 @@ def test_nothing_is_left_to_be_stacked(kind: type[Layer], up_first: bool, tmp_pa
     [weight] = [each for each in graph.initializer if each.name == rows]
     assert weight.dims == [EXPERTS, 2 * HIDDEN, WIDTH]
     dynamo_moe.verify(path, model)
+
+
+def halves(start: ir.Value, *, has_other_user: bool) -> ir.Model:
+    """Returns an MoE node whose weight is made of a weight's rows from ``start`` on, and others."""
+    rows = ir.Value(name="rows", shape=ir.Shape((4, 6, 3)), type=FLOAT)
+    rows.const_value = as_ir(torch.randn(4, 6, 3), "rows")
+    x = ir.Value(name="x", shape=ir.Shape((5, 3)), type=FLOAT)
+    zero, half, end, one = (integer(number).outputs[0] for number in (0, 3, 6, 1))
+    first = ir.node("Slice", [rows, zero, half, one, one])
+    second = ir.node("Slice", [rows, start, end, one, one])
+    joined = ir.node("Concat", [second.outputs[0], first.outputs[0]], {"axis": 1})
+    layer = ir.Node("moe", "DroplessMoE", [x, x, joined.outputs[0]])
+    nodes = [each.producer() for each in (zero, half, end, one)]
+    while (maker := start.producer()) is not None:
+        nodes.append(maker)
+        start = maker.inputs[0] if maker.inputs else rows
+    nodes += [first, second, joined, layer]
+    results = [layer.outputs[0]]
+    if has_other_user:
+        nodes.append(ir.node("Relu", [first.outputs[0]]))
+        results.append(nodes[-1].outputs[0])
+    graph = ir.Graph([x], results, nodes=nodes, initializers=[rows], opset_imports={"": 20})
+    graph.sort()
+    return ir.Model(graph, ir_version=10)
+
+
+def integer(number: float, dtype: type = np.int64) -> ir.Node:
+    return ir.node("Constant", [], {"value": ir.tensor(np.array([number], dtype))})
+
+
+def cast(number: float, dtype: type, to: ir.DataType) -> ir.Value:
+    return ir.node("Cast", [integer(number, dtype).outputs[0]], {"to": to}).outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("start", "folds"),
+    [
+        (lambda: integer(3).outputs[0], True),
+        (lambda: cast(3, np.int32, ir.DataType.INT64), True),
+        (lambda: cast(3.7, np.float32, ir.DataType.INT64), False),
+        (lambda: cast(3, np.int64, ir.DataType.BOOL), False),
+    ],
+    ids=["integer", "widened", "rounded", "boolean"],
+)
+def test_rows_are_taken_by_integers_alone(start: Callable[[], ir.Value], folds: bool) -> None:
+    model = halves(start(), has_other_user=False)
+    fold_stacked_weights(model)
+    assert ("Slice" not in {node.op_type for node in model.graph}) == folds
+
+
+def test_rows_with_another_user_stay() -> None:
+    model = halves(integer(3).outputs[0], has_other_user=True)
+    fold_stacked_weights(model)
+    assert [node.op_type for node in model.graph].count("Slice") == 2
