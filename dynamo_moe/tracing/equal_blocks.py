@@ -106,7 +106,6 @@ class Run:
         period: Kinds of blocks; a unit has one of each.
         tensors: Each block's parameters and buffers, by their path in the block.
         differing: By kind, the attributes that differ between its blocks.
-        outside: By kind, what its blocks refer to outside of themselves.
         traced_units: Units that are traced.
     """
 
@@ -115,7 +114,6 @@ class Run:
     period: int
     tensors: Sequence[Mapping[str, Tensor]]
     differing: Sequence[frozenset[tuple[str, str]]]
-    outside: Sequence[Sequence[Any]]
     traced_units: int = FEWEST_TRACED
 
     @property
@@ -207,7 +205,6 @@ def _runs(
             period,
             [described[place].tensors for place in range(start, stop)],
             differing,
-            [described[start + kind].outside for kind in range(period)],
         )
         start = stop
 

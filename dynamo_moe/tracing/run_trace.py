@@ -185,7 +185,7 @@ class RunTrace:
         objects = [each for each in _objects(call.given) if each is not cache]
         classes = {type(module) for module in block.modules()}
         own = describe(block)
-        held = (*self.run.outside[kind], *own.outside, *objects, *classes)
+        held = (*own.outside, *objects, *classes)
         counts, names = _counts(block), self._names[kind]
         state = state_of(_reached(held, names), self._others)
         if state.has_tensors and self.run.traced_units == FEWEST_TRACED:
