@@ -16,7 +16,7 @@ import itertools
 import math
 import operator
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from dynamo_moe.modules import ConvertedModule, ParameterCache
 from dynamo_moe.private import attributes_of, own_parts
+from dynamo_moe.tracing.contents import DICTS, Contents, content_of, is_plain
 from dynamo_moe.tracing.values import SIMPLE
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
@@ -43,7 +44,6 @@ _PERIODS = range(1, 9)
 # Types that hold others in a row, and without order.
 LISTS = (list, tuple, deque)
 SETS = (set, frozenset)
-_DICTS = (dict, OrderedDict)
 # A module's own dictionaries, such as those of its hooks, and flags.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -74,6 +74,12 @@ class Description:
     facts: dict[Place, Hashable]
     tensors: dict[str, Tensor]
     outside: list[Any]
+    # What the facts were read from; None if that is not known.
+    _contents: Contents | None
+
+    def is_unchanged(self) -> bool:
+        """Whether a block without its tensors is still what was described; False in doubt."""
+        return self._contents is not None and self._contents.is_unchanged()
 
     def differences(self, other: Description) -> frozenset[tuple[str, str]] | None:
         """Returns the attributes that differ, as module path and name; None if more than that."""
@@ -104,7 +110,7 @@ class Run:
         paths: The blocks' paths.
         blocks: The blocks.
         period: Kinds of blocks; a unit has one of each.
-        tensors: Each block's parameters and buffers, by their path in the block.
+        described: What each block is before the trace.
         differing: By kind, the attributes that differ between its blocks.
         traced_units: Units that are traced.
     """
@@ -112,7 +118,7 @@ class Run:
     paths: Sequence[str]
     blocks: Sequence[nn.Module]
     period: int
-    tensors: Sequence[Mapping[str, Tensor]]
+    described: Sequence[Description]
     differing: Sequence[frozenset[tuple[str, str]]]
     traced_units: int = FEWEST_TRACED
 
@@ -127,7 +133,7 @@ class Run:
         return {
             f"{self.paths[place]}.{name}": tensor
             for place in places
-            for name, tensor in self.tensors[place].items()
+            for name, tensor in self.described[place].tensors.items()
         }
 
 
@@ -203,7 +209,7 @@ def _runs(
             paths[start:stop],
             [child for _, child in children[start:stop]],
             period,
-            [described[place].tensors for place in range(start, stop)],
+            [described[place] for place in range(start, stop)],
             differing,
         )
         start = stop
@@ -237,10 +243,8 @@ def describe(block: nn.Module, tied: Collection[int] | None = None) -> Descripti
                 reader.facts[place] = _tensor_fact(tensor) if single else object()
                 if not isinstance(tensor, LazyTensor):  # A placeholder stands for it, without any.
                     reader.read(attributes_of(tensor) or None, (*place, "attributes"))
-        for name, value in attributes_of(module).items():
-            if value is not parameters and value is not buffers and value is not children:
-                reader.read(value, (path, name))
-    return Description(reader.facts, tensors, reader.outside)
+        reader.read_attributes(module, path)
+    return Description(reader.facts, tensors, reader.outside, reader.contents())
 
 
 def _is_ordinary(kind: type[nn.Module]) -> bool:
@@ -283,16 +287,42 @@ class _Reader:
         for path, tensor in tensors.items():
             self.known.setdefault(id(tensor), f"tensor {path}")
         self._seen: dict[int, Place] = {}
+        # What the facts come from, as Contents takes it.
+        self._plain: list[Any] = []
+        self._typed: list[Any] = [*modules.values()]
+        self._parts: list[tuple[dict[str, Any], list[str]]] = []
+        self._sees_all = True
+
+    def contents(self) -> Contents | None:
+        """Returns what the facts come from; None if that is not all known."""
+        contents = Contents(self._plain, typed=self._typed, parts=self._parts)
+        return contents if self._sees_all else None
+
+    def read_attributes(self, module: nn.Module, path: str) -> None:
+        """Notes what a module's attributes are, but for its tensors and submodules."""
+        held = attributes_of(module)
+        parameters, buffers, children = own_parts(module)
+        names = [
+            name for name in held if held[name] is not parameters and held[name] is not buffers
+        ]
+        self._parts.append((held, names))
+        self._plain.append(children)
+        for name in names:
+            if held[name] is not children:
+                self.read(held[name], (path, name))
 
     def read(self, value: Any, place: Place) -> None:
         """Notes what a value is, and all that it holds."""
         kind = type(value)
         if kind in SIMPLE:
             self.facts[place] = (kind, repr(value))
-        elif kind in _DICTS and not value:  # As most hooks are.
+        elif kind in DICTS and not value:  # As most hooks are.
             self.facts[place] = (kind, self._seen.setdefault(id(value), place))
+            self._plain.append(value)
         elif id(value) in self.known:
             self.facts[place] = self.known[id(value)]
+            # Something else may stand for a tensor in a trace.
+            self._sees_all &= isinstance(value, nn.Module)
         elif isinstance(value, ParameterCache):
             self.facts[place] = kind
         elif isinstance(value, (Tensor, nn.Module, enum.Enum)) or not (parts := parts_of(value)):
@@ -305,8 +335,19 @@ class _Reader:
             # Hooks are kept under numbers, which no two have in common.
             hooks = len(place) == 2 and place[1] in _OF_EVERY_MODULE
             self.facts[place] = (kind, len(value) if hooks else parts.fact)
+            self._note_contents(value)
             for name, part in parts.items:
                 self.read(part, (*place, name))
+
+    def _note_contents(self, value: Any) -> None:
+        kind = type(value)
+        if kind in DICTS or is_plain(value):
+            self._plain.append(value)
+        elif _is_plain(kind):
+            self._typed.append(value)
+            self._plain.append(vars(value))
+        elif kind is functools.partial:  # Which can be given another state.
+            self._sees_all = False
 
 
 @dataclass(frozen=True)
@@ -334,7 +375,7 @@ def parts_of(value: Any) -> Parts | None:
     kind = type(value)
     if kind in LISTS or _is_named_tuple(kind):
         return Parts(len(value), enumerate(value))
-    if kind in _DICTS:
+    if kind in DICTS:
         if not all(type(key) in SIMPLE or isinstance(key, (type, enum.Enum)) for key in value):
             return None
         return Parts(tuple((type(key), key) for key in value), enumerate(value.values()))
@@ -356,14 +397,6 @@ def held_by_function(value: types.FunctionType) -> tuple[Any, ...]:
     """Returns what a function holds beside its code and its module's names."""
     cells = map(content_of, value.__closure__ or ())
     return value.__defaults__, value.__kwdefaults__, vars(value) or None, *cells
-
-
-def content_of(cell: types.CellType) -> Any:
-    """Returns what a function holds in one place of its closure."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # Empty so far.
-        return content_of
 
 
 def _is_named_tuple(kind: type) -> bool:

@@ -6,16 +6,13 @@ Blocks with equal facts do the same as long as it stays as it is.
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 import os
 import random
 import sys
 import threading
 import types
 import weakref
-from abc import ABCMeta
-from collections import deque, namedtuple
+from collections import namedtuple
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from dynamo_moe.private import attributes_of, change_count
+from dynamo_moe.tracing.contents import Contents, is_plain
 from dynamo_moe.tracing.equal_blocks import (
     LISTS,
     SETS,
     Facts,
     NotSharedError,
     Place,
-    content_of,
     held_by_function,
     parts_of,
 )
@@ -55,7 +52,6 @@ _UNCHANGING = (
 _CONSTANT = "constant"
 # Objects of Python's own that hold whatever they are given.
 _NAMESPACES = (types.SimpleNamespace, threading.local)
-_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _WRAPPERS = (
     *(property, staticmethod, classmethod, functools.cached_property, functools.partialmethod),
     *(types.BuiltinMethodType, types.MethodWrapperType, type(functools.cache(len))),
@@ -88,53 +84,27 @@ _Look = tuple[Any, Any, Sequence[tuple[Any, Any]]]
 
 
 class _Held:
-    """What values hold. Most are functions, classes and plain containers, of which C sees it."""
+    """What values hold: mostly functions, classes and plain containers, of which C sees it."""
 
     def __init__(self, looks: Sequence[_Look]) -> None:
         self._looks = looks
+        plain: list[Any] = []
+        constants: list[Any] = []
         self._others: list[_Look] = []
-        self._functions: list[types.FunctionType] = []
-        self._classes: list[type] = []
-        self._dicts: list[Mapping[Any, Any]] = []
-        self._rows: list[Collection[Any]] = []
-        self._constants: list[Any] = []
-        for value, fact, parts in looks:
-            kind = type(value)
-            if kind is types.FunctionType and parts:
-                self._functions.append(value)
-                self._dicts.append(vars(value))
-            elif kind in (type, ABCMeta) and parts:
-                self._classes.append(value)
-                self._dicts.append(vars(value))
-            elif kind is dict:
-                self._dicts.append(value)
-            elif kind in (list, deque, set):
-                self._rows.append(value)
+        for look in looks:
+            value, fact, parts = look
+            # Classes and functions that hold nothing are such as are not looked into.
+            if is_plain(value) and (parts or isinstance(value, _PLAIN_CONTAINERS)):
+                plain.append(value)
             elif fact is _CONSTANT:
-                self._constants.append(value)
+                constants.append(value)
             else:
-                self._others.append((value, fact, parts))
-        self._cells = [cell for each in self._functions for cell in each.__closure__ or ()]
-        self._sizes, self._objects = self._plain()
-
-    def _plain(self) -> tuple[list[int], list[Any]]:
-        """Returns how much the plain ones hold, and what."""
-        objects = itertools.chain(
-            *(map(operator.attrgetter(name), self._functions) for name in _OF_FUNCTIONS),
-            map(content_of, self._cells),
-            map(operator.attrgetter("__mro__"), self._classes),
-            map(type, self._constants),
-            *self._dicts,
-            *map(operator.methodcaller("values"), self._dicts),
-            *self._rows,
-        )
-        return list(map(len, (*self._dicts, *self._rows))), list(objects)
+                self._others.append(look)
+        self._contents = Contents(plain, typed=constants)
 
     def is_unchanged(self) -> bool:
         """Whether each value holds what it held at first."""
-        sizes, objects = self._plain()
-        same = sizes == self._sizes and all(map(operator.is_, objects, self._objects))
-        for value, fact, parts in self._others if same else self._looks:
+        for value, fact, parts in self._others if self._contents.is_unchanged() else self._looks:
             now, held = _held_by(value)
             if now != fact or not _are_same(parts, held):
                 return False

@@ -65,9 +65,10 @@ class _Call:
 
 @dataclass
 class _Proof:
-    """A kind of block as its last traced call found it."""
+    """A kind of block as its last traced call found it; ``as_described``: as before the trace."""
 
     own: Description
+    as_described: bool
     held: Sequence[Any]
     names: ReadNames
     state: State
@@ -91,7 +92,7 @@ class RunTrace:
         self._attributes: set[str] = set()
         self._caches = LayerCaches(number, run, self.fail)
         modules = (module for block in run.blocks for module in block.modules())
-        tensors = (tensor for held in run.tensors for tensor in held.values())
+        tensors = (tensor for each in run.described for tensor in each.tensors.values())
         self._others = {id(each) for each in (*modules, *tensors)}
 
     def _refuse(self, reason: str) -> NotSharedError:
@@ -149,9 +150,12 @@ class RunTrace:
         """Refuses the run where code looks for the tensors of a block that is passed over."""
         traced = self.run.traced
         with contextlib.ExitStack() as changes:
-            for block, own in zip(self.run.blocks[traced:], self.run.tensors[traced:], strict=True):
+            pairs = zip(self.run.blocks[traced:], self.run.described[traced:], strict=True)
+            for block, found in pairs:
 
-                def withheld(path: str, held: dict[str, Any], own: Any = own) -> dict[str, Any]:
+                def withheld(
+                    path: str, held: dict[str, Any], own: Any = found.tensors
+                ) -> dict[str, Any]:
                     prefix = f"{path}." if path else ""
                     names = {name for name in held if prefix + name in own}
                     return _Withheld(held, names, self.fail) if names else held
@@ -184,17 +188,18 @@ class RunTrace:
         cache = cache_among(call.given)  # Which it cannot look into.
         objects = [each for each in _objects(call.given) if each is not cache]
         classes = {type(module) for module in block.modules()}
-        own = describe(block)
+        own, described = describe(block), self.run.described[place]
         held = (*own.outside, *objects, *classes)
         counts, names = _counts(block), self._names[kind]
         state = state_of(_reached(held, names), self._others)
         if state.has_tensors and self.run.traced_units == FEWEST_TRACED:
             raise self._refuse("a block reaches tensors that it is not given")
-        proof = _Proof(own, held, names, state)
+        proof = _Proof(own, described.is_unchanged(), held, names, state)
         results = self._trace(place, compute)
         if new := self._names[kind].values().keys() - names.values().keys():
             raise self._refuse(f"a block uses other names than the ones before: {new}")
-        self._check_same(proof.own.facts, describe(block).facts)
+        if not self._is_as_described(proof, place):
+            self._check_same(proof.own.facts, describe(block).facts)
         self._check_state(proof)
         if _counts(block) != counts:
             raise self._refuse("a block changes a tensor of its own")
@@ -219,6 +224,10 @@ class RunTrace:
         for layer in () if cache is None else cache.layers:
             held += [each for each in attributes_of(layer).values() if isinstance(each, Tensor)]
         self._replaced |= {storage_key(each) for each in held}
+
+    def _is_as_described(self, proof: _Proof, place: int) -> bool:
+        """Whether a block and the traced one of its kind are what they were before the trace."""
+        return proof.as_described and self.run.described[place].is_unchanged()
 
     def _check_state(self, proof: _Proof) -> None:
         reached = _reached(proof.held, proof.names)
@@ -339,9 +348,10 @@ class RunTrace:
         """Checks that a block is like the traced one of its kind, now that it is called."""
         kind = place % self.run.period
         proof = self._proofs[kind]
-        differing = describe(self.run.blocks[place]).differences(proof.own)
-        if differing is None or not differing <= self.run.differing[kind]:
-            raise self._refuse("a block has changed since the trace began")
+        if not self._is_as_described(proof, place):
+            differing = describe(self.run.blocks[place]).differences(proof.own)
+            if differing is None or not differing <= self.run.differing[kind]:
+                raise self._refuse("a block has changed since the trace began")
         self._check_state(proof)
 
     def _stand_ins(self, place: int) -> list[Any]:

@@ -1,0 +1,91 @@
+"""What objects hold: the same as before, or not, by a look at each of them that C takes."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import types
+from abc import ABCMeta
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+DICTS = (dict, OrderedDict)
+_ROWS = (list, deque, set)
+_CLASSES = (type, ABCMeta)
+# Ordered dictionaries have attributes too, which nobody sets.
+_PLAIN = frozenset({types.FunctionType, dict, *_ROWS, *_CLASSES})
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+
+
+def is_plain(value: Any) -> bool:
+    """Whether :class:`Contents` sees all that an object holds: a function, class or container."""
+    return type(value) in _PLAIN
+
+
+def content_of(cell: types.CellType) -> Any:
+    """Returns what a function holds in one place of its closure."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # Empty so far.
+        return content_of
+
+
+class Contents:
+    """The objects that others hold."""
+
+    def __init__(
+        self,
+        plain: Iterable[Any] = (),
+        *,
+        typed: Collection[Any] = (),
+        parts: Iterable[tuple[Mapping[str, Any], Collection[str]]] = (),
+    ) -> None:
+        """Takes what they are now.
+
+        Args:
+            plain: Functions, classes and plain containers, that are looked at whole.
+            typed: Objects of which the class alone is looked at.
+            parts: Dictionaries, each with the keys whose values are looked at.
+        """
+        self._functions: list[types.FunctionType] = []
+        self._classes: list[type] = []
+        self._dicts: list[Mapping[Any, Any]] = []
+        self._rows: list[Collection[Any]] = []
+        self._typed = typed
+        self._parts = list(parts)
+        for value in plain:
+            kind = type(value)
+            if kind in _ROWS:
+                self._rows.append(value)
+            elif kind in DICTS:
+                self._dicts.append(value)
+            else:
+                of_kind: list[Any] = self._classes if kind in _CLASSES else self._functions
+                of_kind.append(value)
+                self._dicts.append(vars(value))
+        self._cells = [cell for each in self._functions for cell in each.__closure__ or ()]
+        self._sizes, self._objects = self._look()
+
+    def _look(self) -> tuple[list[int], list[Any]]:
+        """Returns how much each of them holds, and what."""
+        objects = itertools.chain(
+            *(map(operator.attrgetter(name), self._functions) for name in _OF_FUNCTIONS),
+            map(content_of, self._cells),
+            map(operator.attrgetter("__mro__"), self._classes),
+            map(type, self._typed),
+            *self._dicts,
+            *map(operator.methodcaller("values"), self._dicts),
+            *self._rows,
+            *(map(held.__getitem__, keys) for held, keys in self._parts),
+        )
+        sized = (*self._dicts, *self._rows, *(held for held, _ in self._parts))
+        return list(map(len, sized)), list(objects)
+
+    def is_unchanged(self) -> bool:
+        """Whether each of them holds the very objects that it held."""
+        try:
+            sizes, objects = self._look()
+        except KeyError:
+            return False
+        return sizes == self._sizes and all(map(operator.is_, objects, self._objects))
