@@ -402,11 +402,31 @@ class RunTrace:
         nodes: list[list[fx.Node]] = [[node.args[0] for node in unit] for unit in ends]  # type: ignore[union-attr,misc]
         if self.run.traced_units == FEWEST_TRACED:
             self._check_inside(nodes)
+        self._check_between(program, {*own.values(), *left.values()}, own)
         kept = self._caches.finish(program, left)
         both = [node for units in (nodes, kept.nodes) for unit in units for node in unit]
         if kept.inputs and len(set(both)) < len(both):
             raise self._refuse("what a block leaves in a cache is its result as well")
         return nodes, kept
+
+    def _check_between(
+        self, program: ExportedProgram, own: Collection[fx.Node], ends: Mapping[Any, fx.Node]
+    ) -> None:
+        """Checks that nothing else is computed between blocks that are passed over.
+
+        It would come after all of them in the file, and not between their nodes.
+        """
+        remaining = {node for (place, _), node in ends.items() if place >= self.run.traced - 1}
+        between: list[fx.Node] = []
+        begun = False
+        for node in program.graph.nodes:
+            begun = begun or node in remaining
+            remaining.discard(node)
+            if begun and remaining and node not in own:
+                between.append(node)
+        used = _before([program.graph.output_node()], ()) if between else ()
+        if any(node in used for node in between):
+            raise self._refuse("the model computes something else between them")
 
     def _check_inside(self, ends: Sequence[Sequence[fx.Node]]) -> None:
         """Checks that the second unit's nodes are made by its blocks, not between them."""

@@ -68,6 +68,65 @@ class Between(Stack):
         return self.head(x)
 
 
+class Beside(Stack):
+    """Computes something in turns with its blocks, from a block on."""
+
+    begins = 0
+
+    def forward(self, x: Tensor) -> Any:
+        e = x
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number >= self.begins:
+                e = e.sin()
+        return self.head(x + e)
+
+
+class BesideLater(Beside):
+    begins = 3
+
+
+class BesideTheLast(Beside):
+    """The head's own work begins there."""
+
+    begins = 5
+
+
+class BesideTheFirst(Stack):
+    def forward(self, x: Tensor) -> Any:
+        e = x
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number < 1:
+                e = e.sin()
+        return self.head(x + e)
+
+
+class Unused(Stack):
+    """What nobody uses is no node of the graph."""
+
+    def forward(self, x: Tensor) -> Any:
+        e = x
+        for block in self.blocks:
+            x = block(x)
+            e = e.sin()
+        return self.head(x)
+
+
+class InTurns(Stack):
+    """Two runs, of which each block is followed by one of the other's."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.others = nn.ModuleList([Block(number) for number in range(len(blocks))])
+
+    def forward(self, x: Tensor) -> Any:
+        y = x.sin()
+        for block, other in zip(self.blocks, self.others, strict=True):
+            x, y = block(x), other(y)
+        return self.head(x + y)
+
+
 class Parallel(Stack):
     def forward(self, x: Tensor) -> Any:
         return self.head(sum(block(x) for block in self.blocks))
@@ -125,7 +184,8 @@ class Mode(Stack):
     [
         (AllStates, 0), (LastButOne, 0), (EndOfThird, 0), (SecondAsWell, 1), (Reversed, 0),
         (Twice, 0), (Between, 0), (Parallel, 0), (Skips, 0), (Ends, 1), (Mode, 0),
-        (FunctionMode, 0), (Replaces, 0),
+        (FunctionMode, 0), (Replaces, 0), (Beside, 0), (BesideLater, 0), (BesideTheLast, 1),
+        (BesideTheFirst, 1), (Unused, 1), (InTurns, 0),
     ],
 )  # fmt: skip
 def test_what_is_done_between_blocks(
