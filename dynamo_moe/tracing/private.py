@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
-import sympy
 import torch
 from onnx.defs import OpSchema
 from onnx_ir.schemas import OpSignature
@@ -36,6 +35,7 @@ from torch.nn.modules import transformer
 from dynamo_moe.moe_nodes.nodes import set_module
 from dynamo_moe.private import ShapeEnv, enable_python_dispatcher
 from dynamo_moe.process_state import ProcessState, collector_paused, replaced
+from dynamo_moe.tracing import remembered_sizes
 
 __all__ = [
     "KNOWN_VERSIONS",
@@ -80,7 +80,7 @@ try:
 
     # Symbolic sizes: the tracer of one operator, arithmetic, conditions.
     from torch.fx.experimental import _config, proxy_tensor
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.sym_node import SymNode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -153,6 +153,7 @@ _USED: dict[str, tuple[str, ...]] = {
     "type_promotion._TypePromotionInterpreter._maybe_promote_node": ("self", "node", "rule"),
     "type_promotion._TypePromotionInterpreter._set_current_node": (),
     **{f"SymNode.{name}": ("self", "other") for name in _ARITHMETIC},
+    "proxy_tensor.get_proxy_mode": (),
     "proxy_tensor._extract_tensor_metadata": ("result", "include_contiguity"),
     "SymNode.wrap_int": ("self", "num"),
     "SymNode.maybe_as_int": ("self",),
@@ -275,71 +276,7 @@ def is_module_cast(function: str) -> bool:
 
 
 # --- What the tracer does again for every operator, done once: a third of a capture's time ---
-# A program with symbolic sizes of 24 transformer blocks asks for the same thousand sums, products
-# and comparisons of sizes some sixty times each, and formats a stack trace for each node.
-
-
-def _remembered(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Returns the operation of two symbolic sizes, computed once for each pair of expressions.
-
-    A result depends on both expressions, their types, and what has been found out about the
-    symbols since: the environment counts that. While sizes themselves are traced, each operation
-    must be seen.
-    """
-    results: dict[Any, Any] = {}
-
-    def remembering(size: Any, other: Any) -> Any:
-        environment = size.shape_env
-        # PyTorch 2.11 does not count what it finds out.
-        found_out = getattr(environment, "_replacements_version_counter", None)
-        if found_out is None or get_proxy_mode() is not None:
-            return operation(size, other)
-        key = (environment, found_out, size._expr, size.pytype, other._expr, other.pytype)
-        result = results.get(key)
-        if result is None:
-            result = results[key] = operation(size, other)
-        return result
-
-    return remembering
-
-
-def _integers_made_once(original: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-    """Returns one constant for each integer that a size is compared or computed with."""
-    constants: dict[Any, Any] = {}
-
-    def wrap_int(size: Any, number: int) -> Any:
-        key = size.shape_env, number, type(number)
-        if (constant := constants.get(key)) is None:
-            constant = constants[key] = original(size, number)
-        return constant
-
-    return wrap_int
-
-
-def _symbols_known(original: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
-    """Asks a size once whether it is a number; again when more is known about the symbols."""
-
-    def maybe_as_int(size: Any) -> int | None:
-        found_out = getattr(size.shape_env, "_replacements_version_counter", None)
-        if found_out is None:
-            return original(size)
-        if size.__dict__.get("no_number_at") == found_out:
-            return None
-        number = original(size)
-        if number is None:
-            size.no_number_at = found_out
-        return number
-
-    return maybe_as_int
-
-
-def _truths_known(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Answers a condition that is true for all sizes; it needs neither a guard nor an assert."""
-
-    def is_true(condition: Any, file: str, line: int) -> bool:
-        return condition._expr is sympy.true or original(condition, file, line)
-
-    return is_true
+# A program of 24 transformer blocks formats a stack trace for each node.
 
 
 def _without_memory_format(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,11 +294,13 @@ def _tracing_made_cheap() -> Iterator[None]:
         if missing() is None:
             changes.enter_context(_dynamo_config.patch(fake_tensor_cache_enabled=False))
             for name in _ARITHMETIC:
-                changes.enter_context(replaced(SymNode, name, _remembered))
-            changes.enter_context(replaced(SymNode, "wrap_int", _integers_made_once))
-            changes.enter_context(replaced(SymNode, "maybe_as_int", _symbols_known))
+                changes.enter_context(replaced(SymNode, name, remembered_sizes.remembered))
+            changes.enter_context(
+                replaced(SymNode, "wrap_int", remembered_sizes.integers_made_once)
+            )
+            changes.enter_context(replaced(SymNode, "maybe_as_int", remembered_sizes.symbols_known))
             for name in ("expect_true", "guard_bool"):
-                changes.enter_context(replaced(SymNode, name, _truths_known))
+                changes.enter_context(replaced(SymNode, name, remembered_sizes.truths_known))
             changes.enter_context(
                 replaced(proxy_tensor, "_extract_tensor_metadata", _without_memory_format)
             )
