@@ -57,12 +57,39 @@ def without(model: ir.Model, weights: Sequence[ir.Value]) -> onnx.ModelProto:
     values = list(initializers.values())
     for weight in weights:
         del initializers[weight.name or ""]
+    results = [value for node in model.graph for value in node.outputs if _is_only_typed(value)]
+    types = [(value, value.type, value.shape) for value in results]
+    for value in results:
+        value.type = value.shape = None
     try:
-        return ir.to_proto(model)
+        proto = ir.to_proto(model)
     finally:
+        for value, kind, shape in types:
+            value.type, value.shape = kind, shape
         initializers.clear()
         for value in values:
             initializers.add(value)
+    _add_types(proto.graph, results)
+    return proto
+
+
+def _is_only_typed(value: ir.Value) -> bool:
+    """Whether a graph's ``value_info`` has no more of a value than its name, type and shape."""
+    described = value.metadata_props or value.doc_string or value.is_graph_output()
+    return bool(value.name) and value.type is not None and not described
+
+
+def _add_types(graph: onnx.GraphProto, values: Sequence[ir.Value]) -> None:
+    """Adds values' types and shapes; those that values share, as equal blocks do, are made once."""
+    made: dict[tuple[int, int], onnx.ValueInfoProto] = {}
+    for value in values:
+        info = graph.value_info.add()
+        same = made.setdefault((id(value.type), id(value.shape)), info)
+        if same is info:
+            ir.serde.serialize_value_into(info, value)
+        else:
+            info.name = value.name or ""
+            info.type.CopyFrom(same.type)
 
 
 def _field(name: str | None, tensor: ir.TensorProtocol) -> tuple[bytes, ir.TensorProtocol | None]:

@@ -77,3 +77,24 @@ def test_descriptions_of_weights_in_other_files_stay(tmp_path: Path) -> None:
     ]
     assert outside.doc_string == "from elsewhere"
     assert {each.key: each.value for each in outside.metadata_props}["by"] == "another"
+
+
+def test_values_are_described_as_onnx_ir_describes_them(tmp_path: Path) -> None:
+    """Values share their type and shape, and one has more to it than these."""
+    model = a_model(tmp_path)
+    [y] = model.graph.outputs
+    for name in ("first", "second", "described"):
+        node = ir.node("Neg", [y])
+        node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, y.type, y.shape
+        model.graph.append(node)
+    node.outputs[0].metadata_props["by"] = "another"
+    expected = ir.to_proto(model)
+    without = model_files.without_weights(model)
+    assert [each.name for each in without.graph.initializer] == ["small"]
+    weights = {"outside", "large"}
+    infos = sorted(
+        (each for each in expected.graph.value_info if each.name not in weights), key=str
+    )
+    assert sorted(without.graph.value_info, key=str) == infos
+    assert list(without.graph.node) == list(expected.graph.node)
+    assert ir.to_proto(model) == expected
