@@ -10,7 +10,7 @@ were traced, the third is made of the second before anything is optimised.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -257,20 +257,28 @@ class _Run:
         carried = [end for end in self.ends[-1] if end not in self._kept]
         uses = {end: [use for use in end.uses() if use[0] not in inside] for end in carried}
         place = self._nodes[-1]
-        known: dict[ir.Value, ir.Value] = {}
         its_ends = ends = self.ends[-1]
         added: list[Layer] = []
         its = [layer for layer in layers if self._renamed(layer.name, 0) != layer.name]
+        own = self._own_initializers()
+        twins = _Twins(self._units, source)
+        parts = [(node, [*node.attributes.values()], module_of(node)) for node in self._nodes]
+        modules = {module for _, _, module in parts}
         for unit in units:
             known = dict(zip(self.ends[source - 1], ends, strict=True))
             known.update(zip(self._inputs[source], self._inputs[unit], strict=True))
-            self._counterpart = _counterparts(self._units, source, unit)
-            nodes = [self._copy(node, unit, known) for node in self._nodes]
+            known.update({given: self._initializer(given, unit, twins) for given in own})
+            paths = {module: self._renamed(module, unit) for module in modules}
+            nodes = [
+                _copied(node, attributes, paths[module], unit, known)
+                for node, attributes, module in parts
+            ]
             self._graph.insert_after(place, nodes)
             place, ends = nodes[-1], [known[end] for end in its_ends]
             self.ends.append(ends)
-            names = {str(value.name): str(copy.name) for value, copy in known.items()}
-            added += [self._layer(layer, unit, names) for layer in its]
+            if its:
+                names = {str(value.name): str(copy.name) for value, copy in known.items()}
+                added += [self._layer(layer, unit, names) for layer in its]
         for last, end in zip(ends, its_ends, strict=True):
             if end in self._kept:
                 continue
@@ -285,59 +293,34 @@ class _Run:
     def _renamed(self, name: str, unit: int) -> str:
         return self._units.renamed(name, self._source, unit)
 
-    def _copy(self, node: ir.Node, unit: int, known: dict[ir.Value, ir.Value]) -> ir.Node:
-        """Returns a node of the source as it is in another unit; its results become ``known``."""
-        copy = ir.Node(
-            node.domain,
-            node.op_type,
-            [None if given is None else self._input(given, unit, known) for given in node.inputs],
-            list(node.attributes.values()),
-            overload=node.overload,
-            num_outputs=len(node.outputs),
-            version=node.version,
-        )
-        for output, new in zip(node.outputs, copy.outputs, strict=True):
-            new.type, new.shape = output.type, output.shape
-            new.name = f"{output.name}/{unit}"
-            known[output] = new
-        set_module(copy, self._renamed(module_of(node), unit))
-        return copy
+    def _own_initializers(self) -> list[ir.Value]:
+        """Returns the source's weights and constants that other units have of their own."""
+        used = dict.fromkeys(given for node in self._nodes for given in node.inputs)
+        return [
+            given
+            for given in used
+            if given is not None
+            and given.is_initializer()
+            and (given in self._constants or self._is_own_weight(str(given.name)))
+        ]
 
-    def _input(self, given: ir.Value, unit: int, known: dict[ir.Value, ir.Value]) -> ir.Value:
-        if given in known:
-            return known[given]
-        if not given.is_initializer():
-            return given
-        name = self._renamed(str(given.name), unit)
-        if given.name in self.weights and name != given.name:
-            weight = self._graph.initializers.get(name)
-            if weight is None:
-                weight = self._weight(given, name, unit)
-            known[given] = weight
-        elif given in self._constants:
-            constant = ir.Value(
-                name=f"{given.name}/{unit}",
-                shape=given.shape,
-                type=given.type,
-                const_value=given.const_value,
-            )
-            self._graph.register_initializer(constant)
-            known[given] = constant
-        return known.get(given, given)
+    def _is_own_weight(self, name: str) -> bool:
+        return name in self.weights and self._renamed(name, 0) != name
 
-    def _weight(self, given: ir.Value, name: str, unit: int) -> ir.Value:
-        raw = getattr(given.const_value, "raw", None)
-        if not isinstance(raw, Tensor):
-            raise NotSharedError(f"the values of {given.name} have been changed")
-        try:
-            made = _of_others(raw, self._counterpart)
-        except ValueError as error:
-            raise NotSharedError(f"{given.name}: {error}") from None
-        weight = ir.Value(name=name, shape=given.shape, type=given.type)
-        weight.const_value = as_ir(made, name)
-        self._graph.register_initializer(weight)
-        self.weights.add(name)
-        return weight
+    def _initializer(self, given: ir.Value, unit: int, twins: _Twins) -> ir.Value:
+        """Returns a weight or a constant of the source as it is in another unit."""
+        if given in self._constants:
+            name, tensor = f"{given.name}/{unit}", given.const_value
+        else:
+            name = self._renamed(str(given.name), unit)
+            known = self._graph.initializers.get(name)
+            if known is not None:
+                return known
+            tensor = as_ir(twins.of(given, unit), name)
+            self.weights.add(name)
+        made = ir.Value(name=name, shape=given.shape, type=given.type, const_value=tensor)
+        self._graph.register_initializer(made)
+        return made
 
     def _layer(self, layer: Layer, unit: int, names: Mapping[str, str]) -> Layer:
         def renamed(name: str) -> str:
@@ -351,42 +334,97 @@ class _Run:
         )
 
 
-def _of_others(raw: Tensor, other: Callable[[Tensor], Tensor | None]) -> Tensor:
-    """Returns what is made of other tensors as ``raw`` is made of its own."""
-    found = other(raw)
-    if found is None and isinstance(raw, LazyTensor):
-        return raw.of_others(other)
-    if found is None:
-        raise ValueError("its values are of no tensor of its block")
-    return found
+def _copied(
+    node: ir.Node,
+    attributes: Sequence[ir.Attr],
+    path: str,
+    unit: int,
+    known: dict[ir.Value, ir.Value],
+) -> ir.Node:
+    """Returns a node of the source as it is in another unit; its results become ``known``."""
+    copy = ir.Node(
+        node.domain,
+        node.op_type,
+        [None if given is None else known.get(given, given) for given in node.inputs],
+        attributes,
+        overload=node.overload,
+        num_outputs=len(node.outputs),
+        version=node.version,
+    )
+    for output, new in zip(node.outputs, copy.outputs, strict=True):
+        new.type, new.shape = output.type, output.shape
+        new.name = f"{output.name}/{unit}"
+        known[output] = new
+    set_module(copy, path)
+    return copy
 
 
-def _counterparts(units: Units, source: int, unit: int) -> Callable[[Tensor], Tensor | None]:
-    """Returns a function from one unit's tensors, and views of them, to another unit's."""
-    others = units.tensors[unit]
-    lazy: dict[int, Tensor] = {}
-    held: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for name, tensor in units.tensors[source].items():
-        twin = others[units.renamed(name, source, unit)]
+class _Twins:
+    """What is made of a unit's tensors, made of another unit's.
+
+    Which part of which tensor a weight is, is looked for once for all units.
+    """
+
+    def __init__(self, units: Units, source: int) -> None:
+        self._units, self._source = units, source
+        self._lazy: dict[int, str] = {}
+        self._held: dict[int, list[tuple[str, Tensor]]] = {}
+        self._wholes: dict[int, list[tuple[str, int]]] = {}
+        for name, tensor in units.tensors[source].items():
+            if isinstance(tensor, LazyTensor):
+                self._lazy[id(tensor)] = name
+            else:
+                address = tensor.untyped_storage().data_ptr()
+                self._held.setdefault(address, []).append((name, tensor))
+
+    def of(self, weight: ir.Value, unit: int) -> Tensor:
+        """Returns the values of a weight of the source as they are in another unit.
+
+        Raises:
+            NotSharedError: If they are not made of the unit's own tensors.
+        """
+        raw = getattr(weight.const_value, "raw", None)
+        if not isinstance(raw, Tensor):
+            raise NotSharedError(f"the values of {weight.name} have been changed")
+
+        def other(tensor: Tensor) -> Tensor | None:
+            return self._other(tensor, unit)
+
+        found = other(raw)
+        if found is None and isinstance(raw, LazyTensor):
+            try:
+                found = raw.of_others(other)
+            except ValueError as error:
+                raise NotSharedError(f"{weight.name}: {error}") from None
+        if found is None:
+            raise NotSharedError(f"{weight.name}: its values are of no tensor of its block")
+        return found
+
+    def _other(self, tensor: Tensor, unit: int) -> Tensor | None:
         if isinstance(tensor, LazyTensor):
-            lazy[id(tensor)] = twin
-        else:
-            held.setdefault(tensor.untyped_storage().data_ptr(), []).append((tensor, twin))
-
-    def other(tensor: Tensor) -> Tensor | None:
-        if isinstance(tensor, LazyTensor):
-            return lazy.get(id(tensor))
+            name = self._lazy.get(id(tensor))
+            return None if name is None else self._twin(name, unit)
+        if id(tensor) not in self._wholes:
+            self._wholes[id(tensor)] = self._wholes_of(tensor)
         found = {}
-        for its, twin in held.get(tensor.untyped_storage().data_ptr(), ()):
-            if not _is_part(tensor, its):
-                continue
-            offset = tensor.storage_offset() - its.storage_offset() + twin.storage_offset()
-            view = twin.detach().as_strided(tensor.shape, tensor.stride(), offset)
+        for name, offset in self._wholes[id(tensor)]:
+            twin = self._twin(name, unit).detach()
+            start = twin.storage_offset() + offset
+            view = twin.as_strided(tensor.shape, tensor.stride(), start)
             found[view.data_ptr()] = view
         # Several tensors of a block may be parts of one, and must be in the other block too.
         return next(iter(found.values())) if len(found) == 1 else None
 
-    return other
+    def _twin(self, name: str, unit: int) -> Tensor:
+        return self._units.tensors[unit][self._units.renamed(name, self._source, unit)]
+
+    def _wholes_of(self, tensor: Tensor) -> list[tuple[str, int]]:
+        """Returns the tensors that one is a part of, and where in them it begins."""
+        return [
+            (name, int(tensor.storage_offset() - whole.storage_offset()))
+            for name, whole in self._held.get(tensor.untyped_storage().data_ptr(), ())
+            if _is_part(tensor, whole)
+        ]
 
 
 def _is_part(tensor: Tensor, whole: Tensor) -> bool:
