@@ -42,9 +42,22 @@ def model_bytes(model: ir.Model) -> int:
     return sum(map(_bytes_of, model.graph.initializers.values()))
 
 
-def without_weights(model: ir.Model) -> onnx.ModelProto:
-    """Returns the model without the main graph's initializers, but for the small ones."""
-    return protobuf.without(model, _large(model))
+def without_weights(model: ir.Model, *, as_inputs: bool = False) -> onnx.ModelProto:
+    """Returns the model without the main graph's initializers, but for the small ones.
+
+    If asked for, the others are inputs, after the model's own.
+    """
+    large = _large(model)
+    proto = protobuf.without(model, large)
+    if as_inputs:
+        proto.graph.input.extend(
+            onnx.helper.make_tensor_value_info(
+                str(value.name), tensor.dtype.value, tensor.shape.numpy()
+            )
+            for value in large
+            if (tensor := value.const_value) is not None
+        )
+    return proto
 
 
 @phases.phase("serialization")

@@ -28,18 +28,11 @@ def check(model: ir.Model) -> onnx.ModelProto:
     Raises:
         InvalidGraphError: With the node and the reason.
     """
-    proto = model_files.without_weights(model)
-    inputs = len(proto.graph.input)
-    small = {tensor.name for tensor in proto.graph.initializer}
-    proto.graph.input.extend(
-        onnx.helper.make_tensor_value_info(name, tensor.dtype.value, tensor.shape.numpy())
-        for name, value in model.graph.initializers.items()
-        if name not in small and (tensor := value.const_value) is not None
-    )
+    proto = model_files.without_weights(model, as_inputs=True)
     try:
         onnx.checker.check_model(proto, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         reason = " ".join(str(error).removeprefix("[ShapeInferenceError] ").split())
         raise InvalidGraphError(reason) from error
-    del proto.graph.input[inputs:]
+    del proto.graph.input[len(model.graph.inputs) :]
     return proto
