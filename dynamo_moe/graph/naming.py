@@ -8,7 +8,7 @@ order in which they are used.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
@@ -39,7 +39,8 @@ def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str
         if output not in fixed:
             renamed[str(output.name)] = output.name = unique("output")
             fixed.add(output)
-    initializers = _by_use(graph)
+    nodes = list(graph.all_nodes())
+    initializers = _by_use(graph, nodes)
     graph.initializers.clear()
     for value in initializers:
         value.metadata_props.clear()
@@ -48,7 +49,7 @@ def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str
             renamed[str(value.name)] = name
             value.name = name
         graph.initializers.add(value)
-    for node in graph.all_nodes():
+    for node in nodes:
         node.name = unique("/".join(filter(None, [module_of(node), node.op_type])))
         for place, output in enumerate(node.outputs):
             output.metadata_props.clear()  # The tracer's name of it.
@@ -59,8 +60,8 @@ def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str
     return renamed
 
 
-def _by_use(graph: ir.Graph) -> list[ir.Value]:
+def _by_use(graph: ir.Graph, nodes: Sequence[ir.Node]) -> list[ir.Value]:
     """Returns a graph's initializers in the order in which its nodes use them."""
     held = dict.fromkeys(graph.initializers.values())
-    used = (value for node in graph.all_nodes() for value in node.inputs if value in held)
+    used = (value for node in nodes for value in node.inputs if value in held)
     return [value for value in dict.fromkeys((*used, *held)) if value is not None]
