@@ -369,7 +369,8 @@ class _Twins:
         self._units, self._source = units, source
         self._lazy: dict[int, str] = {}
         self._held: dict[int, list[tuple[str, Tensor]]] = {}
-        self._wholes: dict[int, list[tuple[str, int]]] = {}
+        # By id, a tensor and what it is a part of.
+        self._wholes: dict[int, tuple[Tensor, list[tuple[str, int]]]] = {}
         for name, tensor in units.tensors[source].items():
             if isinstance(tensor, LazyTensor):
                 self._lazy[id(tensor)] = name
@@ -405,9 +406,9 @@ class _Twins:
             name = self._lazy.get(id(tensor))
             return None if name is None else self._twin(name, unit)
         if id(tensor) not in self._wholes:
-            self._wholes[id(tensor)] = self._wholes_of(tensor)
+            self._wholes[id(tensor)] = tensor, self._wholes_of(tensor)
         found = {}
-        for name, offset in self._wholes[id(tensor)]:
+        for name, offset in self._wholes[id(tensor)][1]:
             twin = self._twin(name, unit).detach()
             start = twin.storage_offset() + offset
             view = twin.as_strided(tensor.shape, tensor.stride(), start)
