@@ -24,6 +24,8 @@ TOLERANCE = 1e-4
 # dimensions, for modules that look at it.
 _SHAPES = ((8,), (1,), (256,), (2, 16), (1, 1), (4, 64), (2, 3, 4), (2, 8, 16))
 _EQUAL_TOKENS = ((64,), (2, 32))
+# Many, in each number of dimensions, for layers whose code was compared on all of these.
+_FEWER = ((128,), (2, 64), (2, 8, 8))
 
 
 def compare_shapes(
@@ -72,14 +74,24 @@ def compare_shapes(
     return tuple(ndim for ndim, agrees in same.items() if agrees)
 
 
-def many_and_one(example: Tensor) -> list[Tensor]:
-    """Returns the most tokens that are tried in an example's dimensions, half equal, and one."""
-    *_, shape = (shape for shape in _SHAPES if len(shape) == example.ndim - 1)
+def fewer_cases(example: Tensor, scales: Collection[float]) -> list[Tensor]:
+    """Returns tokens to try a layer with that has the code of one that was compared in all ways.
+
+    They are many, half of them large and half of either equal, and a single small one: each of the
+    scales and both numbers of tokens are among them, but not each scale with each number.
+
+    Args:
+        example: Tokens ``[..., D]`` that the layer takes.
+        scales: Factors below and above 1 on such tokens.
+    """
+    *_, shape = (shape for shape in _FEWER if len(shape) == example.ndim - 1)
     width = example.shape[-1]
     x_TD = random_tokens(math.prod(shape), width, like=example)
     x_TD[::2] = x_TD[0].clone()
-    one = [1] * len(shape)
-    return [x_TD.view(*shape, width), x_TD[1].view(*one, width).clone()]
+    x_1D = x_TD[1:2] * min(scales)
+    # Beside rows a hundred times as large, a row's error would count for less.
+    x_TD.view(-1, 2, 2, width)[:, 1] *= max(1.0, *scales)
+    return [x_TD.view(*shape, width), x_1D.view(*[1] * len(shape), width)]
 
 
 def _cases(example: Tensor, thresholds: Collection[int]) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dynamo_moe import pytree
-from dynamo_moe.conversion.comparison import compare, compare_shapes, many_and_one
+from dynamo_moe.conversion.comparison import compare, compare_shapes, fewer_cases
 from dynamo_moe.conversion.equal_layers import LayerCode, ModelParts
 from dynamo_moe.conversion.identify_layer import (
     IdentifiedLayer,
@@ -55,6 +55,7 @@ class _Proof:
     Attributes:
         identified: What it computes.
         code: What that depends on beside its weights.
+        casts_to_half: Whether it casts numbers to half precision.
         attributes: What its submodules' attributes are from now on, by path: those that its own
             forward set.
         notes: What it no longer does.
@@ -62,6 +63,7 @@ class _Proof:
 
     identified: IdentifiedLayer
     code: LayerCode
+    casts_to_half: bool
     attributes: dict[str, dict[str, Any]]
     notes: tuple[str, ...]
 
@@ -146,9 +148,14 @@ def _prove_again(module: nn.Module, tried: nn.Module, known: _Proof, parts: Mode
     identified = known.identified
     if known.code.is_that_of(module):
         weights = {} if has_values(module) else identified.weights
-        with suppress(Exception), _trial(tried, identified, weights) as (own, ours, example, kind):
-            many, one = many_and_one(example)
-            for tokens in (many, one, *(many * scale for scale in _scales(identified))):
+        # A mode sees each operator, which takes longer than a small layer's operators.
+        precision = FullPrecision() if known.casts_to_half else nullcontext()
+        with (
+            suppress(Exception),
+            precision,
+            _trial(tried, identified, weights) as (own, ours, example, kind),
+        ):
+            for tokens in fewer_cases(example, _scales(identified)):
                 compare(own, ours, [tokens], kind)
             return known
     return _prove(module, tried, identified, parts)
@@ -172,7 +179,8 @@ def _prove(
     thresholds = _thresholds(tried)
     proved: list[set[int]] = []
     code = LayerCode(module, identified.weights.keys(), parts)
-    with code.watched():
+    precision = FullPrecision()
+    with code.watched(), precision:
         for weights in (identified.weights, {}):
             if not weights and not has_values(module):
                 continue
@@ -186,7 +194,7 @@ def _prove(
             proved.append({*dimensions})
     dimensions = tuple(sorted(set.intersection(*proved)))
     identified = replace(identified, spec=replace(spec, dimensions=dimensions))
-    return _Proof(identified, code, *side_effects(tried, identified))
+    return _Proof(identified, code, precision.has_cast, *side_effects(tried, identified))
 
 
 def _scales(identified: IdentifiedLayer) -> tuple[float, ...]:
@@ -204,7 +212,7 @@ def _trial(
     """Yields what to compare while a layer has other weights, and leaves the layer as it was."""
     spec = identified.spec
     candidate = on_tokens(partial(spec, module), channels_first=spec.channels_first)
-    with preserving_state(module), using_tensors(module, weights), FullPrecision():
+    with preserving_state(module), using_tensors(module, weights):
         forward, example = identified.own_forward(module), identified.example(module)
         yield forward, candidate, example, "a mixture of experts"
 

@@ -17,8 +17,8 @@ from dynamo_moe.modules import ConvertedModule
 
 WIDTH = 8
 LAYERS = 3
-# Many tokens, of three scales, and one.
-COMPARISONS = 4
+# Many tokens, of two scales, and one of a third.
+COMPARISONS = 2
 SETTINGS: dict[Any, Any] = {}
 CALLS = 0
 
