@@ -30,6 +30,7 @@ from dynamo_moe.conversion.layer_spec import LayerSpec, install
 from dynamo_moe.conversion.locate_layers import LayerCandidate, LocatedExperts, locate_layers
 from dynamo_moe.conversion.observation import (
     FullPrecision,
+    few_threads,
     has_values,
     in_float32,
     on_tokens,
@@ -124,7 +125,7 @@ def _convert_layer(
         raise ValueError("its forward has been replaced in the instance")
     values = has_values(module)
     tried = in_float32(module)
-    with evaluating(tried), evaluating(module):
+    with evaluating(tried), evaluating(module), few_threads(module):
         proof = None
         with suppress(ValueError):  # It has the same shapes, and may compute something else.
             proof = known and _prove_again(module, tried, known, parts)

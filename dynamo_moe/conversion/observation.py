@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from dynamo_moe import pytree
 from dynamo_moe.conversion.layer_spec import SubmoduleCall, TensorArgument
+from dynamo_moe.evaluation import one_thread
 from dynamo_moe.private import has_forward_hooks, hooks_removed, tensors_replaced
 from dynamo_moe.process_state import exclusive
 from dynamo_moe.weights.lazy_tensors import LazyTensor
@@ -28,6 +29,8 @@ _HALF = (torch.float16, torch.bfloat16)
 _CASTS = {"to": None, "type": None, "half": torch.float16, "bfloat16": torch.bfloat16}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _MISSING = object()
+# The most numbers of a layer that trials run on one thread.
+_MOST_ON_ONE_THREAD = 1 << 24
 # By how much a module's small parameters, relative to their size, are changed at random.
 _SHARE_OF_VALUE = 0.3
 
@@ -203,6 +206,16 @@ def using_tensors(
 ) -> contextlib.AbstractContextManager[None]:
     """Lets a module compute with other parameters and buffers, given by path."""
     return tensors_replaced(module, tensors.get)
+
+
+def few_threads(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Runs a small module's operators on one thread.
+
+    They are too short for two to gain much, and where another process has a core, each operator
+    waits for the thread there.
+    """
+    small = sum(parameter.numel() for parameter in module.parameters()) <= _MOST_ON_ONE_THREAD
+    return one_thread() if small else contextlib.nullcontext()
 
 
 def in_float32(module: nn.Module) -> nn.Module:

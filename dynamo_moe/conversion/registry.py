@@ -15,6 +15,7 @@ from torch import nn
 from dynamo_moe.conversion.comparison import compare_shapes
 from dynamo_moe.conversion.observation import (
     check_no_hooks,
+    few_threads,
     has_values,
     in_float32,
     on_any_device,
@@ -117,7 +118,7 @@ def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, 
         return replacement, False
     original = in_float32(module)
     candidate = replacement if original is module else adapter.convert(original)
-    with evaluating(original, candidate), preserving_state(original):
+    with evaluating(original, candidate), preserving_state(original), few_threads(original):
         example = adapter.example_tokens(original)
         compare_shapes(on_any_device(original), candidate, example, adapter.name)
     return replacement, True
