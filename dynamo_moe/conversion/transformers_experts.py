@@ -10,9 +10,9 @@ Legend: T tokens, D model width, E experts, K choices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,10 @@ from custom_ops.options import ExpertOptions
 from dynamo_moe.conversion import private
 from dynamo_moe.conversion.activation import identify_activation
 from dynamo_moe.conversion.comparison import compare
+from dynamo_moe.conversion.equal_layers import LayerCode, ModelParts
 from dynamo_moe.conversion.observation import (
     check_no_hooks,
+    few_threads,
     has_values,
     in_float32,
     random_tokens,
@@ -50,15 +52,20 @@ def convert_experts(model: nn.Module, fallback: str | None) -> list[Replacement 
     Raises:
         ValueError: If transformers knows no implementation ``fallback``.
     """
+    found = [(path, module) for path, module in model.named_modules() if is_convertible(module)]
+    if not found:
+        return []
+    parts = ModelParts.of(model)
+    known: dict[type, _Identified] = {}
     outcomes: list[Replacement | Unrecognised] = []
     decisions: list[tuple[Experts, ExpertOptions | None]] = []
-    for path, module in model.named_modules():
-        if not is_convertible(module):
-            continue
-        name, options = type(module).__name__, None
+    for path, module in found:
+        kind, name, options = type(module), type(module).__name__, None
         try:
-            options, compared = _identify(module)
-            outcomes.append(Replacement(path, _NAME, name, compared))
+            with few_threads(module):
+                known[kind] = _identify(module, known.get(kind), parts)
+            options = known[kind].options
+            outcomes.append(Replacement(path, _NAME, name, has_values(module)))
         except ValueError as refusal:
             computed = "left as it is" if fallback is None else f"computed by {fallback!r}"
             outcomes.append(Unrecognised(path, name, f"{refusal}; {computed}"))
@@ -108,15 +115,57 @@ def _first_weight(module: Experts) -> str:
 # --- What a module computes ---
 
 
-def _identify(module: Experts) -> tuple[ExpertOptions, bool]:
-    """Returns how ``torch.ops.moe.experts`` computes a module, and whether both were compared."""
+@dataclass(frozen=True)
+class _Identified:
+    """What a module was found to compute.
+
+    Attributes:
+        options: How ``torch.ops.moe.experts`` computes it.
+        code: What that depends on beside its weights.
+    """
+
+    options: ExpertOptions
+    code: LayerCode
+
+
+def _identify(module: Experts, known: _Identified | None, parts: ModelParts) -> _Identified:
+    """Returns what a module computes, compared if it has weights; tries what is known first.
+
+    Raises:
+        ValueError: If ``torch.ops.moe.experts`` does not compute it; with the reason.
+    """
     check_no_hooks(module)
-    options = identify_options(module)
+    if known is not None and known.code.is_that_of(module):
+        with suppress(Exception):  # What is wrong, the comparison of all experts says.
+            _compare_two(module, known.options)
+            return known
+    code = LayerCode(module, [name for name, _ in module.named_parameters()], parts)
+    with code.watched():
+        options = identify_options(module)
+        if has_values(module):
+            count = _num_experts(module)
+            _compare(module, options, [place % count for place in range(max(8, count + count % 2))])
+    return _Identified(options, code)
+
+
+def _compare_two(module: Experts, options: ExpertOptions) -> None:
+    """Compares the first and the last expert of a module whose code was compared with all of them.
+
+    Raises:
+        ValueError: If they do not give the same numbers, or a weight of any expert is not finite.
+    """
     if not has_values(module):
-        return options, False
-    module = in_float32(module)
-    compare(_own_forward(module), partial(_compute, module, options), _example(module), _NAME)
-    return options, True
+        return
+    if not all(weight.sum().isfinite() for weight in experts_parameters(module).values()):
+        raise ValueError("it has weights that are not finite")
+    _compare(module, options, [0, _num_experts(module) - 1])
+
+
+def _compare(module: Experts, options: ExpertOptions, experts: list[int]) -> None:
+    """Compares a module with the operator, on tokens that reach some of its experts in pairs."""
+    tried = in_float32(module)
+    inputs = _example(tried, experts)
+    compare(_own_forward(tried), partial(_compute, tried, options), inputs, _NAME)
 
 
 def identify_options(module: Experts) -> ExpertOptions:
@@ -146,15 +195,18 @@ def _numbers(module: Experts, *names: str) -> list[float]:
     return [float(value) for value in values if isinstance(value, (int, float)) and value > 0]
 
 
-def _example(module: Experts) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens ``[T, D]``, ids ``[T, 2]`` and weights ``[T, 2]`` that reach every expert."""
+def _num_experts(module: Experts) -> int:
+    return int(getattr(module, _first_weight(module)).shape[0])
+
+
+def _example(module: Experts, experts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tokens ``[T, D]``, ids ``[T, 2]`` of these experts, and weights ``[T, 2]``."""
     weight = getattr(module, _first_weight(module))
-    experts, width = weight.shape[0], weight.shape[1 if module.is_transposed else 2]
-    tokens = max(4, math.ceil(experts / 2))
-    ids_TK = torch.arange(2 * tokens).reshape(tokens, 2) % experts
-    weights_TK = torch.linspace(0.1, 1, 2 * tokens).reshape(tokens, 2)
+    width = weight.shape[1 if module.is_transposed else 2]
+    ids_TK = torch.tensor(experts).reshape(-1, 2)
+    weights_TK = torch.linspace(0.1, 1, len(experts)).reshape(-1, 2)
     return (
-        random_tokens(tokens, width, like=weight),
+        random_tokens(len(ids_TK), width, like=weight),
         ids_TK.to(weight.device),
         weights_TK.to(weight.device, weight.dtype),
     )
