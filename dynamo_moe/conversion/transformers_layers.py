@@ -25,9 +25,9 @@ class Llama4Adapter:
 
     def recognise(self, module: nn.Module) -> str | None:
         """Returns None for a ``router``, ``experts`` of stacked weights and a ``shared_expert``."""
-        router, experts = (getattr(module, name, None) for name in ("router", "experts"))
         if not isinstance(getattr(module, "shared_expert", None), nn.Module):
             return "no module shared_expert"
+        router, experts = (getattr(module, name, None) for name in ("router", "experts"))
         if not isinstance(router, nn.Linear) or router.bias is not None:
             return "no router nn.Linear(D, E, bias=False)"
         w1, w2 = (getattr(experts, name, None) for name in ("gate_up_proj", "down_proj"))
@@ -67,9 +67,9 @@ class SwitchAdapter:
     def recognise(self, module: nn.Module) -> str | None:
         """Returns None for ``router.classifier`` and ``experts`` of ``wi``, ``wo``, ``act``."""
         router: Any = getattr(module, "router", None)
-        experts = getattr(module, "experts", None)
         if not isinstance(getattr(router, "classifier", None), nn.Linear):
             return "no router.classifier nn.Linear(D, E)"
+        experts = getattr(module, "experts", None)
         if not hasattr(router, "expert_capacity"):
             return "no router.expert_capacity"
         if not isinstance(experts, nn.ModuleDict) or len(experts) != router.classifier.out_features:
