@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import dynamo_moe
-from dynamo_moe.conversion import convert_layers
+from dynamo_moe.conversion import convert_layers, transformers_experts
 from dynamo_moe.models import DroplessMoEMlp
 from dynamo_moe.modules import ConvertedModule
 
@@ -199,6 +200,14 @@ def hook(layer: Any) -> None:
     layer.activation.register_forward_hook(lambda *args: args[-1] * 2)
 
 
+def spoil(layer: Any) -> None:
+    nn.init.constant_(layer.w1[2, 0], float("nan"))
+
+
+def store_transposed(layer: Any) -> None:
+    layer.w1 = nn.Parameter(layer.w1.detach().mT.contiguous().mT)
+
+
 def choose_one(layer: Any) -> None:
     layer.top_k = 1
 
@@ -217,9 +226,9 @@ def short_proofs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def model_of(kind: Callable[[], nn.Module]) -> nn.Sequential:
+def model_of(kind: Callable[[], nn.Module], layers: int = LAYERS) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(kind() for _ in range(LAYERS))).eval()
+    return nn.Sequential(*(kind() for _ in range(layers))).eval()
 
 
 @pytest.mark.parametrize(
@@ -271,6 +280,138 @@ def test_a_layer_that_differs_is_refused(
     assert [each.module for each in report.replaced] == ["0", "2"]
     assert [each.module for each in report.unrecognised] == ["1"]
     torch.testing.assert_close([model(x) for x in inputs], expected)
+
+
+@pytest.mark.parametrize("place", [0, 6, 11])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [(ByConstant, set_limit), (ByWeights, fill_weights), (Layer, spoil), (Hooked, hook)],
+)
+def test_one_of_many_layers_that_differs_is_refused(
+    kind: Callable[[], nn.Module], change: Callable[[Any], None], place: int
+) -> None:
+    model = model_of(kind, 12)
+    change(model[place])
+    report = dynamo_moe.convert(model)
+    assert [each.module for each in report.unrecognised] == [str(place)]
+    assert len(report.replaced) == 11
+
+
+@pytest.mark.parametrize("place", [0, 6, 11])
+@pytest.mark.parametrize("change", [choose_one, store_transposed])
+def test_one_of_many_layers_that_differs_is_converted_as_what_it_is(
+    change: Callable[[Any], None], place: int
+) -> None:
+    model = model_of(Layer, 12)
+    change(model[place])
+    x = torch.randn(3, 70, WIDTH)
+    expected = [layer(x) for layer in model]
+    assert len(dynamo_moe.convert(model).replaced) == 12
+    torch.testing.assert_close([layer(x) for layer in model], expected)
+
+
+def test_trials_of_small_layers_have_one_thread() -> None:
+    class Counting(Layer):
+        threads: ClassVar[set[int]] = set()
+
+        def forward(self, x: Tensor) -> Any:
+            self.threads.add(torch.get_num_threads())
+            return super().forward(x)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert len(dynamo_moe.convert(model_of(Counting)).replaced) == LAYERS
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert Counting.threads == {1}
+
+
+def language_model() -> Any:
+    config = transformers.MixtralConfig(
+        vocab_size=16,
+        hidden_size=WIDTH,
+        intermediate_size=16,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+    )
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+@pytest.fixture
+def short_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The experts of transformers of which it was enough to compare two."""
+    seen: list[Any] = []
+    original = transformers_experts._compare_two
+
+    def counted(module: Any, options: Any) -> None:
+        original(module, options)
+        seen.append(module)
+
+    monkeypatch.setattr(transformers_experts, "_compare_two", counted)
+    return seen
+
+
+def test_equal_experts_of_transformers_are_compared_in_full_once(
+    short_comparisons: list[Any],
+) -> None:
+    model = language_model()
+    assert len(dynamo_moe.convert(model).replaced) == 12
+    assert short_comparisons == [layer.mlp.experts for layer in model.model.layers[1:]]
+
+
+class OtherActivation(nn.SiLU):
+    """Differs for large numbers alone, which experts with their own small weights do not give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(max=100.0)
+
+
+class Scaled(nn.SiLU):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def spoil_middle(experts: Any) -> None:
+    nn.init.constant_(experts.down_proj[2, 1], float("nan"))
+
+
+def clamp_activation(experts: Any) -> None:
+    experts.act_fn = OtherActivation()
+
+
+def scale_activation(experts: Any) -> None:
+    experts.act_fn.scale = 1.5
+
+
+def hook_experts(experts: Any) -> None:
+    experts.register_forward_hook(lambda *args: args[-1] * 2)
+
+
+def hook_activation(experts: Any) -> None:
+    experts.act_fn.register_forward_hook(lambda *args: args[-1] * 2)
+
+
+@pytest.mark.parametrize("place", [0, 6, 11])
+@pytest.mark.parametrize(
+    "change", [spoil_middle, clamp_activation, scale_activation, hook_experts, hook_activation]
+)
+def test_experts_of_transformers_that_differ_are_left_as_they_are(
+    change: Callable[[Any], None], place: int
+) -> None:
+    model = language_model()
+    for layer in model.model.layers:
+        layer.mlp.experts.act_fn = Scaled()
+    change(model.model.layers[place].mlp.experts)
+    report = dynamo_moe.convert(model)
+    assert [each.module for each in report.unrecognised] == [f"model.layers.{place}.mlp.experts"]
+    assert len(report.replaced) == 11
 
 
 def test_a_layer_that_differs_may_be_converted_by_its_own_proof(short_proofs: list[Any]) -> None:
