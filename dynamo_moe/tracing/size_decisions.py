@@ -23,7 +23,11 @@ from dynamo_moe.tracing import private
 _HERE = Path(__file__).parent
 # Where traces begin, and files whose frames are not the model's.
 _BEGINNINGS = tuple(str(_HERE / f"{name}.py") for name in ("capture", "decomposition", "nodes"))
-_OTHERS = (str(Path(torch.__file__).parent), str(private.__file__), __file__, "<")
+_OTHERS = (
+    str(Path(torch.__file__).parent),
+    *(str(_HERE / f"{name}.py") for name in ("private", "remembered_sizes", "size_decisions")),
+    "<",
+)
 
 
 class Decision(NamedTuple):
