@@ -7,7 +7,7 @@ import operator
 import types
 from abc import ABCMeta
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 DICTS = (dict, OrderedDict)
@@ -50,26 +50,29 @@ class Contents:
         """
         self._functions: list[types.FunctionType] = []
         self._classes: list[type] = []
-        self._dicts: list[Mapping[Any, Any]] = []
-        self._rows: list[Collection[Any]] = []
-        self._typed = typed
-        self._parts = list(parts)
+        self._typed, self._parts = typed, list(parts)
+        dicts: list[Mapping[Any, Any]] = []
+        rows: list[Collection[Any]] = []
         for value in plain:
             kind = type(value)
             if kind in _ROWS:
-                self._rows.append(value)
+                rows.append(value)
             elif kind in DICTS:
-                self._dicts.append(value)
+                dicts.append(value)
             else:
                 of_kind: list[Any] = self._classes if kind in _CLASSES else self._functions
                 of_kind.append(value)
-                self._dicts.append(vars(value))
+                dicts.append(vars(value))
         self._cells = [cell for each in self._functions for cell in each.__closure__ or ()]
-        self._sizes, self._objects = self._look()
+        self._sized = [*dicts, *rows, *(held for held, _ in self._parts)]
+        self._sizes = [*map(len, self._sized)]
+        # Of those that hold nothing, as most dictionaries of modules, the size says all.
+        self._dicts, self._rows = [*filter(None, dicts)], [*filter(None, rows)]
+        self._objects = [*self._look()]
 
-    def _look(self) -> tuple[list[int], list[Any]]:
-        """Returns how much each of them holds, and what."""
-        objects = itertools.chain(
+    def _look(self) -> Iterator[Any]:
+        """Yields what they hold."""
+        return itertools.chain(
             *(map(operator.attrgetter(name), self._functions) for name in _OF_FUNCTIONS),
             map(content_of, self._cells),
             map(operator.attrgetter("__mro__"), self._classes),
@@ -79,13 +82,11 @@ class Contents:
             *self._rows,
             *(map(held.__getitem__, keys) for held, keys in self._parts),
         )
-        sized = (*self._dicts, *self._rows, *(held for held, _ in self._parts))
-        return list(map(len, sized)), list(objects)
 
     def is_unchanged(self) -> bool:
         """Whether each of them holds the very objects that it held."""
         try:
-            sizes, objects = self._look()
+            same = [*map(len, self._sized)] == self._sizes
+            return same and all(map(operator.is_, self._look(), self._objects))
         except KeyError:
             return False
-        return sizes == self._sizes and all(map(operator.is_, objects, self._objects))
