@@ -25,6 +25,7 @@ __all__ = [
     "OpOverloadPacket",
     "OperatorBase",
     "ShapeEnv",
+    "TENSOR_TABLES",
     "TorchDispatchMode",
     "attributes_of",
     "change_count",
@@ -143,7 +144,9 @@ def storage_key(tensor: Tensor) -> int:
 # nn.Module has no public way to ask for hooks, or to write a parameter without checks. A module
 # that lacks these attributes has none of what they hold.
 
-_TENSOR_TABLES = ("_parameters", "_buffers")
+TENSOR_TABLES = ("_parameters", "_buffers")
+"""The attributes in which a module holds its own parameters and buffers by name."""
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -203,7 +206,7 @@ def tensor_tables_replaced(
     try:
         for path, part in module.named_modules():
             held = attributes_of(part)
-            for name, table in zip(_TENSOR_TABLES, _own_tensors(part), strict=True):
+            for name, table in zip(TENSOR_TABLES, _own_tensors(part), strict=True):
                 other = replacement(path, table)
                 if other is not table:
                     replaced.append((held, name, table))
@@ -251,7 +254,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _own_tensors(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return tuple(_held(module, name, "torch.nn.Module._parameters") for name in _TENSOR_TABLES)
+    return tuple(_held(module, name, "torch.nn.Module._parameters") for name in TENSOR_TABLES)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

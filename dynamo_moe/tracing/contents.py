@@ -10,10 +10,12 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from dynamo_moe.private import attributes_of
+
 DICTS = (dict, OrderedDict)
 _ROWS = (list, deque, set)
 _CLASSES = (type, ABCMeta)
-# Ordered dictionaries have attributes too, which nobody sets.
+# Ordered dictionaries can have attributes, too.
 _PLAIN = frozenset({types.FunctionType, dict, *_ROWS, *_CLASSES})
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 
@@ -38,19 +40,20 @@ class Contents:
         self,
         plain: Iterable[Any] = (),
         *,
-        typed: Collection[Any] = (),
-        parts: Iterable[tuple[Mapping[str, Any], Collection[str]]] = (),
+        typed: Iterable[Any] = (),
+        owners: Iterable[tuple[Any, Collection[str]]] = (),
     ) -> None:
         """Takes what they are now.
 
         Args:
-            plain: Functions, classes and plain containers, that are looked at whole.
+            plain: Functions, classes and containers, that are looked at whole.
             typed: Objects of which the class alone is looked at.
-            parts: Dictionaries, each with the keys whose values are looked at.
+            owners: Objects, each with the attributes of its own that are looked at.
         """
         self._functions: list[types.FunctionType] = []
         self._classes: list[type] = []
-        self._typed, self._parts = typed, list(parts)
+        self._owners = list(owners)
+        self._typed = [*typed, *(owner for owner, _ in self._owners)]
         dicts: list[Mapping[Any, Any]] = []
         rows: list[Collection[Any]] = []
         for value in plain:
@@ -64,7 +67,7 @@ class Contents:
                 of_kind.append(value)
                 dicts.append(vars(value))
         self._cells = [cell for each in self._functions for cell in each.__closure__ or ()]
-        self._sized = [*dicts, *rows, *(held for held, _ in self._parts)]
+        self._sized = [*dicts, *rows, *(attributes_of(owner) for owner, _ in self._owners)]
         self._sizes = [*map(len, self._sized)]
         # Of those that hold nothing, as most dictionaries of modules, the size says all.
         self._dicts, self._rows = [*filter(None, dicts)], [*filter(None, rows)]
@@ -72,6 +75,7 @@ class Contents:
 
     def _look(self) -> Iterator[Any]:
         """Yields what they hold."""
+        held = [attributes_of(owner) for owner, _ in self._owners]
         return itertools.chain(
             *(map(operator.attrgetter(name), self._functions) for name in _OF_FUNCTIONS),
             map(content_of, self._cells),
@@ -80,7 +84,11 @@ class Contents:
             *self._dicts,
             *map(operator.methodcaller("values"), self._dicts),
             *self._rows,
-            *(map(held.__getitem__, keys) for held, keys in self._parts),
+            held,
+            *(
+                map(each.__getitem__, names)
+                for each, (_, names) in zip(held, self._owners, strict=True)
+            ),
         )
 
     def is_unchanged(self) -> bool:

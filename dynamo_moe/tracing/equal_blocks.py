@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from dynamo_moe.modules import ConvertedModule, ParameterCache
-from dynamo_moe.private import attributes_of, own_parts
+from dynamo_moe.private import TENSOR_TABLES, attributes_of, own_parts
 from dynamo_moe.tracing.contents import DICTS, Contents, content_of, is_plain
 from dynamo_moe.tracing.values import SIMPLE
 from dynamo_moe.weights.lazy_tensors import LazyTensor
@@ -233,6 +233,7 @@ def describe(block: nn.Module, tied: Collection[int] | None = None) -> Descripti
         for name, child in children.items():
             reader.facts[path, _CHILDREN, name] = reader.known.get(id(child))
         for kind, held in (("parameter", parameters), ("buffer", buffers)):
+            reader.facts[path, _TENSORS, kind] = tuple(dict.keys(held))
             for name, tensor in held.items() if tied is not None else ():
                 place = (path, _TENSORS, kind, name)
                 if tensor is None:
@@ -244,7 +245,8 @@ def describe(block: nn.Module, tied: Collection[int] | None = None) -> Descripti
                 if not isinstance(tensor, LazyTensor):  # A placeholder stands for it, without any.
                     reader.read(attributes_of(tensor) or None, (*place, "attributes"))
         reader.read_attributes(module, path)
-    return Description(reader.facts, tensors, reader.outside, reader.contents())
+    contents = None if tied is None else reader.contents()
+    return Description(reader.facts, tensors, reader.outside, contents)
 
 
 def _is_ordinary(kind: type[nn.Module]) -> bool:
@@ -289,26 +291,28 @@ class _Reader:
         self._seen: dict[int, Place] = {}
         # What the facts come from, as Contents takes it.
         self._plain: list[Any] = []
-        self._typed: list[Any] = [*modules.values()]
-        self._parts: list[tuple[dict[str, Any], list[str]]] = []
+        self._owners: list[tuple[Any, Collection[str]]] = []
         self._sees_all = True
 
     def contents(self) -> Contents | None:
         """Returns what the facts come from; None if that is not all known."""
-        contents = Contents(self._plain, typed=self._typed, parts=self._parts)
-        return contents if self._sees_all else None
+        return Contents(self._plain, owners=self._owners) if self._sees_all else None
 
     def read_attributes(self, module: nn.Module, path: str) -> None:
         """Notes what a module's attributes are, but for its tensors and submodules."""
         held = attributes_of(module)
-        parameters, buffers, children = own_parts(module)
+        *tables, children = own_parts(module)
+        # Others stand for those with tensors in a trace.
+        without = [table for table in tables if all(x is None for x in dict.values(table))]
+        self._plain += [*without, children]
         names = [
-            name for name in held if held[name] is not parameters and held[name] is not buffers
+            name
+            for name, value in held.items()
+            if name not in TENSOR_TABLES or any(value is table for table in without)
         ]
-        self._parts.append((held, names))
-        self._plain.append(children)
+        self._owners.append((module, names))
         for name in names:
-            if held[name] is not children:
+            if held[name] is not children and name not in TENSOR_TABLES:
                 self.read(held[name], (path, name))
 
     def read(self, value: Any, place: Place) -> None:
@@ -344,8 +348,8 @@ class _Reader:
         if kind in DICTS or is_plain(value):
             self._plain.append(value)
         elif _is_plain(kind):
-            self._typed.append(value)
-            self._plain.append(vars(value))
+            self._owners.append((value, [*vars(value)]))
+            self.outside.append(kind)
         elif kind is functools.partial:  # Which can be given another state.
             self._sees_all = False
 

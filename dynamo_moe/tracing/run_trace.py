@@ -402,15 +402,23 @@ class RunTrace:
         nodes: list[list[fx.Node]] = [[node.args[0] for node in unit] for unit in ends]  # type: ignore[union-attr,misc]
         if self.run.traced_units == FEWEST_TRACED:
             self._check_inside(nodes)
-        self._check_between(program, {*own.values(), *left.values()}, own)
+        self._check_sizes(program)
+        self._check_between(program, own, {*own.values(), *left.values()})
         kept = self._caches.finish(program, left)
         both = [node for units in (nodes, kept.nodes) for unit in units for node in unit]
         if kept.inputs and len(set(both)) < len(both):
             raise self._refuse("what a block leaves in a cache is its result as well")
         return nodes, kept
 
+    def _check_sizes(self, program: ExportedProgram) -> None:
+        """Checks that blocks read no size from data: the file has a name for each of them."""
+        paths = set(self.run.paths[: self.run.traced])
+        for node in program.graph.nodes:
+            if node.meta.get("unbacked_bindings") and _is_in(node, paths):
+                raise self._refuse("a block reads a size from data")
+
     def _check_between(
-        self, program: ExportedProgram, own: Collection[fx.Node], ends: Mapping[Any, fx.Node]
+        self, program: ExportedProgram, ends: Mapping[Any, fx.Node], marks: Collection[fx.Node]
     ) -> None:
         """Checks that nothing else is computed between blocks that are passed over.
 
@@ -422,7 +430,7 @@ class RunTrace:
         for node in program.graph.nodes:
             begun = begun or node in remaining
             remaining.discard(node)
-            if begun and remaining and node not in own:
+            if begun and remaining and node not in marks:
                 between.append(node)
         used = _before([program.graph.output_node()], ()) if between else ()
         if any(node in used for node in between):
@@ -437,8 +445,7 @@ class RunTrace:
         for node in _before(ends[1], first):
             if node.op != "call_function" or node.target is END:
                 continue
-            stack = node.meta.get("nn_module_stack", {})
-            if not any(path in paths for path, _ in stack.values()):
+            if not _is_in(node, paths):
                 raise self._refuse(f"{node.name} is computed between blocks")
 
 
@@ -447,8 +454,16 @@ def _objects(given: Sequence[Any]) -> list[Any]:
 
 
 def _reached(held: Sequence[Any], names: ReadNames) -> dict[Hashable, Any]:
-    """Returns objects, and what the names in a block's code stand for now."""
-    return {**dict(enumerate(held)), **names.values()}
+    """Returns objects, and what classes' forward and the names in a block's code stand for now."""
+    # Nothing else is said of the classes of libraries.
+    kinds = (each for each in held if isinstance(each, type) and issubclass(each, nn.Module))
+    forwards = [kind.forward for kind in kinds]
+    return {**dict(enumerate((*held, *forwards))), **names.values()}
+
+
+def _is_in(node: fx.Node, paths: Collection[str]) -> bool:
+    """Whether a node was traced in one of some modules."""
+    return any(path in paths for path, _ in node.meta.get("nn_module_stack", {}).values())
 
 
 def _before(nodes: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:

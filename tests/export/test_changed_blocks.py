@@ -19,11 +19,13 @@ pytest_plugins = ("shared_exports",)
 
 
 class Plain:
+    common = 1.5
+
     def __init__(self) -> None:
         self.scale = 1.5
 
     def scaled(self, y: Tensor) -> Tensor:
-        return y * self.scale
+        return y * self.scale * self.common
 
 
 class Doubled(Plain):
@@ -62,13 +64,16 @@ class Holding(Block):
         self.options = {"scale": 1.5}
         self.nested = ({"scales": [1.5]},)
         self.plain = Plain()
+        self.activation = nn.Tanh()
+        self.table = self.activation._parameters
         self.function = function()
         self.method = self.plain.scaled
 
     def compute(self, y: Tensor) -> Tensor:
         y = y * self.held[0] * self.options["scale"] * self.nested[0]["scales"][0]
         y = self.function(self.method(self.plain.scaled(y)))
-        return super().compute(y)
+        more = len(self.table) + len(self.activation._buffers)
+        return super().compute(self.activation(y) * (1 + more))
 
 
 class HoldingMore(Holding):
@@ -117,6 +122,20 @@ def _hooks(block: Holding) -> Any:
     return block.linear.register_forward_hook(lambda module, args, y: 2 * y).remove
 
 
+def _replaces_dict(owner: Callable[[Any], Any], name: str, value: Any) -> Any:
+    def change(block: Any) -> Any:
+        before = vars(owner(block))
+        owner(block).__dict__ = {**before, name: value}
+        return functools.partial(setattr, owner(block), "__dict__", before)
+
+    return change
+
+
+def _registers(block: Any) -> Any:
+    block.activation.register_buffer("more", torch.ones(()))
+    return functools.partial(delattr, block.activation, "more")
+
+
 def _adds(block: Any) -> Any:
     block.linear.more = 1
     return functools.partial(delattr, block.linear, "more")
@@ -134,6 +153,10 @@ _CHANGES: dict[str, Any] = {
     "nested item": _puts(lambda block: block.nested[0]["scales"], 0),
     "attribute of an object": _sets(lambda block: block.plain, "scale", 3.0),
     "class of an object": _sets(lambda block: block.plain, "__class__", Doubled),
+    "dictionary of a submodule": _replaces_dict(lambda block: block.norm, "eps", 0.5),
+    "dictionary of an object": _replaces_dict(lambda block: block.plain, "scale", 3.0),
+    "table that is an attribute, too": _sets(lambda block: block, "table", {"more": None}),
+    "buffer": _registers,
     "default of a function": _sets(lambda block: block.function, "__defaults__", (3.0,)),
     "code of a function": _sets(
         lambda block: block.function, "__code__", otherwise_scaled.__code__
@@ -187,6 +210,13 @@ def test_changed_in_what_is_described_anew(
 ) -> None:
     assert compared(lambda: _made(change, HoldingMore)) == 0
     assert "a block has changed since the trace began" in caplog.text
+
+
+def test_class_of_an_object_changes(
+    compared: Callable[..., int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert compared(lambda: _made(_sets(lambda block: Plain, "common", 3.0))) == 0
+    assert "what blocks read changes" in caplog.text
 
 
 def test_left_as_it_was(compared: Callable[..., int], descriptions: list[nn.Module]) -> None:

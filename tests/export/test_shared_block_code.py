@@ -112,6 +112,13 @@ class CountsInQueue(Block):
         return y * (1 + (QUEUE.qsize() % 6 == 5))
 
 
+class ReadsSize(Block):
+    """The number of positive elements is a size that has a name in the file."""
+
+    def compute(self, y: Tensor) -> Tensor:
+        return super().compute(y) + (y > 0).nonzero().shape[0]
+
+
 class DrawsNumber(Block):
     def compute(self, y: Tensor) -> Tensor:
         return y * random.random()  # noqa: S311
@@ -266,6 +273,14 @@ def test_code_without_a_file(shared: Callable[..., int]) -> None:
 )  # fmt: skip
 def test_blocks_that_depend_on_their_turn(shared: Callable[..., int], kind: type[Block]) -> None:
     assert shared(stack(kind)) == 0
+
+
+def test_blocks_that_read_sizes_from_data(
+    compared: Callable[..., int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "dynamo_moe.exporting"):
+        assert compared(lambda: stack(ReadsSize)) == 0
+    assert "a block reads a size from data" in caplog.text
 
 
 def test_two_runs_of_one_class(compared: Callable[..., int]) -> None:
