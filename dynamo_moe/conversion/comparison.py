@@ -77,8 +77,8 @@ def compare_shapes(
 def fewer_cases(example: Tensor, scales: Collection[float]) -> list[Tensor]:
     """Returns tokens to try a layer with that has the code of one that was compared in all ways.
 
-    They are many, half of them large and half of either equal, and a single small one: each of the
-    scales and both numbers of tokens are among them, but not each scale with each number.
+    They are many, half of them large and half of either equal, and a single one, also small: each
+    of the scales and both numbers of tokens are among them, but not each scale with each number.
 
     Args:
         example: Tokens ``[..., D]`` that the layer takes.
@@ -88,10 +88,11 @@ def fewer_cases(example: Tensor, scales: Collection[float]) -> list[Tensor]:
     width = example.shape[-1]
     x_TD = random_tokens(math.prod(shape), width, like=example)
     x_TD[::2] = x_TD[0].clone()
-    x_1D = x_TD[1:2] * min(scales)
+    one = [1] * len(shape)
+    x_1D = x_TD[1].clone().view(*one, width)
     # Beside rows a hundred times as large, a row's error would count for less.
     x_TD.view(-1, 2, 2, width)[:, 1] *= max(1.0, *scales)
-    return [x_TD.view(*shape, width), x_1D.view(*[1] * len(shape), width)]
+    return [x_TD.view(*shape, width), x_1D, x_1D * min(scales)]
 
 
 def _cases(example: Tensor, thresholds: Collection[int]) -> Iterator[Tensor]:

@@ -139,7 +139,7 @@ def _identify(module: Experts, known: _Identified | None, parts: ModelParts) -> 
         with suppress(Exception):  # What is wrong, the comparison of all experts says.
             _compare_two(module, known.options)
             return known
-    code = LayerCode(module, [name for name, _ in module.named_parameters()], parts)
+    code = LayerCode(module, experts_parameters(module).keys(), parts)
     with code.watched():
         options = identify_options(module)
         if has_values(module):

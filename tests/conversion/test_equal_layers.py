@@ -18,8 +18,8 @@ from dynamo_moe.modules import ConvertedModule
 
 WIDTH = 8
 LAYERS = 3
-# Many tokens, of two scales, and one of a third.
-COMPARISONS = 2
+# Many tokens of two scales, one of the first, and one of a third.
+COMPARISONS = 3
 SETTINGS: dict[Any, Any] = {}
 CALLS = 0
 
@@ -91,6 +91,15 @@ class ByWeights(Layer):
 
     def drops(self) -> bool:
         return bool(self.b2.sum() > 100)
+
+
+class ByWeightsOfOneToken(Layer):
+    """Differs for a single token that is not small."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        single = x.shape[:-1].numel() == 1 and x.abs().max() > 0.1
+        return y * 0.5 if single and self.b2.sum() > 100 else y
 
 
 class ByScale(DroplessMoEMlp):
@@ -263,6 +272,7 @@ def test_equal_layers_without_weights_take_one_whole_proof(short_proofs: list[An
         (ByClosure, set_condition),
         (ByBuffer, fill_buffer),
         (ByWeights, fill_weights),
+        (ByWeightsOfOneToken, fill_weights),
         (ByScale, lower_limit),
         (ByRegistry, register),
         (Hooked, hook),
@@ -412,6 +422,50 @@ def test_experts_of_transformers_that_differ_are_left_as_they_are(
     report = dynamo_moe.convert(model)
     assert [each.module for each in report.unrecognised] == [f"model.layers.{place}.mlp.experts"]
     assert len(report.replaced) == 11
+
+
+@transformers.integrations.use_experts_implementation
+class ExpertsWithScales(nn.Module):
+    """Experts of anybody's, with one factor each beside what they are in transformers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.gate_up_proj = nn.Parameter(torch.randn(6, 32, WIDTH) * 0.2)
+        self.down_proj = nn.Parameter(torch.randn(6, WIDTH, 16) * 0.2)
+        self.scales = nn.Parameter(torch.ones(6))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for expert in range(6):
+            rows, choices = torch.where(ids == expert)
+            gate, up = (x[rows] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            out = (self.act_fn(gate) * up) @ self.down_proj[expert].T
+            y.index_add_(0, rows, out * weights[rows, choices, None] * self.scales[expert])
+        return y
+
+
+class RoutedExperts(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 6)
+        self.experts = ExpertsWithScales(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        return x + self.experts(x, ids, weights)
+
+
+def test_other_parameters_of_experts_are_compared() -> None:
+    config = transformers.MixtralConfig(experts_implementation="eager")
+    model = model_of(lambda: RoutedExperts(config))
+    nn.init.constant_(model[1].experts.scales[2:3], 3.0)
+    x = torch.randn(64, WIDTH)
+    expected = model(x)
+    report = dynamo_moe.convert(model)
+    assert [each.module for each in report.replaced] == ["0.experts", "2.experts"]
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_a_layer_that_differs_may_be_converted_by_its_own_proof(short_proofs: list[Any]) -> None:
