@@ -42,12 +42,14 @@ def model_bytes(model: ir.Model) -> int:
     return sum(map(_bytes_of, model.graph.initializers.values()))
 
 
-def without_weights(model: ir.Model, *, as_inputs: bool = False) -> onnx.ModelProto:
-    """Returns the model without the main graph's initializers, but for the small ones.
+def without_weights(
+    model: ir.Model, *, as_inputs: bool = False, small: int = _SMALL
+) -> onnx.ModelProto:
+    """Returns the model without the main graph's initializers, but for those up to ``small`` bytes.
 
     If asked for, the others are inputs, after the model's own.
     """
-    large = _large(model)
+    large = _large(model, small)
     proto = protobuf.without(model, large)
     if as_inputs:
         proto.graph.input.extend(
@@ -172,15 +174,15 @@ def _is_held(value: ir.Value) -> bool:
     return value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
 
 
-def is_small(value: ir.Value) -> bool:
+def is_small(value: ir.Value, limit: int = _SMALL) -> bool:
     """Whether a weight stays inside the graph; strings do, as they have no bytes."""
     if value.dtype == ir.DataType.STRING:
         return True
-    return _bytes_of(value) <= _SMALL and _is_held(value)
+    return _bytes_of(value) <= limit and _is_held(value)
 
 
-def _large(model: ir.Model) -> list[ir.Value]:
-    return [value for value in model.graph.initializers.values() if not is_small(value)]
+def _large(model: ir.Model, limit: int = _SMALL) -> list[ir.Value]:
+    return [value for value in model.graph.initializers.values() if not is_small(value, limit)]
 
 
 def _bytes_of(value: ir.Value) -> int:

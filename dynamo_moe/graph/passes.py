@@ -42,6 +42,9 @@ _ROUNDS = 4
 # Operators whose nodes are merged where their inputs are constants.
 _OF_CONSTANTS = frozenset({"Cast", "Constant", "Reshape"})
 
+# Bytes of the constants that an inference may read, as in onnx_ir's pass.
+_READ_SIZE = 1000
+
 # Elements of the constants that nodes share.
 _SHARED_SIZE = 1024
 
@@ -208,8 +211,8 @@ def _infer_by_onnx(model: ir.Model) -> None:
     if model.functions or any(node.graph is not model.graph for node in model.graph.all_nodes()):
         common_passes.ShapeInferencePass()(model)
         return
-    proto = model_files.without_weights(model, as_inputs=True)
     try:
+        proto = model_files.without_weights(model, as_inputs=True, small=_READ_SIZE)
         inferred = onnx.shape_inference.infer_shapes(
             proto, check_type=True, strict_mode=True, data_prop=True
         )

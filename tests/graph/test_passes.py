@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
 import pytest
 
 from dynamo_moe.graph import passes
@@ -71,3 +72,54 @@ def test_large_tensors_are_not_compared() -> None:
     tensors = [np.zeros(5000, np.float32) for _ in range(2)]
     tensors[1][2500] = 1
     assert merged(*(constant(value=ir.tensor(tensor)) for tensor in tensors)) == 0
+
+
+def inferred(text: str, numbers: int, infer: Any) -> list[Any]:
+    """Types and shapes of a model's values, where ``numbers`` is one of its initializers."""
+    model = ir.from_proto(onnx.parser.parse_model(text))
+    sizes = ir.tensor(np.arange(1, numbers + 1), name="sizes")
+    model.graph.register_initializer(ir.Value(name="sizes", const_value=sizes))
+    infer(model)
+    values = [value for node in model.graph.all_nodes() for value in node.outputs]
+    return [(value.name, value.type, value.shape) for value in values]
+
+
+INFERRED = {
+    "sizes of constants": """<ir_version: 10, opset_import: ["" : 20]>
+model (float[n] x, int64[2] i) => (float[a, b] y) <int64[2] chosen = {1, 4}> {
+  shape = Gather(sizes, chosen)
+  expanded = Expand(x, shape)
+  y = Relu(expanded)
+}""",
+    "wrong dtype": """<ir_version: 10, opset_import: ["" : 20]>
+model (float[n, 4] x, int64[2] i) => (float[a, b] y) <float[n, 4] cast> {
+  cast = Cast <to = 10> (x)
+  y = Relu(cast)
+}""",
+    "branches": """<ir_version: 10, opset_import: ["" : 20]>
+model (float[n, 4] x, bool c) => (float[a, b] y) {
+  y = If (c) <
+    then_branch = t () => (float[a, b] one) { one = Relu(x) },
+    else_branch = e () => (float[a, b] two) { two = Neg(x) }
+  >
+}""",
+    "unknown operator": """<ir_version: 10, opset_import: ["" : 20, "own" : 1]>
+model (float[n, 4] x) => (float[a, b] y) {
+  z = own.Unknown(x)
+  y = Relu(x)
+}""",
+}
+
+
+@pytest.mark.parametrize("numbers", [8, 40, 130])
+@pytest.mark.parametrize("name", INFERRED)
+def test_inferred_shapes_are_those_of_the_pass(name: str, numbers: int) -> None:
+    own = inferred(INFERRED[name], numbers, passes._infer_by_onnx)
+    assert own == inferred(INFERRED[name], numbers, common_passes.ShapeInferencePass())
+
+
+def test_values_without_a_name_are_left_without_a_shape() -> None:
+    model = ir.from_proto(onnx.parser.parse_model(RESHAPED))
+    model.graph[0].outputs[0].name = None
+    passes._infer_by_onnx(model)
+    assert model.graph[0].outputs[0].shape is None
