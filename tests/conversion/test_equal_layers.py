@@ -458,7 +458,8 @@ class RoutedExperts(nn.Module):
 
 
 def test_other_parameters_of_experts_are_compared() -> None:
-    config = transformers.MixtralConfig(experts_implementation="eager")
+    options: Any = {"experts_implementation": "eager"}
+    config = transformers.MixtralConfig(**options)
     model = model_of(lambda: RoutedExperts(config))
     nn.init.constant_(model[1].experts.scales[2:3], 3.0)
     x = torch.randn(64, WIDTH)

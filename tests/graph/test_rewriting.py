@@ -57,7 +57,7 @@ def test_same_file_as_with_each_rule_on_each_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     make, example = MODELS[name]
-    files = []
+    files: list[bytes] = []
     for rules in (passes._RULES, rewriter.RewriteRuleSet(passes._WANTED)):
         rules.remove_unused_nodes = False
         monkeypatch.setattr(passes, "_RULES", rules)
