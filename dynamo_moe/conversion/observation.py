@@ -29,8 +29,8 @@ _HALF = (torch.float16, torch.bfloat16)
 _CASTS = {"to": None, "type": None, "half": torch.float16, "bfloat16": torch.bfloat16}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _MISSING = object()
-# The most numbers of a layer that trials run on one thread. At this size, two layers took 1.1 s,
-# and 25 to 45 s on two threads while other processes had both cores.
+# The most numbers of a layer that trials run on one thread. Larger ones may gain from more threads
+# on an idle machine, which has not been measured.
 _MOST_ON_ONE_THREAD = 1 << 24
 # By how much a module's small parameters, relative to their size, are changed at random.
 _SHARE_OF_VALUE = 0.3

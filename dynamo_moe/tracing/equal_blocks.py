@@ -244,7 +244,7 @@ def describe(block: nn.Module, tied: Collection[int] | None = None) -> Descripti
                 reader.facts[place] = _tensor_fact(tensor) if single else object()
                 if not isinstance(tensor, LazyTensor):  # A placeholder stands for it, without any.
                     reader.read(attributes_of(tensor) or None, (*place, "attributes"))
-        reader.read_attributes(module, path)
+        reader.read_attributes(module, path, own[path])
     contents = None if tied is None else reader.contents()
     return Description(reader.facts, tensors, reader.outside, contents)
 
@@ -298,10 +298,10 @@ class _Reader:
         """Returns what the facts come from; None if that is not all known."""
         return Contents(self._plain, owners=self._owners) if self._sees_all else None
 
-    def read_attributes(self, module: nn.Module, path: str) -> None:
-        """Notes what a module's attributes are, but for its tensors and submodules."""
+    def read_attributes(self, module: nn.Module, path: str, own: Sequence[dict[str, Any]]) -> None:
+        """Notes what a module's attributes are, but for ``own``: its tensors and submodules."""
         held = attributes_of(module)
-        *tables, children = own_parts(module)
+        *tables, children = own
         # Others stand for those with tensors in a trace.
         without = [table for table in tables if all(x is None for x in dict.values(table))]
         self._plain += [*without, children]
