@@ -27,9 +27,11 @@ from dynamo_moe.conversion import Unrecognised, unconverted
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.files import inputs, metadata, model_files
+from dynamo_moe.files.copies import Copies, Copy, with_copies
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.instantiate import (
+    Instances,
     Units,
     add_results,
     add_third,
@@ -187,7 +189,7 @@ def export(
                 inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
                 if link_weights:
                     placeholders.link(model_ir, path.parent)
-                checked = check_graph(model_ir)
+                checked = check_graph(model_ir, graph.copies)
             files = model_files.save_model(model_ir, path, external_data, checked)
     # A module that calls torch.ops.moe itself needs no conversion.
     remaining = tuple(each for each in remaining if not _has_layer(each.module, layers))
@@ -205,7 +207,7 @@ def export(
         body=body if target == "plugin" else None,
         layers=tuple(layer.name for layer in layers),
         operators=dict(Counter(layer.op_type for layer in layers)),
-        nodes=dict(Counter(qualified(node) for node in model_ir.graph).most_common()),
+        nodes=dict(_operators(graph).most_common()),
         parameters_bytes=model_files.model_bytes(model_ir),
         file_bytes=sum(file.stat().st_size for file in files),
         seconds=time.perf_counter() - started,
@@ -237,6 +239,7 @@ class _Graph(NamedTuple):
     """A graph as it is written, its MoE layers, and what a user should know of how it was made."""
 
     model: ir.Model
+    copies: Copies  # of its nodes, which the file has beside them
     layers: list[metadata.Layer]
     notes: list[str]
 
@@ -284,11 +287,11 @@ def _graph_with(
     units = _units(traced, sharing) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, form.input_names)
     placeholders.attach(traced, lazies)
-    layers = _optimize(traced, form, units)
+    layers, copies = _optimize(traced, form, units)
     notes = [*([exporter] if exporter else []), *trials.notes]
     if form.layers_as_functions and not units:
         notes.append("no blocks were found that could be calls of one function")
-    return _Graph(traced, layers, notes)
+    return _Graph(traced, copies, layers, notes)
 
 
 def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
@@ -443,12 +446,14 @@ def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | No
 
 
 @phase("optimization")
-def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[metadata.Layer]:
+def _optimize(
+    model: ir.Model, form: _Form, units: Sequence[Units]
+) -> tuple[list[metadata.Layer], Copies]:
     """Gives the traced graph the form of its target, in place; returns its MoE layers.
 
-    It is then given the units of equal blocks that were passed over. No value of a weight decides
-    what becomes of such blocks, as it may where all are traced: a bias of zeros stays, and so does
-    ``1 + weight``.
+    The units of equal blocks that were passed over become copies of nodes. No value of a weight
+    decides what becomes of such blocks, as it may where all are traced: a bias of zeros stays, and
+    so does ``1 + weight``.
     """
     target, link = form.target, form.link_weights
     units = add_third(model, units)
@@ -470,29 +475,31 @@ def _optimize(model: ir.Model, form: _Form, units: Sequence[Units]) -> list[meta
     roll_repeats(model)
     if target == "plugin":
         lowering.lower(model, target, form.body)
-    runs = []
+    runs: list[Instances] = []
+    copies: Copies = {}
     for each in units:
-        layers, weights, ends = instantiate(model, each, layers, weights)
-        runs.append((each, ends))
-    add_results(model, runs)
-    names = name_canonically(model, weights)
+        run, layers, weights = instantiate(model, each, layers, weights)
+        runs.append(run)
+        copies = {**copies, **run.copies}
+    add_results(model, [(run.units, run.ends) for run in runs])
+    names = name_canonically(model, weights, copies)
     common_passes.ClearMetadataAndDocStringPass()(model)
     layers = [layer.renamed(names) for layer in layers]
-    if not form.layers_as_functions:
-        return layers
-    weights |= {name for layer in layers for name in layer.inputs}
-    inner = make_functions(model, runs, weights)
-    return [layer.renamed(inner) for layer in layers]
+    if form.layers_as_functions:
+        weights |= {name for layer in layers for name in layer.inputs}
+        copies, inner = make_functions(model, runs, weights)
+        layers = [layer.renamed(inner) for layer in layers]
+    return layers, copies
 
 
-def check_graph(model: ir.Model) -> onnx.ModelProto:
+def check_graph(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:
     """Checks what is about to be written, and returns it without its weights.
 
     Raises:
         ExportError: If it is not valid ONNX.
     """
     try:
-        return check(model)
+        return check(model, copies)
     except InvalidGraphError as error:
         raise ExportError(
             f"the graph is not valid ONNX, and no file is written: {error}"
@@ -505,7 +512,11 @@ def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
     return any(not layer.name or f"{layer.name}.".startswith(prefix) for layer in layers)
 
 
-def qualified(node: ir.Node) -> str:
+def _operators(graph: _Graph) -> Counter[str]:
+    return Counter(map(qualified, with_copies(graph.model.graph, graph.copies)))
+
+
+def qualified(node: ir.Node | Copy) -> str:
     """Returns a node's operator, with its domain where it has one."""
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from dynamo_moe.files import protobuf
+from dynamo_moe.files.copies import Copies
 from dynamo_moe.progress import phases
 
 # A protobuf message cannot pass 2 GiB; the graph itself needs room too.
@@ -43,14 +44,18 @@ def model_bytes(model: ir.Model) -> int:
 
 
 def without_weights(
-    model: ir.Model, *, as_inputs: bool = False, small: int = _SMALL
+    model: ir.Model,
+    *,
+    as_inputs: bool = False,
+    small: int = _SMALL,
+    copies: Copies | None = None,
 ) -> onnx.ModelProto:
     """Returns the model without the main graph's initializers, but for those up to ``small`` bytes.
 
-    If asked for, the others are inputs, after the model's own.
+    If asked for, the others are inputs, after the model's own. Copies of nodes follow these.
     """
     large = _large(model, small)
-    proto = protobuf.without(model, large)
+    proto = protobuf.without(model, large, copies)
     if as_inputs:
         proto.graph.input.extend(
             onnx.helper.make_tensor_value_info(

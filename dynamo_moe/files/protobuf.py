@@ -12,6 +12,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from dynamo_moe.files.copies import Copies, add_copies, with_copies
 from dynamo_moe.progress import phases
 
 _GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
@@ -51,13 +52,16 @@ def write(model: onnx.ModelProto, path: Path, weights: Sequence[ir.Value]) -> No
         phases.report(done, total)
 
 
-def without(model: ir.Model, weights: Sequence[ir.Value]) -> onnx.ModelProto:
-    """Returns the model without some of the main graph's initializers."""
+def without(
+    model: ir.Model, weights: Sequence[ir.Value], copies: Copies | None = None
+) -> onnx.ModelProto:
+    """Returns the model, and copies of its nodes, without some of the main graph's initializers."""
+    nodes = with_copies(model.graph, copies or {})
     initializers = model.graph.initializers
     values = list(initializers.values())
     for weight in weights:
         del initializers[weight.name or ""]
-    results = [value for node in model.graph for value in node.outputs if _is_only_typed(value)]
+    results = [value for node in nodes for value in node.outputs if _is_only_typed(value)]
     types = [(value, value.type, value.shape) for value in results]
     for value in results:
         value.type = value.shape = None
@@ -69,6 +73,8 @@ def without(model: ir.Model, weights: Sequence[ir.Value]) -> onnx.ModelProto:
         initializers.clear()
         for value in values:
             initializers.add(value)
+    if copies:
+        add_copies(proto.graph, model.graph, copies)
     _add_types(proto.graph, results)
     return proto
 

@@ -8,6 +8,7 @@ import onnx.shape_inference
 import onnx_ir as ir
 
 from dynamo_moe.files import model_files
+from dynamo_moe.files.copies import Copies
 from dynamo_moe.progress import phases
 
 
@@ -16,8 +17,8 @@ class InvalidGraphError(Exception):
 
 
 @phases.phase("check")
-def check(model: ir.Model) -> onnx.ModelProto:
-    """Checks a model as ``onnx.checker.check_model(full_check=True)`` does.
+def check(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:
+    """Checks a model as ``onnx.checker.check_model(full_check=True)`` does, its copies too.
 
     Inputs of the graph stand for its weights: no value is read, however many bytes they have, and
     wherever they are.
@@ -28,7 +29,7 @@ def check(model: ir.Model) -> onnx.ModelProto:
     Raises:
         InvalidGraphError: With the node and the reason.
     """
-    proto = model_files.without_weights(model, as_inputs=True)
+    proto = model_files.without_weights(model, as_inputs=True, copies=copies)
     try:
         onnx.checker.check_model(proto, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:

@@ -17,6 +17,7 @@ from typing import Any
 import onnx_ir as ir
 from torch import Tensor
 
+from dynamo_moe.files.copies import Copies, Copy
 from dynamo_moe.files.metadata import Layer
 from dynamo_moe.moe_nodes.nodes import module_of, set_module
 from dynamo_moe.tracing.equal_blocks import MOST_TRACED, NotSharedError
@@ -100,7 +101,9 @@ def add_third(model: ir.Model, runs: Sequence[Units]) -> list[Units]:
             found.append(units)
             continue
         run = _Run(model, units, units.tensors[1].keys(), 1)
-        run.add((), [2])
+        _, copies = run.add((), [2])
+        for place, added_after in copies.items():
+            model.graph.insert_after(place, [_node(copy) for copy in added_after])
         names, count = [str(value.name) for value in run.ends[2]], len(units.ends[1])
         ends, kept = [*units.ends, names[:count]], [*units.kept, names[count:]]
         found.append(replace(units, ends=ends, kept=kept))
@@ -109,10 +112,28 @@ def add_third(model: ir.Model, runs: Sequence[Units]) -> list[Units]:
     return found
 
 
+@dataclass(frozen=True)
+class Instances:
+    """The units of a run that its file has, and its graph has not.
+
+    Attributes:
+        units: The run.
+        copies: Their nodes.
+        values: By unit, its values by those of the third unit, the last one in the graph.
+        ends: By unit of the run, the values that it ends with, and after them those that are to be
+            results of the graph.
+    """
+
+    units: Units
+    copies: Copies
+    values: Sequence[Mapping[ir.Value, ir.Value]]
+    ends: Sequence[Sequence[ir.Value]]
+
+
 def instantiate(
     model: ir.Model, units: Units, layers: Sequence[Layer], weights: Collection[str]
-) -> tuple[list[Layer], set[str], list[list[ir.Value]]]:
-    """Adds the nodes of the units that are not in an optimised graph, and their weights.
+) -> tuple[Instances, list[Layer], set[str]]:
+    """Makes copies of the units that are not in an optimised graph, and adds their weights.
 
     Args:
         model: The graph with the first units.
@@ -121,16 +142,15 @@ def instantiate(
         weights: The names of the initializers that are weights, and not constants of the nodes.
 
     Returns:
-        The layers and the names of the weights, those of the new units among them; by unit, the
-        values that it ends with, and after them those that are to be results of the graph.
+        The copies; the layers and the names of the weights, those of the new units among them.
 
     Raises:
         NotSharedError: If the units of the graph are not alike.
     """
     run = _Run(model, units, weights, 2)
     run.check_alike()
-    added = run.add(layers, range(3, len(units.paths)))
-    return added, run.weights, run.ends
+    layers, copies = run.add(layers, range(3, len(units.paths)))
+    return Instances(units, copies, run.values, run.ends), layers, run.weights
 
 
 def add_results(
@@ -160,6 +180,7 @@ class _Run:
         self, model: ir.Model, units: Units, weights: Collection[str], source: int
     ) -> None:
         self.weights = set(weights)
+        self.values: list[dict[ir.Value, ir.Value]] = []
         self._graph, self._units, self._source = model.graph, units, source
         self._inputs = units.inputs or [[] for _ in units.paths]
         values = {str(output.name): output for node in model.graph for output in node.outputs}
@@ -251,30 +272,29 @@ class _Run:
                 elif output not in ends and (outside or output.is_graph_output()):
                     raise NotSharedError(f"{output.name} is used after its unit")
 
-    def add(self, layers: Sequence[Layer], units: Iterable[int]) -> list[Layer]:
-        """Adds units made of the source after it, the last of those in the graph."""
+    def add(
+        self, layers: Sequence[Layer], units: Iterable[int]
+    ) -> tuple[list[Layer], dict[ir.Node, list[Copy]]]:
+        """Adds copies of the source after it, the last of the units in the graph."""
         source, inside = self._source, set(self._nodes)
         carried = [end for end in self.ends[-1] if end not in self._kept]
         uses = {end: [use for use in end.uses() if use[0] not in inside] for end in carried}
-        place = self._nodes[-1]
         its_ends = ends = self.ends[-1]
         added: list[Layer] = []
         its = [layer for layer in layers if self._renamed(layer.name, 0) != layer.name]
         own = self._own_initializers()
         twins = _Twins(self._units, source)
-        parts = [(node, [*node.attributes.values()], module_of(node)) for node in self._nodes]
-        modules = {module for _, _, module in parts}
+        parts = [(node, module_of(node)) for node in self._nodes]
+        modules = {module for _, module in parts}
+        copies: list[Copy] = []
         for unit in units:
             known = dict(zip(self.ends[source - 1], ends, strict=True))
             known.update(zip(self._inputs[source], self._inputs[unit], strict=True))
             known.update({given: self._initializer(given, unit, twins) for given in own})
             paths = {module: self._renamed(module, unit) for module in modules}
-            nodes = [
-                _copied(node, attributes, paths[module], unit, known)
-                for node, attributes, module in parts
-            ]
-            self._graph.insert_after(place, nodes)
-            place, ends = nodes[-1], [known[end] for end in its_ends]
+            copies += [_copied(node, paths[module], unit, known) for node, module in parts]
+            ends = [known[end] for end in its_ends]
+            self.values.append(known)
             self.ends.append(ends)
             if its:
                 names = {str(value.name): str(copy.name) for value, copy in known.items()}
@@ -288,7 +308,7 @@ class _Run:
                 if output is end:
                     self._graph.outputs[index] = last
         after = max((layers.index(layer) for layer in its), default=-1) + 1
-        return [*layers[:after], *added, *layers[after:]]
+        return [*layers[:after], *added, *layers[after:]], {self._nodes[-1]: copies}
 
     def _renamed(self, name: str, unit: int) -> str:
         return self._units.renamed(name, self._source, unit)
@@ -334,29 +354,31 @@ class _Run:
         )
 
 
-def _copied(
-    node: ir.Node,
-    attributes: Sequence[ir.Attr],
-    path: str,
-    unit: int,
-    known: dict[ir.Value, ir.Value],
-) -> ir.Node:
+def _copied(node: ir.Node, module: str, unit: int, known: dict[ir.Value, ir.Value]) -> Copy:
     """Returns a node of the source as it is in another unit; its results become ``known``."""
-    copy = ir.Node(
-        node.domain,
-        node.op_type,
-        [None if given is None else known.get(given, given) for given in node.inputs],
-        attributes,
-        overload=node.overload,
-        num_outputs=len(node.outputs),
-        version=node.version,
+    inputs = [None if given is None else known.get(given, given) for given in node.inputs]
+    outputs = []
+    for output in node.outputs:
+        name = output.name and f"{output.name}/{unit}"
+        known[output] = ir.Value(name=name, shape=output.shape, type=output.type)
+        outputs.append(known[output])
+    return Copy(node, inputs, outputs, module)
+
+
+def _node(copy: Copy) -> ir.Node:
+    """Returns a node of the graph in the place of a copy."""
+    source = copy.source
+    node = ir.Node(
+        source.domain,
+        source.op_type,
+        copy.inputs,
+        list(source.attributes.values()),
+        overload=source.overload,
+        outputs=copy.outputs,
+        version=source.version,
     )
-    for output, new in zip(node.outputs, copy.outputs, strict=True):
-        new.type, new.shape = output.type, output.shape
-        new.name = f"{output.name}/{unit}"
-        known[output] = new
-    set_module(copy, path)
-    return copy
+    set_module(node, copy.module)
+    return node
 
 
 class _Twins:

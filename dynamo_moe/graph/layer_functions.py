@@ -15,63 +15,68 @@ import onnx.defs
 import onnx_ir as ir
 
 from dynamo_moe.files.block_functions import DOMAIN, copied, inlined_name
+from dynamo_moe.files.copies import Copies, Copy
 from dynamo_moe.files.model_files import is_small
-from dynamo_moe.graph.instantiate import Units, ancestors, node_key
+from dynamo_moe.graph.instantiate import Instances, ancestors, node_key
+
+# The unit that is the pattern of its run, the last in the graph.
+_THIRD = 2
 
 
 def make_functions(
-    model: ir.Model,
-    runs: Sequence[tuple[Units, Sequence[Sequence[ir.Value]]]],
-    weights: Collection[str],
-) -> dict[str, str]:
+    model: ir.Model, runs: Sequence[Instances], weights: Collection[str]
+) -> tuple[Copies, dict[str, str]]:
     """Makes the units of each run calls of one function, in place.
 
     Args:
-        model: The graph, complete and named.
-        runs: The runs, and by unit the values that it ends with.
+        model: The graph, named.
+        runs: The runs, with copies of its nodes that its file has.
         weights: The names of the initializers that are passed to a function, however small.
 
     Returns:
-        The names that values inside of units have where
+        Copies of the calls that the file has, and the names that values inside of units have where
         :func:`dynamo_moe.files.block_functions.inline_blocks` undoes it, by their names before.
     """
+    copies: dict[ir.Node, Sequence[Copy]] = {}
     renamed: dict[str, str] = {}
     taken = {function.name for function in model.functions.values()}
     taken |= {node.op_type for node in model.graph.all_nodes()}
-    for units, ends in runs:
-        kind = "_".join(dict.fromkeys(units.kinds))
+    for run in runs:
+        kind = "_".join(dict.fromkeys(run.units.kinds))
         # Not that of an operator either: TensorRT's parser finds functions by name alone.
         numbered = itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2)))
         name = next(each for each in numbered if each not in taken and not onnx.defs.has(each))
         taken.add(name)
-        renamed |= _Outlined(model, units, ends, weights).replace(name)
+        outlined = _Outlined(model, run, weights)
+        renamed |= outlined.replace(name)
+        copies |= outlined.copies
     if DOMAIN in {domain for domain, _, _ in model.functions}:
         model.opset_imports[DOMAIN] = 1
         model.graph.sort()
+    used = {given for added in copies.values() for copy in added for given in copy.inputs}
     for value in list(model.graph.initializers.values()):
-        if not value.uses() and not value.is_graph_output():
+        if not (value.uses() or value in used or value.is_graph_output()):
             del model.graph.initializers[str(value.name)]
-    return renamed
+    return copies, renamed
 
 
 class _Outlined:
     """A run whose units become calls; the third is the pattern of its function."""
 
-    def __init__(
-        self,
-        model: ir.Model,
-        units: Units,
-        ends: Sequence[Sequence[ir.Value]],
-        weights: Collection[str],
-    ) -> None:
-        self._model, self._units, self._ends, self._weights = model, units, ends, weights
+    def __init__(self, model: ir.Model, run: Instances, weights: Collection[str]) -> None:
+        self.copies: dict[ir.Node, Sequence[Copy]] = {**run.copies}
+        self._model, self._units, self._weights = model, run.units, weights
+        self._ends = ends = run.ends
         inside = ancestors(ends[2]) - ancestors(ends[1])
         self._nodes = [node for node in model.graph if node in inside]
         self._results = [end for end in dict.fromkeys(ends[2]) if end.producer() in inside]
         used = dict.fromkeys(value for node in self._nodes for value in node.inputs)
         self._given = [each for each in used if each is not None and each.producer() not in inside]
         self._given.sort(key=self._rank)
-        self._twins = [self._match(its) for its in ends]
+        # By unit, its values by those of the third; None if it is another.
+        self._twins = [self._match(its) for its in ends[: _THIRD + 1]]
+        third = self._twins[_THIRD]
+        self._twins += [third and {**third, **its} for its in run.values]
         self._constants = [value for value in self._given if self._is_constant(value)]
         self._given = [value for value in self._given if value not in self._constants]
 
@@ -118,12 +123,21 @@ class _Outlined:
         self._model.functions[function.identifier()] = function
         renamed: dict[str, str] = {}
         calls: dict[ir.Value, ir.Value] = {}
+        added: list[Copy] = []
         for unit, twins in enumerate(self._twins):
             if twins is None or any(twins[each] is not each for each in self._constants):
                 continue
-            call = self._call(name, unit, twins, calls)
+            given = [calls.get(twins[value], twins[value]) for value in self._given]
+            path = "-".join(self._units.paths[unit])
+            if unit <= _THIRD:
+                call = self._call(name, path, given, twins, calls)
+                if unit == _THIRD:
+                    self.copies = {call: added}
+            else:
+                results = [twins[result] for result in self._results]
+                added.append(Copy(call, given, results, name=path))
             for value, its in inner.items():
-                renamed[str(twins[value].name)] = inlined_name(str(call.name), its)
+                renamed[str(twins[value].name)] = inlined_name(path, its)
         return renamed
 
     def _function(self, name: str) -> tuple[ir.Function, dict[ir.Value, str]]:
@@ -183,7 +197,8 @@ class _Outlined:
     def _call(
         self,
         name: str,
-        unit: int,
+        path: str,
+        given: Sequence[ir.Value],
         twins: Mapping[ir.Value, ir.Value],
         calls: dict[ir.Value, ir.Value],
     ) -> ir.Node:
@@ -192,9 +207,9 @@ class _Outlined:
         call = ir.Node(
             DOMAIN,
             name,
-            [calls.get(twins[value], twins[value]) for value in self._given],
+            given,
             num_outputs=len(self._results),
-            name="-".join(self._units.paths[unit]),
+            name=path,
         )
         for result, output in zip(self._results, call.outputs, strict=True):
             old = twins[result]

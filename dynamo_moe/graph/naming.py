@@ -12,11 +12,19 @@ from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
+from dynamo_moe.files.copies import Copies, Copy, with_copies
 from dynamo_moe.moe_nodes.nodes import module_of
 
 
-def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str]:
+def name_canonically(
+    model: ir.Model, weights: Collection[str], copies: Copies | None = None
+) -> dict[str, str]:
     """Names all but the inputs and the weights of a graph, and orders its weights by their use.
+
+    Args:
+        model: The graph.
+        weights: The names of its initializers that are weights, and not constants of the nodes.
+        copies: Copies of its nodes, which are named with them.
 
     Returns:
         The new names by the old ones.
@@ -39,7 +47,7 @@ def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str
         if output not in fixed:
             renamed[str(output.name)] = output.name = unique("output")
             fixed.add(output)
-    nodes = list(graph.all_nodes())
+    nodes = list(with_copies(graph.all_nodes(), copies or {}))
     initializers = _by_use(graph, nodes)
     graph.initializers.clear()
     for value in initializers:
@@ -50,7 +58,7 @@ def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str
             value.name = name
         graph.initializers.add(value)
     for node in nodes:
-        node.name = unique("/".join(filter(None, [module_of(node), node.op_type])))
+        node.name = unique("/".join(filter(None, [_module_of(node), node.op_type])))
         for place, output in enumerate(node.outputs):
             output.metadata_props.clear()  # The tracer's name of it.
             if output not in fixed and output.name:
@@ -60,7 +68,11 @@ def name_canonically(model: ir.Model, weights: Collection[str]) -> dict[str, str
     return renamed
 
 
-def _by_use(graph: ir.Graph, nodes: Sequence[ir.Node]) -> list[ir.Value]:
+def _module_of(node: ir.Node | Copy) -> str:
+    return node.module if isinstance(node, Copy) else module_of(node)
+
+
+def _by_use(graph: ir.Graph, nodes: Sequence[ir.Node | Copy]) -> list[ir.Value]:
     """Returns a graph's initializers in the order in which its nodes use them."""
     held = dict.fromkeys(graph.initializers.values())
     used = (value for node in nodes for value in node.inputs if value in held)
