@@ -385,19 +385,19 @@ def captured(
     trials: SizeTrials,
     *,
     runs: bool = True,
-    loops: bool = True,
+    gradients: bool = False,
     sharing: SharedTrace | None = None,
 ) -> ExportedProgram:
     """Traces a model; one that ``runs``, because it has its weights, is run to explain a failure.
 
-    LSTMs and GRUs are ``loops``, which have no gradient, or steps of the example's number. With
-    ``sharing``, equal blocks are passed over.
+    Whether it will be given ``gradients`` decides what becomes of LSTMs and GRUs. With ``sharing``,
+    equal blocks are passed over.
 
     Raises:
         ExportError: If it cannot be traced.
     """
     try:
-        return capture(model, example, trials, loops=loops, sharing=sharing)
+        return capture(model, example, trials, gradients=gradients, sharing=sharing)
     except Exception as error:  # The model's own code runs.
         if sharing is not None:
             raise

@@ -111,7 +111,7 @@ def export_training(
             example = resolve(together, (*args, *labels), {}, dynamic_shapes)
             trials = SizeTrials(example, has_values=True)
             values: tuple[Any, dict[str, Any]] = (*args, *labels), {}
-            program = exporting.captured(together, values, example, trials, loops=False)
+            program = exporting.captured(together, values, example, trials, gradients=True)
             results = _results(program)
             _refuse_random(program)
             state = _state(together)

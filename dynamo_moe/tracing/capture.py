@@ -37,7 +37,7 @@ def capture(
     example: DynamicExample,
     trials: SizeTrials,
     *,
-    loops: bool = True,
+    gradients: bool = False,
     sharing: SharedTrace | None = None,
 ) -> ExportedProgram:
     """Traces the model: by running it, which is faster, or else by reading its code.
@@ -45,18 +45,21 @@ def capture(
     Plain routers are part of their layers' nodes in the returned program. Code that turns a size
     into a number, such as ``int(math.ceil(1.25 * tokens))``, keeps it symbolic only when read.
     With ``sharing``, whose context is entered, equal blocks are passed over; what ends the traced
-    ones are further results of the program.
+    ones are further results of the program. For a program with gradients, LSTMs and GRUs are not
+    loops, which have none, but steps of the example's number.
 
     Raises:
         Exception: Whatever the model's code or the tracer raises, from the first attempt.
     """
     try:
-        program = _checked_trace(model, example, trials, strict=False, loops=loops, sharing=sharing)
+        program = _checked_trace(
+            model, example, trials, strict=False, gradients=gradients, sharing=sharing
+        )
     except Exception as failure:  # The model's own code runs.
         if sharing is not None:
             raise
         try:
-            program = _checked_trace(model, example, trials, strict=True, loops=loops)
+            program = _checked_trace(model, example, trials, strict=True, gradients=gradients)
         except Exception:
             raise failure from None
     if sharing is not None:
@@ -74,13 +77,13 @@ def _checked_trace(
     trials: SizeTrials,
     *,
     strict: bool,
-    loops: bool,
+    gradients: bool,
     sharing: SharedTrace | None = None,
 ) -> ExportedProgram:
     with decisions_noted() as noted:
         try:
             with sharing.proving() if sharing is not None else nullcontext():
-                program = _trace(model, example, strict=strict, loops=loops)
+                program = _trace(model, example, strict=strict, gradients=gradients)
         except Exception as error:  # The model's own code runs.
             for decision in noted:
                 if decision.place and decision.fixes_a_size():
@@ -94,12 +97,13 @@ def _checked_trace(
 
 
 def _trace(
-    model: torch.nn.Module, example: DynamicExample, *, strict: bool, loops: bool
+    model: torch.nn.Module, example: DynamicExample, *, strict: bool, gradients: bool
 ) -> ExportedProgram:
     # What torch.onnx.export does around torch.export, and more.
-    rnns = private.rnn_loops() if loops and example.shapes else nullcontext()
+    rnns = nullcontext() if gradients or not example.shapes else private.rnn_loops()
+    regions = nullcontext() if gradients else private.without_gradients()
     graphs = nullcontext() if strict else private.graphs_compiled_late()
-    with _exportable_models(), private.capturing(), rnns, graphs:
+    with _exportable_models(), private.capturing(), rnns, regions, graphs:
         return torch.export.export(
             model,
             example.args,

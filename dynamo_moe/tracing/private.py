@@ -35,7 +35,7 @@ from torch.nn.modules import transformer
 from dynamo_moe.moe_nodes.nodes import set_module
 from dynamo_moe.private import ShapeEnv, enable_python_dispatcher
 from dynamo_moe.process_state import ProcessState, collector_paused, replaced
-from dynamo_moe.tracing import remembered_sizes
+from dynamo_moe.tracing import remembered_sizes, shorter_passes
 
 __all__ = [
     "KNOWN_VERSIONS",
@@ -67,6 +67,7 @@ __all__ = [
     "torchlib",
     "translating",
     "with_gradients",
+    "without_gradients",
 ]
 
 KNOWN_VERSIONS = ((2, 11), (2, 15))
@@ -76,10 +77,13 @@ _absent = ""
 try:
     # Fake tensors of a trace, and the frames of code that Dynamo reads and does not run.
     from torch._dynamo import config as _dynamo_config
+
+    # What follows a trace.
+    from torch._export.passes import replace_set_grad_with_hop_pass as _gradients
     from torch._guards import TracingContext, detect_fake_mode
 
     # Symbolic sizes: the tracer of one operator, arithmetic, conditions.
-    from torch.fx.experimental import _config, proxy_tensor
+    from torch.fx.experimental import _config, proxy_tensor, symbolic_shapes
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.sym_node import SymNode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked
@@ -139,6 +143,11 @@ _USED: dict[str, tuple[str, ...]] = {
     "_config.backed_size_oblivious": (),
     "_dynamo_config.fake_tensor_cache_enabled": (),
     "_dynamo_config.patch": (),
+    "torch._C._set_grad_enabled": (),
+    "_gradients.replace_set_grad_with_hop_pass": ("gm", "graph_signature"),
+    "symbolic_shapes._free_unbacked_symbols_with_path": (
+        *("a", "path", "real", "shape_env", "pending", "simplify"),
+    ),
     "_core._exported_program_to_onnx_program": ("exported_program", "registry"),
     "_core._set_node_metadata": ("fx_node", "ir_node"),
     "ONNXRegistry.from_torchlib": ("opset_version",),
@@ -304,6 +313,13 @@ def _tracing_made_cheap() -> Iterator[None]:
             changes.enter_context(
                 replaced(proxy_tensor, "_extract_tensor_metadata", _without_memory_format)
             )
+            changes.enter_context(
+                replaced(
+                    symbolic_shapes,
+                    "_free_unbacked_symbols_with_path",
+                    shorter_passes.searched_where_pending,
+                )
+            )
         config = getattr(fx, "config", None)  # From PyTorch 2.12 on.
         if hasattr(config, "do_not_emit_stack_traces"):
             changes.enter_context(replaced(config, "do_not_emit_stack_traces", lambda _: True))
@@ -346,6 +362,20 @@ _sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
+
+
+@contextlib.contextmanager
+def _gradients_ignored() -> Iterator[None]:
+    if missing() is not None:
+        yield
+        return
+    name = "replace_set_grad_with_hop_pass"
+    with replaced(_gradients, name, shorter_passes.gradients_ignored):
+        yield
+
+
+without_gradients = ProcessState(_gradients_ignored)
+"""Traces a model for its results alone: where it switches gradients off does not matter."""
 
 
 @contextlib.contextmanager

@@ -107,7 +107,10 @@ def description(program: ExportedProgram) -> list[Any]:
         return str(torch.fx.node.map_arg(values, places.get))
 
     nodes = [
-        (node.op, str(node.target), given(node.args), given(node.kwargs), of(node.meta.get("val")))
+        (
+            *(node.op, str(node.target), given(node.args), given(node.kwargs)),
+            *(of(node.meta.get("val")), str(node.meta.get("unbacked_bindings"))),
+        )
         for node in program.graph.nodes
     ]
     outputs = [spec.kind for spec in program.graph_signature.output_specs]

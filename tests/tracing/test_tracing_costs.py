@@ -46,6 +46,20 @@ class Chosen(nn.Module):
         return torch.cat([found, found.new_ones(found.shape[0] + 2)]).view(2, -1)
 
 
+class Switching(nn.Module):
+    """A module that computes with or without gradients, here and there."""
+
+    def __init__(self, modes: list[bool]) -> None:
+        super().__init__()
+        self.modes = modes
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mode in self.modes:
+            with torch.set_grad_enabled(mode):
+                x = (x + x.shape[0]).relu() if mode else x.sin()
+        return x * 2
+
+
 def a_network() -> tuple[nn.Module, tuple[Tensor, ...]]:
     config = SwinMoEConfig(
         image_size=32, patch_size=2, embed_dim=12, depths=(2, 2), num_heads=(2, 2),
@@ -207,3 +221,21 @@ def test_nodes_of_a_translation_know_their_modules() -> None:
     expected = [(node.op_type, module_of(node)) for node in plain.graph]
     assert [(node.op_type, module_of(node)) for node in quick.graph] == expected
     assert {"inner", ""} == {module for _, module in expected}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("modes", [[False], [False, True, False], [True, False, False, True]])
+@known
+def test_where_gradients_are_switched_off_is_no_region(modes: list[bool], enabled: bool) -> None:
+    model, example = Switching(modes), (torch.randn(3, 4),)
+    with torch.set_grad_enabled(enabled):
+        regions = traced(model, example)
+        with private.without_gradients():
+            plain = traced(model, example)
+    has_regions = any("wrap_with_set_grad_enabled" in str(each) for each in text(regions))
+    assert has_regions == any(mode != enabled for mode in modes)
+    operators = [str(node.target) for node in plain.graph.nodes if node.op == "call_function"]
+    each = {True: ["aten.add.Tensor", "aten.relu.default"], False: ["aten.sin.default"]}
+    expected = [*(name for mode in modes for name in each[mode]), "aten.mul.Tensor"]
+    assert [name for name in operators if name != "aten.sym_size.int"] == expected
+    torch.testing.assert_close(plain.module()(*example), model(*example))
