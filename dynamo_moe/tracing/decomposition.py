@@ -11,7 +11,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -142,11 +142,23 @@ class _Decomposer:
                 target = _functional(target, node)
             better = DECOMPOSITIONS.get(target)
             if better is not None and better.applies(*values(node.args), **values(node.kwargs)):
-                return self._traced(better.function, node, new)
-            if self._decomposes(target):
+                target = better.function
+            elif _is_only_cast(node):
+                return self._cast(node, new)
+            if not isinstance(target, OpOverload) or self._decomposes(target):
                 return self._traced(target, node, new)
         copy = self._graph.node_copy(node, new.__getitem__)
         copy.target = target
+        return copy
+
+    def _cast(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> fx.Node:
+        """Returns what takes the place of a cast."""
+        given, dtype = cast(fx.Node, node.args[0]), node.meta["val"].dtype
+        if given.meta["val"].dtype == dtype:
+            return cast(fx.Node, new[given])
+        copy = self._graph.node_copy(node, new.__getitem__)
+        copy.target = _aten._to_copy.default
+        copy.args, copy.kwargs = copy.args[:1], {"dtype": dtype}
         return copy
 
     def _decomposes(self, target: OpOverload) -> bool:
@@ -185,6 +197,18 @@ class _Decomposer:
                 name.replace_all_uses_with(node, partial(operator.lt, node))
         traced.eliminate_dead_code()
         return traced
+
+
+def _is_only_cast(node: fx.Node) -> bool:
+    """Whether a node gives a tensor of another dtype, or the tensor itself, and does no more."""
+    target: Any = node.target
+    if target.overloadpacket is not _aten.to:
+        return False
+    options = (*node.args[1:], *node.kwargs.values())
+    if any(option is True or isinstance(option, torch.memory_format) for option in options):
+        return False
+    given: Any = values(node.args[0])
+    return bool(given.device == node.meta["val"].device)
 
 
 class _Written:

@@ -68,11 +68,16 @@ for _other, _name in (
     ("less", "lt"),
     ("less_equal", "le"),
     ("not_equal", "ne"),
+    ("__and__", "bitwise_and"),
+    ("__or__", "bitwise_or"),
+    ("__xor__", "bitwise_xor"),
 ):
     for _overload in ("Tensor", "Scalar"):
         decomposes(getattr(getattr(_aten, _other), _overload))(
             getattr(getattr(_aten, _name), _overload)
         )
+decomposes(_aten.max.other)(_aten.maximum.default)
+decomposes(_aten.min.other)(_aten.minimum.default)
 
 
 # --- Elements ---

@@ -516,6 +516,39 @@ def test_sizes_stay_symbolic() -> None:
     assert width == 6
 
 
+def casts(x: Tensor) -> tuple[Tensor, ...]:
+    same = x.to(x.dtype).to("cpu").to(dtype=torch.float32, device="cpu")
+    return same * 2, x.to(torch.float64).to(torch.int64), (x > 0).to(x)
+
+
+def other_names(x: Tensor) -> tuple[Tensor, ...]:
+    some, others = x > 0, x < 1
+    combined = (some & others) | (some ^ others)
+    return combined, torch.min(x, -x), torch.max(x, x.mean()), torch.divide(x, 2)
+
+
+@pytest.mark.parametrize("function", [casts, other_names])
+def test_one_operator_instead_of_another_takes_no_trace(
+    tmp_path: Path, retraces, monkeypatch: pytest.MonkeyPatch, function
+) -> None:
+    monkeypatch.delattr(private, "make_fx")
+    dynamo_moe.export(Call(function), torch.randn(5, 6), tmp_path / "m.onnx")
+    assert not retraces
+    check_numbers(tmp_path / "m.onnx", Call(function), torch.randn(3, 6))
+
+
+def kept_apart(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    z = y.to(torch.float32, copy=True)
+    y += 1
+    return y, z
+
+
+def test_a_copy_of_the_same_dtype_is_one(tmp_path: Path) -> None:
+    dynamo_moe.export(Call(kept_apart), torch.randn(5, 6), tmp_path / "m.onnx")
+    check_numbers(tmp_path / "m.onnx", Call(kept_apart), torch.randn(3, 6))
+
+
 def test_equal_arguments_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def repeated(x: Tensor) -> Tensor:
         for _ in range(3):
