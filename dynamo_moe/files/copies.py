@@ -57,11 +57,11 @@ def add_copies(proto: onnx.GraphProto, graph: ir.Graph, copies: Copies) -> None:
     protos = dict(zip(graph, list(proto.node), strict=True))
     del proto.node[:]
     for node in with_copies(graph, copies):
-        if isinstance(node, ir.Node):
-            proto.node.append(protos[node])
-            continue
         added = proto.node.add()
-        added.CopyFrom(protos[node.source])
-        added.name = node.name
-        added.input[:] = ["" if each is None else each.name for each in node.inputs]
-        added.output[:] = [each.name for each in node.outputs]
+        if isinstance(node, Copy):
+            added.CopyFrom(protos[node.source])
+            added.name = node.name
+            added.input[:] = ["" if each is None else each.name for each in node.inputs]
+            added.output[:] = [each.name for each in node.outputs]
+        else:
+            added.CopyFrom(protos[node])
