@@ -57,13 +57,7 @@ def without_weights(
     large = _large(model, small)
     proto = protobuf.without(model, large, copies)
     if as_inputs:
-        proto.graph.input.extend(
-            onnx.helper.make_tensor_value_info(
-                str(value.name), tensor.dtype.value, tensor.shape.numpy()
-            )
-            for value in large
-            if (tensor := value.const_value) is not None
-        )
+        protobuf.add_inputs(proto.graph, large)
     return proto
 
 

@@ -6,7 +6,7 @@ weights can follow what protobuf's own library has written of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import onnx
@@ -77,6 +77,20 @@ def without(
         add_copies(proto.graph, model.graph, copies)
     _add_types(proto.graph, results)
     return proto
+
+
+def add_inputs(graph: onnx.GraphProto, weights: Iterable[ir.Value]) -> None:
+    """Adds inputs of weights' types; equal types, as equal blocks have, are made once."""
+    made: dict[tuple[int, tuple[int | str, ...]], onnx.TypeProto] = {}
+    for weight in weights:
+        tensor = weight.const_value
+        if tensor is None:
+            continue
+        kind = tensor.dtype.value, tuple(tensor.shape.numpy())
+        if kind not in made:
+            made[kind] = onnx.helper.make_tensor_type_proto(*kind)
+        info = graph.input.add(name=weight.name or "")
+        info.type.CopyFrom(made[kind])
 
 
 def _is_only_typed(value: ir.Value) -> bool:
