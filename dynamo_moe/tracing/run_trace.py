@@ -23,6 +23,7 @@ from dynamo_moe.private import (
     storage_key,
     tensor_tables_replaced,
 )
+from dynamo_moe.tracing import private
 from dynamo_moe.tracing.equal_blocks import (
     FEWEST_TRACED,
     Description,
@@ -363,12 +364,24 @@ class RunTrace:
             if its is not None:
                 results.append(call.given[its])
             elif isinstance(result, Tensor):
-                results.append(self._end(result, place, leaf))
+                results.append(self._stand_in(result, place, leaf))
             elif type(result) in SIMPLE:
                 results.append(result)
             else:
                 raise self._refuse("they return other objects than tensors")
         return results
+
+    def _stand_in(self, result: Tensor, place: int, leaf: int) -> Tensor:
+        """Returns what stands for a result of a block, given that of the block a unit before.
+
+        The first unit that is passed over and the last one have marks of their own. The tensors of
+        those between are of the first one's marks, so that what else is done with any of them is
+        another use of those.
+        """
+        run = self.run
+        between = run.traced + run.period <= place < len(run.blocks) - run.period
+        twin = private.twin_of(result) if between else None
+        return self._end(result, place, leaf) if twin is None else twin
 
     def finish(
         self, program: ExportedProgram, marks: Mapping[Any, fx.Node]
