@@ -251,7 +251,7 @@ def twin_of(tensor: Tensor) -> Tensor | None:
     traced = proxy_tensor.get_proxy_slot(tensor, tracing.tracer, None)
     if traced is None:
         return None
-    twin: Tensor = _Twin.apply(tensor)
+    twin: Tensor = _Twin.apply(tensor)  # type: ignore[no-untyped-call]
     proxy_tensor.set_proxy_slot(twin, tracing.tracer, traced)
     return twin
 
