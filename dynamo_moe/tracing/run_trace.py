@@ -52,7 +52,7 @@ class _Call:
         given: The leaves of its arguments.
         spec: How they are nested.
         versions: How often each was changed in place until then.
-        attributes: What code has noted on each.
+        attributes: What code has noted on each tensor, where that is compared.
         modes: What else the block's operators depend on.
         computed: The leaves of what a block has computed that is traced.
         results: The leaves of its results.
@@ -516,9 +516,13 @@ def _versions(values: Sequence[Any]) -> list[int]:
 
 
 def _are_alike(noted: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
-    """Whether what is noted on two tensors is the same: simple values, or the same tensors."""
+    """Whether what is noted on two tensors is the same: simple values, or the same tensors.
+
+    Some versions of PyTorch note the node of a tensor that was changed in place.
+    """
+    kinds = Tensor, fx.Proxy
     return noted.keys() == earlier.keys() and all(
-        are_equal(value, its) or (isinstance(value, Tensor) and value is its and count == then)
+        are_equal(value, its) or (isinstance(value, kinds) and value is its and count == then)
         for (value, count), (its, then) in ((noted[name], earlier[name]) for name in noted)
     )
 
