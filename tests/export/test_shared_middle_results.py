@@ -189,9 +189,7 @@ class MadeInPlace(Stack):
         return self.head(x)
 
 
-@pytest.mark.parametrize(
-    ("model", "count"), [(NotedOnAMask, 0), (NotedOnce, 1), (MadeInPlace, 1)]
-)
+@pytest.mark.parametrize(("model", "count"), [(NotedOnAMask, 0), (NotedOnce, 1), (MadeInPlace, 1)])
 def test_what_is_noted_on_what_all_are_given(
     compared: Callable[..., int], caplog: pytest.LogCaptureFixture, model: type[Stack], count: int
 ) -> None:
