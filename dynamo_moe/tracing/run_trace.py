@@ -113,6 +113,7 @@ class RunTrace:
 
     def end(self) -> None:
         """Checks that a run of the model has called every block."""
+        self.check()
         if len(self._calls) != len(self.run.blocks):
             self.fail("not all of them are called")
 
@@ -365,7 +366,7 @@ class RunTrace:
 
     def fail(self, reason: str) -> NoReturn:
         """Refuses the run, even if the model's code catches the error."""
-        self._failure = reason
+        self._failure = self._failure or reason
         raise self._refuse(reason)
 
     # --- Blocks that are passed over ---
