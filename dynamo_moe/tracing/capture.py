@@ -93,6 +93,8 @@ def _checked_trace(
         sharing.finish(program)
     decisions = decisions_of(program, noted)
     trials.check(program, decisions, model_run(model, example), program_run(program))
+    if sharing is not None:
+        sharing.check()
     return with_casts(program, strict=strict)
 
 

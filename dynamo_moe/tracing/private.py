@@ -27,13 +27,13 @@ import torch
 from onnx.defs import OpSchema
 from onnx_ir.schemas import OpSignature
 from onnxscript import TracedOnnxFunction
-from torch import fx
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.nn.modules import transformer
 
 from dynamo_moe.moe_nodes.nodes import set_module
-from dynamo_moe.private import ShapeEnv, enable_python_dispatcher
+from dynamo_moe.private import FakeTensor, ShapeEnv, enable_python_dispatcher, modes_unasked
 from dynamo_moe.process_state import ProcessState, collector_paused, replaced
 from dynamo_moe.tracing import remembered_sizes, shorter_passes
 
@@ -66,6 +66,7 @@ __all__ = [
     "stack",
     "torchlib",
     "translating",
+    "twin_of",
     "with_gradients",
     "without_gradients",
 ]
@@ -81,6 +82,7 @@ try:
     # What follows a trace.
     from torch._export.passes import replace_set_grad_with_hop_pass as _gradients
     from torch._guards import TracingContext, detect_fake_mode
+    from torch._subclasses import fake_tensor
 
     # Symbolic sizes: the tracer of one operator, arithmetic, conditions.
     from torch.fx.experimental import _config, proxy_tensor, symbolic_shapes
@@ -163,6 +165,9 @@ _USED: dict[str, tuple[str, ...]] = {
     "type_promotion._TypePromotionInterpreter._set_current_node": (),
     **{f"SymNode.{name}": ("self", "other") for name in _ARITHMETIC},
     "proxy_tensor.get_proxy_mode": (),
+    "proxy_tensor.get_proxy_slot": ("obj", "tracer", "default"),
+    "proxy_tensor.set_proxy_slot": ("obj", "tracer", "proxy"),
+    "fake_tensor.in_kernel_invocation_manager": ("fake_mode",),
     "proxy_tensor._extract_tensor_metadata": ("result", "include_contiguity"),
     "SymNode.wrap_int": ("self", "num"),
     "SymNode.maybe_as_int": ("self",),
@@ -232,6 +237,32 @@ def expression_of(size: Any) -> Any:
 def is_never_negative(size: Any) -> bool:
     """Whether a symbolic size is known to be 0 or more."""
     return not _absent and bool(statically_known_true(size >= 0))
+
+
+class _Twin(torch.autograd.Function):
+    """Gives the twin of a tensor a history where the tensor has one."""
+
+    @staticmethod
+    def forward(_: Any, tensor: Any) -> Tensor:
+        mode = tensor.fake_mode
+        with modes_unasked(), fake_tensor.in_kernel_invocation_manager(mode):
+            return FakeTensor(mode, tensor, tensor.fake_device)
+
+
+def twin_of(tensor: Tensor) -> Tensor | None:
+    """Returns another tensor that is the same value of a trace; None where there is no way.
+
+    What is done with either of them is a use of the one node that both are of.
+    """
+    tracing = proxy_tensor.get_proxy_mode()
+    if tracing is None or type(tensor) is not FakeTensor:
+        return None
+    traced = proxy_tensor.get_proxy_slot(tensor, tracing.tracer, None)
+    if traced is None:
+        return None
+    twin: Tensor = _Twin.apply(tensor)  # type: ignore[no-untyped-call]
+    proxy_tensor.set_proxy_slot(twin, tracing.tracer, traced)
+    return twin
 
 
 def fake_mode(program: ExportedProgram) -> Any:

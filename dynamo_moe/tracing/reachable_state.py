@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -90,17 +90,21 @@ class _Held:
         self._looks = looks
         plain: list[Any] = []
         constants: list[Any] = []
+        owners: list[tuple[Any, list[str]]] = []
         self._others: list[_Look] = []
         for look in looks:
             value, fact, parts = look
             # Classes and functions that hold nothing are such as are not looked into.
             if is_plain(value) and (parts or isinstance(value, _PLAIN_CONTAINERS)):
                 plain.append(value)
+            elif type(value) is OrderedDict:  # Which can have attributes as well.
+                plain.append(value)
+                owners.append((value, [*attributes_of(value)]))
             elif fact is _CONSTANT:
                 constants.append(value)
             else:
                 self._others.append(look)
-        self._contents = Contents(plain, typed=constants)
+        self._contents = Contents(plain, typed=constants, owners=owners)
 
     def is_unchanged(self) -> bool:
         """Whether each value holds what it held at first."""

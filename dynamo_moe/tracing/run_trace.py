@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import random
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy
 import torch
@@ -23,6 +24,7 @@ from dynamo_moe.private import (
     storage_key,
     tensor_tables_replaced,
 )
+from dynamo_moe.tracing import private
 from dynamo_moe.tracing.equal_blocks import (
     FEWEST_TRACED,
     Description,
@@ -50,17 +52,23 @@ class _Call:
         given: The leaves of its arguments.
         spec: How they are nested.
         versions: How often each was changed in place until then.
+        attributes: What code has noted on each tensor, where that is compared.
         modes: What else the block's operators depend on.
+        computed: The leaves of what a block has computed that is traced.
         results: The leaves of its results.
         result_spec: How they are nested.
+        returned: How often each tensor among them was changed in place until then.
     """
 
     given: list[Any]
     spec: Any
     versions: list[int] = field(default_factory=list)
+    attributes: list[dict[str, Any]] = field(default_factory=list)
     modes: Any = None
+    computed: list[Any] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
     result_spec: Any = None
+    returned: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -98,21 +106,36 @@ class RunTrace:
     def _refuse(self, reason: str) -> NotSharedError:
         return NotSharedError(f"{self.run.paths[0]} and those after it: {reason}", self.run)
 
+    def begin(self) -> None:
+        """Forgets an earlier run of the model."""
+        self._calls = []
+        self._caches.begin()
+
+    def end(self) -> None:
+        """Checks that a run of the model has called every block."""
+        self.check()
+        if len(self._calls) != len(self.run.blocks):
+            self.fail("not all of them are called")
+
+    def check(self) -> None:
+        """Refuses the run if anything has, even if the model's code or a trial caught the error."""
+        if self._failure:
+            raise self._refuse(self._failure)
+
     def call(self, place: int, compute: Callable[[], Any], arguments: Any) -> Any:
         """Runs a block, or gives what stands for its results."""
-        if not place:
-            self._calls = []
-            self._caches.begin()
         if place != len(self._calls):
-            raise self._refuse("they are not called in order")
+            self.fail("they are not called in order")
         call = _Call(*pytree.tree_flatten(arguments))
         self._calls.append(call)
         cache = cache_among(call.given)
-        if self.proves:
-            call.versions = [change_count(x) for x in call.given if isinstance(x, Tensor)]
-            call.modes = _modes()
-            if place >= 2 * self.run.period:
-                self._check_given(place)
+        call.versions = _versions(call.given)
+        call.modes = _modes()
+        if place >= self.run.period:
+            call.attributes = [self._noted(x) for x in call.given if isinstance(x, Tensor)]
+        if place >= 2 * self.run.period:
+            self._check_given(place)
+            if self.proves:
                 self._caches.check(place, cache)
         if place >= self.run.traced:
             if self.proves:
@@ -129,6 +152,7 @@ class RunTrace:
             run = self._prove if last else self._trace
             results = run(place, compute) if self.proves else compute()
             call.results, call.result_spec = pytree.tree_flatten(results)
+            call.computed = call.results
             if place % self.run.period == self.run.period - 1:
                 call.results = [
                     self._end(each, place, leaf)
@@ -136,14 +160,39 @@ class RunTrace:
                     else each
                     for leaf, each in enumerate(call.results)
                 ]
+        call.returned = _versions(call.results)
         return pytree.tree_unflatten(call.results, call.result_spec)
 
     def _end(self, result: Tensor, place: int, leaf: int) -> Tensor:
+        if not self.proves and place >= self.run.traced - self.run.period:
+            return self._tried(result, place, leaf)
         ended: Tensor = END(result, self.number, place, leaf)
-        if place < self.run.period and self.run.traced_units == FEWEST_TRACED:
-            self._replaced |= {storage_key(result), storage_key(ended)}
+        if place < self.run.period and self.proves:
             self._attributes |= attributes_of(ended).keys()
+            if self.run.traced_units == FEWEST_TRACED:
+                self._replaced |= {storage_key(result), storage_key(ended)}
         return ended
+
+    def _tried(self, result: Tensor, place: int, leaf: int) -> Tensor:
+        """Returns what stands for a result where other sizes are tried.
+
+        The last unit's are what the traced units compute. All before have no value: whatever were
+        made of them would not be what the program gives.
+        """
+        if place >= len(self.run.blocks) - self.run.period:
+            traced = self._calls[self.run.traced - self.run.period + place % self.run.period]
+            return cast(Tensor, traced.computed[leaf]).clone()
+        if result.is_floating_point() or result.is_complex():
+            return torch.full_like(result, math.nan)
+        return result.clone()
+
+    def _noted(self, tensor: Tensor) -> dict[str, Any]:
+        """Returns what code has noted on a tensor; tensors with how often they were changed."""
+        found = attributes_of(tensor)
+        return {
+            name: (found[name], _versions([found[name]]))
+            for name in found.keys() - self._attributes
+        }
 
     @contextlib.contextmanager
     def tensors_withheld(self) -> Iterator[None]:
@@ -178,7 +227,7 @@ class RunTrace:
             self._reading = False
         if reason := self._failure or names.objection:
             raise self._refuse(reason)
-        if call.versions != [change_count(x) for x in call.given if isinstance(x, Tensor)]:
+        if call.versions != _versions(call.given):
             raise self._refuse("a block changes its input in place")
         return results
 
@@ -190,7 +239,7 @@ class RunTrace:
         classes = {type(module) for module in block.modules()}
         own, described = describe(block), self.run.described[place]
         held = (*own.outside, *objects, *classes)
-        counts, names = _counts(block), self._names[kind]
+        counts, names, drawn = _counts(block), self._names[kind], _random_states()
         state = state_of(_reached(held, names), self._others)
         if state.has_tensors and self.run.traced_units == FEWEST_TRACED:
             raise self._refuse("a block reaches tensors that it is not given")
@@ -203,7 +252,7 @@ class RunTrace:
         self._check_state(proof)
         if _counts(block) != counts:
             raise self._refuse("a block changes a tensor of its own")
-        if _modes() != call.modes:
+        if (_modes(), _random_states()) != (call.modes, drawn):
             raise self._refuse("a block changes a mode, or draws random numbers")
         self._proofs[kind:] = [proof]
         return results
@@ -317,7 +366,7 @@ class RunTrace:
 
     def fail(self, reason: str) -> NoReturn:
         """Refuses the run, even if the model's code catches the error."""
-        self._failure = reason
+        self._failure = self._failure or reason
         raise self._refuse(reason)
 
     # --- Blocks that are passed over ---
@@ -326,23 +375,27 @@ class RunTrace:
         """Checks that a block is given what the block a unit before was given in its place."""
         call, before = self._calls[place], self._calls[place - self.run.period]
         if call.spec != before.spec or call.modes != before.modes:
-            raise self._refuse("they are called in different ways")
+            self.fail("they are called in different ways")
+        if not all(map(_are_alike, call.attributes, before.attributes)):
+            self.fail("a tensor that a block is given has other attributes")
+        if self._calls[place - 1].returned != _versions(self._calls[place - 1].results):
+            self.fail("a block's result is changed in place")
         versions = iter(zip(call.versions, before.versions, strict=False))
         for given, earlier in zip(call.given, before.given, strict=True):
             if isinstance(given, Tensor) and isinstance(earlier, Tensor):
                 now, then = next(versions)
                 if given is earlier and now == then:
-                    if storage_key(given) in self._replaced:
-                        raise self._refuse("what all are given is a unit's own as well")
+                    if self.proves and storage_key(given) in self._replaced:
+                        self.fail("what all are given is a unit's own as well")
                     continue
                 leaf = place_of(given, self._calls[place - 1].results)
                 its = place_of(earlier, self._calls[place - self.run.period - 1].results)
                 if leaf is None or leaf != its or sizes_of(given) != sizes_of(earlier):
-                    raise self._refuse("a tensor that a block is given is not the one's before")
-                if place >= self.run.traced and not place % self.run.period:
+                    self.fail("a tensor that a block is given is not the one's before")
+                if self.proves and place >= self.run.traced and not place % self.run.period:
                     self._carried.add(leaf)
             elif given is not earlier and not are_equal(given, earlier):
-                raise self._refuse("they are given different arguments")
+                self.fail("they are given different arguments")
 
     def _check_block(self, place: int) -> None:
         """Checks that a block is like the traced one of its kind, now that it is called."""
@@ -363,22 +416,31 @@ class RunTrace:
             if its is not None:
                 results.append(call.given[its])
             elif isinstance(result, Tensor):
-                results.append(self._end(result, place, leaf))
+                results.append(self._stand_in(result, place, leaf))
             elif type(result) in SIMPLE:
                 results.append(result)
             else:
                 raise self._refuse("they return other objects than tensors")
         return results
 
+    def _stand_in(self, result: Tensor, place: int, leaf: int) -> Tensor:
+        """Returns what stands for a result of a block, given that of the block a unit before.
+
+        The first unit that is passed over and the last one have marks of their own. The tensors of
+        those between are of the first one's marks, so that what else is done with any of them is
+        another use of those.
+        """
+        run = self.run
+        between = run.traced + run.period <= place < len(run.blocks) - run.period
+        twin = private.twin_of(result) if between and self.proves else None
+        return self._end(result, place, leaf) if twin is None else twin
+
     def finish(
         self, program: ExportedProgram, marks: Mapping[Any, fx.Node]
     ) -> tuple[list[list[fx.Node]], Kept]:
         """Returns the nodes that end each traced unit, and what the units leave in a cache."""
         blocks, period = len(self.run.blocks), self.run.period
-        if self._failure:
-            raise self._refuse(self._failure)
-        if len(self._calls) != blocks:
-            raise self._refuse("not all of them are called")
+        self.check()
         own, left = (
             {key[2:]: node for key, node in marks.items() if key[:2] == (mark, self.number)}
             for mark in (END, KEPT)
@@ -449,6 +511,23 @@ class RunTrace:
                 raise self._refuse(f"{node.name} is computed between blocks")
 
 
+def _versions(values: Sequence[Any]) -> list[int]:
+    """Returns how often each tensor among some values was changed in place."""
+    return [change_count(each) for each in values if isinstance(each, Tensor)]
+
+
+def _are_alike(noted: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
+    """Whether what is noted on two tensors is the same: simple values, or the same tensors.
+
+    Some versions of PyTorch note the node of a tensor that was changed in place.
+    """
+    kinds = Tensor, fx.Proxy
+    return noted.keys() == earlier.keys() and all(
+        are_equal(value, its) or (isinstance(value, kinds) and value is its and count == then)
+        for (value, count), (its, then) in ((noted[name], earlier[name]) for name in noted)
+    )
+
+
 def _objects(given: Sequence[Any]) -> list[Any]:
     return [each for each in given if not (isinstance(each, Tensor) or type(each) in SIMPLE)]
 
@@ -480,7 +559,6 @@ def _before(nodes: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.No
 
 def _modes() -> tuple[Any, ...]:
     """Returns what operators and code depend on that is not given to them."""
-    _, *numbers = numpy.random.get_state()  # noqa: NPY002  What models draw from.
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -491,6 +569,13 @@ def _modes() -> tuple[Any, ...]:
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
             for device in _DEVICES
         ),
+    )
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Returns what numbers are drawn from; code that reads it and draws none reaches it."""
+    _, *numbers = numpy.random.get_state()  # noqa: NPY002  What models draw from.
+    return (
         hash(random.getstate()),
         tuple(map(str, numbers[1:])),
         numpy.asarray(numbers[0]).tobytes(),

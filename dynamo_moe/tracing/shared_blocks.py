@@ -74,8 +74,12 @@ class SharedTrace:
         def forward(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as changes:
                 for trace in self._traces:
+                    trace.begin()
                     changes.enter_context(trace.tensors_withheld())
-                return original(*args, **kwargs)
+                results = original(*args, **kwargs)
+            for trace in self._traces:
+                trace.end()
+            return results
 
         return forward
 
@@ -126,6 +130,15 @@ class SharedTrace:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         for node in reversed(marks.values()):
             node.graph.erase_node(node)
+
+    def check(self) -> None:
+        """Checks that the model did the same with its blocks wherever its sizes were tried.
+
+        Raises:
+            NotSharedError: If it did not.
+        """
+        for trace in self._traces:
+            trace.check()
 
     def mark(self, program: ExportedProgram) -> None:
         """Makes the ends of the traced units results of the program, after its own.

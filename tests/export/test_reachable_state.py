@@ -57,6 +57,15 @@ _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "key of a dictionary": (lambda: {"a": 1}, lambda x: (x.pop("a"), x.update(b=1))),
     "order of a dictionary": (lambda: {"a": 1, "b": 1}, lambda x: x.update(a=x.pop("a"))),
     "ordered dictionary": (lambda: OrderedDict(a=1), lambda x: x.update(a=2)),
+    "order of an ordered dictionary": (
+        lambda: OrderedDict(a=1, b=1),
+        lambda x: x.move_to_end("a"),
+    ),
+    "attribute of an ordered dictionary": (OrderedDict, lambda x: setattr(x, "flag", True)),
+    "attributes of an ordered dictionary": (
+        OrderedDict,
+        lambda x: setattr(x, "__dict__", {"flag": True}),
+    ),
     "in a list in a tuple": (lambda: ([1],), lambda x: x[0].append(2)),
     "from one list to the next": (lambda: [[1, 2], [3]], lambda x: x[1].insert(0, x[0].pop())),
     "code": (
