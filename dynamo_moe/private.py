@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "CHILDREN_TABLE",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -148,6 +149,9 @@ def storage_key(tensor: Tensor) -> int:
 
 TENSOR_TABLES = ("_parameters", "_buffers")
 """The attributes in which a module holds its own parameters and buffers by name."""
+
+CHILDREN_TABLE = "_modules"
+"""The attribute in which it holds its submodules."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
