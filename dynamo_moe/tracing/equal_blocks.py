@@ -546,7 +546,7 @@ class _Reader:
         *tables, children = self._own[path]
         self.facts[path,] = (
             kind if ordinary else object(),  # Equal to nothing.
-            {name: self._known.get(id(child)) for name, child in children.items()},
+            [(name, self._known.get(id(child))) for name, child in children.items()],
             [[*dict.keys(table)] for table in tables],
         )
         if self._tied is None:

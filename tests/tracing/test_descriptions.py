@@ -138,3 +138,12 @@ def test_blocks_differ_where_their_attributes_do(
     assert second.differences(first) == other.differences(one)
     assert (first.facts == second.facts) is (one.facts == other.facts)
     assert first.is_unchanged() is one.is_unchanged()
+
+
+def test_submodules_in_another_order_are_a_difference() -> None:
+    """Code that goes through them, such as a sequence's, computes something else."""
+    first, second = nn.Module(), nn.Module()
+    for block, names in ((first, "ab"), (second, "ba")):
+        for name in names:
+            block.add_module(name, nn.Linear(1, 1))
+    assert describe(first, ()).differences(describe(second, ())) is None
