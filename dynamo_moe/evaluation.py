@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.jit import ScriptModule
 from torch.optim.swa_utils import AveragedModel
 
-from dynamo_moe.private import compiled_module
+from dynamo_moe.private import compiled_module, modules_by_path
 from dynamo_moe.process_state import ProcessState
 
 
@@ -35,14 +35,16 @@ def check_model(model: object) -> None:
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Puts the models into evaluation mode, then each of their modules back into its own."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
+    modules = [module for model in models for _, module in modules_by_path(model)]
+    modes = [(module, module.training) for module in modules]
     for model in models:
         model.eval()
     try:
         yield
     finally:
         for module, training in modes:
-            module.training = training
+            if module.training is not training:
+                module.training = training
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from dynamo_moe.graph.naming import name_canonically
 from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
 from dynamo_moe.graph.transposed_weights import keep_transposed_weights
+from dynamo_moe.private import modules_by_path, own_parts
 from dynamo_moe.process_state import ProcessState
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch, phase
@@ -368,6 +369,10 @@ _exporting = ProcessState(_only_new_garbage, private.members_looked_up_once)
 
 
 def _check_values(model: torch.nn.Module) -> None:
+    parts = (own_parts(module) for _, module in modules_by_path(model))
+    held = (each for own in parts for table in own[:2] for each in table.values())
+    if not any(tensor is not None and tensor.is_meta for tensor in held):
+        return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     without = [name for name, tensor in tensors.items() if tensor.is_meta]
     if without:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "CHILDREN_TABLE",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -31,9 +32,11 @@ __all__ = [
     "change_count",
     "compiled_module",
     "enable_python_dispatcher",
+    "has_attribute",
     "has_forward_hooks",
     "hooks_removed",
     "modes_unasked",
+    "modules_by_path",
     "own_parts",
     "schema_of",
     "shallow_copy",
@@ -147,7 +150,24 @@ def storage_key(tensor: Tensor) -> int:
 TENSOR_TABLES = ("_parameters", "_buffers")
 """The attributes in which a module holds its own parameters and buffers by name."""
 
+CHILDREN_TABLE = "_modules"
+"""The attribute in which it holds its submodules."""
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+# How attributes of most modules are found.
+_WAYS = nn.Module.__getattr__, nn.Module.__getattribute__
+
+
+def has_attribute(module: nn.Module, name: str) -> bool:
+    """What ``hasattr`` says; a module itself takes three times as long to say no."""
+    kind = type(module)
+    ways = kind.__getattr__, kind.__getattribute__
+    if ways != _WAYS or hasattr(kind, name):
+        return hasattr(module, name)
+    parameters, buffers, children = own_parts(module)
+    return name in vars(module) or name in parameters or name in buffers or name in children
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -159,7 +179,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def hooks_removed(module: nn.Module) -> Iterator[None]:
     """Lets a module and its submodules run without their hooks."""
     with contextlib.ExitStack() as restored:
-        for part in module.modules():
+        for _, part in modules_by_path(module):
             for name in _HOOKS:
                 if name in vars(part):
                     restored.callback(setattr, part, name, vars(part)[name])
@@ -179,7 +199,7 @@ def tensors_replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) 
         RuntimeError: If this PyTorch keeps them elsewhere.
     """
     with contextlib.ExitStack() as restored:
-        for path, part in module.named_modules():
+        for path, part in modules_by_path(module):
             for held in _own_tensors(part):
                 for name, tensor in held.items():
                     other = replacement(f"{path}.{name}" if path else name, tensor)
@@ -204,7 +224,7 @@ def tensor_tables_replaced(
     """
     replaced: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
     try:
-        for path, part in module.named_modules():
+        for path, part in modules_by_path(module):
             held = attributes_of(part)
             for name, table in zip(TENSOR_TABLES, _own_tensors(part), strict=True):
                 other = replacement(path, table)
@@ -223,8 +243,35 @@ def own_parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[s
     Raises:
         RuntimeError: If this PyTorch keeps them elsewhere.
     """
-    parameters, buffers = _own_tensors(module)
-    return parameters, buffers, _held(module, "_modules", "torch.nn.Module._modules")
+    try:
+        return module._parameters, module._buffers, module._modules
+    except AttributeError:
+        raise _without("torch.nn.Module._parameters and _modules") from None
+
+
+def modules_by_path(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns a module and all in it with their paths, in the order of ``named_modules``.
+
+    That takes the longer the deeper a module is.
+
+    Raises:
+        RuntimeError: If this PyTorch keeps submodules elsewhere.
+    """
+    found = [("", model)]
+    seen = {model}
+
+    def visit(children: dict[str, nn.Module | None], prefix: str) -> None:
+        for name, child in children.items():
+            if child is None or child in seen:
+                continue
+            seen.add(child)
+            path = prefix + name
+            found.append((path, child))
+            if inner := own_parts(child)[2]:
+                visit(inner, f"{path}.")
+
+    visit(own_parts(model)[2], "")
+    return found
 
 
 try:  # What sees operators before they run.
@@ -254,7 +301,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def _own_tensors(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return tuple(_held(module, name, "torch.nn.Module._parameters") for name in TENSOR_TABLES)
+    return own_parts(module)[:2]
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -279,8 +326,12 @@ def compiled_module(model: nn.Module) -> nn.Module | None:
 def _held(owner: Any, name: str, shown: str) -> Any:
     """Returns an attribute that nothing stands in for."""
     if not hasattr(owner, name):
-        raise RuntimeError(
-            f"PyTorch {torch.__version__} has no {shown}, which dynamo_moe cannot do without: "
-            "install a version of PyTorch that the README names"
-        )
+        raise _without(shown)
     return getattr(owner, name)
+
+
+def _without(shown: str) -> RuntimeError:
+    return RuntimeError(
+        f"PyTorch {torch.__version__} has no {shown}, which dynamo_moe cannot do without: "
+        "install a version of PyTorch that the README names"
+    )

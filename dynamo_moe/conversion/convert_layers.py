@@ -8,7 +8,7 @@ a layer has the same code as one that was proved (``equal_layers``), only its ow
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,9 +69,11 @@ class _Proof:
     notes: tuple[str, ...]
 
 
-def convert_layers(model: nn.Module, handled: Set[nn.Module]) -> list[Replacement | Unrecognised]:
-    """Converts the MoE layers of a model in place, except in modules that are handled."""
-    located = locate_layers(model, handled)
+def convert_layers(
+    model: nn.Module, modules: Sequence[tuple[str, nn.Module]], handled: Set[nn.Module]
+) -> list[Replacement | Unrecognised]:
+    """Converts the MoE layers among a model's modules, except in those that are handled."""
+    located = locate_layers(model, modules, handled)
     if not located:
         return []
     known: dict[Any, _Proof] = {}

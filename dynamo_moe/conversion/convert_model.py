@@ -6,6 +6,8 @@ adapter recognises are replaced by what it builds, and all other layers are iden
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -17,6 +19,7 @@ from dynamo_moe.conversion.registry import convert_by_adapters, matching_adapter
 from dynamo_moe.conversion.reports import ConversionReport, Replacement, Unrecognised
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.modules import ConvertedModule
+from dynamo_moe.private import modules_by_path
 
 
 def convert(
@@ -72,14 +75,21 @@ def convert(
     check_model(model)
     if experts_dtype is not None and not experts_dtype.is_floating_point:
         raise TypeError(f"experts_dtype must be a floating dtype, got {experts_dtype}")
-    outcomes = transformers_experts.convert_experts(model, fallback)
-    outcomes += convert_by_adapters(model, _handled_modules(model))
-    layers = convert_layers(model, _handled_modules(model))
+    modules = modules_by_path(model)
+    experts = _experts(modules)
+    outcomes = transformers_experts.convert_experts(model, experts, fallback)
+    handled = _handled_modules(modules, experts)
+    if by_adapters := convert_by_adapters(model, modules, handled):
+        outcomes += by_adapters
+        modules = modules_by_path(model)
+        handled = _handled_modules(modules, _experts(modules))
+    layers = convert_layers(model, modules, handled)
     outcomes += layers
     if experts_dtype is not None:
         _cast_experts(model, experts_dtype)
-    order = {path: place for place, (path, _) in enumerate(model.named_modules())}
-    outcomes.sort(key=lambda each: order.get(each.module, 0))
+    if outcomes:
+        order = {path: place for place, (path, _) in enumerate(modules)}
+        outcomes.sort(key=lambda each: order.get(each.module, 0))
     reasons: dict[tuple[str, str], list[str]] = {}
     for each in outcomes:
         if isinstance(each, Unrecognised) and not _is_around(each.module, layers):
@@ -92,25 +102,26 @@ def convert(
 
 def convertible_modules(model: nn.Module) -> list[str]:
     """Returns the paths of the modules that :func:`convert` would try to convert."""
-    found = {
-        path: module
-        for path, module in model.named_modules()
-        if matching_adapters(module) or transformers_experts.is_convertible(module)
-    }
-    handled = _handled_modules(model)
-    handled.update(part for module in found.values() for part in module.modules())
-    paths = {*found, *(candidate.path for candidate in locate_layers(model, handled))}
-    return [path for path, _ in model.named_modules() if path in paths]
+    modules = modules_by_path(model)
+    experts = _experts(modules)
+    found = {path for path, each in experts.items() if not transformers_experts.is_selected(each)}
+    matching = {path: module for path, module in modules if matching_adapters(module)}
+    handled = _handled_modules(modules, {**experts, **matching})
+    found |= {*matching, *(each.path for each in locate_layers(model, modules, handled))}
+    return [path for path, _ in modules if path in found]
 
 
-def _handled_modules(model: nn.Module) -> set[nn.Module]:
-    """Returns the converted modules and those that transformers computes, with all their parts."""
-    return {
-        part
-        for module in model.modules()
-        if isinstance(module, ConvertedModule) or transformers_experts.is_experts(module)
-        for part in module.modules()
-    }
+def _experts(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """Returns the modules that transformers computes through its experts interface, by path."""
+    return {path: module for path, module in modules if transformers_experts.is_experts(module)}
+
+
+def _handled_modules(
+    modules: Sequence[tuple[str, nn.Module]], others: Mapping[str, nn.Module]
+) -> set[nn.Module]:
+    """Returns the converted modules and others, with all their parts."""
+    converted = (module for _, module in modules if isinstance(module, ConvertedModule))
+    return {part for module in (*converted, *others.values()) for part in module.modules()}
 
 
 def _is_around(path: str, outcomes: list[Replacement | Unrecognised]) -> bool:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from dynamo_moe.modules import ConvertedModule
+from dynamo_moe.private import own_parts
 
 # From a list of experts up to the layer: the experts may be in a module of their own, and that in
 # another.
@@ -64,14 +65,17 @@ class LayerCandidate:
         return any("expert" in name.lower() for name in names)
 
 
-def locate_layers(model: nn.Module, handled: Set[nn.Module]) -> list[LayerCandidate]:
+def locate_layers(
+    model: nn.Module, modules: Sequence[tuple[str, nn.Module]], handled: Set[nn.Module]
+) -> list[LayerCandidate]:
     """Returns what looks like an MoE layer.
 
     Args:
         model: The model.
+        modules: Its modules by path, as :func:`modules_by_path` returns them.
         handled: Modules that are out of the question: converted already, or otherwise.
     """
-    located = list(_locate_experts(model))
+    located = list(_locate_experts(model, modules))
     places = Counter(experts.path for experts in located)
 
     def is_free(path: str) -> bool:
@@ -129,12 +133,14 @@ def _may_route(model: nn.Module, path: str, experts: LocatedExperts) -> bool:
     )
 
 
-def _locate_experts(model: nn.Module) -> Iterator[LocatedExperts]:
+def _locate_experts(
+    model: nn.Module, modules: Sequence[tuple[str, nn.Module]]
+) -> Iterator[LocatedExperts]:
     """Yields where a model has what may be experts."""
     within: set[nn.Module] = set()
     named: set[nn.Module] = set()
-    for path, module in model.named_modules():
-        if module in within:
+    for path, module in modules:
+        if not isinstance(module, _LISTS) or module in within:
             continue
         is_named = "expert" in path.rpartition(".")[2].lower()
         if _may_be_expert_list(module, is_named=is_named):
@@ -142,12 +148,12 @@ def _locate_experts(model: nn.Module) -> Iterator[LocatedExperts]:
             yield LocatedExperts(path, len(list(module.children())))
             if is_named:
                 named.update(module.modules())
-    yield from _locate_stacks(model, named)
+    yield from _locate_stacks(model, modules, named)
 
 
 def _may_be_expert_list(module: nn.Module, *, is_named: bool) -> bool:
     children = list(module.children())
-    if len(children) < 2 or not isinstance(module, _LISTS):
+    if len(children) < 2:
         return False
     if is_named:
         return True
@@ -167,12 +173,23 @@ def without_leading_ones(parameter: Tensor) -> tuple[int, ...]:
     return shape
 
 
-def _locate_stacks(model: nn.Module, excluded: set[nn.Module]) -> Iterator[LocatedExperts]:
+def _locate_stacks(
+    model: nn.Module, modules: Sequence[tuple[str, nn.Module]], excluded: set[nn.Module]
+) -> Iterator[LocatedExperts]:
     """Yields the modules with two or three stacks of matrices, the innermost ones."""
     around: set[str] = set()
-    parameters = model.named_parameters(remove_duplicate=False)
-    holders = {each for name, p in parameters if p.ndim == 3 for each in _with_ancestors(name)}
-    for path, module in reversed(list(model.named_modules())):
+    holders: set[str] = set()
+    parts = [own_parts(module) for _, module in modules]
+    dimensions = [[p.ndim for p in own.values() if p is not None] for own, _, _ in parts]
+    if any(3 in own for own in dimensions):
+        parameters = model.named_parameters(remove_duplicate=False)
+        holders = {each for name, p in parameters if p.ndim == 3 for each in _with_ancestors(name)}
+    for (path, module), own, (_, _, children) in zip(
+        reversed(modules), reversed(dimensions), reversed(parts), strict=True
+    ):
+        lists = any(isinstance(child, nn.ParameterList) for child in children.values())
+        if path not in holders and own.count(2) < 2 and not lists:
+            continue  # As most modules.
         if path in around or (excluded and not excluded.isdisjoint(module.modules())):
             continue
         for num_experts, stacks in _stacks_in(module, holds_stacks=path in holders):

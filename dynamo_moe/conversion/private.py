@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dynamo_moe.private import has_attribute
+
 # The function of an experts module that combines gate and up projections.
 _GATE = "_apply_gate"
 # The attribute of a config that names the implementation its modules' forward dispatches to. The
@@ -19,7 +21,8 @@ _PARALLEL = "_is_expert_parallel"
 
 def has_interface(module: Any) -> bool:
     """Whether transformers dispatches this module's forward through its experts interface."""
-    return hasattr(module, _GATE) and hasattr(getattr(module, "config", None), _IMPLEMENTATION)
+    config = has_attribute(module, _GATE) and getattr(module, "config", None)
+    return hasattr(config, _IMPLEMENTATION)
 
 
 def gate_function(module: Any) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ They are registered here, and convert a model's modules here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Protocol
 
 import torch
@@ -79,16 +79,16 @@ def matching_adapters(module: nn.Module) -> list[Adapter]:
 
 
 def convert_by_adapters(
-    model: nn.Module, handled: Set[nn.Module]
+    model: nn.Module, modules: Sequence[tuple[str, nn.Module]], handled: Set[nn.Module]
 ) -> list[Replacement | Unrecognised]:
-    """Replaces the modules that an adapter recognises, in place, except handled ones.
+    """Replaces those of a model's modules that an adapter recognises, except handled ones.
 
     Raises:
         ValueError: If an adapter would replace the model itself.
     """
     outcomes: list[Replacement | Unrecognised] = []
     done = set(handled)
-    for path, module in list(model.named_modules()):
+    for path, module in modules:
         if module in done:
             continue
         name, reasons = type(module).__name__, []

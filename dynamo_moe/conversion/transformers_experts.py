@@ -10,7 +10,7 @@ Legend: T tokens, D model width, E experts, K choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -46,13 +46,15 @@ _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_c
 _OPTIONS, _FALLBACK = "_dynamo_moe_options", "_dynamo_moe_fallback"
 
 
-def convert_experts(model: nn.Module, fallback: str | None) -> list[Replacement | Unrecognised]:
+def convert_experts(
+    model: nn.Module, experts: Mapping[str, Experts], fallback: str | None
+) -> list[Replacement | Unrecognised]:
     """Selects the implementation here for a model's experts, where it is exact, else the fallback.
 
     Raises:
         ValueError: If transformers knows no implementation ``fallback``.
     """
-    found = [(path, module) for path, module in model.named_modules() if is_convertible(module)]
+    found = [(path, module) for path, module in experts.items() if not is_selected(module)]
     if not found:
         return []
     parts = ModelParts.of(model)
@@ -76,11 +78,6 @@ def convert_experts(model: nn.Module, fallback: str | None) -> list[Replacement 
         if id(module.config) in useful:
             _select(module, options, fallback)
     return outcomes
-
-
-def is_convertible(module: nn.Module) -> bool:
-    """Whether a module is one of experts that is not converted."""
-    return is_experts(module) and not is_selected(module)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from dynamo_moe.conversion.activation import identify_activation
 from dynamo_moe.conversion.observation import random_tokens
 from dynamo_moe.conversion.registry import register_adapter
 from dynamo_moe.modules import ConvertedModule, InputScaledMoE, TopOneMoE
+from dynamo_moe.private import has_attribute
 
 _NO_CAPACITY = 2**31
 
@@ -25,6 +26,8 @@ class Llama4Adapter:
 
     def recognise(self, module: nn.Module) -> str | None:
         """Returns None for a ``router``, ``experts`` of stacked weights and a ``shared_expert``."""
+        if not has_attribute(module, "shared_expert"):  # As most modules.
+            return "no shared_expert"
         if not isinstance(getattr(module, "shared_expert", None), nn.Module):
             return "no module shared_expert"
         router, experts = (getattr(module, name, None) for name in ("router", "experts"))
@@ -66,6 +69,8 @@ class SwitchAdapter:
 
     def recognise(self, module: nn.Module) -> str | None:
         """Returns None for ``router.classifier`` and ``experts`` of ``wi``, ``wo``, ``act``."""
+        if not has_attribute(module, "router"):  # As most modules.
+            return "no router"
         router: Any = getattr(module, "router", None)
         if not isinstance(getattr(router, "classifier", None), nn.Linear):
             return "no router.classifier nn.Linear(D, E)"

@@ -11,6 +11,7 @@ from dynamo_moe.conversion.convert_model import convertible_modules
 from dynamo_moe.conversion.layer_spec import ConvertedLayer
 from dynamo_moe.conversion.reports import ADAPTER_PAGE, Unrecognised, few
 from dynamo_moe.modules import ConvertedModule
+from dynamo_moe.private import modules_by_path
 
 # How many names a message of one line has.
 _SHOWN = 3
@@ -27,7 +28,7 @@ def unconverted_modules(model: nn.Module) -> tuple[Unrecognised, ...]:
 
 def converted_modules(model: nn.Module) -> list[str]:
     """Returns the paths of the converted modules."""
-    return [path for path, module in model.named_modules() if isinstance(module, ConvertedModule)]
+    return [path for path, module in modules_by_path(model) if isinstance(module, ConvertedModule)]
 
 
 def own_forward_warning(paths: Sequence[str]) -> str:

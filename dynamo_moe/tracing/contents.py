@@ -14,6 +14,8 @@ from dynamo_moe.private import attributes_of
 
 DICTS = (dict, OrderedDict)
 _ROWS = (list, deque, set)
+CONTAINERS = frozenset({*DICTS, *_ROWS})
+"""Types of which :class:`Contents` sees all that an object holds."""
 _CLASSES = (type, ABCMeta)
 # Ordered dictionaries can have attributes, too.
 _PLAIN = frozenset({types.FunctionType, dict, *_ROWS, *_CLASSES})
@@ -40,16 +42,21 @@ class Contents:
         self,
         plain: Iterable[Any] = (),
         *,
+        empty: Iterable[Any] = (),
         typed: Iterable[Any] = (),
         owners: Iterable[tuple[Any, Collection[str]]] = (),
+        others: Iterable[Contents] = (),
     ) -> None:
         """Takes what they are now.
 
         Args:
             plain: Functions, classes and containers, that are looked at whole.
+            empty: Containers that hold nothing, of which the size says all.
             typed: Objects of which the class alone is looked at.
             owners: Objects, each with the attributes of its own that are looked at.
+            others: What is looked at as well, and may be part of several.
         """
+        self._empty, self._others = [*empty], [*others]
         self._functions: list[types.FunctionType] = []
         self._classes: list[type] = []
         self._owners = list(owners)
@@ -58,7 +65,9 @@ class Contents:
         rows: list[Collection[Any]] = []
         for value in plain:
             kind = type(value)
-            if kind in _ROWS:
+            if kind in CONTAINERS and not value:
+                self._empty.append(value)
+            elif kind in _ROWS:
                 rows.append(value)
             elif kind in DICTS:
                 dicts.append(value)
@@ -69,8 +78,7 @@ class Contents:
         self._cells = [cell for each in self._functions for cell in each.__closure__ or ()]
         self._sized = [*dicts, *rows, *(attributes_of(owner) for owner, _ in self._owners)]
         self._sizes = [*map(len, self._sized)]
-        # Of those that hold nothing, as most dictionaries of modules, the size says all.
-        self._dicts, self._rows = [*filter(None, dicts)], [*filter(None, rows)]
+        self._dicts, self._rows = dicts, rows
         self._objects = [*self._look()]
 
     def _look(self) -> Iterator[Any]:
@@ -94,7 +102,8 @@ class Contents:
     def is_unchanged(self) -> bool:
         """Whether each of them holds the very objects that it held."""
         try:
-            same = [*map(len, self._sized)] == self._sizes
-            return same and all(map(operator.is_, self._look(), self._objects))
+            same = not any(self._empty) and [*map(len, self._sized)] == self._sizes
+            same = same and all(map(operator.is_, self._look(), self._objects))
+            return same and all(each.is_unchanged() for each in self._others)
         except KeyError:
             return False

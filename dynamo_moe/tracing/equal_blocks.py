@@ -16,23 +16,41 @@ import itertools
 import math
 import operator
 import types
-from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from dynamo_moe.modules import ConvertedModule, ParameterCache
-from dynamo_moe.private import TENSOR_TABLES, attributes_of, own_parts
-from dynamo_moe.tracing.contents import DICTS, Contents, content_of, is_plain
+from dynamo_moe.private import (
+    CHILDREN_TABLE,
+    TENSOR_TABLES,
+    attributes_of,
+    modules_by_path,
+    own_parts,
+)
+from dynamo_moe.tracing.contents import CONTAINERS, DICTS, Contents, content_of, is_plain
 from dynamo_moe.tracing.values import SIMPLE
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 Place = tuple[Hashable, ...]
 """Where a fact is: the path of a module, the name of its attribute, and the way from there."""
 
-Facts = Mapping[Place, Hashable]
+_T = TypeVar("_T")
+
+Facts = Mapping[Place, Any]
 
 FEWEST_TRACED, MOST_TRACED = 2, 3
 """Units of equal blocks that are traced: the first may compute what all share; the last leaves all
@@ -62,32 +80,114 @@ class NotSharedError(Exception):
 
 
 @dataclass(frozen=True)
-class Description:
-    """What a block is, but for the values of its weights.
+class Original:
+    """What a block was when it was described.
 
     Attributes:
-        facts: What Python can read of it.
         tensors: What holds its parameters and buffers, by path.
-        outside: Objects that it refers to and that are not its own.
+        contents: What else it holds; None if that is not known.
     """
 
-    facts: dict[Place, Hashable]
     tensors: dict[str, Tensor]
-    outside: list[Any]
-    # What the facts were read from; None if that is not known.
-    _contents: Contents | None
+    contents: Contents | None
 
     def is_unchanged(self) -> bool:
         """Whether a block without its tensors is still what was described; False in doubt."""
-        return self._contents is not None and self._contents.is_unchanged()
+        return self.contents is not None and self.contents.is_unchanged()
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """Which attributes a block's modules have, and how each is read.
+
+    Attributes:
+        names: The path of each module, and the names of its attributes.
+        kinds: Of each attribute in turn, None for a fixed value, the type of a container that holds
+            nothing, and ... for any other.
+    """
+
+    names: tuple[tuple[str, tuple[str, ...]], ...]
+    kinds: tuple[Any, ...]
+
+    @functools.cached_property
+    def fixed(self) -> _Choice:
+        """The attributes that are fixed values."""
+        return _Choice(self.names, [kind is None for kind in self.kinds])
+
+    @functools.cached_property
+    def empty(self) -> _Choice:
+        """The attributes that hold nothing."""
+        return _Choice(self.names, [isinstance(kind, type) for kind in self.kinds])
+
+    @functools.cached_property
+    def others(self) -> list[list[str]]:
+        """The names of any others, by module, but for the tables of tensors."""
+        kinds = iter(self.kinds)
+        return [
+            [name for name in names if next(kinds) is ... and name not in TENSOR_TABLES]
+            for _, names in self.names
+        ]
+
+
+class _Choice:
+    """Some of a block's attributes: where they are, and what takes their values of all."""
+
+    def __init__(self, names: Iterable[tuple[str, Sequence[str]]], chosen: Sequence[bool]) -> None:
+        every = ((path, name) for path, each in names for name in each)
+        self.places: list[Place] = [*itertools.compress(every, chosen)]
+        indices = [*itertools.compress(itertools.count(), chosen)]
+        # Of fewer than two it would not make a sequence.
+        few = slice(*((indices[0], indices[0] + 1) if indices else (0, 0)))
+        self.values: Callable[[Sequence[Any]], Sequence[Any]]
+        self.values = operator.itemgetter(*indices if len(indices) > 1 else [few])
+
+
+@dataclass(frozen=True)
+class Description(Original):
+    """What a block is, but for the values of its weights.
+
+    Attributes:
+        outside: Objects that it refers to and that are not its own.
+    """
+
+    outside: list[Any]
+    # Most of what its modules' attributes are, read at once: facts take long to make and compare.
+    _outline: _Outline
+    _fixed: Sequence[Any]
+    # All other facts.
+    _others: Facts
+
+    def original(self) -> Original:
+        """Returns what is left to be asked when it has been compared."""
+        return Original(self.tensors, self.contents)
+
+    @property
+    def facts(self) -> Facts:
+        """What Python can read of it."""
+        empty = self._outline.empty.places
+        kinds = [kind for kind in self._outline.kinds if isinstance(kind, type)]
+        fixed = map(_fact_of_simple, self._fixed)
+        return {
+            **self._others,
+            **{place: (kind, place) for place, kind in zip(empty, kinds, strict=True)},
+            **dict(zip(self._outline.fixed.places, fixed, strict=True)),
+        }
 
     def differences(self, other: Description) -> frozenset[tuple[str, str]] | None:
         """Returns the attributes that differ, as module path and name; None if more than that."""
-        if self.facts == other.facts:
-            return frozenset()
-        places = differing_places(self.facts, other.facts)
+        if self._outline == other._outline:
+            places = set(differing_places(self._others, other._others))
+            if not all(map(operator.is_, self._fixed, other._fixed)):
+                pairs = zip(self._outline.fixed.places, self._fixed, other._fixed, strict=True)
+                places |= {
+                    place
+                    for place, own, its in pairs
+                    if own is not its and _fact_of_simple(own) != _fact_of_simple(its)
+                }
+        else:
+            places = differing_places(self.facts, other.facts)
         found = frozenset((str(place[0]), str(place[1])) for place in places if len(place) > 1)
-        fixed = _OF_EVERY_MODULE | {"forward", _TENSORS, _CHILDREN}
+        fixed = _OF_EVERY_MODULE | {"forward", _TENSORS}
         if any(len(place) < 2 for place in places) or any(name in fixed for _, name in found):
             return None
         return found
@@ -110,7 +210,7 @@ class Run:
         paths: The blocks' paths.
         blocks: The blocks.
         period: Kinds of blocks; a unit has one of each.
-        described: What each block is before the trace.
+        described: What each block was before the trace.
         differing: By kind, the attributes that differ between its blocks.
         traced_units: Units that are traced.
     """
@@ -118,7 +218,7 @@ class Run:
     paths: Sequence[str]
     blocks: Sequence[nn.Module]
     period: int
-    described: Sequence[Description]
+    described: Sequence[Original]
     differing: Sequence[frozenset[tuple[str, str]]]
     traced_units: int = FEWEST_TRACED
 
@@ -140,36 +240,35 @@ class Run:
 def runs_of(model: nn.Module) -> list[Run]:
     """Returns a model's runs of equal blocks that are longer than what may be traced of them."""
     tied = tied_tensors(model)
+    common = _Common()
     found: list[Run] = []
-    inside: set[str] = set()
-    for path, container in model.named_modules():
-        if not inside.isdisjoint(itertools.accumulate(path.split("."), "{}.{}".format)):
+    inside: set[int] = set()
+    for path, container in modules_by_path(model):
+        if id(container) in inside:
             continue
         if isinstance(container, ConvertedModule):
             # It computes with its experts' weights; nothing calls them in turn.
-            if not path:
-                break
-            inside.add(path)
-            continue
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
-            continue
-        for run in _runs(path, list(container.named_children()), tied):
-            found.append(run)
-            inside.update(run.paths)
+            inside.update(id(part) for _, part in modules_by_path(container))
+        elif isinstance(container, (nn.ModuleList, nn.Sequential)):
+            for run in _runs(path, list(container.named_children()), tied, common):
+                found.append(run)
+                inside.update(id(part) for each in run.blocks for _, part in modules_by_path(each))
     return found
 
 
 def tied_tensors(model: nn.Module) -> set[int]:
     """Returns the ids of the parameters and buffers that a model has in several places."""
-    counts: dict[int, int] = {}
-    for module in model.modules():
-        for tensor in _tensors_at({"": own_parts(module)}).values():
-            counts[id(tensor)] = counts.get(id(tensor), 0) + 1
-    return {tensor for tensor, count in counts.items() if count > 1}
+    parts = (own_parts(module) for _, module in modules_by_path(model))
+    tables = (table for parameters, buffers, _ in parts for table in (parameters, buffers))
+    tensors = (id(each) for table in tables for each in dict.values(table) if each is not None)
+    return {tensor for tensor, count in Counter(tensors).items() if count > 1}
 
 
 def _runs(
-    path: str, children: Sequence[tuple[str, nn.Module]], tied: Collection[int]
+    path: str,
+    children: Sequence[tuple[str, nn.Module]],
+    tied: Collection[int],
+    common: _Common,
 ) -> Iterator[Run]:
     paths = [f"{path}.{name}" if path else name for name, _ in children]
     kinds = [type(child) for _, child in children]
@@ -180,7 +279,7 @@ def _runs(
             return None
         for each in (place, place - period):
             if each not in described:
-                described[each] = describe(children[each][1], tied)
+                described[each] = describe(children[each][1], tied, common)
         return described[place].differences(described[place - period])
 
     start = 0
@@ -209,7 +308,7 @@ def _runs(
             paths[start:stop],
             [child for _, child in children[start:stop]],
             period,
-            [described[place] for place in range(start, stop)],
+            [described[place].original() for place in range(start, stop)],
             differing,
         )
         start = stop
@@ -217,42 +316,40 @@ def _runs(
 
 # --- Facts ---
 
-_TENSORS, _CHILDREN = "tensors", "children"
+_TENSORS = "tensors"
+_TABLES = (*TENSOR_TABLES, CHILDREN_TABLE)
+# Types whose values never change.
+_IS_TENSOR = functools.partial(operator.is_not, None)
+_FIXED = SIMPLE - {slice, torch.Size, torch.SymInt}
 
 
-def describe(block: nn.Module, tied: Collection[int] | None = None) -> Description:
-    """Describes a block; without its tensors where it is not told which tensors are tied."""
-    modules = dict(block.named_modules())
+def describe(
+    block: nn.Module, tied: Collection[int] | None = None, common: _Common | None = None
+) -> Description:
+    """Describes a block.
+
+    Args:
+        block: The block.
+        tied: Tensors that are equal to none; without them the block's tensors are left out.
+        common: What descriptions have in common, if nothing changes while they are made.
+    """
+    common = common or _Common()
+    modules = dict(modules_by_path(block))
     own = {path: own_parts(module) for path, module in modules.items()}
+    held = [attributes_of(module) for module in modules.values()]
+    values = (*itertools.chain.from_iterable(each.values() for each in held),)
     tensors = _tensors_at(own)
-    reader = _Reader(modules, tensors)
-    for path, module in modules.items():
-        ordinary = tied is None or _is_ordinary(type(module))
-        reader.facts[path,] = type(module) if ordinary else object()  # Equal to nothing.
-        parameters, buffers, children = own[path]
-        for name, child in children.items():
-            reader.facts[path, _CHILDREN, name] = reader.known.get(id(child))
-        for kind, held in (("parameter", parameters), ("buffer", buffers)):
-            reader.facts[path, _TENSORS, kind] = tuple(dict.keys(held))
-            for name, tensor in held.items() if tied is not None else ():
-                place = (path, _TENSORS, kind, name)
-                if tensor is None:
-                    reader.facts[place] = None
-                    continue
-                # What is tied belongs to no block: equal to nothing.
-                single = tied is not None and id(tensor) not in tied
-                reader.facts[place] = _tensor_fact(tensor) if single else object()
-                if not isinstance(tensor, LazyTensor):  # A placeholder stands for it, without any.
-                    reader.read(attributes_of(tensor) or None, (*place, "attributes"))
-        reader.read_attributes(module, path, own[path])
+    outline = common.outline(modules, held, values)
+    reader = _Reader(modules, own, tensors, tied, common)
+    reader.read_modules(held, outline, values)
+    if not reader.has_each_once(outline.empty.values(values)):
+        # Something is in several places, which only facts tell.
+        outline = _Outline(outline.names, (...,) * len(outline.kinds))
+        reader = _Reader(modules, own, tensors, tied, common)
+        reader.read_modules(held, outline, values)
     contents = None if tied is None else reader.contents()
-    return Description(reader.facts, tensors, reader.outside, contents)
-
-
-def _is_ordinary(kind: type[nn.Module]) -> bool:
-    """Whether a module's attributes are in its ``__dict__`` alone, and read as they are."""
-    own = any("__getattribute__" in vars(base) for base in kind.__mro__[:-1])
-    return not own and kind.__basicsize__ == nn.Module.__basicsize__
+    fixed = outline.fixed.values(values)
+    return Description(tensors, contents, reader.outside, outline, fixed, reader.facts)
 
 
 def _tensors_at(own: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, Tensor]:
@@ -273,75 +370,245 @@ def _tensor_fact(tensor: Tensor) -> Hashable:
         tuple(tensor.shape),
         tensor.stride(),
         tensor.dtype,
-        str(tensor.device),
+        tensor.device,
         tensor.requires_grad,
         isinstance(tensor, LazyTensor) and tensor.origin is not None,
     )
 
 
-class _Reader:
-    """Reads values into facts that are equal where Python finds the same."""
+def _fact_of_simple(value: Any) -> Hashable:
+    return type(value), repr(value)
 
-    def __init__(self, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
+
+@dataclass(frozen=True)
+class _Reading:
+    """What a value is by itself, which it is in every block that knows nothing in it otherwise.
+
+    Attributes:
+        value: The value.
+        fact: What it is.
+        ways: From it to each object in it that may be there twice.
+        outside: Objects that it refers to.
+        contents: What the fact comes from; None if that is not all known.
+    """
+
+    value: Any
+    fact: Any
+    ways: Mapping[int, Place]
+    outside: Sequence[Any]
+    contents: Contents | None
+
+    @classmethod
+    def of(cls, value: Any) -> _Reading:
+        """Reads a value."""
+        reader = _Reader({}, {}, {}, None, _Common())
+        fact = reader.read(value, ())
+        return cls(value, fact, reader.seen, reader.outside, reader.contents())
+
+    @functools.cached_property
+    def objects(self) -> Set[int]:
+        """The ids of what a block may know otherwise."""
+        return {*self.ways, *map(id, self.outside)}
+
+
+class _Common:
+    """What descriptions have in common that are made while nothing changes."""
+
+    def __init__(self) -> None:
+        self._readings: dict[int, _Reading] = {}
+        self._equal: dict[Any, Any] = {}
+        self._names: dict[Any, tuple[str, ...]] = {}
+        self._outlines: dict[Any, _Outline] = {}
+        self._ordinary: dict[type[nn.Module], bool] = {}
+
+    def equal(self, value: _T) -> _T:
+        """Returns the first of equal values."""
+        first: _T = self._equal.setdefault(value, value)
+        return first
+
+    def names(self, names: tuple[str, ...], without: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns names but for some."""
+        if not without:
+            return names
+        key = names, without
+        if key not in self._names:
+            self._names[key] = tuple(name for name in names if name not in without)
+        return self._names[key]
+
+    def outline(
+        self, paths: Iterable[str], held: Sequence[Mapping[str, Any]], values: Sequence[Any]
+    ) -> _Outline:
+        """Returns which attributes modules have, by what they hold and the values of all of it."""
+        names = (*itertools.chain.from_iterable(held),)
+        key = (*paths,), (*map(len, held),), names, (*map(type, values),)
+        if key not in self._outlines:
+            kinds = (
+                None
+                if kind in _FIXED
+                else kind
+                if kind in CONTAINERS and name not in _TABLES
+                else ...
+                for name, kind in zip(names, key[-1], strict=True)
+            )
+            own = zip(key[0], map(tuple, held), strict=True)
+            self._outlines[key] = self.equal(_Outline((*own,), (*kinds,)))
+        found = self._outlines[key]
+        if not any(found.empty.values(values)):
+            return found
+        kinds = (
+            ... if isinstance(kind, type) and value else kind
+            for kind, value in zip(found.kinds, values, strict=True)
+        )
+        return self.equal(_Outline(found.names, (*kinds,)))
+
+    def reading(self, value: Any) -> _Reading:
+        """Returns what a value is by itself."""
+        if id(value) not in self._readings:
+            self._readings[id(value)] = _Reading.of(value)
+        return self._readings[id(value)]
+
+    def is_ordinary(self, kind: type[nn.Module]) -> bool:
+        """Whether a module's attributes are in its ``__dict__`` alone, and read as they are."""
+        if kind not in self._ordinary:
+            own = any("__getattribute__" in vars(base) for base in kind.__mro__[:-1])
+            self._ordinary[kind] = not own and kind.__basicsize__ == nn.Module.__basicsize__
+        return self._ordinary[kind]
+
+
+class _Reader:
+    """Reads values into facts that are equal where Python finds the same.
+
+    Attributes:
+        facts: What they are.
+        outside: Objects that they refer to.
+        seen: Where each object was found first, by its id.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        own: Mapping[str, Sequence[dict[str, Any]]],
+        tensors: Mapping[str, Tensor],
+        tied: Collection[int] | None,
+        common: _Common,
+    ) -> None:
         self.facts: dict[Place, Any] = {}
         self.outside: list[Any] = []
-        self.known: dict[int, str] = {id(m): f"module {p}" for p, m in modules.items()}
+        self.seen: dict[int, Place] = {}
+        self._modules, self._own, self._tied, self._common = modules, own, tied, common
+        self._known: dict[int, str] = {id(m): f"module {p}" for p, m in modules.items()}
         for path, tensor in tensors.items():
-            self.known.setdefault(id(tensor), f"tensor {path}")
-        self._seen: dict[int, Place] = {}
+            self._known.setdefault(id(tensor), f"tensor {path}")
         # What the facts come from, as Contents takes it.
         self._plain: list[Any] = []
+        self._empty: list[Any] = []
         self._owners: list[tuple[Any, Collection[str]]] = []
+        self._others: list[Contents] = []
         self._sees_all = True
 
     def contents(self) -> Contents | None:
         """Returns what the facts come from; None if that is not all known."""
-        return Contents(self._plain, owners=self._owners) if self._sees_all else None
+        if not self._sees_all:
+            return None
+        return Contents(self._plain, empty=self._empty, owners=self._owners, others=self._others)
 
-    def read_attributes(self, module: nn.Module, path: str, own: Sequence[dict[str, Any]]) -> None:
-        """Notes what a module's attributes are, but for ``own``: its tensors and submodules."""
-        held = attributes_of(module)
-        *tables, children = own
-        # Others stand for those with tensors in a trace.
-        without = [table for table in tables if all(x is None for x in dict.values(table))]
-        self._plain += [*without, children]
-        names = [
-            name
-            for name, value in held.items()
-            if name not in TENSOR_TABLES or any(value is table for table in without)
-        ]
-        self._owners.append((module, names))
-        for name in names:
-            if held[name] is not children and name not in TENSOR_TABLES:
-                self.read(held[name], (path, name))
+    def has_each_once(self, empty: Sequence[Any]) -> bool:
+        """Whether containers that were not read as attributes are in one place each."""
+        ids = {*map(id, empty)}
+        return len(ids) == len(empty) and self.seen.keys().isdisjoint(ids)
 
-    def read(self, value: Any, place: Place) -> None:
-        """Notes what a value is, and all that it holds."""
+    def read_modules(
+        self, held: Sequence[dict[str, Any]], outline: _Outline, values: Sequence[Any]
+    ) -> None:
+        """Notes what modules are that hold some attributes, but for those the outline tells."""
+        self._empty += outline.empty.values(values)
+        parts = zip(self._modules.items(), held, outline.names, outline.others, strict=True)
+        for (path, module), attributes, (_, names), others in parts:
+            self._read_structure(module, path)
+            *tables, children = self._own[path]
+            # Others stand for those with tensors in a trace.
+            replaced: tuple[str, ...] = ()
+            for name, table in zip(TENSOR_TABLES, tables, strict=True):
+                if any(map(_IS_TENSOR, dict.values(table))):
+                    replaced += (name,)
+                else:
+                    self._plain.append(table)
+            self._plain.append(children)
+            self._owners.append((module, self._common.names(names, replaced)))
+            for name in others:
+                if (value := attributes[name]) is not children:
+                    self.facts[path, name] = self._read_attribute(value, (path, name))
+
+    def _read_structure(self, module: nn.Module, path: str) -> None:
+        """Notes a module's class, its submodules and its tensors."""
+        kind = type(module)
+        ordinary = self._tied is None or self._common.is_ordinary(kind)
+        *tables, children = self._own[path]
+        self.facts[path,] = (
+            kind if ordinary else object(),  # Equal to nothing.
+            [(name, self._known.get(id(child))) for name, child in children.items()],
+            [[*dict.keys(table)] for table in tables],
+        )
+        if self._tied is None:
+            return
+        for table in tables:
+            for name, tensor in table.items():
+                place = (path, _TENSORS, name)
+                if tensor is None:
+                    self.facts[place] = None
+                    continue
+                # What is tied belongs to no block: equal to nothing.
+                single = id(tensor) not in self._tied
+                self.facts[place] = _tensor_fact(tensor) if single else object()
+                # A placeholder stands for a lazy tensor, without any attributes.
+                if not isinstance(tensor, LazyTensor) and (held := attributes_of(tensor)):
+                    self.facts[*place, "attributes"] = self.read(held, (*place, "attributes"))
+
+    def _read_attribute(self, value: Any, place: Place) -> Any:
+        """Returns what an attribute is: by itself, if the block knows nothing in it otherwise."""
+        kind = type(value)
+        alone = kind in SIMPLE or (kind in CONTAINERS and not value) or id(value) in self._known
+        if alone or id(value) in self.seen or place[-1] in _OF_EVERY_MODULE:
+            return self.read(value, place)
+        reading = self._common.reading(value)
+        known = (self.seen.keys(), self._known.keys())
+        if not all(each.isdisjoint(reading.objects) for each in known):
+            return self.read(value, place)
+        for each, way in reading.ways.items():
+            self.seen[each] = (*place, *way)
+        self.outside += reading.outside
+        if reading.contents is None:
+            self._sees_all = False
+        else:
+            self._others.append(reading.contents)
+        return reading.fact
+
+    def read(self, value: Any, place: Place) -> Any:
+        """Returns what a value is, and all that it holds."""
         kind = type(value)
         if kind in SIMPLE:
-            self.facts[place] = (kind, repr(value))
-        elif kind in DICTS and not value:  # As most hooks are.
-            self.facts[place] = (kind, self._seen.setdefault(id(value), place))
+            return _fact_of_simple(value)
+        if kind in CONTAINERS and not value:
             self._plain.append(value)
-        elif id(value) in self.known:
-            self.facts[place] = self.known[id(value)]
+            return kind, self.seen.setdefault(id(value), place)
+        if id(value) in self._known:
             # Something else may stand for a tensor in a trace.
             self._sees_all &= isinstance(value, nn.Module)
-        elif isinstance(value, ParameterCache):
-            self.facts[place] = kind
-        elif isinstance(value, (Tensor, nn.Module, enum.Enum)) or not (parts := parts_of(value)):
-            self.facts[place] = (kind, _Same(value))
+            return self._known[id(value)]
+        if id(value) in self.seen:
+            return "same", self.seen[id(value)]
+        if isinstance(value, ParameterCache):
+            return kind
+        if isinstance(value, (Tensor, nn.Module, enum.Enum)) or not (parts := parts_of(value)):
             self.outside.append(value)
-        elif id(value) in self._seen and not isinstance(value, (tuple, frozenset)):
-            self.facts[place] = ("same", self._seen[id(value)])
-        else:
-            self._seen[id(value)] = place
-            # Hooks are kept under numbers, which no two have in common.
-            hooks = len(place) == 2 and place[1] in _OF_EVERY_MODULE
-            self.facts[place] = (kind, len(value) if hooks else parts.fact)
-            self._note_contents(value)
-            for name, part in parts.items:
-                self.read(part, (*place, name))
+            return kind, _Same(value)
+        if not isinstance(value, (tuple, frozenset)):
+            self.seen[id(value)] = place
+        # Hooks are kept under numbers, which no two have in common.
+        hooks = len(place) == 2 and place[1] in _OF_EVERY_MODULE
+        self._note_contents(value)
+        fact = len(value) if hooks else parts.fact
+        return kind, fact, {name: self.read(part, (*place, name)) for name, part in parts.items}
 
     def _note_contents(self, value: Any) -> None:
         kind = type(value)
