@@ -10,7 +10,7 @@ Legend: T tokens, D model width, E experts, K choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -61,17 +61,19 @@ def convert_experts(
     known: dict[type, _Identified] = {}
     outcomes: list[Replacement | Unrecognised] = []
     decisions: list[tuple[Experts, ExpertOptions | None]] = []
-    for path, module in found:
-        kind, name, options = type(module), type(module).__name__, None
-        try:
-            with few_threads(module):
-                known[kind] = _identify(module, known.get(kind), parts)
-            options = known[kind].options
-            outcomes.append(Replacement(path, _NAME, name, has_values(module)))
-        except ValueError as refusal:
-            computed = "left as it is" if fallback is None else f"computed by {fallback!r}"
-            outcomes.append(Unrecognised(path, name, f"{refusal}; {computed}"))
-        decisions.append((module, options))
+    # Each change of their number costs a small module as much as its trial.
+    with few_threads(*(module for _, module in found)):
+        for path, module in found:
+            kind, name, options = type(module), type(module).__name__, None
+            try:
+                with few_threads(module):
+                    known[kind] = _identify(module, known.get(kind), parts)
+                options = known[kind].options
+                outcomes.append(Replacement(path, _NAME, name, has_values(module)))
+            except ValueError as refusal:
+                computed = "left as it is" if fallback is None else f"computed by {fallback!r}"
+                outcomes.append(Unrecognised(path, name, f"{refusal}; {computed}"))
+            decisions.append((module, options))
     # Modules of one config share its implementation, so all of them must know what to compute.
     useful = {id(module.config) for module, options in decisions if options is not None or fallback}
     for module, options in decisions:
@@ -119,10 +121,12 @@ class _Identified:
     Attributes:
         options: How ``torch.ops.moe.experts`` computes it.
         code: What that depends on beside its weights.
+        example: A token for its last expert, in float32.
     """
 
     options: ExpertOptions
     code: LayerCode
+    example: tuple[Tensor, Tensor, Tensor]
 
 
 def _identify(module: Experts, known: _Identified | None, parts: ModelParts) -> _Identified:
@@ -134,34 +138,33 @@ def _identify(module: Experts, known: _Identified | None, parts: ModelParts) -> 
     check_no_hooks(module)
     if known is not None and known.code.is_that_of(module):
         with suppress(Exception):  # What is wrong, the comparison of all experts says.
-            _compare_two(module, known.options)
+            _compare_last(module, known)
             return known
     code = LayerCode(module, experts_parameters(module).keys(), parts)
+    count = _num_experts(module)
     with code.watched():
         options = identify_options(module)
         if has_values(module):
-            count = _num_experts(module)
-            _compare(module, options, [place % count for place in range(max(8, count + count % 2))])
-    return _Identified(options, code)
+            places = [place % count for place in range(max(8, count + count % 2))]
+            _compare(module, options, _example(module, places, 2))
+    return _Identified(options, code, _example(module, [count - 1], 1))
 
 
-def _compare_two(module: Experts, options: ExpertOptions) -> None:
-    """Compares the first and the last expert of a module whose code was compared with all of them.
+def _compare_last(module: Experts, known: _Identified) -> None:
+    """Compares the last expert of a module with the code of one of which all were compared.
 
     Raises:
-        ValueError: If they do not give the same numbers, or a weight of any expert is not finite.
+        ValueError: If it does not give the same numbers.
     """
-    if not has_values(module):
-        return
-    if not all(weight.sum().isfinite() for weight in experts_parameters(module).values()):
-        raise ValueError("it has weights that are not finite")
-    _compare(module, options, [0, _num_experts(module) - 1])
+    if has_values(module):
+        _compare(module, known.options, known.example)
 
 
-def _compare(module: Experts, options: ExpertOptions, experts: list[int]) -> None:
-    """Compares a module with the operator, on tokens that reach some of its experts in pairs."""
+def _compare(module: Experts, options: ExpertOptions, example: Sequence[Tensor]) -> None:
+    """Compares a module with the operator."""
     tried = in_float32(module)
-    inputs = _example(tried, experts)
+    dtype = getattr(tried, _first_weight(tried)).dtype
+    inputs = [each.to(dtype) if each.is_floating_point() else each for each in example]
     compare(_own_forward(tried), partial(_compute, tried, options), inputs, _NAME)
 
 
@@ -196,17 +199,15 @@ def _num_experts(module: Experts) -> int:
     return int(getattr(module, _first_weight(module)).shape[0])
 
 
-def _example(module: Experts, experts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens ``[T, D]``, ids ``[T, 2]`` of these experts, and weights ``[T, 2]``."""
+def _example(module: Experts, experts: list[int], k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns tokens ``[T, D]``, ids ``[T, K]`` of some experts, and weights ``[T, K]``."""
     weight = getattr(module, _first_weight(module))
     width = weight.shape[1 if module.is_transposed else 2]
-    ids_TK = torch.tensor(experts).reshape(-1, 2)
-    weights_TK = torch.linspace(0.1, 1, len(experts)).reshape(-1, 2)
-    return (
-        random_tokens(len(ids_TK), width, like=weight),
-        ids_TK.to(weight.device),
-        weights_TK.to(weight.device, weight.dtype),
-    )
+    ids_TK = torch.tensor(experts).reshape(-1, k)
+    weights_TK = torch.linspace(0.1, 1, len(experts)).reshape(-1, k)
+    device = "cpu" if weight.is_meta else weight.device
+    x_TD = random_tokens(len(ids_TK), width, like=torch.empty(0, device=device))
+    return x_TD, ids_TK.to(device), weights_TK.to(device)
 
 
 # --- The implementation ---

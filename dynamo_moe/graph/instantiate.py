@@ -431,9 +431,10 @@ class _Twins:
             self._wholes[id(tensor)] = tensor, self._wholes_of(tensor)
         found = {}
         for name, offset in self._wholes[id(tensor)][1]:
-            twin = self._twin(name, unit).detach()
-            start = twin.storage_offset() + offset
-            view = twin.as_strided(tensor.shape, tensor.stride(), start)
+            view = twin = self._twin(name, unit)
+            if (tensor.shape, tensor.stride()) != (twin.shape, twin.stride()):
+                start = twin.storage_offset() + offset
+                view = twin.detach().as_strided(tensor.shape, tensor.stride(), start)
             found[view.data_ptr()] = view
         # Several tensors of a block may be parts of one, and must be in the other block too.
         return next(iter(found.values())) if len(found) == 1 else None

@@ -354,15 +354,15 @@ def language_model() -> Any:
 
 @pytest.fixture
 def short_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The experts of transformers of which it was enough to compare two."""
+    """The experts of transformers of which it was enough to compare one."""
     seen: list[Any] = []
-    original = transformers_experts._compare_two
+    original = transformers_experts._compare_last
 
-    def counted(module: Any, options: Any) -> None:
-        original(module, options)
+    def counted(module: Any, known: Any) -> None:
+        original(module, known)
         seen.append(module)
 
-    monkeypatch.setattr(transformers_experts, "_compare_two", counted)
+    monkeypatch.setattr(transformers_experts, "_compare_last", counted)
     return seen
 
 
@@ -388,8 +388,8 @@ class Scaled(nn.SiLU):
         return super().forward(x) * self.scale
 
 
-def spoil_middle(experts: Any) -> None:
-    nn.init.constant_(experts.down_proj[2, 1], float("nan"))
+def spoil_last(experts: Any) -> None:
+    nn.init.constant_(experts.down_proj[-1, 1], float("nan"))
 
 
 def clamp_activation(experts: Any) -> None:
@@ -410,7 +410,7 @@ def hook_activation(experts: Any) -> None:
 
 @pytest.mark.parametrize("place", [0, 6, 11])
 @pytest.mark.parametrize(
-    "change", [spoil_middle, clamp_activation, scale_activation, hook_experts, hook_activation]
+    "change", [spoil_last, clamp_activation, scale_activation, hook_experts, hook_activation]
 )
 def test_experts_of_transformers_that_differ_are_left_as_they_are(
     change: Callable[[Any], None], place: int
@@ -422,6 +422,19 @@ def test_experts_of_transformers_that_differ_are_left_as_they_are(
     report = dynamo_moe.convert(model)
     assert [each.module for each in report.unrecognised] == [f"model.layers.{place}.mlp.experts"]
     assert len(report.replaced) == 11
+
+
+def test_a_spoilt_expert_of_transformers_stays_what_it_is() -> None:
+    model = language_model()
+    experts = model.model.layers[6].mlp.experts
+    nn.init.constant_(experts.down_proj[2, 1], float("nan"))
+    x = torch.randn(8, WIDTH)
+    ids, weights = torch.arange(8).reshape(-1, 1) % 4, torch.ones(8, 1)
+    expected = experts(x, ids, weights)
+    assert not dynamo_moe.convert(model).unrecognised
+    result = experts(x, ids, weights)
+    assert result.isnan().any()
+    torch.testing.assert_close(result, expected, equal_nan=True)
 
 
 @transformers.integrations.use_experts_implementation
