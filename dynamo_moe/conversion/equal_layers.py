@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.tracing.equal_blocks import Description, describe, tied_tensors
+from dynamo_moe.tracing.descriptions import Description, describe
+from dynamo_moe.tracing.equal_blocks import tied_tensors
 from dynamo_moe.tracing.reachable_state import State, state_of
 from dynamo_moe.tracing.read_names import ReadNames
 from dynamo_moe.weights.lazy_tensors import LazyTensor

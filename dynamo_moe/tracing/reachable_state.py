@@ -24,16 +24,10 @@ from torch import Tensor, nn
 
 from dynamo_moe.private import attributes_of, change_count
 from dynamo_moe.tracing.contents import Contents, is_plain
-from dynamo_moe.tracing.equal_blocks import (
-    LISTS,
-    SETS,
-    Facts,
-    NotSharedError,
-    Place,
-    held_by_function,
-    parts_of,
-)
+from dynamo_moe.tracing.descriptions import Facts, Place
+from dynamo_moe.tracing.equal_blocks import NotSharedError
 from dynamo_moe.tracing.library_code import HERE, is_installed_file, is_library, is_library_file
+from dynamo_moe.tracing.parts import LISTS, SETS, held_by_function, parts_of
 from dynamo_moe.tracing.values import SIMPLE, are_equal
 
 # Values that a look at what a block reaches gives up after.

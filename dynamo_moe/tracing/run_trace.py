@@ -6,42 +6,33 @@ import contextlib
 import functools
 import inspect
 import math
-import random
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
-import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
 from dynamo_moe.private import (
-    active_modes,
     attributes_of,
     change_count,
     storage_key,
     tensor_tables_replaced,
 )
 from dynamo_moe.tracing import private
-from dynamo_moe.tracing.equal_blocks import (
-    FEWEST_TRACED,
-    Description,
-    Facts,
-    NotSharedError,
-    Run,
-    describe,
-    differing_places,
-)
+from dynamo_moe.tracing.blocks_in_program import computed_outside, computes_between, reads_sizes
+from dynamo_moe.tracing.descriptions import Description, Facts, describe, differing_places
+from dynamo_moe.tracing.equal_blocks import FEWEST_TRACED, NotSharedError, Run
 from dynamo_moe.tracing.layer_caches import Kept, LayerCaches, cache_among
 from dynamo_moe.tracing.library_code import file_of, is_library_file
 from dynamo_moe.tracing.marks import END, KEPT
+from dynamo_moe.tracing.modes import modes, random_states
 from dynamo_moe.tracing.reachable_state import State, state_of
 from dynamo_moe.tracing.read_names import ReadNames, foreign_modes
 from dynamo_moe.tracing.values import SIMPLE, are_equal, changed, place_of, sizes_of
-
-_DEVICES = ("cpu", "cuda", "xpu", "mps")
+from dynamo_moe.tracing.withheld_tensors import Withheld
 
 
 @dataclass
@@ -130,7 +121,7 @@ class RunTrace:
         self._calls.append(call)
         cache = cache_among(call.given)
         call.versions = _versions(call.given)
-        call.modes = _modes()
+        call.modes = modes()
         if place >= self.run.period:
             call.attributes = [self._noted(x) for x in call.given if isinstance(x, Tensor)]
         if place >= 2 * self.run.period:
@@ -207,7 +198,7 @@ class RunTrace:
                 ) -> dict[str, Any]:
                     prefix = f"{path}." if path else ""
                     names = {name for name in held if prefix + name in own}
-                    return _Withheld(held, names, self.fail) if names else held
+                    return Withheld(held, names, self.fail) if names else held
 
                 changes.enter_context(tensor_tables_replaced(block, withheld))
             yield
@@ -239,7 +230,7 @@ class RunTrace:
         classes = {type(module) for module in block.modules()}
         own, described = describe(block), self.run.described[place]
         held = (*own.outside, *objects, *classes)
-        counts, names, drawn = _counts(block), self._names[kind], _random_states()
+        counts, names, drawn = _counts(block), self._names[kind], random_states()
         state = state_of(_reached(held, names), self._others)
         if state.has_tensors and self.run.traced_units == FEWEST_TRACED:
             raise self._refuse("a block reaches tensors that it is not given")
@@ -252,7 +243,7 @@ class RunTrace:
         self._check_state(proof)
         if _counts(block) != counts:
             raise self._refuse("a block changes a tensor of its own")
-        if (_modes(), _random_states()) != (call.modes, drawn):
+        if (modes(), random_states()) != (call.modes, drawn):
             raise self._refuse("a block changes a mode, or draws random numbers")
         self._proofs[kind:] = [proof]
         return results
@@ -462,53 +453,21 @@ class RunTrace:
         if any(node is None for nodes in ends for node in nodes):
             raise self._refuse("their results are what they were given")
         nodes: list[list[fx.Node]] = [[node.args[0] for node in unit] for unit in ends]  # type: ignore[union-attr,misc]
-        if self.run.traced_units == FEWEST_TRACED:
-            self._check_inside(nodes)
-        self._check_sizes(program)
-        self._check_between(program, own, {*own.values(), *left.values()})
+        paths = self.run.paths[: self.run.traced]
+        if self.run.traced_units == FEWEST_TRACED and (
+            reason := computed_outside(nodes, paths[self.run.period :])
+        ):
+            raise self._refuse(reason)
+        if reads_sizes(program, paths):
+            raise self._refuse("a block reads a size from data")
+        remaining = {node for (place, _), node in own.items() if place >= self.run.traced - 1}
+        if computes_between(program, remaining, {*own.values(), *left.values()}):
+            raise self._refuse("the model computes something else between them")
         kept = self._caches.finish(program, left)
         both = [node for units in (nodes, kept.nodes) for unit in units for node in unit]
         if kept.inputs and len(set(both)) < len(both):
             raise self._refuse("what a block leaves in a cache is its result as well")
         return nodes, kept
-
-    def _check_sizes(self, program: ExportedProgram) -> None:
-        """Checks that blocks read no size from data: the file has a name for each of them."""
-        paths = set(self.run.paths[: self.run.traced])
-        for node in program.graph.nodes:
-            if node.meta.get("unbacked_bindings") and _is_in(node, paths):
-                raise self._refuse("a block reads a size from data")
-
-    def _check_between(
-        self, program: ExportedProgram, ends: Mapping[Any, fx.Node], marks: Collection[fx.Node]
-    ) -> None:
-        """Checks that nothing else is computed between blocks that are passed over.
-
-        It would come after all of them in the file, and not between their nodes.
-        """
-        remaining = {node for (place, _), node in ends.items() if place >= self.run.traced - 1}
-        between: list[fx.Node] = []
-        begun = False
-        for node in program.graph.nodes:
-            begun = begun or node in remaining
-            remaining.discard(node)
-            if begun and remaining and node not in marks:
-                between.append(node)
-        used = _before([program.graph.output_node()], ()) if between else ()
-        if any(node in used for node in between):
-            raise self._refuse("the model computes something else between them")
-
-    def _check_inside(self, ends: Sequence[Sequence[fx.Node]]) -> None:
-        """Checks that the second unit's nodes are made by its blocks, not between them."""
-        if len(set(ends[0])) < len(ends[0]):
-            raise self._refuse("a unit returns one tensor in two places")
-        first = _before(ends[0], ())
-        paths = set(self.run.paths[self.run.period : self.run.traced])
-        for node in _before(ends[1], first):
-            if node.op != "call_function" or node.target is END:
-                continue
-            if not _is_in(node, paths):
-                raise self._refuse(f"{node.name} is computed between blocks")
 
 
 def _versions(values: Sequence[Any]) -> list[int]:
@@ -540,81 +499,6 @@ def _reached(held: Sequence[Any], names: ReadNames) -> dict[Hashable, Any]:
     return {**dict(enumerate((*held, *forwards))), **names.values()}
 
 
-def _is_in(node: fx.Node, paths: Collection[str]) -> bool:
-    """Whether a node was traced in one of some modules."""
-    return any(path in paths for path, _ in node.meta.get("nn_module_stack", {}).values())
-
-
-def _before(nodes: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Returns nodes and what they are computed from, up to those that are known."""
-    found: set[fx.Node] = set()
-    remaining = [*nodes]
-    while remaining:
-        node = remaining.pop()
-        if node not in found and node not in known:
-            found.add(node)
-            remaining += node.all_input_nodes
-    return found
-
-
-def _modes() -> tuple[Any, ...]:
-    """Returns what operators and code depend on that is not given to them."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        active_modes(),
-        tuple(
-            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-            for device in _DEVICES
-        ),
-    )
-
-
-def _random_states() -> tuple[Any, ...]:
-    """Returns what numbers are drawn from; code that reads it and draws none reaches it."""
-    _, *numbers = numpy.random.get_state()  # noqa: NPY002  What models draw from.
-    return (
-        hash(random.getstate()),
-        tuple(map(str, numbers[1:])),
-        numpy.asarray(numbers[0]).tobytes(),
-    )
-
-
 def _counts(block: nn.Module) -> list[tuple[int, int]]:
     """Returns which tensors a block has, and how often each was changed in place."""
     return [(id(each), change_count(each)) for each in (*block.parameters(), *block.buffers())]
-
-
-class _Withheld(dict[str, Any]):
-    """A module's tensors by name, of which none may be looked for."""
-
-    def __init__(
-        self, held: Mapping[str, Any], names: Collection[str], fail: Callable[[str], Any]
-    ) -> None:
-        super().__init__(held)
-        self._names, self._fail = names, fail
-
-    def _check(self, name: object) -> None:
-        if name in self._names:
-            self._fail(f"{name} of one that is passed over is read")
-
-    def __contains__(self, name: object) -> bool:
-        self._check(name)
-        return super().__contains__(name)
-
-    def __getitem__(self, name: str) -> Any:
-        self._check(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._check(name)
-        return super().get(name, default)
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        self._fail("tensors of one that is passed over are listed or replaced")
-
-    __iter__ = __reversed__ = __len__ = __eq__ = __repr__ = __or__ = __ror__ = __ior__ = _refuse
-    __setitem__ = __delitem__ = keys = values = items = copy = _refuse
-    pop = popitem = setdefault = update = clear = _refuse

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dynamo_moe.tracing import equal_blocks
-from dynamo_moe.tracing.equal_blocks import describe, tied_tensors
+from dynamo_moe.tracing import descriptions
+from dynamo_moe.tracing.descriptions import describe
+from dynamo_moe.tracing.equal_blocks import tied_tensors
 
 
 class Config:
@@ -118,8 +119,8 @@ def _block(attributes: Attributes) -> nn.Module:
 def _one_by_one(block: nn.Module, tied: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A description for which every attribute was read by itself, with all in it."""
     with monkeypatch.context() as patch:
-        patch.setattr(equal_blocks._Reader, "has_each_once", lambda reader, empty: False)
-        patch.setattr(equal_blocks._Reader, "_read_attribute", equal_blocks._Reader.read)
+        patch.setattr(descriptions._Reader, "has_each_once", lambda reader, empty: False)
+        patch.setattr(descriptions._Reader, "_read_attribute", descriptions._Reader.read)
         return describe(block, tied)
 
 
@@ -130,7 +131,7 @@ def test_blocks_differ_where_their_attributes_do(
 ) -> None:
     blocks = [_block(attributes), _block({**attributes, **others} if both else attributes)]
     tied = tied_tensors(nn.ModuleList(blocks))
-    common = equal_blocks._Common()
+    common = descriptions.Common()
     first, second = (describe(block, tied, common) for block in blocks)
     with pytest.MonkeyPatch.context() as patch:
         one, other = (_one_by_one(block, tied, patch) for block in blocks)
