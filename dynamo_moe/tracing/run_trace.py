@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -107,6 +107,7 @@ class RunTrace:
         self.check()
         if len(self._calls) != len(self.run.blocks):
             self.fail("not all of them are called")
+        self._check_returned(self._calls)
 
     def check(self) -> None:
         """Refuses the run if anything has, even if the model's code or a trial caught the error."""
@@ -369,8 +370,7 @@ class RunTrace:
             self.fail("they are called in different ways")
         if not all(map(_are_alike, call.attributes, before.attributes)):
             self.fail("a tensor that a block is given has other attributes")
-        if self._calls[place - 1].returned != _versions(self._calls[place - 1].results):
-            self.fail("a block's result is changed in place")
+        self._check_returned(self._calls[place - 1 : place])
         versions = iter(zip(call.versions, before.versions, strict=False))
         for given, earlier in zip(call.given, before.given, strict=True):
             if isinstance(given, Tensor) and isinstance(earlier, Tensor):
@@ -387,6 +387,11 @@ class RunTrace:
                     self._carried.add(leaf)
             elif given is not earlier and not are_equal(given, earlier):
                 self.fail("they are given different arguments")
+
+    def _check_returned(self, calls: Iterable[_Call]) -> None:
+        """Checks that nothing has changed blocks' results, which would be the ends of units."""
+        if any(call.returned != _versions(call.results) for call in calls):
+            self.fail("a block's result is changed in place")
 
     def _check_block(self, place: int) -> None:
         """Checks that a block is like the traced one of its kind, now that it is called."""

@@ -100,6 +100,28 @@ class EarlierInPlace(Collects):
         return states[-1]
 
 
+class LastInPlace(Collects):
+    def result(self, states: list[Tensor]) -> Any:
+        return self.head(states[-1].clamp_(min=0))
+
+
+class LastReturnedInPlace(Collects):
+    def result(self, states: list[Tensor]) -> Any:
+        return states[-1].mul_(2)
+
+
+class ByView(Collects):
+    def result(self, states: list[Tensor]) -> Any:
+        states[-1].view(-1).add_(1)
+        return self.head(states[-1])
+
+
+class FirstInPlace(Collects):
+    def result(self, states: list[Tensor]) -> Any:
+        states[1].mul_(2)
+        return self.head(states[-1])
+
+
 class Noted(Collects):
     def given(self, number: int, states: list[Tensor]) -> Tensor:
         if number == 6:
@@ -127,11 +149,12 @@ class ReadsScale(Block):
     ("model", "reason"),
     [
         (AllStates, USED), (OneState, USED), (UsedAfter, USED), (LastButOne, USED),
-        (ChangedAfter, USED), (TwoBefore, ANOTHER), (OfTheFirstPassedOver, ANOTHER),
-        (InPlace, IN_PLACE), (EarlierInPlace, IN_PLACE),
+        (ChangedAfter, IN_PLACE), (TwoBefore, ANOTHER), (OfTheFirstPassedOver, ANOTHER),
+        (InPlace, IN_PLACE), (EarlierInPlace, IN_PLACE), (LastInPlace, IN_PLACE),
+        (LastReturnedInPlace, IN_PLACE), (ByView, IN_PLACE), (FirstInPlace, IN_PLACE),
     ],
 )  # fmt: skip
-def test_results_in_the_middle_go_to_the_next_block_alone(
+def test_results_go_to_the_next_block_alone_as_they_are(
     compared: Callable[..., int],
     caplog: pytest.LogCaptureFixture,
     model: type[Stack],
