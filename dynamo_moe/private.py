@@ -200,7 +200,7 @@ def tensors_replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) 
     """
     with contextlib.ExitStack() as restored:
         for path, part in modules_by_path(module):
-            for held in _own_tensors(part):
+            for held in own_parts(part)[:2]:
                 for name, tensor in held.items():
                     other = replacement(f"{path}.{name}" if path else name, tensor)
                     if other is not tensor:
@@ -226,7 +226,7 @@ def tensor_tables_replaced(
     try:
         for path, part in modules_by_path(module):
             held = attributes_of(part)
-            for name, table in zip(TENSOR_TABLES, _own_tensors(part), strict=True):
+            for name, table in zip(TENSOR_TABLES, own_parts(part), strict=False):
                 other = replacement(path, table)
                 if other is not table:
                     replaced.append((held, name, table))
@@ -298,10 +298,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return found
-
-
-def _own_tensors(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return own_parts(module)[:2]
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -78,9 +78,7 @@ def convert_layers(
         return []
     known: dict[Any, _Proof] = {}
     parts = ModelParts.of(model)
-    # Each change of their number costs a small layer as much as its trial.
-    with few_threads(*(model.get_submodule(candidate.paths[0]) for candidate in located)):
-        outcomes = [_convert_candidate(model, candidate, known, parts) for candidate in located]
+    outcomes = [_convert_candidate(model, candidate, known, parts) for candidate in located]
     return [outcome for outcome in outcomes if outcome is not None]
 
 

@@ -209,14 +209,13 @@ def using_tensors(
     return tensors_replaced(module, tensors.get)
 
 
-def few_threads(*modules: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Runs the operators of small modules on one thread; not if one of them is large.
+def few_threads(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Runs a small module's operators on one thread.
 
     They are too short for two to gain much, and where another process has a core, each operator
     waits for the thread there.
     """
-    sizes = (sum(parameter.numel() for parameter in each.parameters()) for each in modules)
-    small = all(size <= _MOST_ON_ONE_THREAD for size in sizes)
+    small = sum(parameter.numel() for parameter in module.parameters()) <= _MOST_ON_ONE_THREAD
     return one_thread() if small else contextlib.nullcontext()
 
 

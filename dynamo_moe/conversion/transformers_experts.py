@@ -61,19 +61,17 @@ def convert_experts(
     known: dict[type, _Identified] = {}
     outcomes: list[Replacement | Unrecognised] = []
     decisions: list[tuple[Experts, ExpertOptions | None]] = []
-    # Each change of their number costs a small module as much as its trial.
-    with few_threads(*(module for _, module in found)):
-        for path, module in found:
-            kind, name, options = type(module), type(module).__name__, None
-            try:
-                with few_threads(module):
-                    known[kind] = _identify(module, known.get(kind), parts)
-                options = known[kind].options
-                outcomes.append(Replacement(path, _NAME, name, has_values(module)))
-            except ValueError as refusal:
-                computed = "left as it is" if fallback is None else f"computed by {fallback!r}"
-                outcomes.append(Unrecognised(path, name, f"{refusal}; {computed}"))
-            decisions.append((module, options))
+    for path, module in found:
+        kind, name, options = type(module), type(module).__name__, None
+        try:
+            with few_threads(module):
+                known[kind] = _identify(module, known.get(kind), parts)
+            options = known[kind].options
+            outcomes.append(Replacement(path, _NAME, name, has_values(module)))
+        except ValueError as refusal:
+            computed = "left as it is" if fallback is None else f"computed by {fallback!r}"
+            outcomes.append(Unrecognised(path, name, f"{refusal}; {computed}"))
+        decisions.append((module, options))
     # Modules of one config share its implementation, so all of them must know what to compute.
     useful = {id(module.config) for module, options in decisions if options is not None or fallback}
     for module, options in decisions:
@@ -200,14 +198,13 @@ def _num_experts(module: Experts) -> int:
 
 
 def _example(module: Experts, experts: list[int], k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens ``[T, D]``, ids ``[T, K]`` of some experts, and weights ``[T, K]``."""
+    """Returns float32 tokens ``[T, D]``, ids ``[T, K]`` of some experts, and weights ``[T, K]``."""
     weight = getattr(module, _first_weight(module))
     width = weight.shape[1 if module.is_transposed else 2]
-    ids_TK = torch.tensor(experts).reshape(-1, k)
-    weights_TK = torch.linspace(0.1, 1, len(experts)).reshape(-1, k)
     device = "cpu" if weight.is_meta else weight.device
-    x_TD = random_tokens(len(ids_TK), width, like=torch.empty(0, device=device))
-    return x_TD, ids_TK.to(device), weights_TK.to(device)
+    ids_TK = torch.tensor(experts, device=device).reshape(-1, k)
+    weights_TK = torch.linspace(0.1, 1, len(experts), device=device).reshape(-1, k)
+    return random_tokens(len(ids_TK), width, like=weights_TK), ids_TK, weights_TK
 
 
 # --- The implementation ---

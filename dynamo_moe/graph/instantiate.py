@@ -24,6 +24,9 @@ from dynamo_moe.tracing.equal_blocks import MOST_TRACED, NotSharedError
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.placeholders import as_ir
 
+THIRD = MOST_TRACED - 1
+"""The unit that further ones are made of, the last in the graph."""
+
 
 @dataclass(frozen=True)
 class Units:
@@ -101,10 +104,10 @@ def add_third(model: ir.Model, runs: Sequence[Units]) -> list[Units]:
             found.append(units)
             continue
         run = _Run(model, units, units.tensors[1].keys(), 1)
-        _, copies = run.add((), [2])
-        for place, added_after in copies.items():
-            model.graph.insert_after(place, [_node(copy) for copy in added_after])
-        names, count = [str(value.name) for value in run.ends[2]], len(units.ends[1])
+        _, copies = run.copy((), [THIRD])
+        for place, following in copies.items():
+            model.graph.insert_after(place, [_node(copy) for copy in following])
+        names, count = [str(value.name) for value in run.ends[THIRD]], len(units.ends[1])
         ends, kept = [*units.ends, names[:count]], [*units.kept, names[count:]]
         found.append(replace(units, ends=ends, kept=kept))
         added.append((units, run.ends))
@@ -147,9 +150,9 @@ def instantiate(
     Raises:
         NotSharedError: If the units of the graph are not alike.
     """
-    run = _Run(model, units, weights, 2)
+    run = _Run(model, units, weights, THIRD)
     run.check_alike()
-    layers, copies = run.add(layers, range(3, len(units.paths)))
+    layers, copies = run.copy(layers, range(MOST_TRACED, len(units.paths)))
     return Instances(units, copies, run.values, run.ends), layers, run.weights
 
 
@@ -272,10 +275,13 @@ class _Run:
                 elif output not in ends and (outside or output.is_graph_output()):
                     raise NotSharedError(f"{output.name} is used after its unit")
 
-    def add(
+    def copy(
         self, layers: Sequence[Layer], units: Iterable[int]
     ) -> tuple[list[Layer], dict[ir.Node, list[Copy]]]:
-        """Adds copies of the source after it, the last of the units in the graph."""
+        """Returns all layers, and copies of the source, which follow its last node.
+
+        The graph is given their weights, and uses the last one's ends in place of the source's.
+        """
         source, inside = self._source, set(self._nodes)
         carried = [end for end in self.ends[-1] if end not in self._kept]
         uses = {end: [use for use in end.uses() if use[0] not in inside] for end in carried}

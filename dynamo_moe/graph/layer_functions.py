@@ -17,10 +17,7 @@ import onnx_ir as ir
 from dynamo_moe.files.block_functions import DOMAIN, copied, inlined_name
 from dynamo_moe.files.copies import Copies, Copy
 from dynamo_moe.files.model_files import is_small
-from dynamo_moe.graph.instantiate import Instances, ancestors, node_key
-
-# The unit that is the pattern of its run, the last in the graph.
-_THIRD = 2
+from dynamo_moe.graph.instantiate import THIRD, Instances, ancestors, node_key
 
 
 def make_functions(
@@ -74,8 +71,8 @@ class _Outlined:
         self._given = [each for each in used if each is not None and each.producer() not in inside]
         self._given.sort(key=self._rank)
         # By unit, its values by those of the third; None if it is another.
-        self._twins = [self._match(its) for its in ends[: _THIRD + 1]]
-        third = self._twins[_THIRD]
+        self._twins = [self._match(its) for its in ends[: THIRD + 1]]
+        third = self._twins[THIRD]
         self._twins += [third and {**third, **its} for its in run.values]
         self._constants = [value for value in self._given if self._is_constant(value)]
         self._given = [value for value in self._given if value not in self._constants]
@@ -129,9 +126,9 @@ class _Outlined:
                 continue
             given = [calls.get(twins[value], twins[value]) for value in self._given]
             path = "-".join(self._units.paths[unit])
-            if unit <= _THIRD:
+            if unit <= THIRD:
                 call = self._call(name, path, given, twins, calls)
-                if unit == _THIRD:
+                if unit == THIRD:
                     self.copies = {call: added}
             else:
                 results = [twins[result] for result in self._results]

@@ -46,7 +46,8 @@ def capture(
     into a number, such as ``int(math.ceil(1.25 * tokens))``, keeps it symbolic only when read.
     With ``sharing``, whose context is entered, equal blocks are passed over; what ends the traced
     ones are further results of the program. For a program with gradients, LSTMs and GRUs are not
-    loops, which have none, but steps of the example's number.
+    loops, which have none, but steps of the example's number, and where the model switches
+    gradients off is a region.
 
     Raises:
         Exception: Whatever the model's code or the tracer raises, from the first attempt.

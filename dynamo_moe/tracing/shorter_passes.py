@@ -37,6 +37,7 @@ def gradients_ignored(original: Callable[..., Any]) -> Callable[..., Any]:
         for node in list(gm.graph.nodes):
             if node.target is torch._C._set_grad_enabled:
                 gm.graph.erase_node(node)
+        # The graphs of branches and loops are left to it.
         return original(gm, graph_signature)
 
     return regions

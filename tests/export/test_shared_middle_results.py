@@ -281,7 +281,9 @@ def test_long_runs(
     count: int,
     trained: bool,
 ) -> None:
-    make = lambda: stack(kind, blocks=BLOCKS, model=model).requires_grad_(trained)  # noqa: E731
+    def make() -> nn.Module:
+        return stack(kind, blocks=BLOCKS, model=model).requires_grad_(trained)
+
     assert compared(make) == count
     assert (f"{ALONE}: blocks.0 and those after it: {USED}" in caplog.text) == (not count)
 
