@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,9 +29,11 @@ __all__ = [
     "TENSOR_TABLES",
     "TorchDispatchMode",
     "attributes_of",
+    "calls_forward_alone",
     "change_count",
     "compiled_module",
     "enable_python_dispatcher",
+    "global_hooks",
     "has_attribute",
     "has_forward_hooks",
     "hooks_removed",
@@ -41,6 +43,7 @@ __all__ = [
     "schema_of",
     "shallow_copy",
     "storage_key",
+    "submodules_replaced",
     "tensors_replaced",
     "without_values",
     "wrapper_subclass",
@@ -175,6 +178,30 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name, None) for name in _HOOKS)
 
 
+try:
+    from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+except ImportError:
+    _global_forward_hooks = _global_forward_pre_hooks = None  # type: ignore[assignment]
+
+
+def global_hooks() -> tuple[Any, ...]:
+    """Returns the hooks around every module's forward; equal to no other if they are not known."""
+    if _global_forward_hooks is None or _global_forward_pre_hooks is None:
+        return (object(),)
+    return (*_global_forward_pre_hooks.values(), None, *_global_forward_hooks.values())
+
+
+# What calling a module does, beside its hooks.
+_CALLS = nn.Module.__call__, getattr(nn.Module, "_call_impl", None)
+
+
+def calls_forward_alone(module: nn.Module) -> bool:
+    """Whether a call of a module runs no code of others before or after its forward."""
+    kind = type(module)
+    calls = kind.__call__, getattr(kind, "_call_impl", None)
+    return calls == _CALLS and not has_forward_hooks(module) and global_hooks() == (None,)
+
+
 @contextlib.contextmanager
 def hooks_removed(module: nn.Module) -> Iterator[None]:
     """Lets a module and its submodules run without their hooks."""
@@ -235,6 +262,25 @@ def tensor_tables_replaced(
     finally:
         for held, name, table in replaced:
             held[name] = table
+
+
+@contextlib.contextmanager
+def submodules_replaced(
+    modules: Sequence[nn.Module], tables: Sequence[dict[str, Any]]
+) -> Iterator[None]:
+    """Lets modules keep their submodules by name in other dictionaries, one for each.
+
+    Raises:
+        RuntimeError: If this PyTorch keeps them elsewhere.
+    """
+    replaced = [(attributes_of(module), own_parts(module)[2]) for module in modules]
+    try:
+        for (held, _), table in zip(replaced, tables, strict=True):
+            held[CHILDREN_TABLE] = table
+        yield
+    finally:
+        for held, table in replaced:
+            held[CHILDREN_TABLE] = table
 
 
 def own_parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import onnx
 import onnx_ir as ir
 
 
@@ -50,18 +49,3 @@ def with_copies(nodes: Iterable[ir.Node], copies: Copies) -> Iterator[ir.Node | 
     for node in nodes:
         yield node
         yield from copies.get(node, ())
-
-
-def add_copies(proto: onnx.GraphProto, graph: ir.Graph, copies: Copies) -> None:
-    """Adds copies to what a graph has become in its file."""
-    protos = dict(zip(graph, list(proto.node), strict=True))
-    del proto.node[:]
-    for node in with_copies(graph, copies):
-        added = proto.node.add()
-        if isinstance(node, Copy):
-            added.CopyFrom(protos[node.source])
-            added.name = node.name
-            added.input[:] = ["" if each is None else each.name for each in node.inputs]
-            added.output[:] = [each.name for each in node.outputs]
-        else:
-            added.CopyFrom(protos[node])

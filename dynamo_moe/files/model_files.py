@@ -16,7 +16,6 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from dynamo_moe.files import protobuf
-from dynamo_moe.files.copies import Copies
 from dynamo_moe.progress import phases
 
 # A protobuf message cannot pass 2 GiB; the graph itself needs room too.
@@ -48,14 +47,13 @@ def without_weights(
     *,
     as_inputs: bool = False,
     small: int = _SMALL,
-    copies: Copies | None = None,
 ) -> onnx.ModelProto:
     """Returns the model without the main graph's initializers, but for those up to ``small`` bytes.
 
-    If asked for, the others are inputs, after the model's own. Copies of nodes follow these.
+    If asked for, the others are inputs, after the model's own.
     """
     large = _large(model, small)
-    proto = protobuf.without(model, large, copies)
+    proto = protobuf.without(model, large)
     if as_inputs:
         protobuf.add_inputs(proto.graph, large)
     return proto

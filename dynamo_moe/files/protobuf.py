@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from dynamo_moe.files.copies import Copies, add_copies, with_copies
+from dynamo_moe.files.copies import Copies, Copy, with_copies
 from dynamo_moe.progress import phases
 
 _GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
@@ -52,16 +52,13 @@ def write(model: onnx.ModelProto, path: Path, weights: Sequence[ir.Value]) -> No
         phases.report(done, total)
 
 
-def without(
-    model: ir.Model, weights: Sequence[ir.Value], copies: Copies | None = None
-) -> onnx.ModelProto:
-    """Returns the model, and copies of its nodes, without some of the main graph's initializers."""
-    nodes = with_copies(model.graph, copies or {})
+def without(model: ir.Model, weights: Sequence[ir.Value]) -> onnx.ModelProto:
+    """Returns the model without some of the main graph's initializers."""
     initializers = model.graph.initializers
     values = list(initializers.values())
     for weight in weights:
         del initializers[weight.name or ""]
-    results = [value for node in nodes for value in node.outputs if _is_only_typed(value)]
+    results = _only_typed(model.graph)
     types = [(value, value.type, value.shape) for value in results]
     for value in results:
         value.type = value.shape = None
@@ -73,10 +70,26 @@ def without(
         initializers.clear()
         for value in values:
             initializers.add(value)
-    if copies:
-        add_copies(proto.graph, model.graph, copies)
     _add_types(proto.graph, results)
     return proto
+
+
+def add_copies(proto: onnx.GraphProto, graph: ir.Graph, copies: Copies) -> None:
+    """Adds copies of nodes to what :func:`without` has made of their graph."""
+    protos = dict(zip(graph, list(proto.node), strict=True))
+    del proto.node[:]
+    del proto.value_info[len(proto.value_info) - len(_only_typed(graph)) :]
+    nodes = list(with_copies(graph, copies))
+    for node in nodes:
+        added = proto.node.add()
+        if isinstance(node, Copy):
+            added.CopyFrom(protos[node.source])
+            added.name = node.name
+            added.input[:] = ["" if each is None else each.name for each in node.inputs]
+            added.output[:] = [each.name for each in node.outputs]
+        else:
+            added.CopyFrom(protos[node])
+    _add_types(proto, _only_typed(nodes))
 
 
 def add_inputs(graph: onnx.GraphProto, weights: Iterable[ir.Value]) -> None:
@@ -93,10 +106,15 @@ def add_inputs(graph: onnx.GraphProto, weights: Iterable[ir.Value]) -> None:
         info.type.CopyFrom(made[kind])
 
 
-def _is_only_typed(value: ir.Value) -> bool:
-    """Whether a graph's ``value_info`` has no more of a value than its name, type and shape."""
-    described = value.metadata_props or value.doc_string or value.is_graph_output()
-    return bool(value.name) and value.type is not None and not described
+def _only_typed(nodes: Iterable[ir.Node | Copy]) -> list[ir.Value]:
+    """Returns results of which a graph's ``value_info`` has the name, type and shape alone."""
+    return [
+        value
+        for node in nodes
+        for value in node.outputs
+        if value.name and value.type is not None
+        if not (value.metadata_props or value.doc_string or value.is_graph_output())
+    ]
 
 
 def _add_types(graph: onnx.GraphProto, values: Sequence[ir.Value]) -> None:

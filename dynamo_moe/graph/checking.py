@@ -7,7 +7,7 @@ import onnx.checker
 import onnx.shape_inference
 import onnx_ir as ir
 
-from dynamo_moe.files import model_files
+from dynamo_moe.files import model_files, protobuf
 from dynamo_moe.files.copies import Copies
 from dynamo_moe.progress import phases
 
@@ -21,7 +21,8 @@ def check(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:
     """Checks a model as ``onnx.checker.check_model(full_check=True)`` does, its copies too.
 
     Inputs of the graph stand for its weights: no value is read, however many bytes they have, and
-    wherever they are.
+    wherever they are. Types are inferred without the copies, whose results are inputs too: they
+    have the types of their sources' results.
 
     Returns:
         The model without its weights.
@@ -29,11 +30,25 @@ def check(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:
     Raises:
         InvalidGraphError: With the node and the reason.
     """
-    proto = model_files.without_weights(model, as_inputs=True, copies=copies)
+    proto = model_files.without_weights(model, as_inputs=True)
+    inputs = proto.graph.input
+    given = len(inputs)
+    for value in _used_results(copies or {}):
+        ir.serde.serialize_value_into(inputs.add(), value)
     try:
         onnx.checker.check_model(proto, full_check=True)
+        if copies:
+            del inputs[given:]
+            protobuf.add_copies(proto.graph, model.graph, copies)
+            onnx.checker.check_model(proto)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         reason = " ".join(str(error).removeprefix("[ShapeInferenceError] ").split())
         raise InvalidGraphError(reason) from error
-    del proto.graph.input[len(model.graph.inputs) :]
+    del inputs[len(model.graph.inputs) :]
     return proto
+
+
+def _used_results(copies: Copies) -> list[ir.Value]:
+    """Returns the copies' results that the graph itself uses."""
+    results = (value for each in copies.values() for copy in each for value in copy.outputs)
+    return [value for value in results if value.uses() or value.is_graph_output()]

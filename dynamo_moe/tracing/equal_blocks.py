@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from dynamo_moe.modules import ConvertedModule
-from dynamo_moe.private import modules_by_path, own_parts
+from dynamo_moe.private import calls_forward_alone, modules_by_path, own_parts
 from dynamo_moe.tracing.descriptions import Common, Description, Original, describe
 
 FEWEST_TRACED, MOST_TRACED = 2, 3
@@ -79,7 +79,13 @@ class Run:
 
 
 def runs_of(model: nn.Module) -> list[Run]:
-    """Returns a model's runs of equal blocks that are longer than what may be traced of them."""
+    """Returns a model's runs of equal blocks that are longer than what may be traced of them.
+
+    There are none where code runs around the model's forward, which may look for what is taken from
+    blocks that are passed over.
+    """
+    if not calls_forward_alone(model):
+        return []
     tied = tied_tensors(model)
     common = Common()
     found: list[Run] = []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from dynamo_moe.private import active_modes
+from dynamo_moe.private import active_modes, global_hooks
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -21,6 +21,7 @@ def modes() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.get_default_device(),
         active_modes(),
+        global_hooks(),
         tuple(
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
             for device in _DEVICES

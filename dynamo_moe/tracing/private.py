@@ -57,6 +57,7 @@ __all__ = [
     "members_looked_up_once",
     "missing",
     "missing_for_gradients",
+    "module_paths",
     "onnx_program",
     "promote_dtypes",
     "quiet",
@@ -263,6 +264,15 @@ def twin_of(tensor: Tensor) -> Tensor | None:
     twin: Tensor = _Twin.apply(tensor)  # type: ignore[no-untyped-call]
     proxy_tensor.set_proxy_slot(twin, tracing.tracer, traced)
     return twin
+
+
+def module_paths() -> dict[torch.nn.Module, str]:
+    """Returns the paths by which the running trace knows modules; a new dictionary without one."""
+    tracing = proxy_tensor.get_proxy_mode()
+    found: dict[torch.nn.Module, str] = (
+        getattr(tracing and tracing.tracer, "submodule_paths", None) or {}
+    )
+    return found
 
 
 def fake_mode(program: ExportedProgram) -> Any:

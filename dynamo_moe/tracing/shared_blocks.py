@@ -18,7 +18,14 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 
-from dynamo_moe.private import attributes_of, tensors_replaced
+from dynamo_moe.private import (
+    attributes_of,
+    modules_by_path,
+    own_parts,
+    submodules_replaced,
+    tensors_replaced,
+)
+from dynamo_moe.tracing import private
 from dynamo_moe.tracing.equal_blocks import NotSharedError, Run
 from dynamo_moe.tracing.layer_caches import Kept
 from dynamo_moe.tracing.marks import END, KEPT
@@ -49,15 +56,37 @@ class SharedTrace:
             for place, block in enumerate(trace.run.blocks)
         }
         self._running: RunTrace | None = None
+        # Blocks whose submodules PyTorch need not go through, a few dozen times each, and these.
+        self._closed = [block for run in runs for block in run.blocks[run.traced :]]
+        self._submodules = [own_parts(block)[2] for block in self._closed]
+        inside = {module for block in self._closed for _, module in modules_by_path(block)[1:]}
+        with self._submodules_hidden():
+            seen = any(module in inside for _, module in modules_by_path(model))
+        if seen:  # Their paths would be others.
+            self._closed, self._submodules = [], []
+
+    def _submodules_hidden(self) -> contextlib.AbstractContextManager[None]:
+        return submodules_replaced(self._closed, [{} for _ in self._closed])
+
+    def _name_submodules(self) -> None:
+        """Tells a running trace the paths of what it has not seen; a model may call it."""
+        paths = private.module_paths()
+        for block in self._closed if paths else []:
+            prefix = paths[block]
+            paths.update((part, f"{prefix}.{path}") for path, part in modules_by_path(block)[1:])
 
     @contextlib.contextmanager
     def passing_over(self) -> Iterator[None]:
-        """Takes the weights from blocks that are passed over, and their calls."""
+        """Takes the weights from blocks that are passed over, and their calls.
+
+        Around the model's forward, where PyTorch looks at all of a model, they have no submodules.
+        """
         with contextlib.ExitStack() as changes:
             for trace in self._traces:
                 for block in trace.run.blocks[trace.run.traced :]:
                     changes.enter_context(tensors_replaced(block, lambda path, tensor: None))
                 changes.enter_context(trace.reads_watched())
+            changes.enter_context(self._submodules_hidden())
             withholding = self._withholding(self._model.forward)
             changes.enter_context(changed(self._model, "forward", withholding))
             for kind in {type(block) for run in self.runs for block in run.blocks}:
@@ -73,6 +102,8 @@ class SharedTrace:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as changes:
+                changes.enter_context(submodules_replaced(self._closed, self._submodules))
+                self._name_submodules()
                 for trace in self._traces:
                     trace.begin()
                     changes.enter_context(trace.tensors_withheld())

@@ -8,6 +8,7 @@ the same graph.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -115,11 +116,12 @@ def link(model: ir.Model, folder: Path) -> None:
             relative to their own folder, and runtimes look nowhere else.
     """
     folder = folder.resolve()
+    resolved = functools.cache(Path.resolve)  # Most weights lie in few files.
     for value in model.graph.initializers.values():
         weight, origin = value.const_value, _origin(value)
         if weight is None or origin is None:
             continue
-        path = origin.path.resolve()
+        path = resolved(origin.path)
         if not path.is_relative_to(folder):
             raise ValueError(
                 f"weights can be linked from files in {folder} or below it only, not from {path}: "
