@@ -65,7 +65,7 @@ DEFAULT_OPSET = 20
 MIN_OPSET = 18
 
 # New objects before the garbage collector looks for some that are unused.
-_YOUNG_OBJECTS = 300_000
+_YOUNG_OBJECTS = 1_000_000
 
 _LOG = logging.getLogger(__name__)
 

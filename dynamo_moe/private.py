@@ -191,15 +191,23 @@ def global_hooks() -> tuple[Any, ...]:
     return (*_global_forward_pre_hooks.values(), None, *_global_forward_hooks.values())
 
 
-# What calling a module does, beside its hooks.
-_CALLS = nn.Module.__call__, getattr(nn.Module, "_call_impl", None)
+# What a call of a module, and PyTorch before a trace, may run of a class beside its forward.
+_BESIDE_FORWARD = (
+    *("__call__", "_call_impl", "modules", "parameters", "buffers"),
+    *("named_modules", "named_parameters", "named_buffers"),
+)
 
 
 def calls_forward_alone(module: nn.Module) -> bool:
     """Whether a call of a module runs no code of others before or after its forward."""
-    kind = type(module)
-    calls = kind.__call__, getattr(kind, "_call_impl", None)
-    return calls == _CALLS and not has_forward_hooks(module) and global_hooks() == (None,)
+    if has_forward_hooks(module) or global_hooks() != (None,):
+        return False
+    kind, inner = type(module), compiled_module(module)
+    if inner is not None and kind.__module__.startswith("torch."):
+        return calls_forward_alone(inner)
+    return vars(module).keys().isdisjoint(_BESIDE_FORWARD) and all(
+        getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _BESIDE_FORWARD
+    )
 
 
 @contextlib.contextmanager

@@ -32,15 +32,18 @@ def check(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:
     """
     proto = model_files.without_weights(model, as_inputs=True)
     inputs = proto.graph.input
-    given = len(inputs)
-    for value in _used_results(copies or {}):
-        ir.serde.serialize_value_into(inputs.add(), value)
+    given, used = len(inputs), _used_results(copies or {})
+    # An input has to have both.
+    alone = bool(copies) and all(each.type and each.shape is not None for each in used)
     try:
-        onnx.checker.check_model(proto, full_check=True)
-        if copies:
+        if alone:
+            for value in used:
+                ir.serde.serialize_value_into(inputs.add(), value)
+            onnx.checker.check_model(proto, full_check=True)
             del inputs[given:]
+        if copies:
             protobuf.add_copies(proto.graph, model.graph, copies)
-            onnx.checker.check_model(proto)
+        onnx.checker.check_model(proto, full_check=not alone)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         reason = " ".join(str(error).removeprefix("[ShapeInferenceError] ").split())
         raise InvalidGraphError(reason) from error

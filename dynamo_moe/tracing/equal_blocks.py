@@ -86,18 +86,22 @@ def runs_of(model: nn.Module) -> list[Run]:
     """
     if not calls_forward_alone(model):
         return []
+    modules = modules_by_path(model)
+    children = (child for _, module in modules for child in own_parts(module)[2].values())
+    counts = Counter(id(child) for child in children)
+    several = {child for child, count in counts.items() if count > 1}
     tied = tied_tensors(model)
     common = Common()
     found: list[Run] = []
     inside: set[int] = set()
-    for path, container in modules_by_path(model):
+    for path, container in modules:
         if id(container) in inside:
             continue
         if isinstance(container, ConvertedModule):
             # It computes with its experts' weights; nothing calls them in turn.
             inside.update(id(part) for _, part in modules_by_path(container))
         elif isinstance(container, (nn.ModuleList, nn.Sequential)):
-            for run in _runs(path, list(container.named_children()), tied, common):
+            for run in _runs(path, list(container.named_children()), several, tied, common):
                 found.append(run)
                 inside.update(id(part) for each in run.blocks for _, part in modules_by_path(each))
     return found
@@ -114,11 +118,13 @@ def tied_tensors(model: nn.Module) -> set[int]:
 def _runs(
     path: str,
     children: Sequence[tuple[str, nn.Module]],
+    several: Collection[int],
     tied: Collection[int],
     common: Common,
 ) -> Iterator[Run]:
     paths = [f"{path}.{name}" if path else name for name, _ in children]
-    kinds = [type(child) for _, child in children]
+    # One that a model has in several places is equal to no other: it has several paths.
+    kinds = [type(child) if id(child) not in several else object() for _, child in children]
     described: dict[int, Description] = {}
 
     def differences(place: int, period: int) -> frozenset[tuple[str, str]] | None:

@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import logging
+import re
 import sys
 import threading
 import typing
@@ -41,6 +42,7 @@ __all__ = [
     "KNOWN_VERSIONS",
     "SYMBOLIC_SQUARE_ROOT",
     "TRACERS",
+    "another",
     "can_decompose",
     "capturing",
     "decomposing",
@@ -250,6 +252,12 @@ class _Twin(torch.autograd.Function):
             return FakeTensor(mode, tensor, tensor.fake_device)
 
 
+def another(tensor: FakeTensor) -> Tensor:
+    """Returns a tensor like one without values; no operator runs."""
+    twin: Tensor = _Twin.apply(tensor)  # type: ignore[no-untyped-call]
+    return twin
+
+
 def twin_of(tensor: Tensor) -> Tensor | None:
     """Returns another tensor that is the same value of a trace; None where there is no way.
 
@@ -261,18 +269,15 @@ def twin_of(tensor: Tensor) -> Tensor | None:
     traced = proxy_tensor.get_proxy_slot(tensor, tracing.tracer, None)
     if traced is None:
         return None
-    twin: Tensor = _Twin.apply(tensor)  # type: ignore[no-untyped-call]
+    twin = another(tensor)
     proxy_tensor.set_proxy_slot(twin, tracing.tracer, traced)
     return twin
 
 
 def module_paths() -> dict[torch.nn.Module, str]:
-    """Returns the paths by which the running trace knows modules; a new dictionary without one."""
+    """Returns the paths by which the running trace knows modules; none without a trace."""
     tracing = proxy_tensor.get_proxy_mode()
-    found: dict[torch.nn.Module, str] = (
-        getattr(tracing and tracing.tracer, "submodule_paths", None) or {}
-    )
-    return found
+    return getattr(tracing and tracing.tracer, "submodule_paths", None) or {}
 
 
 def fake_mode(program: ExportedProgram) -> Any:
@@ -515,9 +520,18 @@ def _module_alone(_: Any) -> Any:
 
     def noted(fx_node: fx.Node, ir_node: ir.Node) -> None:
         stack = fx_node.meta.get("nn_module_stack") or {"": ("", None)}
-        set_module(ir_node, next(reversed(stack.values()))[0])
+        set_module(ir_node, _SLICE.sub(_place_in_list, next(reversed(stack.values()))[0]))
 
     return noted
+
+
+# How a trace that has seen a module twice names those of a part of a list.
+_SLICE = re.compile(r"\.slice\((None|\d+), [^,()]*, (?:None|1)\)\.(\d+)")
+
+
+def _place_in_list(match: re.Match[str]) -> str:
+    start, place = match.groups()
+    return f".{(0 if start == 'None' else int(start)) + int(place)}"
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
 from dynamo_moe.private import (
+    FakeTensor,
     attributes_of,
     change_count,
     storage_key,
@@ -169,8 +170,10 @@ class RunTrace:
         """Returns what stands for a result where other sizes are tried.
 
         The last unit's are what the traced units compute. All before have no value: whatever were
-        made of them would not be what the program gives.
+        made of them would not be what the program gives. Without weights, none has values.
         """
+        if isinstance(result, FakeTensor):
+            return private.another(result)
         if place >= len(self.run.blocks) - self.run.period:
             traced = self._calls[self.run.traced - self.run.period + place % self.run.period]
             return cast(Tensor, traced.computed[leaf]).clone()

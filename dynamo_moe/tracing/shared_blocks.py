@@ -59,10 +59,11 @@ class SharedTrace:
         # Blocks whose submodules PyTorch need not go through, a few dozen times each, and these.
         self._closed = [block for run in runs for block in run.blocks[run.traced :]]
         self._submodules = [own_parts(block)[2] for block in self._closed]
-        inside = {module for block in self._closed for _, module in modules_by_path(block)[1:]}
+        inside = [module for block in self._closed for _, module in modules_by_path(block)[1:]]
         with self._submodules_hidden():
-            seen = any(module in inside for _, module in modules_by_path(model))
-        if seen:  # Their paths would be others.
+            outside = {module for _, module in modules_by_path(model)}
+        if len({*inside}) < len(inside) or not outside.isdisjoint(inside):
+            # It would not see that a module has several paths, and take others.
             self._closed, self._submodules = [], []
 
     def _submodules_hidden(self) -> contextlib.AbstractContextManager[None]:

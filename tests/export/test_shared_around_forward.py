@@ -53,13 +53,37 @@ def _earlier_hook_counts_modules(model: nn.Module) -> None:
     model.register_forward_pre_hook(lambda own, given: (given[0] * _number_of_modules(own),))
 
 
+def _call_of_instance_counts_modules(model: Any) -> None:
+    original = model._call_impl
+    model._call_impl = lambda *args: original(*args) * _number_of_modules(model)
+
+
 def _forward_of_instance_counts_modules(model: nn.Module) -> None:
     original = model.forward
     model.forward = lambda x: original(x) * _number_of_modules(model)  # type: ignore[method-assign]
 
 
+class ListsCountModules(Stack):
+    """PyTorch asks it for its parameters."""
+
+    count = 0
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        self.count = _number_of_modules(self)
+        return super().named_parameters(*args, **kwargs)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.count
+
+
 @pytest.mark.parametrize(
-    ("model", "count"), [(CallAddsWeights, 0), (CallCountsModules, 0), (ForwardCountsModules, 1)]
+    ("model", "count"),
+    [
+        (ListsCountModules, 0),
+        (CallAddsWeights, 0),
+        (CallCountsModules, 0),
+        (ForwardCountsModules, 1),
+    ],
 )
 def test_classes(compared: Callable[..., int], model: type[nn.Module], count: int) -> None:
     assert compared(lambda: stack(blocks=BLOCKS, model=model)) == count
@@ -71,6 +95,7 @@ def test_classes(compared: Callable[..., int], model: type[nn.Module], count: in
         (_hook_adds_weights, 0),
         (_hook_counts_modules, 0),
         (_earlier_hook_counts_modules, 0),
+        (_call_of_instance_counts_modules, 0),
         (_forward_of_instance_counts_modules, 1),
     ],
 )
@@ -166,6 +191,100 @@ def test_module_of_all_blocks(compared: Callable[..., int], everywhere: bool) ->
         return model
 
     assert compared(make) == 1
+
+
+class HeadInSlices(Stack):
+    """Its head is part of a list."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.rest = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.rest[1:](x)
+
+
+class AsksForItsHead(Stack):
+    """It computes something else where PyTorch's tracer wraps modules, as it may."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * (1 if type(self.head) is nn.Linear else 2)
+
+
+@pytest.mark.parametrize("model", [ActivatedLast, HeadInSlices, AsksForItsHead])
+@pytest.mark.parametrize("first", [0, 1, 2, 5])
+def test_module_of_some_blocks(
+    compared: Callable[..., int], model: type[nn.Module], first: int
+) -> None:
+    def make() -> nn.Module:
+        made = stack(WithActivation, blocks=BLOCKS, model=model)
+        activation = nn.GELU()
+        for block in made.blocks[first:]:  # type: ignore[index,union-attr]
+            block.activation = activation
+        return made
+
+    compared(make)
+
+
+class InSlices(Stack):
+    """Its blocks are called as parts of their list."""
+
+    def forward(self, x: Tensor) -> Any:
+        for block in (*self.blocks[:3], *self.blocks[3:]):
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_slices(compared: Callable[..., int], head: bool) -> None:
+    """PyTorch names modules otherwise where it sees one of them twice."""
+
+    def make() -> nn.Module:
+        model = stack(blocks=BLOCKS, model=InSlices)
+        if head:
+            model.second = model.head
+        return model
+
+    assert compared(make) == 1
+
+
+def _last_but_one(model: Any) -> None:
+    model.second = model.blocks[-2]
+
+
+def _second_list(model: Any) -> None:
+    model.second = nn.ModuleList(model.blocks)
+
+
+def _list_as_well(model: Any) -> None:
+    model.second = model.blocks
+
+
+@pytest.mark.parametrize(
+    ("alias", "count"), [(_last_but_one, 1), (_second_list, 0), (_list_as_well, 0)]
+)
+def test_blocks_in_several_places(
+    compared: Callable[..., int], alias: Callable[[Any], None], count: int
+) -> None:
+    def make() -> nn.Module:
+        model = stack(blocks=BLOCKS)
+        alias(model)
+        return model
+
+    assert compared(make) == count
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_compiled_models(compared: Callable[..., int], counts: bool) -> None:
+    """What ``torch.compile`` returns is called otherwise, by PyTorch alone."""
+    model = CallCountsModules if counts else Stack
+
+    def make() -> Any:
+        return torch.compile(stack(blocks=BLOCKS, model=model))
+
+    assert compared(make) == (not counts)
 
 
 class KeepsInBlock(Stack):
