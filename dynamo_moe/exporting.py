@@ -489,7 +489,12 @@ def _optimize(
     add_results(model, [(run.units, run.ends) for run in runs])
     names = name_canonically(model, weights, copies)
     common_passes.ClearMetadataAndDocStringPass()(model)
-    layers = [layer.renamed(names) for layer in layers]
+    values = {
+        *names.values(),
+        *model.graph.initializers,
+        *(x.name or "" for x in model.graph.inputs),
+    }
+    layers = [layer.renamed(names).in_file(values) for layer in layers]
     if form.layers_as_functions:
         weights |= {name for layer in layers for name in layer.inputs}
         copies, inner = make_functions(model, runs, weights)

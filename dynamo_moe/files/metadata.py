@@ -7,7 +7,7 @@ but its layers, the values that enter them and their routers can still be found.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,7 +26,8 @@ class Layer:
     Attributes:
         name: Its path in the PyTorch model.
         op_type: ``DroplessMoE`` or ``DroplessMoEExperts``.
-        tokens: The value that enters it.
+        tokens: The value that enters it; like an input, of no value in the file where that has
+            been removed.
         attributes: The node's attributes.
         inputs: The node's inputs; empty for those that the exporter filled with zeros.
     """
@@ -41,6 +42,19 @@ class Layer:
         """Returns the layer with other names for some values."""
         inputs = tuple(names.get(name, name) for name in self.inputs)
         return replace(self, tokens=names.get(self.tokens, self.tokens), inputs=inputs)
+
+    def in_file(self, values: Collection[str]) -> Layer:
+        """Returns the layer with names after it for values that optimisation has removed.
+
+        Args:
+            values: The names of the file's values.
+        """
+        own = {
+            name: f"{self.name}/{place}"
+            for place, name in enumerate(self.inputs)
+            if name and name not in values
+        }
+        return self.renamed(own)
 
 
 def record(model: ir.Model) -> list[Layer]:

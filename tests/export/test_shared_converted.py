@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import dynamo_moe
+from dynamo_moe.files import metadata
 from dynamo_moe.tracing.equal_blocks import runs_of
 
 pytest_plugins = ("shared_exports",)
@@ -153,6 +156,32 @@ def test_some_layers_keep_stacked_weights(
 def test_dynamic_sizes(compared: Callable[..., int], tmp_path: Path, kind: type[MoE]) -> None:
     assert compared(made(kind), EXAMPLE, dynamic_shapes="batch") == 1
     dynamo_moe.verify(tmp_path / "True" / "model.onnx", made(kind)())
+
+
+@pytest.mark.parametrize("target", ["dense", "onnxruntime"])
+def test_record_of_layers(compared: Callable[..., int], tmp_path: Path, target: str) -> None:
+    """Where a Reshape in front of a layer is removed, the record names what the file lacks."""
+
+    def make() -> nn.Module:
+        config = MixtralConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=5,
+            num_attention_heads=2, num_key_value_heads=1, num_local_experts=4, use_cache=False,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(config).eval()
+        dynamo_moe.convert(model)
+        return model
+
+    example = torch.ones(2, 4, dtype=torch.int64)
+    assert compared(make, example, target=target, dynamic_shapes="batch") == 1
+    proto = onnx.load(tmp_path / "True" / "model.onnx")
+    layers = metadata.layers_of(proto)
+    results = {name for node in proto.graph.node for name in node.output}
+    known = results | {weight.name for weight in proto.graph.initializer}
+    assert len(layers) == 5
+    for layer in layers:
+        for place, name in enumerate(layer.inputs):
+            assert not name or name in known or name == f"{layer.name}/{place}"
 
 
 def test_two_kinds_in_turn(compared: Callable[..., int], tmp_path: Path) -> None:
