@@ -49,6 +49,10 @@ class Case:
         rows = tuple(replace(row, blocks=max(1, row.blocks // 12)) for row in quick)
         return replace(self, rows=rows)
 
+    def alone(self) -> Case:
+        """The rows by our export, without the exporters that it is compared with."""
+        return replace(self, rows=tuple(replace(row, exporters=(OURS,)) for row in self.rows))
+
 
 DEPTHS = (6, 12, 24, 48, 96)
 

@@ -29,7 +29,8 @@ holds them, so that the ONNX file can refer to every weight where it is. Nothing
 with such weights; onnx checks the ONNX file, and the result says how many bytes it refers to.
 
 A whole run takes a quarter of an hour on two cores. ``--case`` runs one case and keeps the others
-of ``--json``, so that a run can be split.
+of ``--json``, so that a run can be split. How times grow with the blocks shows best in several
+``--turns`` of our export ``--alone``.
 """
 
 from __future__ import annotations
@@ -369,6 +370,7 @@ def main() -> None:
     )
     known.add_argument("--turns", type=int, default=1, help="processes of each export")
     known.add_argument("--case", default="", help="only cases whose name contains this")
+    known.add_argument("--alone", action="store_true", help="our export only")
     known.add_argument("--folder", type=Path, help="where to write the files")
     known.add_argument("--quick", action="store_true", help="tiny models, one turn, no warm-up")
     given = report.parse(known, plot)
@@ -380,6 +382,7 @@ def main() -> None:
         for case in chosen:
             run = report.conditions(PACKAGES) | {"turns": rounds, "quick": given.quick}
             size = case.shrunk() if given.quick else case
+            size = size.alone() if given.alone else size
             rows = measure(
                 size, rounds, runs, quick=given.quick, folder=given.folder, limit=given.limit
             )

@@ -74,6 +74,14 @@ def test_a_failure_of_one_turn_is_one_of_all():
     assert speed.together([{"seconds": 1.0}, {"error": "X: y"}]) == {"error": "X: y"}
 
 
+def test_cases_of_our_export_alone():
+    alone = [case.alone() for case in CASES]
+    assert {row.exporters for case in alone for row in case.rows} == {(OURS,)}
+    assert [[row.label for row in case.rows] for case in alone] == [
+        [row.label for row in case.rows] for case in CASES
+    ]
+
+
 def test_a_case_in_turns(cases):
     order = []
 
