@@ -47,7 +47,7 @@ def ratio_bars(
             named.add(name)
             panel.barh(place, ratio - 1, 0.85, left=1, color=colors[name], label=legend)
             panel.annotate(
-                f"{ratio:.2g}",
+                f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}",
                 (ratio, place),
                 (3 if ratio >= 1 else -3, 0),
                 textcoords="offset points",

@@ -273,12 +273,12 @@ def _title(cases: Sequence[Mapping[str, Any]]) -> str:
         return ""
     one = cases[-1]["run"]
     versions = one["versions"]
+    machines = sorted({f"{case['run']['cpu']}, {case['run']['cores']} cores" for case in cases})
     turns = sorted({case["run"]["turns"] for case in cases})
     return (
         f"PyTorch {versions['torch']}, onnxscript {versions['onnxscript']}, transformers "
-        f"{versions['transformers']}; {one['cpu']}, {one['cores']} cores, "
-        f"medians of {turns[0]} to {turns[-1]} turns, "
-        f"{one['date'][:10]}{', quick' * one['quick']}"
+        f"{versions['transformers']}; {' or '.join(machines)}; turns: "
+        f"{' or '.join(map(str, turns))}; {one['date'][:10]}{', quick' * one['quick']}"
     )
 
 
