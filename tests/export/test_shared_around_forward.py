@@ -225,7 +225,7 @@ def test_module_of_some_blocks(
             block.activation = activation
         return made
 
-    compared(make)
+    assert compared(make) == 1
 
 
 class InSlices(Stack):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -12,6 +13,7 @@ from torch import nn
 
 import dynamo_moe
 from dynamo_moe import exporting
+from dynamo_moe.files.copies import Copy
 from dynamo_moe.graph import checking
 from small_models import mlp_model
 
@@ -109,3 +111,45 @@ def test_no_weight_is_read() -> None:
     result.shape = ir.Shape([300, 4])
     with pytest.raises(checking.InvalidGraphError, match="op_type:MatMul"):
         checking.check(model)
+
+
+def _with_a_copy(
+    operator: str = "Relu", name: str = "copied", typed: bool = True, given: str = "a"
+) -> tuple[ir.Model, dict[ir.Node, list[Copy]]]:
+    """A node, and a copy of it whose result another node uses."""
+    kind = ir.TensorType(ir.DataType.FLOAT)
+
+    def value(its: str, known: bool = True) -> ir.Value:
+        return ir.Value(
+            name=its, type=kind if known else None, shape=ir.Shape([2]) if known else None
+        )
+
+    x = value("x")
+    first = ir.Node("", operator, [x], outputs=[value("a", typed)], name="first")
+    copied = value(name, typed)
+    last = ir.Node("", "Neg", [copied], outputs=[value("y")], name="last")
+    nodes = [first, last]
+    graph = ir.Graph([x], list(last.outputs), nodes=nodes, opset_imports={"": 20}, name="graph")
+    inputs = [first.outputs[0] if given == "a" else value(given)]
+    return ir.Model(graph, ir_version=9), {first: [Copy(first, inputs, [copied], name="copy")]}
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_copies_are_checked_with_or_without_their_types(typed: bool) -> None:
+    proto = checking.check(*_with_a_copy(typed=typed))
+    assert [node.op_type for node in proto.graph.node] == ["Relu", "Relu", "Neg"]
+    assert [each.name for each in proto.graph.input] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"operator": "Nothing"}, "No Op registered for Nothing"),
+        ({"name": "a"}, "output names multiple times"),
+        ({"name": "a", "typed": False}, "output names multiple times"),
+        ({"given": "missing"}, "topologically sorted"),
+    ],
+)
+def test_wrong_copies_are_refused(wrong: dict[str, Any], reason: str) -> None:
+    with pytest.raises(checking.InvalidGraphError, match=reason):
+        checking.check(*_with_a_copy(**wrong))
