@@ -46,6 +46,8 @@ _FRESH = frozenset(
         *("conv1d", "conv2d", "conv3d", "linear", "matmul"),
     )
 )
+# What composites come down to, with the same arguments: ONNX knows no strides.
+_AS = {_aten.reshape.default: _aten.view.default}
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -145,6 +147,7 @@ class _Decomposer:
                 target = better.function
             elif _is_only_cast(node):
                 return self._cast(node, new)
+            target = _AS.get(target, target)
             if not isinstance(target, OpOverload) or self._decomposes(target):
                 return self._traced(target, node, new)
         copy = self._graph.node_copy(node, new.__getitem__)

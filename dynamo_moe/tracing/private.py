@@ -34,9 +34,15 @@ from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.nn.modules import transformer
 
 from dynamo_moe.moe_nodes.nodes import set_module
-from dynamo_moe.private import FakeTensor, ShapeEnv, enable_python_dispatcher, modes_unasked
+from dynamo_moe.private import (
+    FakeTensor,
+    FakeTensorMode,
+    ShapeEnv,
+    enable_python_dispatcher,
+    modes_unasked,
+)
 from dynamo_moe.process_state import ProcessState, collector_paused, replaced
-from dynamo_moe.tracing import remembered_sizes, shorter_passes
+from dynamo_moe.tracing import remembered_operators, remembered_sizes, shorter_passes
 
 __all__ = [
     "KNOWN_VERSIONS",
@@ -95,7 +101,7 @@ try:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     # The steps of torch.onnx.export.
-    from torch.onnx._internal.exporter import _core, _decomp, _fx_passes
+    from torch.onnx._internal.exporter import _building, _core, _decomp, _fx_passes
     from torch.onnx._internal.exporter._registration import ONNXRegistry
     from torch.onnx._internal.fx.passes import type_promotion
 except ImportError as error:
@@ -149,10 +155,12 @@ _USED: dict[str, tuple[str, ...]] = {
     "_dynamo_config.fake_tensor_cache_enabled": (),
     "_dynamo_config.patch": (),
     "torch._C._set_grad_enabled": (),
+    "FakeTensorMode._dispatch_impl": ("self", "func", "types", "args", "kwargs"),
     "_gradients.replace_set_grad_with_hop_pass": ("gm", "graph_signature"),
     "symbolic_shapes._free_unbacked_symbols_with_path": (
         *("a", "path", "real", "shape_env", "pending", "simplify"),
     ),
+    "_building.ir": (),
     "_core._exported_program_to_onnx_program": ("exported_program", "registry"),
     "_core._set_node_metadata": ("fx_node", "ir_node"),
     "ONNXRegistry.from_torchlib": ("opset_version",),
@@ -254,6 +262,8 @@ class _Twin(torch.autograd.Function):
 
 def another(tensor: FakeTensor) -> Tensor:
     """Returns a tensor like one without values; no operator runs."""
+    if not tensor.requires_grad:
+        return _Twin.forward(None, tensor)
     twin: Tensor = _Twin.apply(tensor)  # type: ignore[no-untyped-call]
     return twin
 
@@ -341,13 +351,16 @@ def _without_memory_format(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _tracing_made_cheap() -> Iterator[None]:
-    """Remembers size arithmetic, and neither stack traces nor whole operators.
+    """Remembers size arithmetic and what operators give, and no stack traces.
 
-    With symbolic sizes, to look up what an operator gives takes longer than to find it anew.
+    PyTorch's own cache of operators takes longer to look them up than to find them anew.
     """
     with contextlib.ExitStack() as changes:
         if missing() is None:
             changes.enter_context(_dynamo_config.patch(fake_tensor_cache_enabled=False))
+            changes.enter_context(
+                replaced(FakeTensorMode, "_dispatch_impl", remembered_operators.remembered)
+            )
             for name in _ARITHMETIC:
                 changes.enter_context(replaced(SymNode, name, remembered_sizes.remembered))
             changes.enter_context(
@@ -554,6 +567,8 @@ decomposing = ProcessState(_cheap_tracing, _sizes_of_one)
 """How PyTorch traces single operators of a traced program."""
 
 translating = ProcessState(
+    # Elsewhere it is looked up anew for every attribute.
+    lambda: replaced(_building, "ir", lambda _: ir),
     lambda: replaced(OpSignature, "from_op_schema", _derived_once),
     lambda: replaced(_core, "_set_node_metadata", _module_alone),
 )

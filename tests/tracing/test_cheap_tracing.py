@@ -50,6 +50,17 @@ STEPS: dict[str, Step] = {
     "constant": lambda x: x * torch.tensor(2.0).item(),
     "scalar": lambda x: x * torch.tensor([1.0, 2.0]).sum(),
     "learned": lambda x: x + torch.zeros(x.shape[0] * 2)[: x.shape[0], None, None],
+    "expanded": lambda x: x * x.select(1, 0).unsqueeze(1).expand(-1, x.shape[1], -1),
+    "sizes of others": lambda x: (
+        x.new_ones(x.shape[:2]).unsqueeze(-1) * x + x.new_ones(x.shape[1], 1)
+    ),
+    "summed": lambda x: x.cumsum(1) + torch.einsum("bli,bmi->blm", x, x).sum(-1, keepdim=True),
+    "one of two": lambda x: torch.where(x > x.mean(), x, x[0]),
+    "numbers": lambda x: x * 2 + x * 2.0 + x * True + (x + 1j).real,
+    "half": lambda x: _in_half_precision(x) + x.half().float(),
+    "normalised": lambda x: nn.functional.layer_norm(x, (WIDTH,)) + nn.functional.gelu(x),
+    "windows": lambda x: nn.functional.unfold(x[:, None], (1, WIDTH)).transpose(1, 2),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x.transpose(0, 0)),
     "equal": lambda x: x + x.new_zeros(x.shape[1], WIDTH).unsqueeze_(0),
 }
 
@@ -58,6 +69,11 @@ def _written(x: Tensor) -> Tensor:
     x[:, 0].zero_()
     x.view(-1)[:3] = 1
     return x
+
+
+def _in_half_precision(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return (x @ x.new_ones(WIDTH, WIDTH)).float()
 
 
 class Steps(nn.Module):
@@ -80,6 +96,11 @@ def traced(model: nn.Module) -> ExportedProgram:
         return torch.export.export(model, example, dynamic_shapes=shapes)
 
 
+def for_the_example(size: int | torch.SymInt) -> int:
+    """A size of memory, which takes several forms: that of n rows, or of one after n - 1 others."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
 def description(program: ExportedProgram) -> list[Any]:
     """The nodes, with all of their values but what they compute, and what is known of the sizes."""
     values = [node.meta.get("val") for node in program.graph.nodes]
@@ -97,7 +118,7 @@ def description(program: ExportedProgram) -> list[Any]:
         return (
             *(str(value.shape), str(value.stride()), str(value.storage_offset())),
             *(value.dtype, value.device, value.requires_grad, value.is_contiguous()),
-            *(place, str(memory.nbytes()), str(torch._C._dispatch_keys(value))),
+            *(place, for_the_example(memory.nbytes()), str(torch._C._dispatch_keys(value))),
         )
 
     # Sizes that are only compared take names, which are another number then.
