@@ -31,6 +31,7 @@ class Row:
     dynamic: bool = True  # whether batch and length are symbolic
     cache: bool = False  # whether the keys and values of earlier tokens are inputs and outputs
     stage: int | None = None  # which of Swin's has that many blocks, from 0; None: it is Swin-T
+    linked: bool = False  # whether its weights stay in a checkpoint's file
     first: bool = False  # whether it is the first export of its process
     quick: bool = False  # whether a quick run has it
 
@@ -42,6 +43,7 @@ class Case:
     name: str
     model: str
     rows: tuple[Row, ...]
+    is_checkpoint: bool = False  # whether the model can be opened without its weights
 
     def shrunk(self) -> Case:
         """The rows of a quick run, with few blocks."""
@@ -50,8 +52,10 @@ class Case:
         return replace(self, rows=rows)
 
     def alone(self) -> Case:
-        """The rows by our export, without the exporters that it is compared with."""
-        return replace(self, rows=tuple(replace(row, exporters=(OURS,)) for row in self.rows))
+        """The rows by our export alone; those of a checkpoint's weights linked as well."""
+        rows = tuple(replace(row, exporters=(OURS,)) for row in self.rows)
+        linked = [replace(row, label=f"linked, {row.label}", linked=True) for row in rows]
+        return replace(self, rows=(*rows, *(linked if self.is_checkpoint else ())))
 
 
 DEPTHS = (6, 12, 24, 48, 96)
@@ -112,6 +116,7 @@ CASES = (
                 24: (DYNAMO, TORCHSCRIPT, TRANSFORMERS),
             }
         ),
+        is_checkpoint=True,
     ),
     Case(
         "Mixtral",
@@ -123,11 +128,13 @@ CASES = (
                 96: (DYNAMO, TORCHSCRIPT),
             }
         ),
+        is_checkpoint=True,
     ),
     Case(
         "Qwen3-MoE",
         "qwen3-moe",
         _by_depth(dict.fromkeys((6, 24, 96), (DYNAMO, TORCHSCRIPT))),
+        is_checkpoint=True,
     ),
     Case(
         "checkpoint",

@@ -13,12 +13,15 @@ Dynamic = Mapping[str, Mapping[int, str]] | None
 Inputs = dict[str, Any]
 
 
-def _by_ours(model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path) -> Any:
+def by_ours(
+    model: Any, module: Any, inputs: Inputs, dynamic: Dynamic, path: Path, **options: Any
+) -> Any:
+    """Exports by ``dynamo_moe``, with options of its export; returns the report."""
     import dynamo_moe
 
     dynamo_moe.convert(model)
     return dynamo_moe.export(
-        module, (), path, kwargs=inputs, dynamic_shapes=dynamic, external_data=True
+        module, (), path, kwargs=inputs, dynamic_shapes=dynamic, external_data=True, **options
     )
 
 
@@ -59,7 +62,7 @@ def by_transformers(
 
 #: Ours returns its report.
 EXPORTERS: Mapping[str, Callable[[Any, Any, Inputs, Dynamic, Path], Any]] = {
-    OURS: _by_ours,
+    OURS: by_ours,
     DYNAMO: _by_dynamo,
     ONE_NODE: _by_one_node,
     TORCHSCRIPT: _by_torchscript,

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.common.onnx_files import open_session, relative_error
 from benchmarks.export.cases import ONE_NODE, OURS, Row
-from benchmarks.export.exporters import EXPORTERS
+from benchmarks.export.exporters import EXPORTERS, by_ours
 
 VOCABULARY = 1000
 
@@ -71,9 +71,16 @@ class Subject:
     inputs: Callable[[int, int, int], dict[str, Any]]  # random, for a batch, a length and a seed
     dynamic: Mapping[str, Mapping[int, str]]  # names of the symbolic dimensions by input
     has_experts: bool = False  # of transformers, which only some of the peers can export
+    linked: Any = None  # the model without its weights, which are in a file
 
-    def prepare(self, exporter: str, _: Path) -> None:
+    def prepare(self, exporter: str, folder: Path) -> None:
         """Does what an exporter needs and what is not timed."""
+        if self.row.linked:
+            import dynamo_moe
+
+            # As the model holds them: stacked experts, which a file for each would not be.
+            self.model.save_pretrained(folder, save_original_format=False)
+            self.linked = dynamo_moe.open_checkpoint(folder)
         if exporter == ONE_NODE:
             import dynamo_moe
 
@@ -85,7 +92,11 @@ class Subject:
         """Writes ``model.onnx``; returns our report, if it is ours."""
         inputs = self.inputs(self.row.batch, self.row.length, 0)
         dynamic = self.dynamic if self.row.dynamic else None
-        return EXPORTERS[exporter](self.model, self.module, inputs, dynamic, folder / "model.onnx")
+        path = folder / "model.onnx"
+        if self.linked is not None:
+            module = _logits_of(self.linked)
+            return by_ours(self.linked, module, inputs, dynamic, path, link_weights=True)
+        return EXPORTERS[exporter](self.model, self.module, inputs, dynamic, path)
 
     def check(self, path: Path) -> dict[str, Any]:
         """Compares the file with PyTorch."""

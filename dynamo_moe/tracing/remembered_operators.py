@@ -9,10 +9,12 @@ and the blocks of a model ask for the same again. Its own cache takes longer to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dynamo_moe.private import FakeTensor, OpOverload, schema_of, storage_key
 
@@ -79,7 +81,8 @@ class _Form(NamedTuple):
         return next(same, None)
 
 
-class _Result(NamedTuple):
+@dataclass
+class _Result:
     """A result, by what the next of its kind is made of."""
 
     dtype: torch.dtype
@@ -87,6 +90,7 @@ class _Result(NamedTuple):
     rank: int
     sizes: list[tuple[Any, int | None]]  # shape, strides, offset; each with its place in a form's
     is_view: bool  # of the one tensor that is given
+    is_dense: bool | None = None  # whether its strides are those of a new tensor
 
     def again(self, mode: Any, form: _Form) -> FakeTensor:
         """Returns such a result for arguments of the same form."""
@@ -97,8 +101,23 @@ class _Result(NamedTuple):
             if self.is_view:
                 tensor = torch.as_strided(form.tensors[0], shape, strides, sizes[-1])
             else:
-                tensor = torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
+                tensor = self._new(shape, strides)
         return FakeTensor(mode, tensor, self.device)
+
+    def _new(self, shape: Sequence[Any], strides: Sequence[Any]) -> Tensor:
+        if self.is_dense is not False:
+            # Unlike one with given strides, it is known to be contiguous. Otherwise a trace would
+            # see how that is found out.
+            tensor = torch.empty(shape, dtype=self.dtype, device="meta")
+            if self.is_dense is None:
+                self.is_dense = [*map(_written, tensor.stride())] == [*map(_written, strides)]
+            if self.is_dense:
+                return tensor
+        return torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
+
+
+def _written(size: Any) -> Any:
+    return size.node._expr if type(size) is torch.SymInt else size
 
 
 def _described(result: Any, form: _Form) -> _Result | None:

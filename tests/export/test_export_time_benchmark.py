@@ -77,9 +77,29 @@ def test_a_failure_of_one_turn_is_one_of_all():
 def test_cases_of_our_export_alone():
     alone = [case.alone() for case in CASES]
     assert {row.exporters for case in alone for row in case.rows} == {(OURS,)}
-    assert [[row.label for row in case.rows] for case in alone] == [
-        [row.label for row in case.rows] for case in CASES
-    ]
+    for ours, case in zip(alone, CASES, strict=True):
+        labels = [row.label for row in case.rows]
+        linked = [f"linked, {label}" for label in labels if case.is_checkpoint]
+        assert [row.label for row in ours.rows] == [*labels, *linked]
+        assert [row.label for row in ours.rows if row.linked] == linked
+    assert [case.name for case in CASES if case.is_checkpoint] == ["Llama", "Mixtral", "Qwen3-MoE"]
+
+
+def test_growth_of_linked_exports(cases):
+    (case,) = (case for case in CASES if case.name == "Llama")
+    found = speed.growth({"name": "Llama", "rows": speed.measure(case.alone(), 1, _run)})
+    assert found["Llama, 96 blocks"] == found["Llama, linked, 96 blocks"] == 16
+
+
+@pytest.mark.slow
+def test_a_linked_export_leaves_the_weights_in_their_file(tmp_path):
+    (case,) = (case for case in CASES if case.name == "Mixtral")
+    row = next(row for row in case.alone().rows if row.linked)
+    subject = models.SUBJECTS[case.model](row, True)
+    subject.prepare(OURS, tmp_path)
+    report = subject.export(OURS, tmp_path)
+    assert report.file_bytes * 5 < (tmp_path / "model.safetensors").stat().st_size
+    assert subject.check(report.path)["max relative error"] < 1e-5
 
 
 def test_a_case_in_turns(cases):
