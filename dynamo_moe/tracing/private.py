@@ -155,7 +155,7 @@ _USED: dict[str, tuple[str, ...]] = {
     "_dynamo_config.fake_tensor_cache_enabled": (),
     "_dynamo_config.patch": (),
     "torch._C._set_grad_enabled": (),
-    "FakeTensorMode._dispatch_impl": ("self", "func", "types", "args", "kwargs"),
+    "FakeTensorMode.dispatch": ("self", "func", "types", "args", "kwargs"),
     "_gradients.replace_set_grad_with_hop_pass": ("gm", "graph_signature"),
     "symbolic_shapes._free_unbacked_symbols_with_path": (
         *("a", "path", "real", "shape_env", "pending", "simplify"),
@@ -359,7 +359,7 @@ def _tracing_made_cheap() -> Iterator[None]:
         if missing() is None:
             changes.enter_context(_dynamo_config.patch(fake_tensor_cache_enabled=False))
             changes.enter_context(
-                replaced(FakeTensorMode, "_dispatch_impl", remembered_operators.remembered)
+                replaced(FakeTensorMode, "dispatch", remembered_operators.remembered)
             )
             for name in _ARITHMETIC:
                 changes.enter_context(replaced(SymNode, name, remembered_sizes.remembered))

@@ -50,14 +50,15 @@ def remembered(original: Callable[..., Any]) -> Callable[..., Any]:
     """
     results: dict[Hashable, _Result] = {}
 
-    def dispatch(mode: Any, operator: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        form = _form(mode, operator, args, kwargs)
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        form = _form(mode, func, args, kwargs)
         if form is None:
-            return original(mode, operator, types, args, kwargs)
+            return original(mode, func, types, args, kwargs)
         known = results.get(form.key)
         if known is not None:
             return known.again(mode, form)
-        result = original(mode, operator, types, args, kwargs)
+        result = original(mode, func, types, args, kwargs)
         described = _described(result, form)
         if described is not None:
             results[form.key] = described
