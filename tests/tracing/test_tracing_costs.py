@@ -12,6 +12,7 @@ import pytest
 import torch
 from onnxscript import TracedOnnxFunction
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -134,6 +135,27 @@ def test_size_arithmetic_is_done_once() -> None:
                 traced(Repeats(), (torch.randn(3, 4),))
         counts.append(calls[0])
     assert counts[1] * 5 < counts[0]
+
+
+@known
+def test_what_an_operator_gives_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Repeats(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(30):
+                x = x.transpose(0, 1).relu().transpose(0, 1) * 2
+            return x
+
+    found, original = [0], FakeTensorMode._dispatch_impl
+
+    def counting(*arguments: Any) -> Any:
+        found[0] += 1
+        return original(*arguments)
+
+    monkeypatch.setattr(FakeTensorMode, "_dispatch_impl", counting)
+    with private._cheap_tracing():
+        traced(Repeats(), (torch.randn(3, 4),))
+    # A few for the first of each operator, and what detaches the values of nodes.
+    assert found[0] < 30
 
 
 def test_an_unknown_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
