@@ -164,7 +164,7 @@ def growth(case: Mapping[str, Any]) -> dict[str, float]:
 
 def _without_writing(found: Mapping[str, Any]) -> float:
     turns = zip(found["seconds"]["turns"], found["writing s"]["turns"], strict=True)
-    return statistics.median(seconds - writing for seconds, writing in turns)
+    return float(statistics.median(seconds - writing for seconds, writing in turns))
 
 
 def _median(found: Mapping[str, Any], key: str) -> float:

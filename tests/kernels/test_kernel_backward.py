@@ -208,8 +208,8 @@ def test_a_nan_stays_with_its_experts_through_the_operator(weight_on_input, monk
         "dropless", (20,), width=16, hidden=24, experts=8, pre_norm="rms",
         weight_on_input=weight_on_input,
     )  # fmt: skip
-    # A token whose logits are NaN goes to the first experts. So does this one, or other tokens' rows
-    # would move: on some CPUs a row's last bit depends on its place among the others.
+    # A token whose logits are NaN goes to the first experts. So does this one, or other tokens'
+    # rows would move: on some CPUs a row's last bit depends on its place among the others.
     a = case.arguments
     falling = torch.arange(8.0, 0, -1) - a["router_bias"]
     a["x"][0] = torch.linalg.pinv(a["router_weight"]) @ falling
