@@ -78,7 +78,7 @@ class Subject:
         if self.row.linked:
             import dynamo_moe
 
-            # As the model holds them: stacked experts, which a file for each would not be.
+            # Stacked, as the model holds them: a file of single experts could not be linked.
             self.model.save_pretrained(folder, save_original_format=False)
             self.linked = dynamo_moe.open_checkpoint(folder)
         if exporter == ONE_NODE:

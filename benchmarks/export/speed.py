@@ -28,9 +28,9 @@ block of it is on disk. Its experts are stored as the model
 holds them, so that the ONNX file can refer to every weight where it is. Nothing can be computed
 with such weights; onnx checks the ONNX file, and the result says how many bytes it refers to.
 
-A whole run takes a quarter of an hour on two cores. ``--case`` runs one case and keeps the others
+A whole run takes twenty minutes on two cores. ``--case`` runs one case and keeps the others
 of ``--json``, so that a run can be split. How times grow with the blocks shows best in several
-``--turns`` of our export ``--alone``.
+``--turns`` of our export ``--alone``, which leaves language models' weights linked in more rows.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ _FRESH = frozenset(
     )
 )
 # What composites come down to, with the same arguments: ONNX knows no strides.
-_AS = {_aten.reshape.default: _aten.view.default}
+_SIMPLER = {_aten.reshape.default: _aten.view.default}
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -147,7 +147,7 @@ class _Decomposer:
                 target = better.function
             elif _is_only_cast(node):
                 return self._cast(node, new)
-            target = _AS.get(target, target)
+            target = _SIMPLER.get(target, target)
             if not isinstance(target, OpOverload) or self._decomposes(target):
                 return self._traced(target, node, new)
         copy = self._graph.node_copy(node, new.__getitem__)

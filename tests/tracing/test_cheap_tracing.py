@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -96,9 +97,9 @@ def traced(model: nn.Module) -> ExportedProgram:
         return torch.export.export(model, example, dynamic_shapes=shapes)
 
 
-def for_the_example(size: int | torch.SymInt) -> int:
-    """A size of memory, which takes several forms: that of n rows, or of one after n - 1 others."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+def expanded(size: int | torch.SymInt) -> str:
+    """A size of memory as a sum: n rows, or one after n - 1 others, are as many bytes."""
+    return str(sympy.expand(size.node.expr) if isinstance(size, torch.SymInt) else size)
 
 
 def description(program: ExportedProgram) -> list[Any]:
@@ -118,7 +119,7 @@ def description(program: ExportedProgram) -> list[Any]:
         return (
             *(str(value.shape), str(value.stride()), str(value.storage_offset())),
             *(value.dtype, value.device, value.requires_grad, value.is_contiguous()),
-            *(place, for_the_example(memory.nbytes()), str(torch._C._dispatch_keys(value))),
+            *(place, expanded(memory.nbytes()), str(torch._C._dispatch_keys(value))),
         )
 
     # Sizes that are only compared take names, which are another number then.
