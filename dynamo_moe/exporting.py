@@ -48,7 +48,7 @@ from dynamo_moe.process_state import ProcessState
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch, phase
 from dynamo_moe.progress.profiling import profiled, save_profile
-from dynamo_moe.tracing import causes, private
+from dynamo_moe.tracing import causes, private, private_exporter
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
@@ -365,7 +365,7 @@ def _only_new_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-_exporting = ProcessState(_only_new_garbage, private.members_looked_up_once)
+_exporting = ProcessState(_only_new_garbage, private_exporter.members_looked_up_once)
 
 
 def _check_values(model: torch.nn.Module) -> None:

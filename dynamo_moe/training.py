@@ -34,7 +34,7 @@ from dynamo_moe.graph import lowering, passes
 from dynamo_moe.json_values import json_values
 from dynamo_moe.private import schema_of
 from dynamo_moe.progress.phases import Progress, Stopwatch
-from dynamo_moe.tracing import private
+from dynamo_moe.tracing import private_gradients
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, resolve
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
 from dynamo_moe.tracing.nodes import all_nodes
@@ -99,7 +99,7 @@ def export_training(
     path = Path(path)
     if parameters not in ("inputs", "initializers"):
         raise ValueError(f"parameters must be inputs or initializers; got {parameters!r}")
-    reason = private.missing_for_gradients()
+    reason = private_gradients.missing()
     if reason is not None:
         raise ExportError(f"PyTorch {torch.__version__} cannot export gradients: {reason}")
     model_files.check_destination(path)
@@ -346,7 +346,7 @@ def _with_gradients(
 ) -> tuple[ExportedProgram, list[str]]:
     """Returns the program with its gradients, and the names of all its results."""
     try:
-        joint, specs = private.with_gradients(program, trained)
+        joint, specs = private_gradients.with_gradients(program, trained)
     except Exception as error:  # The operators' own code runs.
         reason = str(error).strip().partition("\n")[0]
         raise ExportError(f"PyTorch cannot trace the model's gradients: {reason}") from error

@@ -1,39 +1,26 @@
-"""Private names of PyTorch by which an export is traced and translated in steps of our own.
+"""Private names of PyTorch by which an export is traced in steps of our own.
 
-They are used with the versions of PyTorch that they have been run with. With another version, or
-where a name has moved, :func:`missing` says so, and an export takes the public way:
-``torch.export.export`` and ``torch.onnx.export`` alone. That takes several times as long; what a
-model decides by a size is then read from the ranges of its sizes, without the line that decides.
+They, and those of :mod:`dynamo_moe.tracing.private_exporter`, are used with the versions of PyTorch
+that they have been run with. With another version, or where a name of either module has moved,
+:func:`missing` says so, and an export takes the public way: ``torch.export.export`` and
+``torch.onnx.export`` alone. That takes several times as long; what a model decides by a size is
+then read from the ranges of its sizes, without the line that decides.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
-import logging
-import re
-import sys
 import threading
-import typing
-import warnings
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import onnx_ir as ir
 import torch
-from onnx.defs import OpSchema
-from onnx_ir.schemas import OpSignature
-from onnxscript import TracedOnnxFunction
 from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.nn.modules import transformer
 
-from dynamo_moe.moe_nodes.nodes import set_module
 from dynamo_moe.private import (
     FakeTensor,
     FakeTensorMode,
@@ -41,8 +28,13 @@ from dynamo_moe.private import (
     enable_python_dispatcher,
     modes_unasked,
 )
-from dynamo_moe.process_state import ProcessState, collector_paused, replaced
-from dynamo_moe.tracing import remembered_operators, remembered_sizes, shorter_passes
+from dynamo_moe.process_state import ProcessState, replaced
+from dynamo_moe.tracing import (
+    private_exporter,
+    remembered_operators,
+    remembered_sizes,
+    shorter_passes,
+)
 
 __all__ = [
     "KNOWN_VERSIONS",
@@ -52,7 +44,6 @@ __all__ = [
     "can_decompose",
     "capturing",
     "decomposing",
-    "decomposition_table",
     "enable_python_dispatcher",
     "expression_of",
     "fake_mode",
@@ -60,30 +51,21 @@ __all__ = [
     "graphs_compiled_late",
     "is_module_cast",
     "is_never_negative",
-    "keeps_meaning",
     "make_fx",
-    "members_looked_up_once",
     "missing",
-    "missing_for_gradients",
     "module_paths",
-    "onnx_program",
-    "promote_dtypes",
-    "quiet",
     "rnn_loops",
     "scan",
     "sizes_watched",
     "stack",
-    "torchlib",
-    "translating",
     "twin_of",
-    "with_gradients",
     "without_gradients",
 ]
 
 KNOWN_VERSIONS = ((2, 11), (2, 15))
 """The oldest and the newest PyTorch whose private names have been used."""
 
-_absent = ""
+_absent = private_exporter.absent
 try:
     # Fake tensors of a trace, and the frames of code that Dynamo reads and does not run.
     from torch._dynamo import config as _dynamo_config
@@ -99,11 +81,6 @@ try:
     from torch.fx.experimental.sym_node import SymNode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked
     from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    # The steps of torch.onnx.export.
-    from torch.onnx._internal.exporter import _building, _core, _decomp, _fx_passes
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-    from torch.onnx._internal.fx.passes import type_promotion
 except ImportError as error:
     _absent = str(error)
 
@@ -120,23 +97,10 @@ try:  # LSTMs and GRUs as loops.
 except ImportError:
     _RNN_LOOPS = ()  # type: ignore[assignment]
 
-try:  # The operators whose meaning changes between versions, and up to which version.
-    from onnxscript.version_converter import _version_converter
-
-    _ADAPTED = {key[:2] for key in _version_converter.registry.op_adapters}
-    _NEWEST_ADAPTED = _version_converter.SUPPORTED_MAX_ONNX_OPSET
-except (ImportError, AttributeError):
-    _ADAPTED, _NEWEST_ADAPTED = set(), 0
-
 try:  # A recurrence as one operator.
     from torch._higher_order_ops.scan import scan
 except ImportError:
     scan = None  # type: ignore[assignment]
-
-try:  # A program's gradients.
-    from torch.export.experimental import _export_forward_backward
-except ImportError:
-    _export_forward_backward = None  # type: ignore[assignment]
 
 SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
 """What a trace makes of ``math.sqrt`` of a size."""
@@ -160,20 +124,6 @@ _USED: dict[str, tuple[str, ...]] = {
     "symbolic_shapes._free_unbacked_symbols_with_path": (
         *("a", "path", "real", "shape_env", "pending", "simplify"),
     ),
-    "_building.ir": (),
-    "_core._exported_program_to_onnx_program": ("exported_program", "registry"),
-    "_core._set_node_metadata": ("fx_node", "ir_node"),
-    "ONNXRegistry.from_torchlib": ("opset_version",),
-    "ONNXRegistry.register_op": ("self", "target", "function"),
-    "ONNXRegistry.is_registered": ("self", "target"),
-    "_decomp.get_onnx_implemented_overloads": (),
-    "_decomp.create_onnx_friendly_decomposition_table": ("onnx_registered_ops",),
-    "_fx_passes.remove_assertion_nodes": (),
-    "type_promotion.TypePromotionTable": (),
-    "type_promotion.InsertTypePromotion": (),
-    "type_promotion.get_type_promotion_rule": (),
-    "type_promotion._TypePromotionInterpreter._maybe_promote_node": ("self", "node", "rule"),
-    "type_promotion._TypePromotionInterpreter._set_current_node": (),
     **{f"SymNode.{name}": ("self", "other") for name in _ARITHMETIC},
     "proxy_tensor.get_proxy_mode": (),
     "proxy_tensor.get_proxy_slot": ("obj", "tracer", "default"),
@@ -190,10 +140,15 @@ _USED: dict[str, tuple[str, ...]] = {
 @functools.cache
 def _changed() -> str:
     """Returns the first name that is absent or takes other arguments; empty if none is."""
-    for name, expected in _USED.items():
+    own = _changed_of(_USED, globals())
+    return own or _changed_of(private_exporter.USED, vars(private_exporter))
+
+
+def _changed_of(used: dict[str, tuple[str, ...]], imported: dict[str, Any]) -> str:
+    for name, expected in used.items():
         module, *attributes = name.split(".")
         try:
-            found = functools.reduce(getattr, attributes, globals()[module])
+            found = functools.reduce(getattr, attributes, imported[module])
         except AttributeError as error:
             return str(error)
         if expected:
@@ -212,19 +167,6 @@ def missing() -> str | None:
         return f"it is not one of the versions {versions}"
     absent = _absent or _changed()
     return f"it has other private names: {absent}" if absent else None
-
-
-def missing_for_gradients() -> str | None:
-    """Returns why this PyTorch's gradients cannot be exported, which has no public way."""
-    name = "torch.export.experimental._export_forward_backward"
-    reason = missing()
-    if reason is None and _export_forward_backward is None:
-        reason = f"it has no {name}"
-    if reason is None:
-        first, *others = inspect.signature(_export_forward_backward).parameters.values()
-        if first.name != "ep" or any(each.default is each.empty for each in others):
-            reason = f"{name} takes {', '.join(each.name for each in (first, *others))}"
-    return reason
 
 
 # --- Values of a trace ---
@@ -422,6 +364,9 @@ _sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
 
+decomposing = ProcessState(_cheap_tracing, _sizes_of_one)
+"""How PyTorch traces single operators of a traced program."""
+
 
 @contextlib.contextmanager
 def _gradients_ignored() -> Iterator[None]:
@@ -492,176 +437,3 @@ def _rnns_called_anew() -> Iterator[None]:
 
 rnn_loops = ProcessState(_rnns_called_anew, *_RNN_LOOPS)
 """Makes LSTMs and GRUs loops, whose number of steps may be symbolic."""
-
-
-# --- Translation ---
-
-
-def _derived_once(original: Any) -> Any:
-    """Derives an ONNX operator's signature once; PyTorch does so for every node."""
-    signatures: dict[Any, OpSignature] = {}
-
-    def derived(schema: OpSchema) -> OpSignature:
-        key = schema.domain, schema.name, schema.since_version
-        if key not in signatures:
-            signatures[key] = original.__get__(None, OpSignature)(schema)
-        return signatures[key]
-
-    return staticmethod(derived)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the exporter's remarks about packages and functions that are not the user's."""
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = registration.level
-    registration.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            yield
-    finally:
-        registration.setLevel(level)
-
-
-quiet = ProcessState(_quiet)
-"""Without remarks that are not for the user."""
-
-
-def _module_alone(_: Any) -> Any:
-    """Notes the module that a node comes from, of all that PyTorch formats for each node."""
-
-    def noted(fx_node: fx.Node, ir_node: ir.Node) -> None:
-        stack = fx_node.meta.get("nn_module_stack") or {"": ("", None)}
-        set_module(ir_node, _SLICE.sub(_place_in_list, next(reversed(stack.values()))[0]))
-
-    return noted
-
-
-# How a trace that has seen a module twice names those of a part of a list.
-_SLICE = re.compile(r"\.slice\((None|\d+), [^,()]*, (?:None|1)\)\.(\d+)")
-
-
-def _place_in_list(match: re.Match[str]) -> str:
-    start, place = match.groups()
-    return f".{(0 if start == 'None' else int(start)) + int(place)}"
-
-
-@contextlib.contextmanager
-def _members_looked_up_once() -> Iterator[None]:
-    """Remembers the members of protocols, which Python 3.11 looks up for every isinstance.
-
-    onnx-ir asks a few thousand times whether something is a tensor: 30 ms of an export.
-    """
-    if sys.version_info >= (3, 12):
-        yield
-        return
-    with replaced(typing, "_get_protocol_attrs", functools.cache):
-        yield
-
-
-members_looked_up_once = ProcessState(_members_looked_up_once)
-"""Without which onnx-ir takes longer to make a graph and to change it."""
-
-decomposing = ProcessState(_cheap_tracing, _sizes_of_one)
-"""How PyTorch traces single operators of a traced program."""
-
-translating = ProcessState(
-    # Elsewhere it is looked up anew for every attribute.
-    lambda: replaced(_building, "ir", lambda _: ir),
-    lambda: replaced(OpSignature, "from_op_schema", _derived_once),
-    lambda: replaced(_core, "_set_node_metadata", _module_alone),
-)
-"""How it makes ONNX nodes of them."""
-
-
-def keeps_meaning(model: ir.Model, opset: int) -> bool:
-    """Whether a graph means the same by a later version of the standard operators."""
-    return (
-        not model.functions
-        and model.opset_imports.get("", opset) <= opset <= _NEWEST_ADAPTED
-        and all(
-            (node.domain, node.op_type) not in _ADAPTED and (node.version or 0) <= opset
-            for node in model.graph.all_nodes()
-        )
-    )
-
-
-def _domain_alone(_: Any) -> Any:
-    """Returns a translation's ``function_ir`` without the signature, which is read from its source.
-
-    The registry asks for nothing but the domain, of each of 500 translations: 0.3 s.
-    """
-    return property(lambda function: SimpleNamespace(domain=function.opset.domain))
-
-
-_registering = ProcessState(lambda: replaced(TracedOnnxFunction, "function_ir", _domain_alone))
-
-
-@functools.cache
-def torchlib(opset: int) -> Any:
-    """Returns the exporter's own translations of operators, as a registry."""
-    with collector_paused(), _registering():
-        return ONNXRegistry.from_torchlib(opset_version=opset)
-
-
-def decomposition_table(registry: Any) -> dict[Any, Any]:
-    """Returns PyTorch's decompositions of the operators that a registry has no translation for."""
-    translated = set(_decomp.get_onnx_implemented_overloads(registry))
-    return _decomp.create_onnx_friendly_decomposition_table(translated)
-
-
-def onnx_program(
-    program: ExportedProgram, module: fx.GraphModule, signature: Any, registry: Any
-) -> Any:
-    """Returns a decomposed program, whose graph and signature are given, as ONNX nodes."""
-    changed = copy.copy(program)  # Unlike a new program, it is not checked.
-    changed._graph_module = _fx_passes.remove_assertion_nodes(module)
-    changed._graph_signature = signature
-    return _core._exported_program_to_onnx_program(changed, registry=registry)
-
-
-def with_gradients(
-    program: ExportedProgram, trained: Collection[str]
-) -> tuple[ExportedProgram, list[OutputSpec]]:
-    """Returns a program whose one result is a loss with the gradients of some parameters.
-
-    All are plain results of the returned program; the specifications beside it say which they are.
-    """
-    names = program.graph_signature.inputs_to_parameters
-    for node in program.graph.find_nodes(op="placeholder"):
-        # A tensor with two names has two inputs, of which one is used.
-        if node.name in names and not (node.users and names[node.name] in trained):
-            node.meta["val"] = node.meta["val"].detach()
-    with decomposing(), enable_python_dispatcher():  # Padding by symbolic sizes needs the latter.
-        joint = copy.copy(_export_forward_backward(program))
-    signature = joint.graph_signature
-    plain = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in signature.output_specs]
-    joint._graph_signature = replace(signature, output_specs=plain)
-    return joint, list(signature.output_specs)
-
-
-@functools.cache
-def _promotions() -> Any:
-    return type_promotion.TypePromotionTable()
-
-
-def promote_dtypes(module: fx.GraphModule) -> None:
-    """Makes the promotion of dtypes explicit, and runs only the nodes that this changes."""
-
-    # Defined here, since the module is imported where the base class has moved, too.
-    class Promotion(type_promotion._TypePromotionInterpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            if node.op == "output":
-                return None
-            if node.op == "placeholder" or "val" not in node.meta:
-                return super().run_node(node)
-            rule = type_promotion.get_type_promotion_rule(node, self.type_promotion_table)
-            if rule is not None:
-                with self._set_current_node(node):
-                    self._maybe_promote_node(node, rule)
-            return node.meta["val"]
-
-    promotion = type_promotion.InsertTypePromotion(module)
-    promotion.interpreter = Promotion(module, _promotions())
-    promotion.run()

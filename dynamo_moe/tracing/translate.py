@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 from dynamo_moe.moe_nodes.translation import onnx_translation_table
 from dynamo_moe.operators.registry import Operator, operators
 from dynamo_moe.progress.phases import phase
-from dynamo_moe.tracing import private
+from dynamo_moe.tracing import private, private_exporter
 from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_run
@@ -60,7 +60,7 @@ def translate(
         torch.onnx.OnnxExporterError: If an operator has no translation.
         NeedsRetraceError: If the program would have to be traced again, and cannot.
     """
-    with private.quiet():
+    with private_exporter.quiet():
         reason = private.missing()
         if not retraces:
             if reason is not None:
@@ -126,11 +126,11 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
         if noted:
             decisions = decisions_of(program, noted)
             trials.check(program, decisions, program_run(program), program_run(program, module))
-        private.promote_dtypes(module)
-    with private.translating():
+        private_exporter.promote_dtypes(module)
+    with private_exporter.translating():
         signature = _renamed(program, module)
-        model: ir.Model = private.onnx_program(program, module, signature, registry).model
-        if private.keeps_meaning(model, opset):
+        model: ir.Model = private_exporter.onnx_program(program, module, signature, registry).model
+        if private_exporter.keeps_meaning(model, opset):
             model.opset_imports[""] = opset
             common_passes.RemoveUnusedNodesPass()(model)
         else:
@@ -142,11 +142,11 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
 @functools.lru_cache(maxsize=1)
 def _registered(opset: int, own: tuple[Operator, ...] = ()) -> tuple[Any, dict[Any, Any]]:
     """Returns the translations of operators, ``own`` among them, and the others' decompositions."""
-    registry = copy.copy(private.torchlib(opset))
+    registry = copy.copy(private_exporter.torchlib(opset))
     registry.functions = {target: [*known] for target, known in registry.functions.items()}
     for operator in own:
         registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
-    return registry, private.decomposition_table(registry)
+    return registry, private_exporter.decomposition_table(registry)
 
 
 def _renamed(program: ExportedProgram, module: fx.GraphModule) -> Any:

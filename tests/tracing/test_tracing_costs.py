@@ -20,7 +20,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from dynamo_moe.models import SwinMoE, SwinMoEConfig
 from dynamo_moe.moe_nodes.nodes import module_of
-from dynamo_moe.tracing import private
+from dynamo_moe.tracing import private, private_exporter
 
 known = pytest.mark.skipif(
     private.missing() is not None or not hasattr(ShapeEnv(), "_replacements_version_counter"),
@@ -167,7 +167,7 @@ def test_an_unknown_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 @known
 def test_the_registry_of_translations_reads_no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = private.torchlib.__wrapped__
+    make = private_exporter.torchlib.__wrapped__
     plain = ONNXRegistry.from_torchlib(opset_version=20)
 
     def unwanted(_: Any) -> None:
@@ -213,14 +213,14 @@ def test_graphs_of_operators_that_change_are_converted(
         f"""<ir_version: 9, opset_import: ["" : 18]>
         model (float[2, 4, 1] x) => (float[a, b, c] y) {{ y = {operator}(x) }}"""
     )
-    assert private.keeps_meaning(model, opset) == keeps
+    assert private_exporter.keeps_meaning(model, opset) == keeps
     model.graph[0].version = 21
-    assert not private.keeps_meaning(model, 20)
+    assert not private_exporter.keeps_meaning(model, 20)
 
 
 def test_members_of_protocols_are_looked_up_once() -> None:
     tensor, before = ir.tensor([1]), typing.__dict__.get("_get_protocol_attrs")
-    with private.members_looked_up_once():
+    with private_exporter.members_looked_up_once():
         assert isinstance(tensor, ir.TensorProtocol)
         assert not isinstance(1, ir.TensorProtocol)
     assert typing.__dict__.get("_get_protocol_attrs") is before
@@ -238,7 +238,7 @@ def test_nodes_of_a_translation_know_their_modules() -> None:
 
     program = torch.export.export(Outer(), (torch.ones(2),))
     plain = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False).model
-    with private.translating():
+    with private_exporter.translating():
         quick = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False).model
     expected = [(node.op_type, module_of(node)) for node in plain.graph]
     assert [(node.op_type, module_of(node)) for node in quick.graph] == expected

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from custom_ops import _checks
-from dynamo_moe import private, pytree
+from dynamo_moe import private, pytree, tracing
 from dynamo_moe.operators import private as operators_private
 from dynamo_moe.operators.private import has_fake_kernel, parsed_schema
 from dynamo_moe.tracing import private as tracing_private
+from dynamo_moe.tracing import private_exporter
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from small_models import OpLayer, op_model
 
@@ -93,27 +94,40 @@ def test_another_signature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         tracing_private._changed.cache_clear()
 
 
+def imported_anew(module: ModuleType) -> Any:
+    spec: Any = importlib.util.spec_from_file_location("imported_anew", module.__file__)
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    return anew
+
+
 # Configurations hide their attributes in ways of its own.
-@pytest.mark.parametrize("name", [n for n in tracing_private._USED if "_config." not in n])
-def test_an_attribute_that_moved_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *((tracing_private, name) for name in tracing_private._USED if "_config." not in name),
+        *((private_exporter, name) for name in private_exporter.USED),
+    ],
+)
+def test_an_attribute_that_moved_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
     owner, _, attribute = name.rpartition(".")
-    held: Any = operator.attrgetter(owner)(tracing_private)
+    held: Any = operator.attrgetter(owner)(module)
     for each in getattr(held, "__mro__", [held]):
         if attribute in vars(each):
             monkeypatch.delattr(each, attribute)
-    spec: Any = importlib.util.spec_from_file_location("imported_anew", tracing_private.__file__)
-    anew = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(anew)
-    assert f"'{attribute}'" in str(anew.missing())
+    monkeypatch.setattr(tracing, "private_exporter", imported_anew(private_exporter))
+    assert f"'{attribute}'" in str(imported_anew(tracing_private).missing())
 
 
 def test_an_export_without_the_interpreter_of_promotions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # PyTorch itself still has it.
-    names = {**vars(tracing_private.type_promotion)}
+    names = {**vars(private_exporter.type_promotion)}
     del names["_TypePromotionInterpreter"]
-    monkeypatch.setattr(tracing_private, "type_promotion", SimpleNamespace(**names))
+    monkeypatch.setattr(private_exporter, "type_promotion", SimpleNamespace(**names))
     tracing_private._changed.cache_clear()
     try:
         model, path = op_model(OpLayer()), tmp_path / "m.onnx"
@@ -131,7 +145,7 @@ def test_the_report_names_a_step_that_failed(
     def failing(module: Any) -> None:
         raise AttributeError("no such attribute\nand more")
 
-    monkeypatch.setattr(tracing_private, "promote_dtypes", failing)
+    monkeypatch.setattr(private_exporter, "promote_dtypes", failing)
     model, path = op_model(OpLayer()), tmp_path / "m.onnx"
     [note] = dynamo_moe.export(model, torch.randn(3, 16), path).notes
     assert note == (
