@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from dynamo_moe.files import protobuf
 from dynamo_moe.progress import phases
+from dynamo_moe.weights.placeholders import written_in_turn
 
 # A protobuf message cannot pass 2 GiB; the graph itself needs room too.
 EXTERNAL_DATA_LIMIT = 2**31 - 2**26
@@ -93,7 +94,11 @@ def save_model(
         raise OSError(errno.ENOSPC, reason)
     data = path.with_name(f"{path.name}.data")
     # The weights take their place first, so that the new model never refers to old ones.
-    with _replacing(path) as model_part, _replacing(data) as data_part:
+    with (
+        written_in_turn(model),
+        _replacing(path) as model_part,
+        _replacing(data) as data_part,
+    ):
         large = _large(model)
         if proto is None:
             proto = protobuf.without(model, large)

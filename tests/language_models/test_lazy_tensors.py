@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import onnx_ir as ir
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dynamo_moe.files.model_files import save_model
 from dynamo_moe.weights import lazy_tensors
 from dynamo_moe.weights.checkpoints import open_tensors
 from dynamo_moe.weights.lazy_tensors import LazyTensor
+from dynamo_moe.weights.placeholders import as_ir
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -169,3 +174,27 @@ def test_a_file_that_became_shorter(path: Path, tmp_path: Path) -> None:
     short.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(OSError, match=r"ends .* bytes before its last tensor"):
         [value.read() for value in values.values()]
+
+
+@pytest.mark.parametrize("external", [True, False])
+def test_one_thread_reads_the_weights_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, external: bool
+) -> None:
+    tensors = {name: torch.randn(100, 3) for name in "abc"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = [as_ir(lazy.mT, name) for name, lazy in open_tensors(tmp_path).items()]
+    values = [ir.Value(name=weight.name, const_value=weight) for weight in weights]
+    graph = ir.Graph([], [], nodes=[], initializers=values, opset_imports={"": 20})
+    threads: set[threading.Thread] = set()
+    original = lazy_tensors.Stored._read
+
+    def noting(*args: Any) -> Tensor:
+        threads.add(threading.current_thread())
+        return original(*args)
+
+    monkeypatch.setattr(lazy_tensors.Stored, "_read", noting)
+    save_model(ir.Model(graph, ir_version=10), tmp_path / "m.onnx", external)
+    assert len(threads) == 1
+    written = ir.load(tmp_path / "m.onnx").graph.initializers
+    for name, tensor in tensors.items():
+        assert (written[name].const_value.numpy() == tensor.mT.numpy()).all()
