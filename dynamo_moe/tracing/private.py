@@ -30,6 +30,7 @@ from dynamo_moe.private import (
 )
 from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.tracing import (
+    flattening,
     private_exporter,
     remembered_operators,
     remembered_sizes,
@@ -81,6 +82,7 @@ try:
     from torch.fx.experimental.sym_node import SymNode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked
     from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torch.utils import _pytree
 except ImportError as error:
     _absent = str(error)
 
@@ -120,6 +122,11 @@ _USED: dict[str, tuple[str, ...]] = {
     "_dynamo_config.patch": (),
     "torch._C._set_grad_enabled": (),
     "FakeTensorMode.dispatch": ("self", "func", "types", "args", "kwargs"),
+    "_pytree.tree_flatten": ("tree", "is_leaf"),
+    "_pytree.SUPPORTED_NODES": (),
+    "_pytree.TreeSpec": ("type", "context", "children_specs"),
+    "_pytree._LEAF_SPEC": (),
+    "_pytree._get_node_type": ("tree",),
     "_gradients.replace_set_grad_with_hop_pass": ("gm", "graph_signature"),
     "symbolic_shapes._free_unbacked_symbols_with_path": (
         *("a", "path", "real", "shape_env", "pending", "simplify"),
@@ -303,6 +310,7 @@ def _tracing_made_cheap() -> Iterator[None]:
             changes.enter_context(
                 replaced(FakeTensorMode, "dispatch", remembered_operators.remembered)
             )
+            changes.enter_context(replaced(_pytree, "tree_flatten", flattening.defined_once))
             for name in _ARITHMETIC:
                 changes.enter_context(replaced(SymNode, name, remembered_sizes.remembered))
             changes.enter_context(
