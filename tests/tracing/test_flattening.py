@@ -86,7 +86,7 @@ def test_the_callers_function_is_asked_of_every_node() -> None:
     tree = {"a": [1, (2, None)], "b": Pair(3, Box(4))}
     asked: list[list[Any]] = [[], []]
     for function, seen in zip((flatten, _pytree.tree_flatten), asked, strict=True):
-        function(tree, lambda value, seen=seen: seen.append(value))
+        function(tree, seen.append)
     assert asked[0] == asked[1]
     assert len(asked[0]) == 10
 
