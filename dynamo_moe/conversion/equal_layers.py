@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.tracing.descriptions import Description, describe
+from dynamo_moe.private import modules_by_path, own_parts
+from dynamo_moe.tracing.descriptions import Common, Description, describe
 from dynamo_moe.tracing.equal_blocks import tied_tensors
 from dynamo_moe.tracing.reachable_state import State, state_of
 from dynamo_moe.tracing.read_names import ReadNames
@@ -38,8 +39,10 @@ class ModelParts:
     @classmethod
     def of(cls, model: nn.Module) -> ModelParts:
         """Returns the parts of a model."""
-        parts = (*model.modules(), *model.parameters(), *model.buffers())
-        return cls(tied_tensors(model), {id(part) for part in parts})
+        modules = [module for _, module in modules_by_path(model)]
+        tables = (table for module in modules for table in own_parts(module)[:2])
+        tensors = (each for table in tables for each in table.values() if each is not None)
+        return cls(tied_tensors(model), {id(part) for part in (*modules, *tensors)})
 
 
 class LayerCode:
@@ -58,7 +61,8 @@ class LayerCode:
             parts: Those of the model.
         """
         self._parts = parts
-        self._own = _described(module, parts)
+        self._common = Common()
+        self._own = self._described(module)
         # Buffers keep their values: one may be a capacity, which decides what is computed.
         self._varying = {name for name, _ in module.named_parameters()} & {*drawn}
         self._classes = {type(part) for part in module.modules()}
@@ -77,7 +81,7 @@ class LayerCode:
 
     def is_that_of(self, module: nn.Module) -> bool:
         """Whether a layer has the same code, and what this reaches is as after the proof."""
-        own, other = self._own, _described(module, self._parts)
+        own, other = self._own, self._described(module)
         if own is None or other is None or self._state is None or self._names.objection:
             return False
         names = own.tensors.keys() - self._varying
@@ -89,16 +93,16 @@ class LayerCode:
             )
         return False
 
+    def _described(self, module: nn.Module) -> Description | None:
+        common = self._common = self._common.of_names()  # Anything else may have changed.
+        with contextlib.suppress(Exception):
+            return describe(module, self._parts.tied, common)
+        return None
+
     def _reached(self, own: Description) -> dict[Hashable, Any]:
         """Returns what the code reaches beside the layer's own."""
         held = (*own.outside, *self._classes)
         return {**dict(enumerate(held)), **self._names.values()}
-
-
-def _described(module: nn.Module, parts: ModelParts) -> Description | None:
-    with contextlib.suppress(Exception):
-        return describe(module, parts.tied)
-    return None
 
 
 def _have_same_values(tensor: Tensor, other: Tensor) -> bool:

@@ -75,7 +75,7 @@ def locate_layers(
         modules: Its modules by path, as :func:`modules_by_path` returns them.
         handled: Modules that are out of the question: converted already, or otherwise.
     """
-    located = list(_locate_experts(model, modules))
+    located = list(_locate_experts(modules))
     places = Counter(experts.path for experts in located)
 
     def is_free(path: str) -> bool:
@@ -133,10 +133,8 @@ def _may_route(model: nn.Module, path: str, experts: LocatedExperts) -> bool:
     )
 
 
-def _locate_experts(
-    model: nn.Module, modules: Sequence[tuple[str, nn.Module]]
-) -> Iterator[LocatedExperts]:
-    """Yields where a model has what may be experts."""
+def _locate_experts(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[LocatedExperts]:
+    """Yields where a model, whose modules these are, has what may be experts."""
     within: set[nn.Module] = set()
     named: set[nn.Module] = set()
     for path, module in modules:
@@ -148,7 +146,7 @@ def _locate_experts(
             yield LocatedExperts(path, len(list(module.children())))
             if is_named:
                 named.update(module.modules())
-    yield from _locate_stacks(model, modules, named)
+    yield from _locate_stacks(modules, named)
 
 
 def _may_be_expert_list(module: nn.Module, *, is_named: bool) -> bool:
@@ -174,27 +172,39 @@ def without_leading_ones(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _locate_stacks(
-    model: nn.Module, modules: Sequence[tuple[str, nn.Module]], excluded: set[nn.Module]
+    modules: Sequence[tuple[str, nn.Module]], excluded: set[nn.Module]
 ) -> Iterator[LocatedExperts]:
     """Yields the modules with two or three stacks of matrices, the innermost ones."""
     around: set[str] = set()
-    holders: set[str] = set()
     parts = [own_parts(module) for _, module in modules]
     dimensions = [[p.ndim for p in own.values() if p is not None] for own, _, _ in parts]
-    if any(3 in own for own in dimensions):
-        parameters = model.named_parameters(remove_duplicate=False)
-        holders = {each for name, p in parameters if p.ndim == 3 for each in _with_ancestors(name)}
+    holding = {module for (_, module), own in zip(modules, dimensions, strict=True) if 3 in own}
+    holders = _with_those_around(holding, modules)
     for (path, module), own, (_, _, children) in zip(
         reversed(modules), reversed(dimensions), reversed(parts), strict=True
     ):
         lists = any(isinstance(child, nn.ParameterList) for child in children.values())
-        if path not in holders and own.count(2) < 2 and not lists:
+        if module not in holders and own.count(2) < 2 and not lists:
             continue  # As most modules.
         if path in around or (excluded and not excluded.isdisjoint(module.modules())):
             continue
-        for num_experts, stacks in _stacks_in(module, holds_stacks=path in holders):
+        for num_experts, stacks in _stacks_in(module, holds_stacks=module in holders):
             around.update(_with_ancestors(path))
             yield LocatedExperts(path, num_experts, stacks)
+
+
+def _with_those_around(
+    found: set[nn.Module], modules: Sequence[tuple[str, nn.Module]]
+) -> set[nn.Module]:
+    """Returns modules and, of a model's, those that have one of them in them."""
+    around = {*found}
+    before = -1
+    while len(around) > before:  # Again: a module in several places is listed at the first.
+        before = len(around)
+        for _, module in reversed(modules):
+            if not around.isdisjoint(own_parts(module)[2].values()):
+                around.add(module)
+    return around
 
 
 def _with_ancestors(path: str) -> Iterator[str]:

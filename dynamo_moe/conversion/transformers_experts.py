@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -248,7 +248,7 @@ def _compute(
         w1, w2 = w1.mT, w2.mT
     b1 = getattr(module, f"{_first_weight(module)}_bias") if module.has_bias else None
     b2 = module.down_proj_bias if module.has_bias else None
-    return custom_ops.experts(x_TD, ids_TK, weights_TK, w1, b1, w2, b2, **asdict(options))
+    return custom_ops.experts(x_TD, ids_TK, weights_TK, w1, b1, w2, b2, **vars(options))
 
 
 def _own_forward(module: Experts) -> Callable[..., Tensor]:

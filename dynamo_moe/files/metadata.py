@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx
@@ -78,7 +78,7 @@ def record(model: ir.Model) -> list[Layer]:
 def store(model: ir.Model, layers: list[Layer]) -> None:
     """Writes the layers into the model's metadata."""
     if layers:
-        model.metadata_props[KEY] = json.dumps([asdict(layer) for layer in layers])
+        model.metadata_props[KEY] = json.dumps([vars(layer) for layer in layers])
 
 
 def layers_of(proto: onnx.ModelProto) -> list[Layer]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 from torch import Tensor
@@ -290,15 +290,15 @@ class _Run:
         its = [layer for layer in layers if self._renamed(layer.name, 0) != layer.name]
         own = self._own_initializers()
         twins = _Twins(self._units, source)
-        parts = [(node, module_of(node)) for node in self._nodes]
-        modules = {module for _, module in parts}
+        parts = [_Part.of(node) for node in self._nodes]
+        modules = {part.module for part in parts}
         copies: list[Copy] = []
         for unit in units:
             known = dict(zip(self.ends[source - 1], ends, strict=True))
             known.update(zip(self._inputs[source], self._inputs[unit], strict=True))
             known.update({given: self._initializer(given, unit, twins) for given in own})
             paths = {module: self._renamed(module, unit) for module in modules}
-            copies += [_copied(node, paths[module], unit, known) for node, module in parts]
+            copies += [part.copied(paths[part.module], unit, known) for part in parts]
             ends = [known[end] for end in its_ends]
             self.values.append(known)
             self.ends.append(ends)
@@ -360,15 +360,36 @@ class _Run:
         )
 
 
-def _copied(node: ir.Node, module: str, unit: int, known: dict[ir.Value, ir.Value]) -> Copy:
-    """Returns a node of the source as it is in another unit; its results become ``known``."""
-    inputs = [None if given is None else known.get(given, given) for given in node.inputs]
-    outputs = []
-    for output in node.outputs:
-        name = output.name and f"{output.name}/{unit}"
-        known[output] = ir.Value(name=name, shape=output.shape, type=output.type)
-        outputs.append(known[output])
-    return Copy(node, inputs, outputs, module)
+class _Part(NamedTuple):
+    """A node of the source, whose parts take time to ask for.
+
+    Attributes:
+        node: The node.
+        module: The path of the PyTorch module that it comes from.
+        inputs: Its inputs.
+        outputs: Its results, with their names, shapes and types.
+    """
+
+    node: ir.Node
+    module: str
+    inputs: Sequence[ir.Value | None]
+    outputs: Sequence[tuple[ir.Value, str | None, ir.Shape | None, ir.TypeProtocol | None]]
+
+    @classmethod
+    def of(cls, node: ir.Node) -> _Part:
+        """Returns a node with its parts."""
+        outputs = [(output, output.name, output.shape, output.type) for output in node.outputs]
+        return cls(node, module_of(node), node.inputs, outputs)
+
+    def copied(self, module: str, unit: int, known: dict[ir.Value, ir.Value]) -> Copy:
+        """Returns the node as it is in another unit; its results become ``known``."""
+        inputs = [None if given is None else known.get(given, given) for given in self.inputs]
+        outputs = []
+        for output, name, shape, kind in self.outputs:
+            its = name and f"{name}/{unit}"
+            known[output] = made = ir.Value(name=its, shape=shape, type=kind)
+            outputs.append(made)
+        return Copy(self.node, inputs, outputs, module)
 
 
 def _node(copy: Copy) -> ir.Node:

@@ -58,12 +58,14 @@ def name_canonically(
             value.name = name
         graph.initializers.add(value)
     for node in nodes:
-        node.name = unique("/".join(filter(None, [_module_of(node), node.op_type])))
+        module, operator = _module_of(node), node.op_type
+        node.name = its = unique(f"{module}/{operator}" if module else operator)
         for place, output in enumerate(node.outputs):
-            output.metadata_props.clear()  # The tracer's name of it.
-            if output not in fixed and output.name:
-                name = node.name if not place else f"{node.name}:{place}"
-                renamed[output.name] = name
+            if not isinstance(node, Copy):
+                output.metadata_props.clear()  # The tracer's name of it.
+            if output not in fixed and (before := output.name):
+                name = f"{its}:{place}" if place else its
+                renamed[before] = name
                 output.name = name
     return renamed
 

@@ -279,6 +279,13 @@ class Common:
         self._outlines: dict[Any, _Outline] = {}
         self._ordinary: dict[type[nn.Module], bool] = {}
 
+    def of_names(self) -> Common:
+        """Returns what descriptions have in common still when something else changes."""
+        found = Common()
+        found._equal, found._names = self._equal, self._names
+        found._outlines = self._outlines
+        return found
+
     def equal(self, value: _T) -> _T:
         """Returns the first of equal values."""
         first: _T = self._equal.setdefault(value, value)
