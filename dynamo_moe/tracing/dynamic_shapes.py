@@ -50,10 +50,11 @@ def resolve(
         kwargs: Keyword example arguments.
         requested: ``"batch"``: dimension 0 of every tensor; a mapping from argument to
             ``{dimension: name}`` adds to that, and ``{0: None}`` takes the batch away; None: all
-            static.
+            static, here and for an argument. A name is a string or a ``torch.export.Dim``.
 
     Raises:
-        ValueError: If ``requested`` names an unknown argument or dimension.
+        ValueError: If ``requested`` names an unknown argument or dimension, or has anything else
+            than a name.
         TypeError: If the example does not fit the model's forward.
     """
     args, kwargs = _distinct((args, kwargs))
@@ -91,8 +92,8 @@ def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> Non
     for value, dimensions in zip(model.graph.inputs, labels, strict=False):
         for dimension, label in dimensions.items():
             symbol = value.shape[dimension] if value.shape is not None else None
-            if isinstance(label, str) and isinstance(symbol, ir.SymbolicDim):
-                names.setdefault(str(symbol.value), label)
+            if label is not None and isinstance(symbol, ir.SymbolicDim):
+                names.setdefault(str(symbol.value), getattr(label, "__name__", label))
 
     def named(dimension: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
         if isinstance(dimension, int) or dimension.value is None:
@@ -135,18 +136,47 @@ def _distinct(example: Any) -> Any:
 
 def _dimensions(name: str, value: Any, requested: Any, batched: bool) -> Any:
     """Returns the argument's entry of ``dynamic_shapes``."""
+    if requested is None:
+        return pytree.tree_map(lambda _: None, value)
     if not isinstance(value, Tensor):
-        return requested or pytree.tree_map(lambda leaf: _default(leaf, batched) or None, value)
-    if not isinstance(requested, Mapping):
-        requested = dict(enumerate(requested))
-    for dimension in requested:
-        if not 0 <= dimension < value.ndim:
+        entry = requested or pytree.tree_map(lambda leaf: _default(leaf, batched) or None, value)
+        try:
+            parts = list(_tensors(value, entry))
+        except (LookupError, TypeError):
             raise ValueError(
-                f"dynamic_shapes names dimension {dimension} of {name!r}, whose example has "
-                f"{value.ndim} dimensions"
-            )
+                f"dynamic_shapes gives {entry!r} for {name!r}; it must have the structure of the "
+                "example, with a mapping from dimension to name for each tensor"
+            ) from None
+        for tensor, dimensions in parts:
+            _check(name, tensor, dimensions)
+        return entry
+    requested = _by_dimension(requested)
+    _check(name, value, requested)
     dimensions = {**_default(value, batched), **requested}
     return {dimension: label for dimension, label in dimensions.items() if label} or None
+
+
+def _by_dimension(requested: Any) -> Any:
+    return dict(enumerate(requested)) if isinstance(requested, (list, tuple)) else requested
+
+
+def _check(name: str, tensor: Tensor, requested: Any) -> None:
+    if not isinstance(requested, Mapping):
+        raise ValueError(
+            f"dynamic_shapes gives {requested!r} for {name!r}; a tensor's is a mapping from "
+            "dimension to name, or a sequence of names"
+        )
+    for dimension, label in requested.items():
+        if not (isinstance(dimension, int) and 0 <= dimension < tensor.ndim):
+            raise ValueError(
+                f"dynamic_shapes names dimension {dimension!r} of {name!r}, whose example has "
+                f"{tensor.ndim} dimensions"
+            )
+        if not (label is None or isinstance(label, (str, Dim))):
+            raise ValueError(
+                f"dynamic_shapes names dimension {dimension} of {name!r} {label!r}; it must be a "
+                "string, a named torch.export.Dim, or None for a static dimension"
+            )
 
 
 def _default(leaf: Any, batched: bool) -> dict[int, str]:
@@ -158,7 +188,7 @@ def _default(leaf: Any, batched: bool) -> dict[int, str]:
 def _tensors(value: Any, shapes: Any) -> Iterator[tuple[Tensor, Mapping[int, Any]]]:
     """Yields the argument's tensors with their dynamic dimensions."""
     if isinstance(value, Tensor):
-        yield value, shapes or {}
+        yield value, _by_dimension(shapes or {})
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _tensors(item, shapes[key] if shapes else None)

@@ -8,7 +8,8 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.export import Dim
 
 import dynamo_moe
 from export_forms import mixed_model
@@ -43,6 +44,12 @@ def test_unconverted_model(tmp_path: Path) -> None:
         ({"dynamic_shapes": "tokens"}, "dynamic_shapes must be 'batch', a mapping or None"),
         ({"dynamic_shapes": {"y": {0: "n"}}}, "dynamic_shapes names 'y'; the example's arguments"),
         ({"dynamic_shapes": {"input": {2: "n"}}}, "names dimension 2 of 'input', whose example"),
+        ({"dynamic_shapes": {"input": {"0": "n"}}}, "names dimension '0' of 'input', whose exampl"),
+        (
+            {"dynamic_shapes": {"input": {0: Dim.AUTO}}},
+            "must be a string, a named torch.export.Dim",
+        ),
+        ({"dynamic_shapes": {"input": "n"}}, "a tensor's is a mapping from dimension to name"),
     ],
 )
 def test_bad_arguments(tmp_path: Path, arguments: dict[str, object], message: str) -> None:
@@ -51,6 +58,49 @@ def test_bad_arguments(tmp_path: Path, arguments: dict[str, object], message: st
     with pytest.raises(ValueError, match=message):
         dynamo_moe.export(model, torch.randn(2, 16), tmp_path / "m.onnx", **arguments)
     assert not list(tmp_path.iterdir())
+
+
+class _Nested(nn.Module):
+    def forward(self, given: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
+        x, rest = given
+        return x + rest["y"]
+
+
+def _nested_example() -> tuple[tuple[Tensor, dict[str, Tensor]]]:
+    return ((torch.randn(2, 3), {"y": torch.randn(2, 3)}),)
+
+
+def test_dimensions_of_nested_tensors(tmp_path: Path) -> None:
+    shapes = {"given": ({0: Dim("rows")}, {"y": ["rows", None]})}
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(_Nested(), _nested_example(), path, dynamic_shapes=shapes)
+    inputs = [each.type.tensor_type.shape.dim for each in onnx.load(path).graph.input]
+    assert [[dim.dim_param or dim.dim_value for dim in each] for each in inputs] == 2 * [
+        ["rows", 3]
+    ]
+
+
+def test_argument_without_symbolic_dimensions(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    dynamo_moe.export(_Nested(), _nested_example(), path, dynamic_shapes={"given": None})
+    inputs = [each.type.tensor_type.shape.dim for each in onnx.load(path).graph.input]
+    assert [[dim.dim_value for dim in each] for each in inputs] == 2 * [[2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (({0: "n"},), "it must have the structure of the example"),
+        (({0: "n"}, {"x": {0: "n"}}), "it must have the structure of the example"),
+        (({0: "n"}, {"y": {2: "n"}}), "names dimension 2 of 'given', whose example has 2"),
+        (({0: "n"}, {"y": {0: 7}}), "names dimension 0 of 'given' 7; it must be a string"),
+    ],
+)
+def test_bad_dimensions_of_nested_tensors(tmp_path: Path, entry: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dynamo_moe.export(
+            _Nested(), _nested_example(), tmp_path / "m.onnx", dynamic_shapes={"given": entry}
+        )
 
 
 def test_missing_folder(tmp_path: Path) -> None:
