@@ -117,7 +117,8 @@ def export(
             but it takes seconds to load and the memory of a copy.
         dynamic_shapes: ``"batch"``: the first dimension of every tensor is symbolic; a mapping from
             argument to ``{dimension: name}`` adds to that (``{0: None}`` makes it static); None:
-            every shape is static. A name is a string or a named ``torch.export.Dim``.
+            every shape is static. A name is a string or a named ``torch.export.Dim``; dimensions of
+            one name have one size.
         input_names: Names of the file's inputs, in the order of the example's tensors; None: those
             of the arguments of the model's forward.
         output_names: Names of the file's outputs, in order; None: ``output``, ``output_2``, …

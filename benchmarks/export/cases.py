@@ -151,7 +151,7 @@ CASES = (
             *(
                 Row(f"stage {stage + 1}, {blocks} blocks", blocks=blocks, stage=stage)
                 for stage in (0, 1, 3)
-                for blocks in (6, 48)
+                for blocks in (6, 48, 96)
             ),
         ),
     ),

@@ -16,7 +16,7 @@ from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import private
 from dynamo_moe.tracing.autocast import with_casts
-from dynamo_moe.tracing.dynamic_shapes import DynamicExample
+from dynamo_moe.tracing.dynamic_shapes import DynamicExample, sizes_of_one_name
 from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
 from dynamo_moe.tracing.nodes import add_call, all_nodes, values
 from dynamo_moe.tracing.router_fusion import fuse_routers
@@ -106,7 +106,8 @@ def _trace(
     rnns = nullcontext() if gradients or not example.shapes else private.rnn_loops()
     regions = nullcontext() if gradients else private.without_gradients()
     graphs = nullcontext() if strict else private.graphs_compiled_late()
-    with _exportable_models(), private.capturing(), rnns, regions, graphs:
+    sizes = nullcontext() if strict else sizes_of_one_name(model, example)
+    with _exportable_models(), private.capturing(), rnns, regions, graphs, sizes:
         return torch.export.export(
             model,
             example.args,

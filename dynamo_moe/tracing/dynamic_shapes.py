@@ -5,17 +5,19 @@ torch.export treats a dimension of size 0 or 1 as a constant, so examples of bat
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim
 
 from dynamo_moe import pytree
+from dynamo_moe.tracing.values import changed
 
 BATCH = "batch"
 
@@ -28,16 +30,18 @@ class DynamicExample(NamedTuple):
         kwargs: Keyword arguments.
         shapes: ``dynamic_shapes`` for ``torch.export``, by argument; None: all static.
         labels: Per tensor, in the order of the arguments: dimension to its name.
+        requested: The names that were asked for, by argument, as :func:`resolve` takes them.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shapes: dict[str, Any] | None
     labels: list[Mapping[int, Any]]
+    requested: Mapping[str, Any] = {}
 
 
 def resolve(
-    model: torch.nn.Module,
+    model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     requested: Mapping[str, Any] | str | None,
@@ -83,7 +87,43 @@ def resolve(
         Tensor, lambda leaf: _grow(leaf, found.get(id(leaf), {})), (args, kwargs)
     )
     dynamic = pytree.tree_map_only(str, lambda label: Dim.DYNAMIC, shapes)
-    return DynamicExample(args, kwargs, dynamic, labels)
+    return DynamicExample(args, kwargs, dynamic, labels, requested)
+
+
+@contextlib.contextmanager
+def sizes_of_one_name(model: nn.Module, example: DynamicExample) -> Iterator[None]:
+    """Lets a trace know before the model runs which sizes are equal: those given one name.
+
+    It would find out on the way, where the model combines them, and could use nothing that it had
+    found for either size before. Sizes that differ in the example are left alone, and so is
+    ``batch`` where nobody asked for it: the first dimension of a mask may be no batch.
+    """
+    original = model.forward
+    numbers = [*_named_sizes(model, example.args, example.kwargs, example.requested)]
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        first: dict[Any, Any] = {}
+        sizes = _named_sizes(model, args, kwargs, example.requested)
+        for number, (name, size) in zip(numbers, sizes, strict=True):
+            # The comparison is a condition of the trace, which replaces one by the other.
+            bool(first.setdefault((name, number), size) == size)
+        return original(*args, **kwargs)
+
+    with changed(model, "forward", forward):
+        yield
+
+
+def _named_sizes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], requested: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yields the names that were asked for, each with its size in these arguments."""
+    arguments = _bound(model, args, kwargs)
+    named = {name: requested.get(name) for name in arguments}
+    for tensor, dimensions in _tensors(arguments, named):
+        for dimension, label in dimensions.items():
+            if label is not None:
+                yield _name(label), tensor.shape[dimension]
 
 
 def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> None:
@@ -93,7 +133,7 @@ def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> Non
         for dimension, label in dimensions.items():
             symbol = value.shape[dimension] if value.shape is not None else None
             if label is not None and isinstance(symbol, ir.SymbolicDim):
-                names.setdefault(str(symbol.value), getattr(label, "__name__", label))
+                names.setdefault(str(symbol.value), _name(label))
 
     def named(dimension: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
         if isinstance(dimension, int) or dimension.value is None:
@@ -107,9 +147,12 @@ def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> Non
             value.shape = ir.Shape([named(dimension) for dimension in value.shape])
 
 
-def _bound(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def _name(label: Any) -> str:
+    """Returns the name that a dimension was given, as a string or a ``torch.export.Dim``."""
+    return str(getattr(label, "__name__", label))
+
+
+def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the example by argument of the model's forward."""
     signature = inspect.signature(model.forward)
     try:

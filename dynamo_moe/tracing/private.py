@@ -31,6 +31,7 @@ from dynamo_moe.private import (
 from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.tracing import (
     flattening,
+    open_questions,
     private_exporter,
     remembered_operators,
     remembered_sizes,
@@ -128,6 +129,8 @@ _USED: dict[str, tuple[str, ...]] = {
     "_pytree._LEAF_SPEC": (),
     "_pytree._get_node_type": ("tree",),
     "_gradients.replace_set_grad_with_hop_pass": ("gm", "graph_signature"),
+    "symbolic_shapes._guard_or": ("a", "default"),
+    "symbolic_shapes._static_eval_sym_bool": ("x",),
     "symbolic_shapes._free_unbacked_symbols_with_path": (
         *("a", "path", "real", "shape_env", "pending", "simplify"),
     ),
@@ -309,6 +312,12 @@ def _tracing_made_cheap() -> Iterator[None]:
             changes.enter_context(_dynamo_config.patch(fake_tensor_cache_enabled=False))
             changes.enter_context(
                 replaced(FakeTensorMode, "dispatch", remembered_operators.remembered)
+            )
+            changes.enter_context(
+                replaced(symbolic_shapes, "_guard_or", open_questions.defaults_noted)
+            )
+            changes.enter_context(
+                replaced(symbolic_shapes, "_static_eval_sym_bool", open_questions.unknown_noted)
             )
             changes.enter_context(replaced(_pytree, "tree_flatten", flattening.defined_once))
             for name in _ARITHMETIC:

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynamo_moe.private import FakeTensor, OpOverload, schema_of, storage_key
+from dynamo_moe.tracing.open_questions import Answers, Questions, ask_again, questions_noted
+from dynamo_moe.tracing.plain_views import layout_of
 
 try:
     from torch._subclasses import fake_tensor
-    from torch.fx.experimental import proxy_tensor
+    from torch.fx.experimental import proxy_tensor, symbolic_shapes
 except ImportError:  # As private.missing() says; then nothing is replaced.
-    fake_tensor = proxy_tensor = None  # type: ignore[assignment]
+    fake_tensor = proxy_tensor = symbolic_shapes = None  # type: ignore[assignment]
 
 # What an operator gives depends on more than the form of its arguments, or is no new tensor.
 _OTHERWISE = frozenset(
@@ -44,23 +46,34 @@ _PLAIN = frozenset(
 def remembered(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns PyTorch's computation of a result without values, done once for equal arguments.
 
-    Equal are sizes of one expression, as long as nothing new is found out about their symbols; and
-    where one size stands twice among the arguments, one does so again. A size of the result that
-    is one of the arguments' sizes becomes theirs, each time: a trace knows sizes by what has them.
+    Equal are sizes of one expression, as long as no symbol is replaced; and where one size stands
+    twice among the arguments, one does so again. A size of the result that is one of the arguments'
+    sizes becomes theirs, each time: a trace knows sizes by what has them. What else is found out
+    about sizes must leave each default the answer that was taken for want of a better one.
     """
     results: dict[Hashable, _Result] = {}
+    answers = Answers(symbolic_shapes._static_eval_sym_bool)
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         form = _form(mode, func, args, kwargs)
         if form is None:
             return original(mode, func, types, args, kwargs)
+        environment = mode.shape_env
         known = results.get(form.key)
-        if known is not None:
+        if known is not None and known.holds(environment, answers):
+            ask_again(known.questions)
             return known.again(mode, form)
-        result = original(mode, func, types, args, kwargs)
+        plain = _plain_view(func, args, kwargs, form)
+        if plain is not None:
+            results[form.key] = plain
+            return plain.again(mode, form)
+        knowledge = _knowledge(environment)
+        with questions_noted() as questions:
+            result = original(mode, func, types, args, kwargs)
         described = _described(result, form)
-        if described is not None:
+        if described is not None and knowledge == _knowledge(environment):
+            described.knowledge, described.questions = knowledge, questions
             results[form.key] = described
         return result
 
@@ -92,6 +105,17 @@ class _Result:
     sizes: list[tuple[Any, int | None]]  # shape, strides, offset; each with its place in a form's
     is_view: bool  # of the one tensor that is given
     is_dense: bool | None = None  # whether its strides are those of a new tensor
+    knowledge: Hashable = None  # of sizes, when it was last found to be right
+    questions: Questions = field(default_factory=dict)
+
+    def holds(self, environment: Any, answers: Answers) -> bool:
+        """Whether what is known of sizes by now would not give another result."""
+        knowledge = _knowledge(environment)
+        if self.knowledge != knowledge:
+            if not answers.are_defaults(self.questions, (environment, knowledge)):
+                return False
+            self.knowledge = knowledge
+        return True
 
     def again(self, mode: Any, form: _Form) -> FakeTensor:
         """Returns such a result for arguments of the same form."""
@@ -117,8 +141,13 @@ class _Result:
         return torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
 
 
+def _knowledge(environment: Any) -> Hashable:
+    """Returns what changes when anything new is found out about symbolic sizes."""
+    return environment._version_counter, len(environment.guards)
+
+
 def _written(size: Any) -> Any:
-    return size.node._expr if type(size) is torch.SymInt else size
+    return size.node.expr if type(size) is torch.SymInt else size
 
 
 def _described(result: Any, form: _Form) -> _Result | None:
@@ -141,6 +170,19 @@ def _described(result: Any, form: _Form) -> _Result | None:
     return _Result(result.dtype, result.fake_device, result.ndim, sizes, is_view)
 
 
+def _plain_view(operator: Any, args: Any, kwargs: Any, form: _Form) -> _Result | None:
+    """Returns a view that needs no more than its tensor's sizes; None if it is anything else."""
+    tensor = form.tensors[0]
+    if kwargs or len(form.tensors) > 1 or args[0] is not tensor:
+        return None
+    layout = layout_of(operator, args[1:], (tensor.shape, tensor.stride()))
+    if layout is None:
+        return None
+    numbers = (*layout[0], *layout[1], tensor.storage_offset())
+    sizes = [(number, form.place_of(number)) for number in numbers]
+    return _Result(tensor.dtype, tensor.fake_device, len(layout[0]), sizes, is_view=True)
+
+
 def _form(mode: Any, operator: Any, args: Any, kwargs: Any) -> _Form | None:
     """Returns the form of an operator's arguments; None if more than that decides its result."""
     environment = mode.shape_env
@@ -159,7 +201,7 @@ def _form(mode: Any, operator: Any, args: Any, kwargs: Any) -> _Form | None:
     reader = _Reader(mode)
     if not (reader.reads(args) and reader.reads(kwargs) and reader.tensors):
         return None
-    state = (mode, found_out, environment._version_counter)
+    state = (mode, found_out)
     modes = torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return _Form((operator, *state, *modes, *reader.parts), reader.sizes, reader.tensors)
 
@@ -224,14 +266,14 @@ class _Reader:
                 place = self._places.setdefault(id(node), len(self.sizes))
                 if place == len(self.sizes):
                     self.sizes.append(size)
-                self.parts.append((place, node._expr))
+                self.parts.append((place, node.expr))
             else:
                 self.parts.append(size)
 
 
 def _symbols(sizes: Iterable[Any]) -> set[Any]:
     symbolic = (size for size in sizes if type(size) is torch.SymInt)
-    return {symbol for size in symbolic for symbol in size.node._expr.free_symbols}
+    return {symbol for size in symbolic for symbol in size.node.expr.free_symbols}
 
 
 def _is_plain(tensor: FakeTensor) -> bool:

@@ -23,12 +23,7 @@ from dynamo_moe.tracing import private
 _HERE = Path(__file__).parent
 # Where traces begin, and files whose frames are not the model's.
 _BEGINNINGS = tuple(str(_HERE / f"{name}.py") for name in ("capture", "decomposition", "nodes"))
-_OURS = ("flattening", "private", "remembered_operators", "remembered_sizes", "size_decisions")
-_OTHERS = (
-    str(Path(torch.__file__).parent),
-    *(str(_HERE / f"{name}.py") for name in _OURS),
-    "<",
-)
+_OTHERS = (str(Path(torch.__file__).parent), str(_HERE), "<")
 
 
 class Decision(NamedTuple):

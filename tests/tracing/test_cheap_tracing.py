@@ -63,6 +63,15 @@ STEPS: dict[str, Step] = {
     "windows": lambda x: nn.functional.unfold(x[:, None], (1, WIDTH)).transpose(1, 2),
     "attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x.transpose(0, 0)),
     "equal": lambda x: x + x.new_zeros(x.shape[1], WIDTH).unsqueeze_(0),
+    "unsqueezed": lambda x: (x.unsqueeze(-2).transpose(1, -2) * x.unsqueeze(1)).sum(1),
+    "matrices": lambda x: x + x[0].t().t() * x[:, 0, 0].t()[:, None, None],
+    # What comes after them is found out with more known of the sizes than what came before.
+    "not one": lambda x: x * 2 if x.shape[1] != 1 else x,
+    "more than two": lambda x: x + 1 if x.shape[0] > 2 else x,
+    "more than four": lambda x: x + 1 if x.shape[1] > 4 else x,
+    "few of them": lambda x: x[:2].sum(0) + x[:, :4].sum(1, keepdim=True) * x,
+    "even": lambda x: x - 1 if x.shape[1] % 2 == 1 else x,
+    "same sizes": lambda x: x if x.shape[0] == x.shape[1] else x.abs(),
 }
 
 

@@ -1,0 +1,110 @@
+"""What a trace asks about its sizes without an answer, and whether it would still get none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.fx.experimental import symbolic_shapes
+
+from dynamo_moe.tracing import private
+from dynamo_moe.tracing.open_questions import (
+    Answers,
+    Questions,
+    ask_again,
+    defaults_noted,
+    questions_noted,
+    unknown_noted,
+)
+from dynamo_moe.tracing.plain_views import layout_of
+
+pytestmark = pytest.mark.skipif(
+    private.missing() is not None,
+    reason="needs a known version of PyTorch",
+)
+
+
+class Asks(nn.Module):
+    """Asks whether its input has more than four rows, before and after it has decided so."""
+
+    def __init__(self, asked: list[Questions], answers: list[bool]) -> None:
+        super().__init__()
+        self.asked, self.answers = asked, answers
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Any = x.shape[0]
+        guard_or = defaults_noted(symbolic_shapes._guard_or)
+        evaluate = unknown_noted(symbolic_shapes._static_eval_sym_bool)
+        known = Answers(symbolic_shapes._static_eval_sym_bool)
+        with questions_noted() as outer:
+            with questions_noted() as inner:
+                assert guard_or(rows > 4, False) is False
+                assert guard_or(rows >= 0, False) is True  # Known, so no question.
+            assert evaluate(rows > 3) is None
+            with questions_noted() as again:
+                ask_again(inner)
+        self.asked += [inner, again, outer]
+        for questions in (inner, outer):
+            self.answers.append(known.are_defaults(questions, "before"))
+        if rows > 4:
+            x = x + 1
+        assert guard_or(rows > 4, False) is True
+        for questions, state in ((inner, "before"), (inner, "after"), (outer, "after"), ({}, "x")):
+            self.answers.append(known.are_defaults(questions, state))
+        return x
+
+
+def test_answers_are_looked_for_anew_where_more_is_known() -> None:
+    asked: list[Questions] = []
+    answers: list[bool] = []
+    with private._sizes_of_one():
+        torch.export.export(
+            Asks(asked, answers), (torch.randn(6, 2),), dynamic_shapes=({0: Dim.DYNAMIC},)
+        )
+    inner, again, outer = asked
+    assert [default for _, default in inner] == [False]
+    assert again == inner
+    assert sorted(map(str, (default for _, default in outer))) == ["False", "None"]
+    assert answers == [True, True, True, False, False, True]
+
+
+def test_nothing_is_noted_outside() -> None:
+    ask_again({(None, True): None})
+    with questions_noted() as questions:
+        pass
+    assert not questions
+
+
+@pytest.mark.parametrize(
+    ("operator", "given"),
+    [
+        (torch.ops.aten.transpose.int, (0, 3)),
+        (torch.ops.aten.unsqueeze.default, (4,)),
+        (torch.ops.aten.unsqueeze.default, (-5,)),
+        (torch.ops.aten.t.default, ()),
+        (torch.ops.aten.relu.default, ()),
+    ],
+)
+def test_what_is_no_plain_view_is_left_to_pytorch(operator: Any, given: tuple[int, ...]) -> None:
+    assert layout_of(operator, given, ((2, 3, 4), (12, 4, 1))) is None
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 1), (2, 3, 4)])
+def test_plain_views_are_pytorchs(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    layout = (tuple(x.shape), x.stride())
+    for place in range(-x.ndim - 1, x.ndim + 1):
+        found = layout_of(torch.ops.aten.unsqueeze.default, (place,), layout)
+        result = x.unsqueeze(place)
+        assert found == ([*result.shape], [*result.stride()])
+    for first in range(-x.ndim, x.ndim):
+        for second in range(-x.ndim, x.ndim):
+            found = layout_of(torch.ops.aten.transpose.int, (first, second), layout)
+            result = x.transpose(first, second)
+            assert found == ([*result.shape], [*result.stride()])
+    if x.ndim in (1, 2):
+        found = layout_of(torch.ops.aten.t.default, (), layout)
+        assert found == ([*x.t().shape], [*x.t().stride()])
