@@ -99,15 +99,18 @@ def sizes_of_one_name(model: nn.Module, example: DynamicExample) -> Iterator[Non
     ``batch`` where nobody asked for it: the first dimension of a mask may be no batch.
     """
     original = model.forward
-    numbers = [*_named_sizes(model, example.args, example.kwargs, example.requested)]
+    own = [*_named_sizes(model, example.args, example.kwargs, example.requested)]
+    if len(set(own)) == len(own):
+        yield
+        return
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         first: dict[Any, Any] = {}
         sizes = _named_sizes(model, args, kwargs, example.requested)
-        for number, (name, size) in zip(numbers, sizes, strict=True):
+        for named, (_, size) in zip(own, sizes, strict=True):
             # The comparison is a condition of the trace, which replaces one by the other.
-            bool(first.setdefault((name, number), size) == size)
+            bool(first.setdefault(named, size) == size)
         return original(*args, **kwargs)
 
     with changed(model, "forward", forward):

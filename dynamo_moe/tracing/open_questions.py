@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 
-Questions = Mapping[tuple[Any, bool | None], Any]
+Questions = dict[tuple[Any, bool | None], Any]
 """Conditions, by their expression and the default: None where not knowing was the answer."""
 
 
 class _Asking(threading.local):
-    questions: dict[tuple[Any, bool | None], Any] | None = None
+    questions: Questions | None = None
 
 
 _asking = _Asking()
@@ -57,7 +57,7 @@ def unknown_noted(original: Callable[[Any], bool | None]) -> Callable[[Any], boo
 class _Collecting(contextlib.AbstractContextManager[Any]):
     """Notes this thread's questions elsewhere; gives where they were noted before."""
 
-    def __init__(self, questions: dict[tuple[Any, bool | None], Any] | None) -> None:
+    def __init__(self, questions: Questions | None) -> None:
         self._questions = questions
 
     def __enter__(self) -> Any:
@@ -71,7 +71,7 @@ class _Collecting(contextlib.AbstractContextManager[Any]):
 @contextlib.contextmanager
 def questions_noted() -> Iterator[Questions]:
     """Collects what this thread asks in the context; whoever else collects has asked it, too."""
-    questions: dict[tuple[Any, bool | None], Any] = {}
+    questions: Questions = {}
     with _Collecting(questions):
         yield questions
     ask_again(questions)
@@ -89,20 +89,23 @@ class Answers:
     def __init__(self, evaluate: Callable[[Any], bool | None]) -> None:
         """Takes PyTorch's answer to a condition: None if it is unknown."""
         self._evaluate = evaluate
-        self._state: Hashable = None
-        self._known: dict[Any, bool | None] = {}
+        # Together, since threads that trace side by side have their own states.
+        self._known: tuple[Hashable, dict[Any, bool | None]] = (None, {})
 
     def are_defaults(self, questions: Questions, state: Hashable) -> bool:
         """Whether no question has another answer by now than the default."""
-        if state != self._state:
-            self._state, self._known = state, {}
+        known = self._known
+        if known[0] != state:
+            known = self._known = (state, {})
         return all(
-            self._answer(expression, condition) in (None, default)
+            self._answer(expression, condition, known[1]) in (None, default)
             for (expression, default), condition in questions.items()
         )
 
-    def _answer(self, expression: Any, condition: Any) -> bool | None:
-        if expression not in self._known:
+    def _answer(
+        self, expression: Any, condition: Any, known: dict[Any, bool | None]
+    ) -> bool | None:
+        if expression not in known:
             with _Collecting(None):
-                self._known[expression] = self._evaluate(condition)
-        return self._known[expression]
+                known[expression] = self._evaluate(condition)
+        return known[expression]

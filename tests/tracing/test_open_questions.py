@@ -19,7 +19,6 @@ from dynamo_moe.tracing.open_questions import (
     questions_noted,
     unknown_noted,
 )
-from dynamo_moe.tracing.plain_views import layout_of
 
 pytestmark = pytest.mark.skipif(
     private.missing() is not None,
@@ -71,40 +70,21 @@ def test_answers_are_looked_for_anew_where_more_is_known() -> None:
     assert answers == [True, True, True, False, False, True]
 
 
+def test_threads_have_answers_of_their_own() -> None:
+    """One that comes between another's questions has another state."""
+
+    def evaluate(condition: Any) -> bool:
+        if condition == "first":
+            assert not answers.are_defaults({("other", False): "of another state"}, "another")
+        return condition == "of another state"
+
+    answers = Answers(evaluate)
+    questions: Questions = {("size", False): "first", ("other", False): "second"}
+    assert answers.are_defaults(questions, "state")
+
+
 def test_nothing_is_noted_outside() -> None:
     ask_again({(None, True): None})
     with questions_noted() as questions:
         pass
     assert not questions
-
-
-@pytest.mark.parametrize(
-    ("operator", "given"),
-    [
-        (torch.ops.aten.transpose.int, (0, 3)),
-        (torch.ops.aten.unsqueeze.default, (4,)),
-        (torch.ops.aten.unsqueeze.default, (-5,)),
-        (torch.ops.aten.t.default, ()),
-        (torch.ops.aten.relu.default, ()),
-    ],
-)
-def test_what_is_no_plain_view_is_left_to_pytorch(operator: Any, given: tuple[int, ...]) -> None:
-    assert layout_of(operator, given, ((2, 3, 4), (12, 4, 1))) is None
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (3, 1), (2, 3, 4)])
-def test_plain_views_are_pytorchs(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape)
-    layout = (tuple(x.shape), x.stride())
-    for place in range(-x.ndim - 1, x.ndim + 1):
-        found = layout_of(torch.ops.aten.unsqueeze.default, (place,), layout)
-        result = x.unsqueeze(place)
-        assert found == ([*result.shape], [*result.stride()])
-    for first in range(-x.ndim, x.ndim):
-        for second in range(-x.ndim, x.ndim):
-            found = layout_of(torch.ops.aten.transpose.int, (first, second), layout)
-            result = x.transpose(first, second)
-            assert found == ([*result.shape], [*result.stride()])
-    if x.ndim in (1, 2):
-        found = layout_of(torch.ops.aten.t.default, (), layout)
-        assert found == ([*x.t().shape], [*x.t().stride()])

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from dynamo_moe.tracing import dynamic_shapes
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
 from dynamo_moe.tracing.read_names import ReadNames
-from dynamo_moe.tracing.size_decisions import decisions_noted
+from dynamo_moe.tracing.size_decisions import Decision, decisions_noted
+
+
+class Decisions(SizeTrials):
+    """Tries nothing, and keeps what was decided by several sizes."""
+
+    def check(self, program: ExportedProgram, decisions: Sequence[Decision], *_: Any) -> None:
+        self.found = [each for each in decisions if len(each.condition.free_symbols) > 1]
 
 
 class Apart(nn.Module):
@@ -26,12 +34,14 @@ class Apart(nn.Module):
 def shapes_of(
     args: tuple[Tensor, ...], requested: Any, kwargs: Mapping[str, Any] | None = None
 ) -> list[list[str]]:
-    """The shapes of a traced model's inputs, with its symbols."""
+    """The shapes of a traced model's inputs, with its symbols; no two of them are compared."""
     model = Apart().eval()
     example = dynamic_shapes.resolve(model, args, dict(kwargs or {}), requested)
     before = vars(model).copy()
-    program = capture(model, example, SizeTrials(example))
+    decisions = Decisions(example)
+    program = capture(model, example, decisions)
     assert vars(model) == before
+    assert not decisions.found
     return [
         [str(size) for size in node.meta["val"].shape]
         for node in program.graph.nodes
@@ -68,10 +78,18 @@ def test_sizes_in_containers_of_keyword_arguments_are_among_them() -> None:
     ],
 )
 def test_other_sizes_have_their_own(shape: tuple[int, int], requested: Any) -> None:
-    with decisions_noted() as noted:
-        one, other = shapes_of((torch.randn(4, 6), torch.randn(shape)), requested)
+    one, other = shapes_of((torch.randn(4, 6), torch.randn(shape)), requested)
     assert one[0] != other[0]
-    assert not noted
+
+
+def test_of_three_sizes_of_one_name_the_equal_ones_are_one() -> None:
+    rows = {0: "rows"}
+    first, second, third = shapes_of(
+        (torch.randn(4, 6), torch.randn(5, 6)),
+        {"first": rows, "second": rows, "others": rows},
+        {"others": torch.randn(4, 6)},
+    )
+    assert first[0] == third[0] != second[0]
 
 
 def test_the_line_that_decides_is_the_models() -> None:
@@ -82,9 +100,6 @@ def test_the_line_that_decides_is_the_models() -> None:
 
     sizes = ({0: torch.export.Dim.DYNAMIC},) * 2
     with decisions_noted() as noted:
-        program = torch.export.export(
-            Watched(), (torch.randn(4, 6), torch.randn(4, 6)), dynamic_shapes=sizes
-        )
-    assert isinstance(program.graph, fx.Graph)
+        torch.export.export(Watched(), (torch.randn(4, 6), torch.randn(4, 6)), dynamic_shapes=sizes)
     assert noted
     assert all(decision.place.endswith("return first + second  # here") for decision in noted)
