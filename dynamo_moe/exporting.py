@@ -27,7 +27,7 @@ from dynamo_moe.conversion import Unrecognised, unconverted
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.files import inputs, metadata, model_files
-from dynamo_moe.files.copies import Copies, Copy, with_copies
+from dynamo_moe.files.copies import Copies
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.instantiate import (
@@ -178,22 +178,13 @@ def export(
     remaining = unconverted.unconverted_modules(model)
     with progressing(progress, path) as progressed, profiled(profile) as sampled:
         watch = Stopwatch(progressed)
-        with watch.running():
-            with _exporting(), _naming_unconverted(remaining, model), autocast_inside(model):
-                _check_values(model)
-                example = resolve(model, *given, dynamic_shapes)
-                form = _Form(target, body, opset, input_names, link_weights, layers_as_functions)
-                graph = _graph(model, given, example, form)
-                model_ir, layers = graph.model, graph.layers
-                _rename("output_names", model_ir.graph.outputs, output_names)
-                metadata.store(model_ir, layers)
-                leaves = pytree.tree_leaves(given)
-                inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-                if link_weights:
-                    placeholders.link(model_ir, path.parent)
-                checked = check_graph(model_ir, graph.copies)
-            files = model_files.save_model(model_ir, path, external_data, checked)
+        form = _Form(
+            target, body, opset, input_names, output_names, link_weights, layers_as_functions
+        )
+        with watch.running(), _only_new_garbage(), _naming_unconverted(remaining, model):
+            written = _write(model, given, dynamic_shapes, form, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
+    layers = written.layers
     remaining = tuple(each for each in remaining if not _has_layer(each.module, layers))
     warned = [unconverted.warning(remaining)] if remaining else []
     own = [path for path in unconverted.converted_modules(model) if not _has_layer(path, layers)]
@@ -201,25 +192,20 @@ def export(
         warned.append(unconverted.own_forward_warning(own))
     for message in warned:
         warnings.warn(message, stacklevel=2)
-    activations = {layer.attributes["activation"] for layer in layers}
     return ExportReport(
         path=path,
-        files=tuple(files),
+        files=tuple(written.files),
         target=target,
         body=body if target == "plugin" else None,
         layers=tuple(layer.name for layer in layers),
         operators=dict(Counter(layer.op_type for layer in layers)),
-        nodes=dict(_operators(graph).most_common()),
-        parameters_bytes=model_files.model_bytes(model_ir),
-        file_bytes=sum(file.stat().st_size for file in files),
+        nodes=dict(written.operators.most_common()),
+        parameters_bytes=written.parameters_bytes,
+        file_bytes=sum(file.stat().st_size for file in written.files),
         seconds=time.perf_counter() - started,
         phases=watch.seconds,
         profile=save_profile(sampled, path) if sampled else (),
-        notes=(
-            *lowering.notes(model_ir, activations, target),
-            *graph.notes,
-            *warned,
-        ),
+        notes=(*written.notes, *warned),
     )
 
 
@@ -233,8 +219,45 @@ class _Form(NamedTuple):
     body: lowering.Body
     opset: int
     input_names: Sequence[str] | None
+    output_names: Sequence[str] | None
     link_weights: bool
     layers_as_functions: bool
+
+
+class _Written(NamedTuple):
+    """What is left of a graph when it is in its files, where the report needs it."""
+
+    files: list[Path]
+    layers: list[metadata.Layer]
+    operators: Counter[str]
+    parameters_bytes: int
+    notes: list[str]
+
+
+def _write(
+    model: torch.nn.Module,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    dynamic_shapes: Mapping[str, Any] | str | None,
+    form: _Form,
+    path: Path,
+    external_data: bool | None,
+) -> _Written:
+    with _exporting(), autocast_inside(model):
+        _check_values(model)
+        example = resolve(model, *given, dynamic_shapes)
+        graph = _graph(model, given, example, form)
+        model_ir, layers = graph.model, graph.layers
+        _rename("output_names", model_ir.graph.outputs, form.output_names)
+        metadata.store(model_ir, layers)
+        leaves = pytree.tree_leaves(given)
+        inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        if form.link_weights:
+            placeholders.link(model_ir, path.parent)
+        checked = check_graph(model_ir, graph.copies)
+    files = model_files.save_model(model_ir, path, external_data, checked)
+    activations = {layer.attributes["activation"] for layer in layers}
+    notes = [*lowering.notes(model_ir, activations, form.target), *graph.notes]
+    return _Written(files, layers, _operators(graph), model_files.model_bytes(model_ir), notes)
 
 
 class _Graph(NamedTuple):
@@ -347,7 +370,7 @@ def _naming_unconverted(
 
 
 @contextlib.contextmanager
-def _only_new_garbage() -> Iterator[None]:
+def _collecting_seldom() -> Iterator[None]:
     """Lets the garbage collector look at new objects only, and less often.
 
     With PyTorch and transformers loaded there are half a million older ones, which an export makes
@@ -366,7 +389,9 @@ def _only_new_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-_exporting = ProcessState(_only_new_garbage, private_exporter.members_looked_up_once)
+_only_new_garbage = ProcessState(_collecting_seldom, side_by_side=True)
+
+_exporting = ProcessState(private_exporter.members_looked_up_once)
 
 
 def _check_values(model: torch.nn.Module) -> None:
@@ -524,10 +549,16 @@ def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
 
 
 def _operators(graph: _Graph) -> Counter[str]:
-    return Counter(map(qualified, with_copies(graph.model.graph, graph.copies)))
+    counts = Counter(graph.model.graph)
+    for copies in graph.copies.values():
+        counts.update(copy.source for copy in copies)
+    operators: Counter[str] = Counter()
+    for node, count in counts.items():
+        operators[qualified(node)] += count
+    return operators
 
 
-def qualified(node: ir.Node | Copy) -> str:
+def qualified(node: ir.Node) -> str:
     """Returns a node's operator, with its domain where it has one."""
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -253,7 +253,8 @@ def tensor_tables_replaced(
 
     Args:
         module: The module.
-        replacement: From a submodule's path, and a dictionary of it, to what takes its place.
+        replacement: From a submodule's path, and a dictionary of it that has any, to what takes its
+            place.
 
     Raises:
         RuntimeError: If this PyTorch keeps them elsewhere.
@@ -263,7 +264,7 @@ def tensor_tables_replaced(
         for path, part in modules_by_path(module):
             held = attributes_of(part)
             for name, table in zip(TENSOR_TABLES, own_parts(part), strict=False):
-                other = replacement(path, table)
+                other = replacement(path, table) if table else table
                 if other is not table:
                     replaced.append((held, name, table))
                     held[name] = other
@@ -313,20 +314,24 @@ def modules_by_path(model: nn.Module) -> list[tuple[str, nn.Module]]:
         RuntimeError: If this PyTorch keeps submodules elsewhere.
     """
     found = [("", model)]
-    seen = {model}
-
-    def visit(children: dict[str, nn.Module | None], prefix: str) -> None:
-        for name, child in children.items():
-            if child is None or child in seen:
-                continue
-            seen.add(child)
-            path = prefix + name
-            found.append((path, child))
-            if inner := own_parts(child)[2]:
-                visit(inner, f"{path}.")
-
-    visit(own_parts(model)[2], "")
+    _add_by_path(own_parts(model)[2], "", found, {model})
     return found
+
+
+def _add_by_path(
+    children: Mapping[str, nn.Module | None],
+    prefix: str,
+    found: list[tuple[str, nn.Module]],
+    seen: set[nn.Module],
+) -> None:
+    for name, child in children.items():
+        if child is None or child in seen:
+            continue
+        seen.add(child)
+        path = prefix + name
+        found.append((path, child))
+        if inner := child._modules:  # Not by own_parts, since a model has many.
+            _add_by_path(inner, f"{path}.", found, seen)
 
 
 try:  # What sees operators before they run.

@@ -71,11 +71,16 @@ class Contents:
                 rows.append(value)
             elif kind in DICTS:
                 dicts.append(value)
-            else:
-                of_kind: list[Any] = self._classes if kind in _CLASSES else self._functions
-                of_kind.append(value)
+            elif kind in _CLASSES:
+                self._classes.append(value)
                 dicts.append(vars(value))
-        self._cells = [cell for each in self._functions for cell in each.__closure__ or ()]
+            else:
+                self._functions.append(value)
+                held = vars(value)  # Looked at itself as well: another may take its place.
+                (dicts if held else self._empty).append(held)
+        cells = [cell for each in self._functions for cell in each.__closure__ or ()]
+        self._empty_cells = [cell for cell in cells if content_of(cell) is content_of]
+        self._cells = [cell for cell in cells if content_of(cell) is not content_of]
         self._sized = [*dicts, *rows, *(attributes_of(owner) for owner, _ in self._owners)]
         self._sizes = [*map(len, self._sized)]
         self._dicts, self._rows = dicts, rows
@@ -86,7 +91,8 @@ class Contents:
         held = [attributes_of(owner) for owner, _ in self._owners]
         return itertools.chain(
             *(map(operator.attrgetter(name), self._functions) for name in _OF_FUNCTIONS),
-            map(content_of, self._cells),
+            map(operator.attrgetter("cell_contents"), self._cells),
+            map(content_of, self._empty_cells),
             map(operator.attrgetter("__mro__"), self._classes),
             map(type, self._typed),
             *self._dicts,
@@ -105,5 +111,5 @@ class Contents:
             same = not any(self._empty) and [*map(len, self._sized)] == self._sizes
             same = same and all(map(operator.is_, self._look(), self._objects))
             return same and all(each.is_unchanged() for each in self._others)
-        except KeyError:
+        except (KeyError, ValueError):  # An attribute is gone, or what a cell held.
             return False

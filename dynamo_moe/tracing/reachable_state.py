@@ -27,7 +27,7 @@ from dynamo_moe.tracing.contents import Contents, is_plain
 from dynamo_moe.tracing.descriptions import Facts, Place
 from dynamo_moe.tracing.equal_blocks import NotSharedError
 from dynamo_moe.tracing.library_code import HERE, is_installed_file, is_library, is_library_file
-from dynamo_moe.tracing.parts import LISTS, SETS, held_by_function, parts_of
+from dynamo_moe.tracing.parts import LISTS, SETS, held_by_function, is_plain_object, parts_of
 from dynamo_moe.tracing.values import SIMPLE, are_equal
 
 # Values that a look at what a block reaches gives up after.
@@ -96,6 +96,8 @@ class _Held:
                 owners.append((value, [*attributes_of(value)]))
             elif fact is _CONSTANT:
                 constants.append(value)
+            elif is_plain_object(type(value)) and not isinstance(value, _CONTAINERS):
+                owners.append((value, [*attributes_of(value)]))
             else:
                 self._others.append(look)
         self._contents = Contents(plain, typed=constants, owners=owners)

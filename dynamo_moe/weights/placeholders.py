@@ -116,19 +116,23 @@ def link(model: ir.Model, folder: Path) -> None:
             relative to their own folder, and runtimes look nowhere else.
     """
     folder = folder.resolve()
-    resolved = functools.cache(Path.resolve)  # Most weights lie in few files.
-    for value in model.graph.initializers.values():
-        weight, origin = value.const_value, _origin(value)
-        if weight is None or origin is None:
-            continue
-        path = resolved(origin.path)
+
+    @functools.cache
+    def location(file: Path) -> str:  # Most weights lie in few files.
+        path = file.resolve()
         if not path.is_relative_to(folder):
             raise ValueError(
                 f"weights can be linked from files in {folder} or below it only, not from {path}: "
                 "write the ONNX file beside the checkpoint"
             )
+        return path.relative_to(folder).as_posix()
+
+    for value in model.graph.initializers.values():
+        weight, origin = value.const_value, _origin(value)
+        if weight is None or origin is None:
+            continue
         value.const_value = ir.ExternalTensor(
-            path.relative_to(folder).as_posix(),
+            location(origin.path),
             origin.offset,
             origin.nbytes,
             weight.dtype,

@@ -41,6 +41,12 @@ def _class(*bases: type, **attributes: Any) -> Any:
     return type("Made", bases, attributes)
 
 
+def _object() -> Any:
+    made = _class()()
+    made.flag, made.held = 1, [1]
+    return made
+
+
 def _fill(cell: Any) -> None:
     cell.cell_contents = [1]
 
@@ -78,6 +84,7 @@ _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "closure": (_function, lambda x: setattr(x.__closure__[0], "cell_contents", [2])),
     "in a closure": (_function, lambda x: x.__closure__[0].cell_contents.append(2)),
     "empty closure": (_unfilled, lambda x: _fill(x.__closure__[0])),
+    "emptied closure": (_function, lambda x: delattr(x.__closure__[0], "cell_contents")),
     "attribute of a function": (_function, lambda x: setattr(x, "flag", True)),
     "attributes of a function": (_function, lambda x: setattr(x, "__dict__", {"flag": True})),
     "attribute of a class": (lambda: _class(flag=1), lambda x: setattr(x, "flag", 2)),
@@ -87,6 +94,11 @@ _CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "namespace": (lambda: types.SimpleNamespace(a=1), lambda x: setattr(x, "a", 2)),
     "thread": (threading.local, lambda x: setattr(x, "a", 2)),
     "object": (_class(), lambda x: setattr(x, "flag", 2)),
+    "value of an object": (_object, lambda x: setattr(x, "flag", 2)),
+    "in an object": (_object, lambda x: x.held.append(2)),
+    "attribute fewer": (_object, lambda x: delattr(x, "flag")),
+    "another attribute": (_object, lambda x: (delattr(x, "flag"), setattr(x, "other", 1))),
+    "attributes of an object": (_object, lambda x: setattr(x, "__dict__", {**vars(x), "flag": 2})),
     "class of an object": (_Base, lambda x: setattr(x, "__class__", _Other)),
     "partial": (lambda: functools.partial(dict, [(1, 2)]), lambda x: x.args[0].append(2)),
     "tensor": (lambda: torch.zeros(2), lambda x: x.add_(1)),
