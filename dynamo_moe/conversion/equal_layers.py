@@ -94,7 +94,7 @@ class LayerCode:
         return False
 
     def _described(self, module: nn.Module) -> Description | None:
-        common = self._common = self._common.of_names()  # Anything else may have changed.
+        common = self._common = self._common.after_changes()
         with contextlib.suppress(Exception):
             return describe(module, self._parts.tied, common)
         return None

@@ -263,6 +263,10 @@ class _Reading:
         fact = reader.read(value, ())
         return cls(value, fact, reader.seen, reader.outside, reader.contents())
 
+    def is_unchanged(self) -> bool:
+        """Whether the value is still what was read; False in doubt."""
+        return self.contents is not None and self.contents.is_unchanged()
+
     @functools.cached_property
     def objects(self) -> Set[int]:
         """The ids of what a block may know otherwise."""
@@ -274,16 +278,18 @@ class Common:
 
     def __init__(self) -> None:
         self._readings: dict[int, _Reading] = {}
+        self._earlier: dict[int, _Reading] = {}
         self._equal: dict[Any, Any] = {}
         self._names: dict[Any, tuple[str, ...]] = {}
         self._outlines: dict[Any, _Outline] = {}
         self._ordinary: dict[type[nn.Module], bool] = {}
 
-    def of_names(self) -> Common:
-        """Returns what descriptions have in common still when something else changes."""
+    def after_changes(self) -> Common:
+        """Returns what descriptions have in common still when something has changed since."""
         found = Common()
         found._equal, found._names = self._equal, self._names
         found._outlines = self._outlines
+        found._earlier = {**self._earlier, **self._readings}
         return found
 
     def equal(self, value: _T) -> _T:
@@ -328,9 +334,13 @@ class Common:
 
     def reading(self, value: Any) -> _Reading:
         """Returns what a value is by itself."""
-        if id(value) not in self._readings:
-            self._readings[id(value)] = _Reading.of(value)
-        return self._readings[id(value)]
+        known = self._readings.get(id(value))
+        if known is None:
+            known = self._earlier.get(id(value))
+            if known is None or not known.is_unchanged():
+                known = _Reading.of(value)
+            self._readings[id(value)] = known
+        return known
 
     def is_ordinary(self, kind: type[nn.Module]) -> bool:
         """Whether a module's attributes are in its ``__dict__`` alone, and read as they are."""

@@ -148,3 +148,33 @@ def test_submodules_in_another_order_are_a_difference() -> None:
         for name in names:
             block.add_module(name, nn.Linear(1, 1))
     assert describe(first, ()).differences(describe(second, ())) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: setattr(config, "value0", 2),
+        lambda config: config.value1.append(2),
+        lambda config: config.value2.__closure__[0].cell_contents.append(2),
+        lambda config: setattr(config, "other", 1),
+    ],
+)
+def test_a_change_after_an_earlier_description_is_a_difference(
+    change: Callable[[Config], Any],
+) -> None:
+    block, common = nn.Module(), descriptions.Common()
+    block.config = Config(1, [1], _closing([1]))
+    first = describe(block, (), common)
+    common = common.after_changes()
+    assert describe(block, (), common).differences(first) == frozenset()
+    change(block.config)
+    common = common.after_changes()
+    assert describe(block, (), common).differences(first) == {("", "config")}
+
+
+def test_what_is_not_changed_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, common = nn.Module(), descriptions.Common()
+    block.config = Config(1, [1])
+    first = describe(block, (), common)
+    monkeypatch.setattr(descriptions._Reading, "of", None)
+    assert describe(block, (), common.after_changes()).differences(first) == frozenset()
