@@ -142,7 +142,8 @@ def change_count(tensor: Tensor) -> int:
 
 def storage_key(tensor: Tensor) -> int:
     """Returns what is equal for tensors that share their memory, fake ones too."""
-    storage = tensor.untyped_storage()
+    with modes_unasked():
+        storage = tensor.untyped_storage()
     key: int = storage._cdata if hasattr(storage, "_cdata") else storage.data_ptr()
     return key
 

@@ -35,7 +35,16 @@ _CHUNK = 2**24
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-class _LazyWeight(ir.tensor_adapters.TorchTensor):
+class _Weight(ir.tensor_adapters.TorchTensor):
+    """A tensor as a weight of an ONNX graph."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, which are asked for several times, and which PyTorch knows."""
+        return int(self.raw.nbytes)
+
+
+class _LazyWeight(_Weight):
     """A lazy tensor as a weight of an ONNX graph."""
 
     raw: LazyTensor
@@ -56,7 +65,7 @@ class _LazyWeight(ir.tensor_adapters.TorchTensor):
                 file.write(_bytes(chunk))
 
 
-class _StridedWeight(ir.tensor_adapters.TorchTensor):
+class _StridedWeight(_Weight):
     """A view, such as a transposed matrix, as a weight of an ONNX graph."""
 
     def tofile(self, file: BinaryIO) -> None:
@@ -68,7 +77,7 @@ class _StridedWeight(ir.tensor_adapters.TorchTensor):
 
 def as_ir(tensor: Tensor, name: str | None) -> ir.tensor_adapters.TorchTensor:
     """Returns the tensor as a weight of an ONNX graph."""
-    kind = ir.tensor_adapters.TorchTensor
+    kind = _Weight
     if isinstance(tensor, LazyTensor):
         kind = _LazyWeight
     elif not tensor.is_contiguous():
