@@ -49,6 +49,7 @@ from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch, phase
 from dynamo_moe.progress.profiling import profiled, save_profile
 from dynamo_moe.tracing import causes, private, private_exporter
+from dynamo_moe.tracing.attempts import undone_if_given_up
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
@@ -279,8 +280,10 @@ def _graph(
     with evaluating(model):
         runs = runs_of(model) if _SHARES.get() and private.missing() is None else []
         while runs:
+            passed_over = [block for run in runs for block in run.blocks[run.traced :]]
             try:
-                return _graph_with(model, given, example, form, runs)
+                with undone_if_given_up(model, passed_over):
+                    return _graph_with(model, given, example, form, runs)
             except NotSharedError as error:
                 if runs[0].traced_units < MOST_TRACED:
                     _LOG.info("Two units of equal blocks are too few: %s", error)
@@ -484,7 +487,7 @@ def _optimize(
 
     The units of equal blocks that were passed over become copies of nodes. No value of a weight
     decides what becomes of such blocks, as it may where all are traced: a bias of zeros stays, and
-    so does ``1 + weight``.
+    so do ``1 + weight`` and a batch norm after a convolution.
     """
     target, link = form.target, form.link_weights
     units = add_third(model, units)

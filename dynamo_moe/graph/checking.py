@@ -32,7 +32,7 @@ def check(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:
     """
     proto = model_files.without_weights(model, as_inputs=True)
     inputs = proto.graph.input
-    given, used = len(inputs), _used_results(model, copies or {})
+    given, used = len(inputs), _used_results(copies or {})
     # An input has to have both.
     alone = bool(copies) and all(each.type and each.shape is not None for each in used)
     try:
@@ -51,8 +51,7 @@ def check(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:
     return proto
 
 
-def _used_results(model: ir.Model, copies: Copies) -> list[ir.Value]:
+def _used_results(copies: Copies) -> list[ir.Value]:
     """Returns the copies' results that the graph itself uses."""
-    results = {value for each in copies.values() for copy in each for value in copy.outputs}
-    used = [value for node in model.graph.all_nodes() for value in node.inputs]
-    return [each for each in dict.fromkeys((*used, *model.graph.outputs)) if each in results]
+    results = (value for each in copies.values() for copy in each for value in copy.outputs)
+    return [value for value in results if value.uses() or value.is_graph_output()]

@@ -10,6 +10,7 @@ import enum
 import functools
 import itertools
 import operator
+from collections import deque
 from collections.abc import (
     Callable,
     Collection,
@@ -47,6 +48,7 @@ Facts = Mapping[Place, Any]
 
 # A module's own dictionaries, such as those of its hooks, and flags.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = frozenset(name for name in _OF_EVERY_MODULE if "_hooks" in name)
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Description(Original):
         fixed = map(_fact_of_simple, self._fixed)
         return {
             **self._others,
-            **{place: (kind, place) for place, kind in zip(empty, kinds, strict=True)},
+            **{place: (kind, None, place) for place, kind in zip(empty, kinds, strict=True)},
             **dict(zip(self._outline.fixed.places, fixed, strict=True)),
         }
 
@@ -176,8 +178,10 @@ def differing_places(facts: Facts, others: Facts) -> set[Place]:
 
 _TENSORS = "tensors"
 _TABLES = (*TENSOR_TABLES, CHILDREN_TABLE)
-# Types whose values never change.
+# Containers that say no more than their type where they hold nothing.
+_ALIKE_IF_EMPTY = CONTAINERS - {deque}
 _IS_TENSOR = functools.partial(operator.is_not, None)
+# Types whose values never change.
 _FIXED = SIMPLE - {slice, torch.Size, torch.SymInt}
 
 
@@ -235,6 +239,11 @@ def _tensor_fact(tensor: Tensor) -> Hashable:
 
 
 def _fact_of_simple(value: Any) -> Hashable:
+    if type(value) is slice:  # Which may be of any objects.
+        parts = value.start, value.stop, value.step
+        return slice, tuple(
+            _fact_of_simple(part) if type(part) in SIMPLE else Same(part) for part in parts
+        )
     return type(value), repr(value)
 
 
@@ -317,7 +326,7 @@ class Common:
                 None
                 if kind in _FIXED
                 else kind
-                if kind in CONTAINERS and name not in _TABLES
+                if kind in _ALIKE_IF_EMPTY and name not in _TABLES
                 else ...
                 for name, kind in zip(names, key[-1], strict=True)
             )
@@ -465,7 +474,8 @@ class _Reader:
             return _fact_of_simple(value)
         if kind in CONTAINERS and not value:
             self._plain.append(value)
-            return kind, self.seen.setdefault(id(value), place)
+            kept = getattr(value, "maxlen", None)
+            return kind, kept, self.seen.setdefault(id(value), place)
         if id(value) in self._known:
             # Something else may stand for a tensor in a trace.
             self._sees_all &= isinstance(value, nn.Module)
@@ -479,11 +489,17 @@ class _Reader:
             return kind, Same(value)
         if not isinstance(value, (tuple, frozenset)):
             self.seen[id(value)] = place
-        # Hooks are kept under numbers, which no two have in common.
-        hooks = len(place) == 2 and place[1] in _OF_EVERY_MODULE
+        hooks = len(place) == 2 and place[1] in _HOOKS
         self._note_contents(value)
-        fact = len(value) if hooks else parts.fact
+        fact = self._numbers_of(str(place[0]), value) if hooks else parts.fact
         return kind, fact, {name: self.read(part, (*place, name)) for name, part in parts.items}
+
+    def _numbers_of(self, path: str, hooks: Iterable[Any]) -> tuple[int, ...]:
+        """Returns which of a module's hooks some are; no two modules have their keys in common."""
+        held = attributes_of(self._modules[path])
+        known = {key for name in _HOOKS & held.keys() for key in held[name]}
+        ordered = sorted(known)
+        return tuple(ordered.index(key) for key in hooks)
 
     def _note_contents(self, value: Any) -> None:
         kind = type(value)

@@ -42,19 +42,25 @@ def parts_of(value: Any) -> Parts | None:
     """Returns what a value is made of; None for what is known by its identity alone."""
     kind = type(value)
     if kind in LISTS or _is_named_tuple(kind):
-        return Parts(len(value), enumerate(value))
+        return Parts((len(value), getattr(value, "maxlen", None)), enumerate(value))
     if kind in DICTS:
+        if kind is not dict and vars(value):
+            return None
         if not all(type(key) in SIMPLE or isinstance(key, (type, enum.Enum)) for key in value):
             return None
-        return Parts(tuple((type(key), key) for key in value), enumerate(value.values()))
+        # Some keys are equal that show something else, as 0.0 and -0.0.
+        keys = ((type(key), repr(key) if type(key) in SIMPLE else key) for key in value)
+        return Parts(tuple(keys), enumerate(value.values()))
     if kind in SETS:
         simple = all(type(item) in SIMPLE for item in value)
-        return Parts(tuple(sorted(map(repr, value)))) if simple else None
+        return Parts(tuple(map(repr, value))) if simple else None  # In the order of a loop.
     if kind is types.FunctionType:
-        return Parts((value.__code__, Same(value.__globals__)), enumerate(held_by_function(value)))
+        names = value.__name__, value.__qualname__, value.__module__
+        code = value.__code__, Same(value.__globals__)
+        return Parts((*code, *names), enumerate(held_by_function(value)))
     if kind is types.MethodType:
         return Parts("method", enumerate((value.__func__, value.__self__)))
-    if kind is functools.partial:
+    if kind is functools.partial and not vars(value):
         return Parts("partial", enumerate((value.func, value.args, value.keywords)))
     if is_plain_object(kind):
         return Parts(kind, sorted(vars(value).items()))
@@ -76,6 +82,11 @@ class _Plain:
     pass
 
 
+def _is_slot(value: Any) -> bool:
+    """Whether an attribute of a class is where its objects keep something beside ``__dict__``."""
+    return isinstance(value, types.MemberDescriptorType)
+
+
 def is_plain_object(kind: type) -> bool:
     """Whether objects of a class are what their ``__dict__`` says, and nothing else."""
     return (
@@ -84,5 +95,6 @@ def is_plain_object(kind: type) -> bool:
         and kind.__itemsize__ == 0
         and hasattr(kind, "__dict__")
         and "__dict__" in {name for base in kind.__mro__ for name in vars(base)}
+        and not any(map(_is_slot, (each for base in kind.__mro__ for each in vars(base).values())))
         and not hasattr(kind, "__next__")
     )

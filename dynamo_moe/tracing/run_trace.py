@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
@@ -32,7 +33,14 @@ from dynamo_moe.tracing.marks import END, KEPT
 from dynamo_moe.tracing.modes import modes, random_states
 from dynamo_moe.tracing.reachable_state import State, state_of
 from dynamo_moe.tracing.read_names import ReadNames, foreign_modes
-from dynamo_moe.tracing.values import SIMPLE, are_equal, changed, place_of, sizes_of
+from dynamo_moe.tracing.values import (
+    SIMPLE,
+    are_equal,
+    begins_later,
+    changed,
+    place_of,
+    sizes_of,
+)
 from dynamo_moe.tracing.withheld_tensors import Withheld
 
 
@@ -144,8 +152,13 @@ class RunTrace:
                 self._check_roles(place, cache)
             run = self._prove if last else self._trace
             results = run(place, compute) if self.proves else compute()
+            if not _are_those_of(arguments, call.given, call.spec):
+                self.fail("a block changes a container that it is given")
             call.results, call.result_spec = pytree.tree_flatten(results)
             call.computed = call.results
+            own = [id(each) for each in call.results if isinstance(each, Tensor)]
+            if len({*own}) < len(own):
+                self.fail("a block returns a tensor twice, of which each would be another")
             if place % self.run.period == self.run.period - 1:
                 call.results = [
                     self._end(each, place, leaf)
@@ -159,6 +172,8 @@ class RunTrace:
     def _end(self, result: Tensor, place: int, leaf: int) -> Tensor:
         if not self.proves and place >= self.run.traced - self.run.period:
             return self._tried(result, place, leaf)
+        if place < self.run.traced and begins_later(result):
+            self.fail("a block returns a part of a tensor, which would be one of its own")
         ended: Tensor = END(result, self.number, place, leaf)
         if place < self.run.period and self.proves:
             self._attributes |= attributes_of(ended).keys()
@@ -349,11 +364,13 @@ class RunTrace:
             if not others:
                 return original(module, *args, **kwargs)
             self._reading = False
+            given = pytree.tree_flatten((args, kwargs))
             try:
                 results = [original(other, *args, **kwargs) for other in others]
             finally:
                 self._reading = True
-            if any(place_of(result, args[:1]) is None for result in results):
+            same = _are_those_of((args, kwargs), *given)
+            if not same or any(place_of(result, args[:1]) is None for result in results):
                 self.fail("a block has a module whose attributes are not another one's")
             return args[0]
 
@@ -476,6 +493,12 @@ class RunTrace:
         if kept.inputs and len(set(both)) < len(both):
             raise self._refuse("what a block leaves in a cache is its result as well")
         return nodes, kept
+
+
+def _are_those_of(arguments: Any, leaves: Sequence[Any], spec: Any) -> bool:
+    """Whether the leaves of arguments are what they were."""
+    now, nested = pytree.tree_flatten(arguments)
+    return nested == spec and all(map(operator.is_, now, leaves))
 
 
 def _versions(values: Sequence[Any]) -> list[int]:

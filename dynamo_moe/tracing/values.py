@@ -44,6 +44,12 @@ def sizes_of(tensor: Tensor) -> tuple[Any, ...]:
     return type(tensor), tuple(map(private.expression_of, sizes)), facts
 
 
+def begins_later(tensor: Tensor) -> bool:
+    """Whether a tensor begins after its storage does, or may."""
+    with modes_unasked():
+        return bool(private.expression_of(tensor.storage_offset()) != 0)
+
+
 @contextlib.contextmanager
 def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Gives a class or an object an attribute of its own until the context ends."""

@@ -388,3 +388,64 @@ def test_garbage_collector_is_not_called_by_blocks(
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(callback)
     assert calls
+
+
+class Fills(Block):
+    """Leaves something in a container that it is given."""
+
+    def forward(self, x: Tensor, found: Any = None) -> Tensor:
+        y = super().forward(x)
+        if isinstance(found, dict):
+            found["scale"] = 2.0
+        else:
+            found.append(y.mean())
+        return y
+
+
+class TakesWhatIsFilled(Stack):
+    def __init__(self, *blocks: nn.Module, container: Any) -> None:
+        super().__init__(*blocks)
+        self.container = container
+
+    def forward(self, x: Tensor) -> Any:
+        every: list[Any] = []
+        for block in self.blocks:
+            found = self.container()
+            x = block(x, found)
+            every += found.values() if isinstance(found, dict) else found
+        return self.head(x) * sum(every)
+
+
+class ReturnsTwice(Block):
+    def forward(self, pair: Any) -> Any:
+        x, again = pair if isinstance(pair, tuple) else (pair, pair)
+        y = super().forward(x) * (2 if x is again else 3)
+        return y, y
+
+
+class TakesPair(Stack):
+    def forward(self, x: Tensor) -> Any:
+        pair: Any = x
+        for block in self.blocks:
+            pair = block(pair)
+        return self.head(pair[0] if pair[0] is pair[1] else 2 * pair[1])
+
+
+class ReturnsPart(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([x, super().forward(x)], dim=1) * (2 if x.storage_offset() else 1)
+        return y[:, x.shape[1] :]
+
+
+@pytest.mark.parametrize("container", [dict, list])
+def test_a_container_that_blocks_fill(shared: Callable[..., int], container: type[Any]) -> None:
+    blocks = stack(Fills).blocks
+    assert shared(TakesWhatIsFilled(*blocks, container=container).eval()) == 0
+
+
+def test_a_tensor_that_is_two_results(shared: Callable[..., int]) -> None:
+    assert shared(stack(ReturnsTwice, model=TakesPair)) == 0
+
+
+def test_a_result_that_is_part_of_another_tensor(shared: Callable[..., int]) -> None:
+    assert shared(stack(ReturnsPart)) == 0

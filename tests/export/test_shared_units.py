@@ -263,8 +263,8 @@ def test_a_third_unit_is_traced_where_it_is_needed(
         (FirstResultNoted, ReadsAnAttribute, "a tensor with attributes"),
         (FirstResultKept, ReadsItsOwn, "tensors that it is not given"),
         (PartOfTheSecond, Scaled, "is computed between blocks"),
-        (OfTheFirst, TwoResults, "one tensor in two places"),
-        (OfTheFirst, OneResultTwice, "what all are given is a unit's own"),
+        (OfTheFirst, TwoResults, "returns a tensor twice"),
+        (OfTheFirst, OneResultTwice, "returns a tensor twice"),
     ],
 )
 def test_what_one_unit_has_of_its_own_and_all_have_in_common_is_told_apart(

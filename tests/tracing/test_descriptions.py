@@ -178,3 +178,65 @@ def test_what_is_not_changed_is_read_once(monkeypatch: pytest.MonkeyPatch) -> No
     first = describe(block, (), common)
     monkeypatch.setattr(descriptions._Reading, "of", None)
     assert describe(block, (), common.after_changes()).differences(first) == frozenset()
+
+
+class Slotted:
+    """Keeps a value beside its attributes."""
+
+    __slots__ = ("__dict__", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Shown:
+    """Shows what any other does."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "shown"
+
+
+def _with_attribute(value: Any, number: int) -> Any:
+    value.number = number
+    return value
+
+
+def _named(name: str) -> Any:
+    function = _closing(1)
+    function.__name__ = name
+    return function
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (deque([1], maxlen=2), deque([1], maxlen=3)),
+        (deque(maxlen=2), deque(maxlen=3)),
+        ({0, 8}, {8, 0}),
+        ({0.0: 1}, {-0.0: 1}),
+        (Slotted(1), Slotted(2)),
+        (slice(Shown(1)), slice(Shown(2))),
+        (_named("one"), _named("other")),
+        (_with_attribute(OrderedDict(a=1), 1), _with_attribute(OrderedDict(a=1), 2)),
+        (
+            _with_attribute(functools.partial(max, 1), 1),
+            _with_attribute(functools.partial(max, 1), 2),
+        ),
+    ],
+)
+def test_values_that_look_alike_are_a_difference(one: Any, other: Any) -> None:
+    first, second = nn.Module(), nn.Module()
+    first.value, second.value = one, other
+    assert describe(first, ()).differences(describe(second, ())) == {("", "value")}
+
+
+def test_hooks_that_are_called_otherwise_are_a_difference() -> None:
+    blocks = [nn.Module(), nn.Module()]
+    for block, with_kwargs in zip(blocks, [(True, False), (False, True)], strict=True):
+        for each in with_kwargs:
+            block.register_forward_hook(max, with_kwargs=each)
+    first, second = (describe(block, ()) for block in blocks)
+    assert first.differences(second) is None
