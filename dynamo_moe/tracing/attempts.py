@@ -1,4 +1,7 @@
-"""What is undone of an attempt to trace a model that is given up.
+"""What is undone of a trace of a model.
+
+PyTorch gives the modules of a model that it has traced copies of their lists and dictionaries, of
+what these held before: modules that have one in common would have one each.
 
 Equal blocks are passed over, and what refuses that ends the trace in the middle of the model. A
 model that counts its blocks' calls, in an object that all of them know, would start from there.
@@ -22,24 +25,40 @@ from dynamo_moe.tracing.values import SIMPLE
 
 # Objects that hold others in attributes, beside those of classes that are no library's.
 _WITH_ATTRIBUTES = (nn.Module, types.SimpleNamespace)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Objects after which no more are looked for.
 _MOST_OBJECTS = 50_000
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Restores the attributes that a model's modules had, and what was in their containers."""
+    held = [attributes_of(module) for _, module in modules_by_path(model)]
+    own = [
+        {name: value for name, value in each.items() if name not in _OF_EVERY_MODULE}
+        for each in held
+    ]
+    values = [value for each in own for value in each.values()]
+    undo = _kept(values, (), objects=False)
+    try:
+        yield
+    finally:
+        for restore in undo:
+            restore()
+        for each, before in zip(held, own, strict=True):
+            each.update(before)
 
 
 @contextlib.contextmanager
 def undone_if_given_up(model: nn.Module, unseen: Collection[nn.Module]) -> Iterator[None]:
     """Restores what a model's modules and their objects held, if the context raises.
 
-    PyTorch gives modules other lists and dictionaries of the same contents as well.
-
     Args:
         model: The model.
-        unseen: Modules of it that do not run: their attributes are restored alone.
+        unseen: Modules of it that do not run.
     """
-    inside = [part for each in unseen for _, part in modules_by_path(each)]
-    ids = {*map(id, inside)}
-    undo = _kept([part for _, part in modules_by_path(model) if id(part) not in ids], ids)
-    undo += [_restoring(held, dict(held)) for held in map(attributes_of, inside)]
+    inside = {id(part) for each in unseen for _, part in modules_by_path(each)}
+    undo = _kept([part for _, part in modules_by_path(model) if id(part) not in inside], inside)
     try:
         yield
     except BaseException:
@@ -48,8 +67,16 @@ def undone_if_given_up(model: nn.Module, unseen: Collection[nn.Module]) -> Itera
         raise
 
 
-def _kept(roots: Collection[Any], without: Collection[int]) -> list[Callable[[], None]]:
-    """Returns what restores the contents of some objects, and of all that they hold."""
+def _kept(
+    roots: Collection[Any], without: Collection[int], *, objects: bool = True
+) -> list[Callable[[], None]]:
+    """Returns what restores the contents of some values, and of all in them.
+
+    Args:
+        roots: The values.
+        without: The ids of objects that are left out.
+        objects: Whether attributes are restored, or the contents of containers alone.
+    """
     seen = {*without}
     undo: list[Callable[[], None]] = []
     remaining = [*roots]
@@ -67,7 +94,7 @@ def _kept(roots: Collection[Any], without: Collection[int]) -> list[Callable[[],
             remaining += value
         elif kind is tuple:
             remaining += value
-        elif isinstance(value, _WITH_ATTRIBUTES) or not _is_of_library(kind):
+        elif objects and (isinstance(value, _WITH_ATTRIBUTES) or not _is_of_library(kind)):
             held = attributes_of(value)
             undo.append(_restoring(held, dict(held)))
             remaining += held.values()

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import private
+from dynamo_moe.tracing.attempts import attributes_kept
 from dynamo_moe.tracing.autocast import with_casts
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, sizes_of_one_name
 from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
@@ -107,7 +108,8 @@ def _trace(
     regions = nullcontext() if gradients else private.without_gradients()
     graphs = nullcontext() if strict else private.graphs_compiled_late()
     sizes = nullcontext() if strict else sizes_of_one_name(model, example)
-    with _exportable_models(), private.capturing(), rnns, regions, graphs, sizes:
+    kept = attributes_kept(model)
+    with kept, _exportable_models(), private.capturing(), rnns, regions, graphs, sizes:
         return torch.export.export(
             model,
             example.args,

@@ -439,7 +439,7 @@ class ReturnsPart(Block):
 
 @pytest.mark.parametrize("container", [dict, list])
 def test_a_container_that_blocks_fill(shared: Callable[..., int], container: type[Any]) -> None:
-    blocks = stack(Fills).blocks
+    blocks: Any = stack(Fills).blocks
     assert shared(TakesWhatIsFilled(*blocks, container=container).eval()) == 0
 
 

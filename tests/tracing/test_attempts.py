@@ -76,6 +76,29 @@ def test_what_is_finished_stays() -> None:
     assert model[0].holder.number == 2
 
 
+class Notes(nn.Module):
+    """Notes something in a list that all of them have."""
+
+    def __init__(self, notes: list[int], found: Any) -> None:
+        super().__init__()
+        self.linear, self.notes, self.found = nn.Linear(4, 4), notes, found
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds to the list."""
+        self.notes.append(1)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("blocks", [2, 6])
+def test_what_modules_have_in_common_they_have_after_an_export(tmp_path: Path, blocks: int) -> None:
+    notes, found = [0], ({"inner": [1]}, [2])
+    model = nn.Sequential(*(Notes(notes, found) for _ in range(blocks))).eval()
+    dynamo_moe.export(model, torch.randn(2, 4), tmp_path / "model.onnx")
+    assert notes == [0]
+    assert all(block.notes is notes and block.found is found for block in model)
+    assert found == ({"inner": [1]}, [2])
+
+
 class Counting(nn.Module):
     """Counts the calls of all blocks, as controllers of attention do, from 0 to 0 in each pass."""
 
