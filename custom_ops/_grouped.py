@@ -57,8 +57,6 @@ def forward(
         return forward_routed(x_TD, routing, parameters, options, router)[0]
     ids_TK, weights_TK = routing["expert_ids"], routing["expert_weights"]
     _check_ids(ids_TK, parameters.w1_EFD.shape[0])
-    if 0 < x_TD.shape[0] <= _TOKENS_PER_BLOCK:
-        return _forward_block(x_TD, ids_TK, weights_TK, parameters, options).to(x_TD.dtype)
     y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     for start in range(0, x_TD.shape[0], _TOKENS_PER_BLOCK):
         block = slice(start, start + _TOKENS_PER_BLOCK)
@@ -120,8 +118,7 @@ def _forward_block(
             h_RH = h_RH.to(w2_EDH.dtype).to(dtype)
         y_RD = _linear(h_RH, w2_EDH, b2_ED, expert)
         torch.mul(y_RD, weights_N1[rows], out=rows_RD)
-    if unused:
-        rows_ND[:unused] = 0  # Slots of no expert sort first.
+    rows_ND[:unused] = 0  # Slots of no expert sort first.
 
     # Slot order, which Tensor.sum does not promise.
     rows_N = torch.arange(len(order_N), device=order_N.device)

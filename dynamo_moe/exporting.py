@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import time
@@ -27,7 +26,7 @@ from dynamo_moe.conversion import Unrecognised, unconverted
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.files import inputs, metadata, model_files
-from dynamo_moe.files.copies import Copies
+from dynamo_moe.files.copies import Copies, Copy, with_copies
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.graph.checking import InvalidGraphError, check
 from dynamo_moe.graph.instantiate import (
@@ -44,18 +43,18 @@ from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
 from dynamo_moe.graph.transposed_weights import keep_transposed_weights
 from dynamo_moe.private import modules_by_path, own_parts
-from dynamo_moe.process_state import ProcessState
+from dynamo_moe.process_state import ProcessState, collecting_seldom
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch, phase
 from dynamo_moe.progress.profiling import profiled, save_profile
 from dynamo_moe.tracing import causes, private, private_exporter
-from dynamo_moe.tracing.attempts import undone_if_given_up
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
 from dynamo_moe.tracing.equal_blocks import MOST_TRACED, NotSharedError, Run, runs_of
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.nodes import NeedsRetraceError
+from dynamo_moe.tracing.restoring import undone_if_given_up
 from dynamo_moe.tracing.shared_blocks import SharedTrace
 from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
@@ -64,9 +63,6 @@ DEFAULT_OPSET = 20
 """Has Gelu as an operator; ONNX Runtime 1.17 and TensorRT 10 read it."""
 
 MIN_OPSET = 18
-
-# New objects before the garbage collector looks for some that are unused.
-_YOUNG_OBJECTS = 1_000_000
 
 _LOG = logging.getLogger(__name__)
 
@@ -182,7 +178,7 @@ def export(
         form = _Form(
             target, body, opset, input_names, output_names, link_weights, layers_as_functions
         )
-        with watch.running(), _only_new_garbage(), _naming_unconverted(remaining, model):
+        with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
             written = _write(model, given, dynamic_shapes, form, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
     layers = written.layers
@@ -372,28 +368,6 @@ def _naming_unconverted(
         raise
 
 
-@contextlib.contextmanager
-def _collecting_seldom() -> Iterator[None]:
-    """Lets the garbage collector look at new objects only, and less often.
-
-    With PyTorch and transformers loaded there are half a million older ones, which an export makes
-    it go through: 0.3 s each time. At the usual pace it takes another twentieth of the time.
-    """
-    if gc.get_freeze_count():  # Somebody else's.
-        yield
-        return
-    young, *older = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(young and max(young, _YOUNG_OBJECTS), *older)  # 0 means never.
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, *older)
-        gc.unfreeze()
-
-
-_only_new_garbage = ProcessState(_collecting_seldom, side_by_side=True)
-
 _exporting = ProcessState(private_exporter.members_looked_up_once)
 
 
@@ -552,16 +526,10 @@ def _has_layer(module: str, layers: Sequence[metadata.Layer]) -> bool:
 
 
 def _operators(graph: _Graph) -> Counter[str]:
-    counts = Counter(graph.model.graph)
-    for copies in graph.copies.values():
-        counts.update(copy.source for copy in copies)
-    operators: Counter[str] = Counter()
-    for node, count in counts.items():
-        operators[qualified(node)] += count
-    return operators
+    return Counter(map(qualified, with_copies(graph.model.graph, graph.copies)))
 
 
-def qualified(node: ir.Node) -> str:
+def qualified(node: ir.Node | Copy) -> str:
     """Returns a node's operator, with its domain where it has one."""
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 

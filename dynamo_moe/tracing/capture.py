@@ -15,11 +15,11 @@ from torch.export import ExportedProgram
 from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import private
-from dynamo_moe.tracing.attempts import attributes_kept
 from dynamo_moe.tracing.autocast import with_casts
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, sizes_of_one_name
 from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
 from dynamo_moe.tracing.nodes import add_call, all_nodes, values
+from dynamo_moe.tracing.restoring import attributes_kept
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.shared_blocks import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of

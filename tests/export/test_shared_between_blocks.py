@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from block_stacks import Block, SecondAsWell, Stack, stack
-from dynamo_moe import exporting
+from dynamo_moe import process_state
 
 pytest_plugins = ("shared_exports",)
 
@@ -374,7 +374,7 @@ def test_garbage_collector_is_not_called_by_blocks(
 ) -> None:
     """It runs anybody's callbacks at any time, as hypothesis has one."""
     calls = []
-    monkeypatch.setattr(exporting, "_YOUNG_OBJECTS", 10)
+    monkeypatch.setattr(process_state, "_YOUNG_OBJECTS", 10)
 
     def callback(phase: str, info: dict[str, int]) -> None:
         calls.append((phase, info["generation"], json.dumps(phase)))
@@ -449,3 +449,20 @@ def test_a_tensor_that_is_two_results(shared: Callable[..., int]) -> None:
 
 def test_a_result_that_is_part_of_another_tensor(shared: Callable[..., int]) -> None:
     assert shared(stack(ReturnsPart)) == 0
+
+
+class PassesTwice(Block):
+    def forward(self, x: Tensor, shift: Tensor) -> Any:
+        return super().forward(x) + shift, shift, shift
+
+
+class TakesFirst(Stack):
+    def forward(self, x: Tensor) -> Any:
+        shift = x.mean()
+        for block in self.blocks:
+            x, shift, _ = block(x, shift)
+        return self.head(x)
+
+
+def test_what_blocks_are_given_they_may_return_twice(shared: Callable[..., int]) -> None:
+    assert shared(stack(PassesTwice, model=TakesFirst)) == 1

@@ -1,4 +1,4 @@
-"""An attempt to trace a model that is given up leaves the model as it was."""
+"""A trace of a model, finished or given up, leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dynamo_moe
-from dynamo_moe.tracing.attempts import undone_if_given_up
+from dynamo_moe.tracing.restoring import undone_if_given_up
 
 
 class Holder:
