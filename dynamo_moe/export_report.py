@@ -34,6 +34,7 @@ class ExportReport:
             serialization.
         profile: With ``profile=True``, a profile for https://www.speedscope.app, and one for a
             browser.
+        blocks: Of blocks that repeat, how many were traced, or why each of them was.
         notes: What a user of the file should know.
     """
 
@@ -49,6 +50,7 @@ class ExportReport:
     seconds: float
     phases: Mapping[str, float]
     profile: tuple[Path, ...]
+    blocks: tuple[str, ...]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,6 +66,8 @@ class ExportReport:
         counts = (f"{count} {operator}" for operator, count in self.operators.items())
         table.add_row("MoE layers", ", ".join(counts) or "0")
         table.add_row("nodes", str(sum(self.nodes.values())))
+        for line in self.blocks:
+            table.add_row("blocks", escape(line))
         table.add_row("weights", decimal(self.parameters_bytes))
         table.add_row("files", f"{decimal(self.file_bytes)} in {len(self.files)}")
         table.add_row("time", f"{self.seconds:.1f} s")

@@ -9,10 +9,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import onnx.defs
 import onnx_ir as ir
@@ -33,7 +31,6 @@ from dynamo_moe.graph.instantiate import (
     Instances,
     Units,
     add_results,
-    add_third,
     instantiate,
     values_hidden,
 )
@@ -51,11 +48,10 @@ from dynamo_moe.tracing import causes, private, private_exporter
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
-from dynamo_moe.tracing.equal_blocks import MOST_TRACED, NotSharedError, Run, runs_of
+from dynamo_moe.tracing.equal_blocks import TRACED, EqualBlocks, NotSharedError
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.nodes import NeedsRetraceError
-from dynamo_moe.tracing.restoring import undone_if_given_up
-from dynamo_moe.tracing.shared_blocks import SharedTrace
+from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.translate import translate
 from dynamo_moe.weights import placeholders
 
@@ -64,10 +60,10 @@ DEFAULT_OPSET = 20
 
 MIN_OPSET = 18
 
-_LOG = logging.getLogger(__name__)
+RepeatedBlocks = Literal["auto", "off"]
+"""What becomes of blocks that repeat."""
 
-# Tests compare the two ways.
-_SHARES = ContextVar("shares", default=True)
+_LOG = logging.getLogger(__name__)
 
 
 def export(
@@ -85,6 +81,7 @@ def export(
     external_data: bool | None = None,
     link_weights: bool = False,
     layers_as_functions: bool = False,
+    repeated_blocks: RepeatedBlocks = "auto",
     progress: bool | Progress = False,
     profile: bool = False,
 ) -> ExportReport:
@@ -130,6 +127,10 @@ def export(
             the file is small, and shows the model's architecture. Otherwise, and where fewer than
             four in a row are found to be equal, their nodes are in the graph. Runtimes put them
             there when they load the file.
+        repeated_blocks: ``auto``: of blocks that repeat, each with weights of its own, three are
+            traced, and the others are their copies in the file, once a run of the whole model
+            without values has shown that all of them run the same operators; the report says of
+            which, or why of none. ``off``: each block is traced.
         progress: True: an export of more than two seconds shows its phase on stderr. Or a function,
             called at the beginning of each phase with its name, 0 and 0, and while weights are
             written with ``"serialization"``, the bytes so far and in all.
@@ -165,6 +166,8 @@ def export(
     newest = onnx.defs.onnx_opset_version()
     if not MIN_OPSET <= opset <= newest:
         raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
+    if repeated_blocks not in get_args(RepeatedBlocks):
+        raise ValueError(f"repeated_blocks must be 'auto' or 'off', got {repeated_blocks!r}")
     model_files.check_destination(path)
     if isinstance(args, torch.Tensor):
         args = (args,)
@@ -176,7 +179,14 @@ def export(
     with progressing(progress, path) as progressed, profiled(profile) as sampled:
         watch = Stopwatch(progressed)
         form = _Form(
-            target, body, opset, input_names, output_names, link_weights, layers_as_functions
+            target,
+            body,
+            opset,
+            input_names,
+            output_names,
+            link_weights,
+            layers_as_functions,
+            repeated_blocks,
         )
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
             written = _write(model, given, dynamic_shapes, form, path, external_data)
@@ -202,6 +212,7 @@ def export(
         seconds=time.perf_counter() - started,
         phases=watch.seconds,
         profile=save_profile(sampled, path) if sampled else (),
+        blocks=tuple(written.blocks),
         notes=(*written.notes, *warned),
     )
 
@@ -219,6 +230,7 @@ class _Form(NamedTuple):
     output_names: Sequence[str] | None
     link_weights: bool
     layers_as_functions: bool
+    repeated_blocks: RepeatedBlocks
 
 
 class _Written(NamedTuple):
@@ -228,6 +240,7 @@ class _Written(NamedTuple):
     layers: list[metadata.Layer]
     operators: Counter[str]
     parameters_bytes: int
+    blocks: list[str]
     notes: list[str]
 
 
@@ -254,7 +267,8 @@ def _write(
     files = model_files.save_model(model_ir, path, external_data, checked)
     activations = {layer.attributes["activation"] for layer in layers}
     notes = [*lowering.notes(model_ir, activations, form.target), *graph.notes]
-    return _Written(files, layers, _operators(graph), model_files.model_bytes(model_ir), notes)
+    size = model_files.model_bytes(model_ir)
+    return _Written(files, layers, _operators(graph), size, graph.blocks, notes)
 
 
 class _Graph(NamedTuple):
@@ -263,6 +277,7 @@ class _Graph(NamedTuple):
     model: ir.Model
     copies: Copies  # of its nodes, which the file has beside them
     layers: list[metadata.Layer]
+    blocks: list[str]
     notes: list[str]
 
 
@@ -274,23 +289,40 @@ def _graph(
 ) -> _Graph:
     """Traces a model, equal blocks only as often as it takes, and returns its optimised graph."""
     with evaluating(model):
-        runs = runs_of(model) if _SHARES.get() and private.missing() is None else []
-        while runs:
-            passed_over = [block for run in runs for block in run.blocks[run.traced :]]
+        reason = ""
+        if form.repeated_blocks == "auto" and private.missing() is None:
             try:
-                with undone_if_given_up(model, passed_over):
-                    return _graph_with(model, given, example, form, runs)
+                return _shared_graph(model, given, example, form)
             except NotSharedError as error:
-                if runs[0].traced_units < MOST_TRACED:
-                    _LOG.info("Two units of equal blocks are too few: %s", error)
-                    runs = [replace(run, traced_units=MOST_TRACED) for run in runs]
-                    continue
-                _LOG.info("Equal blocks are traced one by one: %s", error)
-                runs = [run for run in runs if error.run is not None and run is not error.run]
-            except Exception:  # The whole model says it better, or does not have it.
-                _LOG.info("Equal blocks are traced one by one", exc_info=True)
-                runs = []
-        return _graph_with(model, given, example, form, [])
+                reason = f"traced one by one: {error}"
+        with placeholders.placeholders(model) as lazies:
+            graph = _graph_with(model, given, example, form, lazies)
+        return graph._replace(blocks=[reason] if reason else [])
+
+
+def _shared_graph(
+    model: torch.nn.Module,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    example: DynamicExample,
+    form: _Form,
+) -> _Graph:
+    """Returns the graph of a model whose equal blocks are passed over, if it has any.
+
+    Raises:
+        NotSharedError: If they have to be traced one by one.
+    """
+    with placeholders.placeholders(model) as lazies:
+        equal = EqualBlocks(model, example)
+        sharing = SharedTrace(equal) if equal.runs else None
+        with sharing.passing_over() if sharing is not None else contextlib.nullcontext():
+            try:
+                graph = _graph_with(model, given, example, form, lazies, sharing)
+            except ExportError as error:
+                if sharing is None:
+                    raise
+                headline = str(error).partition("\n")[0]
+                raise NotSharedError(f"the model fails without some of them: {headline}") from error
+    return graph._replace(blocks=equal.report())
 
 
 def _graph_with(
@@ -298,16 +330,12 @@ def _graph_with(
     given: tuple[tuple[Any, ...], dict[str, Any]],
     example: DynamicExample,
     form: _Form,
-    runs: Sequence[Run],
+    lazies: placeholders.Lazies,
+    sharing: SharedTrace | None = None,
 ) -> _Graph:
-    sharing = SharedTrace(model, runs) if runs else None
-    passing_over = sharing.passing_over() if sharing is not None else contextlib.nullcontext()
-    with passing_over, placeholders.placeholders(model) as lazies:
-        trials = SizeTrials(example, has_values=not lazies)
-        program = captured(model, given, example, trials, runs=not lazies, sharing=sharing)
-        traced, exporter = translated(
-            program, example, trials, form.opset, retraces=sharing is None
-        )
+    trials = SizeTrials(example, has_values=not lazies)
+    program = captured(model, given, example, trials, runs=not lazies and sharing is None, sharing=sharing)
+    traced, exporter = translated(program, example, trials, form.opset, retraces=sharing is None)
     units = _units(traced, sharing) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, form.input_names)
     placeholders.attach(traced, lazies)
@@ -315,33 +343,28 @@ def _graph_with(
     notes = [*([exporter] if exporter else []), *trials.notes]
     if form.layers_as_functions and not units:
         notes.append("no blocks were found that could be calls of one function")
-    return _Graph(traced, copies, layers, notes)
+    return _Graph(traced, copies, layers, [], notes)
 
 
 def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
     """Returns the units of equal blocks; the values that they end with are outputs no longer."""
     outputs = traced.graph.outputs
-    given = {str(value.name): value for value in traced.graph.inputs}
-    count = sum(len(nodes) for ends in sharing.cuts for nodes in ends)
-    names = reversed([str(outputs.pop().name) for _ in range(count)])
-    absent = {place for kept in sharing.kept for place in kept.absent}
-    places = [place for place in range(len(outputs) + len(absent)) if place not in absent]
-    own = {place: str(output.name) for place, output in zip(places, outputs, strict=True)}
-    found = []
-    for run, ends, kept in zip(sharing.runs, sharing.cuts, sharing.kept, strict=True):
-        starts = range(0, len(run.blocks), run.period)
-        found.append(
-            Units(
-                kinds=[type(block).__name__ for block in run.blocks[: run.period]],
-                paths=[run.paths[start : start + run.period] for start in starts],
-                tensors=[run.unit_tensors(start) for start in starts],
-                ends=[[next(names) for _ in nodes] for nodes in ends],
-                inputs=[[given[name] for name in names_of] for names_of in kept.inputs],
-                kept=[[own[place] for place in unit] for unit in kept.places[: len(ends)]],
-                places=kept.places,
-            )
+    inputs = {str(value.name): value for value in traced.graph.inputs}
+    count = sum(len(ends) for units in sharing.units for ends in units.ends)
+    ends = reversed([str(outputs.pop().name) for _ in range(count)])
+    results = dict(zip(sharing.places, (str(output.name) for output in outputs), strict=True))
+    return [
+        Units(
+            kinds=units.run.kinds,
+            paths=[units.run.unit_paths(unit) for unit in range(units.run.units)],
+            tensors=[units.run.unit_tensors(unit) for unit in range(units.run.units)],
+            ends=[[next(ends) for _ in nodes] for nodes in units.ends],
+            inputs=[[inputs[name] for name in names] for names in units.inputs],
+            kept=[[results[place] for place in unit] for unit in units.run.results[:TRACED]],
+            places=units.run.results,
         )
-    return found
+        for units in sharing.units
+    ]
 
 
 def progressing(
@@ -406,9 +429,9 @@ def captured(
     """
     try:
         return capture(model, example, trials, gradients=gradients, sharing=sharing)
+    except NotSharedError:
+        raise
     except Exception as error:  # The model's own code runs.
-        if sharing is not None:
-            raise
         own = causes.own_failure(model, *given, error) if runs else None
         if own is not None:
             raise ExportError(causes.explain_own(own, causes.described(model, *given))) from own
@@ -464,7 +487,6 @@ def _optimize(
     so do ``1 + weight`` and a batch norm after a convolution.
     """
     target, link = form.target, form.link_weights
-    units = add_third(model, units)
     passes.fold_weight_casts(model, link=link)
     if link and target == "plugin":
         keep_transposed_weights(model)

@@ -63,7 +63,8 @@ def export_language_model(
         path: The file to write.
         task: One of the above.
         options: ``target``, ``body``, ``opset``, ``external_data``, ``link_weights``,
-            ``layers_as_functions``, ``progress`` and ``profile`` of :func:`export`.
+            ``layers_as_functions``, ``repeated_blocks``, ``progress`` and ``profile`` of
+            :func:`export`.
 
     Returns:
         What was written.

@@ -162,6 +162,14 @@ def export(
             "architecture.",
         ),
     ] = False,
+    repeated_blocks: Annotated[
+        Literal["auto", "off"],
+        typer.Option(
+            "--repeated-blocks",
+            help="[cyan]auto[/]: of blocks that all run the same operators, three are traced; "
+            "[cyan]off[/]: each of them.",
+        ),
+    ] = "auto",
     external_data: Annotated[
         bool | None,
         typer.Option(
@@ -208,6 +216,7 @@ def export(
             raise UsageError("--task, --dtype and --link-weights need --hf")
         options: dict[str, Any] = {"target": target, "body": body, "profile": profile}
         options |= {"external_data": external_data, "layers_as_functions": layers_as_functions}
+        options["repeated_blocks"] = repeated_blocks
         if opset is not None:
             options["opset"] = _known_opset(opset)
         if body != "loop" and target != "plugin":

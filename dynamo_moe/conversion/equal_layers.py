@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from dynamo_moe.private import modules_by_path, own_parts
 from dynamo_moe.tracing.descriptions import Common, Description, describe
-from dynamo_moe.tracing.equal_blocks import tied_tensors
 from dynamo_moe.tracing.reachable_state import State, state_of
 from dynamo_moe.tracing.read_names import ReadNames
 from dynamo_moe.weights.lazy_tensors import LazyTensor
@@ -43,6 +42,15 @@ class ModelParts:
         tables = (table for module in modules for table in own_parts(module)[:2])
         tensors = (each for table in tables for each in table.values() if each is not None)
         return cls(tied_tensors(model), {id(part) for part in (*modules, *tensors)})
+
+
+def tied_tensors(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters and buffers that a model has in several places."""
+    from collections import Counter
+    parts = (own_parts(module) for _, module in modules_by_path(model))
+    tables = (table for parameters, buffers, _ in parts for table in (parameters, buffers))
+    tensors = (id(each) for table in tables for each in dict.values(table) if each is not None)
+    return {tensor for tensor, count in Counter(tensors).items() if count > 1}
 
 
 class LayerCode:

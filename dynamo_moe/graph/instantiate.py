@@ -3,8 +3,7 @@
 A graph with the first three units of a run of equal blocks holds two that stand in the middle: the
 second and the third. If both have the same nodes, each with its own weights, then so has every
 further one. What is optimised, merged or moved over the ends of units is seen in both. That holds
-as long as no weight's value decides, so the shared optimisation does without them. Where two units
-were traced, the third is made of the second before anything is optimised.
+as long as no weight's value decides, so the shared optimisation does without them.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from dynamo_moe.files.copies import Copies, Copy
 from dynamo_moe.files.metadata import Layer
-from dynamo_moe.moe_nodes.nodes import module_of, set_module
-from dynamo_moe.tracing.equal_blocks import MOST_TRACED, NotSharedError
+from dynamo_moe.moe_nodes.nodes import module_of
+from dynamo_moe.tracing.equal_blocks import TRACED, NotSharedError
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.placeholders import as_ir
 
-THIRD = MOST_TRACED - 1
+THIRD = TRACED - 1
 """The unit that further ones are made of, the last in the graph."""
 
 
@@ -89,32 +88,6 @@ def values_hidden(model: ir.Model, runs: Sequence[Units]) -> Iterator[None]:
                 graph.register_initializer(value)
 
 
-def add_third(model: ir.Model, runs: Sequence[Units]) -> list[Units]:
-    """Adds the third unit of runs of which two were traced, as a trace of it would.
-
-    Which values stand for others in it, and which are common to all units, the trace has checked.
-
-    Raises:
-        NotSharedError: If a value of the second unit is used after it.
-    """
-    found: list[Units] = []
-    added: list[tuple[Units, list[list[ir.Value]]]] = []
-    for units in runs:
-        if len(units.ends) == MOST_TRACED:
-            found.append(units)
-            continue
-        run = _Run(model, units, units.tensors[1].keys(), 1)
-        _, copies = run.copy((), [THIRD])
-        for place, following in copies.items():
-            model.graph.insert_after(place, [_node(copy) for copy in following])
-        names, count = [str(value.name) for value in run.ends[THIRD]], len(units.ends[1])
-        ends, kept = [*units.ends, names[:count]], [*units.kept, names[count:]]
-        found.append(replace(units, ends=ends, kept=kept))
-        added.append((units, run.ends))
-    add_results(model, added)
-    return found
-
-
 @dataclass(frozen=True)
 class Instances:
     """The units of a run that its file has, and its graph has not.
@@ -152,7 +125,7 @@ def instantiate(
     """
     run = _Run(model, units, weights, THIRD)
     run.check_alike()
-    layers, copies = run.copy(layers, range(MOST_TRACED, len(units.paths)))
+    layers, copies = run.copy(layers, range(TRACED, len(units.paths)))
     return Instances(units, copies, run.values, run.ends), layers, run.weights
 
 
@@ -390,22 +363,6 @@ class _Part(NamedTuple):
             known[output] = made = ir.Value(name=its, shape=shape, type=kind)
             outputs.append(made)
         return Copy(self.node, inputs, outputs, module)
-
-
-def _node(copy: Copy) -> ir.Node:
-    """Returns a node of the graph in the place of a copy."""
-    source = copy.source
-    node = ir.Node(
-        source.domain,
-        source.op_type,
-        copy.inputs,
-        list(source.attributes.values()),
-        overload=source.overload,
-        outputs=copy.outputs,
-        version=source.version,
-    )
-    set_module(node, copy.module)
-    return node
 
 
 class _Twins:

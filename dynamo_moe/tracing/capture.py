@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import private
 from dynamo_moe.tracing.autocast import with_casts
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, sizes_of_one_name
+from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
 from dynamo_moe.tracing.nodes import add_call, all_nodes, values
-from dynamo_moe.tracing.restoring import attributes_kept
+from dynamo_moe.tracing.restoring import state_kept
 from dynamo_moe.tracing.router_fusion import fuse_routers
-from dynamo_moe.tracing.shared_blocks import SharedTrace
+from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
-from dynamo_moe.tracing.state_space import exportable_scans
 
 _aten = torch.ops.aten
 _NORMS = frozenset(
@@ -64,12 +61,12 @@ def capture(
             program = _checked_trace(model, example, trials, strict=True, gradients=gradients)
         except Exception:
             raise failure from None
-    if sharing is not None:
-        sharing.mark(program)
     _unsqueeze_complex(program)
     _exportable_sizes(program)
     _widen_norms(program)
     fuse_routers(program)
+    if sharing is not None:
+        sharing.mark(program)
     return program
 
 
@@ -84,19 +81,16 @@ def _checked_trace(
 ) -> ExportedProgram:
     with decisions_noted() as noted:
         try:
-            with sharing.proving() if sharing is not None else nullcontext():
-                program = _trace(model, example, strict=strict, gradients=gradients)
+            program = _trace(model, example, strict=strict, gradients=gradients)
         except Exception as error:  # The model's own code runs.
             for decision in noted:
                 if decision.place and decision.fixes_a_size():
                     error.add_note(decision.place)
             raise
     if sharing is not None:
-        sharing.finish(program)
+        sharing.check(program)
     decisions = decisions_of(program, noted)
     trials.check(program, decisions, model_run(model, example), program_run(program))
-    if sharing is not None:
-        sharing.check()
     return with_casts(program, strict=strict)
 
 
@@ -108,8 +102,8 @@ def _trace(
     regions = nullcontext() if gradients else private.without_gradients()
     graphs = nullcontext() if strict else private.graphs_compiled_late()
     sizes = nullcontext() if strict else sizes_of_one_name(model, example)
-    kept = attributes_kept(model)
-    with kept, _exportable_models(), private.capturing(), rnns, regions, graphs, sizes:
+    kept = state_kept(model)
+    with kept, exportable_models(), private.capturing(), rnns, regions, graphs, sizes:
         return torch.export.export(
             model,
             example.args,
@@ -118,31 +112,6 @@ def _trace(
             strict=strict,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
-
-
-def _casting(
-    dtype: torch.dtype, original: Callable[[nn.Module], nn.Module]
-) -> Callable[[nn.Module], nn.Module]:
-    """Lets a forward cast a module to the dtype that it has, as ``self.router.float()`` does.
-
-    Such a cast would assign the parameters anew, which a trace does not allow.
-    """
-
-    def cast(module: nn.Module) -> nn.Module:
-        held = (*module.parameters(), *module.buffers())
-        dtypes = {tensor.dtype for tensor in held if tensor.is_floating_point()}
-        return module if dtypes <= {dtype} else original(module)
-
-    return cast
-
-
-_exportable_models = ProcessState(
-    exportable_scans,
-    *(
-        partial(replaced, nn.Module, name, partial(_casting, getattr(torch, name)))
-        for name in ("bfloat16", "double", "float", "half")
-    ),
-)
 
 
 def _unsqueeze_complex(program: ExportedProgram) -> None:

@@ -1,167 +1,522 @@
-"""Which blocks of a model compute the same of other weights: compared, not guessed.
+"""Blocks that compute the same of weights of their own, found by running the model.
 
-Python does the same where everything that it reads is the same. A block is therefore described by
-facts: what its modules, their attributes, hooks, functions and closures are. Blocks with equal
-facts do the same with their own weights, as long as what they reach outside of themselves does not
-change, which :mod:`dynamo_moe.tracing.reachable_state` tells. An attribute that differs between two
-blocks, such as a layer's number, is no obstacle if the traced block does not read it, which only
-its trace shows.
+The whole model runs without values, at the example's sizes and at larger ones, and its operators
+are logged. Blocks are equal if they ran the same operators: of their own weights, of results of the
+blocks before them, and of what all of them share. A trace may then pass over most of them, and is
+right if what it gives, run at the same sizes, has the model's log without these blocks.
 """
 
 from __future__ import annotations
 
-import math
+import bisect
+import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from dynamo_moe.modules import ConvertedModule
-from dynamo_moe.private import calls_forward_alone, modules_by_path, own_parts
-from dynamo_moe.tracing.descriptions import Common, Description, Original, describe
+from dynamo_moe.private import attributes_of, modules_by_path, own_parts
+from dynamo_moe.tracing.dynamic_shapes import DynamicExample
+from dynamo_moe.tracing.model_log import LoggedModel, ModelLog, Span
 
-FEWEST_TRACED, MOST_TRACED = 2, 3
-"""Units of equal blocks that are traced: the first may compute what all share; the last leaves all
-as it finds it, which shows that the others do what it does. Where the second does not, the third
-may."""
+TRACED = 3
+"""Units of equal blocks that are traced. The first stands beside what comes before them. Of the two
+others, each between equal blocks, one shows that what becomes of the other is no coincidence."""
 
 # Blocks after which kinds of blocks may repeat; Gemma 3 has five with a window, then one without.
 _PERIODS = range(1, 9)
+# How many times the example's the larger sizes are: the first that the model takes. Multiplied,
+# sizes that are a sum of others, or multiples of a number, stay so.
+_FACTORS = (1024, 16, 2)
+# Code that runs an operator for each token would run too many at larger sizes.
+_MOST_TIMES_AS_MANY = 4
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class NotSharedError(Exception):
-    """Blocks cannot be shared; the reason is for the log alone, since nothing is lost but time.
-
-    Attributes:
-        run: The run that they are; None if it is not known which.
-    """
-
-    def __init__(self, reason: str, run: Run | None = None) -> None:
-        """Takes the reason, and the run."""
-        super().__init__(reason)
-        self.run = run
+    """Equal blocks have to be traced one by one; the message says why."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks of one container that follow each other, each like the one a period before.
+    """Blocks of one container that follow each other, each equal to the one a period before.
 
     Attributes:
+        container: The container, a ModuleList or a Sequential.
         paths: The blocks' paths.
         blocks: The blocks.
-        period: Kinds of blocks; a unit has one of each.
-        described: What each block was before the trace.
-        differing: By kind, the attributes that differ between its blocks.
-        traced_units: Units that are traced.
+        period: How many kinds of blocks there are; a unit has one of each.
+        inputs: By unit, which of the example's leaves it alone takes, in one order.
+        results: By unit, which of the model's results it computes, in one order.
     """
 
+    container: nn.Module
     paths: Sequence[str]
     blocks: Sequence[nn.Module]
     period: int
-    described: Sequence[Original]
-    differing: Sequence[frozenset[tuple[str, str]]]
-    traced_units: int = FEWEST_TRACED
+    inputs: Sequence[Sequence[int]]
+    results: Sequence[Sequence[int]]
 
     @property
-    def traced(self) -> int:
-        """Number of blocks that are traced."""
-        return self.traced_units * self.period
+    def units(self) -> int:
+        """How many units there are."""
+        return len(self.blocks) // self.period
 
-    def unit_tensors(self, start: int) -> dict[str, Tensor]:
-        """Returns the tensors of the unit whose first block is the given one, by name."""
-        places = range(start, start + self.period)
-        return {
-            f"{self.paths[place]}.{name}": tensor
-            for place in places
-            for name, tensor in self.described[place].tensors.items()
-        }
+    @property
+    def passed_over(self) -> range:
+        """Which of the blocks are not traced."""
+        return range(TRACED * self.period, len(self.blocks))
+
+    @property
+    def kinds(self) -> list[str]:
+        """The names of the classes of a unit's blocks."""
+        return [type(block).__name__ for block in self.blocks[: self.period]]
+
+    def unit_paths(self, unit: int) -> Sequence[str]:
+        """Returns the paths of a unit's blocks."""
+        return self.paths[unit * self.period : (unit + 1) * self.period]
+
+    def unit_tensors(self, unit: int) -> dict[str, Tensor]:
+        """Returns the parameters and buffers of a unit's blocks by name."""
+        tensors: dict[str, Tensor] = {}
+        for block in range(unit * self.period, (unit + 1) * self.period):
+            for path, module in modules_by_path(self.blocks[block]):
+                prefix = ".".join(filter(None, (self.paths[block], path)))
+                for table in own_parts(module)[:2]:
+                    tensors |= {f"{prefix}.{name}": x for name, x in table.items() if x is not None}
+        return tensors
 
 
-def runs_of(model: nn.Module) -> list[Run]:
-    """Returns a model's runs of equal blocks that are longer than what may be traced of them.
+class EqualBlocks:
+    """A model's runs of equal blocks, and the logs that a trace of it has to agree with.
 
-    There are none where code runs around the model's forward, which may look for what is taken from
-    blocks that are passed over.
+    Attributes:
+        runs: The runs.
     """
-    if not calls_forward_alone(model):
-        return []
+
+    def __init__(self, model: nn.Module, example: DynamicExample) -> None:
+        """Runs a model where it has blocks that may be equal.
+
+        Raises:
+            NotSharedError: If it cannot run without values, or at no larger sizes.
+        """
+        self.runs: list[Run] = []
+        self._reasons: list[str] = []
+        self._logged: list[tuple[Sequence[Any], ModelLog]] = []
+        stacks = _stacks(model)
+        if not stacks:
+            return
+        self._model = LoggedModel(model, example)
+        blocks = [block for stack in stacks for block in stack.blocks]
+        self._logged.append(self._first_log(blocks))
+        if any(example.labels):
+            self._logged.append(self._larger_log(blocks))
+        for stack in stacks:
+            views = [_StackLog(stack, log) for _, log in self._logged]
+            runs = _runs(stack, views)
+            self.runs += runs
+            if not runs:
+                self._reasons.append(f"{_name(stack)}: traced one by one: {_reason(stack, views)}")
+
+    def _first_log(self, blocks: Sequence[nn.Module]) -> tuple[Sequence[Any], ModelLog]:
+        inputs = self._model.inputs(1)
+        try:
+            return inputs, self._model.run(inputs, blocks)
+        except Exception as error:  # The model's own code runs.
+            raise NotSharedError(f"the model cannot run without values: {_line(error)}") from error
+
+    def _larger_log(self, blocks: Sequence[nn.Module]) -> tuple[Sequence[Any], ModelLog]:
+        most = _MOST_TIMES_AS_MANY * len(self._logged[0][1].operators.records)
+        reason: Exception | None = None
+        for factor in _FACTORS:
+            inputs = self._model.inputs(factor)
+            try:
+                return inputs, self._model.run(inputs, blocks, most)
+            except Exception as error:  # The model's own code runs.
+                reason = error
+        raise NotSharedError(f"the model runs at no larger sizes: {_line(reason)}") from reason
+
+    def report(self) -> list[str]:
+        """Returns, in words, how many blocks a trace has to run, or why each of them."""
+        shared = [
+            f"{len(run.blocks)} of {', '.join(dict.fromkeys(run.kinds))}: "
+            f"{TRACED * run.period} traced"
+            for run in self.runs
+        ]
+        return shared + self._reasons
+
+    def places(self, program: ExportedProgram) -> list[int | None]:
+        """Returns which of the model's results those of a program are, which passed over blocks.
+
+        None stands for what the program returns in the place of a result of such a block.
+
+        Raises:
+            NotSharedError: If the program is not the model without these blocks.
+        """
+        found = []
+        for inputs, log in self._logged:
+            try:
+                traced = self._model.run_program(program, inputs)
+            except Exception as error:  # An operator of the program.
+                raise NotSharedError(f"the trace runs otherwise: {_line(error)}") from error
+            found.append(_places(log, traced, self.runs))
+        if any(places != found[0] for places in found):
+            raise NotSharedError("the trace has other results at other sizes")
+        return found[0]
+
+
+def _line(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+# --- Before anything runs ---
+
+
+class _Stack(NamedTuple):
+    """Blocks of one container, each with what has to be equal before it runs."""
+
+    container: nn.Module
+    paths: Sequence[str]
+    blocks: Sequence[nn.Module]
+    facts: Sequence[Mapping[Any, Any]]
+
+
+def _stacks(model: nn.Module) -> list[_Stack]:
+    """Returns the containers that have more blocks of one class than would be traced of them."""
     modules = modules_by_path(model)
     children = (child for _, module in modules for child in own_parts(module)[2].values())
-    counts = Counter(id(child) for child in children)
-    several = {child for child, count in counts.items() if count > 1}
-    tied = tied_tensors(model)
-    common = Common()
-    found: list[Run] = []
-    inside: set[int] = set()
+    occurrences = Counter(map(id, children))
+    stacks: list[_Stack] = []
     for path, container in modules:
-        if id(container) in inside:
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
-        if isinstance(container, ConvertedModule):
-            # It computes with its experts' weights; nothing calls them in turn.
-            inside.update(id(part) for _, part in modules_by_path(container))
-        elif isinstance(container, (nn.ModuleList, nn.Sequential)):
-            for run in _runs(path, list(container.named_children()), several, tied, common):
-                found.append(run)
-                inside.update(id(part) for each in run.blocks for _, part in modules_by_path(each))
+        named = list(container.named_children())
+        classes = Counter(type(block) for _, block in named)
+        if not classes or max(classes.values()) <= TRACED:
+            continue
+        # One that a model has in several places has several paths, and is equal to no other.
+        facts = [_facts(block) if occurrences[id(block)] == 1 else {} for _, block in named]
+        paths = [f"{path}.{name}" if path else name for name, _ in named]
+        stacks.append(_Stack(container, paths, [block for _, block in named], facts))
+    return stacks
+
+
+def _facts(block: nn.Module) -> dict[Any, Any]:
+    """Returns a block's classes, the layout of its weights, and its attributes of plain values.
+
+    Operators show what attributes do at the sizes that are tried. At others an attribute may still
+    decide, as in ``if tokens > self.window``.
+    """
+    facts: dict[Any, Any] = {}
+    for path, module in modules_by_path(block):
+        facts[path] = type(module)
+        for table in own_parts(module)[:2]:
+            for name, tensor in table.items():
+                facts[path, name] = None if tensor is None else (tensor.shape, tensor.dtype)
+        for name, value in attributes_of(module).items():
+            if name not in _OF_EVERY_MODULE and _is_plain(value):
+                facts[path, name] = value
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) in (tuple, list) else type(value) in _PLAIN
+
+
+def _may_be_equal(facts: Mapping[Any, Any], earlier: Mapping[Any, Any], distance: int) -> bool:
+    """Whether two blocks differ at most in their numbers, and in real numbers.
+
+    Real numbers, such as a rate of stochastic depth, are compared with no sizes.
+    """
+    if not facts or facts.keys() != earlier.keys():
+        return False
+    for name, value in facts.items():
+        other = earlier[name]
+        if type(value) is not type(other):
+            return False
+        is_number = type(value) is int and value - other == distance
+        if not (value == other or is_number or type(value) is float):
+            return False
+    return True
+
+
+# --- What blocks ran ---
+
+
+class _StackLog:
+    """What a stack's blocks ran in one log."""
+
+    def __init__(self, stack: _Stack, log: ModelLog) -> None:
+        self.results = log.results
+        self._origins = log.operators.origins
+        calls = [log.spans[id(block)] for block in stack.blocks]
+        # One that is called several times, or not at all, is equal to no other.
+        self.spans: list[Span | None] = [spans[0] if len(spans) == 1 else None for spans in calls]
+        starts = [span.values.start if span else -1 for span in self.spans]
+        self._starts = list(itertools.accumulate(starts, max))
+        self.signatures: list[Any] = []
+        self.externals: list[Sequence[int]] = []
+        for path, span in zip(stack.paths, self.spans, strict=True):
+            signature, externals = (None, ()) if span is None else self._described(log, path, span)
+            self.signatures.append(signature)
+            self.externals.append(externals)
+
+    def _described(self, log: ModelLog, path: str, span: Span) -> tuple[Any, Sequence[int]]:
+        """Returns what is equal for blocks that ran the same, and what each ran it of.
+
+        Returns:
+            Its operators, None if it changes in place what is not its own; and the values that are
+            neither its results nor its weights, in the order of their first uses.
+        """
+        externals: dict[int, int] = {}
+        inside, prefix, origins = span.values, f"{path}.", self._origins
+        names: dict[int, Any] = {}
+
+        def name(value: int) -> Any:
+            kind, *rest = origins[-1 - value] if value < 0 else ("result",)
+            if kind == "weight" and rest[0].startswith(prefix):
+                return rest[0][len(prefix) :]
+            return -1 - externals.setdefault(value, len(externals))
+
+        signature = []
+        start, stop = inside.start, inside.stop
+        for record in log.operators.records[span.records.start : span.records.stop]:
+            if any(owner not in inside for owner in record.writes):
+                return None, ()
+            uses = []
+            for value in record.uses:
+                if start <= value < stop:
+                    uses.append(value - start)
+                else:
+                    if value not in names:
+                        names[value] = name(value)
+                    uses.append(names[value])
+            signature.append((record.form, *uses))
+        return tuple(signature), tuple(externals)
+
+    def block_of(self, value: int) -> int | None:
+        """Returns which block computed a value; None if none did."""
+        block = bisect.bisect_right(self._starts, value) - 1
+        span = self.spans[block] if block >= 0 else None
+        return block if span is not None and value in span.values else None
+
+    def offset(self, value: int, block: int) -> int:
+        """Returns which of its block's values one is."""
+        span = self.spans[block]
+        return -1 if span is None else value - span.values.start
+
+    def input_of(self, value: int) -> int | None:
+        """Returns which leaf of the example a value is; None if it is none."""
+        kind, *rest = self._origins[-1 - value] if value < 0 else ("result",)
+        return rest[0] if kind == "input" else None
+
+    def follows(self, block: int) -> bool:
+        """Whether nothing ran between a block and the one before it."""
+        span, before = self.spans[block], self.spans[block - 1]
+        return bool(span and before and span.records.start == before.records.stop)
+
+    def is_equal(self, block: int, period: int, start: int) -> bool:
+        """Whether a block of a run that begins at ``start`` ran what the one a period before did.
+
+        What both take is the same value; or a result of the block as far before each, in the same
+        unit or in the one before; or an input of its own.
+        """
+        other = block - period
+        if self.signatures[block] is None or self.signatures[block] != self.signatures[other]:
+            return False
+        if not all(self.follows(later) for later in range(other + 1, block + 1)):
+            return False
+        pairs = zip(self.externals[block], self.externals[other], strict=True)
+        return all(self._is_alike(value, its, block, period, start) for value, its in pairs)
+
+    def _is_alike(self, value: int, its: int, block: int, period: int, start: int) -> bool:
+        source, its_source = self.block_of(value), self.block_of(its)
+        in_run = source is not None and source >= start
+        if not in_run:
+            own_inputs = None not in (self.input_of(value), self.input_of(its))
+            return value == its or own_inputs
+        assert source is not None
+        if (source - start) // period < (block - start) // period - 1:
+            return False
+        if block < start + 2 * period and (its_source is None or its_source < start):
+            return True  # The first unit takes it from what comes before the run.
+        return source - period == its_source and self.offset(value, source) == self.offset(
+            its, its_source
+        )
+
+
+def _runs(stack: _Stack, logs: Sequence[_StackLog]) -> list[Run]:
+    runs = []
+    start = 0
+    while start + TRACED < len(stack.blocks):
+        stops = {period: _stop(stack, logs, start, period) for period in _PERIODS}
+        saved = {period: stop - start - TRACED * period for period, stop in stops.items()}
+        period = max(_PERIODS, key=lambda each: saved[each])
+        run = None
+        if saved[period] > 0:
+            run = _run(stack, logs, start, stops[period], period)
+        if run is None:
+            start += 1
+            continue
+        runs.append(run)
+        start = stops[period]
+    return runs
+
+
+def _stop(stack: _Stack, logs: Sequence[_StackLog], start: int, period: int) -> int:
+    """Returns where a run of whole units ends."""
+    stop = start + period
+    while (
+        stop < len(stack.blocks)
+        and _may_be_equal(stack.facts[stop], stack.facts[stop - period], period)
+        and all(log.is_equal(stop, period, start) for log in logs)
+    ):
+        stop += 1
+    return stop - (stop - start) % period
+
+
+def _run(
+    stack: _Stack, logs: Sequence[_StackLog], start: int, stop: int, period: int
+) -> Run | None:
+    """Returns a run with its inputs and results; None if its units have different ones."""
+    forms = []
+    for log in logs:
+        inputs = _own_inputs(log, start, stop, period)
+        leaves = [leaf for unit in inputs for leaf in unit]
+        results = [_results(log, range(unit, unit + period)) for unit in range(start, stop, period)]
+        # What the last unit ends with may be the model's result as well.
+        offsets = sorted(set.intersection(*map(set, results)))
+        if len(set(leaves)) < len(leaves) or any(len(unit) > len(offsets) for unit in results[:-1]):
+            return None
+        forms.append((inputs, [[unit[offset] for offset in offsets] for unit in results]))
+    if any(form != forms[0] for form in forms):
+        return None
+    return Run(
+        stack.container,
+        stack.paths[start:stop],
+        stack.blocks[start:stop],
+        period,
+        *forms[0],
+    )
+
+
+def _own_inputs(log: _StackLog, start: int, stop: int, period: int) -> list[list[int]]:
+    """Returns, by unit, the example's leaves that other units do not take."""
+    inputs: list[list[int]] = [[] for _ in range(start, stop, period)]
+    for kind in range(period):
+        second, third = (log.externals[start + unit * period + kind] for unit in (1, 2))
+        slots = [
+            slot
+            for slot, values in enumerate(zip(second, third, strict=True))
+            if len({*values}) == 2 and log.input_of(values[0]) is not None
+        ]
+        for unit, leaves in enumerate(inputs):
+            externals = log.externals[start + unit * period + kind]
+            leaves += [int(log.input_of(externals[slot]) or 0) for slot in slots]
+    return inputs
+
+
+def _results(log: _StackLog, blocks: range) -> dict[tuple[int, int], int]:
+    """Returns which of the model's results are values of a unit, by block and offset."""
+    found = {}
+    for place, value in enumerate(log.results):
+        block = log.block_of(value) if isinstance(value, int) else None
+        if block is not None and block in blocks:
+            found[block - blocks.start, log.offset(int(value), block)] = place
     return found
 
 
-def tied_tensors(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters and buffers that a model has in several places."""
-    parts = (own_parts(module) for _, module in modules_by_path(model))
-    tables = (table for parameters, buffers, _ in parts for table in (parameters, buffers))
-    tensors = (id(each) for table in tables for each in dict.values(table) if each is not None)
-    return {tensor for tensor, count in Counter(tensors).items() if count > 1}
+def _name(stack: _Stack) -> str:
+    kinds = dict.fromkeys(type(block).__name__ for block in stack.blocks)
+    return f"{len(stack.blocks)} of {', '.join(kinds)}"
 
 
-def _runs(
-    path: str,
-    children: Sequence[tuple[str, nn.Module]],
-    several: Collection[int],
-    tied: Collection[int],
-    common: Common,
-) -> Iterator[Run]:
-    paths = [f"{path}.{name}" if path else name for name, _ in children]
-    # One that a model has in several places is equal to no other: it has several paths.
-    kinds = [type(child) if id(child) not in several else object() for _, child in children]
-    described: dict[int, Description] = {}
+def _reason(stack: _Stack, logs: Sequence[_StackLog]) -> str:
+    """Returns in what the second and the third block of a stack without equal ones differ."""
+    facts, other = stack.facts[1:3]
+    if not _may_be_equal(other, facts, 1):
+        names = {name for name in (*facts, *other) if facts.get(name) != other.get(name)}
+        shown = {name if isinstance(name, str) else ".".join(name) for name in names}
+        return f"they differ in {min(shown)}" if shown else "one is in several places"
+    if any(None in log.spans[1:3] for log in logs):
+        return "they are not called once each"
+    if any(log.signatures[1] is None for log in logs):
+        return "they change what they are given"
+    return "they run different operators"
 
-    def differences(place: int, period: int) -> frozenset[tuple[str, str]] | None:
-        if kinds[place] is not kinds[place - period]:
-            return None
-        for each in (place, place - period):
-            if each not in described:
-                described[each] = describe(children[each][1], tied, common)
-        return described[place].differences(described[place - period])
 
-    start = 0
-    while start + MOST_TRACED < len(children):
-        best = None
-        fewest: float = math.inf  # Attributes that differ.
-        for period in _PERIODS:
-            differing: list[frozenset[tuple[str, str]]] = [frozenset()] * period
-            names: frozenset[tuple[str, str]] = frozenset()
-            stop = start + period
-            while stop < len(children) and len(names) < fewest:
-                found = differences(stop, period)
-                if found is None:
-                    break
-                differing[(stop - start) % period] |= found
-                names |= found
-                stop += 1
-            stop -= (stop - start) % period
-            if len(names) < fewest and stop - start > MOST_TRACED * period:
-                best, fewest = (period, stop, differing), len(names)
-        if best is None:
-            start += 1
+# --- What a trace gave ---
+
+
+def _places(whole: ModelLog, traced: ModelLog, runs: Sequence[Run]) -> list[int | None]:
+    """Returns which of a model's results those of a trace are.
+
+    Raises:
+        NotSharedError: If the trace did not run what the model ran without some blocks.
+    """
+    known: dict[int, int] = {}  # The trace's values by the model's.
+
+    def twin(value: int) -> int | None:
+        if value >= 0:
+            return known.get(value)
+        return traced.operators.number_of(whole.operators.origins[-1 - value])
+
+    # By its first record, a block that was passed over, and whose results stood for its own.
+    skipped: dict[int, tuple[Span, Span | None]] = {}
+    for run in runs:
+        spans = [whole.spans[id(block)][0] for block in run.blocks]
+        last_unit = len(run.blocks) - run.period
+        for block in run.passed_over:
+            source = (TRACED - 1) * run.period + block % run.period
+            stands_for = spans[source] if block >= last_unit else None
+            skipped[spans[block].records.start] = spans[block], stands_for
+    remaining = iter(traced.operators.records)
+    records = whole.operators.records
+    position = 0
+    while position < len(records) or position in skipped:
+        if position in skipped:
+            span, source_span = skipped.pop(position)
+            position = span.records.stop
+            if source_span is not None:
+                values = zip(span.values, source_span.values, strict=True)
+                known.update({value: known[its] for value, its in values})
             continue
-        period, stop, differing = best
-        yield Run(
-            paths[start:stop],
-            [child for _, child in children[start:stop]],
-            period,
-            [described[place].original() for place in range(start, stop)],
-            differing,
-        )
-        start = stop
+        record, its = records[position], next(remaining, None)
+        position += 1
+        if its is None or its.form != record.form or [*map(twin, record.uses)] != [*its.uses]:
+            raise NotSharedError("the trace runs other operators than the model")
+        stop = records[position].results if position < len(records) else whole.operators.values
+        known.update(zip(range(record.results, stop), itertools.count(its.results), strict=False))
+    if next(remaining, None) is not None:
+        raise NotSharedError("the trace runs more operators than the model")
+    return _matched_results(whole, traced, runs, twin)
+
+
+def _matched_results(
+    whole: ModelLog, traced: ModelLog, runs: Sequence[Run], twin: Callable[[int], int | None]
+) -> list[int | None]:
+    absent = {place for run in runs for unit in run.results[TRACED:] for place in unit}
+    inputs = [leaf for run in runs for unit in run.inputs[TRACED:] for leaf in unit]
+    unchanged = {traced.operators.number_of(("input", leaf)) for leaf in inputs}
+    expected = [place for place in range(len(whole.results)) if place not in absent]
+    places: list[int | None] = []
+    for result in traced.results:
+        if result in unchanged:
+            places.append(None)  # What a layer of a cache held before stands for what it will hold.
+            continue
+        value = whole.results[expected[0]] if expected else None
+        if expected and (twin(value) if isinstance(value, int) else value) == result:
+            places.append(expected.pop(0))
+        elif absent and result == "None":
+            places.append(None)  # A layer of a cache that nothing has filled.
+        else:
+            raise NotSharedError("the trace has other results than the model")
+    if expected:
+        raise NotSharedError("the trace has fewer results than the model")
+    return places

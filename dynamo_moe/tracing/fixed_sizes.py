@@ -23,6 +23,7 @@ from dynamo_moe.evaluation import one_thread
 from dynamo_moe.private import FakeTensor, FakeTensorMode, without_values
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
+from dynamo_moe.tracing.nodes import ASSERTIONS
 from dynamo_moe.tracing.size_decisions import Decision
 
 # Sizes that are tried, beside those next to the example's and to numbers in a condition.
@@ -36,10 +37,6 @@ _LARGEST = 4096
 # Elements of the inputs up to which a run has one thread. T5-small's trials of 2 x 2 tokens take
 # 0.2 s of it; with a thread on each of two busy cores, which wait for each other, up to 3 s.
 _FEW_ELEMENTS = 2**15
-# Assertions about sizes, which do not hold at others.
-_ASSERTIONS = frozenset(
-    {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_tensor_metadata.default}
-)
 
 Sizes = Mapping[sympy.Symbol, int]
 
@@ -186,7 +183,7 @@ def _copied(value: Any) -> Any:
 
 class _Run(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return None if target in _ASSERTIONS else super().call_function(target, args, kwargs)
+        return None if target in ASSERTIONS else super().call_function(target, args, kwargs)
 
 
 class _Trials:

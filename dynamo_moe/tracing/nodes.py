@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
+
+ASSERTIONS = frozenset(
+    {torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_tensor_metadata.default}
+)
+"""Assertions about the example's sizes and tensors, which a trace writes."""
 
 # The entries of a node's metadata that describe its values, and the new sizes in them.
 _VALUE_KEYS = ("val", "unbacked_bindings")

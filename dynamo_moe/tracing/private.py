@@ -47,6 +47,7 @@ __all__ = [
     "capturing",
     "decomposing",
     "enable_python_dispatcher",
+    "exporting",
     "expression_of",
     "fake_mode",
     "free_unbacked_symbols",
@@ -380,6 +381,21 @@ _sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
+
+
+
+@contextlib.contextmanager
+def _said_to_export() -> Iterator[None]:
+    """Lets ``torch.compiler.is_exporting()`` say to a model what it says in a trace."""
+    with contextlib.ExitStack() as changes:
+        for name in ("_is_compiling_flag", "_is_exporting_flag"):
+            if hasattr(torch.compiler, name):
+                changes.enter_context(replaced(torch.compiler, name, lambda _: True))
+        yield
+
+
+exporting = ProcessState(_said_to_export)
+"""How a model runs that should do what it does in a trace."""
 
 decomposing = ProcessState(_cheap_tracing, _sizes_of_one)
 """How PyTorch traces single operators of a traced program."""

@@ -1,10 +1,7 @@
-"""What is undone of a trace of a model.
+"""What a run of a model changes in the model, undone: attributes, containers, counters.
 
-PyTorch gives the modules of a model that it has traced copies of their lists and dictionaries, of
-what these held before: modules that have one in common would have one each.
-
-Equal blocks are passed over, and what refuses that ends the trace in the middle of the model. A
-model that counts its blocks' calls, in an object that all of them know, would start from there.
+A model may count calls, fill a cache, or keep its last result; an export leaves it as it was.
+``torch.export``, too, gives modules copies of their lists and dictionaries.
 """
 
 from __future__ import annotations
@@ -13,96 +10,85 @@ import contextlib
 import operator
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from dynamo_moe.private import attributes_of, modules_by_path
-from dynamo_moe.tracing.contents import CONTAINERS, DICTS
 from dynamo_moe.tracing.library_code import is_library
-from dynamo_moe.tracing.values import SIMPLE
 
+_DICTS = frozenset({dict, OrderedDict, defaultdict})
+_LISTS = frozenset({list, set, deque})
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 # Objects that hold others in attributes, beside those of classes that are no library's.
 _WITH_ATTRIBUTES = (nn.Module, types.SimpleNamespace)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Objects after which no more are looked for.
 _MOST_OBJECTS = 50_000
 
 
 @contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restores the attributes that a model's modules had, and what was in their containers."""
-    held = [attributes_of(module) for _, module in modules_by_path(model)]
-    own = [
-        {name: value for name, value in each.items() if name not in _OF_EVERY_MODULE}
-        for each in held
-    ]
-    values = [value for each in own for value in each.values()]
-    undo = _kept(values, (), objects=False)
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Restores, as the context ends, what a model's modules and their objects held.
+
+    That includes what the functions of its classes close over, and no global variables.
+    """
+    undo = _undoing(model)
     try:
         yield
     finally:
         for restore in undo:
             restore()
-        for each, before in zip(held, own, strict=True):
-            each.update(before)
 
 
-@contextlib.contextmanager
-def undone_if_given_up(model: nn.Module, unseen: Collection[nn.Module]) -> Iterator[None]:
-    """Restores what a model's modules and their objects held, if the context raises.
-
-    Args:
-        model: The model.
-        unseen: Modules of it that do not run.
-    """
-    inside = {id(part) for each in unseen for _, part in modules_by_path(each)}
-    undo = _kept([part for _, part in modules_by_path(model) if id(part) not in inside], inside)
-    try:
-        yield
-    except BaseException:
-        for restore in undo:
-            restore()
-        raise
-
-
-def _kept(
-    roots: Collection[Any], without: Collection[int], *, objects: bool = True
-) -> list[Callable[[], None]]:
-    """Returns what restores the contents of some values, and of all in them.
-
-    Args:
-        roots: The values.
-        without: The ids of objects that are left out.
-        objects: Whether attributes are restored, or the contents of containers alone.
-    """
-    seen = {*without}
+def _undoing(model: nn.Module) -> list[Callable[[], None]]:
+    """Returns what restores all that a model's modules reach, up to 50,000 objects."""
+    modules = [module for _, module in modules_by_path(model)]
     undo: list[Callable[[], None]] = []
-    remaining = [*roots]
+    remaining: list[Any] = [*modules]
+    for cell in _cells({type(module) for module in modules}):
+        undo.append(_restoring_cell(cell, cell.cell_contents))
+        remaining.append(cell.cell_contents)
+    seen: set[int] = set()
     while remaining and len(undo) < _MOST_OBJECTS:
         value = remaining.pop()
         kind = type(value)
-        if kind in SIMPLE or id(value) in seen or isinstance(value, (type, Tensor)):
+        if kind in _PLAIN or id(value) in seen or isinstance(value, (type, Tensor)):
             continue
         seen.add(id(value))
-        if kind in DICTS:
+        if kind in _DICTS:
             undo.append(_restoring(value, dict(value)))
             remaining += value.values()
-        elif kind in CONTAINERS:
+        elif kind in _LISTS:
             undo.append(_restoring(value, list(value)))
             remaining += value
         elif kind is tuple:
             remaining += value
-        elif objects and (isinstance(value, _WITH_ATTRIBUTES) or not _is_of_library(kind)):
-            held = attributes_of(value)
-            undo.append(_restoring(held, dict(held)))
-            remaining += held.values()
+        elif isinstance(value, _WITH_ATTRIBUTES) or not is_library(sys.modules.get(kind.__module__)):
+            attributes = attributes_of(value)
+            undo.append(_restoring(attributes, dict(attributes)))
+            remaining += attributes.values()
     return undo
 
 
-def _is_of_library(kind: type) -> bool:
-    return is_library(sys.modules.get(kind.__module__))
+def _cells(classes: set[type]) -> Iterator[types.CellType]:
+    """Yields what the functions of classes close over, libraries' excepted."""
+    for kind in classes:
+        if is_library(sys.modules.get(kind.__module__)):
+            continue
+        for function in vars(kind).values():
+            for cell in getattr(function, "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # An empty one.
+                    cell.cell_contents  # noqa: B018
+                    yield cell
+
+
+def _restoring_cell(cell: types.CellType, before: Any) -> Callable[[], None]:
+    def restore() -> None:
+        cell.cell_contents = before
+
+    return restore
 
 
 def _restoring(container: Any, before: Any) -> Callable[[], None]:

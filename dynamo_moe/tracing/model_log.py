@@ -1,0 +1,214 @@
+"""Logs of a whole model, and of a program that was traced of it, at the same sizes.
+
+Neither has values: weights and inputs are tensors of the meta device. In both, a parameter, a
+buffer and an input have the same names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from dynamo_moe import pytree
+from dynamo_moe.private import modules_by_path, own_parts, tensors_replaced
+from dynamo_moe.tracing.dynamic_shapes import DynamicExample
+from dynamo_moe.tracing.exportable_models import exportable_models
+from dynamo_moe.tracing.nodes import ASSERTIONS
+from dynamo_moe.tracing.operator_log import META, Forms, OperatorLog, without_values
+from dynamo_moe.tracing.private import capturing, exporting
+from dynamo_moe.tracing.restoring import state_kept
+
+_WEIGHTS = frozenset({InputKind.PARAMETER, InputKind.BUFFER})
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a block ran: records and results of a log, each from one number up to another."""
+
+    records: range
+    values: range
+
+
+@dataclass(frozen=True)
+class ModelLog:
+    """What a model or a program ran.
+
+    Attributes:
+        operators: The log.
+        spans: By the id of a block that was watched, its calls in order.
+        results: The leaves of what was returned: the numbers of tensors, and what other values
+            show.
+    """
+
+    operators: OperatorLog
+    spans: Mapping[int, Sequence[Span]]
+    results: Sequence[int | str]
+
+
+@dataclass
+class LoggedModel:
+    """A model that runs without values, as it does while it is traced.
+
+    Attributes:
+        model: The model.
+        example: Its arguments.
+    """
+
+    model: nn.Module
+    example: DynamicExample
+    _forms: Forms = field(default_factory=Forms)
+
+    def __post_init__(self) -> None:
+        # By path, the first path of the same tensor, and by that a tensor of the same layout.
+        self._first_paths: dict[str, str] = {}
+        self._weights: dict[str, Tensor] = {}
+        first_paths: dict[int, str] = {}
+        for module_path, module in modules_by_path(self.model):
+            for tensors in own_parts(module)[:2]:
+                for name, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    path = f"{module_path}.{name}" if module_path else name
+                    first = first_paths.setdefault(id(tensor), path)
+                    self._first_paths[path] = first
+                    if first == path:
+                        self._weights[path] = _like(tensor)
+        self._leaves, self._spec = pytree.tree_flatten((self.example.args, self.example.kwargs))
+
+    def inputs(self, factor: int) -> list[Any]:
+        """Returns the example's leaves; symbolic dimensions have so many times their size."""
+        labels = iter(self.example.labels)
+        leaves: list[Any] = []
+        for leaf in self._leaves:
+            if isinstance(leaf, Tensor):
+                symbolic = next(labels, {})
+                shape = [
+                    size * factor if symbolic.get(dimension) is not None else size
+                    for dimension, size in enumerate(leaf.shape)
+                ]
+                leaf = torch.empty(shape, dtype=leaf.dtype, device=META)
+            leaves.append(leaf)
+        return leaves
+
+    def run(
+        self, inputs: Sequence[Any], blocks: Sequence[nn.Module], most_records: int | None = None
+    ) -> ModelLog:
+        """Runs the model.
+
+        Args:
+            inputs: The leaves of its arguments.
+            blocks: Blocks whose spans are wanted.
+            most_records: How many operators may run.
+
+        Raises:
+            Exception: Whatever the model's code raises, such as where it asks for a value.
+        """
+        log = self._begun(inputs, most_records)
+        spans: dict[int, list[Span]] = {id(block): [] for block in blocks}
+        args, kwargs = pytree.tree_unflatten(inputs, self._spec)
+
+        def replacement(path: str, tensor: Any) -> Any:
+            return tensor if tensor is None else self._weights[self._first_paths[path]]
+
+        with (
+            state_kept(self.model),
+            tensors_replaced(self.model, replacement),
+            _running(),
+            _spans_noted(log, spans),
+            log,
+        ):
+            results = self.model(*args, **kwargs)
+        return ModelLog(log, spans, _shown(log, pytree.tree_leaves(results)))
+
+    def run_program(self, program: ExportedProgram, inputs: Sequence[Any]) -> ModelLog:
+        """Runs a program that was traced of the model, or of a part of it.
+
+        Raises:
+            Exception: Whatever an operator raises.
+        """
+        log = self._begun(inputs, None)
+        signature = program.graph_signature
+        remaining = iter(inputs)
+        arguments = [
+            next(remaining)
+            if spec.kind is InputKind.USER_INPUT
+            else self._weights[self._first_paths[str(spec.target)]]
+            if spec.kind in _WEIGHTS
+            else program.constants[str(spec.target)]
+            for spec in signature.input_specs
+        ]
+        with _running(), log:
+            results = _ProgramOnMeta(program.graph_module).run(*arguments)
+        wanted = [
+            result
+            for spec, result in zip(signature.output_specs, results, strict=True)
+            if spec.kind is OutputKind.USER_OUTPUT
+        ]
+        if len(wanted) < len(results):
+            raise ValueError("the program changes buffers or inputs")
+        return ModelLog(log, {}, _shown(log, wanted))
+
+    def _begun(self, inputs: Sequence[Any], most_records: int | None) -> OperatorLog:
+        log = OperatorLog(self._forms, most_records)
+        for path, tensor in self._weights.items():
+            log.add_origin(tensor, ("weight", path))
+        for position, leaf in enumerate(inputs):
+            if isinstance(leaf, Tensor):
+                log.add_origin(leaf, ("input", position))
+        return log
+
+
+def _like(tensor: Tensor) -> Tensor:
+    like = without_values(tensor.detach())
+    return nn.Parameter(like, requires_grad=False) if isinstance(tensor, nn.Parameter) else like
+
+
+@contextlib.contextmanager
+def _running() -> Iterator[None]:
+    """The conditions of a trace, but for its symbolic sizes."""
+    with exportable_models(), capturing(), exporting(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def _spans_noted(log: OperatorLog, spans: Mapping[int, list[Span]]) -> Iterator[None]:
+    begun: list[tuple[int, int]] = []
+
+    def begin(module: nn.Module, _: Any) -> None:
+        if id(module) in spans:
+            begun.append((len(log.records), log.values))
+
+    def end(module: nn.Module, _: Any, __: Any) -> None:
+        if id(module) in spans:
+            record, value = begun.pop()
+            span = Span(range(record, len(log.records)), range(value, log.values))
+            spans[id(module)].append(span)
+
+    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _shown(log: OperatorLog, leaves: Sequence[Any]) -> list[int | str]:
+    return [log.number(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+
+
+class _ProgramOnMeta(fx.Interpreter):
+    """Runs a program whose devices are those of the example, on the meta device."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in ASSERTIONS:
+            return None
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: META, (args, kwargs))
+        return super().call_function(target, args, kwargs)
