@@ -32,6 +32,7 @@ _RESHAPING = frozenset(
     getattr(_aten, name).default
     for name in ("_reshape_alias", "_unsafe_view", "expand", "reshape", "view")
 )
+_VIEWS = {**dict.fromkeys(_RESHAPING, "reshape"), _aten.slice.Tensor: "slice"}
 # Where a tensor is made says nothing about its values.
 _DEVICE_OPTIONS = frozenset({"device", "pin_memory"})
 
@@ -159,8 +160,10 @@ class OperatorLog(TorchDispatchMode):
         numbers = tuple(map(self.number, uses))
         writes = tuple(self._owner(args, kwargs, which) for which in aliases.written)
         result = self._run(operator, args, kwargs, form, uses, reused=not aliases.written)
-        if operator in _RESHAPING:
-            form = self._form(("reshape", uses[0].shape, uses[0].dtype, result.shape))
+        if operator in _VIEWS:
+            # Where a slice ends, and which size of a shape is -1, can be said in several ways.
+            arguments = () if operator in _RESHAPING else (args[1:3], args[4:])
+            form = self._form((_VIEWS[operator], *key[1:2], arguments, result.shape))
         if _gives_the_same(operator, uses, result):
             self._numbers[id(result)] = numbers[0]
             self._alive.append(result)
@@ -230,8 +233,7 @@ def _gives_the_same(operator: Any, uses: Sequence[Tensor], result: Any) -> bool:
     """Whether an operator gives the values that it is given; a slice may take all of them."""
     if operator in _SAME_VALUES:
         return True
-    is_view = operator in _RESHAPING or operator is _aten.slice.Tensor
-    return is_view and result.shape == uses[0].shape
+    return operator in _VIEWS and result.shape == uses[0].shape
 
 
 def _aliases(operator: OpOverload) -> _Aliases:
