@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 
 from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private import attributes_of, modules_by_path, own_parts
+from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.model_log import LoggedModel, ModelLog, Span
 
@@ -100,6 +101,7 @@ class EqualBlocks:
         runs: The runs.
     """
 
+    @phase("capture")
     def __init__(self, model: nn.Module, example: DynamicExample) -> None:
         """Runs a model where it has blocks that may be equal.
 
@@ -355,18 +357,23 @@ def _runs(stack: _Stack, logs: Sequence[_StackLog]) -> list[Run]:
     runs = []
     start = 0
     while start + TRACED < len(stack.blocks):
-        stops = {period: _stop(stack, logs, start, period) for period in _PERIODS}
-        saved = {period: stop - start - TRACED * period for period, stop in stops.items()}
-        period = max(_PERIODS, key=lambda each: saved[each])
-        run = None
-        if saved[period] > 0:
-            run = _run(stack, logs, start, stops[period], period)
-        if run is None:
-            start += 1
-            continue
-        runs.append(run)
-        start = stops[period]
+        period, stop = _longest(stack, logs, start)
+        run = _run(stack, logs, start, stop, period) if stop - start > TRACED * period else None
+        runs += [run] if run is not None else []
+        start = stop if run is not None else start + 1
     return runs
+
+
+def _longest(stack: _Stack, logs: Sequence[_StackLog], start: int) -> tuple[int, int]:
+    """Returns the period, and the end, of the run that spares a trace most blocks."""
+    best, spared = (1, start), 0
+    for period in _PERIODS:
+        stop = _stop(stack, logs, start, period)
+        if stop - start - TRACED * period > spared:
+            best, spared = (period, stop), stop - start - TRACED * period
+        if stop == len(stack.blocks):
+            break
+    return best
 
 
 def _stop(stack: _Stack, logs: Sequence[_StackLog], start: int, period: int) -> int:

@@ -24,7 +24,7 @@ from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.tracing.nodes import ASSERTIONS
 from dynamo_moe.tracing.operator_log import META, Forms, OperatorLog, without_values
 from dynamo_moe.tracing.private import capturing, exporting
-from dynamo_moe.tracing.restoring import state_kept
+from dynamo_moe.tracing.restoring import state_of
 
 _WEIGHTS = frozenset({InputKind.PARAMETER, InputKind.BUFFER})
 
@@ -67,6 +67,7 @@ class LoggedModel:
     _forms: Forms = field(default_factory=Forms)
 
     def __post_init__(self) -> None:
+        self._restore_state = state_of(self.model)
         # By path, the first path of the same tensor, and by that a tensor of the same layout.
         self._first_paths: dict[str, str] = {}
         self._weights: dict[str, Tensor] = {}
@@ -118,15 +119,14 @@ class LoggedModel:
         def replacement(path: str, tensor: Any) -> Any:
             return tensor if tensor is None else self._weights[self._first_paths[path]]
 
-        with (
-            state_kept(self.model),
-            tensors_replaced(self.model, replacement),
-            _running(),
-            _spans_noted(log, spans),
-            log,
-        ):
-            results = self.model(*args, **kwargs)
-        return ModelLog(log, spans, _shown(log, pytree.tree_leaves(results)))
+        with contextlib.ExitStack() as contexts:
+            contexts.callback(self._restore_state)
+            contexts.enter_context(tensors_replaced(self.model, replacement))
+            contexts.enter_context(_running())
+            contexts.enter_context(_spans_noted(log, spans))
+            contexts.enter_context(log)
+            results = pytree.tree_leaves(self.model(*args, **kwargs))
+        return ModelLog(log, spans, _shown(log, results))
 
     def run_program(self, program: ExportedProgram, inputs: Sequence[Any]) -> ModelLog:
         """Runs a program that was traced of the model, or of a part of it.

@@ -32,7 +32,7 @@ _RESHAPING = frozenset(
     getattr(_aten, name).default
     for name in ("_reshape_alias", "_unsafe_view", "expand", "reshape", "view")
 )
-_VIEWS = {**dict.fromkeys(_RESHAPING, "reshape"), _aten.slice.Tensor: "slice"}
+_RESHAPE, _SLICE = "reshape", "slice"
 # Where a tensor is made says nothing about its values.
 _DEVICE_OPTIONS = frozenset({"device", "pin_memory"})
 
@@ -53,33 +53,45 @@ class Record(NamedTuple):
     writes: tuple[int, ...] = ()
 
 
-class Forms:
-    """Numbers of the forms of operators, and what is known of these; logs share them.
+class _Traits(NamedTuple):
+    """What is known of an operator before it runs.
 
     Attributes:
-        numbers: By form, its number.
-        layouts: By number and the strides of tensors, the layouts of results.
-        aliases: By operator, what its schema says about memory.
-    """
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-        self.layouts: dict[Any, Any] = {}
-        self.aliases: dict[OpOverload, _Aliases] = {}
-
-
-class _Aliases(NamedTuple):
-    """What an operator's schema says about memory, as positions of arguments.
-
-    Attributes:
-        written: The arguments that it changes in place.
+        number: One of its own; operators take long to hash.
+        written: The arguments, by position or name, that it changes in place.
         viewed: The argument that its results are views of; None if they have memory of their own.
         makes_tensors: Whether it takes a device and no tensor.
+        same_values: Whether it gives the values that it is given.
+        view: For what its result's shape says nearly all about, a name; else empty.
     """
 
+    number: int
     written: tuple[int | str, ...]
     viewed: int | str | None
     makes_tensors: bool
+    same_values: bool
+    view: str
+
+
+class Forms:
+    """Numbers of the forms of operators, and what is known of these; logs share them."""
+
+    def __init__(self) -> None:
+        self._traits: dict[OpOverload, _Traits] = {}
+        self._numbers: dict[Any, int] = {}
+        self.layouts: dict[Any, Any] = {}
+        """By form and strides of its tensors, the layouts of its results."""
+
+    def traits(self, operator: OpOverload) -> _Traits:
+        """Returns what is known of an operator."""
+        traits = self._traits.get(operator)
+        if traits is None:
+            traits = self._traits[operator] = _traits(operator, len(self._traits))
+        return traits
+
+    def number(self, form: Any) -> int:
+        """Returns the number of a form."""
+        return self._numbers.setdefault(form, len(self._numbers))
 
 
 class OperatorLog(TorchDispatchMode):
@@ -109,6 +121,8 @@ class OperatorLog(TorchDispatchMode):
         self._by_origin: dict[Any, int] = {}
         self._numbers: dict[int, int] = {}
         self._owners: dict[int, int] = {}
+        # Whether any tensor of the log may have values, as constants have.
+        self._has_values = False
         # An id names an object only while it lives.
         self._alive: list[Any] = []
 
@@ -120,6 +134,7 @@ class OperatorLog(TorchDispatchMode):
         """Gives a tensor a name that is equal in the logs that are compared."""
         self._numbers[id(tensor)] = self._number_of(origin)
         self._alive.append(tensor)
+        self._has_values |= not tensor.is_meta
 
     def number(self, tensor: Tensor) -> int:
         """Returns the number of a tensor; one that no operator returned is a constant."""
@@ -143,48 +158,45 @@ class OperatorLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, _: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        aliases = self._forms.aliases.get(operator)
-        if aliases is None:
-            aliases = self._forms.aliases[operator] = _aliases(operator)
-        if aliases.makes_tensors:
+        traits = self._forms.traits(operator)
+        kwargs = dict(kwargs) if kwargs else {}
+        if traits.makes_tensors:
             kwargs["device"] = META
         uses: list[Tensor] = []
-        options = [
-            (name, self._description(value, uses))
-            for name, value in sorted(kwargs.items())
-            if name not in _DEVICE_OPTIONS and value is not None
-        ]
-        key = operator, *[self._description(value, uses) for value in args], *options
-        form = self._form(key)
+        key = traits.number, *[self._description(value, uses) for value in args]
+        for name in sorted(kwargs) if kwargs else ():
+            if name not in _DEVICE_OPTIONS and kwargs[name] is not None:
+                key = *key, name, self._description(kwargs[name], uses)
+        form = self._forms.number(key)
         numbers = tuple(map(self.number, uses))
-        writes = tuple(self._owner(args, kwargs, which) for which in aliases.written)
-        result = self._run(operator, args, kwargs, form, uses, reused=not aliases.written)
-        if operator in _VIEWS:
+        writes = tuple(self._owner(args, kwargs, which) for which in traits.written)
+        result = self._run(operator, args, kwargs, form, uses, reused=not writes)
+        if traits.view:
             # Where a slice ends, and which size of a shape is -1, can be said in several ways.
-            arguments = () if operator in _RESHAPING else (args[1:3], args[4:])
-            form = self._form((_VIEWS[operator], *key[1:2], arguments, result.shape))
-        if _gives_the_same(operator, uses, result):
+            place = (args[1:3], args[4:]) if traits.view == _SLICE else ()
+            form = self._forms.number((traits.view, *key[1:2], place, result.shape))
+        if traits.same_values or (traits.view and result.shape == uses[0].shape):
             self._numbers[id(result)] = numbers[0]
             self._alive.append(result)
             return result
         self.records.append(Record(form, numbers, self.values, writes))
         if self._most_records is not None and len(self.records) > self._most_records:
             raise RuntimeError(f"more than {self._most_records} operators run")
-        owner = None if aliases.viewed is None else self._owner(args, kwargs, aliases.viewed)
+        owner = None if traits.viewed is None else self._owner(args, kwargs, traits.viewed)
         for tensor in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
-                if owner is not None:
-                    self._owners[self.values] = owner
-                elif (earlier := self._numbers.get(id(tensor))) is not None:
-                    self._owners[self.values] = self._owners.get(earlier, earlier)
-                self._numbers[id(tensor)] = self.values
-                self._alive.append(tensor)
-                self.values += 1
+                self._add_result(tensor, owner)
         return result
 
-    def _form(self, key: Any) -> int:
-        return self._forms.numbers.setdefault(key, len(self._forms.numbers))
+    def _add_result(self, tensor: Tensor, owner: int | None) -> None:
+        earlier = self._numbers.get(id(tensor))  # One that was changed in place.
+        if owner is None and earlier is not None:
+            owner = self._owners.get(earlier, earlier)
+        if owner is not None:
+            self._owners[self.values] = owner
+        self._numbers[id(tensor)] = self.values
+        self._alive.append(tensor)
+        self.values += 1
 
     def _description(self, value: Any, uses: list[Tensor]) -> Any:
         """Returns what is equal for arguments of one form; collects the tensors among them."""
@@ -208,8 +220,8 @@ class OperatorLog(TorchDispatchMode):
         reused: bool,
     ) -> Any:
         """Runs an operator; where its form has run before, makes results of the same layouts."""
-        real = sum(tensor.device is not META and not tensor.is_meta for tensor in tensors)
-        if real == len(tensors) > 0:
+        real = self._has_values and sum(not tensor.is_meta for tensor in tensors)
+        if real and real == len(tensors):
             return operator(*args, **kwargs)  # Of constants alone.
         key = form, *[tensor.stride() for tensor in tensors]
         if reused and (layouts := self._forms.layouts.get(key)) is not None:
@@ -229,35 +241,34 @@ class OperatorLog(TorchDispatchMode):
         return self._owners.get(number, number)
 
 
-def _gives_the_same(operator: Any, uses: Sequence[Tensor], result: Any) -> bool:
-    """Whether an operator gives the values that it is given; a slice may take all of them."""
-    if operator in _SAME_VALUES:
-        return True
-    return operator in _VIEWS and result.shape == uses[0].shape
-
-
-def _aliases(operator: OpOverload) -> _Aliases:
-    arguments = schema_of(operator).arguments
-    returns = schema_of(operator).returns
-    positions = [
-        argument.name if argument.kwarg_only else position
-        for position, argument in enumerate(arguments)
-    ]
-    marked = [
-        (position, argument.alias_info)
-        for position, argument in zip(positions, arguments, strict=True)
+def _traits(operator: OpOverload, number: int) -> _Traits:
+    schema = schema_of(operator)
+    marked = {
+        argument.name if argument.kwarg_only else position: argument.alias_info
+        for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None
-    ]
-    written = tuple(position for position, info in marked if info.is_write)
-    returned = {name for one in returns if one.alias_info for name in one.alias_info.before_set}
+    }
+    returned = {
+        name
+        for result in schema.returns
+        if result.alias_info is not None
+        for name in result.alias_info.before_set
+    }
     viewed = [
-        position
-        for position, info in marked
+        argument
+        for argument, info in marked.items()
         if not info.is_write and not returned.isdisjoint(info.before_set)
     ]
-    names = {argument.name for argument in arguments}
-    takes_tensors = any("Tensor" in str(argument.type) for argument in arguments)
-    return _Aliases(written, next(iter(viewed), None), "device" in names and not takes_tensors)
+    takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    takes_device = any(argument.name == "device" for argument in schema.arguments)
+    return _Traits(
+        number,
+        tuple(argument for argument, info in marked.items() if info.is_write),
+        viewed[0] if viewed else None,
+        takes_device and not takes_tensors,
+        operator in _SAME_VALUES,
+        _SLICE if operator is _aten.slice.Tensor else _RESHAPE if operator in _RESHAPING else "",
+    )
 
 
 def _constant(tensor: Tensor) -> Any:

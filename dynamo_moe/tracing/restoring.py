@@ -24,26 +24,37 @@ _LISTS = frozenset({list, set, deque})
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 # Objects that hold others in attributes, beside those of classes that are no library's.
 _WITH_ATTRIBUTES = (nn.Module, types.SimpleNamespace)
+# Tables of hooks, mostly, a dozen for each module; those that are empty are left out.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Objects after which no more are looked for.
 _MOST_OBJECTS = 50_000
 
 
 @contextlib.contextmanager
 def state_kept(model: nn.Module) -> Iterator[None]:
-    """Restores, as the context ends, what a model's modules and their objects held.
+    """Restores, as the context ends, what :func:`state_of` a model says."""
+    restore = state_of(model)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def state_of(model: nn.Module) -> Callable[[], None]:
+    """Returns what restores all that a model's modules reach, up to 50,000 objects.
 
     That includes what the functions of its classes close over, and no global variables.
     """
     undo = _undoing(model)
-    try:
-        yield
-    finally:
-        for restore in undo:
-            restore()
+
+    def restore() -> None:
+        for undone in undo:
+            undone()
+
+    return restore
 
 
 def _undoing(model: nn.Module) -> list[Callable[[], None]]:
-    """Returns what restores all that a model's modules reach, up to 50,000 objects."""
     modules = [module for _, module in modules_by_path(model)]
     undo: list[Callable[[], None]] = []
     remaining: list[Any] = [*modules]
@@ -68,7 +79,11 @@ def _undoing(model: nn.Module) -> list[Callable[[], None]]:
         elif isinstance(value, _WITH_ATTRIBUTES) or not is_library(sys.modules.get(kind.__module__)):
             attributes = attributes_of(value)
             undo.append(_restoring(attributes, dict(attributes)))
-            remaining += attributes.values()
+            remaining += [
+                attribute
+                for name, attribute in attributes.items()
+                if name not in _OF_EVERY_MODULE or (type(attribute) in _DICTS and attribute)
+            ]
     return undo
 
 
@@ -92,17 +107,14 @@ def _restoring_cell(cell: types.CellType, before: Any) -> Callable[[], None]:
 
 
 def _restoring(container: Any, before: Any) -> Callable[[], None]:
+    parts = [*before.values()] if isinstance(before, dict) else before
+
     def restore() -> None:
-        now = dict(container) if isinstance(before, dict) else list(container)
-        if len(now) == len(before) and all(map(operator.is_, _items(now), _items(before))):
+        now = container.values() if isinstance(before, dict) else container
+        unchanged = len(container) == len(before) and all(map(operator.is_, now, parts))
+        if unchanged and (not isinstance(before, dict) or all(map(operator.is_, container, before))):
             return
         container.clear()
         (container.update if hasattr(container, "update") else container.extend)(before)
 
     return restore
-
-
-def _items(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return [part for pair in container.items() for part in pair]
-    return [*container]
