@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -47,7 +47,13 @@ from dynamo_moe.progress.profiling import profiled, save_profile
 from dynamo_moe.tracing import causes, private, private_exporter
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
-from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, name_dimensions, resolve
+from dynamo_moe.tracing.dynamic_shapes import (
+    BATCH,
+    DynamicExample,
+    DynamicShapes,
+    name_dimensions,
+    resolve,
+)
 from dynamo_moe.tracing.equal_blocks import TRACED, EqualBlocks, NotSharedError
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials
 from dynamo_moe.tracing.nodes import NeedsRetraceError
@@ -74,7 +80,7 @@ def export(
     kwargs: dict[str, Any] | None = None,
     target: lowering.Target = "plugin",
     body: lowering.Body = "loop",
-    dynamic_shapes: Mapping[str, Any] | str | None = BATCH,
+    dynamic_shapes: DynamicShapes = BATCH,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     opset: int = DEFAULT_OPSET,
@@ -110,9 +116,14 @@ def export(
             Runtime packs while it loads the file: faster where an expert gets few rows in a run,
             but it takes seconds to load and the memory of a copy.
         dynamic_shapes: ``"batch"``: the first dimension of every tensor is symbolic; a mapping from
-            argument to ``{dimension: name}`` adds to that (``{0: None}`` makes it static); None:
-            every shape is static. A name is a string or a named ``torch.export.Dim``; dimensions of
-            one name have one size.
+            argument to ``{dimension: name}`` adds to that (``{0: None}`` makes it static); a tuple
+            or a list with an entry for each argument adds to nothing, as in ``torch.export``; None:
+            every shape is static. A tensor's entry can also be a tuple or a list with a name for
+            each dimension, or None; an argument that is a container has entries in the same
+            structure. A name is a string, a ``torch.export.Dim``, ``Dim.DYNAMIC`` or ``Dim.AUTO``,
+            which give none; ``Dim.STATIC``, the example's size and None stand for a static
+            dimension. Dimensions of one name have one size. A ``ShapesCollection`` and
+            ``AdditionalInputs`` of ``torch.export`` are taken too.
         input_names: Names of the file's inputs, in the order of the example's tensors; None: those
             of the arguments of the model's forward.
         output_names: Names of the file's outputs, in order; None: ``output``, ``output_2``, …
@@ -247,7 +258,7 @@ class _Written(NamedTuple):
 def _write(
     model: torch.nn.Module,
     given: tuple[tuple[Any, ...], dict[str, Any]],
-    dynamic_shapes: Mapping[str, Any] | str | None,
+    dynamic_shapes: DynamicShapes,
     form: _Form,
     path: Path,
     external_data: bool | None,
@@ -334,7 +345,9 @@ def _graph_with(
     sharing: SharedTrace | None = None,
 ) -> _Graph:
     trials = SizeTrials(example, has_values=not lazies)
-    program = captured(model, given, example, trials, runs=not lazies and sharing is None, sharing=sharing)
+    program = captured(
+        model, given, example, trials, runs=not lazies and sharing is None, sharing=sharing
+    )
     traced, exporter = translated(program, example, trials, form.opset, retraces=sharing is None)
     units = _units(traced, sharing) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, form.input_names)

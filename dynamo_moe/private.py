@@ -22,6 +22,7 @@ __all__ = [
     "CHILDREN_TABLE",
     "FakeTensor",
     "FakeTensorMode",
+    "HOOK_TABLES",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
@@ -30,11 +31,9 @@ __all__ = [
     "TENSOR_TABLES",
     "TorchDispatchMode",
     "attributes_of",
-    "calls_forward_alone",
     "change_count",
     "compiled_module",
     "enable_python_dispatcher",
-    "global_hooks",
     "has_attribute",
     "has_forward_hooks",
     "hooks_removed",
@@ -158,7 +157,8 @@ TENSOR_TABLES = ("_parameters", "_buffers")
 CHILDREN_TABLE = "_modules"
 """The attribute in which it holds its submodules."""
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+"""The attributes in which it holds what runs after its forward, and before it."""
 
 
 # How attributes of most modules are found.
@@ -177,39 +177,7 @@ def has_attribute(module: nn.Module, name: str) -> bool:
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether a module itself has hooks that run before or after its forward."""
-    return any(getattr(module, name, None) for name in _HOOKS)
-
-
-try:
-    from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-except ImportError:
-    _global_forward_hooks = _global_forward_pre_hooks = None  # type: ignore[assignment]
-
-
-def global_hooks() -> tuple[Any, ...]:
-    """Returns the hooks around every module's forward; equal to no other if they are not known."""
-    if _global_forward_hooks is None or _global_forward_pre_hooks is None:
-        return (object(),)
-    return (*_global_forward_pre_hooks.values(), None, *_global_forward_hooks.values())
-
-
-# What a call of a module, and PyTorch before a trace, may run of a class beside its forward.
-_BESIDE_FORWARD = (
-    *("__call__", "_call_impl", "modules", "parameters", "buffers"),
-    *("named_modules", "named_parameters", "named_buffers"),
-)
-
-
-def calls_forward_alone(module: nn.Module) -> bool:
-    """Whether a call of a module runs no code of others before or after its forward."""
-    if has_forward_hooks(module) or global_hooks() != (None,):
-        return False
-    kind, inner = type(module), compiled_module(module)
-    if inner is not None and kind.__module__.startswith("torch."):
-        return calls_forward_alone(inner)
-    return vars(module).keys().isdisjoint(_BESIDE_FORWARD) and all(
-        getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _BESIDE_FORWARD
-    )
+    return any(getattr(module, name, None) for name in HOOK_TABLES)
 
 
 @contextlib.contextmanager
@@ -217,7 +185,7 @@ def hooks_removed(module: nn.Module) -> Iterator[None]:
     """Lets a module and its submodules run without their hooks."""
     with contextlib.ExitStack() as restored:
         for _, part in modules_by_path(module):
-            for name in _HOOKS:
+            for name in HOOK_TABLES:
                 if name in vars(part):
                     restored.callback(setattr, part, name, vars(part)[name])
                     setattr(part, name, OrderedDict())
@@ -244,35 +212,6 @@ def tensors_replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) 
                         restored.callback(held.__setitem__, name, tensor)
                         held[name] = other
         yield
-
-
-@contextlib.contextmanager
-def tensor_tables_replaced(
-    module: nn.Module, replacement: Callable[[str, dict[str, Any]], dict[str, Any]]
-) -> Iterator[None]:
-    """Lets a module keep parameters and buffers by name in other dictionaries.
-
-    Args:
-        module: The module.
-        replacement: From a submodule's path, and a dictionary of it that has any, to what takes its
-            place.
-
-    Raises:
-        RuntimeError: If this PyTorch keeps them elsewhere.
-    """
-    replaced: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
-    try:
-        for path, part in modules_by_path(module):
-            held = attributes_of(part)
-            for name, table in zip(TENSOR_TABLES, own_parts(part), strict=False):
-                other = replacement(path, table) if table else table
-                if other is not table:
-                    replaced.append((held, name, table))
-                    held[name] = other
-        yield
-    finally:
-        for held, name, table in replaced:
-            held[name] = table
 
 
 @contextlib.contextmanager
@@ -333,21 +272,6 @@ def _add_by_path(
         found.append((path, child))
         if inner := child._modules:  # Not by own_parts, since a model has many.
             _add_by_path(inner, f"{path}.", found, seen)
-
-
-try:  # What sees operators before they run.
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-except ImportError:
-    _get_current_function_mode_stack = None  # type: ignore[assignment]
-    _get_current_dispatch_mode_stack = None  # type: ignore[assignment]
-
-
-def active_modes() -> tuple[Any, ...]:
-    """Returns the modes that operators go through; equal to no other if they are not known."""
-    if _get_current_function_mode_stack is None or _get_current_dispatch_mode_stack is None:
-        return (object(),)
-    return (*_get_current_function_mode_stack(), None, *_get_current_dispatch_mode_stack())
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from dynamo_moe.json_values import json_values
 from dynamo_moe.private import schema_of
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.tracing import private_gradients
-from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, resolve
+from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, DynamicShapes, resolve
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
 from dynamo_moe.tracing.nodes import all_nodes
 
@@ -53,7 +53,7 @@ def export_training(
     path: str | os.PathLike[str],
     *,
     parameters: Literal["inputs", "initializers"] = "inputs",
-    dynamic_shapes: Mapping[str, Any] | str | None = BATCH,
+    dynamic_shapes: DynamicShapes = BATCH,
     opset: int = DEFAULT_OPSET,
     external_data: bool | None = None,
     progress: bool | Progress = False,

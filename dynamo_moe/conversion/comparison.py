@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 # dimensions, for modules that look at it.
 _SHAPES = ((8,), (1,), (256,), (2, 16), (1, 1), (4, 64), (2, 3, 4), (2, 8, 16))
 _EQUAL_TOKENS = ((64,), (2, 32))
-# Many, in each number of dimensions, for layers whose code was compared on all of these.
+# Many, in each number of dimensions, for layers like one that was compared on all of these.
 _FEWER = ((128,), (2, 64), (2, 8, 8))
 
 
@@ -75,7 +75,7 @@ def compare_shapes(
 
 
 def fewer_cases(example: Tensor, scales: Collection[float]) -> list[Tensor]:
-    """Returns tokens to try a layer with that has the code of one that was compared in all ways.
+    """Returns tokens to try a layer with that looks like one that was compared in all ways.
 
     They are many, half of them large and half of either equal, and a single one, also small: each
     of the scales and both numbers of tokens are among them, but not each scale with each number.

@@ -8,7 +8,7 @@ a layer has the same code as one that was proved (``equal_layers``), only its ow
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dynamo_moe import pytree
 from dynamo_moe.conversion.comparison import compare, compare_shapes, fewer_cases
-from dynamo_moe.conversion.equal_layers import LayerCode, ModelParts
+from dynamo_moe.conversion.equal_layers import layer_key
 from dynamo_moe.conversion.identify_layer import (
     IdentifiedLayer,
     NotRoutedError,
@@ -55,7 +55,7 @@ class _Proof:
 
     Attributes:
         identified: What it computes.
-        code: What that depends on beside its weights.
+        key: What it shows of that.
         casts_to_half: Whether it casts numbers to half precision.
         attributes: What its submodules' attributes are from now on, by path: those that its own
             forward set.
@@ -63,7 +63,7 @@ class _Proof:
     """
 
     identified: IdentifiedLayer
-    code: LayerCode
+    key: Hashable
     casts_to_half: bool
     attributes: dict[str, dict[str, Any]]
     notes: tuple[str, ...]
@@ -77,13 +77,12 @@ def convert_layers(
     if not located:
         return []
     known: dict[Any, _Proof] = {}
-    parts = ModelParts.of(model)
-    outcomes = [_convert_candidate(model, candidate, known, parts) for candidate in located]
+    outcomes = [_convert_candidate(model, candidate, known) for candidate in located]
     return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _convert_candidate(
-    model: nn.Module, candidate: LayerCandidate, known: dict[Any, _Proof], parts: ModelParts
+    model: nn.Module, candidate: LayerCandidate, known: dict[Any, _Proof]
 ) -> Replacement | Unrecognised | None:
     """Converts the innermost module around the experts that can be converted, in place.
 
@@ -100,7 +99,7 @@ def _convert_candidate(
         key = (type(module), tuple((n, p.shape) for n, p in module.named_parameters()))
         try:
             experts = replace(candidate.experts, path=inner_path)
-            proof = known[key] = _convert_layer(module, experts, known.get(key), parts)
+            proof = known[key] = _convert_layer(module, experts, known.get(key))
             return Replacement(path, _NAME, name, has_values(module), proof.notes)
         except ValueError as refusal:
             reasons[path] = refusal
@@ -115,9 +114,7 @@ def _convert_candidate(
     return Unrecognised(path, type(module).__name__, f"{reasons[path]}{_capacity_hint(module)}")
 
 
-def _convert_layer(
-    module: nn.Module, experts: LocatedExperts, known: _Proof | None, parts: ModelParts
-) -> _Proof:
+def _convert_layer(module: nn.Module, experts: LocatedExperts, known: _Proof | None) -> _Proof:
     """Converts a layer in place; returns the proof of what it computes.
 
     Raises:
@@ -130,8 +127,8 @@ def _convert_layer(
     with evaluating(tried), evaluating(module), few_threads(module):
         proof = None
         with suppress(ValueError):  # It has the same shapes, and may compute something else.
-            proof = known and _prove_again(module, tried, known, parts)
-        proof = proof or _prove(module, tried, identify_layer(tried, experts), parts)
+            proof = known and _prove_again(module, tried, known)
+        proof = proof or _prove(module, tried, identify_layer(tried, experts))
         _check_hooks(module, proof.identified.spec)
         if tried is not module and values:
             _check_dtype(module, proof.identified)
@@ -142,38 +139,41 @@ def _convert_layer(
     return proof
 
 
-def _prove_again(module: nn.Module, tried: nn.Module, known: _Proof, parts: ModelParts) -> _Proof:
-    """Proves that a layer computes what one before does; with its own weights, if that is enough.
+def _prove_again(module: nn.Module, tried: nn.Module, known: _Proof) -> _Proof:
+    """Proves that a layer computes what one before does; in fewer ways, if it looks the same.
 
     Raises:
         ValueError: If it does not.
     """
     identified = known.identified
-    if known.code.is_that_of(module):
-        weights = {} if has_values(module) else identified.weights
+    if known.key == layer_key(module, identified.weights.keys()):
         # A mode sees each operator, which takes longer than a small layer's operators.
         precision = FullPrecision() if known.casts_to_half else nullcontext()
-        with (
-            suppress(Exception),
-            precision,
-            _trial(tried, identified, weights) as (own, ours, example, kind),
-        ):
-            for tokens in fewer_cases(example, _scales(identified)):
-                compare(own, ours, [tokens], kind)
+        with suppress(Exception), precision:
+            for weights in _weights_to_try(module, identified):
+                with _trial(tried, identified, weights) as (own, ours, example, kind):
+                    for tokens in fewer_cases(example, _scales(identified)):
+                        compare(own, ours, [tokens], kind)
             return known
-    return _prove(module, tried, identified, parts)
+    return _prove(module, tried, identified)
 
 
-def _prove(
-    module: nn.Module, tried: nn.Module, identified: IdentifiedLayer, parts: ModelParts
-) -> _Proof:
+def _weights_to_try(
+    module: nn.Module, identified: IdentifiedLayer
+) -> Iterator[Mapping[str, Tensor]]:
+    """Yields random weights, and those that stand for the layer's own, if it has these."""
+    yield identified.weights
+    if has_values(module):
+        yield {}
+
+
+def _prove(module: nn.Module, tried: nn.Module, identified: IdentifiedLayer) -> _Proof:
     """Proves what was identified, and for which numbers of token dimensions.
 
     Args:
         module: The layer.
         tried: The layer, or a copy in float32.
         identified: What it may compute.
-        parts: Those of the model.
 
     Raises:
         ValueError: If it does not compute that, with random weights and with its own.
@@ -181,12 +181,10 @@ def _prove(
     spec = identified.spec
     thresholds = _thresholds(tried)
     proved: list[set[int]] = []
-    code = LayerCode(module, identified.weights.keys(), parts)
+    key = layer_key(module, identified.weights.keys())
     precision = FullPrecision()
-    with code.watched(), precision:
-        for weights in (identified.weights, {}):
-            if not weights and not has_values(module):
-                continue
+    with precision:
+        for weights in _weights_to_try(module, identified):
             with _trial(tried, identified, weights) as compared:
                 dimensions = compare_shapes(
                     *compared,
@@ -197,7 +195,7 @@ def _prove(
             proved.append({*dimensions})
     dimensions = tuple(sorted(set.intersection(*proved)))
     identified = replace(identified, spec=replace(spec, dimensions=dimensions))
-    return _Proof(identified, code, precision.has_cast, *side_effects(tried, identified))
+    return _Proof(identified, key, precision.has_cast, *side_effects(tried, identified))
 
 
 def _scales(identified: IdentifiedLayer) -> tuple[float, ...]:

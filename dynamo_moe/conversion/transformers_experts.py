@@ -10,7 +10,7 @@ Legend: T tokens, D model width, E experts, K choices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from custom_ops.options import ExpertOptions
 from dynamo_moe.conversion import private
 from dynamo_moe.conversion.activation import identify_activation
 from dynamo_moe.conversion.comparison import compare
-from dynamo_moe.conversion.equal_layers import LayerCode, ModelParts
+from dynamo_moe.conversion.equal_layers import layer_key
 from dynamo_moe.conversion.observation import (
     check_no_hooks,
     few_threads,
@@ -42,6 +42,8 @@ _IMPLEMENTATION = "dynamo_moe"
 Experts = Any
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+# A factor on tokens with which clamps show.
+_LARGE = 20.0
 # The attributes that say how the implementation computes a module.
 _OPTIONS, _FALLBACK = "_dynamo_moe_options", "_dynamo_moe_fallback"
 
@@ -57,7 +59,6 @@ def convert_experts(
     found = [(path, module) for path, module in experts.items() if not is_selected(module)]
     if not found:
         return []
-    parts = ModelParts.of(model)
     known: dict[type, _Identified] = {}
     outcomes: list[Replacement | Unrecognised] = []
     decisions: list[tuple[Experts, ExpertOptions | None]] = []
@@ -65,7 +66,7 @@ def convert_experts(
         kind, name, options = type(module), type(module).__name__, None
         try:
             with few_threads(module):
-                known[kind] = _identify(module, known.get(kind), parts)
+                known[kind] = _identify(module, known.get(kind))
             options = known[kind].options
             outcomes.append(Replacement(path, _NAME, name, has_values(module)))
         except ValueError as refusal:
@@ -118,38 +119,39 @@ class _Identified:
 
     Attributes:
         options: How ``torch.ops.moe.experts`` computes it.
-        code: What that depends on beside its weights.
-        example: A token for its last expert, in float32.
+        key: What it shows of that.
+        example: An ordinary token and a large one for its last expert, in float32.
     """
 
     options: ExpertOptions
-    code: LayerCode
-    example: tuple[Tensor, Tensor, Tensor]
+    key: Hashable
+    example: Sequence[Tensor]
 
 
-def _identify(module: Experts, known: _Identified | None, parts: ModelParts) -> _Identified:
+def _identify(module: Experts, known: _Identified | None) -> _Identified:
     """Returns what a module computes, compared if it has weights; tries what is known first.
 
     Raises:
         ValueError: If ``torch.ops.moe.experts`` does not compute it; with the reason.
     """
     check_no_hooks(module)
-    if known is not None and known.code.is_that_of(module):
+    key = layer_key(module, experts_parameters(module).keys())
+    if known is not None and known.key == key:
         with suppress(Exception):  # What is wrong, the comparison of all experts says.
             _compare_last(module, known)
             return known
-    code = LayerCode(module, experts_parameters(module).keys(), parts)
     count = _num_experts(module)
-    with code.watched():
-        options = identify_options(module)
-        if has_values(module):
-            places = [place % count for place in range(max(8, count + count % 2))]
-            _compare(module, options, _example(module, places, 2))
-    return _Identified(options, code, _example(module, [count - 1], 1))
+    options = identify_options(module)
+    if has_values(module):
+        places = [place % count for place in range(max(8, count + count % 2))]
+        _compare(module, options, _example(module, places, 2))
+    x_TD, *routing = _example(module, [count - 1] * 2, 1)
+    x_TD[1] *= _LARGE
+    return _Identified(options, key, (x_TD, *routing))
 
 
 def _compare_last(module: Experts, known: _Identified) -> None:
-    """Compares the last expert of a module with the code of one of which all were compared.
+    """Compares the last expert of a module that looks like one of which all were compared.
 
     Raises:
         ValueError: If it does not give the same numbers.

@@ -9,17 +9,33 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import onnx_ir as ir
+import torch
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import AdditionalInputs, Dim, ShapesCollection
 
 from dynamo_moe import pytree
-from dynamo_moe.tracing.values import changed
+from dynamo_moe.private import attributes_of
 
 BATCH = "batch"
+
+DynamicShapes: TypeAlias = (
+    Mapping[str, Any] | Sequence[Any] | str | ShapesCollection | AdditionalInputs | None
+)
+"""``dynamic_shapes`` as a user gives them."""
+
+Labels: TypeAlias = Mapping[int, Any]
+"""A tensor's symbolic dimensions, each with its name, its ``Dim``, or a hint (``Dim.DYNAMIC``)."""
+
+_Hint: Any = type(Dim.DYNAMIC)  # It has no public name.
+_DIMENSIONS = "a mapping from dimension to name, or a sequence with one entry for each dimension"
+_LABELS = (
+    "a name, a torch.export.Dim, Dim.DYNAMIC or Dim.AUTO; or None, Dim.STATIC or the example's "
+    "size where it is static"
+)
 
 
 class DynamicExample(NamedTuple):
@@ -29,22 +45,31 @@ class DynamicExample(NamedTuple):
         args: Positional arguments.
         kwargs: Keyword arguments.
         shapes: ``dynamic_shapes`` for ``torch.export``, by argument; None: all static.
-        labels: Per tensor, in the order of the arguments: dimension to its name.
-        requested: The names that were asked for, by argument, as :func:`resolve` takes them.
+        labels: Per tensor, in the order of the arguments: its symbolic dimensions.
+        requested: Per argument of the model's forward, the labels of its tensors that were asked
+            for: without those that dimensions have by default.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shapes: dict[str, Any] | None
-    labels: list[Mapping[int, Any]]
-    requested: Mapping[str, Any] = {}
+    labels: list[Labels]
+    requested: Mapping[str, list[Labels]] = {}
+
+
+class _Entry(NamedTuple):
+    """A tensor of the example, where it is, and what was asked for its dimensions.
+
+    A dimension that was asked to be static has the label None.
+    """
+
+    path: str
+    tensor: Tensor
+    labels: dict[int, Any]
 
 
 def resolve(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    requested: Mapping[str, Any] | str | None,
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], requested: DynamicShapes
 ) -> DynamicExample:
     """Returns the example to trace, with its symbolic dimensions.
 
@@ -52,42 +77,61 @@ def resolve(
         model: Its forward's signature names the arguments.
         args: Positional example arguments.
         kwargs: Keyword example arguments.
-        requested: ``"batch"``: dimension 0 of every tensor; a mapping from argument to
-            ``{dimension: name}`` adds to that, and ``{0: None}`` takes the batch away; None: all
-            static, here and for an argument. A name is a string or a ``torch.export.Dim``.
+        requested: ``dynamic_shapes`` of :func:`dynamo_moe.export`.
 
     Raises:
-        ValueError: If ``requested`` names an unknown argument or dimension, or has anything else
-            than a name.
+        ValueError: If ``requested`` names an unknown argument or dimension, has another structure
+            than the example, gives a dimension what is no label, or one that its size contradicts.
         TypeError: If the example does not fit the model's forward.
     """
-    args, kwargs = _distinct((args, kwargs))
     arguments = _bound(model, args, kwargs)
-    if requested is None:
+    if isinstance(requested, (ShapesCollection, AdditionalInputs)):
+        collected: Any = requested
+        requested = tuple(collected.dynamic_shapes(model, args, kwargs).values())
+    specs = _by_argument(requested, arguments)
+    args, kwargs = _distinct((args, kwargs))
+    if specs is None:
         return DynamicExample(args, kwargs, None, [])
-    if requested == BATCH:
-        requested = {}
-    if not isinstance(requested, Mapping):
-        raise ValueError(f"dynamic_shapes must be 'batch', a mapping or None; got {requested!r}")
-    unknown = sorted(set(requested) - set(arguments))
-    if unknown:
-        known = ", ".join(arguments)
-        raise ValueError(f"dynamic_shapes names {unknown[0]!r}; the example's arguments: {known}")
+    arguments = _bound(model, args, kwargs)
+    asked = {name: [*_entries(name, value, specs[name])] for name, value in arguments.items()}
+    entries = [entry for of_argument in asked.values() for entry in of_argument]
+    _check_dims(entries)
 
-    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     # In an example of a larger batch, a first dimension of 1 only broadcasts.
-    batched = any(leaf.ndim and leaf.shape[0] > 1 for leaf in leaves)
-    shapes = {
-        name: _dimensions(name, value, requested.get(name, {}), batched)
-        for name, value in arguments.items()
-    }
-    found = {id(leaf): dimensions for leaf, dimensions in _tensors(arguments, shapes)}
+    batched = any(entry.tensor.ndim and entry.tensor.shape[0] > 1 for entry in entries)
+    adding = isinstance(requested, (str, Mapping))
+    found: dict[int, Labels] = {}
+    for name, of_argument in asked.items():
+        # What is asked for a tensor in a container is all that it has.
+        with_batch = adding and (isinstance(arguments[name], Tensor) or not specs[name])
+        for entry in of_argument:
+            found[id(entry.tensor)] = _symbolic(entry, with_batch=with_batch, batched=batched)
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     labels = [found.get(id(leaf), {}) for leaf in leaves]
-    args, kwargs = pytree.tree_map_only(
-        Tensor, lambda leaf: _grow(leaf, found.get(id(leaf), {})), (args, kwargs)
+    grown = iter(_grown(leaves, labels))
+    args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(grown), (args, kwargs))
+    return DynamicExample(
+        args=args,
+        kwargs=kwargs,
+        shapes=_for_torch(model, args, kwargs, labels),
+        labels=labels,
+        requested={name: [entry.labels for entry in asked[name]] for name in asked},
     )
-    dynamic = pytree.tree_map_only(str, lambda label: Dim.DYNAMIC, shapes)
-    return DynamicExample(args, kwargs, dynamic, labels, requested)
+
+
+def name_of(label: Any) -> str | None:
+    """Returns the name of a dimension with a label; None if it has none, as with a hint."""
+    if label is None or isinstance(label, _Hint):
+        return None
+    return label if isinstance(label, str) else str(label.__name__)
+
+
+def range_of(label: Any) -> tuple[int | None, int | None]:
+    """Returns the least and the greatest size that a label admits; None where nothing is said."""
+    if not isinstance(label, (Dim, _Hint)):
+        return None, None
+    # PyTorch has an infinity of its own.
+    return label.min, label.max if isinstance(label.max, int) else None
 
 
 @contextlib.contextmanager
@@ -113,30 +157,40 @@ def sizes_of_one_name(model: nn.Module, example: DynamicExample) -> Iterator[Non
             bool(first.setdefault(named, size) == size)
         return original(*args, **kwargs)
 
-    with changed(model, "forward", forward):
+    with _changed(model, "forward", forward):
         yield
 
 
 def _named_sizes(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], requested: Mapping[str, Any]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    requested: Mapping[str, list[Labels]],
 ) -> Iterator[tuple[str, Any]]:
     """Yields the names that were asked for, each with its size in these arguments."""
     arguments = _bound(model, args, kwargs)
-    named = {name: requested.get(name) for name in arguments}
-    for tensor, dimensions in _tensors(arguments, named):
-        for dimension, label in dimensions.items():
-            if label is not None:
-                yield _name(label), tensor.shape[dimension]
+    for argument, of_tensors in requested.items():
+        for tensor, labels in zip(_tensors(arguments[argument]), of_tensors, strict=True):
+            for dimension, label in labels.items():
+                name = name_of(label)
+                if name is not None:
+                    yield name, tensor.shape[dimension]
 
 
-def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> None:
-    """Gives the graph's symbolic dimensions their labels, in place of the tracer's symbols."""
+def name_dimensions(model: ir.Model, labels: Sequence[Labels]) -> None:
+    """Gives the graph's symbolic dimensions their names, in place of the tracer's symbols."""
     names: dict[str, str] = {}
     for value, dimensions in zip(model.graph.inputs, labels, strict=False):
         for dimension, label in dimensions.items():
             symbol = value.shape[dimension] if value.shape is not None else None
-            if label is not None and isinstance(symbol, ir.SymbolicDim):
-                names.setdefault(str(symbol.value), _name(label))
+            name = name_of(label)
+            if name is None or not isinstance(symbol, ir.SymbolicDim):
+                continue
+            expression = str(symbol.value)
+            if _is_derived(label):  # Such as 2*s77, whose name is 2*batch.
+                expression, *_ = re.findall(r"[^\W\d]\w*", expression)
+                name = label.root.__name__
+            names.setdefault(expression, name)
 
     def named(dimension: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
         if isinstance(dimension, int) or dimension.value is None:
@@ -148,11 +202,6 @@ def name_dimensions(model: ir.Model, labels: Sequence[Mapping[int, Any]]) -> Non
     for value in (*model.graph.inputs, *outputs):
         if value.shape is not None:
             value.shape = ir.Shape([named(dimension) for dimension in value.shape])
-
-
-def _name(label: Any) -> str:
-    """Returns the name that a dimension was given, as a string or a ``torch.export.Dim``."""
-    return str(getattr(label, "__name__", label))
 
 
 def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,74 +229,260 @@ def _distinct(example: Any) -> Any:
     return pytree.tree_map(own, example)
 
 
-def _dimensions(name: str, value: Any, requested: Any, batched: bool) -> Any:
-    """Returns the argument's entry of ``dynamic_shapes``."""
+# --- What is asked for each tensor ---
+
+
+def _by_argument(requested: Any, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns what is asked for each argument, ``{}`` for nothing; None if all are static."""
     if requested is None:
-        return pytree.tree_map(lambda _: None, value)
-    if not isinstance(value, Tensor):
-        entry = requested or pytree.tree_map(lambda leaf: _default(leaf, batched) or None, value)
-        try:
-            parts = list(_tensors(value, entry))
-        except (LookupError, TypeError):
+        return None
+    if requested == BATCH:
+        requested = {}
+    known = ", ".join(arguments)
+    if isinstance(requested, Mapping):
+        unknown = [name for name in requested if name not in arguments]
+        if unknown:
             raise ValueError(
-                f"dynamic_shapes gives {entry!r} for {name!r}; it must have the structure of the "
-                "example, with a mapping from dimension to name for each tensor"
-            ) from None
-        for tensor, dimensions in parts:
-            _check(name, tensor, dimensions)
-        return entry
-    requested = _by_dimension(requested)
-    _check(name, value, requested)
-    dimensions = {**_default(value, batched), **requested}
-    return {dimension: label for dimension, label in dimensions.items() if label} or None
-
-
-def _by_dimension(requested: Any) -> Any:
-    return dict(enumerate(requested)) if isinstance(requested, (list, tuple)) else requested
-
-
-def _check(name: str, tensor: Tensor, requested: Any) -> None:
-    if not isinstance(requested, Mapping):
+                f"dynamic_shapes names {unknown[0]!r}; the example's arguments: {known}"
+            )
+        return {name: requested.get(name, {}) for name in arguments}
+    if not isinstance(requested, (list, tuple)):
         raise ValueError(
-            f"dynamic_shapes gives {requested!r} for {name!r}; a tensor's is a mapping from "
-            "dimension to name, or a sequence of names"
+            "dynamic_shapes must be 'batch', a mapping or a sequence of arguments, "
+            f"a ShapesCollection, AdditionalInputs or None; got {requested!r}"
         )
-    for dimension, label in requested.items():
-        if not (isinstance(dimension, int) and 0 <= dimension < tensor.ndim):
+    if not requested:
+        return None
+    if len(requested) != len(arguments):
+        raise ValueError(
+            f"dynamic_shapes is a sequence of {len(requested)}; it must have one entry for each of "
+            f"the example's {len(arguments)} arguments: {known}"
+        )
+    return dict(zip(arguments, requested, strict=True))
+
+
+def _entries(path: str, value: Any, spec: Any) -> Iterator[_Entry]:
+    """Yields the tensors of an argument, with what a part of ``dynamic_shapes`` says of them."""
+    parts = _parts(value)
+    if isinstance(value, Tensor):
+        yield _Entry(path, value, _asked(path, value, spec))
+    elif parts is not None:
+        specs = _of_parts(path, value, parts, spec)
+        for key, part in parts.items():
+            yield from _entries(f"{path}[{key}]", part, specs[key])
+    elif spec is not None and spec != {}:
+        raise ValueError(
+            f"dynamic_shapes gives {spec!r} for '{path}', which is {value!r} and no tensor: the "
+            "file has it as a constant; it must be None"
+        )
+
+
+def _of_parts(path: str, value: Any, parts: Mapping[Any, Any], spec: Any) -> Mapping[Any, Any]:
+    """Returns what is asked for each part of a container."""
+    if spec is None or spec == {}:
+        return dict.fromkeys(parts, spec)
+    if isinstance(value, Mapping) and isinstance(spec, Mapping) and spec.keys() == parts.keys():
+        return spec
+    # PyTorch takes the mappings of other packages, such as a model's output, apart in order.
+    in_order = type(value) is not dict and isinstance(spec, (list, tuple))
+    if in_order and len(spec) == len(parts):
+        return dict(zip(parts, spec, strict=True))
+    what = f"keys {', '.join(map(repr, parts))}" if isinstance(value, Mapping) else len(parts)
+    raise ValueError(
+        f"dynamic_shapes gives {spec!r} for '{path}', which is a {type(value).__name__} of {what}; "
+        f"it must have the structure of the example, with {_DIMENSIONS}, for each tensor"
+    )
+
+
+def _asked(path: str, tensor: Tensor, spec: Any) -> dict[int, Any]:
+    """Returns what is asked for a tensor's dimensions, None for those that are to be static."""
+    if spec is None:
+        return dict.fromkeys(range(tensor.ndim))
+    if not isinstance(spec, (Mapping, list, tuple)):
+        raise ValueError(
+            f"dynamic_shapes gives {spec!r} for '{path}'; a tensor's is {_DIMENSIONS}, or None"
+        )
+    if not isinstance(spec, Mapping):
+        if len(spec) != tensor.ndim:
             raise ValueError(
-                f"dynamic_shapes names dimension {dimension!r} of {name!r}, whose example has "
+                f"dynamic_shapes gives {spec!r} for '{path}', a sequence of {len(spec)}; its "
+                f"example has {tensor.ndim} dimensions, and each needs an entry"
+            )
+        spec = dict(enumerate(spec))
+    for dimension in spec:
+        if type(dimension) is not int or not 0 <= dimension < tensor.ndim:
+            raise ValueError(
+                f"dynamic_shapes names dimension {dimension!r} of '{path}', whose example has "
                 f"{tensor.ndim} dimensions"
             )
-        if not (label is None or isinstance(label, (str, Dim))):
+    return {dimension: _label(path, tensor, dimension, spec[dimension]) for dimension in spec}
+
+
+def _label(path: str, tensor: Tensor, dimension: int, label: Any) -> Any:
+    """Returns a dimension's label; None if it is static."""
+    if type(label) is int:
+        if label != tensor.shape[dimension]:
             raise ValueError(
-                f"dynamic_shapes names dimension {dimension} of {name!r} {label!r}; it must be a "
-                "string, a named torch.export.Dim, or None for a static dimension"
+                f"dynamic_shapes gives dimension {dimension} of '{path}' the size {label}; its "
+                f"example has size {tensor.shape[dimension]}"
             )
+        return None
+    if label is None or (isinstance(label, _Hint) and label.type is Dim.STATIC.type):
+        return None
+    if isinstance(label, (Dim, _Hint)) or (isinstance(label, str) and label):
+        return label
+    raise ValueError(
+        f"dynamic_shapes gives dimension {dimension} of '{path}' {label!r}; it must be {_LABELS}"
+    )
 
 
-def _default(leaf: Any, batched: bool) -> dict[int, str]:
-    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or (batched and leaf.shape[0] == 1):
-        return {}
-    return {0: BATCH}
+def _check_dims(entries: Iterable[_Entry]) -> None:
+    """Raises ValueError if the example's sizes, or two Dims of one name, contradict a Dim."""
+    first: dict[str, tuple[Any, int, str]] = {}
+    derived: list[tuple[Any, int, str]] = []
+    for path, tensor, labels in entries:
+        for dimension, label in labels.items():
+            if not isinstance(label, Dim):
+                continue
+            size, where = tensor.shape[dimension], f"dimension {dimension} of '{path}'"
+            said = f"dynamic_shapes gives {label!r} to {where}, whose example has size {size}"
+            same, known, elsewhere = first.setdefault(label.__name__, (label, size, where))
+            if size != known:
+                raise ValueError(f"{said}, and to {elsewhere}, which has size {known}")
+            if _is_derived(label):
+                derived.append((label, size, said))
+                continue
+            if range_of(label) != range_of(same):
+                raise ValueError(
+                    f"{said}, and {same!r} to {elsewhere}: dimensions of one name have one range"
+                )
+            least, greatest = range_of(label)
+            grown = _grown_size(size, label)
+            if grown < (least or 0) or (greatest is not None and grown > greatest):
+                raise ValueError(f"{said}: it must be in the range, and at least 2")
+    for label, size, said in derived:
+        _check_derived(label, size, said, first.get(label.root.__name__))
 
 
-def _tensors(value: Any, shapes: Any) -> Iterator[tuple[Tensor, Mapping[int, Any]]]:
-    """Yields the argument's tensors with their dynamic dimensions."""
+def _check_derived(dim: Any, size: int, said: str, root: tuple[Any, int, str] | None) -> None:
+    """Raises ValueError if a size is not what a Dim computes from another dimension's."""
+    if root is not None and dim.fn(root[1]) != size:
+        raise ValueError(f"{said}; with the size of {root[2]} it is {dim.fn(root[1])}")
+    start, step = dim.fn(0), dim.fn(1) - dim.fn(0)  # PyTorch's are linear.
+    if (size - start) % step:
+        raise ValueError(f"{said}, for which {dim.root.__name__} is no integer")
+
+
+def _is_derived(label: Any) -> bool:
+    """Whether a label is a ``Dim`` that is computed from another one, such as ``2 * batch``."""
+    return isinstance(label, Dim) and hasattr(label, "root")
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """Returns the parts of a container by key or place; None if a value is none."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, (list, tuple)):
+        parts = pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
+        if len(parts) == 1 and parts[0] is value:
+            return None
+        value = parts
+    return dict(enumerate(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors of an argument, in the order of :func:`_entries`."""
     if isinstance(value, Tensor):
-        yield value, _by_dimension(shapes or {})
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(item, shapes[key] if shapes else None)
-    elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            yield from _tensors(item, shapes[place] if shapes else None)
+        yield value
+    else:
+        for part in (_parts(value) or {}).values():
+            yield from _tensors(part)
 
 
-def _grow(tensor: Tensor, dimensions: Mapping[int, Any]) -> Tensor:
-    for dimension in dimensions:
-        size = tensor.shape[dimension]
-        if size < 2:
-            shape = list(tensor.shape)
-            shape[dimension] = 2
-            tensor = tensor.expand(shape).contiguous() if size else tensor.new_zeros(shape)
-    return tensor
+# --- The example ---
+
+
+def _symbolic(entry: _Entry, *, with_batch: bool, batched: bool) -> Labels:
+    """Returns a tensor's symbolic dimensions, the batch among them if it is added to the others."""
+    tensor = entry.tensor
+    default = {} if tensor.ndim == 0 or (batched and tensor.shape[0] == 1) else {0: BATCH}
+    labels = {**(default if with_batch else {}), **entry.labels}
+    return {
+        dimension: label
+        for dimension, label in labels.items()
+        if label is not None
+        # With Dim.AUTO a size of 1 is symbolic where it is no doubt a batch.
+        and (tensor.shape[dimension] > 1 or dimension in default or not _is_auto(label))
+    }
+
+
+def _is_auto(label: Any) -> bool:
+    return isinstance(label, _Hint) and label.type is Dim.AUTO.type
+
+
+def _grown_size(size: int, label: Any) -> int:
+    """Returns the size with which a dimension of the example is symbolic in a trace."""
+    return size if size > 1 or _is_derived(label) else max(2, range_of(label)[0] or 0)
+
+
+def _grown(tensors: Sequence[Tensor], labels: Sequence[Labels]) -> Iterator[Tensor]:
+    """Yields an example's tensors, repeated so that their symbolic dimensions are above 1."""
+    both = [*zip(tensors, labels, strict=True)]
+    grown = {
+        name_of(label): _grown_size(tensor.shape[dimension], label)
+        for tensor, of_tensor in both
+        for dimension, label in of_tensor.items()
+        if isinstance(label, Dim) and tensor.shape[dimension] < 2
+    }
+    for tensor, of_tensor in both:
+        repeated = tensor
+        for dimension, label in of_tensor.items():
+            size = _grown_size(tensor.shape[dimension], label)
+            if _is_derived(label) and label.root.__name__ in grown:
+                size = int(label.fn(grown[label.root.__name__]))
+            repeated = _repeated(repeated, dimension, size)
+        yield repeated
+
+
+def _repeated(tensor: Tensor, dimension: int, size: int) -> Tensor:
+    """Returns a tensor of another size in one dimension, which repeats what is there."""
+    old = tensor.shape[dimension]
+    shape = [*tensor.shape[:dimension], size, *tensor.shape[dimension + 1 :]]
+    if old == size:
+        return tensor
+    if old == 0:
+        return tensor.new_zeros(shape)
+    if old == 1:
+        return tensor.expand(shape).contiguous()
+    return tensor.index_select(dimension, torch.arange(size, device=tensor.device) % old)
+
+
+def _for_torch(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Sequence[Labels]
+) -> dict[str, Any]:
+    """Returns ``dynamic_shapes`` as ``torch.export`` takes them; it has no names without a Dim."""
+    shapes = ShapesCollection()
+    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    for tensor, of_tensor in zip(tensors, labels, strict=True):
+        if of_tensor:
+            shapes[tensor] = {
+                dimension: Dim.DYNAMIC if isinstance(label, str) else label
+                for dimension, label in of_tensor.items()
+            }
+    by_argument: dict[str, Any] = shapes.dynamic_shapes(model, args, kwargs)
+    return by_argument
+
+
+@contextlib.contextmanager
+def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an object an attribute of its own until the context ends."""
+    absent = object()
+    before = attributes_of(owner).get(name, absent)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private import attributes_of, modules_by_path, own_parts
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
@@ -339,18 +338,15 @@ class _StackLog:
 
     def _is_alike(self, value: int, its: int, block: int, period: int, start: int) -> bool:
         source, its_source = self.block_of(value), self.block_of(its)
-        in_run = source is not None and source >= start
-        if not in_run:
+        if source is None or source < start:
             own_inputs = None not in (self.input_of(value), self.input_of(its))
             return value == its or own_inputs
-        assert source is not None
         if (source - start) // period < (block - start) // period - 1:
             return False
         if block < start + 2 * period and (its_source is None or its_source < start):
             return True  # The first unit takes it from what comes before the run.
-        return source - period == its_source and self.offset(value, source) == self.offset(
-            its, its_source
-        )
+        same_offset = self.offset(value, source) == self.offset(its, source - period)
+        return its_source == source - period and same_offset
 
 
 def _runs(stack: _Stack, logs: Sequence[_StackLog]) -> list[Run]:
@@ -449,7 +445,7 @@ def _reason(stack: _Stack, logs: Sequence[_StackLog]) -> str:
     facts, other = stack.facts[1:3]
     if not _may_be_equal(other, facts, 1):
         names = {name for name in (*facts, *other) if facts.get(name) != other.get(name)}
-        shown = {name if isinstance(name, str) else ".".join(name) for name in names}
+        shown = {name if isinstance(name, str) else ".".join(filter(None, name)) for name in names}
         return f"they differ in {min(shown)}" if shown else "one is in several places"
     if any(None in log.spans[1:3] for log in logs):
         return "they are not called once each"

@@ -8,7 +8,7 @@ model refuses such sizes, or gives what the program gives.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -22,7 +22,7 @@ from dynamo_moe import pytree
 from dynamo_moe.evaluation import one_thread
 from dynamo_moe.private import FakeTensor, FakeTensorMode, without_values
 from dynamo_moe.tolerances import tolerance_for
-from dynamo_moe.tracing.dynamic_shapes import DynamicExample
+from dynamo_moe.tracing.dynamic_shapes import DynamicExample, Labels, name_of, range_of
 from dynamo_moe.tracing.nodes import ASSERTIONS
 from dynamo_moe.tracing.size_decisions import Decision
 
@@ -200,7 +200,11 @@ class _Trials:
         self._reference, self._candidate = reference, candidate
         self._leaves = pytree.tree_leaves((example.args, example.kwargs))
         shapes = _input_shapes(program)
-        self._same, self._example = _sizes(shapes, self._leaves, example.labels)
+        labelled = [*_labelled_sizes(shapes, self._leaves, example.labels)]
+        self._same, self._example = _sizes(labelled)
+        self._ranges = [
+            (expression.xreplace(self._same), *range_of(label)) for expression, _, label in labelled
+        ]
         self._shapes = [
             (name, shape and [size.xreplace(self._same) for size in shape])
             for name, shape in shapes
@@ -274,11 +278,11 @@ class _Trials:
                         yield related
 
     def _related(self, sizes: Sizes, fixed: set[Any]) -> Sizes | None:
-        """Changes other sizes until those that must fit each other do."""
+        """Changes other sizes until those that must fit each other do, all in their ranges."""
         for _ in self._relations:
             broken = self._broken(self._relations, sizes)
             if not broken:
-                return sizes
+                break
             changed = (
                 {**sizes, symbol: size}
                 for symbol in sorted(broken[0].free_symbols - fixed, key=str)
@@ -291,7 +295,15 @@ class _Trials:
             )
             if not sizes:
                 return None
-        return None if self._broken(self._relations, sizes) else sizes
+        return None if self._broken(self._relations, sizes) or self._exceeds(sizes) else sizes
+
+    def _exceeds(self, sizes: Sizes) -> bool:
+        """Whether a size is out of the range that the user has given it."""
+        return any(
+            (least is not None and _at(expression, sizes) < least)
+            or (greatest is not None and _at(expression, sizes) > greatest)
+            for expression, least, greatest in self._ranges
+        )
 
     def _broken(self, conditions: Sequence[Any], sizes: Sizes) -> list[Any]:
         return [condition for condition in conditions if self._holds(condition, sizes) is False]
@@ -373,22 +385,32 @@ def _shape(value: Any) -> list[Any] | None:
     return [sympy.Integer(s) if isinstance(s, int) else s.node.expr for s in value.shape]
 
 
-def _sizes(
-    shapes: Sequence[tuple[str, Any]], leaves: Sequence[Any], labels: Sequence[Mapping[int, Any]]
-) -> tuple[dict[Any, Any], Sizes]:
-    """Returns which symbols stand for a size of one name, and the example's sizes by symbol."""
-    same: dict[Any, Any] = {}
-    found: dict[Any, int] = {}
-    first: dict[Any, Any] = {}
+def _labelled_sizes(
+    shapes: Sequence[tuple[str, Any]], leaves: Sequence[Any], labels: Sequence[Labels]
+) -> Iterator[tuple[Any, int, Any]]:
+    """Yields the inputs' sizes as expressions, the example's, and their labels."""
     tensors = iter(labels)
     for (_, shape), leaf in zip(shapes, leaves, strict=True):
-        names = next(tensors) if isinstance(leaf, Tensor) else {}
+        of_tensor = next(tensors) if isinstance(leaf, Tensor) else {}
         for dimension, size in enumerate(shape or ()):
-            if size.is_Symbol:
-                name = names.get(dimension, size), leaf.shape[dimension]
-                same[size] = first.setdefault(name, size)
-                found[same[size]] = leaf.shape[dimension]
-    return same, found
+            yield size, leaf.shape[dimension], of_tensor.get(dimension)
+
+
+def _sizes(sizes: Iterable[tuple[Any, int, Any]]) -> tuple[dict[Any, Any], Sizes]:
+    """Returns which symbols stand for a size of one name, and the example's sizes by symbol."""
+    same: dict[Any, Any] = {}
+    example: dict[Any, int] = {}
+    first: dict[Any, Any] = {}
+    for expression, size, label in sizes:
+        if expression.is_Symbol:
+            same[expression] = first.setdefault((name_of(label) or expression, size), expression)
+            example[same[expression]] = size
+    for expression, size, _ in sizes:
+        # A size such as 2*n where n is that of no input.
+        for symbol in expression.free_symbols - same.keys():
+            same[symbol] = symbol
+            (example[symbol],) = map(int, sympy.solve(expression - size, symbol))
+    return same, example
 
 
 def _is_relation(condition: Any) -> bool:

@@ -87,17 +87,16 @@ class LoggedModel:
     def inputs(self, factor: int) -> list[Any]:
         """Returns the example's leaves; symbolic dimensions have so many times their size."""
         labels = iter(self.example.labels)
-        leaves: list[Any] = []
-        for leaf in self._leaves:
-            if isinstance(leaf, Tensor):
-                symbolic = next(labels, {})
-                shape = [
-                    size * factor if symbolic.get(dimension) is not None else size
-                    for dimension, size in enumerate(leaf.shape)
-                ]
-                leaf = torch.empty(shape, dtype=leaf.dtype, device=META)
-            leaves.append(leaf)
-        return leaves
+
+        def resized(tensor: Tensor) -> Tensor:
+            symbolic = {key for key, label in next(labels, {}).items() if label is not None}
+            shape = [
+                size * factor if dimension in symbolic else size
+                for dimension, size in enumerate(tensor.shape)
+            ]
+            return torch.empty(shape, dtype=tensor.dtype, device=META)
+
+        return [resized(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
 
     def run(
         self, inputs: Sequence[Any], blocks: Sequence[nn.Module], most_records: int | None = None

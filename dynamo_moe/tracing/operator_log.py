@@ -21,8 +21,8 @@ _aten = torch.ops.aten
 META = torch.device("meta")
 """Where tensors have no values."""
 
-# What gives the values that it is given, in memory of another layout or none. A trace, whose tensors
-# may have other layouts than those of the meta device, has more of them or fewer.
+# What gives the values that it is given. A trace has more of them, or fewer: its tensors may have
+# other strides than those of the meta device.
 _SAME_VALUES = frozenset(
     getattr(_aten, name).default
     for name in ("alias", "clone", "detach", "detach_", "lift", "lift_fresh", "lift_fresh_copy")
@@ -41,7 +41,7 @@ class Record(NamedTuple):
     """One operator that ran.
 
     Attributes:
-        form: The number of the operator with its plain arguments and its tensors' shapes and dtypes.
+        form: The number of the operator, its plain arguments, and its tensors' shapes and dtypes.
         uses: The tensors among its arguments, as numbers of values.
         results: The number of the first value that it returned.
         writes: The values that own the memory which it changed in place.
@@ -113,7 +113,7 @@ class OperatorLog(TorchDispatchMode):
             forms: What logs that are compared have in common.
             most_records: How many operators may run; None: any number.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[Record] = []
         self.origins: list[Any] = []
         self.values = 0
@@ -276,7 +276,7 @@ def _constant(tensor: Tensor) -> Any:
     layout = "constant", tensor.dtype, tensor.shape, tensor.stride()
     if tensor.is_meta:
         return *layout, id(tensor)
-    numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    numbers: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return *layout, hashlib.sha256(numbers).digest()
 
 
@@ -284,9 +284,7 @@ def without_values(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same shape, strides and dtype on the meta device."""
     if tensor.is_meta:
         return tensor
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META
-    )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def _layouts(result: Any) -> Any:

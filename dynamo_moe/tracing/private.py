@@ -17,16 +17,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
 
 from dynamo_moe.private import (
-    FakeTensor,
     FakeTensorMode,
     ShapeEnv,
     enable_python_dispatcher,
-    modes_unasked,
 )
 from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.tracing import (
@@ -42,13 +40,11 @@ __all__ = [
     "KNOWN_VERSIONS",
     "SYMBOLIC_SQUARE_ROOT",
     "TRACERS",
-    "another",
     "can_decompose",
     "capturing",
     "decomposing",
     "enable_python_dispatcher",
     "exporting",
-    "expression_of",
     "fake_mode",
     "free_unbacked_symbols",
     "graphs_compiled_late",
@@ -56,12 +52,10 @@ __all__ = [
     "is_never_negative",
     "make_fx",
     "missing",
-    "module_paths",
     "rnn_loops",
     "scan",
     "sizes_watched",
     "stack",
-    "twin_of",
     "without_gradients",
 ]
 
@@ -76,7 +70,6 @@ try:
     # What follows a trace.
     from torch._export.passes import replace_set_grad_with_hop_pass as _gradients
     from torch._guards import TracingContext, detect_fake_mode
-    from torch._subclasses import fake_tensor
 
     # Symbolic sizes: the tracer of one operator, arithmetic, conditions.
     from torch.fx.experimental import _config, proxy_tensor, symbolic_shapes
@@ -137,9 +130,6 @@ _USED: dict[str, tuple[str, ...]] = {
     ),
     **{f"SymNode.{name}": ("self", "other") for name in _ARITHMETIC},
     "proxy_tensor.get_proxy_mode": (),
-    "proxy_tensor.get_proxy_slot": ("obj", "tracer", "default"),
-    "proxy_tensor.set_proxy_slot": ("obj", "tracer", "proxy"),
-    "fake_tensor.in_kernel_invocation_manager": ("fake_mode",),
     "proxy_tensor._extract_tensor_metadata": ("result", "include_contiguity"),
     "SymNode.wrap_int": ("self", "num"),
     "SymNode.maybe_as_int": ("self",),
@@ -193,54 +183,9 @@ def free_unbacked_symbols(value: Any) -> set[Any]:
     return {s for each in expressions for s in each.free_symbols if not s.name.startswith("s")}
 
 
-def expression_of(size: Any) -> Any:
-    """Returns what is equal for sizes that are known to be equal, and only for those."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
 def is_never_negative(size: Any) -> bool:
     """Whether a symbolic size is known to be 0 or more."""
     return not _absent and bool(statically_known_true(size >= 0))
-
-
-class _Twin(torch.autograd.Function):
-    """Gives the twin of a tensor a history where the tensor has one."""
-
-    @staticmethod
-    def forward(_: Any, tensor: Any) -> Tensor:
-        mode = tensor.fake_mode
-        with modes_unasked(), fake_tensor.in_kernel_invocation_manager(mode):
-            return FakeTensor(mode, tensor, tensor.fake_device)
-
-
-def another(tensor: FakeTensor) -> Tensor:
-    """Returns a tensor like one without values; no operator runs."""
-    if not tensor.requires_grad:
-        return _Twin.forward(None, tensor)
-    twin: Tensor = _Twin.apply(tensor)  # type: ignore[no-untyped-call]
-    return twin
-
-
-def twin_of(tensor: Tensor) -> Tensor | None:
-    """Returns another tensor that is the same value of a trace; None where there is no way.
-
-    What is done with either of them is a use of the one node that both are of.
-    """
-    tracing = proxy_tensor.get_proxy_mode()
-    if tracing is None or type(tensor) is not FakeTensor:
-        return None
-    traced = proxy_tensor.get_proxy_slot(tensor, tracing.tracer, None)
-    if traced is None:
-        return None
-    twin = another(tensor)
-    proxy_tensor.set_proxy_slot(twin, tracing.tracer, traced)
-    return twin
-
-
-def module_paths() -> dict[torch.nn.Module, str]:
-    """Returns the paths by which the running trace knows modules; none without a trace."""
-    tracing = proxy_tensor.get_proxy_mode()
-    return getattr(tracing and tracing.tracer, "submodule_paths", None) or {}
 
 
 def fake_mode(program: ExportedProgram) -> Any:
@@ -381,7 +326,6 @@ _sizes_of_one = ProcessState(_sizes_of_one_symbolic)
 
 capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
 """How PyTorch traces a model for ONNX."""
-
 
 
 @contextlib.contextmanager

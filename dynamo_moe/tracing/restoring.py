@@ -76,7 +76,9 @@ def _undoing(model: nn.Module) -> list[Callable[[], None]]:
             remaining += value
         elif kind is tuple:
             remaining += value
-        elif isinstance(value, _WITH_ATTRIBUTES) or not is_library(sys.modules.get(kind.__module__)):
+        elif isinstance(value, _WITH_ATTRIBUTES) or not is_library(
+            sys.modules.get(kind.__module__)
+        ):
             attributes = attributes_of(value)
             undo.append(_restoring(attributes, dict(attributes)))
             remaining += [
@@ -90,13 +92,17 @@ def _undoing(model: nn.Module) -> list[Callable[[], None]]:
 def _cells(classes: set[type]) -> Iterator[types.CellType]:
     """Yields what the functions of classes close over, libraries' excepted."""
     for kind in classes:
-        if is_library(sys.modules.get(kind.__module__)):
+        if _is_of_library(kind):
             continue
         for function in vars(kind).values():
             for cell in getattr(function, "__closure__", None) or ():
                 with contextlib.suppress(ValueError):  # An empty one.
                     cell.cell_contents  # noqa: B018
                     yield cell
+
+
+def _is_of_library(kind: type) -> bool:
+    return is_library(sys.modules.get(kind.__module__))
 
 
 def _restoring_cell(cell: types.CellType, before: Any) -> Callable[[], None]:
@@ -107,13 +113,12 @@ def _restoring_cell(cell: types.CellType, before: Any) -> Callable[[], None]:
 
 
 def _restoring(container: Any, before: Any) -> Callable[[], None]:
-    parts = [*before.values()] if isinstance(before, dict) else before
-
     def restore() -> None:
-        now = container.values() if isinstance(before, dict) else container
-        unchanged = len(container) == len(before) and all(map(operator.is_, now, parts))
-        if unchanged and (not isinstance(before, dict) or all(map(operator.is_, container, before))):
-            return
+        if len(container) == len(before) and all(map(operator.is_, container, before)):
+            if not isinstance(before, dict):
+                return
+            if all(map(operator.is_, container.values(), before.values())):
+                return
         container.clear()
         (container.update if hasattr(container, "update") else container.extend)(before)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from dynamo_moe import pytree
 from dynamo_moe.private import (
     CHILDREN_TABLE,
+    HOOK_TABLES,
     TENSOR_TABLES,
     attributes_of,
     own_parts,
     submodules_replaced,
 )
 from dynamo_moe.tracing.equal_blocks import TRACED, EqualBlocks, NotSharedError, Run
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -133,9 +131,9 @@ class SharedTrace:
 def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """Returns a module of a block's class and attributes, without its parts and its hooks."""
     stand_in: nn.Module = object.__new__(type(block))
-    empty = {name: {} for name in (*TENSOR_TABLES, CHILDREN_TABLE)}
-    hooks = {name: OrderedDict() for name in _HOOKS}
-    attributes_of(stand_in).update({**attributes_of(block), **empty, **hooks, "forward": forward})
+    parts: dict[str, Any] = {name: {} for name in (*TENSOR_TABLES, CHILDREN_TABLE)}
+    parts |= {name: OrderedDict() for name in HOOK_TABLES}
+    attributes_of(stand_in).update({**attributes_of(block), **parts, "forward": forward})
     return stand_in
 
 
@@ -149,13 +147,12 @@ def _program_units(
     """
     first, second, third = units = [_nodes_of(program, run, unit) for unit in range(TRACED)]
     if len(second) != len(third):
-        raise NotSharedError(f"the trace has {len(second)} nodes of a block, {len(third)} of another")
+        raise NotSharedError("the trace has more nodes of one block than of another")
     twins = dict(zip(second, third, strict=True))
     # By what the third unit takes of the second, what the second takes of the first.
     carried: dict[fx.Node, fx.Node] = {}
     for node, other in twins.items():
-        pairs = _pairs(node, other)
-        for before, its in pairs:
+        for before, its in _pairs(node, other):
             if its in second and carried.setdefault(its, before) is not before:
                 raise NotSharedError(f"{other.name} takes results in another way than {node.name}")
             if its in third and twins.get(before) is not its:

@@ -1,4 +1,4 @@
-"""Layers with the code of one before them are proved by less, and others as a whole."""
+"""Layers that look like one before them are proved by less, and what differs is still found."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from dynamo_moe.modules import ConvertedModule
 
 WIDTH = 8
 LAYERS = 3
-# Many tokens of two scales, one of the first, and one of a third.
-COMPARISONS = 3
+# Many tokens of two scales, one of the first, and one of a third; with random and own weights.
+COMPARISONS = 6
+# A whole proof calls a layer 29 times.
+CALLS_OF_A_PROOF = 30
 SETTINGS: dict[Any, Any] = {}
 CALLS = 0
 
@@ -102,6 +104,19 @@ class ByWeightsOfOneToken(Layer):
         return y * 0.5 if single and self.b2.sum() > 100 else y
 
 
+class ByHiddenBias(Layer):
+    """Differs in what a bias of zeros hides, by a dictionary of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"adds": False}
+        nn.init.zeros_(self.b2)
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y + self.b2.sum() if self.config["adds"] else y
+
+
 class ByScale(DroplessMoEMlp):
     """Clamps its tokens to a limit that has been learned."""
 
@@ -127,14 +142,14 @@ class ByGlobal(Layer):
 
     def drops(self) -> bool:
         SETTINGS["calls"] = SETTINGS.get("calls", 0) + 1
-        return bool(SETTINGS["calls"] > 45)
+        return bool(SETTINGS["calls"] > CALLS_OF_A_PROOF)
 
 
 class ByGlobalName(Layer):
     def drops(self) -> bool:
         global CALLS  # noqa: PLW0603  What is tested.
         CALLS += 1
-        return CALLS > 45
+        return CALLS > CALLS_OF_A_PROOF
 
 
 class ByClass(Layer):
@@ -142,7 +157,7 @@ class ByClass(Layer):
 
     def drops(self) -> bool:
         ByClass.calls += 1
-        return self.calls > 45
+        return self.calls > CALLS_OF_A_PROOF
 
 
 class WithLoss(Layer):
@@ -187,6 +202,10 @@ def set_nested_limit(layer: Any) -> None:
 
 def set_condition(layer: Any) -> None:
     layer.condition = condition(2)
+
+
+def add_bias(layer: Any) -> None:
+    layer.config["adds"] = True
 
 
 def fill_buffer(layer: Any) -> None:
@@ -240,9 +259,7 @@ def model_of(kind: Callable[[], nn.Module], layers: int = LAYERS) -> nn.Sequenti
     return nn.Sequential(*(kind() for _ in range(layers))).eval()
 
 
-@pytest.mark.parametrize(
-    "kind", [Layer, ByConstant, ByClosure, ByNamedTuple, ByBuffer, ByWeights, Hooked]
-)
+@pytest.mark.parametrize("kind", [Layer, ByConstant, ByNamedTuple, ByBuffer, ByWeights, Hooked])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_layers_take_one_whole_proof(
     kind: Callable[[], nn.Module], dtype: torch.dtype, short_proofs: list[Any]
@@ -261,7 +278,7 @@ def test_equal_layers_without_weights_take_one_whole_proof(short_proofs: list[An
         model = model_of(Layer)
     report = dynamo_moe.convert(model)
     assert [each.compared for each in report.replaced] == [False] * LAYERS
-    assert len(short_proofs) == COMPARISONS * (LAYERS - 1)
+    assert len(short_proofs) == COMPARISONS // 2 * (LAYERS - 1)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +290,7 @@ def test_equal_layers_without_weights_take_one_whole_proof(short_proofs: list[An
         (ByBuffer, fill_buffer),
         (ByWeights, fill_weights),
         (ByWeightsOfOneToken, fill_weights),
+        (ByHiddenBias, add_bias),
         (ByScale, lower_limit),
         (ByRegistry, register),
         (Hooked, hook),
@@ -504,14 +522,25 @@ def test_state_that_changes_from_call_to_call(kind: Callable[[], nn.Module]) -> 
     assert [each.module for each in report.unrecognised] == ["0", "1"]
 
 
-def test_tied_weights_take_whole_proofs(short_proofs: list[Any]) -> None:
+def check_all_converted(model: nn.Sequential) -> None:
+    """The layers are converted, and give the numbers that they gave before."""
+    x = torch.randn(3, 70, WIDTH)
+    expected = [layer(x) for layer in model]
+    assert len(dynamo_moe.convert(model).replaced) == LAYERS
+    torch.testing.assert_close([layer(x) for layer in model], expected)
+
+
+def test_tied_weights() -> None:
     model = model_of(Layer)
     model[2].b2 = model[1].b2 = model[0].b2
-    assert len(dynamo_moe.convert(model).replaced) == LAYERS
-    assert not short_proofs
+    check_all_converted(model)
 
 
-def test_objects_that_cannot_be_read_take_whole_proofs(short_proofs: list[Any]) -> None:
+def test_closures_of_their_own() -> None:
+    check_all_converted(model_of(ByClosure))
+
+
+def test_objects_that_cannot_be_read() -> None:
     class Unreadable(dict[str, int]):
         def items(self) -> Any:
             raise RuntimeError("not for you")
@@ -520,15 +549,13 @@ def test_objects_that_cannot_be_read_take_whole_proofs(short_proofs: list[Any]) 
     model = model_of(Layer)
     for layer in model:
         layer.shared = shared
-    assert len(dynamo_moe.convert(model).replaced) == LAYERS
-    assert not short_proofs
+    check_all_converted(model)
 
 
-def test_attributes_that_the_forward_set_are_each_layers_own(short_proofs: list[Any]) -> None:
+def test_attributes_that_the_forward_set_are_each_layers_own() -> None:
     model = model_of(WithLoss)
     report = dynamo_moe.convert(model)
     assert [each.notes for each in report.replaced] == [("loss stays 0",)] * LAYERS
-    assert not short_proofs  # Code that writes attributes is not known to do the same again.
     losses = [layer.loss for layer in model]
     assert losses == [0.0] * LAYERS
     assert len({id(loss) for loss in losses}) == LAYERS
