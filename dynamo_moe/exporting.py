@@ -524,7 +524,7 @@ def _optimize(
         run, layers, weights = instantiate(model, each, layers, weights)
         runs.append(run)
         copies = {**copies, **run.copies}
-    add_results(model, [(run.units, run.ends) for run in runs])
+    add_results(model, runs)
     names = name_canonically(model, weights, copies)
     common_passes.ClearMetadataAndDocStringPass()(model)
     values = {

@@ -123,42 +123,30 @@ def instantiate(
     Raises:
         NotSharedError: If the units of the graph are not alike.
     """
-    run = _Run(model, units, weights, THIRD)
+    run = _Run(model, units, weights)
     run.check_alike()
     layers, copies = run.copy(layers, range(TRACED, len(units.paths)))
     return Instances(units, copies, run.values, run.ends), layers, run.weights
 
 
-def add_results(
-    model: ir.Model, runs: Sequence[tuple[Units, Sequence[Sequence[ir.Value]]]]
-) -> None:
-    """Makes what the units that were added keep results of the graph, each at its place.
-
-    Args:
-        model: The graph.
-        runs: The runs as they were before, and by unit the values that it ends with now.
-    """
+def add_results(model: ir.Model, runs: Sequence[Instances]) -> None:
+    """Makes what the added units keep results of the graph, each at its place."""
     results: dict[int, ir.Value] = {}
-    absent: list[int] = []
-    for units, ends in runs:
-        for unit in range(len(units.ends), len(ends)):
-            results.update(zip(units.places[unit], ends[unit][len(units.ends[0]) :], strict=True))
-        absent += [place for places in units.places[len(ends) :] for place in places]
+    for run in runs:
+        for unit in range(TRACED, len(run.ends)):
+            kept = run.ends[unit][len(run.units.ends[0]) :]
+            results.update(zip(run.units.places[unit], kept, strict=True))
     for place in sorted(results):
-        before = sum(each < place for each in absent)
-        model.graph.outputs.insert(place - before, results[place])
+        model.graph.outputs.insert(place, results[place])
 
 
 class _Run:
-    """A run in a graph; ``source`` is the unit that others are made of."""
+    """A run in a graph, of whose third unit others are made."""
 
-    def __init__(
-        self, model: ir.Model, units: Units, weights: Collection[str], source: int
-    ) -> None:
+    def __init__(self, model: ir.Model, units: Units, weights: Collection[str]) -> None:
         self.weights = set(weights)
         self.values: list[dict[ir.Value, ir.Value]] = []
-        self._graph, self._units, self._source = model.graph, units, source
-        self._inputs = units.inputs or [[] for _ in units.paths]
+        self._graph, self._units = model.graph, units
         values = {str(output.name): output for node in model.graph for output in node.outputs}
         try:
             pairs = zip(units.ends, units.kept, strict=True)
@@ -168,7 +156,7 @@ class _Run:
         self._kept = set(self.ends[-1][len(units.ends[-1]) :])
         if self._kept and len(set(self.ends[-1])) < len(self.ends[-1]):
             raise NotSharedError("a value that ends a unit is another one as well")
-        self._nodes = self._nodes_of(source)
+        self._nodes = self._nodes_of(THIRD)
         self._check_uses()
         # Too large to be one, as they would be if their values were compared with others'.
         inside = set(self._nodes)
@@ -187,7 +175,7 @@ class _Run:
         return [node for node in self._graph if node in inside]
 
     def check_alike(self) -> None:
-        """Checks that the source is like the unit before it."""
+        """Checks that the third unit is like the second."""
         first, second, third = self.ends
         twin: dict[ir.Value, ir.Value] = dict(zip(first, second, strict=True))
         inside = set(self._nodes)
@@ -212,7 +200,7 @@ class _Run:
     ) -> bool:
         if given is None or its is None or given in twin:
             return (given if given is None else twin.get(given)) is its
-        second, third = self._inputs[1:3]
+        second, third = self._units.inputs[1:3]
         if its in third:
             return given is second[third.index(its)]
         if given.name in self.weights:
@@ -251,24 +239,24 @@ class _Run:
     def copy(
         self, layers: Sequence[Layer], units: Iterable[int]
     ) -> tuple[list[Layer], dict[ir.Node, list[Copy]]]:
-        """Returns all layers, and copies of the source, which follow its last node.
+        """Returns all layers, and copies of the third unit, which follow its last node.
 
-        The graph is given their weights, and uses the last one's ends in place of the source's.
+        The graph is given their weights, and uses the last one's ends in place of the third's.
         """
-        source, inside = self._source, set(self._nodes)
+        inside = set(self._nodes)
         carried = [end for end in self.ends[-1] if end not in self._kept]
         uses = {end: [use for use in end.uses() if use[0] not in inside] for end in carried}
         its_ends = ends = self.ends[-1]
         added: list[Layer] = []
         its = [layer for layer in layers if self._renamed(layer.name, 0) != layer.name]
         own = self._own_initializers()
-        twins = _Twins(self._units, source)
+        twins = _Twins(self._units)
         parts = [_Part.of(node) for node in self._nodes]
         modules = {part.module for part in parts}
         copies: list[Copy] = []
         for unit in units:
-            known = dict(zip(self.ends[source - 1], ends, strict=True))
-            known.update(zip(self._inputs[source], self._inputs[unit], strict=True))
+            known = dict(zip(self.ends[THIRD - 1], ends, strict=True))
+            known.update(zip(self._units.inputs[THIRD], self._units.inputs[unit], strict=True))
             known.update({given: self._initializer(given, unit, twins) for given in own})
             paths = {module: self._renamed(module, unit) for module in modules}
             copies += [part.copied(paths[part.module], unit, known) for part in parts]
@@ -290,10 +278,10 @@ class _Run:
         return [*layers[:after], *added, *layers[after:]], {self._nodes[-1]: copies}
 
     def _renamed(self, name: str, unit: int) -> str:
-        return self._units.renamed(name, self._source, unit)
+        return self._units.renamed(name, THIRD, unit)
 
     def _own_initializers(self) -> list[ir.Value]:
-        """Returns the source's weights and constants that other units have of their own."""
+        """Returns the third unit's weights and constants that other units have of their own."""
         used = dict.fromkeys(given for node in self._nodes for given in node.inputs)
         return [
             given
@@ -307,7 +295,7 @@ class _Run:
         return name in self.weights and self._renamed(name, 0) != name
 
     def _initializer(self, given: ir.Value, unit: int, twins: _Twins) -> ir.Value:
-        """Returns a weight or a constant of the source as it is in another unit."""
+        """Returns a weight or a constant of the third unit as it is in another unit."""
         if given in self._constants:
             name, tensor = f"{given.name}/{unit}", given.const_value
         else:
@@ -334,7 +322,7 @@ class _Run:
 
 
 class _Part(NamedTuple):
-    """A node of the source, whose parts take time to ask for.
+    """A node of the third unit, whose parts take time to ask for.
 
     Attributes:
         node: The node.
@@ -371,13 +359,13 @@ class _Twins:
     Which part of which tensor a weight is, is looked for once for all units.
     """
 
-    def __init__(self, units: Units, source: int) -> None:
-        self._units, self._source = units, source
+    def __init__(self, units: Units) -> None:
+        self._units = units
         self._lazy: dict[int, str] = {}
         self._held: dict[int, list[tuple[str, Tensor]]] = {}
         # By id, a tensor and what it is a part of.
         self._wholes: dict[int, tuple[Tensor, list[tuple[str, int]]]] = {}
-        for name, tensor in units.tensors[source].items():
+        for name, tensor in units.tensors[THIRD].items():
             if isinstance(tensor, LazyTensor):
                 self._lazy[id(tensor)] = name
             else:
@@ -385,7 +373,7 @@ class _Twins:
                 self._held.setdefault(address, []).append((name, tensor))
 
     def of(self, weight: ir.Value, unit: int) -> Tensor:
-        """Returns the values of a weight of the source as they are in another unit.
+        """Returns the values of a weight of the third unit as they are in another unit.
 
         Raises:
             NotSharedError: If they are not made of the unit's own tensors.
@@ -424,7 +412,7 @@ class _Twins:
         return next(iter(found.values())) if len(found) == 1 else None
 
     def _twin(self, name: str, unit: int) -> Tensor:
-        return self._units.tensors[unit][self._units.renamed(name, self._source, unit)]
+        return self._units.tensors[unit][self._units.renamed(name, THIRD, unit)]
 
     def _wholes_of(self, tensor: Tensor) -> list[tuple[str, int]]:
         """Returns the tensors that one is a part of, and where in them it begins."""
