@@ -42,6 +42,9 @@ from dynamo_moe.graph.naming import name_canonically
 from dynamo_moe.graph.repeats import roll_repeats
 from dynamo_moe.graph.stacked_weights import fold_stacked_weights
 from dynamo_moe.graph.transposed_weights import keep_transposed_weights
+from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
+from dynamo_moe.moe_nodes.targets.record import Target
+from dynamo_moe.moe_nodes.targets.registry import chosen_target
 from dynamo_moe.private import modules_by_path, own_parts
 from dynamo_moe.process_state import ProcessState, collecting_seldom
 from dynamo_moe.progress.display import shown
@@ -76,8 +79,8 @@ def export(
     path: str | os.PathLike[str],
     *,
     kwargs: dict[str, Any] | None = None,
-    target: lowering.Target = "plugin",
-    body: lowering.Body = "loop",
+    target: TargetName = DEFAULT_TARGET,
+    body: BodyName = DEFAULT_BODY,
     dynamic_shapes: Mapping[str, Any] | str | None = BATCH,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
@@ -156,12 +159,7 @@ def export(
     started = time.perf_counter()
     check_model(model)
     path = Path(path)
-    if target not in lowering.TARGETS:
-        raise ValueError(f"target must be one of {', '.join(lowering.TARGETS)}; got {target!r}")
-    if body not in lowering.BODIES:
-        raise ValueError(f"body must be one of {', '.join(lowering.BODIES)}; got {body!r}")
-    if body != "loop" and target != "plugin":
-        raise ValueError(f"body {body!r} needs target 'plugin': with {target!r} nodes have no body")
+    lowered_for = chosen_target(target, body)
     newest = onnx.defs.onnx_opset_version()
     if not MIN_OPSET <= opset <= newest:
         raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
@@ -176,7 +174,7 @@ def export(
     with progressing(progress, path) as progressed, profiled(profile) as sampled:
         watch = Stopwatch(progressed)
         form = _Form(
-            target, body, opset, input_names, output_names, link_weights, layers_as_functions
+            lowered_for, body, opset, input_names, output_names, link_weights, layers_as_functions
         )
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
             written = _write(model, given, dynamic_shapes, form, path, external_data)
@@ -193,7 +191,7 @@ def export(
         path=path,
         files=tuple(written.files),
         target=target,
-        body=body if target == "plugin" else None,
+        body=body if body in lowered_for.bodies else None,
         layers=tuple(layer.name for layer in layers),
         operators=dict(Counter(layer.op_type for layer in layers)),
         nodes=dict(written.operators.most_common()),
@@ -212,8 +210,8 @@ def export(
 class _Form(NamedTuple):
     """What the graph becomes: the arguments of :func:`export`."""
 
-    target: lowering.Target
-    body: lowering.Body
+    target: Target
+    body: BodyName
     opset: int
     input_names: Sequence[str] | None
     output_names: Sequence[str] | None
@@ -466,14 +464,14 @@ def _optimize(
     target, link = form.target, form.link_weights
     units = add_third(model, units)
     passes.fold_weight_casts(model, link=link)
-    if link and target == "plugin":
+    if link and target.takes_transposed_weights:
         keep_transposed_weights(model)
     passes.fold_weight_transposes(model, link=link)
     fold_stacked_weights(model)
     passes.name_nodes_by_module(model)
     weights = set(model.graph.initializers)
     layers = metadata.record(model)
-    if target != "plugin":
+    if not target.keeps_nodes:
         lowering.lower(model, target)
     kept = {name for layer in layers for name in layer.inputs[1:]}
     if link:
@@ -481,7 +479,7 @@ def _optimize(
     with values_hidden(model, units):
         passes.optimize(model, keep=kept)
     roll_repeats(model)
-    if target == "plugin":
+    if target.keeps_nodes:
         lowering.lower(model, target, form.body)
     runs: list[Instances] = []
     copies: Copies = {}

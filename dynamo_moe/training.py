@@ -32,6 +32,7 @@ from dynamo_moe.exporting import DEFAULT_OPSET, ExportError
 from dynamo_moe.files import model_files
 from dynamo_moe.graph import lowering, passes
 from dynamo_moe.json_values import json_values
+from dynamo_moe.moe_nodes.targets.plugin import PLUGIN
 from dynamo_moe.private import schema_of
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.tracing import private_gradients
@@ -383,7 +384,7 @@ def _optimize(
         graph.inputs.append(value)
     passes.name_nodes_by_module(model)
     passes.optimize(model)
-    lowering.lower(model, "plugin")
+    lowering.lower(model, PLUGIN)
     if parameters == "initializers":
         for name, value in held.items():
             graph.inputs.remove(value)
