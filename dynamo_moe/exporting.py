@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import onnx.defs
 import onnx_ir as ir
-import onnx_ir.passes.common as common_passes
 import torch
 from rich.console import Console
 from torch.export import ExportedProgram
@@ -25,24 +24,17 @@ from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.files.copies import Copies, Copy, with_copies
-from dynamo_moe.graph import lowering, passes
+from dynamo_moe.graph import lowering
 from dynamo_moe.graph.checking import InvalidGraphError, check
-from dynamo_moe.graph.instantiate import (
-    Instances,
-    Units,
-    add_results,
-    instantiate,
-    values_hidden,
-)
-from dynamo_moe.graph.layer_functions import make_functions
-from dynamo_moe.graph.naming import name_canonically
-from dynamo_moe.graph.repeats import roll_repeats
-from dynamo_moe.graph.stacked_weights import fold_stacked_weights
-from dynamo_moe.graph.transposed_weights import keep_transposed_weights
+from dynamo_moe.graph.instantiate import Units
+from dynamo_moe.graph.pipeline import Form, give_form
+from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
+from dynamo_moe.moe_nodes.targets.record import Target
+from dynamo_moe.moe_nodes.targets.registry import chosen_target
 from dynamo_moe.private import modules_by_path, own_parts
 from dynamo_moe.process_state import ProcessState, collecting_seldom
 from dynamo_moe.progress.display import shown
-from dynamo_moe.progress.phases import Progress, Stopwatch, phase
+from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.progress.profiling import profiled, save_profile
 from dynamo_moe.tracing import causes, private, private_exporter
 from dynamo_moe.tracing.autocast import autocast_inside
@@ -78,8 +70,8 @@ def export(
     path: str | os.PathLike[str],
     *,
     kwargs: dict[str, Any] | None = None,
-    target: lowering.Target = "plugin",
-    body: lowering.Body = "loop",
+    target: TargetName = DEFAULT_TARGET,
+    body: BodyName = DEFAULT_BODY,
     dynamic_shapes: DynamicShapes = BATCH,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
@@ -168,12 +160,7 @@ def export(
     started = time.perf_counter()
     check_model(model)
     path = Path(path)
-    if target not in lowering.TARGETS:
-        raise ValueError(f"target must be one of {', '.join(lowering.TARGETS)}; got {target!r}")
-    if body not in lowering.BODIES:
-        raise ValueError(f"body must be one of {', '.join(lowering.BODIES)}; got {body!r}")
-    if body != "loop" and target != "plugin":
-        raise ValueError(f"body {body!r} needs target 'plugin': with {target!r} nodes have no body")
+    lowered_for = chosen_target(target, body)
     newest = onnx.defs.onnx_opset_version()
     if not MIN_OPSET <= opset <= newest:
         raise ValueError(f"opset must be in {MIN_OPSET}..{newest} with this onnx, got {opset}")
@@ -190,7 +177,7 @@ def export(
     with progressing(progress, path) as progressed, profiled(profile) as sampled:
         watch = Stopwatch(progressed)
         form = _Form(
-            target,
+            lowered_for,
             body,
             opset,
             input_names,
@@ -214,7 +201,7 @@ def export(
         path=path,
         files=tuple(written.files),
         target=target,
-        body=body if target == "plugin" else None,
+        body=body if body in lowered_for.bodies else None,
         layers=tuple(layer.name for layer in layers),
         operators=dict(Counter(layer.op_type for layer in layers)),
         nodes=dict(written.operators.most_common()),
@@ -234,8 +221,8 @@ def export(
 class _Form(NamedTuple):
     """What the graph becomes: the arguments of :func:`export`."""
 
-    target: lowering.Target
-    body: lowering.Body
+    target: Target
+    body: BodyName
     opset: int
     input_names: Sequence[str] | None
     output_names: Sequence[str] | None
@@ -352,7 +339,8 @@ def _graph_with(
     units = _units(traced, sharing) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, form.input_names)
     placeholders.attach(traced, lazies)
-    layers, copies = _optimize(traced, form, units)
+    graph_form = Form(form.target, form.body, form.link_weights, form.layers_as_functions)
+    layers, copies = give_form(traced, graph_form, units)
     notes = [*([exporter] if exporter else []), *trials.notes]
     if form.layers_as_functions and not units:
         notes.append("no blocks were found that could be calls of one function")
@@ -487,57 +475,6 @@ def _rename(argument: str, values: Sequence[ir.Value], names: Sequence[str] | No
         raise ValueError(f"{argument} must be {len(values)} different names, got {list(names)}")
     for value, name in zip(values, names, strict=True):
         value.name = name
-
-
-@phase("optimization")
-def _optimize(
-    model: ir.Model, form: _Form, units: Sequence[Units]
-) -> tuple[list[metadata.Layer], Copies]:
-    """Gives the traced graph the form of its target, in place; returns its MoE layers.
-
-    The units of equal blocks that were passed over become copies of nodes. No value of a weight
-    decides what becomes of such blocks, as it may where all are traced: a bias of zeros stays, and
-    so do ``1 + weight`` and a batch norm after a convolution.
-    """
-    target, link = form.target, form.link_weights
-    passes.fold_weight_casts(model, link=link)
-    if link and target == "plugin":
-        keep_transposed_weights(model)
-    passes.fold_weight_transposes(model, link=link)
-    fold_stacked_weights(model)
-    passes.name_nodes_by_module(model)
-    weights = set(model.graph.initializers)
-    layers = metadata.record(model)
-    if target != "plugin":
-        lowering.lower(model, target)
-    kept = {name for layer in layers for name in layer.inputs[1:]}
-    if link:
-        kept |= placeholders.linkable(model)
-    with values_hidden(model, units):
-        passes.optimize(model, keep=kept)
-    roll_repeats(model)
-    if target == "plugin":
-        lowering.lower(model, target, form.body)
-    runs: list[Instances] = []
-    copies: Copies = {}
-    for each in units:
-        run, layers, weights = instantiate(model, each, layers, weights)
-        runs.append(run)
-        copies = {**copies, **run.copies}
-    add_results(model, runs)
-    names = name_canonically(model, weights, copies)
-    common_passes.ClearMetadataAndDocStringPass()(model)
-    values = {
-        *names.values(),
-        *model.graph.initializers,
-        *(x.name or "" for x in model.graph.inputs),
-    }
-    layers = [layer.renamed(names).in_file(values) for layer in layers]
-    if form.layers_as_functions:
-        weights |= {name for layer in layers for name in layer.inputs}
-        copies, inner = make_functions(model, runs, weights)
-        layers = [layer.renamed(inner) for layer in layers]
-    return layers, copies
 
 
 def check_graph(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:

@@ -30,8 +30,9 @@ from dynamo_moe.conversion import unconverted
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.exporting import DEFAULT_OPSET, ExportError
 from dynamo_moe.files import model_files
-from dynamo_moe.graph import lowering, passes
+from dynamo_moe.graph.pipeline import AddBodies, Findings, NameNodesByModule, Simplify
 from dynamo_moe.json_values import json_values
+from dynamo_moe.moe_nodes.targets.plugin import PLUGIN
 from dynamo_moe.private import schema_of
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.tracing import private_gradients
@@ -381,9 +382,9 @@ def _optimize(
         value.const_value = None
         value.name = state[name]
         graph.inputs.append(value)
-    passes.name_nodes_by_module(model)
-    passes.optimize(model)
-    lowering.lower(model, "plugin")
+    # No layer is recorded: a training file's metadata has none.
+    for step in (NameNodesByModule(), Simplify(Findings(layers=[])), AddBodies(PLUGIN)):
+        step(model)
     if parameters == "initializers":
         for name, value in held.items():
             graph.inputs.remove(value)

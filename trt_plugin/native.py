@@ -33,6 +33,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cache_prepare": (_POINTER,),
     "cache_note": (_POINTER, _POINTER),
     "cache_enqueue": (_POINTER, ctypes.c_int64, _POINTER, _POINTER, _SIZE, _POINTER),
+    "kernels_begin": (ctypes.c_char_p, ctypes.c_char_p, _SIZE),
+    "kernels_end": (),
     "sharing_begin": (),
     "sharing_end": (),
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -32,6 +32,9 @@ from dynamo_moe.cli.model_loading import UsageError
 from dynamo_moe.cli.offloading import ResidentExperts, ResidentMemory, offloading
 
 if TYPE_CHECKING:
+    import onnx
+
+    from custom_ops.kernels.layer import Layer
     from dynamo_moe.files.offloading import OffloadReport
 
 BuilderOption = Annotated[
@@ -144,18 +147,19 @@ def engine(
         if timing_cache and found.is_rtx:
             raise UsageError("--timing-cache: TensorRT for RTX measures nothing when it builds")
         found.check_targets(architectures)
-        trt_plugin.check_shapes(profiles, _input_shapes(file))
+        source = _Source.read(file)
+        trt_plugin.check_shapes(profiles, source.input_shapes())
         if not offload:  # Then the file is written anew.
-            _check_functions(file)
+            source.check_functions()
         # What is missing is said before the experts' weights are copied.
         if offload and kernels:
-            _need_kernels(kernels, file, offload)
+            _need_kernels(kernels, source, offload)
         elif offload:
             need_triton()
             architectures = architectures or [_device()]
         with (
-            _offloaded(file, out, offload, share_expert_cache, console) as (built_of, offloaded),
-            _kernels(built_of, kernels, architectures, not quiet) as bundle,
+            _offloaded(source, out, offload, share_expert_cache, console) as (built_of, offloaded),
+            _kernels(source, offload, kernels, architectures, not quiet) as bundle,
         ):
             report = trt_plugin.build_engine(
                 built_of,
@@ -236,22 +240,76 @@ def plugin_path(debug: Debug = False) -> None:
         typer.echo(trt_plugin.library_path())
 
 
+class _Source(NamedTuple):
+    """The ONNX file of an engine, which is opened once, and its content without external data."""
+
+    file: Path
+    stored: onnx.ModelProto
+
+    @classmethod
+    def read(cls, file: Path) -> _Source:
+        from dynamo_moe.files.model_files import load_graph
+
+        return cls(file, load_graph(file))
+
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the inputs; -1 for a symbolic size."""
+        graph = self.stored.graph
+        initializers = {tensor.name for tensor in graph.initializer}
+        return {
+            value.name: tuple(
+                size.dim_value if size.HasField("dim_value") else -1
+                for size in value.type.tensor_type.shape.dim
+            )
+            for value in graph.input
+            if value.name not in initializers
+        }
+
+    def check_functions(self) -> None:
+        """Raises a UsageError if MoE layers are inside of functions."""
+        import onnx_ir as ir
+
+        from dynamo_moe.files.block_functions import has_moe_in_blocks
+
+        if has_moe_in_blocks(ir.from_proto(self.stored)):
+            raise UsageError(
+                f"{self.file} has its MoE layers inside of functions, where TensorRT's parser "
+                "looks for no plugin: export it without --layers-as-functions"
+            )
+
+    def kernel_layers(self, offload: dict[str, Any] | None) -> list[Layer]:
+        """Returns what kernels the layers need, with options of offloading or None."""
+        from dynamo_moe.files.kernel_layers import kernel_layers_of
+        from dynamo_moe.files.offloading import offloaded_kernel_layers
+
+        if offload is None:
+            return kernel_layers_of(self.stored)
+        return offloaded_kernel_layers(self.file, stored=self.stored, **offload)
+
+
 @contextmanager
 def _offloaded(
-    file: Path, out: Path, options: dict[str, Any] | None, shared: bool, console: Console
+    source: _Source, out: Path, options: dict[str, Any] | None, shared: bool, console: Console
 ) -> Iterator[tuple[Path, OffloadReport | None]]:
     """Yields the file that an engine is built of, and what it offloads, if anything."""
+    file = source.file
     if options is None:
         yield file, None
         return
-    import dynamo_moe
+    from dynamo_moe.files.offloading import offload_graph
 
     with tempfile.TemporaryDirectory(prefix="dynamo-moe-") as folder:
         copy = Path(folder) / file.name
         weights = out.with_name(f"{out.name}.experts.safetensors")
         with show_bytes(console, f"Writing {weights.name}") as progress:
-            report = dynamo_moe.offload_file(
-                file, copy, weights=weights, shared_cache=shared, progress=progress, **options
+            report = offload_graph(
+                source.stored,
+                file,
+                copy,
+                weights=weights,
+                shared_cache=shared,
+                progress=progress,
+                **options,
             )
         try:
             # The copy is gone when a user reads of it: reports and errors name the file.
@@ -265,42 +323,45 @@ def _offloaded(
             raise
 
 
-def _need_kernels(bundle: Path, file: Path, options: dict[str, Any]) -> None:
+def _need_kernels(bundle: Path, source: _Source, options: dict[str, Any]) -> None:
     """Raises an EngineError if a bundle has no layers of the sizes that a file's layers have.
 
     The plugin compares all that a layer has, when the file is parsed.
     """
-    from dynamo_moe.files.offloading import offloaded_kernel_layers
-
     sizes = ("experts", "top_k", "width", "hidden", "resident_experts")
 
     def size(layer: Any) -> tuple[int, ...]:
         return tuple(getattr(layer, name) or 0 for name in sizes)
 
     known = {size(program.layer) for program in trt_plugin.read(bundle).programs}
-    for layer in offloaded_kernel_layers(file, **options):
+    for layer in source.kernel_layers(options):
         if size(layer) not in known:
             text = " ".join(
                 f"{name}={value}" for name, value in zip(sizes, size(layer), strict=True)
             )
             raise trt_plugin.EngineError(
-                f"{file}: {bundle} has no kernels of this layer: {text}; compile it with the same "
-                "options of offloading"
+                f"{source.file}: {bundle} has no kernels of this layer: {text}; compile it with "
+                "the same options of offloading"
             )
 
 
 @contextmanager
 def _kernels(
-    file: Path, given: Path | None, architectures: list[str], progress: bool
+    source: _Source,
+    offload: dict[str, Any] | None,
+    given: Path | None,
+    architectures: list[str],
+    progress: bool,
 ) -> Iterator[Path | None]:
-    """Yields the bundle of a file's layers, compiled now if there is none; None for no layers."""
-    beside = file.with_suffix(".moek")
-    if given or beside.is_file():
+    """Yields the bundle of a file's layers, compiled now if there is none; None for no layers.
+
+    The bundle beside the file is for layers that are not offloaded.
+    """
+    beside = source.file.with_suffix(".moek")
+    if given or (offload is None and beside.is_file()):
         yield given or beside
         return
-    from dynamo_moe.files.kernel_layers import kernel_layers
-
-    layers = kernel_layers(file)
+    layers = source.kernel_layers(offload)
     if not layers:
         yield None
         return
@@ -309,35 +370,6 @@ def _kernels(
         bundle = Path(folder) / beside.name
         trt_plugin.compile(layers, architectures or [_device()], bundle, progress=progress)
         yield bundle
-
-
-def _input_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a file's inputs; -1 for a symbolic size."""
-    from dynamo_moe.files.model_files import load_graph
-
-    graph = load_graph(file).graph
-    initializers = {each.name for each in graph.initializer}
-    return {
-        each.name: tuple(
-            size.dim_value if size.HasField("dim_value") else -1
-            for size in each.type.tensor_type.shape.dim
-        )
-        for each in graph.input
-        if each.name not in initializers
-    }
-
-
-def _check_functions(file: Path) -> None:
-    import onnx_ir as ir
-
-    from dynamo_moe.files.block_functions import has_moe_in_blocks
-    from dynamo_moe.files.model_files import load_graph
-
-    if has_moe_in_blocks(ir.from_proto(load_graph(file))):
-        raise UsageError(
-            f"{file} has its MoE layers inside of functions, where TensorRT's parser looks for no "
-            "plugin: export it without --layers-as-functions"
-        )
 
 
 def _device() -> str:

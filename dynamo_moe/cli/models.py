@@ -38,6 +38,7 @@ from dynamo_moe.cli.model_loading import (
     parse_dynamic,
     parse_shapes,
 )
+from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
 from dynamo_moe.progress.display import shown
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -64,7 +65,7 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
     target: Annotated[
-        Literal["plugin", "dense", "onnxruntime", "tensorrt_moe"],
+        TargetName,
         typer.Option(
             metavar="TARGET",
             help="[cyan]plugin[/]: one node per MoE layer, for the TensorRT plugin and ONNX "
@@ -72,16 +73,16 @@ def export(
             "[cyan]onnxruntime[/]: com.microsoft::MoE. [cyan]tensorrt_moe[/]: TensorRT's own "
             "TRT_MoE, experimental.",
         ),
-    ] = "plugin",
+    ] = DEFAULT_TARGET,
     body: Annotated[
-        Literal["loop", "unrolled"],
+        BodyName,
         typer.Option(
             metavar="BODY",
             help="With target plugin, what ONNX Runtime runs. [cyan]loop[/]: over the experts, "
             "whose weights stay in the file. [cyan]unrolled[/]: products for each expert, packed "
             "at load; faster for few rows per expert, but loads for seconds and holds a copy.",
         ),
-    ] = "loop",
+    ] = DEFAULT_BODY,
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -219,8 +220,7 @@ def export(
         options["repeated_blocks"] = repeated_blocks
         if opset is not None:
             options["opset"] = _known_opset(opset)
-        if body != "loop" and target != "plugin":
-            raise UsageError("--body needs --target plugin: other targets have none")
+        _check_body(body, target)
         need_place(out)
         if verify:
             _need_onnxruntime()
@@ -407,6 +407,14 @@ def _load_checkpoint(
         model = load_checkpoint(folder, dtype=dtype)
         dynamo_moe.convert(model, **conversion)
     return model
+
+
+def _check_body(body: str, target: str) -> None:
+    from dynamo_moe.moe_nodes.targets.registry import targets_with_body
+
+    takers = targets_with_body(body)
+    if target not in takers:
+        raise UsageError(f"--body needs --target {' or '.join(takers)}: other targets have none")
 
 
 def _export(

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -29,6 +29,7 @@ from dynamo_moe.demo.measure import (
 )
 from dynamo_moe.evaluation import one_thread
 from dynamo_moe.models import swin_moe_digits
+from dynamo_moe.moe_nodes.targets.names import TargetName
 
 MIN_ACCURACY = 0.95
 PYTORCH = "PyTorch"
@@ -48,7 +49,7 @@ class Variant(NamedTuple):
     """One file to export: its name, the target, and the dtype of its experts."""
 
     file: str
-    target: Literal["plugin", "dense", "onnxruntime"]
+    target: TargetName
     experts: torch.dtype
 
 

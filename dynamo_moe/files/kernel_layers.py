@@ -5,6 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
@@ -31,7 +32,16 @@ def kernel_layers(path: str | PathLike[str]) -> list[Layer]:
         ValueError: The file is not an ONNX model, or there are no kernels for a node, which is
             named.
     """
-    model = load_inlined(path)
+    return kernel_layers_of(load_graph(path))
+
+
+def kernel_layers_of(stored: onnx.ModelProto) -> list[Layer]:
+    """Returns what kernels the MoE nodes of a graph need, as :func:`kernel_layers` of its file.
+
+    Raises:
+        ValueError: If there are no kernels for a node, which is named.
+    """
+    model = inlined_model(stored)
     nodes = moe_nodes(model)
     if any(value.dtype is None for node in nodes for value in node.inputs if value is not None):
         # Not strict: where the file contradicts itself, what is not known is named below.
@@ -46,14 +56,9 @@ def kernel_layers(path: str | PathLike[str]) -> list[Layer]:
     return layers
 
 
-def load_inlined(path: str | PathLike[str]) -> ir.Model:
-    """Reads a file whose MoE nodes are then all in its graph, without its external data.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is not an ONNX model.
-    """
-    model = ir.from_proto(inlined(load_graph(path)))
+def inlined_model(stored: onnx.ModelProto) -> ir.Model:
+    """Returns a model whose MoE nodes are all in its graph, and not in functions."""
+    model = ir.from_proto(inlined(stored))
     if any(is_moe(node) for function in model.functions.values() for node in function.all_nodes()):
         # A function's types and weights are those of its call.
         common_passes.InlinePass(lambda function: not is_own_domain(function.domain))(model)

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from custom_ops.residency import cache_bytes
 from custom_ops.weight_source import ALIGNMENT, SUFFIX, WeightSource
 from dynamo_moe.files.experts_file import ExpertsFile, Progress, write_experts
-from dynamo_moe.files.kernel_layers import kernel_layers, load_inlined
-from dynamo_moe.files.model_files import check_destination, save_model
+from dynamo_moe.files.kernel_layers import inlined_model, kernel_layers_of
+from dynamo_moe.files.model_files import check_destination, load_graph, save_model
 from dynamo_moe.files.resident_experts import ExpertSizes, choose
 from dynamo_moe.moe_nodes.nodes import (
     EXPERT_CACHE,
@@ -202,12 +203,36 @@ def offload_file(
             kernels for; a layer has fewer experts, or less than one fits; or a weight cannot leave
             the network, as it is computed or used elsewhere.
     """
-    path, output = Path(path), Path(output)
+    check_destination(Path(output))
+    return offload_graph(
+        load_graph(path),
+        Path(path),
+        Path(output),
+        resident_experts=resident_experts,
+        resident_memory=resident_memory,
+        weights=weights,
+        shared_cache=shared_cache,
+        progress=progress,
+    )
+
+
+def offload_graph(
+    stored: onnx.ModelProto,
+    path: Path,
+    output: Path,
+    *,
+    resident_experts: int | Mapping[str, int] | None = None,
+    resident_memory: int | None = None,
+    weights: str | PathLike[str] | None = None,
+    shared_cache: bool = False,
+    progress: Progress | None = None,
+) -> OffloadReport:
+    """As :func:`offload_file`, of a file that is read already, without its external data."""
     file = Path(weights) if weights else output.with_name(f"{output.name}.experts.safetensors")
     check_destination(output)
     # Says what there are no kernels for before gigabytes are copied.
-    kernel_layers(path)
-    model = load_inlined(path)
+    kernel_layers_of(stored)
+    model = inlined_model(stored)
     ir.external_data.set_base_dir(model.graph, path.parent.resolve())
     _check_files(model, path, output, file)
     found = _layers(model, path)
@@ -249,14 +274,22 @@ def offloaded_kernel_layers(
     *,
     resident_experts: int | Mapping[str, int] | None = None,
     resident_memory: int | None = None,
+    stored: onnx.ModelProto | None = None,
 ) -> list[Layer]:
     """Returns what kernels a file's nodes need if :func:`offload_file` offloads their experts.
+
+    Args:
+        path: The file.
+        resident_experts: As of :func:`offload_file`.
+        resident_memory: As of :func:`offload_file`.
+        stored: The file's content, if it is read already.
 
     Raises:
         ValueError: As of :func:`offload_file`, of nodes and numbers.
     """
-    layers = kernel_layers(path)
-    found = _layers(load_inlined(path), path)
+    stored = load_graph(path) if stored is None else stored
+    layers = kernel_layers_of(stored)
+    found = _layers(inlined_model(stored), path)
     slots = choose([layer.expert_sizes for layer in found], resident_experts, resident_memory)
     return [
         replace(layer, resident_experts=count) for layer, count in zip(layers, slots, strict=True)

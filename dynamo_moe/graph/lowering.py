@@ -4,41 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from typing import Literal, get_args
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from dynamo_moe.files.block_functions import has_moe_in_blocks
-from dynamo_moe.moe_nodes.bodies.of_node import unrolled_moe_body
-from dynamo_moe.moe_nodes.nodes import INPUTS, moe_nodes
+from dynamo_moe.moe_nodes.nodes import INPUTS, is_moe
+from dynamo_moe.moe_nodes.targets.record import Target
 from dynamo_moe.operators.registry import find, operators
 from dynamo_moe.operators.user_bodies import content, omit_absent, prepare_body
 
-Target = Literal["plugin", "dense", "onnxruntime", "tensorrt_moe"]
-Body = Literal["loop", "unrolled"]
 
-TARGETS: tuple[str, ...] = get_args(Target)
-BODIES: tuple[str, ...] = get_args(Body)
-
-
-def lower(model: ir.Model, target: str, body: str = "loop") -> None:
+def lower(model: ir.Model, target: Target, body: str | None = None) -> None:
     """Gives every node of a registered operator the body of its configuration, in place.
 
-    For ``plugin`` the body is a model-local function beside the node, that of MoE nodes of the
-    given kind; for the others it takes the node's place.
+    Where the target keeps nodes, the body is a model-local function beside the node. MoE nodes get
+    the ``body`` of this name, or the target's default.
     """
     opset = model.opset_imports[""]
-    unrolled = set(moe_nodes(model)) if body == "unrolled" else set()
     domains: dict[str, dict[tuple[str, bytes], str]] = {}
     for node in list(model.graph.all_nodes()):
         operator = find(node)
         if operator is None or operator.body is None:
             continue
-        if node in unrolled:
-            function = unrolled_moe_body(node, opset)
+        if is_moe(node):
+            function = target.layer_body(node, opset, body)
         else:
-            function = operator.body(node, opset, target)
+            function = operator.body(node, opset, target.name)
         omit_absent(function, node, operator.name)
         # A function is found by domain and name. Overloads, ONNX's own way to have several, are
         # lost in onnxslim (seen with 0.1.98); TensorRT's parser ignores the domain.
@@ -53,7 +45,7 @@ def lower(model: ir.Model, target: str, body: str = "loop") -> None:
             for domain, version in (*function.opset_imports.items(), (known[key], 1)):
                 model.opset_imports.setdefault(domain, version)
         node.domain = known[key]
-    if target != "plugin":
+    if not target.keeps_nodes:
         common_passes.InlinePass()(model)
         common_passes.RemoveUnusedOpsetsPass()(model)
 
@@ -67,18 +59,9 @@ def _domain(own: str, overload: str, known: list[str]) -> str:
     return f"{own}.{overload or 'complete'}"
 
 
-def notes(model: ir.Model, activations: Collection[str], target: str) -> list[str]:
+def notes(model: ir.Model, activations: Collection[str], target: Target) -> list[str]:
     """Returns what a user of the lowered graph should know; given its layers' activations."""
-    found = []
-    if target == "onnxruntime" and "gelu" in activations:
-        found.append(
-            "com.microsoft::MoE computes GELU in its tanh form: up to 5.5e-4 off the exact"
-        )
-    if target == "tensorrt_moe" and activations:
-        found.append(
-            "experimental: only TensorRT has TRT_MoE, for compute capabilities 10.0, 10.3 and "
-            "11.0; ONNX Runtime does not run this file, so nothing has verified it"
-        )
+    found = target.notes(activations)
     names = Counter(function.name for function in model.functions.values())
     moe = sum(names[name] for name in INPUTS)
     if any(names[name] > 1 for name in INPUTS):

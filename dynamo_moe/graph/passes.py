@@ -21,6 +21,7 @@ from dynamo_moe.graph import rules
 from dynamo_moe.graph.private import default_rules
 from dynamo_moe.graph.rewriting import RulesByRoot
 from dynamo_moe.moe_nodes.nodes import module_of
+from dynamo_moe.operators.foreign import foreign_operator
 from dynamo_moe.operators.registry import find
 from dynamo_moe.weights import placeholders
 from dynamo_moe.weights.lazy_tensors import lazy_cast
@@ -235,8 +236,7 @@ def _infer_by_onnx(model: ir.Model) -> None:
 
 def _type_foreign_results(model: ir.Model) -> bool:
     """Types the results of runtimes' own MoE operators; returns whether there are any."""
-    known = {("com.microsoft", "MoE"), ("trt", "TRT_MoE")}
-    nodes = [node for node in model.graph if (node.domain, node.op_type) in known]
+    nodes = [node for node in model.graph if foreign_operator(node.domain, node.op_type)]
     for node in nodes:
         tokens, result = node.inputs[0], node.outputs[0]
         if tokens is not None:

@@ -30,9 +30,7 @@ from dynamo_moe.inspection.summary import (
     WeightsSummary,
 )
 from dynamo_moe.moe_nodes.nodes import INPUTS, RESIDENT_EXPERTS, SOURCES, is_moe, layer_name
-
-# The inputs of ONNX Runtime's operator, by the names of ours where they are the same.
-_ONNXRUNTIME_INPUTS = ("x", "router_probs", "w1", "b1", "w2", "b2", "w3", "b3")
+from dynamo_moe.operators.foreign import foreign_operator
 
 
 def inspect(path: str | PathLike[str]) -> ModelSummary:
@@ -85,14 +83,21 @@ def inspect(path: str | PathLike[str]) -> ModelSummary:
 
 
 def is_layer(node: onnx.NodeProto) -> bool:
-    """Whether a node is a whole MoE layer: one of ours, or ONNX Runtime's."""
-    return is_moe(node) or (node.domain, node.op_type) == ("com.microsoft", "MoE")
+    """Whether a node is a whole MoE layer: one of ours, or a runtime's own."""
+    return bool(_input_names(node))
+
+
+def _input_names(node: onnx.NodeProto) -> tuple[str, ...]:
+    """Returns the names of an MoE layer's inputs; none if the node is not a whole layer."""
+    foreign = foreign_operator(node.domain, node.op_type)
+    if foreign is not None:
+        return foreign.inputs
+    return INPUTS[node.op_type] if is_moe(node) else ()
 
 
 def moe_layer(node: onnx.NodeProto, initializers: Mapping[str, onnx.TensorProto]) -> MoELayer:
     """Describes a node for which :func:`is_layer` holds."""
-    names = INPUTS[node.op_type] if is_moe(node) else _ONNXRUNTIME_INPUTS
-    _, *inputs = zip(names, node.input, strict=False)
+    _, *inputs = zip(_input_names(node), node.input, strict=False)
     tensors = {role: initializers[name] for role, name in inputs if name in initializers}
     weights = {role: tensor.name for role, tensor in tensors.items()}
     pairs = ((attribute.name, _attribute(attribute)) for attribute in node.attribute)

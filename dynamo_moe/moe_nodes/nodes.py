@@ -58,7 +58,7 @@ OPTIONAL_INPUTS = ("router_bias", "b1", "b2", "selection_bias")
 #: Whether the experts' parameters get gradients.
 TRAIN_PARAMETERS = "train_parameters"
 
-#: The attribute that names the bundle of kernels. Empty: the plugin's environment variable does.
+#: The attribute that names the bundle of kernels. Empty: whoever builds the engine gives one.
 KERNELS = "kernels"
 #: A node's attributes that say nothing of its layer.
 TENSORRT_ATTRIBUTES = {**PLUGIN_ATTRIBUTES, KERNELS: ""}

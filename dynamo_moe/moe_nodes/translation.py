@@ -11,7 +11,7 @@ import torch
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES
 from dynamo_moe.moe_nodes.bodies import rms_norm_body
-from dynamo_moe.moe_nodes.bodies.of_node import moe_body
+from dynamo_moe.moe_nodes.bodies.of_node import training_body
 from dynamo_moe.moe_nodes.nodes import (
     DOMAIN,
     DROPLESS,
@@ -24,6 +24,7 @@ from dynamo_moe.moe_nodes.nodes import (
     TRAIN_PARAMETERS,
 )
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
+from dynamo_moe.moe_nodes.targets import registry
 from dynamo_moe.operators.registration import register_op
 from dynamo_moe.operators.registry import Arguments, operators
 
@@ -90,6 +91,18 @@ def _sizes(value: ir.Value) -> tuple[int, ...]:
     return sizes
 
 
+def _layer_body(node: ir.Node, opset: int, target: str) -> ir.Function:
+    return registry.TARGETS[target].layer_body(node, opset)
+
+
+def _training_body(node: ir.Node, opset: int, target: str) -> ir.Function:
+    return training_body(node, opset)
+
+
+def _rms_norm_body(node: ir.Node, opset: int, target: str) -> ir.Function:
+    return rms_norm_body(node, opset, beside=registry.TARGETS[target].keeps_nodes)
+
+
 for _op, _op_type in ((torch.ops.moe.dropless, DROPLESS), (torch.ops.moe.experts, EXPERTS)):
     register_op(
         _op,
@@ -98,7 +111,7 @@ for _op, _op_type in ((torch.ops.moe.dropless, DROPLESS), (torch.ops.moe.experts
         schema=SCHEMAS[_op_type],
         attributes=_attributes,
         constants={KERNELS: TENSORRT_ATTRIBUTES[KERNELS]},
-        body=moe_body,
+        body=_layer_body,
         fill=_fill,
     )
 
@@ -108,7 +121,7 @@ register_op(
     op_type=DROPLESS_ROUTED,
     schema=SCHEMAS[DROPLESS_ROUTED],
     attributes=_attributes,
-    body=moe_body,
+    body=_training_body,
     fill=_fill,
 )
 
@@ -122,7 +135,7 @@ for _op, _op_type in (
         op_type=_op_type,
         schema=SCHEMAS[_op_type],
         attributes=_gradient_attributes,
-        body=moe_body,
+        body=_training_body,
     )
 
 register_op(
@@ -131,6 +144,6 @@ register_op(
     op_type="RMSNorm",
     attributes={"eps": "epsilon"},
     shape_inference="like:x",
-    body=rms_norm_body,
+    body=_rms_norm_body,
     doc="Root mean square normalisation over the last dimension.",
 )

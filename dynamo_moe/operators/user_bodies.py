@@ -13,6 +13,7 @@ import onnxscript
 from onnx.defs import OpSchema
 from onnxscript import version_converter
 
+from dynamo_moe.operators.foreign import is_foreign
 from dynamo_moe.operators.registry import Body, attribute_type
 
 _OPTIONAL = OpSchema.FormalParameterOption.Optional
@@ -169,8 +170,7 @@ def _check(function: ir.Function, name: str, attributes: Collection[str]) -> Non
     for node in function.all_nodes():
         given |= {a.ref_attr_name for a in node.attributes.values() if a.is_ref()}
         standard = node.domain in _STANDARD_DOMAINS and onnx.defs.has(node.op_type, node.domain)
-        foreign = node.domain.startswith("com.microsoft") or node.op_type == "TRT_MoE"
-        if not standard and not foreign:
+        if not standard and not is_foreign(node.domain, node.op_type):
             raise ValueError(
                 f"the body of {name} uses {node.domain or 'ai.onnx'}::{node.op_type}, which is "
                 "not an ONNX operator: write what it computes into the body itself"

@@ -25,6 +25,9 @@ from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.inputs import random_inputs
 from dynamo_moe.files.metadata import layers_of
 from dynamo_moe.files.model_files import all_nodes, load_graph
+from dynamo_moe.moe_nodes.targets.record import Target
+from dynamo_moe.moe_nodes.targets.registry import target_of
+from dynamo_moe.operators.foreign import foreign_operator
 from dynamo_moe.process_state import exclusive
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
@@ -129,13 +132,16 @@ def _weight_dtypes(proto: onnx.ModelProto) -> set[torch.dtype]:
 
 
 def _approximates_gelu(proto: onnx.ModelProto) -> bool:
-    """Whether ``com.microsoft::MoE`` computes a layer that asks for the exact GELU."""
+    """Whether a runtime's operator stands for a layer that asks for the exact GELU."""
     activations = {layer.attributes["activation"] for layer in layers_of(proto)}
-    return "gelu" in activations and _has_runtimes_moe(proto)
+    approximates = any("gelu" in target.approximations for target in _foreign_targets(proto))
+    return "gelu" in activations and approximates
 
 
-def _has_runtimes_moe(proto: onnx.ModelProto) -> bool:
-    return any((n.domain, n.op_type) == ("com.microsoft", "MoE") for n in proto.graph.node)
+def _foreign_targets(proto: onnx.ModelProto) -> list[Target]:
+    """Returns the targets of which a graph has a runtime's own operators."""
+    operators = (foreign_operator(node.domain, node.op_type) for node in proto.graph.node)
+    return [target_of(operator) for operator in dict.fromkeys(operators) if operator is not None]
 
 
 # --- The cases ---
@@ -210,10 +216,11 @@ class _LoadedFile:
     """The file in ONNX Runtime, with its layers' expert ids as further outputs, if they are known.
 
     One session gives both, unless the file has functions of blocks, which hide their layers, or
-    nodes of ``com.microsoft::MoE``. ONNX Runtime lets such a node write its result over its input
-    while still reading it, if nothing reads that input afterwards (seen with 1.31.1: errors of 2
-    and more). Computing the routing reads it, which hides the error (from 1.4 to 0.8 in a file of
-    two layers). So such a file runs as it is, and the routing comes from a session of its own.
+    nodes of a runtime's own operator. ONNX Runtime lets ``com.microsoft::MoE`` write its result
+    over its input while still reading it, if nothing reads that input afterwards (seen with 1.31.1:
+    errors of 2 and more). Computing the routing reads it, which hides the error (from 1.4 to 0.8 in
+    a file of two layers). So such a file runs as it is, and the routing comes from a session of its
+    own.
     """
 
     def __init__(
@@ -221,7 +228,7 @@ class _LoadedFile:
     ) -> None:
         self._path, self._runtime = path, runtime
         self._outputs = [value.name for value in proto.graph.output]
-        separate = _has_runtimes_moe(proto) or not is_stored
+        separate = bool(_foreign_targets(proto)) or not is_stored
         self._routed = add_routing_outputs(proto)
         as_it_is: tuple[Any, ...] = (str(path),)
         routed = (proto.SerializeToString(), str(path.parent)) if self._routed else as_it_is
@@ -266,10 +273,11 @@ def _reason(error: str, proto: onnx.ModelProto) -> str:
     """Returns why ONNX Runtime cannot load a file."""
     functions = {(function.domain, function.name) for function in proto.functions}
     for node in all_nodes(proto.graph.node):
-        if (node.domain, node.op_type) == ("trt", "TRT_MoE"):
+        foreign = foreign_operator(node.domain, node.op_type)
+        if foreign is not None and not target_of(foreign).runs_in_onnxruntime:
             return (
-                "only TensorRT has TRT_MoE. Verify an export of the same model with target "
-                "'plugin' or 'dense'"
+                f"only {foreign.runtime} has {foreign.op_type}. Verify an export of the same model "
+                "with target 'plugin' or 'dense'"
             )
         if node.domain not in _RUNTIME_DOMAINS and (node.domain, node.op_type) not in functions:
             return (

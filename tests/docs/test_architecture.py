@@ -111,13 +111,21 @@ def test_contracts_forbid_imports_of_a_folder_above(tree: Path) -> None:
     assert "dynamo_moe.weights -> dynamo_moe.graph" in result.stdout
 
 
-def test_contracts_hold_the_order_of_the_conversion(tree: Path) -> None:
-    folder = "dynamo_moe.conversion"
-    module = tree / "dynamo_moe" / "conversion" / "layer_spec.py"
-    module.write_text(f"import {folder}.convert_layers\n")
+@pytest.mark.parametrize(
+    ("folder", "below", "above"),
+    [
+        ("conversion", "layer_spec", "convert_layers"),
+        ("moe_nodes", "nodes", "targets"),
+    ],
+)
+def test_contracts_hold_the_order_inside_a_folder(
+    tree: Path, folder: str, below: str, above: str
+) -> None:
+    module = tree / "dynamo_moe" / folder / f"{below}.py"
+    module.write_text(f"import dynamo_moe.{folder}.{above}\n")
     result = _lint_imports(tree)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert f"{folder}.layer_spec -> {folder}.convert_layers" in result.stdout
+    assert f"dynamo_moe.{folder}.{below} -> dynamo_moe.{folder}.{above}" in result.stdout
 
 
 def _loaded_by_importing(name: str) -> set[str]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dynamo_moe.graph import lowering
 from dynamo_moe.moe_nodes import translation  # noqa: F401  Registers the operators.
+from dynamo_moe.moe_nodes.targets.plugin import PLUGIN
 from dynamo_moe.operators.registry import operators
 from moe_cases import (
     DTYPES,
@@ -108,7 +109,7 @@ def to_model(overload: Any, arguments: dict[str, Any], opset: int = 20) -> ir.Mo
         inputs, outputs, nodes=nodes, opset_imports={"": opset, "moe": 1}, name="model"
     )
     model = ir.Model(graph, ir_version=10)
-    lowering.lower(model, "plugin")
+    lowering.lower(model, PLUGIN)
     return model
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import dynamo_moe
-from dynamo_moe import exporting
 from dynamo_moe.cli import app
 from dynamo_moe.files.block_functions import DOMAIN
+from dynamo_moe.graph import pipeline
 from shared_exports import opened_twice
 
 pytest_plugins = ("shared_exports",)
@@ -101,9 +101,9 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkpoint"
     llama()[0].save_pretrained(folder)  # type: ignore[operator]
     counts: list[Any] = []
-    instantiate = exporting.instantiate
+    instantiate = pipeline.instantiate
     monkeypatch.setattr(
-        exporting, "instantiate", lambda *args: (counts.append(1), instantiate(*args))[1]
+        pipeline, "instantiate", lambda *args: (counts.append(1), instantiate(*args))[1]
     )
     path = tmp_path / "model.onnx"
     result = CliRunner().invoke(app, ["export", "--hf", str(folder), str(path), "-q"])

@@ -91,7 +91,7 @@ def test_repeated_normalisations_are_a_loop_that_builds(
     report = dynamo_moe.export(_Sinkhorn(), example, rolled)
     assert report.nodes["Loop"] == 1
     assert report.nodes["ReduceSum"] == 1
-    monkeypatch.setattr("dynamo_moe.exporting.roll_repeats", lambda model: None)
+    monkeypatch.setattr("dynamo_moe.graph.pipeline.roll_repeats", lambda model: None)
     assert dynamo_moe.export(_Sinkhorn(), example, plain).nodes["ReduceSum"] == 39
     x = np.random.default_rng(0).standard_normal((3, 5, 4, 4), np.float32)
     results = []

@@ -20,14 +20,14 @@ from small_models import mlp_model
 
 def spoil(monkeypatch: pytest.MonkeyPatch, change) -> None:
     """Lets a function change the graph as the last step of its optimization."""
-    optimize = exporting._optimize
+    optimize = exporting.give_form
 
     def spoiled(model: ir.Model, *options):
         layers = optimize(model, *options)
         change(model)
         return layers
 
-    monkeypatch.setattr(exporting, "_optimize", spoiled)
+    monkeypatch.setattr(exporting, "give_form", spoiled)
 
 
 def gemm(model: ir.Model) -> ir.Node:

@@ -15,8 +15,8 @@ from torch import nn
 
 import dynamo_moe
 from dynamo_moe.graph.transposed_weights import keep_transposed_weights
-from dynamo_moe.moe_nodes.bodies.of_node import moe_body
 from dynamo_moe.moe_nodes.nodes import INPUTS, moe_nodes
+from dynamo_moe.moe_nodes.targets.registry import TARGETS
 from moe_architectures import ARCHITECTURES, example_inputs
 from public_moe import CASES
 from small_models import mlp_model
@@ -181,4 +181,4 @@ def test_a_body_in_the_place_of_its_node_refuses_the_layout(target: str) -> None
     keep_transposed_weights(model)
     (node,) = model.graph
     with pytest.raises(ValueError, match=f"with target '{target}' weights must be \\(out, in\\)"):
-        moe_body(node, 20, target)
+        TARGETS[target].layer_body(node, 20)

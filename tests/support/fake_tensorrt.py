@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,6 +14,8 @@ from typer.testing import CliRunner
 
 import trt_plugin
 from dynamo_moe.cli import app
+from trt_plugin.bundle import Bundle
+from trt_plugin.engine.kernels import giving_kernels
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -196,6 +200,22 @@ class Engine(Empty):
     def execute_async_v3(self, stream: int) -> bool:
         self.streams.append(stream)
         return True
+
+
+@pytest.fixture
+def given_kernels(monkeypatch) -> list[tuple[str, list[int]]]:
+    """What parsers' threads were given: the name of each bundle, and its architectures."""
+    given = []
+
+    @contextmanager
+    def giving(bundle: Bundle | None, name: str) -> Iterator[None]:
+        if bundle is not None:
+            given.append((name, [program.architecture for program in bundle.programs]))
+        with giving_kernels(bundle, name):
+            yield
+
+    monkeypatch.setattr("trt_plugin.engine.building.giving_kernels", giving)
+    return given
 
 
 @pytest.fixture

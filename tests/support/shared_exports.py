@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dynamo_moe
-from dynamo_moe import exporting
+from dynamo_moe.graph import pipeline
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
             return found
 
         with monkeypatch.context() as context:
-            context.setattr(exporting, "instantiate", counted)
+            context.setattr(pipeline, "instantiate", counted)
             if "task" in options:
                 dynamo_moe.export_language_model(model, path, **options)  # type: ignore[arg-type]
             else:
@@ -36,7 +36,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
                 dynamo_moe.export(model, example, path, **options)
         return len(runs)
 
-    instantiate = exporting.instantiate
+    instantiate = pipeline.instantiate
     return export
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,6 @@ from fake_tensorrt import ParserError, built, run
 from small_bundles import LAYER, SMALL, program
 from trt_plugin.bundle import Bundle
 from trt_plugin.engine.installed import Installed, load_plugin
-from trt_plugin.engine.kernels import kernels_from
 
 pytest_plugins = ("fake_tensorrt",)
 
@@ -103,46 +101,17 @@ def test_the_librarys_place_is_told():
     assert out.strip() == str(trt_plugin.library_path())
 
 
-@pytest.mark.parametrize("before", [None, "old.moek"])
-def test_the_bundle_is_named_to_the_plugin_for_as_long_as_it_is_parsed(monkeypatch, before):
-
-    name = "DYNAMO_MOE_KERNELS"
-    monkeypatch.delenv(name, raising=False)
-    if before:
-        monkeypatch.setenv(name, before)
-    with kernels_from(None):
-        assert os.environ.get(name) == before
-    with kernels_from("new.moek"):
-        assert os.environ[name].endswith("/new.moek")
-    assert os.environ.get(name) == before
-
-
-def test_the_plugin_reads_the_chosen_programs(monkeypatch, tmp_path):
-    monkeypatch.setenv("DYNAMO_MOE_ARCHITECTURES", "sm_90")
-    one = Bundle(SMALL.programs[:1])
-    with kernels_from(tmp_path / "a.moek", one):
-        named = Path(os.environ["DYNAMO_MOE_KERNELS"])
-        assert trt_plugin.read(named) == one
-        assert "DYNAMO_MOE_ARCHITECTURES" not in os.environ
-    assert not named.exists()
-    assert os.environ["DYNAMO_MOE_ARCHITECTURES"] == "sm_90"
-
-
-def test_parsers_of_several_threads_take_turns(monkeypatch):
-    monkeypatch.delenv("DYNAMO_MOE_KERNELS", raising=False)
-    named = []
-
-    def parse() -> None:
-        with kernels_from(None):
-            named.append(os.environ.get("DYNAMO_MOE_KERNELS"))
-
-    with kernels_from("mine.moek"):
-        other = threading.Thread(target=parse)
-        other.start()
-        other.join(0.1)
-        assert other.is_alive()
-    other.join()
-    assert named == [None]
+def test_the_thread_that_parses_is_given_the_bundle(tensorrt, given_kernels, tmp_path, monkeypatch):
+    bundle = tmp_path / "small.moek"
+    SMALL.save(bundle)
+    monkeypatch.setenv("DYNAMO_MOE_KERNELS", "another.moek")
+    before, seen = dict(os.environ), []
+    tensorrt.say = lambda: seen.append(dict(os.environ))
+    built(tmp_path, kernels=bundle)
+    assert given_kernels == [(str(bundle), [each.architecture for each in SMALL.programs])]
+    assert seen == [before]
+    built(tmp_path)
+    assert len(given_kernels) == 1
 
 
 # --- On a TensorRT that only answers ---
@@ -230,23 +199,9 @@ MIXED = Bundle(
 )
 
 
-@pytest.fixture
-def parsed(tensorrt, tmp_path) -> list[tuple[list[int], str | None]]:
-    """Which programs the plugin was given when a file was parsed, and the variable beside them."""
-    MIXED.save(tmp_path / "mixed.moek")
-    seen = []
-
-    def say() -> None:
-        given = trt_plugin.read(os.environ["DYNAMO_MOE_KERNELS"])
-        names = os.environ.get("DYNAMO_MOE_ARCHITECTURES")
-        seen.append(([each.architecture for each in given.programs], names))
-
-    tensorrt.say = say
-    return seen
-
-
-def test_each_layer_stores_what_the_target_runs(parsed, tmp_path):
+def test_each_layer_stores_what_the_target_runs(tensorrt, given_kernels, tmp_path):
     bundle = tmp_path / "mixed.moek"
+    MIXED.save(bundle)
     for architectures, stored in (
         (["sm_89"], [89, 80]),
         (["sm_120"], [120, 120]),
@@ -254,21 +209,21 @@ def test_each_layer_stores_what_the_target_runs(parsed, tmp_path):
         (None, [89, 120, 80, 120]),
     ):
         built(tmp_path, kernels=bundle, architectures=architectures)
-        assert parsed.pop() == (stored, None)
+        assert given_kernels.pop() == (str(bundle), stored)
     with pytest.raises(
         trt_plugin.EngineError, match=r"bundle has no kernels for sm_80 of the layer .*: compile it"
     ):
         built(tmp_path, kernels=bundle, architectures=["sm_80"])
 
 
-def test_errors_name_the_given_bundle(tensorrt, tmp_path):
+def test_errors_name_the_given_bundle(tensorrt, given_kernels, tmp_path):
     bundle = tmp_path / "mixed.moek"
     MIXED.save(bundle)
     tensorrt.parses = False
 
     def say() -> None:
-        named = os.environ["DYNAMO_MOE_KERNELS"]
-        message = f"DroplessMoE moe: {named} has other layers"
+        ((name, _),) = given_kernels
+        message = f"DroplessMoE moe: {name} has other layers"
         tensorrt.logger.log(1, message)
 
     tensorrt.say = say
@@ -278,11 +233,12 @@ def test_errors_name_the_given_bundle(tensorrt, tmp_path):
         built(tmp_path, kernels=bundle, architectures=["sm_89"])
 
 
-def test_the_environment_leaves_architectures_out(parsed, tmp_path, monkeypatch):
+def test_the_environment_leaves_architectures_out(tensorrt, given_kernels, tmp_path, monkeypatch):
     bundle, name = tmp_path / "mixed.moek", "DYNAMO_MOE_ARCHITECTURES"
+    MIXED.save(bundle)
     monkeypatch.setenv(name, "120")
     built(tmp_path, kernels=bundle)
-    assert parsed.pop() == ([120, 120], None)
+    assert given_kernels.pop() == (str(bundle), [120, 120])
     with pytest.raises(
         trt_plugin.EngineError, match=f"{name}=120 leaves others out has no kernels for sm_89"
     ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -56,15 +55,14 @@ def run_engine(file: Path, *options: str) -> tuple[int, str, str]:
 
 
 def test_kernels_are_compiled_if_there_is_no_bundle(
-    tensorrt, compiled, moe_file, tmp_path, monkeypatch
+    given_kernels, compiled, moe_file, tmp_path, monkeypatch
 ):
-    named = []
-    tensorrt.say = lambda: named.append(os.environ.get("DYNAMO_MOE_KERNELS"))
     code, out, error = run_engine(moe_file, "--arch", "89", "--arch", "sm_120")
     assert (code, "TensorRT 10.9.0" in out) == (0, True), error
     assert compiled == [(1, ["sm_89", "sm_120"])]
-    assert named[0].endswith("/model.moek")
-    assert not Path(named[0]).exists()
+    ((name, architectures),) = given_kernels
+    assert (Path(name).name, architectures) == ("model.moek", [89, 120])
+    assert not Path(name).exists()
     assert (tmp_path / "model.engine").read_bytes() == b"an engine"
     # For this machine's GPU.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -76,7 +74,7 @@ def test_kernels_are_compiled_if_there_is_no_bundle(
     SMALL.save(tmp_path / "other.moek")
     for bundle, options in (("model", []), ("other", ["--kernels", str(tmp_path / "other.moek")])):
         assert run_engine(moe_file, *options)[0] == 0
-        assert named.pop() == str(tmp_path / f"{bundle}.moek")
+        assert given_kernels.pop()[0] == str(tmp_path / f"{bundle}.moek")
     assert len(compiled) == 1
 
 
@@ -201,13 +199,27 @@ def test_what_no_engine_can_be_built_for_is_refused_before_kernels_are_compiled(
     assert compiled == []
 
 
-def test_a_bundle_must_have_the_kernels_of_each_architecture(tensorrt, moe_file, tmp_path):
-    given = []
-    tensorrt.say = lambda: given.append(trt_plugin.read(os.environ["DYNAMO_MOE_KERNELS"]))
+def test_a_bundle_must_have_the_kernels_of_each_architecture(given_kernels, moe_file, tmp_path):
     SMALL.save(tmp_path / "model.moek")
     code, _, error = run_engine(moe_file, "--arch", "75")
     assert (code, "the bundle has no kernels for sm_75 of the layer" in error) == (1, True), error
-    assert given == []
+    assert given_kernels == []
     # Of the bundle's, for sm_80 and sm_90, those for the named one.
     assert run_engine(moe_file, "--arch", "80")[0] == 0
-    assert [each.architecture for each in given[0].programs] == [80]
+    assert given_kernels == [(str(tmp_path / "model.moek"), [80])]
+
+
+def test_the_file_is_opened_once(tensorrt, compiled, moe_file, monkeypatch):
+    opened = []
+    path_open = Path.open
+
+    def counting(path: Path, *arguments, **options):
+        opened.append(path)
+        return path_open(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", counting)
+    for options in ((), ("--resident-experts", "2")):
+        code, _, error = run_engine(moe_file, "--arch", "80", *options)
+        assert code == 0, error
+        assert opened.count(moe_file) == 1
+        opened.clear()

@@ -25,10 +25,12 @@ from plugin_host import (
     inputs_of,
     serialized,
 )
-from plugin_layers import checked_host
+from plugin_layers import checked_host, the_error
 from standin_gpu import StandinGpu
 from trt_plugin.bundle import Bundle
+from trt_plugin.engine.kernels import giving_kernels
 from trt_plugin.launcher import OpenProgram
+from trt_plugin.native import LauncherError, call
 from trt_plugin.plugin import sharing_kernels
 
 if not os.environ.get("TRITON_INTERPRET"):
@@ -355,6 +357,72 @@ def test_a_bundle_of_the_environment(driver, tensorrt, tmp_path, monkeypatch):
     plugin = tensorrt.create(NAMES[case.op], attributes_of(case))
     assert plugin is not None
     plugin.destroy()
+
+
+# --- A bundle that the parsing thread is given ---
+
+
+@pytest.fixture
+def elsewhere(monkeypatch) -> None:
+    """The environment names a bundle that does not exist, and one architecture."""
+    monkeypatch.setenv("DYNAMO_MOE_KERNELS", "/none")
+    monkeypatch.setenv("DYNAMO_MOE_ARCHITECTURES", "sm_90")
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_given_bundle_counts_whatever_the_environment_names(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpus, _ = several(driver, tmp_path, case, "sm_90", "sm_80")
+    given = Bundle(tuple(gpu.program(case) for gpu in gpus))
+    with giving_kernels(given, "mine"):
+        plugin = tensorrt.create(NAMES[case.op], attributes_of(case), layer="layer")
+    # It may be configured after the file is parsed.
+    assert plugin.configure(*profile(case, most=5)) == 0
+    assert serialized(plugin) == given.data
+    plugin.destroy()
+    assert tensorrt.create(NAMES[case.op], attributes_of(case)) is None
+    assert the_error(tensorrt).startswith("cannot read the kernels' bundle /none: ")
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_nodes_own_bundle_comes_before_the_given_one(driver, tensorrt, tmp_path):
+    case = small_case()
+    gpus, bundle = several(driver, tmp_path, case, "sm_90", "sm_80")
+    other = Bundle((gpus[0].program(small_case(activation="silu")),))
+    with giving_kernels(other, "other"):
+        plugin = configured(tensorrt, case, bundle, "layer")
+        assert tensorrt.create(NAMES[case.op], attributes_of(case)) is None
+    assert serialized(plugin) == Bundle((gpus[0].program(case),)).data
+    plugin.destroy()
+    assert the_error(tensorrt).startswith("other has no kernels of this layer: ")
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_another_thread_is_given_nothing(driver, tensorrt):
+    case = small_case()
+    given = Bundle((StandinGpu(driver).program(case),))
+    created = []
+
+    def parse() -> None:
+        created.append(tensorrt.create(NAMES[case.op], attributes_of(case)))
+
+    with giving_kernels(given, "mine"):
+        other = threading.Thread(target=parse)
+        other.start()
+        other.join()
+        parse()
+    nothing, plugin = created
+    assert nothing is None
+    assert the_error(tensorrt).startswith("cannot read the kernels' bundle /none: ")
+    plugin.destroy()
+
+
+def test_what_is_given_must_be_a_bundle():
+    with pytest.raises(LauncherError, match=r"^invalid bundle: mine: "):
+        call("kernels_begin", b"mine", b"no bundle", 9)
+    for name, data in ((None, b"x"), (b"mine", None)):
+        with pytest.raises(LauncherError, match=r"^invalid argument: (name|data) must not be null"):
+            call("kernels_begin", name, data, 1)
 
 
 # --- Architectures ---

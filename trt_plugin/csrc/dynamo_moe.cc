@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -14,6 +13,7 @@
 #include "bundle/description.h"
 #include "bundle/expression.h"
 #include "bundle/layer.h"
+#include "guard.h"
 #include "launch/launcher.h"
 
 struct dynamo_moe_program {
@@ -33,29 +33,6 @@ namespace {
 constexpr std::size_t kMaxMessage = 1024;
 thread_local char last_error[kMaxMessage] = "";
 
-dynamo_moe_status Keep(dynamo_moe_status status, const char* message) {
-  std::strncpy(last_error, message, kMaxMessage - 1);
-  return status;
-}
-
-template <typename Function>
-dynamo_moe_status Guard(const Function& function) noexcept {
-  try {
-    const Status status = function();
-    return status.ok() ? DYNAMO_MOE_OK : Keep(status.code(), status.message().c_str());
-  } catch (const std::bad_alloc&) {
-    return Keep(DYNAMO_MOE_OUT_OF_MEMORY, "the host's memory is exhausted");
-  } catch (const std::exception& error) {
-    return Keep(DYNAMO_MOE_INVALID_ARGUMENT, error.what());
-  } catch (...) {
-    return Keep(DYNAMO_MOE_INVALID_ARGUMENT, "unknown error");
-  }
-}
-
-Status NotNull(const void* pointer, const char* name) {
-  return pointer != nullptr ? Status() : InvalidArgument(name, " must not be null");
-}
-
 // A copy for the caller, who frees it with dynamo_moe_json_free().
 char* Copy(const std::string& text) {
   char* const copy = new char[text.size() + 1];
@@ -64,6 +41,12 @@ char* Copy(const std::string& text) {
 }
 
 }  // namespace
+
+dynamo_moe_status Keep(dynamo_moe_status status, const char* message) {
+  std::strncpy(last_error, message, kMaxMessage - 1);
+  return status;
+}
+
 }  // namespace dynamo_moe
 
 using dynamo_moe::Bundle;

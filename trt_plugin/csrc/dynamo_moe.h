@@ -216,6 +216,14 @@ DYNAMO_MOE_API dynamo_moe_status dynamo_moe_cache_enqueue(dynamo_moe_cache* cach
                                                           void* workspace, size_t workspace_size,
                                                           void* stream);
 
+/* Until dynamo_moe_kernels_end(), the plugins that this thread creates for layers take their
+ * kernels from this bundle, and of every architecture in it, whatever the environment names. Only
+ * the attribute kernels of a layer comes first. The bytes are copied; the name stands for the
+ * bundle in messages. */
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_kernels_begin(const char* name, const void* data,
+                                                          size_t size);
+DYNAMO_MOE_API dynamo_moe_status dynamo_moe_kernels_end(void);
+
 /* Until dynamo_moe_sharing_end(), the plugins that this thread creates for layers are of one
  * network, whose engine stores equal kernels once: with one layer, in whose place the others name
  * it. */

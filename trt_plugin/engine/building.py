@@ -20,7 +20,7 @@ from trt_plugin.engine.installed import (
     is_plugin_loaded,
     load_plugin,
 )
-from trt_plugin.engine.kernels import choose_kernels, kernels_from
+from trt_plugin.engine.kernels import choose_kernels, giving_kernels
 from trt_plugin.engine.log import Log, progress_monitor
 from trt_plugin.engine.shapes import Profile, add_profiles
 from trt_plugin.native import library_path
@@ -150,8 +150,9 @@ def build_engine(
             TensorRT for RTX.
         kernels: The bundle of the layers' kernels. The engine stores those that
             ``architectures`` run, or else all; the environment variable
-            ``DYNAMO_MOE_ARCHITECTURES`` leaves out others. By default the bundle that the plugin
-            finds, see the reference of the plugin, which is not compared with ``architectures``.
+            ``DYNAMO_MOE_ARCHITECTURES`` leaves out others. A node's own attribute ``kernels`` comes
+            first. By default the bundle that the plugin finds, see the reference of the plugin,
+            which is not compared with ``architectures``.
         timing_cache: File that measured tactics are read from and written to, with TensorRT. One
             that it refuses, such as another device's, is started anew, with a warning.
         share_kernels: Whether equal layers store their kernels once, see
@@ -182,13 +183,11 @@ def build_engine(
     trt_builder = trt.Builder(log.logger)
     network = trt_builder.create_network(_strongly_typed(trt))
     parser = trt.OnnxParser(network, log.logger)
-    share = share_kernels and not missing
-    with kernels_from(kernels, chosen) as path, sharing_kernels() if share else nullcontext():
+    sharing = sharing_kernels() if share_kernels and not missing else nullcontext()
+    with giving_kernels(chosen, str(kernels)), sharing:
         parsed = parser.parse_from_file(str(onnx_path))
     if not parsed:
-        refusal = _refusal(found, onnx_path, parser, log, missing)
-        # The chosen programs were in a temporary file: the plugin's errors are about the given one.
-        raise EngineError(refusal.replace(path, str(kernels)) if path else refusal)
+        raise EngineError(_refusal(found, onnx_path, parser, log, missing))
     config = trt_builder.create_builder_config()
     if found.is_rtx:
         _set_targets(trt, config, targets)

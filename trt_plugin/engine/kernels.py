@@ -1,25 +1,17 @@
-"""Which kernels an engine stores, and how the plugin is told while a file is parsed."""
+"""Which kernels an engine stores, and how the plugin gets them while a file is parsed."""
 
 from __future__ import annotations
 
 import os
-import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from os import PathLike
-from pathlib import Path
 
 from trt_plugin.bundle import Bundle, LayerRecord
 from trt_plugin.engine.installed import EngineError, Installed
 from trt_plugin.launcher import find_program
-from trt_plugin.native import LauncherError
+from trt_plugin.native import LauncherError, call
 
-# What the plugin reads while a file is parsed.
-_KERNELS = "DYNAMO_MOE_KERNELS"
 _ARCHITECTURES = "DYNAMO_MOE_ARCHITECTURES"
-# The variables belong to the process: parsers take turns.
-_NAMING = threading.Lock()
 
 
 def choose_kernels(
@@ -27,14 +19,12 @@ def choose_kernels(
     architectures: Iterable[str | int] | None,
     bundle: Bundle | None,
 ) -> tuple[list[str], Bundle | None]:
-    """Returns the targets, and the programs that the engine stores; None if that is all of them."""
+    """Returns the targets, and the programs that the engine stores; None without a bundle."""
     if bundle is None:
         return _targets(found, architectures, None), None
     allowed = _allowed(bundle)
     targets = _targets(found, architectures, allowed)
-    chosen = _chosen(allowed, [each.layer for each in bundle.programs], targets)
-    # If it is the same, the plugin reads the given file, and its errors name it.
-    return targets, None if chosen == bundle else chosen
+    return targets, _chosen(allowed, [each.layer for each in bundle.programs], targets)
 
 
 def _targets(
@@ -114,34 +104,24 @@ def _chosen(bundle: Bundle, layers: Iterable[LayerRecord], targets: Sequence[str
 
 
 @contextmanager
-def kernels_from(
-    bundle: str | PathLike[str] | None, chosen: Bundle | None = None
-) -> Iterator[str | None]:
-    """Tells the plugin where the kernels are; it reads them when the parser creates it.
+def giving_kernels(bundle: Bundle | None, name: str) -> Iterator[None]:
+    """Gives the plugins that this thread creates their kernels, whatever the environment names.
 
-    Yields the file that it reads; None if the environment decides.
+    A parser creates plugins in the thread that calls it. A node's own ``kernels`` come first.
 
     Args:
-        bundle: A bundle's file; None leaves the environment as it is.
-        chosen: Those of its programs that the engine stores; None for all.
+        bundle: The kernels; None: the environment decides.
+        name: What stands for the bundle in the plugin's messages.
+
+    Raises:
+        LauncherError: If the plugin cannot read the bundle.
     """
     if bundle is None:
-        with _NAMING:
-            yield None
+        yield
         return
-    with tempfile.TemporaryDirectory(prefix="dynamo-moe-") as folder, _NAMING:
-        path = Path(bundle).resolve()
-        if chosen is not None:
-            path = Path(folder) / path.name
-            chosen.save(path)
-        old = {name: os.environ.get(name) for name in (_KERNELS, _ARCHITECTURES)}
-        os.environ[_KERNELS] = str(path)
-        # The choice is made. The plugin would want each layer for all that the variable names.
-        os.environ.pop(_ARCHITECTURES, None)
-        try:
-            yield str(path)
-        finally:
-            for name, value in old.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+    data = bundle.data
+    call("kernels_begin", os.fsencode(name), data, len(data))
+    try:
+        yield
+    finally:
+        call("kernels_end")

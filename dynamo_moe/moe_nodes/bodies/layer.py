@@ -14,6 +14,7 @@ from dynamo_moe.moe_nodes.bodies import dense, dropless, onnxruntime, tensorrt, 
 from dynamo_moe.moe_nodes.bodies.config import MIN_OPSET, BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.router import route
+from dynamo_moe.operators.foreign import ONNXRUNTIME_MOE, TRT_MOE
 
 Inputs = Mapping[str, ir.Value]
 Layer = Callable[[Ops, BodyConfig, Inputs, ir.Value], ir.Value]
@@ -54,14 +55,14 @@ def dense_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Fun
 def onnxruntime_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
     """The operator as ONNX Runtime's ``com.microsoft::MoE``; see :func:`body`."""
     result = function(config, opset, domain, onnxruntime.layer)
-    result.opset_imports[onnxruntime.DOMAIN] = 1
+    result.opset_imports[ONNXRUNTIME_MOE.domain] = 1
     return result
 
 
 def tensorrt_body(config: BodyConfig, opset: int, *, domain: str = "moe") -> ir.Function:
     """The operator as TensorRT's ``TRT_MoE``; see :func:`body`."""
     result = function(config, opset, domain, routed(tensorrt.experts))
-    result.opset_imports[tensorrt.DOMAIN] = 1
+    result.opset_imports[TRT_MOE.domain] = 1
     return result
 
 

@@ -9,13 +9,7 @@ import onnx_ir as ir
 
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig, GradientConfig, RoutedConfig
 from dynamo_moe.moe_nodes.bodies.gradients import gradient_body, routed_body
-from dynamo_moe.moe_nodes.bodies.layer import (
-    body,
-    dense_body,
-    onnxruntime_body,
-    tensorrt_body,
-    unrolled_body,
-)
+from dynamo_moe.moe_nodes.bodies.layer import unrolled_body
 from dynamo_moe.moe_nodes.nodes import (
     DROPLESS_GRAD,
     DROPLESS_ROUTED,
@@ -25,12 +19,9 @@ from dynamo_moe.moe_nodes.nodes import (
     parse,
 )
 
-_BODIES: dict[str, Callable[..., ir.Function]] = {
-    "plugin": body,
-    "dense": dense_body,
-    "onnxruntime": onnxruntime_body,
-    "tensorrt_moe": tensorrt_body,
-}
+LayerBody = Callable[[ir.Node, int], ir.Function]
+"""From an MoE node and the opset to the function that computes it."""
+
 _TRAINING_BODIES: dict[str, Callable[..., ir.Function]] = {
     DROPLESS_ROUTED: routed_body,
     DROPLESS_GRAD: gradient_body,
@@ -43,25 +34,24 @@ _CONFIGS: dict[str, type[BodyConfig]] = {
 }
 
 
-def moe_body(node: ir.Node, opset: int, target: str) -> ir.Function:
-    """Returns the body of an MoE node, named after its configuration.
+def of_configuration(body: Callable[[BodyConfig, int], ir.Function]) -> LayerBody:
+    """Returns a body that depends on a node's configuration alone, and is named after it."""
 
-    Raises:
-        ValueError: If the target's body does not take the node's weights as they lie.
-    """
-    config = config_of(node)
-    if node.op_type in _TRAINING_BODIES:
-        function = _TRAINING_BODIES[node.op_type](config, opset)
+    def layer_body(node: ir.Node, opset: int) -> ir.Function:
+        config = config_of(node)
+        function = body(config, opset)
         function.overload = config.overload
         return function
-    if target != "plugin" and (config.w1_transposed or config.w2_transposed):
-        raise ValueError(f"node {node.name!r}: with target {target!r} weights must be (out, in)")
-    function = _BODIES[target](config, opset)
-    function.overload = config.overload
-    return function
+
+    return layer_body
 
 
-def unrolled_moe_body(node: ir.Node, opset: int) -> ir.Function:
+def training_body(node: ir.Node, opset: int) -> ir.Function:
+    """Returns the body of a node of training files, named after its configuration."""
+    return of_configuration(_TRAINING_BODIES[node.op_type])(node, opset)
+
+
+def unrolled_layer_body(node: ir.Node, opset: int) -> ir.Function:
     """Returns the body of an MoE node with separate products for each of its experts."""
     config, experts = config_of(node), node.attributes["num_experts"].as_int()
     function = unrolled_body(config, opset, num_experts=experts)

@@ -19,8 +19,7 @@ from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import rms_scale
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.router import logits, route
-
-DOMAIN = "com.microsoft"
+from dynamo_moe.operators.foreign import ONNXRUNTIME_MOE
 
 _PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu", "relu": "relu"}
 # exp(floor) is 0 in float32; the floor is finite so that a token without experts is not NaN.
@@ -89,8 +88,8 @@ def _moe(
         else:
             attributes |= {"activation_alpha": 1.0, "activation_beta": 0.0}
     node = ir.Node(
-        DOMAIN,
-        "MoE",
+        ONNXRUNTIME_MOE.domain,
+        ONNXRUNTIME_MOE.op_type,
         [x_TD, logits_TE, *(parameter(name) for name in ("w1", "b1", "w2", "b2"))],
         [*ir.convenience.convert_attributes(attributes), *references],
         outputs=[op.value("moe_TD")],

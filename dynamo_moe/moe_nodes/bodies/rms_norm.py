@@ -10,13 +10,13 @@ _STANDARD_OPSET = 23
 _INPUTS = ("x", "weight")
 
 
-def rms_norm_body(node: ir.Node, opset: int, target: str) -> ir.Function:
+def rms_norm_body(node: ir.Node, opset: int, *, beside: bool) -> ir.Function:
     """Returns the function for a node ``RMSNorm``, named after its configuration.
 
-    The function is the standard's operator if it replaces the node, the opset has that operator,
-    and everything is float32. Otherwise it is written out: in half precision the standard rounds
-    before the multiplication by the weight and ONNX Runtime 1.31 after it, and in float64 the
-    standard computes in float32 by default.
+    The function is the standard's operator if it replaces the node, so is not ``beside`` it, the
+    opset has that operator, and everything is float32. Otherwise it is written out: in half
+    precision the standard rounds before the multiplication by the weight and ONNX Runtime 1.31
+    after it, and in float64 the standard computes in float32 by default.
 
     Raises:
         ValueError: If the dtype of an input is unknown.
@@ -25,7 +25,7 @@ def rms_norm_body(node: ir.Node, opset: int, target: str) -> ir.Function:
     plus_one, early = (
         bool(node.attributes[name].as_int()) for name in ("weight_plus_one", "round_before_weight")
     )
-    op = Ops(opset, beside=target == "plugin")
+    op = Ops(opset, beside=beside)
     x_given, weight_given = (op.value(name) for name in _INPUTS)
     x = op.entered(x_given, x_dtype, out="x_entered")
     weight = op.entered(weight_given, weight_dtype, out="weight_entered")
@@ -33,7 +33,7 @@ def rms_norm_body(node: ir.Node, opset: int, target: str) -> ir.Function:
     factor = op.cast(weight, weight_dtype, wide, out="weight_wide")
     if plus_one:
         factor = op.Add(factor, op.constant("one", 1.0, wide), out="factor")
-    standard = target != "plugin" and opset >= _STANDARD_OPSET
+    standard = not beside and opset >= _STANDARD_OPSET
     if standard and x_dtype == weight_dtype == ir.DataType.FLOAT:
         epsilon = ir.RefAttr("epsilon", "epsilon", ir.AttributeType.FLOAT)
         (y,) = op.record("RMSNormalization", [x, factor], [epsilon], ["y"])

@@ -14,9 +14,7 @@ import onnx_ir as ir
 
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.ops import Ops
-
-# TensorRT's parser finds the operator by its name alone.
-DOMAIN = "trt"
+from dynamo_moe.operators.foreign import TRT_MOE
 
 _SILU = 1
 
@@ -52,8 +50,8 @@ def experts(
         for value in (gate_EHD, up_EHD, parameters["w2"])
     ]
     node = ir.Node(
-        DOMAIN,
-        "TRT_MoE",
+        TRT_MOE.domain,
+        TRT_MOE.op_type,
         [*tokens, *matrices, *_biases(op, config, parameters)],
         ir.convenience.convert_attributes({"activation_type": _SILU}),
         outputs=[op.value("moe_1TD")],

@@ -14,6 +14,7 @@
 #include <set>
 #include <system_error>
 #include <tuple>
+#include <utility>
 
 #include "bundle/format.h"
 #include "plugin/attributes.h"
@@ -28,6 +29,8 @@ constexpr const char* kFileName = "dynamo_moe.moek";
 
 // Stays the same as long as a file is not changed.
 using FileIdentity = std::tuple<dev_t, ino_t, off_t, time_t, long>;
+
+thread_local std::shared_ptr<BundleFile> given;
 
 std::mutex opening;
 // Never destroyed: plugins may outlive static objects.
@@ -180,8 +183,26 @@ Status BundleFile::Read(std::size_t size) {
   if (std::ferror(file.get()) != 0) {
     return CannotRead(path_);
   }
+  return Parse();
+}
+
+Status BundleFile::Parse() {
   return OfFile(path_, dynamo_moe::Bundle::Open(bytes_.data(), bytes_.size(), &content_));
 }
+
+Status BundleFile::FromBytes(std::string name, std::string_view bytes,
+                             std::shared_ptr<BundleFile>* bundle) {
+  auto read = std::make_shared<BundleFile>();
+  read->path_ = std::move(name);
+  read->bytes_ = bytes;
+  DYNAMO_MOE_RETURN_IF_ERROR(read->Parse());
+  *bundle = std::move(read);
+  return {};
+}
+
+void BundleFile::Give(std::shared_ptr<BundleFile> bundle) { given = std::move(bundle); }
+
+std::shared_ptr<BundleFile> BundleFile::Given() { return given; }
 
 std::uint32_t BundleFile::checksum() const {
   std::uint32_t checksum;

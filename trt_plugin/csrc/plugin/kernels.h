@@ -82,6 +82,15 @@ Status ReadArchitectures(Architectures* names);
 // A bundle's file in memory; plugins that use the same file share one.
 class BundleFile {
  public:
+  // A bundle that is in memory already, by the name that stands for its path.
+  static Status FromBytes(std::string name, std::string_view bytes,
+                          std::shared_ptr<BundleFile>* bundle);
+
+  // Gives the layers that this thread creates from now on their kernels; null: no longer.
+  static void Give(std::shared_ptr<BundleFile> bundle);
+  // What this thread's layers are given; null if the environment decides.
+  static std::shared_ptr<BundleFile> Given();
+
   // Opens the bundle at a path. If that is empty, opens the one that the environment variable
   // DYNAMO_MOE_KERNELS names, or else dynamo_moe.moek beside this library.
   static Status Open(const std::string& path, std::shared_ptr<BundleFile>* bundle);
@@ -99,6 +108,7 @@ class BundleFile {
 
  private:
   Status Read(std::size_t size);
+  Status Parse();
 
   std::string path_;
   std::string bytes_;

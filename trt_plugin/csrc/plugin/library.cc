@@ -1,12 +1,16 @@
 // What TensorRT calls when it loads this library, the creators that it then registers, and the part
 // of the C interface that concerns plugins.
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "bundle/layer.h"
 #include "dynamo_moe.h"
+#include "guard.h"
+#include "plugin/kernels.h"
 #include "plugin/log.h"
 #include "plugin/plugin.h"
 #include "plugin/sharing.h"
@@ -84,12 +88,29 @@ extern "C" DYNAMO_MOE_API nvinfer1::IPluginCreatorInterface* const* getCreators(
   return creators;
 }
 
+dynamo_moe_status dynamo_moe_kernels_begin(const char* name, const void* data, std::size_t size) {
+  return dynamo_moe::Guard([&]() -> dynamo_moe::Status {
+    using dynamo_moe::plugin::BundleFile;
+    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::NotNull(name, "name"));
+    DYNAMO_MOE_RETURN_IF_ERROR(dynamo_moe::NotNull(data, "data"));
+    std::shared_ptr<BundleFile> bundle;
+    DYNAMO_MOE_RETURN_IF_ERROR(
+        BundleFile::FromBytes(name, {static_cast<const char*>(data), size}, &bundle));
+    BundleFile::Give(std::move(bundle));
+    return {};
+  });
+}
+
+dynamo_moe_status dynamo_moe_kernels_end(void) {
+  dynamo_moe::plugin::BundleFile::Give(nullptr);
+  return DYNAMO_MOE_OK;
+}
+
 dynamo_moe_status dynamo_moe_sharing_begin(void) {
-  return static_cast<dynamo_moe_status>(
-      dynamo_moe::plugin::Guard("sharing kernels", []() -> dynamo_moe::Status {
-        dynamo_moe::plugin::Sharing::Begin();
-        return {};
-      }));
+  return dynamo_moe::Guard([]() -> dynamo_moe::Status {
+    dynamo_moe::plugin::Sharing::Begin();
+    return {};
+  });
 }
 
 dynamo_moe_status dynamo_moe_sharing_end(void) {

@@ -113,8 +113,11 @@ Status Plugin::FromAttributes(format::Operator op, Version version, const std::s
   Attributes attributes;
   DYNAMO_MOE_RETURN_IF_ERROR(ReadAttributes(op, version, fields, &attributes));
   auto layer = std::make_shared<Layer>();
-  DYNAMO_MOE_RETURN_IF_ERROR(BundleFile::Open(attributes.kernels, &layer->bundle));
-  DYNAMO_MOE_RETURN_IF_ERROR(ReadArchitectures(&layer->architectures));
+  layer->bundle = attributes.kernels.empty() ? BundleFile::Given() : nullptr;
+  if (layer->bundle == nullptr) {
+    DYNAMO_MOE_RETURN_IF_ERROR(BundleFile::Open(attributes.kernels, &layer->bundle));
+    DYNAMO_MOE_RETURN_IF_ERROR(ReadArchitectures(&layer->architectures));
+  }
   std::vector<std::string_view> programs;
   DYNAMO_MOE_RETURN_IF_ERROR(layer->bundle->Select(
       layer->architectures, [&](const auto& each) { return HasAttributes(each, attributes.layer); },

@@ -1,0 +1,67 @@
+"""The record of a target: all that an export, a check or a view has to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from dynamo_moe.moe_nodes.bodies.of_node import LayerBody, config_of
+from dynamo_moe.moe_nodes.targets.names import TargetName
+from dynamo_moe.operators.foreign import ForeignOperator
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What a file is written for.
+
+    Attributes:
+        name: Its name in the public API.
+        bodies: How an MoE layer is computed, by the names of the public API's ``body``, the default
+            first; under None where there is no choice.
+        keeps_nodes: Whether the nodes of registered operators stay, with their bodies as functions
+            beside them. Otherwise a body takes its node's place before the graph is simplified.
+        takes_transposed_weights: Whether the bodies take weights that lie as (in, out).
+        foreign: The operators of a runtime that the bodies use.
+        runs_in_onnxruntime: Whether ONNX Runtime runs the files.
+        approximations: What a user should know of activations that are computed in another form.
+        note: What a user of any file with MoE layers should know.
+    """
+
+    name: TargetName
+    bodies: Mapping[str | None, LayerBody]
+    keeps_nodes: bool = False
+    takes_transposed_weights: bool = False
+    foreign: tuple[ForeignOperator, ...] = ()
+    runs_in_onnxruntime: bool = True
+    approximations: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    def layer_body(self, node: ir.Node, opset: int, body: str | None = None) -> ir.Function:
+        """Returns the function that computes an MoE node, named after its configuration.
+
+        Args:
+            node: The node.
+            opset: Version of the standard operators.
+            body: One of :attr:`bodies`; what is not among them means the default.
+
+        Raises:
+            ValueError: If the target has no form of the layer, or does not take its weights as they
+                lie.
+        """
+        config = config_of(node)
+        transposed = config.w1_transposed or config.w2_transposed
+        if transposed and not self.takes_transposed_weights:
+            raise ValueError(
+                f"node {node.name!r}: with target {self.name!r} weights must be (out, in)"
+            )
+        default = next(iter(self.bodies.values()))
+        return self.bodies.get(body, default)(node, opset)
+
+    def notes(self, activations: Collection[str]) -> list[str]:
+        """Returns what a user of a file should know, given the activations of its MoE layers."""
+        approximated = [
+            note for activation, note in self.approximations.items() if activation in activations
+        ]
+        return [*approximated, *([self.note] if self.note and activations else [])]

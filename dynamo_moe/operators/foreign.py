@@ -1,0 +1,58 @@
+"""Operators that a runtime defines, and no standard: only that runtime computes their nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# ONNX Runtime has several domains of this prefix.
+_ONNXRUNTIME_DOMAINS = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class ForeignOperator:
+    """A runtime's own operator, as files of a target have it.
+
+    Attributes:
+        runtime: What runs it.
+        domain: The domain of its nodes.
+        op_type: Its name.
+        inputs: If it computes a whole MoE layer, its inputs, by the names of ours where they are
+            the same.
+        any_domain: Whether its runtime goes by the name alone.
+    """
+
+    runtime: str
+    domain: str
+    op_type: str
+    inputs: tuple[str, ...] = ()
+    any_domain: bool = False
+
+    def is_of(self, domain: str, op_type: str) -> bool:
+        """Whether a node of this domain and name is one of the operator's."""
+        return op_type == self.op_type and (self.any_domain or domain == self.domain)
+
+
+ONNXRUNTIME_MOE = ForeignOperator(
+    "ONNX Runtime",
+    "com.microsoft",
+    "MoE",
+    inputs=("x", "router_probs", "w1", "b1", "w2", "b2", "w3", "b3"),
+)
+TRT_MOE = ForeignOperator("TensorRT", "trt", "TRT_MoE", any_domain=True)
+
+FOREIGN_OPERATORS = (ONNXRUNTIME_MOE, TRT_MOE)
+
+
+def foreign_operator(domain: str, op_type: str) -> ForeignOperator | None:
+    """Returns the operator of :data:`FOREIGN_OPERATORS` that a node is of; None if of none."""
+    matching = (operator for operator in FOREIGN_OPERATORS if operator.is_of(domain, op_type))
+    return next(matching, None)
+
+
+def is_foreign(domain: str, op_type: str) -> bool:
+    """Whether a runtime defines a node's operator: one of the list, or any other of ONNX Runtime's.
+
+    >>> is_foreign("com.microsoft", "QuickGelu"), is_foreign("", "Gelu")
+    (True, False)
+    """
+    return domain.startswith(_ONNXRUNTIME_DOMAINS) or foreign_operator(domain, op_type) is not None
