@@ -28,7 +28,6 @@ from dynamo_moe.private import (
 )
 from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.tracing import (
-    flattening,
     open_questions,
     private_exporter,
     remembered_operators,
@@ -77,7 +76,6 @@ try:
     from torch.fx.experimental.sym_node import SymNode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked
     from torch.fx.experimental.symbolic_shapes import statically_known_true
-    from torch.utils import _pytree
 except ImportError as error:
     _absent = str(error)
 
@@ -117,17 +115,9 @@ _USED: dict[str, tuple[str, ...]] = {
     "_dynamo_config.patch": (),
     "torch._C._set_grad_enabled": (),
     "FakeTensorMode.dispatch": ("self", "func", "types", "args", "kwargs"),
-    "_pytree.tree_flatten": ("tree", "is_leaf"),
-    "_pytree.SUPPORTED_NODES": (),
-    "_pytree.TreeSpec": ("type", "context", "children_specs"),
-    "_pytree._LEAF_SPEC": (),
-    "_pytree._get_node_type": ("tree",),
     "_gradients.replace_set_grad_with_hop_pass": ("gm", "graph_signature"),
     "symbolic_shapes._guard_or": ("a", "default"),
     "symbolic_shapes._static_eval_sym_bool": ("x",),
-    "symbolic_shapes._free_unbacked_symbols_with_path": (
-        *("a", "path", "real", "shape_env", "pending", "simplify"),
-    ),
     **{f"SymNode.{name}": ("self", "other") for name in _ARITHMETIC},
     "proxy_tensor.get_proxy_mode": (),
     "proxy_tensor._extract_tensor_metadata": ("result", "include_contiguity"),
@@ -265,7 +255,6 @@ def _tracing_made_cheap() -> Iterator[None]:
             changes.enter_context(
                 replaced(symbolic_shapes, "_static_eval_sym_bool", open_questions.unknown_noted)
             )
-            changes.enter_context(replaced(_pytree, "tree_flatten", flattening.defined_once))
             for name in _ARITHMETIC:
                 changes.enter_context(replaced(SymNode, name, remembered_sizes.remembered))
             changes.enter_context(
@@ -276,13 +265,6 @@ def _tracing_made_cheap() -> Iterator[None]:
                 changes.enter_context(replaced(SymNode, name, remembered_sizes.truths_known))
             changes.enter_context(
                 replaced(proxy_tensor, "_extract_tensor_metadata", _without_memory_format)
-            )
-            changes.enter_context(
-                replaced(
-                    symbolic_shapes,
-                    "_free_unbacked_symbols_with_path",
-                    shorter_passes.searched_where_pending,
-                )
             )
         config = getattr(fx, "config", None)  # From PyTorch 2.12 on.
         if hasattr(config, "do_not_emit_stack_traces"):

@@ -11,22 +11,6 @@ from typing import Any
 import torch
 
 
-def searched_where_pending(original: Callable[..., dict[Any, Any]]) -> Callable[..., Any]:
-    """Looks into a value for symbols that are read from data only where a program has any."""
-
-    def find(
-        a: Any,
-        path: Any,
-        real: Any = None,
-        shape_env: Any = None,
-        pending: set[Any] | None = None,
-        simplify: bool = False,
-    ) -> dict[Any, Any]:
-        return original(a, path, real, shape_env, pending, simplify) if pending else {}
-
-    return find
-
-
 def gradients_ignored(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes no regions of a program where it switches gradients on and off.
 

@@ -13,7 +13,6 @@ from torch.export import ExportedProgram
 from dynamo_moe.tracing import dynamic_shapes
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
-from dynamo_moe.tracing.read_names import ReadNames
 from dynamo_moe.tracing.size_decisions import Decision, decisions_noted
 
 
@@ -95,8 +94,7 @@ def test_of_three_sizes_of_one_name_the_equal_ones_are_one() -> None:
 def test_the_line_that_decides_is_the_models() -> None:
     class Watched(nn.Module):
         def forward(self, first: Tensor, second: Tensor) -> Tensor:
-            with ReadNames().watched():
-                return first + second  # here
+            return first + second  # here
 
     sizes = ({0: torch.export.Dim.DYNAMIC},) * 2
     with decisions_noted() as noted:
