@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,9 +261,7 @@ def test_the_second_run_compiles_nothing(
 ) -> None:
     monkeypatch.setattr(ahead_of_time, "compile_tasks", compiles_nothing)
     counter = Counter()
-    started = time.perf_counter()
     again = compile_plans(PLANS, progress=counter, cache=cache)
-    assert time.perf_counter() - started < 1
     assert counter.calls == [(5, 5)]
     assert again.data == bundle.data
 
