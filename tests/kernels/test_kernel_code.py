@@ -14,9 +14,9 @@ import triton
 
 from benchmarks.gpu import kernel_code
 from benchmarks.gpu.candidates import gemm_candidates
+from benchmarks.gpu.check import CANDIDATES
 from benchmarks.gpu.kernel_code import Case, disassemble, in_loops, measure, worse
 from benchmarks.gpu.layers import SHAPES
-from benchmarks.gpu.stages import CANDIDATES
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.grouped_gemm import expert_down_step, expert_up_step
 from standin import ROOT

@@ -170,6 +170,7 @@ def test_random_problems(problem, path):
     check(layer, path, tensors)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", ROUTER_FORMS)
 def test_every_form(form, path):
@@ -177,6 +178,7 @@ def test_every_form(form, path):
     check(layer, path, tensors_of(layer, 5))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("x", "weight"), list(product(FLOATS, FLOATS)))
 def test_every_pair_of_dtypes(x, weight, path):
