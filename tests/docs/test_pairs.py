@@ -1,4 +1,4 @@
-"""The mark ``pairwise``: which cases of a product run in ``make test``."""
+"""The marks ``pairwise`` and ``each_value``: which cases of a product run in ``make test``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ def test_every_pair_is_in_one_of_few_rows():
         assert met == set(product(values[one], values[other]))
     assert 42 <= len(chosen) <= 50 < len(rows)
     assert covering(rows[:1]) == [0]
+    once = [rows[place] for place in covering(rows, 1)]
+    assert len(once) == 7
+    assert all({row[name] for row in once} == set(values[name]) for name in values)
 
 
 def test_parts_of_a_parameter_are_values_of_their_own(pytester: pytest.Pytester):
@@ -34,9 +37,13 @@ def test_parts_of_a_parameter_are_values_of_their_own(pytester: pytest.Pytester)
         "@pytest.mark.parametrize('form', [{'a': a, 'b': b} for a in (1, 2) for b in (3, 4)])\n"
         "@pytest.mark.parametrize('path', 'xy')\n"
         "def test_form(form, path): pass\n"
+        "@pytest.mark.each_value\n"
+        "@pytest.mark.parametrize('form', [{'a': 1, 'b': 1}, {'a': 1, 'b': 2}, {'a': 2, 'b': 1}])\n"
+        "@pytest.mark.parametrize('path', 'xy')\n"
+        "def test_once(form, path): pass\n"
         "@pytest.mark.parametrize('form', [1, 2])\n"
         "@pytest.mark.parametrize('path', 'xy')\n"
         "def test_whole(form, path): pass\n"
     )
     result = pytester.runpytest_inprocess("-m", "not every", "-W", "ignore")
-    result.assert_outcomes(passed=5 + 4, deselected=3)
+    result.assert_outcomes(passed=5 + 3 + 4, deselected=3 + 3)

@@ -1,7 +1,8 @@
-"""Few cases of a product that hold every pair of its values: the mark ``pairwise``.
+"""Few cases of a product: the marks ``pairwise`` and ``each_value``.
 
 Most defects are of one value, or of two that meet. A full product of seven activations, six paths
-and nine pairs of dtypes repeats each such meeting dozens of times.
+and nine pairs of dtypes repeats each such meeting dozens of times. With ``pairwise`` a test's cases
+hold every pair of values, with ``each_value`` every value; `make test-all` runs the others too.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from typing import Any
 
 import pytest
 
+# How many values of a test's cases meet.
+_STRENGTHS = {"each_value": 1, "pairwise": 2}
 
-def covering(rows: Sequence[Mapping[str, str]]) -> list[int]:
+
+def covering(rows: Sequence[Mapping[str, str]], strength: int = 2) -> list[int]:
     """Returns the places of rows that hold every pair of two columns' values that any row holds.
 
     Greedy, and the same every time: the next is the first of those that add the most pairs.
 
     Args:
         rows: Each with the same columns.
+        strength: 2 for pairs, 1 for single values.
     """
-    pairs = [set(combinations_with_replacement(row.items(), 2)) for row in rows]
+    pairs = [set(combinations_with_replacement(row.items(), strength)) for row in rows]
     missing = set().union(*pairs)
     places = []
     while missing:
@@ -33,27 +38,28 @@ def covering(rows: Sequence[Mapping[str, str]]) -> list[int]:
 
 
 def mark_the_rest(items: Sequence[pytest.Item]) -> None:
-    """Marks those cases of tests with the mark ``pairwise`` as ``every`` that add no pair."""
-    tests: dict[object, list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
-            tests.setdefault(item.function, []).append(item)
-    for cases in tests.values():
-        rows = [_columns(case.callspec.params) for case in cases]
-        names = sorted(set().union(*rows))
-        needed = covering([{name: row.get(name, "") for name in names} for row in rows])
-        for place in set(range(len(cases))) - set(needed):
-            cases[place].add_marker(pytest.mark.every)
+    """Marks cases of tests with these marks as ``every`` that add nothing."""
+    for mark, strength in _STRENGTHS.items():
+        tests: dict[object, list[pytest.Function]] = {}
+        for item in items:
+            if isinstance(item, pytest.Function) and item.get_closest_marker(mark):
+                tests.setdefault(item.function, []).append(item)
+        for cases in tests.values():
+            rows = [_columns(case.callspec.params, parts=strength > 1) for case in cases]
+            names = sorted(set().union(*rows))
+            full = [{name: row.get(name, "") for name in names} for row in rows]
+            for place in set(range(len(cases))) - set(covering(full, strength)):
+                cases[place].add_marker(pytest.mark.every)
 
 
-def _columns(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a case's parameters; those that are mappings or dataclasses by their parts."""
+def _columns(parameters: Mapping[str, Any], *, parts: bool) -> dict[str, str]:
+    """Returns a case's parameters; with ``parts``, mappings and dataclasses by their parts."""
     row = {}
     for name, value in parameters.items():
-        parts: Mapping[str, Any] = {"": value}
-        if isinstance(value, Mapping):
-            parts = value
-        elif is_dataclass(value):
-            parts = {field.name: getattr(value, field.name) for field in fields(value)}
-        row |= {f"{name}.{part}": repr(item) for part, item in parts.items()}
+        held: Mapping[str, Any] = {"": value}
+        if parts and isinstance(value, Mapping):
+            held = value
+        elif parts and is_dataclass(value):
+            held = {field.name: getattr(value, field.name) for field in fields(value)}
+        row |= {f"{name}.{part}": repr(item) for part, item in held.items()}
     return row
