@@ -59,6 +59,7 @@ LEFT_IN_REGISTERS = re.compile(r"HGMMA\S* R\d+, R\d+, ")
 
 
 @pytest.mark.slow
+@pytest.mark.pairwise
 @pytest.mark.parametrize("block_m", [16, 32])
 @pytest.mark.parametrize("product", ["up", "down"])
 @pytest.mark.parametrize("shape", ["qwen3", "gpt-oss"])

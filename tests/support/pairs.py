@@ -54,7 +54,7 @@ def mark_the_rest(items: Sequence[pytest.Item]) -> None:
 
 def _columns(parameters: Mapping[str, Any], *, parts: bool) -> dict[str, str]:
     """Returns a case's parameters; with ``parts``, mappings and dataclasses by their parts."""
-    row = {}
+    row: dict[str, str] = {}
     for name, value in parameters.items():
         held: Mapping[str, Any] = {"": value}
         if parts and isinstance(value, Mapping):
