@@ -61,7 +61,7 @@ test-all: $(INSTALLED) ## Run these and every model, operator and architecture; 
 	$(BIN)/python tests/support/architecture_table.py
 
 # By subject, because even the fast tests together take minutes.
-test-fast: $(INSTALLED) ## Run the fast tests, with SUBJECT=export those of tests/export: under a minute
+test-fast: $(INSTALLED) ## Run the fast tests, with SUBJECT=export those of tests/export: a minute or two
 	$(PYTEST) -m "not slow and not every" $(addprefix tests/,$(SUBJECT))
 
 test-avx2: $(INSTALLED) build/avx2.so ## Run the tests as on a CPU without AVX-512 and VNNI
