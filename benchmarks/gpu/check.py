@@ -180,28 +180,30 @@ def _run_command(
 
 def main() -> None:
     """Runs the stages on this machine's GPU."""
-    known = parser(__doc__)
-    known.add_argument(
+    command_line = parser(__doc__)
+    command_line.add_argument(
         "--output", type=Path, default=ROOT / "build", help="folder for results, in gpu_check"
     )
-    known.add_argument(
+    command_line.add_argument(
         "--work", type=Path, default=ROOT / "build" / "gpu", help="folder for what is built"
     )
-    known.add_argument("--only", default="", help="stages, such as library,tests; default: all")
-    known.add_argument("--budget", type=float, default=1800, help="seconds for all of them")
-    known.add_argument(
+    command_line.add_argument(
+        "--only", default="", help="stages, such as library,tests; default: all"
+    )
+    command_line.add_argument("--budget", type=float, default=1800, help="seconds for all of them")
+    command_line.add_argument(
         "--rehearse", action="store_true", help="try each stage without a GPU, at tiny sizes"
     )
-    given = known.parse_args()
-    results, build = given.output.absolute() / "gpu_check", given.work.absolute()
-    stages = stages_of(results, build, rehearsal=given.rehearse)
+    arguments = command_line.parse_args()
+    results, build = arguments.output.absolute() / "gpu_check", arguments.work.absolute()
+    stages = stages_of(results, build, rehearsal=arguments.rehearse)
     names = [stage.name for stage in stages]
-    wanted = given.only.split(",") if given.only else names
+    wanted = arguments.only.split(",") if arguments.only else names
     if unknown := set(wanted) - set(names):
-        known.error(f"stages are {', '.join(names)}; got {', '.join(sorted(unknown))}")
+        command_line.error(f"stages are {', '.join(names)}; got {', '.join(sorted(unknown))}")
     # As Ctrl-C does, so that what runs ends with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    deadline = float("inf") if given.rehearse else time.monotonic() + given.budget
+    deadline = float("inf") if arguments.rehearse else time.monotonic() + arguments.budget
     chosen = [stage for stage in stages if stage.name in wanted]
     lines = run_stages(chosen, results, build, deadline)
     print("\n=== summary", *lines, f"results are in {results}", sep="\n")

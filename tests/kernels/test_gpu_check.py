@@ -82,8 +82,8 @@ def test_a_check_that_is_ended_takes_its_stage_with_it(tmp_path):
         time.sleep(0.05)
     process.terminate()
     assert process.wait() == 128 + signal.SIGTERM
-    for each in (tmp_path / "ids").read_text().split():
-        while is_running(each):
+    for stage_process in (tmp_path / "ids").read_text().split():
+        while is_running(stage_process):
             time.sleep(0.05)
 
 
@@ -102,7 +102,7 @@ def test_stages_fit_the_window(tmp_path):
     # The guide names them all, in this order, and what a command of ten minutes may take.
     table = dict(re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|$", GUIDE, re.MULTILINE))
     assert {name: float(seconds) for name, seconds in table.items()} == limits
-    commands = [each.split(",") for each in re.findall(r"make gpu-check ONLY=(\S+)", GUIDE)]
+    commands = [names.split(",") for names in re.findall(r"make gpu-check ONLY=(\S+)", GUIDE)]
     assert [name for command in commands for name in command] == list(limits)
     assert max(sum(limits[name] for name in command) for command in commands) <= 580
 

@@ -112,7 +112,7 @@ class Checkout:
             if native:
                 self._compile()
             results = (self._run(tests, seconds) for tests in mutant.tests)
-            return next((each for each in results if each), f"SURVIVED      {mutant.tests}")
+            return next(filter(None, results), f"SURVIVED      {' '.join(mutant.tests)}")
         finally:
             path.write_text(whole)
             if native:

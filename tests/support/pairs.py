@@ -56,10 +56,10 @@ def _columns(parameters: Mapping[str, Any], *, parts: bool) -> dict[str, str]:
     """Returns a case's parameters; with ``parts``, mappings and dataclasses by their parts."""
     row: dict[str, str] = {}
     for name, value in parameters.items():
-        held: Mapping[str, Any] = {"": value}
+        values: Mapping[str, Any] = {"": value}
         if parts and isinstance(value, Mapping):
-            held = value
+            values = value
         elif parts and is_dataclass(value):
-            held = {field.name: getattr(value, field.name) for field in fields(value)}
-        row |= {f"{name}.{part}": repr(item) for part, item in held.items()}
+            values = {field.name: getattr(value, field.name) for field in fields(value)}
+        row |= {f"{name}.{part}": repr(item) for part, item in values.items()}
     return row
