@@ -12,12 +12,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 BENCHMARKS := cpu.experts cpu.function_bodies cpu.host_cost cpu.language_models export.speed export.checkpoint residency.simulate
-# Where gpu-check writes its archive; stages that it runs, by default all; kernels compiled before.
+# Where gpu-check writes its results, and the stages that it runs, by default all.
 OUT ?= build
 ONLY ?=
-KERNELS ?=
-# The gpu_check.tar.gz of an earlier machine.
-RESUME ?=
 # Without a network it gives up in a minute.
 APT_GET := apt-get --quiet --quiet -o Acquire::http::Timeout=20 -o Acquire::Retries=1 -o DPkg::Lock::Timeout=60
 CSRC := $(wildcard trt_plugin/csrc/*.cc trt_plugin/csrc/*/*.cc)
@@ -64,7 +61,7 @@ test-all: $(INSTALLED) ## Run these and every model, operator and architecture; 
 	$(BIN)/python tests/support/architecture_table.py
 
 # By subject, because even the fast tests together take minutes.
-test-fast: $(INSTALLED) ## Run the fast tests, with SUBJECT=export those of tests/export: under a minute
+test-fast: $(INSTALLED) ## Run the fast tests, with SUBJECT=export those of tests/export: a minute or two
 	$(PYTEST) -m "not slow and not every" $(addprefix tests/,$(SUBJECT))
 
 test-avx2: $(INSTALLED) build/avx2.so ## Run the tests as on a CPU without AVX-512 and VNNI
@@ -153,8 +150,7 @@ bench: $(INSTALLED) ## Run the benchmarks that need no GPU
 # Without .venv: the GPU's machine has PyTorch, Triton and pytest.
 gpu-check: ## Build, test, measure and tune on this machine's GPU, in 30 minutes
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu.check --output "$(OUT)" \
-		$(if $(ONLY),--only "$(ONLY)") $(if $(KERNELS),--compiled "$(KERNELS)") \
-		$(if $(RESUME),--resume "$(RESUME)")
+		$(if $(ONLY),--only "$(ONLY)")
 
 clean: ## Remove what the other targets made, .venv excepted
 	rm -rf build dist docs/_build .coverage .coverage.* .grimp_cache .hypothesis \

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pairs import mark_the_rest
+
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, which happens later.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,6 +28,11 @@ collect_ignore = ["support"]
 collect_ignore_glob = (
     [] if find_spec("triton") else ["kernels/test_interpreter.py", "kernels/test_kernel_*.py"]
 )
+
+
+@pytest.hookimpl(tryfirst=True)  # Before -m "not every" is read.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

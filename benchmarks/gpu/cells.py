@@ -5,7 +5,6 @@ Legend: T tokens, D model width, E experts, K choices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -15,29 +14,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.fused_moe import Config, candidates, fused_moe, fused_router
-from benchmarks.gpu.goals import Floor, Rates, Verdict, expected_active, floor, judge
-from benchmarks.gpu.layers import (
-    Parameters,
-    Routing,
-    Shape,
-    call_tensors,
-    random_routing,
-    random_tokens,
-)
-from benchmarks.gpu.peers import dense, grouped, torch_router
+from benchmarks.gpu.goals import Floor, Rates, Verdict, floor, judge
+from benchmarks.gpu.layers import Parameters, Routing, Shape, random_routing, random_tokens
+from benchmarks.gpu.peers import grouped, torch_router
 from benchmarks.gpu.timing import Timer, Times, reason
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.spec import ForwardPlan
 from custom_ops.routing import route
 
-OURS, GROUPED, FUSED, DENSE = "ours", "grouped_mm", "fused_moe", "dense"
-PEERS = (GROUPED, FUSED, DENSE)
+OURS, GROUPED, FUSED = "ours", "grouped_mm", "fused_moe"
+PEERS = (GROUPED, FUSED)
 
 Call = Callable[[], Tensor]
 
-# Every expert on every token is left out where it would take longer, or need more memory.
-_DENSE_MICROSECONDS = 20_000
-_DENSE_BYTES = 8e9
 # A row that differs by more went to other experts: the versions' routers round differently.
 _ROW_ERROR = 0.05
 _OTHER_ROWS = 0.01
@@ -191,11 +180,6 @@ class Bench:
                 result.left_out[FUSED] = "no configuration runs"
             else:
                 calls[FUSED] = tried[result.config]
-        if DENSE in self.versions:
-            if excuse := self._without_dense(cell, x_TD.element_size()):
-                result.left_out[DENSE] = excuse
-            else:
-                calls[DENSE] = with_router(torch_router, dense)
         return calls
 
     def _choose(self, cell: Cell, tried: Mapping[Config, Call]) -> Config | None:
@@ -206,16 +190,6 @@ class Bench:
                 return None
             self._fastest[cell.count] = min(times, key=lambda config: times[config].median)
         return self._fastest[cell.count]
-
-    def _without_dense(self, cell: Cell, itemsize: int) -> str:
-        """Why every expert on every token is left out, or nothing."""
-        rows, D = cell.tokens * self.shape.experts, self.shape.width
-        inner = self.shape.rows + self.shape.hidden
-        microseconds = 1e6 * 2 * rows * D * inner / self.rates.flops
-        if microseconds > _DENSE_MICROSECONDS:
-            return f"would take over {microseconds / 1e3:.0f} ms"
-        needed = itemsize * rows * (inner + 2 * D)  # bytes of what `dense` allocates
-        return f"needs {needed / 1e9:.0f} GB" if needed > _DENSE_BYTES else ""
 
     def _compare(self, calls: dict[str, Call], result: Result) -> None:
         """Compares results row by row, so that only equal work is timed."""
@@ -242,29 +216,6 @@ class Bench:
 
 # --- The launches of a layer ---
 
-# The stages of the floor that a kernel computes; norm and sort compute none.
-_STAGES: Mapping[str, tuple[str, ...]] = {
-    "route_kernel": ("router",),
-    "router_logits_kernel": ("router",),
-    "few_up_kernel": ("up",),
-    "expert_up_kernel": ("up",),
-    "few_down_kernel": ("down", "combine"),
-    "expert_down_kernel": ("down",),
-    "expert_mlp_kernel": ("up", "down"),
-    "combine_kernel": ("combine",),
-}
-
-
-@dataclass(frozen=True)
-class LaunchTime:
-    """Microseconds of one launch by itself, with a cold and with a warm L2 cache."""
-
-    kernel: str
-    programs: int  # of its grid
-    cold: float
-    warm: float
-    floor: float  # of the stages that it computes, 0 if it computes none
-
 
 def launches_alone(
     plan: ForwardPlan, tensors: Mapping[str, Tensor]
@@ -279,30 +230,3 @@ def launches_alone(
     for spec in span.launches:
         alone = replace(plan, ranges=(replace(span, first=1, launches=(spec,)),))
         yield spec.name, partial(launch, alone, tensors, workspace)
-
-
-def time_launches(
-    cell: Cell, plan: ForwardPlan, parameters: Parameters, timer: Timer, rates: Rates
-) -> list[LaunchTime]:
-    """Times every launch by itself, on what the launches before it have left.
-
-    The sum is not the layer's time: alone, a launch neither finds its inputs in the cache where the
-    one before left them, nor starts while that one ends.
-    """
-    tensors = call_tensors(parameters, cell.tokens)
-    sizes = {**plan.layer.sizes, "T": cell.tokens}
-    active = expected_active(cell.shape.experts, cell.shape.top_k, cell.tokens)
-    shortest = cell.floor(active, rates, tensors["x"].element_size())
-    alone = list(launches_alone(plan, tensors))
-    for _, call in alone:
-        call()
-    return [
-        LaunchTime(
-            name,
-            math.prod(axis.evaluate(sizes) for axis in spec.grid),
-            timer({name: call}).times[name].median,
-            timer({name: call}, cold=False).times[name].median,
-            sum(getattr(shortest, stage) for stage in _STAGES.get(name, ())),
-        )
-        for (name, call), spec in zip(alone, plan.at(cell.tokens).launches, strict=True)
-    ]

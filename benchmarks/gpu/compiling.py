@@ -124,20 +124,14 @@ def _plan(
     return plan(layer, architecture) if ranges is None else plan_with(layer, architecture, ranges)
 
 
-def compile_jobs(
-    jobs: Mapping[T, Job],
-    *,
-    seconds: float | None = None,
-    prepare: Callable[[], None] | None = None,
-) -> dict[T, str]:
+def compile_jobs(jobs: Mapping[T, Job], *, seconds: float | None = None) -> dict[T, str]:
     """Runs jobs, the most important first, in a process for each core; returns why some failed.
 
-    Jobs that have not begun after ``seconds`` are left out, and returned too. Each process calls
-    ``prepare`` first.
+    Jobs that have not begun after ``seconds`` are left out, and returned too.
     """
     failed: dict[T, str] = {}
     workers, spawn = len(os.sched_getaffinity(0)), get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=prepare) as pool:
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         names = {pool.submit(_failure, job): name for name, job in jobs.items()}
         try:
             for future in as_completed(names, timeout=seconds):

@@ -1,4 +1,4 @@
-"""What a layer is compared with in PyTorch: sorted rows with ``grouped_mm``, and every expert.
+"""What a layer is compared with in PyTorch: sorted rows with ``grouped_mm``.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K choices,
 N = T*K slots.
@@ -70,16 +70,3 @@ def grouped(shape: Shape, parameters: Parameters, x_TD: Tensor, routing: Routing
     inverse_N = torch.empty_like(order_N)
     inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
     return weighted_ND[inverse_N].view(-1, top_k, x_TD.shape[1]).sum(1).to(x_TD.dtype)
-
-
-def dense(shape: Shape, parameters: Parameters, x_TD: Tensor, routing: Routing) -> Tensor:
-    """Every expert on every token, in two batched products."""
-    ids_TK, weights_TK = routing
-    z_ETF = x_TD @ parameters["w1"].mT
-    if shape.biases:
-        z_ETF += parameters["b1"][:, None]
-    y_ETD = activate(z_ETF, shape.options) @ parameters["w2"].mT
-    if shape.biases:
-        y_ETD += parameters["b2"][:, None]
-    share_TE = weights_TK.new_zeros(len(x_TD), shape.experts).scatter_add(-1, ids_TK, weights_TK)
-    return torch.einsum("etd,te->td", y_ETD, share_TE.to(y_ETD.dtype))

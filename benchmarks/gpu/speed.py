@@ -1,12 +1,11 @@
 """Does the kernel reach its goals on a GPU?
 
-    python -m benchmarks.gpu.speed --json result.json --plot result.png
+    python -m benchmarks.gpu.speed --json result.json
 
 docs/explanation/performance.md says what is compared, how it is timed, and what the floor of a
 cell is: the time that no implementation can beat. Ours is ``torch.ops.moe.*``.
 
-``--breakdown qwen3:1024`` times each launch of ours by itself. ``--dry-run`` runs the harness
-without a GPU, on a tiny layer; its times mean nothing.
+``--dry-run`` runs the harness without a GPU, on a tiny layer; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -16,31 +15,23 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from benchmarks.common.plots import panels
-from benchmarks.common.report import conditions, parse, parser, table, write_json
+from benchmarks.common.report import conditions, parser, table, write_json
 from benchmarks.gpu import HAS_GPU
 from benchmarks.gpu.cells import (
-    DENSE,
-    FUSED,
-    GROUPED,
     OURS,
     PEERS,
     Bench,
     Cell,
-    LaunchTime,
     Result,
-    time_launches,
 )
 from benchmarks.gpu.compiling import Compilation, compile_jobs, compile_only, plan_jobs
 from benchmarks.gpu.fused_moe import Config, candidates, compile_for
@@ -48,7 +39,6 @@ from benchmarks.gpu.goals import PEER_GOALS, Rates, geometric_mean
 from benchmarks.gpu.layers import ROUTINGS, SHAPES, Shape, matching, parameters_of
 from benchmarks.gpu.timing import GraphTimer, HostTimer, Timer, measure_rates, release
 from custom_ops.kernels.architectures import Architecture, architecture, nearest_architecture
-from custom_ops.kernels.plan import plan
 
 # Skewed routing is measured here only: the rest of the time is better spent on other cells.
 SKEWED_COUNTS = {16, 64, 1024, 4096}
@@ -148,7 +138,6 @@ class Results:
     rates: Rates
     cells: list[Result] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # cells, for lack of time or memory
-    launches: dict[str, list[LaunchTime]] = field(default_factory=dict)  # of single layers
 
     def to_json(self) -> dict[str, Any]:
         """The results as JSON's types."""
@@ -159,7 +148,6 @@ class Results:
             },
             "geometric means": peer_means(self.cells),
             "cells": [result.to_json() for result in self.cells],
-            "breakdowns": {name: [*map(asdict, each)] for name, each in self.launches.items()},
             "left out": self.left_out,
         }
 
@@ -251,51 +239,6 @@ def goals_table(results: Sequence[Result]) -> str:
     return table("goals", ["goal", "met"], rows)
 
 
-def launches_table(title: str, launches: Sequence[LaunchTime]) -> str:
-    """Returns each launch of a layer."""
-    rows = []
-    for each in launches:
-        share = f"{100 * each.floor / each.cold:.0f} %" if each.floor else None
-        times = (each.cold, each.warm, each.floor or None)
-        rows.append([each.kernel, each.programs, *times, share])
-    columns = ["kernel", "programs", "cold", "warm", "floor", "share"]
-    return table(f"{title}, each launch by itself, us", columns, rows)
-
-
-_STYLES: Mapping[str, Any] = {
-    OURS: {"color": "#0b6e4f", "marker": "o", "linewidth": 2, "zorder": 3},
-    GROUPED: {"color": "#c2570c", "marker": "s"},
-    FUSED: {"color": "#3b5bdb", "marker": "^"},
-    DENSE: {"color": "#868e96", "marker": "x"},
-}
-
-
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Draws microseconds over tokens, one panel a layer, from what ``--json`` writes."""
-    uniform = [cell for cell in result["cells"] if cell["routing"] == "uniform"]
-    by_shape = {name: list(same) for name, same in groupby(uniform, key=lambda c: c["shape"])}
-    title = f"{result['hardware']}, {result['dtype']}, cold L2, {result['date'][:10]}"
-    with panels(path, len(by_shape), 4, (4, 3.2), title) as drawn:
-        for panel, (name, cells) in zip(drawn, by_shape.items(), strict=True):
-            counts = [cell["count"] for cell in cells]
-            floors = [cell["floor us"]["split"] for cell in cells]
-            panel.plot(counts, floors, color="black", linestyle="--", label="floor")
-            for version, style in _STYLES.items():
-                points = [
-                    (cell["count"], cell["cold us"][version]["median"])
-                    for cell in cells
-                    if version in cell["cold us"]
-                ]
-                if points:
-                    panel.plot(*zip(*points, strict=True), markersize=4, label=version, **style)
-            shape = SHAPES[name]
-            panel.set(title=shape.title, xlabel="images" if shape.is_vision else "tokens")
-            panel.set(xscale="log", yscale="log", ylabel="us")
-            panel.grid(alpha=0.3)
-        if drawn:
-            drawn[0].legend(fontsize="small")
-
-
 def gpu_parser(doc: str | None, budget: float, *outputs: str) -> argparse.ArgumentParser:
     """Returns a parser with the options that measuring and tuning share."""
     known = parser(doc, *outputs)
@@ -322,20 +265,12 @@ def parsed(known: argparse.ArgumentParser, given: argparse.Namespace) -> argpars
 
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
-    known = gpu_parser(__doc__, 240, "json", "plot")
+    known = gpu_parser(__doc__, 240, "json")
     known.add_argument("--routing", default=",".join(ROUTINGS), help="kinds of routing")
-    known.add_argument(
-        "--breakdown", action="append", default=[], help="layer and count, such as qwen3:1024"
-    )
-    given = parsed(known, parse(known, plot))
+    given = parsed(known, known.parse_args())
     given.routing = given.routing.split(",")
     if unknown := set(given.routing) - set(ROUTINGS):
         known.error(f"--routing takes {', '.join(ROUTINGS)}; got {', '.join(sorted(unknown))}")
-    try:
-        cells = (each.partition(":") for each in given.breakdown)
-        given.breakdown = [Cell(SHAPES[name], int(count)) for name, _, count in cells]
-    except (ValueError, KeyError) as error:
-        known.error(f"--breakdown takes a layer and a count: {error}")
     return given
 
 
@@ -360,21 +295,11 @@ def main() -> None:
         write_json(given.json, described | results.to_json())
 
     measure_cells(cells, device, dtype, started + given.budget - RESERVE, results, save)
-    for cell in given.breakdown:
-        name = f"{cell.shape.name}:{cell.count}"
-        planned = plan(cell.shape.layer(dtype), device.architecture)
-        parameters = parameters_of(cell.shape, dtype, device.name)
-        results.launches[name] = time_launches(cell, planned, parameters, device.timer, rates)
-        print(launches_table(name, results.launches[name]))
-        del parameters
-        save()
     if not given.dry_run:
         print(goals_table(results.cells))
     if results.left_out:
         print(f"left out for lack of time or memory: {', '.join(results.left_out)}")
     save()
-    if given.plot and find_spec("matplotlib"):
-        plot(described | results.to_json(), given.plot)
     if any(cell.wrong for cell in results.cells):
         sys.exit("some results are wrong")
 

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe.conversion import adapters, register_adapter
+from dynamo_moe.conversion.comparison import compare
 from dynamo_moe.models import DroplessMoEMlp
 from dynamo_moe.modules import ConvertedModule
 from small_models import Residual, mlp_model
+
+NAN = float("nan")
 
 
 class SameShapeOtherActivation(DroplessMoEMlp):
@@ -347,3 +350,14 @@ def test_report(tmp_path: Path) -> None:
     text = (tmp_path / "table").read_text()
     assert "1 MoE module converted" in text
     assert "are not two or three matrices" in text
+
+
+@pytest.mark.parametrize(
+    ("factors", "reason"),
+    [((NAN, 1.0), "numbers that are not finite"), ((1.0, NAN), "computes something else")],
+)
+def test_nan_is_never_the_same(factors: tuple[float, float], reason: str) -> None:
+    x = torch.ones(2, 3)
+    original, candidate = (lambda x, f=factor: f * x for factor in factors)
+    with pytest.raises(ValueError, match=reason):
+        compare(original, candidate, [x], "experts")

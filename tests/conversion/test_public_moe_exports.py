@@ -21,7 +21,7 @@ TABLES = Path(__file__).parents[2] / "build" / "tests" / "public_moe"
 
 @pytest.mark.slow
 def test_counting_tells_a_right_file():
-    (row,) = count_exports(["gpt-fast-mixtral"], seconds=300)
+    (row,) = count_exports(["gpt-fast-mixtral"])
     assert row.status == RIGHT
     assert row.nodes > 10
     assert row.error < 1e-4
@@ -45,7 +45,7 @@ def test_counting_tells_a_wrong_file(monkeypatch, tmp_path):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("convert", [False, True], ids=["as-they-are", "converted"])
 def test_no_file_is_wrong(convert):
-    rows = count_exports(convert=convert, seconds=300)
+    rows = count_exports(convert=convert)
     TABLES.mkdir(parents=True, exist_ok=True)
     (TABLES / ("converted.md" if convert else "as_they_are.md")).write_text(table(rows) + "\n")
     assert len(rows) == len(CASES)

@@ -16,6 +16,9 @@ from torch.utils import _pytree as pytree
 from public_moe import CASES, Case
 from public_moe.surroundings import ClaimsCuda
 
+# Of the tests' own models, which change seldom.
+pytestmark = pytest.mark.every
+
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 

@@ -64,6 +64,7 @@ def test_every_option_at_every_number_of_tokens(build: Build, config: BodyConfig
         check(layer, session, layer.arguments(tokens))
 
 
+@pytest.mark.pairwise
 @every_body
 @pytest.mark.parametrize("group_scoring", GROUP_SCORINGS[1:])
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -86,6 +87,7 @@ def test_a_choice_of_all_groups_has_the_body_without_groups(scoring: str) -> Non
     assert config_of(node).overload == replace(config, group_scoring="none").overload
 
 
+@pytest.mark.pairwise
 @beside_a_node
 @pytest.mark.parametrize("config", IN_OUT, ids=lambda config: config.overload)
 def test_weights_that_lie_as_in_out(build: Build, config: BodyConfig) -> None:
@@ -96,6 +98,7 @@ def test_weights_that_lie_as_in_out(build: Build, config: BodyConfig) -> None:
         check(layer, session, layer.arguments(tokens))
 
 
+@pytest.mark.pairwise
 @every_body
 @pytest.mark.parametrize(
     "config", [BIASED, replace(GATED, activation="gelu"), LLAMA4, GPT_OSS, NORMED]
@@ -157,6 +160,7 @@ def test_one_expert(build: Build, config: BodyConfig) -> None:
         check(layer, session, layer.arguments(tokens))
 
 
+@pytest.mark.pairwise
 @every_body
 @pytest.mark.parametrize("hidden", [1, 12])  # Copying an expert's weights is cheap, or expensive.
 @pytest.mark.parametrize(
@@ -299,6 +303,7 @@ def test_onnx_runtime_keeps_the_parameters_as_they_are(
 # --- The files ---
 
 
+@pytest.mark.pairwise
 @every_body
 @pytest.mark.parametrize("opset", [18, 20, 24])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.overload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -138,11 +139,12 @@ def test_the_example_does_not_change_the_file(tmp_path: Path) -> None:
     files, seconds = [], []
     for index, shape in enumerate([(1, 5), (4, 700), (0, 2), (2, 1)]):
         path = tmp_path / f"{index}.onnx"
-        report = dynamo_moe.export(model, torch.randn(*shape, 16), path, dynamic_shapes=TOKENS)
+        started = time.process_time()
+        dynamo_moe.export(model, torch.randn(*shape, 16), path, dynamic_shapes=TOKENS)
+        seconds.append(time.process_time() - started)
         files.append(path.read_bytes())
-        seconds.append(report.seconds)
     assert len(set(files)) == 1
-    # 560 times the tokens. Twice the time allows for another test on the same core, not for growth.
+    # 560 times the tokens. Twice the processor time allows for other work on it, not for growth.
     assert seconds[1] < 2 * max(seconds[0], *seconds[2:])
 
 

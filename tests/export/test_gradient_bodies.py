@@ -145,6 +145,7 @@ def check(call: Call, run: Callable[[dict[str, Any]], list[Tensor]] | None = Non
 both = pytest.mark.parametrize("op", OPS)
 
 
+@pytest.mark.pairwise
 @both
 @pytest.mark.parametrize("weight_on_input", [False, True])
 @pytest.mark.parametrize("options", EXPERT_FORMS)
@@ -163,6 +164,7 @@ def test_gradients_around_the_experts(
     check(backward_call(make_case(op, weight_on_input=weight_on_input, **options)))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("options", [*ROUTER_FORMS, *GROUP_FORMS])
 def test_routing_and_its_gradients(options: dict[str, Any]) -> None:
     case = make_case("dropless", experts=6, selection_bias=True, **options)

@@ -37,6 +37,10 @@ class Settings:
     first, second = 1, 2
 
 
+# Seconds to wait for another thread, where only a deadlock lasts as long.
+LONG = 1000
+
+
 def settings() -> tuple[int, int]:
     return Settings.first, Settings.second
 
@@ -106,7 +110,7 @@ def test_threads_side_by_side() -> None:
     def first_in_last_out() -> None:
         with state():
             inside.set()
-            assert leave.wait(timeout=60)
+            assert leave.wait(timeout=LONG)
 
     def others() -> None:
         with state():
@@ -115,11 +119,11 @@ def test_threads_side_by_side() -> None:
     with exclusive():
         thread = threading.Thread(target=first_in_last_out)
         thread.start()
-        assert inside.wait(timeout=60)
+        assert inside.wait(timeout=LONG)
         in_other_thread(others)
         assert settings() == (11, 2)
         leave.set()
-        thread.join(timeout=60)
+        thread.join(timeout=LONG)
     assert settings() == (1, 2)
 
 
@@ -138,7 +142,7 @@ def test_states_that_share_a_change() -> None:
 def in_other_thread(run: Callable[[], Any]) -> None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(timeout=120)
+    thread.join(timeout=LONG)
     assert not thread.is_alive(), "a deadlock"
 
 
@@ -202,7 +206,7 @@ def test_lazy_weights_are_written_beside_an_export_and_each_other() -> None:
         class Slow(io.BytesIO):
             def write(self, data: Any) -> int:
                 entered.set()
-                assert leave.wait(timeout=60)
+                assert leave.wait(timeout=LONG)
                 return super().write(data)
 
         def write_slowly() -> None:
@@ -212,11 +216,11 @@ def test_lazy_weights_are_written_beside_an_export_and_each_other() -> None:
 
         thread = threading.Thread(target=write_slowly)
         thread.start()
-        assert entered.wait(timeout=60)
+        assert entered.wait(timeout=LONG)
         assert threads_of_a_new_thread() == 1
         weight.tofile(io.BytesIO())
         leave.set()
-        thread.join(timeout=60)
+        thread.join(timeout=LONG)
         assert (after, torch.get_num_threads(), threads_of_a_new_thread()) == ([2], 3, 2)
     finally:
         torch.set_num_threads(own)
@@ -234,7 +238,7 @@ def test_verify_runs_a_model_while_no_other_thread_exports() -> None:
         thread = threading.Thread(target=_outputs, args=(Model(), (torch.ones(1),)))
         thread.start()
         assert not ran.wait(timeout=0.2)
-    thread.join(timeout=60)
+    thread.join(timeout=LONG)
     assert ran.is_set()
 
 

@@ -11,7 +11,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,18 +23,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from benchmarks.gpu import compiling, fused_moe, speed, timing
-from benchmarks.gpu.cells import (
-    DENSE,
-    FUSED,
-    GROUPED,
-    OURS,
-    Bench,
-    Cell,
-    LaunchTime,
-    Result,
-    launches_alone,
-    time_launches,
-)
+from benchmarks.gpu.cells import GROUPED, OURS, Bench, Cell, Result, launches_alone
 from benchmarks.gpu.compiling import kernel_key, plan_jobs
 from benchmarks.gpu.fused_moe import CONFIGS, Config, candidates, fused_router
 from benchmarks.gpu.goals import Rates, expected_active, floor, geometric_mean, judge
@@ -48,7 +36,7 @@ from benchmarks.gpu.layers import (
     parameters_of,
     random_routing,
 )
-from benchmarks.gpu.peers import dense, grouped, torch_router
+from benchmarks.gpu.peers import grouped, torch_router
 from benchmarks.gpu.timing import HostTimer, Times, samples_for
 from custom_ops import reference
 from custom_ops.kernels.architectures import architecture
@@ -70,7 +58,6 @@ FLOORS = {
     "swin3": "4.5/4.5 9.4/9.9 38/40 75/79 150/168",
     "swin4": "17.6/17.6 17.8/17.8 38/39 75/77 150/154",
 }
-PEERS = {"grouped": grouped, "dense": dense}
 
 
 @pytest.mark.parametrize("name", FLOORS)
@@ -189,8 +176,7 @@ def test_peers_compute_the_layer(name, kind):
     routing = random_routing(kind, 37, 6, 2)
     experts = (given_["w1"], given_.get("b1"), given_["w2"], given_.get("b2"))
     expected = reference.experts(x, *routing, *experts, shape.options)
-    for peer in PEERS.values():
-        assert_matches(peer(shape, given_, x, routing), expected, {torch.float32})
+    assert_matches(grouped(shape, given_, x, routing), expected, {torch.float32})
     fused = fused_moe.fused_moe(shape, given_, x, routing, Config(16, 32, 16, 2, 4, 2))
     assert_matches(fused, expected, {torch.float32})
 
@@ -248,9 +234,9 @@ def result(name: str, count: int, **cold: float) -> Result:
 
 
 RESULTS = [
-    result("qwen3", 1, ours=20, grouped_mm=60, fused_moe=40, dense=900),
+    result("qwen3", 1, ours=20, grouped_mm=60, fused_moe=40),
     result("qwen3", 4096, ours=600, grouped_mm=900, fused_moe=600),
-    result("swin4", 1, ours=19, grouped_mm=80, fused_moe=50, dense=30),
+    result("swin4", 1, ours=19, grouped_mm=80, fused_moe=50),
 ]
 
 
@@ -274,20 +260,15 @@ def test_a_cell_in_which_ours_failed():
     assert speed.peer_means([failed])[GROUPED]["cells"] == 0
 
 
-def test_json_and_picture(tmp_path):
+def test_json():
     found = speed.Device.chosen(dry_run=True).conditions() | {"dtype": "bfloat16"}
-    launches = {"qwen3:1": [LaunchTime("expert_up_kernel", 12, 9.0, 5.0, 8.0)]}
-    results = speed.Results(RATES, RESULTS, ["mixtral:1"], launches)
+    results = speed.Results(RATES, RESULTS, ["mixtral:1"])
     again = json.loads(json.dumps(found | results.to_json()))
     assert again["cells"][0]["cold us"]["ours"]["median"] == 20
     assert again["geometric means"][GROUPED]["mean"] == pytest.approx(
         (3 * 1.5 * 80 / 19) ** (1 / 3)
     )
     assert again["versions"]["torch"]
-    assert "89 %" in speed.launches_table("qwen3:1", launches["qwen3:1"])
-    pytest.importorskip("matplotlib")
-    speed.plot(again, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_wrong_version_is_found(monkeypatch):
@@ -322,25 +303,6 @@ def test_a_version_that_fails_is_left_out(monkeypatch):
     found = bench.measure(Cell(shape, 2))
     assert found.left_out == {GROUPED: "RuntimeError: no such product"}
     assert set(found.cold) == {OURS}
-
-
-def test_dense_is_left_out_where_it_explodes():
-    shape = SHAPES["deepseek"]
-    bench = Bench(shape, {}, HostTimer(), RATES, (DENSE,))
-    assert bench._without_dense(Cell(shape, 16), 2) == ""
-    assert "ms" in bench._without_dense(Cell(shape, 16384), 2)
-    fast = Bench(shape, {}, HostTimer(), Rates(1e12, 1e18), (DENSE,))
-    assert "GB" in fast._without_dense(Cell(shape, 16384), 2)
-
-
-def test_every_launch_is_timed():
-    shape = small("qwen3")
-    parameters = parameters_of(shape, torch.float32, "cpu")
-    planned = plan(shape.layer(torch.float32), architecture("sm_80"))
-    found = time_launches(Cell(shape, 9), planned, parameters, HostTimer(), RATES)
-    assert [each.kernel for each in found] == [spec.name for spec in planned.at(9).launches]
-    assert all(each.cold > 0 for each in found)
-    assert all(each.programs >= 1 for each in found)
 
 
 def test_launches_one_by_one_are_the_layer():
@@ -536,35 +498,13 @@ def test_without_a_gpu(name):
     assert "needs a CUDA device; --dry-run" in found.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would run it instead")
-@pytest.mark.skipif(
-    version("triton").startswith("3.6."),
-    reason="Triton 3.6's interpreter fails unrepaired, as in a process of its own",
-)
-def test_a_trial_run(tmp_path):
-    file, picture = tmp_path / "result.json", tmp_path / "result.png"
-    found = run(
-        *("benchmarks.gpu.speed", "--dry-run", "--tokens", "5", "--routing", "uniform,one"),
-        *("--breakdown", "tiny:5", "--json", str(file), "--plot", str(picture)),
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    written = json.loads(file.read_text())
-    assert [cell["routing"] for cell in written["cells"]] == ["uniform", "one"]
-    for cell in written["cells"]:
-        assert set(cell["cold us"]) == {OURS, GROUPED, FUSED, DENSE}
-        assert not cell["wrong"]
-    assert written["breakdowns"]["tiny:5"][0]["kernel"] == "route_kernel"
-    assert picture.is_file()
-
-
 def test_the_check_needs_nothing_but_torch_triton_numpy_and_pytest():
     absent = (
         "hypothesis matplotlib onnx onnx_ir onnxruntime onnxscript rich transformers typer xdist"
     )
     needed = (
-        "benchmarks.gpu.check benchmarks.gpu.accuracy benchmarks.gpu.forward "
-        "benchmarks.gpu.probe_cache benchmarks.residency.measure "
-        "trt_plugin.compiling.ahead_of_time launcher_cases test_gpu test_gpu_launcher"
+        "benchmarks.gpu.check benchmarks.gpu.speed benchmarks.gpu.tune_kernels "
+        "trt_plugin.compiling.ahead_of_time test_gpu test_gpu_launcher"
     )
     folders = (ROOT, *(ROOT / "tests" / name for name in ("support", "ops", "trt")))
     code = (

@@ -93,6 +93,7 @@ def test_widths(width, hidden):
     check(make_case("experts", (6,), width=width, hidden=hidden, gated=True, activation="silu"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("norm", [*NORM_FORMS, pytest.param({}, id="plain")])
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
@@ -173,6 +174,7 @@ def assert_nan_stays(
 
 
 # Rows beyond an expert's last stand for slot 0, and so for token 0.
+@pytest.mark.pairwise
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
 @pytest.mark.parametrize("norm", ["none", "rms"])
 @pytest.mark.parametrize("token", [0, 3])
@@ -334,6 +336,7 @@ def test_any_layer(case):
     check(case if case.op == "experts" else routed(case))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("router", ROUTER_FORMS)
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 def test_the_choice_is_the_oracles(tokens, router):

@@ -14,9 +14,9 @@ import triton
 
 from benchmarks.gpu import kernel_code
 from benchmarks.gpu.candidates import gemm_candidates
+from benchmarks.gpu.check import CANDIDATES
 from benchmarks.gpu.kernel_code import Case, disassemble, in_loops, measure, worse
 from benchmarks.gpu.layers import SHAPES
-from benchmarks.gpu.stages import CANDIDATES
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.grouped_gemm import expert_down_step, expert_up_step
 from standin import ROOT
@@ -59,6 +59,7 @@ LEFT_IN_REGISTERS = re.compile(r"HGMMA\S* R\d+, R\d+, ")
 
 
 @pytest.mark.slow
+@pytest.mark.pairwise
 @pytest.mark.parametrize("block_m", [16, 32])
 @pytest.mark.parametrize("product", ["up", "down"])
 @pytest.mark.parametrize("shape", ["qwen3", "gpt-oss"])

@@ -48,12 +48,14 @@ def check(case: Case, path: str | None = None, device: str = "sm_80") -> None:
     assert_matches(result, case.oracle(), case.dtypes)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 def test_every_form_of_expert(path, form):
     check(make_case("experts", (5,), width=24, hidden=40, dtype=torch.float16, **form), path)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("transposed", [("w1",), ("w2",), ("w1", "w2")])
 @pytest.mark.parametrize("form", ["plain", "gated", "interleaved"])
@@ -86,6 +88,7 @@ def test_programs_that_take_several_tiles_or_none(multiprocessors):
     assert_matches(result, case.oracle(), case.dtypes)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("experts_dtype", FLOATS)
 @pytest.mark.parametrize("tokens_dtype", FLOATS)
@@ -111,6 +114,7 @@ def test_weight_on_input(path):
     check(case, path)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("norm", NORM_FORMS)
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
@@ -200,6 +204,7 @@ def test_the_same_bits_again(path):
     assert torch.equal(first, second)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("device", ["sm_75", "sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 40])

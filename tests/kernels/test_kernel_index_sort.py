@@ -21,7 +21,7 @@ from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import MAX_TOKENS, Step
 from interpreter import ON, POISON, run_step
 
-bounded = settings(derandomize=True, deadline=None, max_examples=80, database=None)
+bounded = settings(derandomize=True, deadline=None, max_examples=40, database=None)
 
 ONE_PROGRAM, TWO_KERNELS = ["sort_kernel"], ["count_kernel", "place_kernel"]
 POISONED = int.from_bytes([POISON] * 4, "little", signed=True)

@@ -27,7 +27,7 @@ from random_layers import groups
 # NumPy's warnings about NaN and infinity in the interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-bounded = settings(derandomize=True, deadline=None, max_examples=100, database=None)
+bounded = settings(derandomize=True, deadline=None, max_examples=40, database=None)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 PATHS = ("fused", "fused_vectors", "tiles", "vectors")
@@ -170,6 +170,7 @@ def test_random_problems(problem, path):
     check(layer, path, tensors)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", ROUTER_FORMS)
 def test_every_form(form, path):
@@ -177,6 +178,7 @@ def test_every_form(form, path):
     check(layer, path, tensors_of(layer, 5))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("x", "weight"), list(product(FLOATS, FLOATS)))
 def test_every_pair_of_dtypes(x, weight, path):

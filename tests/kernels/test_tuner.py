@@ -164,6 +164,7 @@ def test_neighbours_are_tried_too():
 # --- Candidates ---
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss", "swin1", "swin4"])
 @pytest.mark.parametrize("device", [75, 80, 89, 90, 120])
 @pytest.mark.parametrize("tokens", [1, 64, 4096])

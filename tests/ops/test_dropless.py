@@ -49,6 +49,7 @@ def _chosen(case: Case) -> Tensor:
     return route(a["x"], a["router_weight"], a["router_bias"], options, a["selection_bias"])[0]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("router", ROUTER_FORMS)
 @pytest.mark.parametrize("biases", [True, False], ids=["biases", "no biases"])
 @pytest.mark.parametrize(("x_dtype", "dtype"), DTYPES)
@@ -177,6 +178,7 @@ def test_a_choice_of_all_groups_is_the_one_without_groups(scoring: str) -> None:
             assert ids.tolist() == [[2, 3, 1]]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
 def test_every_expert_is_the_oracle_s(weight_on_input: bool, form: dict[str, Any]) -> None:
@@ -193,6 +195,7 @@ def test_it_is_the_router_and_then_the_experts(form: dict[str, Any]) -> None:
     assert torch.equal(case(), torch.ops.moe.experts(x, *routing, *parameters, **form))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("router_weight_dtype", FLOAT_TYPES)
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 @all_scorings

@@ -15,6 +15,7 @@ from moe_cases import DTYPES, EXPERT_FORMS, Case, assert_matches, make_case
 NAN = float("nan")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 @pytest.mark.parametrize("biases", [True, False], ids=["biases", "no biases"])
 @pytest.mark.parametrize(("x_dtype", "dtype"), DTYPES)
@@ -27,6 +28,7 @@ def test_result_is_the_oracle_s(
     assert_matches(result, case.oracle(), case.dtypes)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
 @pytest.mark.parametrize(("x_dtype", "dtype"), DTYPES)
@@ -194,6 +196,7 @@ def _integers(case: Case) -> Case:
     return case.changed(**integers)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("block", [1, 2, 7, 16, 19])
 @pytest.mark.parametrize(("x_dtype", "dtype"), DTYPES)
 def test_blocks_of_tokens_change_nothing(

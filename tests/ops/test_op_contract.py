@@ -22,6 +22,7 @@ def _small(op: str, **options: Any) -> Case:
 # Derivatives
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 @pytest.mark.parametrize("weight_on_input", [False, True], ids=["on output", "on input"])
 @both_ops
@@ -30,6 +31,7 @@ def test_gradcheck_of_experts(op: str, weight_on_input: bool, form: dict[str, An
     assert torch.autograd.gradcheck(case.function, tuple(case.floats.values()))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("router", ROUTER_FORMS)
 @pytest.mark.parametrize("biases", [True, False], ids=["biases", "no biases"])
 def test_gradcheck_of_routers(biases: bool, router: dict[str, Any]) -> None:
@@ -143,6 +145,7 @@ def test_the_default_device_changes_nothing(op: str) -> None:
 # The schema
 
 
+@pytest.mark.pairwise
 @both_ops
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 def test_the_python_function_is_the_operator(op: str, form: dict[str, Any]) -> None:

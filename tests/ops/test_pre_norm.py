@@ -22,6 +22,7 @@ on_either_side = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.pairwise
 @each_op
 @each_norm
 @on_either_side

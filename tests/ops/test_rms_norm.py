@@ -49,6 +49,7 @@ def oracle(x: Tensor, weight: Tensor, form: dict[str, bool], eps: float = 1e-6) 
 # In PyTorch
 
 
+@pytest.mark.pairwise
 @forms
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -201,6 +202,7 @@ def run_kernel(x_TD: Tensor, weight_D: Tensor, eps: float, form: dict[str, bool]
     return y_TD.cpu()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtypes", [*product(FLOATS[:3], repeat=2)], ids=str)
 @pytest.mark.parametrize("form", FORMS[::3], ids=["plain", "plus one rounded"])
 def test_kernel_of_every_dtype(form: Any, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
@@ -297,6 +299,7 @@ def check(path: Path, model: Norms) -> None:
     dynamo_moe.verify(path, model, cases, tolerance=tolerance_for({dtype}))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("opset", [18, 20, 23])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_one_node_with_a_body(tmp_path: Path, dtype: torch.dtype, opset: int) -> None:
@@ -310,6 +313,7 @@ def test_one_node_with_a_body(tmp_path: Path, dtype: torch.dtype, opset: int) ->
     check(path, model)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("opset", [20, 23])
 @pytest.mark.parametrize("target", ["dense", "onnxruntime"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)

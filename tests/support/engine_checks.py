@@ -46,7 +46,7 @@ def checked_engine(
     path: Path,
     *,
     shapes: Mapping[str, tuple[Shape, Shape, Shape]] | None = None,
-    timeout: float = 240,
+    timeout: float | None = None,
 ) -> Build:
     """Builds an engine of a file, and checks what can be known of it without a GPU.
 
@@ -57,7 +57,7 @@ def checked_engine(
     Args:
         path: The file, of any target.
         shapes: Smallest, usual and largest shape of inputs that do not take every size from 1 to 8.
-        timeout: Most seconds.
+        timeout: Most seconds; None: those that pytest has for a test.
     """
     model = ir.from_proto(load_graph(path))
     nodes = moe_nodes(model)

@@ -50,7 +50,6 @@ def run_commands(*commands: Sequence[str | Path], **variables: str) -> list[Done
         env=own,
         capture_output=True,
         text=True,
-        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

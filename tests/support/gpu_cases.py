@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.ties import TIE, choice_margins
 from custom_ops import RouterOptions
 from custom_ops.kernels.architectures import Architecture, nearest_architecture
 from custom_ops.kernels.configs import FewConfig, GemmConfig, MlpConfig, RangeConfig
@@ -22,6 +21,7 @@ from custom_ops.kernels.spec import MAX_TOKENS, ForwardPlan
 from custom_ops.options import ROUTER_OPTIONS
 from kernel_runs import layer_of
 from moe_cases import Case, assert_matches, make_case
+from tie_margins import TIE, choice_margins
 
 DEVICE = "cuda"
 #: NaN in every float dtype, and -1 ("no expert") in every integer dtype.

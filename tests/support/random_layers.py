@@ -14,7 +14,7 @@ from moe_cases import OPS, Case, make_case
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-bounded = settings(derandomize=True, deadline=None, max_examples=40, database=None)
+bounded = settings(derandomize=True, deadline=None, max_examples=20, database=None)
 
 
 @st.composite

@@ -62,10 +62,10 @@ class Build:
         return "; ".join((*self.parse_errors, *self.errors)) or "nothing was logged"
 
 
-def parse(onnx: Path, *, library: Path | None = None, timeout: float = 120) -> Build:
+def parse(onnx: Path, *, library: Path | None = None) -> Build:
     """Parses a file; skips the test where TensorRT for RTX cannot be had."""
     request = {"engine": None, "library": _text(library), "share_kernels": False}
-    return _run({"onnx": str(onnx), **request}, {}, timeout)
+    return _run({"onnx": str(onnx), **request}, {})
 
 
 def build(
@@ -80,7 +80,7 @@ def build(
     flags: Sequence[str] = (),
     share_kernels: bool = False,
     variables: Mapping[str, str] | None = None,
-    timeout: float = 240,
+    timeout: float | None = None,
 ) -> Build:
     """Builds an engine of a file; skips the test where TensorRT for RTX cannot be had.
 
@@ -97,7 +97,7 @@ def build(
         flags: Names of ``BuilderFlag``.
         share_kernels: Whether equal layers store their programs once.
         variables: More environment variables of the process.
-        timeout: Most seconds.
+        timeout: Most seconds; None: those that pytest has for a test.
     """
     with tempfile.TemporaryDirectory() as folder:
         request = {
@@ -119,7 +119,9 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _run(request: Mapping[str, object], variables: Mapping[str, str], timeout: float) -> Build:
+def _run(
+    request: Mapping[str, object], variables: Mapping[str, str], timeout: float | None = None
+) -> Build:
     command = [sys.executable, str(_SCRIPT), json.dumps(request)]
     own = {**environment(RTX), **variables}
     try:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,17 +215,14 @@ SPECS = {
     "narrow T5": "experts=8,top_k=1,width=96,hidden=256,pre_norm=rms,residual",
     "tf32": "experts=8,top_k=2,width=200,hidden=256,tf32",
 }
-# Each layer once, on each family of instructions and each size of shared memory at least one.
+# One layer for each generation: each family of instructions, and each size of shared memory.
 ONE_EACH = {
     ("narrow fp16", "sm_75"),
     ("tf32", "sm_80"),
-    ("gpt-oss", "sm_80"),
     ("narrow T5", "sm_89"),
-    ("gated bf16", "sm_90"),
-    ("wide fp32", "sm_90"),
-    ("llama 4", "sm_90"),
+    ("gpt-oss", "sm_90"),
     ("mixed", "sm_100"),
-    ("T5", "sm_120"),
+    ("llama 4", "sm_120"),
 }
 COMBINATIONS = {
     *((name, device) for name in SPECS for device in ("sm_80", "sm_90")),
@@ -262,9 +258,7 @@ def test_the_second_run_compiles_nothing(
 ) -> None:
     monkeypatch.setattr(ahead_of_time, "compile_tasks", compiles_nothing)
     counter = Counter()
-    started = time.perf_counter()
     again = compile_plans(PLANS, progress=counter, cache=cache)
-    assert time.perf_counter() - started < 1
     assert counter.calls == [(5, 5)]
     assert again.data == bundle.data
 

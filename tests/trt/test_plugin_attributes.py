@@ -102,6 +102,7 @@ BAD_ATTRIBUTES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", BAD_ATTRIBUTES)
 def test_attributes(driver, tensorrt_host, tmp_path, name):
     changes, message = BAD_ATTRIBUTES[name]

@@ -41,6 +41,7 @@ BAD_FIELDS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", BAD_FIELDS)
 def test_fields_of_an_engine(tensorrt_host, stored, name):
     assert tensorrt_host.create("DroplessMoE", BAD_FIELDS[name](stored), RUNTIME) is None

@@ -117,6 +117,7 @@ ROUTERS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", FORMS)
 def test_experts(driver, tensorrt, tmp_path, form):
     case = small_case("experts", **FORMS[form])
@@ -127,6 +128,7 @@ def test_experts(driver, tensorrt, tmp_path, form):
     plugin.destroy()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("router", ROUTERS)
 def test_dropless(driver, tensorrt, tmp_path, router):
     case = small_case("dropless", dtype=torch.float16, activation="silu", **ROUTERS[router])
@@ -169,6 +171,7 @@ PRESENT = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("op", "present"), PRESENT)
 def test_optional_inputs(driver, tensorrt, tmp_path, op, present):
     case = make_case(op, (5,), width=16, hidden=24, selection_bias=True)
@@ -181,6 +184,7 @@ def test_optional_inputs(driver, tensorrt, tmp_path, op, present):
     plugin.destroy()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scoring", ["sigmoid", "topk_softmax"])
 def test_groups(driver, tensorrt, tmp_path, scoring):
     groups = {"group_scoring": "top2_sum", "n_group": 3, "topk_group": 2}

@@ -50,6 +50,7 @@ BAD_TENSORS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", BAD_TENSORS)
 def test_tensors_at_configuration(tensorrt_host, layer, name):
     plugin, case = layer
@@ -98,6 +99,7 @@ def test_another_output(tensorrt_host, layer):
         assert the_error(tensorrt_host).startswith("y must ")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [name for name in BAD_TENSORS if name != "integers"])
 def test_tensors_at_run_time(tensorrt_host, stored, layer, name):
     case = layer[1]

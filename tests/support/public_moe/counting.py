@@ -70,7 +70,7 @@ def count_exports(
     names: Sequence[str] | None = None,
     *,
     convert: bool = False,
-    seconds: float = 60,
+    seconds: float | None = None,
     jobs: int = 1,
 ) -> list[Row]:
     """Measures cases, each in a separate process because runtimes may crash.
@@ -78,7 +78,7 @@ def count_exports(
     Args:
         names: Names of the cases; None for all.
         convert: Call ``dynamo_moe.convert`` before the export.
-        seconds: Time limit for one case.
+        seconds: Time limit for one case, if it has one.
         jobs: Number of parallel processes.
     """
 
