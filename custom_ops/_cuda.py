@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from custom_ops import _grouped
-from custom_ops._grouped import ExpertParameters
-from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops.expert_weights import ExpertWeights
+from custom_ops.layer_shape import LayerShape
+from custom_ops.options import ExpertOptions, RouterOptions, WeightLayout
+from custom_ops.weight_formats import plain_format
 
 if TYPE_CHECKING:
     from custom_ops.kernels.architectures import Architecture
@@ -32,12 +34,13 @@ if TYPE_CHECKING:
 def forward(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> Tensor:
     """Computes what :func:`custom_ops._grouped.forward` computes."""
-    plan = _plan(x_TD.device, **layer_fields(x_TD, routing, parameters, options, router))
+    shape = shape_of(x_TD, routing, parameters, options, router)
+    plan = _plan(x_TD.device, shape, rounds_to_tf32(shape))
     if plan is None or x_TD.shape[0] > plan.ranges[-1].last:
         return _grouped.forward(x_TD, routing, parameters, options, router)
     return _launched(plan, x_TD, readable(x_TD, routing, parameters))
@@ -46,12 +49,13 @@ def forward(
 def forward_routed(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     router: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes what :func:`custom_ops._grouped.forward_routed` computes."""
-    plan = _plan(x_TD.device, **layer_fields(x_TD, routing, parameters, options, router))
+    shape = shape_of(x_TD, routing, parameters, options, router)
+    plan = _plan(x_TD.device, shape, rounds_to_tf32(shape))
     if plan is None or x_TD.shape[0] > plan.ranges[-1].last:
         return _grouped.forward_routed(x_TD, routing, parameters, options, router)
     size = x_TD.shape[0], router.top_k
@@ -95,43 +99,53 @@ def rms_norm_forward(
     return y_TD
 
 
-def layer_fields(
+def shape_of(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     router: RouterOptions | None = None,
-) -> dict[str, Any]:
-    """Returns the fields of the :class:`custom_ops.kernels.layer.Layer` that a call computes."""
+) -> LayerShape:
+    """Returns the layer that a call computes."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
-    experts, _, width = w1_EFD.shape
     routing_dtype, weights_dtype, *_ = [None if t is None else t.dtype for t in routing.values()]
     selection_bias = routing.get("selection_bias")
-    experts_dtype = w1_EFD.dtype
+    experts, width, hidden = w2_EDH.shape
+    return _shape(
+        w1_EFD.dtype,
+        (_is_transposed(w1_EFD), _is_transposed(w2_EDH)),
+        experts=experts,
+        width=width,
+        hidden=hidden,
+        top_k=router.top_k if router else routing["expert_ids"].shape[1],
+        tokens_dtype=x_TD.dtype,
+        options=options,
+        router=router,
+        routing_dtype=routing_dtype,
+        weights_dtype=weights_dtype,
+        selection_dtype=None if selection_bias is None else selection_bias.dtype,
+        b1=b1_EF is not None,
+        b2=b2_ED is not None,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _shape(experts_dtype: torch.dtype, layout: tuple[bool, bool], **fields: Any) -> LayerShape:
+    weight_format = plain_format(experts_dtype)
+    return LayerShape(weight_format=weight_format, layout=WeightLayout(*layout), **fields)
+
+
+def rounds_to_tf32(shape: LayerShape) -> bool:
+    """Whether PyTorch lets a layer's products round their operands to TF32."""
     # Asking costs a microsecond, and other dtypes have no TF32.
-    tf32 = experts_dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return {
-        "experts": experts,
-        "width": width,
-        "hidden": w2_EDH.shape[2],
-        "top_k": router.top_k if router else routing["expert_ids"].shape[1],
-        "tokens_dtype": x_TD.dtype,
-        "experts_dtype": experts_dtype,
-        "options": options,
-        "router": router,
-        "routing_dtype": routing_dtype,
-        "weights_dtype": weights_dtype,
-        "selection_dtype": None if selection_bias is None else selection_bias.dtype,
-        "b1": b1_EF is not None,
-        "b2": b2_ED is not None,
-        "tf32": tf32,
-        "w1_transposed": _is_transposed(w1_EFD),
-        "w2_transposed": _is_transposed(w2_EDH),
-    }
+    if shape.weight_format.operand_dtype != torch.float32:
+        return False
+    precision: str = torch.backends.cuda.matmul.fp32_precision
+    return precision == "tf32"
 
 
 def readable(
-    x_TD: Tensor, routing: Mapping[str, Any], parameters: ExpertParameters
+    x_TD: Tensor, routing: Mapping[str, Any], parameters: ExpertWeights
 ) -> dict[str, Tensor]:
     """Returns what a launch reads, by name; a weight that is transposed as the memory has it."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
@@ -158,9 +172,9 @@ def _as_it_lies(weight: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _plan(device: torch.device, **fields: Any) -> ForwardPlan | None:
-    """Returns the plan of a layer, given its fields, on a device; None where it has no kernels."""
-    known = layer_on(device, **fields)
+def _plan(device: torch.device, shape: LayerShape, tf32: bool) -> ForwardPlan | None:
+    """Returns the plan of a layer on a device; None where it has no kernels."""
+    known = layer_on(device, shape, tf32)
     if known is None:
         return None
 
@@ -169,16 +183,18 @@ def _plan(device: torch.device, **fields: Any) -> ForwardPlan | None:
     return plan(*known)
 
 
-def layer_on(device: torch.device, **fields: Any) -> tuple[Layer, Architecture] | None:
+def layer_on(
+    device: torch.device, shape: LayerShape, tf32: bool
+) -> tuple[Layer, Architecture] | None:
     """Returns a layer and where it runs, or None where it has no kernels."""
-    if torch.float64 in fields.values():
+    if torch.float64 in shape.dtypes:
         return None
 
     from custom_ops.kernels.architectures import nearest_architecture
     from custom_ops.kernels.layer import Layer, NoKernelsError
 
     try:
-        layer = Layer(**fields)
+        layer = Layer(shape, tf32)
     except NoKernelsError:
         return None
     return layer, nearest_architecture(*torch.cuda.get_device_capability(device))

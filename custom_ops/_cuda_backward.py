@@ -6,14 +6,15 @@ Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E expe
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from custom_ops import _grouped
-from custom_ops._cuda import aligned, layer_fields, layer_on, readable
-from custom_ops._grouped import ExpertParameters
+from custom_ops._cuda import aligned, layer_on, readable, rounds_to_tf32, shape_of
+from custom_ops.expert_weights import ExpertWeights
+from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ExpertOptions
 
 if TYPE_CHECKING:
@@ -27,15 +28,15 @@ def experts_backward(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     *,
     train_parameters: bool,
 ) -> tuple[Tensor, ...]:
     """Computes what :func:`custom_ops._grouped.experts_backward` computes."""
     routing = {"expert_ids": ids_TK, "expert_weights": weights_TK}
-    fields = layer_fields(x_TD, routing, parameters, options)
-    plan = _plan(x_TD.device, train_parameters, **fields)
+    shape = shape_of(x_TD, routing, parameters, options)
+    plan = _plan(x_TD.device, shape, rounds_to_tf32(shape), train_parameters)
     if plan is None or x_TD.shape[0] > plan.ranges[-1].last:
         return _grouped.experts_backward(
             dy_TD, x_TD, ids_TK, weights_TK, parameters, options, train_parameters=train_parameters
@@ -58,14 +59,14 @@ def experts_backward(
     }
     with torch.cuda.device(x_TD.get_device()):
         launch(plan, tensors)
-    for name, lies in (("w1", fields["w1_transposed"]), ("w2", fields["w2_transposed"])):
-        if lies and train_parameters:
+    for name in shape.matrices:
+        if shape.is_transposed(name) and train_parameters:
             trained[name] = trained[name].mT
     return (
         dx_TD,
         dweights_TK,
         *(
-            parameters.w1_EFD.new_empty(0)
+            parameters.w1.new_empty(0)
             if parameter is None or not train_parameters
             else _with_strides_of(parameter, trained[name])
             for name, parameter in zip(_NAMES, parameters, strict=True)
@@ -80,8 +81,10 @@ def _with_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _plan(device: torch.device, train_parameters: bool, **fields: Any) -> ForwardPlan | None:
-    known = layer_on(device, **fields)
+def _plan(
+    device: torch.device, shape: LayerShape, tf32: bool, train_parameters: bool
+) -> ForwardPlan | None:
+    known = layer_on(device, shape, tf32)
     if known is None:
         return None
 

@@ -290,7 +290,7 @@ def time_launches(
     one before left them, nor starts while that one ends.
     """
     tensors = call_tensors(parameters, cell.tokens)
-    sizes = {**plan.layer.sizes, "T": cell.tokens}
+    sizes = {**plan.layer.shape.sizes, "T": cell.tokens}
     active = expected_active(cell.shape.experts, cell.shape.top_k, cell.tokens)
     shortest = cell.floor(active, rates, tensors["x"].element_size())
     alone = list(launches_alone(plan, tensors))

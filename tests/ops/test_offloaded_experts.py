@@ -21,13 +21,15 @@ import custom_ops
 from custom_ops import ExpertOptions, RouterOptions, _cuda, _cuda_offload, _grouped
 from custom_ops._checks import check_experts, check_trainable
 from custom_ops._cuda_offload import _CACHES, default_resident_experts, offload_experts
-from custom_ops._grouped import ExpertParameters
+from custom_ops.expert_weights import ExpertWeights
 from custom_ops.kernels import launch_waves
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan
+from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ROUTER_OPTIONS
 from custom_ops.residency import cache_bytes
+from custom_ops.weight_formats import plain_format
 from mocked_device import Stream, mocked_device
 from moe_cases import OPS, Case, make_case
 from wave_runs import run_resident
@@ -40,7 +42,7 @@ def device(monkeypatch):
 
 def run(case: Case) -> Tensor:
     a, options = case.arguments, dict(case.options)
-    parameters = ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"])
+    parameters = ExpertWeights(a["w1"], a["b1"], a["w2"], a["b2"])
     if case.op == "experts":
         routing = {name: a[name] for name in ("expert_ids", "expert_weights")}
         return _cuda_offload.forward(a["x"], routing, parameters, ExpertOptions(**options))
@@ -273,9 +275,17 @@ def test_layers_without_kernels_are_refused(changes, error, message):
 
 def test_the_bytes_of_a_cache_are_those_of_the_plan():
     layer = Layer(
-        33, 64, 24, 2, torch.float32, torch.float16, ExpertOptions("silu", gated=True),
+        LayerShape(
+            33,
+            64,
+            24,
+            2,
+            torch.float32,
+            plain_format(torch.float16),
+            ExpertOptions("silu", gated=True),
+        ),
         resident_experts=5,
-    )  # fmt: skip
+    )
     planned = plan(layer, architecture("sm_80"))
     assert planned.state_size == cache_bytes(33, 5, 2 * 24 * 64 * 2, 64 * 24 * 2)
 

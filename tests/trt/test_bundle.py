@@ -19,7 +19,10 @@ import trt_plugin
 from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions, options
 from custom_ops.kernels.expressions import W_INDEX
 from custom_ops.kernels.layer import Layer
+from custom_ops.layer_shape import LayerShape
 from custom_ops.options import CLAMPED, PRE_NORMS
+from custom_ops.weight_formats import plain_format
+from layer_changes import changed
 from random_layers import groups
 from random_programs import programs
 from small_bundles import (
@@ -225,14 +228,14 @@ def layers(draw: st.DrawFn) -> Layer:
         grouped = draw(groups(experts, top_k))
         router = RouterOptions(top_k, scoring, draw(st.booleans()), scaling, **grouped)
     flags = ("b1", "b2", "tf32", "w1_transposed", "w2_transposed")
-    return Layer(
+    shape = LayerShape(
         *(experts, draw(sizes), draw(sizes), top_k),
-        *(draw(floats), draw(floats), options, router),
+        *(draw(floats), plain_format(draw(floats)), options, router),
         draw(floats if router else st.sampled_from([torch.int32, torch.int64])),
         draw(st.none() | floats if router else floats),
         selection_dtype=draw(st.none() | floats) if router else None,
-        **{name: draw(st.booleans()) for name in flags},
     )
+    return changed(Layer(shape), **{name: draw(st.booleans()) for name in flags})
 
 
 @settings(deadline=None)
@@ -243,12 +246,12 @@ def test_a_layer_survives_and_its_record_is_its_canonical_form(layer: Layer) -> 
     assert layer_record(layer.canonical()) == record
     bundle = Bundle((program(layer=record),))
     assert trt_plugin.read(bundle.data).programs[0].layer == record
-    assert record.to_dict()["experts"] == layer.experts
-    assert record.to_dict()["residual"] == layer.options.residual
-    assert record.to_dict()["w1_transposed"] == layer.w1_transposed
-    assert record.to_dict()["w2_transposed"] == layer.w2_transposed
+    assert record.to_dict()["experts"] == layer.shape.experts
+    assert record.to_dict()["residual"] == layer.shape.options.residual
+    assert record.to_dict()["w1_transposed"] == layer.shape.layout.w1_transposed
+    assert record.to_dict()["w2_transposed"] == layer.shape.layout.w2_transposed
     described = record.to_dict()
-    limited = layer.router is not None and layer.router.limits_groups
-    assert described.get("n_group") == (layer.router.n_group if limited else None)
-    assert ("norm_eps" in record.to_dict()) == (layer.options.pre_norm == "rms")
-    assert record.sizes == layer.sizes
+    limited = layer.shape.router is not None and layer.shape.router.limits_groups
+    assert described.get("n_group") == (layer.shape.router.n_group if limited else None)
+    assert ("norm_eps" in record.to_dict()) == (layer.shape.options.pre_norm == "rms")
+    assert record.sizes == layer.shape.sizes

@@ -70,7 +70,12 @@ def offloaded(resident: int, **sizes: int) -> tuple[Program, int]:
     """A program of an offloaded layer, and the bytes of its w1 and of its w2."""
     layer = layer_of(make_case("dropless", (5,), **{"width": 16, "hidden": 24, **sizes}))
     record = replace(layer, resident_experts=resident)
-    size = layer.experts * layer.width * layer.hidden * layer.experts_dtype.itemsize
+    size = (
+        layer.shape.experts
+        * layer.shape.width
+        * layer.shape.hidden
+        * layer.shape.weight_format.operand_dtype.itemsize
+    )
     return uncompiled_program(plan(record, architecture("sm_89"))), size
 
 
@@ -105,7 +110,7 @@ def test_offloaded_experts_and_their_files(tmp_path):
             fields(first, path, *places),
         ),
     )
-    experts = first.layer.experts
+    experts = first.layer.shape.experts
     assert [(each.experts, each.resident_experts) for each in found.offloaded] == [
         (experts, 2),
         (experts, 3),
