@@ -60,7 +60,7 @@ def test_a_program_is_the_same_in_a_bundle_and_out_of_it() -> None:
 def test_equal_parts_are_stored_once() -> None:
     data = program(kernels=(kernel("one"), kernel("other"))).data
     assert data.count(kernel().image) == 1
-    expressions_of = records.TABLE_ENTRY.unpack_from(data, 120 + 16 * 7)[1]
+    expressions_of = records.TABLE_ENTRY.unpack_from(data, 128 + 16 * 7)[1]
     assert expressions_of == len({ONE, TOKENS, TILES})
 
 
@@ -242,7 +242,7 @@ def layers(draw: st.DrawFn) -> Layer:
 @given(layers())
 def test_a_layer_survives_and_its_record_is_its_canonical_form(layer: Layer) -> None:
     record = layer_record(layer)
-    assert len(record.to_bytes()) == 84
+    assert len(record.to_bytes()) == 96
     assert layer_record(layer.canonical()) == record
     bundle = Bundle((program(layer=record),))
     assert trt_plugin.read(bundle.data).programs[0].layer == record
@@ -251,6 +251,9 @@ def test_a_layer_survives_and_its_record_is_its_canonical_form(layer: Layer) -> 
     assert record.to_dict()["w1_transposed"] == layer.shape.layout.w1_transposed
     assert record.to_dict()["w2_transposed"] == layer.shape.layout.w2_transposed
     described = record.to_dict()
+    assert described["weight_format"] == layer.shape.weight_format.name
+    for name, size in layer.shape.expert_bytes.items():
+        assert described[f"{name}_bytes"] == layer.shape.experts * size
     limited = layer.shape.router is not None and layer.shape.router.limits_groups
     assert described.get("n_group") == (layer.shape.router.n_group if limited else None)
     assert ("norm_eps" in record.to_dict()) == (layer.shape.options.pre_norm == "rms")

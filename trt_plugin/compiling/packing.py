@@ -10,6 +10,7 @@ from custom_ops.dtypes import CODES
 from custom_ops.kernels import expressions, spec
 from custom_ops.kernels.layer import Layer
 from custom_ops.options import SIZES, Flag
+from custom_ops.weight_formats import KERNEL_FORMATS
 from trt_plugin.bundle import (
     PARAMETER_BYTES,
     Argument,
@@ -107,10 +108,22 @@ def layer_record(layer: Layer) -> LayerRecord:
                 flags |= row.slot.bit if row.code(value) else 0
             else:
                 words[row.slot.index] = _float32(value) if row.type is float else row.code(value)
-    words[LayerRecord._fields.index("selection_dtype")] = CODES.index(shape.selection_dtype)
-    words[LayerRecord._fields.index("resident_experts")] = layer.resident_experts or 0
-    experts_dtype = shape.weight_format.operand_dtype
-    dtypes = (shape.tokens_dtype, experts_dtype, shape.routing_dtype, shape.weights_dtype)
+    weight_format = shape.weight_format
+    block_rows, block_columns = weight_format.block
+    dtypes = (
+        shape.tokens_dtype,
+        weight_format.bias_dtype,
+        shape.routing_dtype,
+        shape.weights_dtype,
+    )
+    others = {
+        "selection_dtype": CODES.index(shape.selection_dtype),
+        "resident_experts": layer.resident_experts or 0,
+        "weight_format": 1 + KERNEL_FORMATS.index(weight_format),
+        "block_rows": block_rows,
+        "block_columns": block_columns,
+    }
+    words |= {LayerRecord._fields.index(name): word for name, word in others.items()}
     head = (int(shape.router is None), *map(CODES.index, dtypes), flags)
     rest = range(len(head), len(LayerRecord._fields))
     return LayerRecord(*head, *(words.get(index, 0) for index in rest))
