@@ -39,8 +39,7 @@ def forward(
     router: RouterOptions | None = None,
 ) -> Tensor:
     """Computes what :func:`custom_ops._grouped.forward` computes."""
-    shape = shape_of(x_TD, routing, parameters, options, router)
-    plan = _plan(x_TD.device, shape, rounds_to_tf32(shape))
+    plan = _plan(x_TD.device, **layer_fields(x_TD, routing, parameters, options, router))
     if plan is None or x_TD.shape[0] > plan.ranges[-1].last:
         return _grouped.forward(x_TD, routing, parameters, options, router)
     return _launched(plan, x_TD, readable(x_TD, routing, parameters))
@@ -54,8 +53,7 @@ def forward_routed(
     router: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes what :func:`custom_ops._grouped.forward_routed` computes."""
-    shape = shape_of(x_TD, routing, parameters, options, router)
-    plan = _plan(x_TD.device, shape, rounds_to_tf32(shape))
+    plan = _plan(x_TD.device, **layer_fields(x_TD, routing, parameters, options, router))
     if plan is None or x_TD.shape[0] > plan.ranges[-1].last:
         return _grouped.forward_routed(x_TD, routing, parameters, options, router)
     size = x_TD.shape[0], router.top_k
@@ -99,49 +97,59 @@ def rms_norm_forward(
     return y_TD
 
 
-def shape_of(
+def layer_fields(
     x_TD: Tensor,
     routing: Mapping[str, Any],
     parameters: ExpertWeights,
     options: ExpertOptions,
     router: RouterOptions | None = None,
-) -> LayerShape:
-    """Returns the layer that a call computes."""
+) -> dict[str, Any]:
+    """Returns what :func:`layer_of` makes the layer of a call from, to look up what it has made."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
+    experts, width, hidden = w2_EDH.shape
     routing_dtype, weights_dtype, *_ = [None if t is None else t.dtype for t in routing.values()]
     selection_bias = routing.get("selection_bias")
-    experts, width, hidden = w2_EDH.shape
-    return _shape(
-        w1_EFD.dtype,
-        (_is_transposed(w1_EFD), _is_transposed(w2_EDH)),
-        experts=experts,
-        width=width,
-        hidden=hidden,
-        top_k=router.top_k if router else routing["expert_ids"].shape[1],
-        tokens_dtype=x_TD.dtype,
-        options=options,
-        router=router,
-        routing_dtype=routing_dtype,
-        weights_dtype=weights_dtype,
-        selection_dtype=None if selection_bias is None else selection_bias.dtype,
-        b1=b1_EF is not None,
-        b2=b2_ED is not None,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _shape(experts_dtype: torch.dtype, layout: tuple[bool, bool], **fields: Any) -> LayerShape:
-    weight_format = plain_format(experts_dtype)
-    return LayerShape(weight_format=weight_format, layout=WeightLayout(*layout), **fields)
-
-
-def rounds_to_tf32(shape: LayerShape) -> bool:
-    """Whether PyTorch lets a layer's products round their operands to TF32."""
+    experts_dtype = w1_EFD.dtype
     # Asking costs a microsecond, and other dtypes have no TF32.
-    if shape.weight_format.operand_dtype != torch.float32:
-        return False
-    precision: str = torch.backends.cuda.matmul.fp32_precision
-    return precision == "tf32"
+    tf32 = experts_dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return {
+        "tf32": tf32,
+        "experts_dtype": experts_dtype,
+        "transposed": (_is_transposed(w1_EFD), _is_transposed(w2_EDH)),
+        "experts": experts,
+        "width": width,
+        "hidden": hidden,
+        "top_k": router.top_k if router else routing["expert_ids"].shape[1],
+        "tokens_dtype": x_TD.dtype,
+        "options": options,
+        "router": router,
+        "routing_dtype": routing_dtype,
+        "weights_dtype": weights_dtype,
+        "selection_dtype": None if selection_bias is None else selection_bias.dtype,
+        "b1": b1_EF is not None,
+        "b2": b2_ED is not None,
+    }
+
+
+def layer_of(
+    *,
+    tf32: bool,
+    experts_dtype: torch.dtype,
+    transposed: tuple[bool, bool],
+    resident_experts: int | None = None,
+    **fields: Any,
+) -> Layer:
+    """Returns the layer of a call.
+
+    Raises:
+        ValueError: If there are no kernels for the layer.
+        TypeError: If there are none for a dtype.
+    """
+    from custom_ops.kernels.layer import Layer
+
+    layout = WeightLayout(*transposed)
+    shape = LayerShape(weight_format=plain_format(experts_dtype), layout=layout, **fields)
+    return Layer(shape, tf32, resident_experts)
 
 
 def readable(
@@ -172,9 +180,9 @@ def _as_it_lies(weight: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _plan(device: torch.device, shape: LayerShape, tf32: bool) -> ForwardPlan | None:
-    """Returns the plan of a layer on a device; None where it has no kernels."""
-    known = layer_on(device, shape, tf32)
+def _plan(device: torch.device, **fields: Any) -> ForwardPlan | None:
+    """Returns the plan of a layer, given its fields, on a device; None where it has no kernels."""
+    known = layer_on(device, **fields)
     if known is None:
         return None
 
@@ -183,18 +191,16 @@ def _plan(device: torch.device, shape: LayerShape, tf32: bool) -> ForwardPlan | 
     return plan(*known)
 
 
-def layer_on(
-    device: torch.device, shape: LayerShape, tf32: bool
-) -> tuple[Layer, Architecture] | None:
+def layer_on(device: torch.device, **fields: Any) -> tuple[Layer, Architecture] | None:
     """Returns a layer and where it runs, or None where it has no kernels."""
-    if torch.float64 in shape.dtypes:
+    if torch.float64 in fields.values():
         return None
 
     from custom_ops.kernels.architectures import nearest_architecture
-    from custom_ops.kernels.layer import Layer, NoKernelsError
+    from custom_ops.kernels.layer import NoKernelsError
 
     try:
-        layer = Layer(shape, tf32)
+        layer = layer_of(**fields)
     except NoKernelsError:
         return None
     return layer, nearest_architecture(*torch.cuda.get_device_capability(device))

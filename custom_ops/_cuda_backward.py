@@ -6,15 +6,14 @@ Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E expe
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from custom_ops import _grouped
-from custom_ops._cuda import aligned, layer_on, readable, rounds_to_tf32, shape_of
+from custom_ops._cuda import aligned, layer_fields, layer_on, readable
 from custom_ops.expert_weights import ExpertWeights
-from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ExpertOptions
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ def experts_backward(
 ) -> tuple[Tensor, ...]:
     """Computes what :func:`custom_ops._grouped.experts_backward` computes."""
     routing = {"expert_ids": ids_TK, "expert_weights": weights_TK}
-    shape = shape_of(x_TD, routing, parameters, options)
-    plan = _plan(x_TD.device, shape, rounds_to_tf32(shape), train_parameters)
+    fields = layer_fields(x_TD, routing, parameters, options)
+    plan = _plan(x_TD.device, train_parameters, **fields)
     if plan is None or x_TD.shape[0] > plan.ranges[-1].last:
         return _grouped.experts_backward(
             dy_TD, x_TD, ids_TK, weights_TK, parameters, options, train_parameters=train_parameters
@@ -59,8 +58,8 @@ def experts_backward(
     }
     with torch.cuda.device(x_TD.get_device()):
         launch(plan, tensors)
-    for name in shape.matrices:
-        if shape.is_transposed(name) and train_parameters:
+    for name, is_transposed in zip(("w1", "w2"), fields["transposed"], strict=True):
+        if is_transposed and train_parameters:
             trained[name] = trained[name].mT
     return (
         dx_TD,
@@ -81,10 +80,8 @@ def _with_strides_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _plan(
-    device: torch.device, shape: LayerShape, tf32: bool, train_parameters: bool
-) -> ForwardPlan | None:
-    known = layer_on(device, shape, tf32)
+def _plan(device: torch.device, train_parameters: bool, **fields: Any) -> ForwardPlan | None:
+    known = layer_on(device, **fields)
     if known is None:
         return None
 

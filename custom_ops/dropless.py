@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda, _cuda_backward, _cuda_offload, _grouped
+from custom_ops import _cuda, _cuda_backward, _grouped
 from custom_ops._checks import check_experts, check_router, check_trainable, remembered
 from custom_ops._library import (
     LIBRARY,
@@ -23,6 +23,7 @@ from custom_ops._library import (
 )
 from custom_ops.dtypes import accumulation_dtype
 from custom_ops.expert_weights import ExpertWeights
+from custom_ops.offload import calls as offload_calls
 from custom_ops.options import (
     EXPERT_OPTIONS,
     ROUTER_OPTIONS,
@@ -152,7 +153,7 @@ def _dropless_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 @torch.library.impl(LIBRARY, "dropless", "CPU")
 @torch.library.impl(LIBRARY, "dropless", "CUDA")
 def _dropless_forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    forward = _cuda_offload.forward_of(x, arguments[1])
+    forward = offload_calls.forward_of(x, arguments[1])
     return forward(*_given(x, *arguments, **options)).view_as(x)
 
 

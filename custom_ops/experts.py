@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda_backward, _cuda_offload, _grouped
+from custom_ops import _cuda_backward, _grouped
 from custom_ops._checks import check_experts, check_routing, check_trainable, remembered
 from custom_ops._library import (
     LIBRARY,
@@ -19,6 +19,7 @@ from custom_ops._library import (
     with_options,
 )
 from custom_ops.expert_weights import ExpertWeights
+from custom_ops.offload import calls as offload_calls
 from custom_ops.options import EXPERT_OPTIONS, ExpertKeywords, ExpertOptions
 
 _ARGUMENTS = (
@@ -110,7 +111,7 @@ def _experts_forward(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
 ) -> Tensor:
     checked = _check_eagerly(x, expert_ids, expert_weights, *parameters, **options)
-    forward = _cuda_offload.forward_of(x, parameters[0])
+    forward = offload_calls.forward_of(x, parameters[0])
     y_TD = forward(
         rows_of(x),
         {"expert_ids": rows_of(expert_ids), "expert_weights": rows_of(expert_weights)},

@@ -81,12 +81,6 @@ class LayerShape:
         return {size.symbol: getattr(self, size.name) for size in SIZES}
 
     @property
-    def dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """The dtypes of all tensors; None for those that there are not."""
-        routing = (self.routing_dtype, self.weights_dtype, self.selection_dtype)
-        return (self.tokens_dtype, self.weight_format.values_dtype, *routing)
-
-    @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The (out, in) sizes of one expert's w1 and w2, by name."""
         return {"w1": (self.rows, self.width), "w2": (self.width, self.hidden)}

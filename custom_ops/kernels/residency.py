@@ -3,7 +3,7 @@
 The weights stay in pinned host memory that the device reads. Each layer has R slots on the device,
 of one expert's w1 and w2 each, and tables of what they hold, which persist from call to call. After
 the routing, :func:`residency_kernel` decides which experts take which slots, as
-:class:`custom_ops.residency.ExpertCache` does; :func:`copy_experts_kernel` copies the missing ones;
+:class:`custom_ops.offload.ExpertCache` does; :func:`copy_experts_kernel` copies the missing ones;
 the products read weights through the table of places. Where a call has more experts than there are
 slots, they take turns: at most R of them in a wave.
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from custom_ops.residency import cache_bytes
-from custom_ops.weight_source import ALIGNMENT, SUFFIX, WeightSource
+from custom_ops.offload import cache_bytes
+from custom_ops.offload.weight_source import ALIGNMENT, SUFFIX, WeightSource
 from dynamo_moe.files.experts_file import ExpertsFile, Progress, write_experts
 from dynamo_moe.files.kernel_layers import kernel_layers, load_inlined
 from dynamo_moe.files.model_files import check_destination, save_model

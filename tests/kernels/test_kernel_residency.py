@@ -20,7 +20,7 @@ from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan
 from custom_ops.kernels.spec import ForwardPlan, StatePointer, TensorMap, TensorPointer
 from custom_ops.layer_shape import LayerShape
-from custom_ops.residency import ExpertCache
+from custom_ops.offload import ExpertCache
 from custom_ops.weight_formats import plain_format
 from kernel_runs import call_tensors, in_out
 from moe_cases import Case, make_case

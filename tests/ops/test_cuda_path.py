@@ -21,12 +21,12 @@ from custom_ops import (
     RouterOptions,
     _cuda,
     _cuda_backward,
-    _cuda_offload,
     _grouped,
 )
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.kernels.architectures import ARCHITECTURES, nearest_architecture
 from custom_ops.kernels.spec import ForwardPlan
+from custom_ops.offload import calls as offload_calls
 from custom_ops.options import ROUTER_OPTIONS
 from moe_cases import Case, assert_matches, make_case
 
@@ -47,7 +47,7 @@ def _device(monkeypatch):
 @pytest.fixture
 def _operators(monkeypatch):
     """The operators compute as on CUDA tensors."""
-    monkeypatch.setattr(_cuda_offload, "forward_of", lambda x, w1: _cuda.forward)
+    monkeypatch.setattr(offload_calls, "forward_of", lambda x, w1: _cuda.forward)
     kernels = {
         "forward_routed": _cuda.forward_routed,
         "experts_backward": _cuda_backward.experts_backward,
@@ -295,9 +295,9 @@ def test_each_device_has_a_plan_for_its_architecture(monkeypatch):
     a = case.arguments
     routing = {name: a[name] for name in ("expert_ids", "expert_weights")}
     parameters = ExpertWeights(a["w1"], a["b1"], a["w2"], a["b2"])
-    shape = _cuda.shape_of(a["x"], routing, parameters, ExpertOptions())
+    fields = _cuda.layer_fields(a["x"], routing, parameters, ExpertOptions())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8 + device.index, 0))
-    plans = [_cuda._plan(torch.device("cuda", index), shape, False) for index in (0, 1, 0)]
+    plans = [_cuda._plan(torch.device("cuda", index), **fields) for index in (0, 1, 0)]
     assert [plan.architecture.name for plan in plans] == ["sm_80", "sm_90", "sm_80"]
 
 

@@ -147,7 +147,7 @@ IMAGE = len(kernel().image)
         (record("tensor maps") + 8, "I", [6], "tensor map 0: rank must be in 2..5, got 6"),
         (record("tensor maps") + 8, "I", [2], "dimension 2: a size beyond the rank must be 0, got"),
         (record("tensor maps") + 12, "I", [4], "tensor map 0: swizzle must be in 0..3, got 4"),
-        (record("tensor maps") + 16, "Q", [0], "dimension 0: size must be in 1..4294967304, got 0"),
+        (record("tensor maps") + 16, "Q", [0], "dimension 0: size must be in 1..4294967296, got 0"),
         (record("tensor maps") + 56, "Q", [4], "stride must be an element's size, 2, got 4"),
         (record("tensor maps") + 64, "Q", [24], "stride must be a multiple of 16, got 24"),
         (record("tensor maps") + 64, "Q", [2**40], "stride must be in 16..1099511627775, got 1"),

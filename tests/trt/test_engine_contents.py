@@ -13,8 +13,7 @@ from rich.console import Console
 import trt_plugin
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.plan import plan
-from custom_ops.residency import cache_bytes
-from custom_ops.weight_source import WeightSource
+from custom_ops.offload import WeightSource, cache_bytes
 from interpreted_gpu import uncompiled_program
 from kernel_runs import layer_of
 from moe_cases import make_case

@@ -277,7 +277,7 @@ def test_layers_with_equal_kernels_have_their_own_experts(driver, tensorrt, tmp_
     for plugin in both:
         plugin.destroy()
     name = fields[1]["programs_name"].data
-    older = replace(fields[1]["programs_name"], data=name[:-8])
+    older = replace(fields[1]["programs_name"], data=name[:-8], length=len(name) - 8)
     changed = fields[1] | {"programs_name": older}
     assert tensorrt.create(NAMES["experts"], changed, RUNTIME, version=VERSION) is None
     (error,) = tensorrt.messages()

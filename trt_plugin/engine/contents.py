@@ -22,7 +22,7 @@ from trt_plugin.native import library_path
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from custom_ops.weight_source import WeightSource
+    from custom_ops.offload import WeightSource
 
 #: What cannot be known without loading the engine.
 UNKNOWN = (
@@ -84,7 +84,7 @@ class OffloadedExperts:
     @property
     def device_bytes(self) -> int | None:
         """Bytes of all slots and their tables in device memory, for each layer and cache."""
-        from custom_ops.residency import cache_bytes
+        from custom_ops.offload import cache_bytes
 
         if self.experts is None or self.resident_experts is None:
             return None
@@ -216,7 +216,7 @@ def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[Offload
     if not texts:
         return
     # It comes with PyTorch, which nothing else here needs.
-    from custom_ops.weight_source import WeightSource
+    from custom_ops.offload import WeightSource
 
     # A layer's w2 follows its w1, which follows its programs or their name; both have its record.
     # TensorRT stores all of it several times.

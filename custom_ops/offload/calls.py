@@ -26,9 +26,8 @@ from torch import Tensor
 
 from custom_ops import _cuda, _grouped
 from custom_ops.expert_weights import ExpertWeights
-from custom_ops.layer_shape import LayerShape
+from custom_ops.offload import cache_bytes
 from custom_ops.options import ExpertOptions, RouterOptions
-from custom_ops.residency import cache_bytes
 
 if TYPE_CHECKING:
     from custom_ops.kernels.spec import ForwardPlan
@@ -60,7 +59,7 @@ def forward(
         RuntimeError: If a CUDA graph captures a call that must empty the cache: the first one, or
             the next after a failure or a change of the weights.
     """
-    shape = _cuda.shape_of(x_TD, routing, parameters, options, router)
+    fields = _cuda.layer_fields(x_TD, routing, parameters, options, router)
     tensors = _cuda.readable(x_TD, routing, parameters)
     w1_EFD, _, w2_EDH, _ = parameters
     for name, given in (("w1", w1_EFD), ("w2", w2_EDH)):
@@ -69,8 +68,8 @@ def forward(
                 f"{name} is in host memory, where it must be contiguous, or the transpose of what "
                 f"is, and begin at a multiple of 16 bytes; got strides {given.stride()}"
             )
-    cache = _cache_of(w1_EFD, w2_EDH, x_TD.device, shape.top_k)
-    plan = _plan(x_TD.device, shape, _cuda.rounds_to_tf32(shape), cache.resident)
+    cache = _cache_of(w1_EFD, w2_EDH, x_TD.device, fields["top_k"])
+    plan = _plan(x_TD.device, resident_experts=cache.resident, **fields)
     if x_TD.shape[0] > plan.ranges[-1].last:
         raise ValueError(
             f"with experts in host memory, x must have at most {plan.ranges[-1].last} tokens, "
@@ -88,7 +87,7 @@ def offload_experts(
 ) -> None:
     """Makes, or makes anew, the cache of a layer whose experts are in pinned host memory.
 
-    It takes :func:`custom_ops.residency.cache_bytes` of the device's memory until either weight is
+    It takes :func:`custom_ops.offload.cache_bytes` of the device's memory until either weight is
     freed. Weights that change in place are copied to the slots anew, where PyTorch counts the
     change: not through ``data``, nor in inference mode's tensors.
 
@@ -234,13 +233,12 @@ def _change_count(weight: Tensor) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _plan(device: torch.device, shape: LayerShape, tf32: bool, resident: int) -> ForwardPlan:
+def _plan(device: torch.device, **fields: Any) -> ForwardPlan:
     from custom_ops.kernels.architectures import nearest_architecture
-    from custom_ops.kernels.layer import Layer
     from custom_ops.kernels.plan import plan
 
     try:
-        layer = Layer(shape, tf32, resident)
+        layer = _cuda.layer_of(**fields)
     except (TypeError, ValueError) as error:
         raise type(error)(f"with experts in host memory: {error}") from error
     return plan(layer, nearest_architecture(*torch.cuda.get_device_capability(device)))
