@@ -109,7 +109,7 @@ def test_offloaded_experts_and_their_files(tmp_path):
             fields(first, path, *places),
         ),
     )
-    experts = first.layer.shape.experts
+    experts = first.layer.experts
     assert [(each.experts, each.resident_experts) for each in found.offloaded] == [
         (experts, 2),
         (experts, 3),
