@@ -13,7 +13,7 @@ import torch
 from onnx import NodeProto
 from onnx_ir.tensor_adapters import from_torch_dtype
 
-from custom_ops.dtypes import FLOATS, IDS, dtype_name
+from custom_ops.dtypes import FLOATS, IDS
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import (
     EXPERT_OPTIONS,
@@ -156,10 +156,10 @@ def _dtype(name: str, value: ir.Value) -> torch.dtype:
     if value.dtype is None:
         raise ValueError(f"the dtype of its input {name}, {value.name!r}, is not known")
     if value.dtype not in _DTYPES:
-        names = ", ".join(map(dtype_name, _DTYPES.values()))
+        dtype = value.dtype.name.lower()
         raise TypeError(
-            f"its input {name}, {value.name!r}, must be one of {names}; "
-            f"got {value.dtype.name.lower()}"
+            f"its input {name}, {value.name!r}, has the dtype {dtype}, "
+            "which the operators do not take"
         )
     return _DTYPES[value.dtype]
 
