@@ -4,9 +4,9 @@ Importing this package registers ``torch.ops.moe.dropless``, ``torch.ops.moe.exp
 ``torch.ops.moe.rms_norm``.
 """
 
-from custom_ops._cuda_offload import offload_experts
 from custom_ops.dropless import dropless
 from custom_ops.experts import experts
+from custom_ops.offload.calls import offload_experts
 from custom_ops.options import ACTIVATIONS, PRE_NORMS, SCORINGS, ExpertOptions, RouterOptions
 from custom_ops.rms_norm import rms_norm
 

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from custom_ops import _grouped
-from custom_ops._grouped import ExpertParameters
-from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops.expert_weights import ExpertWeights
+from custom_ops.layer_shape import LayerShape
+from custom_ops.options import ExpertOptions, RouterOptions, WeightLayout
+from custom_ops.weight_formats import plain_format
 
 if TYPE_CHECKING:
     from custom_ops.kernels.architectures import Architecture
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 def forward(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> Tensor:
@@ -46,7 +48,7 @@ def forward(
 def forward_routed(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     router: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,25 +100,27 @@ def rms_norm_forward(
 def layer_fields(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> dict[str, Any]:
-    """Returns the fields of the :class:`custom_ops.kernels.layer.Layer` that a call computes."""
+    """Returns what :func:`layer_of` makes the layer of a call from, to look up what it has made."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
-    experts, _, width = w1_EFD.shape
+    experts, width, hidden = w2_EDH.shape
     routing_dtype, weights_dtype, *_ = [None if t is None else t.dtype for t in routing.values()]
     selection_bias = routing.get("selection_bias")
     experts_dtype = w1_EFD.dtype
     # Asking costs a microsecond, and other dtypes have no TF32.
     tf32 = experts_dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
+        "tf32": tf32,
+        "experts_dtype": experts_dtype,
+        "transposed": (_is_transposed(w1_EFD), _is_transposed(w2_EDH)),
         "experts": experts,
         "width": width,
-        "hidden": w2_EDH.shape[2],
+        "hidden": hidden,
         "top_k": router.top_k if router else routing["expert_ids"].shape[1],
         "tokens_dtype": x_TD.dtype,
-        "experts_dtype": experts_dtype,
         "options": options,
         "router": router,
         "routing_dtype": routing_dtype,
@@ -124,14 +128,32 @@ def layer_fields(
         "selection_dtype": None if selection_bias is None else selection_bias.dtype,
         "b1": b1_EF is not None,
         "b2": b2_ED is not None,
-        "tf32": tf32,
-        "w1_transposed": _is_transposed(w1_EFD),
-        "w2_transposed": _is_transposed(w2_EDH),
     }
 
 
+def layer_of(
+    *,
+    tf32: bool,
+    experts_dtype: torch.dtype,
+    transposed: tuple[bool, bool],
+    resident_experts: int | None = None,
+    **fields: Any,
+) -> Layer:
+    """Returns the layer of a call.
+
+    Raises:
+        ValueError: If there are no kernels for the layer.
+        TypeError: If there are none for a dtype.
+    """
+    from custom_ops.kernels.layer import Layer
+
+    layout = WeightLayout(*transposed)
+    shape = LayerShape(weight_format=plain_format(experts_dtype), layout=layout, **fields)
+    return Layer(shape, tf32, resident_experts)
+
+
 def readable(
-    x_TD: Tensor, routing: Mapping[str, Any], parameters: ExpertParameters
+    x_TD: Tensor, routing: Mapping[str, Any], parameters: ExpertWeights
 ) -> dict[str, Tensor]:
     """Returns what a launch reads, by name; a weight that is transposed as the memory has it."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
@@ -175,10 +197,10 @@ def layer_on(device: torch.device, **fields: Any) -> tuple[Layer, Architecture] 
         return None
 
     from custom_ops.kernels.architectures import nearest_architecture
-    from custom_ops.kernels.layer import Layer, NoKernelsError
+    from custom_ops.kernels.layer import NoKernelsError
 
     try:
-        layer = Layer(**fields)
+        layer = layer_of(**fields)
     except NoKernelsError:
         return None
     return layer, nearest_architecture(*torch.cuda.get_device_capability(device))

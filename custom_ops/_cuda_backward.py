@@ -13,7 +13,7 @@ from torch import Tensor
 
 from custom_ops import _grouped
 from custom_ops._cuda import aligned, layer_fields, layer_on, readable
-from custom_ops._grouped import ExpertParameters
+from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def experts_backward(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     *,
     train_parameters: bool,
@@ -58,14 +58,14 @@ def experts_backward(
     }
     with torch.cuda.device(x_TD.get_device()):
         launch(plan, tensors)
-    for name, lies in (("w1", fields["w1_transposed"]), ("w2", fields["w2_transposed"])):
-        if lies and train_parameters:
+    for name, is_transposed in zip(("w1", "w2"), fields["transposed"], strict=True):
+        if is_transposed and train_parameters:
             trained[name] = trained[name].mT
     return (
         dx_TD,
         dweights_TK,
         *(
-            parameters.w1_EFD.new_empty(0)
+            parameters.w1.new_empty(0)
             if parameter is None or not train_parameters
             else _with_strides_of(parameter, trained[name])
             for name, parameter in zip(_NAMES, parameters, strict=True)

@@ -9,13 +9,14 @@ N = T*K slots (slot n is choice n % K of token n // K), R rows of one expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from custom_ops.activations import activate, activate_backward
 from custom_ops.dtypes import accumulation_dtype
+from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions, RouterOptions
 from custom_ops.routing import route
 
@@ -24,19 +25,10 @@ from custom_ops.routing import route
 _TOKENS_PER_BLOCK = 4096
 
 
-class ExpertParameters(NamedTuple):
-    """The experts' weights and biases."""
-
-    w1_EFD: Tensor
-    b1_EF: Tensor | None
-    w2_EDH: Tensor
-    b2_ED: Tensor | None
-
-
 def forward(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> Tensor:
@@ -56,7 +48,7 @@ def forward(
     if router is not None:
         return forward_routed(x_TD, routing, parameters, options, router)[0]
     ids_TK, weights_TK = routing["expert_ids"], routing["expert_weights"]
-    _check_ids(ids_TK, parameters.w1_EFD.shape[0])
+    _check_ids(ids_TK, parameters.w1.shape[0])
     y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     for start in range(0, x_TD.shape[0], _TOKENS_PER_BLOCK):
         block = slice(start, start + _TOKENS_PER_BLOCK)
@@ -69,7 +61,7 @@ def forward(
 def forward_routed(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     router: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +83,7 @@ def _forward_block(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
 ) -> Tensor:
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
@@ -137,7 +129,7 @@ def experts_backward(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     *,
     train_parameters: bool,
@@ -206,10 +198,10 @@ def experts_backward(
     return dx_TD.to(x_TD.dtype), dweights_TK, dw1_EFD, db1_EF, dw2_EDH, db2_ED
 
 
-def parameter_gradients_fake(parameters: ExpertParameters, *, needed: bool) -> list[Tensor]:
+def parameter_gradients_fake(parameters: ExpertWeights, *, needed: bool) -> list[Tensor]:
     """Returns gradients as :func:`experts_backward` gives them, without values."""
     return [
-        torch.empty_like(p) if needed and p is not None else parameters.w1_EFD.new_empty(0)
+        torch.empty_like(p) if needed and p is not None else parameters.w1.new_empty(0)
         for p in parameters
     ]
 

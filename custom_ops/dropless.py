@@ -9,9 +9,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda, _cuda_backward, _cuda_offload, _grouped
+from custom_ops import _cuda, _cuda_backward, _grouped
 from custom_ops._checks import check_experts, check_router, check_trainable, remembered
-from custom_ops._grouped import ExpertParameters
 from custom_ops._library import (
     LIBRARY,
     below_autograd,
@@ -23,6 +22,8 @@ from custom_ops._library import (
     with_options,
 )
 from custom_ops.dtypes import accumulation_dtype
+from custom_ops.expert_weights import ExpertWeights
+from custom_ops.offload import calls as offload_calls
 from custom_ops.options import (
     EXPERT_OPTIONS,
     ROUTER_OPTIONS,
@@ -152,7 +153,7 @@ def _dropless_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 @torch.library.impl(LIBRARY, "dropless", "CPU")
 @torch.library.impl(LIBRARY, "dropless", "CUDA")
 def _dropless_forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    forward = _cuda_offload.forward_of(x, arguments[1])
+    forward = offload_calls.forward_of(x, arguments[1])
     return forward(*_given(x, *arguments, **options)).view_as(x)
 
 
@@ -188,7 +189,7 @@ def _given(
     router_bias: Tensor | None = None,
     selection_bias: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, dict[str, Tensor | None], ExpertParameters, ExpertOptions, RouterOptions]:
+) -> tuple[Tensor, dict[str, Tensor | None], ExpertWeights, ExpertOptions, RouterOptions]:
     """Checks a call, and returns what the implementations take."""
     router_options, expert_options = _check_eagerly(
         x, router_weight, w1, b1, w2, b2, top_k, router_bias, selection_bias, **options
@@ -198,7 +199,7 @@ def _given(
         "router_bias": router_bias,
         "selection_bias": selection_bias,
     }
-    parameters = ExpertParameters(w1, b1, w2, b2)
+    parameters = ExpertWeights(w1, b1, w2, b2)
     return rows_of(x), routing, parameters, expert_options, router_options
 
 
@@ -218,7 +219,7 @@ def _dropless_backward_fake(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     _check(x, router_weight, w1, b1, w2, b2, expert_ids.shape[-1], router_bias, **options)
-    own = ExpertParameters(w1, b1, w2, b2)
+    own = ExpertWeights(w1, b1, w2, b2)
     return (
         x.new_empty(x.shape),
         router_weight.new_empty(router_weight.shape),
@@ -251,7 +252,7 @@ def _dropless_backward(
         x_TD,
         expert_ids,
         expert_weights,
-        ExpertParameters(w1, b1, w2, b2),
+        ExpertWeights(w1, b1, w2, b2),
         ExpertOptions(**expert_options),
         train_parameters=parameters,
     )

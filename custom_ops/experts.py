@@ -7,9 +7,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda_backward, _cuda_offload, _grouped
+from custom_ops import _cuda_backward, _grouped
 from custom_ops._checks import check_experts, check_routing, check_trainable, remembered
-from custom_ops._grouped import ExpertParameters
 from custom_ops._library import (
     LIBRARY,
     check_keywords,
@@ -19,6 +18,8 @@ from custom_ops._library import (
     schema_of,
     with_options,
 )
+from custom_ops.expert_weights import ExpertWeights
+from custom_ops.offload import calls as offload_calls
 from custom_ops.options import EXPERT_OPTIONS, ExpertKeywords, ExpertOptions
 
 _ARGUMENTS = (
@@ -90,7 +91,7 @@ def _check(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
 ) -> ExpertOptions:
     checked = ExpertOptions(**options)
-    check_experts(x, *ExpertParameters(*parameters), checked)
+    check_experts(x, *ExpertWeights(*parameters), checked)
     check_routing(x, expert_ids, expert_weights)
     return checked
 
@@ -110,11 +111,11 @@ def _experts_forward(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *parameters: Any, **options: Any
 ) -> Tensor:
     checked = _check_eagerly(x, expert_ids, expert_weights, *parameters, **options)
-    forward = _cuda_offload.forward_of(x, parameters[0])
+    forward = offload_calls.forward_of(x, parameters[0])
     y_TD = forward(
         rows_of(x),
         {"expert_ids": rows_of(expert_ids), "expert_weights": rows_of(expert_weights)},
-        ExpertParameters(*parameters),
+        ExpertWeights(*parameters),
         checked,
     )
     return y_TD.view_as(x)
@@ -128,7 +129,7 @@ def _experts_backward_fake(dy: Tensor, *arguments: Any, **options: Any) -> tuple
     return (
         x.new_empty(x.shape),
         expert_weights.new_empty(expert_weights.shape),
-        *_grouped.parameter_gradients_fake(ExpertParameters(*parameters), needed=needed),
+        *_grouped.parameter_gradients_fake(ExpertWeights(*parameters), needed=needed),
     )
 
 
@@ -144,7 +145,7 @@ def _experts_backward(
         rows_of(x),
         rows_of(expert_ids),
         rows_of(expert_weights),
-        ExpertParameters(*parameters),
+        ExpertWeights(*parameters),
         ExpertOptions(**options),
         train_parameters=needed,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import custom_ops
-from custom_ops.residency import cache_bytes
+from custom_ops.offload import cache_bytes
 from dynamo_moe.conversion import transformers_experts
 from dynamo_moe.conversion.layer_spec import ConvertedLayer
 from dynamo_moe.modules import ConvertedModule
@@ -35,7 +35,7 @@ def offload(
     The device keeps R experts of each layer. A call copies those that it needs and that are not
     there in place of those that were used the longest time ago, and computes the same bits as with
     all of them there. Nothing waits for the host; a CUDA graph captures the model once it has run.
-    Each layer takes :func:`custom_ops.residency.cache_bytes` of the device's memory.
+    Each layer takes :func:`custom_ops.offload.cache_bytes` of the device's memory.
 
     The weights are pinned, for which PyTorch may take up to twice their size of host memory, and
     each layer's old memory is given back before the next layer's is taken. Should that fail, the

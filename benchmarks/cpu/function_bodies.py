@@ -49,9 +49,28 @@ class Case(LayerCase):
     @property
     def config(self) -> BodyConfig:
         """What the bodies compute."""
-        if self.gated:
-            return BodyConfig(activation=self.activation, gated=True)
-        return BodyConfig(has_router_bias=True, has_b1=True, has_b2=True)
+        import torch
+
+        from custom_ops.layer_shape import LayerShape
+        from custom_ops.options import ExpertOptions, RouterOptions
+        from custom_ops.weight_formats import plain_format
+
+        biases = not self.gated
+        shape = LayerShape(
+            experts=self.experts,
+            width=self.width,
+            hidden=self.hidden,
+            top_k=self.top_k,
+            tokens_dtype=torch.float32,
+            weight_format=plain_format(torch.float32),
+            options=ExpertOptions(self.activation, gated=self.gated),
+            router=RouterOptions(self.top_k),
+            routing_dtype=torch.float32,
+            weights_dtype=torch.float32 if biases else None,
+            b1=biases,
+            b2=biases,
+        )
+        return BodyConfig(shape)
 
 
 CASES = (

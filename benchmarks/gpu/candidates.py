@@ -61,8 +61,8 @@ def spread(ordered: Iterable[T], *keys: Callable[[T], Hashable]) -> list[T]:
 
 def blocks_m(layer: Layer, tokens: int) -> tuple[int, ...]:
     """Returns the heights of tiles worth trying: near the mean number of rows of an expert."""
-    active = expected_active(layer.experts, layer.top_k, tokens)
-    rows = tokens * layer.top_k / active
+    active = expected_active(layer.shape.experts, layer.shape.top_k, tokens)
+    rows = tokens * layer.shape.top_k / active
     found = [block for block in _BLOCKS_M if rows / 4 < block <= max(16, 2 * rows)]
     return tuple(found) or _BLOCKS_M[-1:]
 
@@ -70,7 +70,7 @@ def blocks_m(layer: Layer, tokens: int) -> tuple[int, ...]:
 def shared_bytes(layer: Layer, config: GemmConfig, gates: int) -> int:
     """Returns about how much shared memory the pipeline of a product takes."""
     stage = (config.block_m + gates * config.block_n) * config.block_k
-    return config.num_stages * stage * layer.experts_dtype.itemsize
+    return config.num_stages * stage * layer.shape.weight_format.operand_dtype.itemsize
 
 
 def fits(layer: Layer, architecture: Architecture, config: GemmConfig, gates: int) -> bool:
@@ -145,10 +145,10 @@ def gemm_candidates(
 
 def _is_distinct(layer: Layer, config: GemmConfig, columns: int, depth: int, gates: int) -> bool:
     """Whether a tile is sensible, and no other does the same work."""
-    row_bytes = config.block_k * layer.experts_dtype.itemsize
+    row_bytes = config.block_k * layer.shape.weight_format.operand_dtype.itemsize
     area = config.block_m * config.block_n * gates
     steps = -(-depth // config.block_k)
-    halves = gates == 2 and not layer.options.interleaved
+    halves = gates == 2 and not layer.shape.options.interleaved
     return (
         64 <= row_bytes <= 256
         # A tensor map loads rows of 128 bytes, the widest swizzle, or several of them.
@@ -172,8 +172,8 @@ def few_candidates(layer: Layer, tokens: int) -> tuple[FewConfig, ...]:
     """Returns blocks of the vector products; none for many tokens."""
     if tokens > _FEW_TOKENS:
         return ()
-    per_warp = 512 // layer.experts_dtype.itemsize
-    deepest = power_of_2(max(layer.width, layer.hidden))
+    per_warp = 512 // layer.shape.weight_format.operand_dtype.itemsize
+    deepest = power_of_2(max(layer.shape.width, layer.shape.hidden))
     found = (
         config
         for config in choices(
@@ -193,15 +193,18 @@ def few_candidates(layer: Layer, tokens: int) -> tuple[FewConfig, ...]:
 
 def mlp_candidates(layer: Layer, architecture: Architecture, block_m: int) -> tuple[MlpConfig, ...]:
     """Returns tiles of the kernel that keeps the hidden rows on chip; none for wide layers."""
-    if layer.width > _MLP_WIDTH or block_m > 128:
+    if layer.shape.width > _MLP_WIDTH or block_m > 128:
         return ()
-    itemsize, gates = layer.experts_dtype.itemsize, layer.options.rows_per_hidden
+    itemsize, gates = (
+        layer.shape.weight_format.operand_dtype.itemsize,
+        layer.shape.options.rows_per_hidden,
+    )
 
     def fits_on_chip(config: MlpConfig) -> bool:
-        stage = (gates + 1) * config.block_n * layer.width * itemsize
-        rows = block_m * (layer.width + config.block_n) * itemsize
+        stage = (gates + 1) * config.block_n * layer.shape.width * itemsize
+        rows = block_m * (layer.shape.width + config.block_n) * itemsize
         shared = config.num_stages * stage + rows
-        columns = layer.width + gates * config.block_n
+        columns = layer.shape.width + gates * config.block_n
         accumulators = block_m * columns / (32 * config.num_warps)
         return (
             shared <= architecture.shared_memory - _OTHER_SHARED and accumulators <= _ACCUMULATORS

@@ -77,7 +77,7 @@ class PlanJob:
                 ):
                     # A kernel is compiled for a pointer's dtype and alignment, whatever the size.
                     memory[name] = torch.empty(16, dtype=dtype, device=device)
-        bound_kernel(spec, {**self.layer.sizes, "T": self._range.first, "wave": 0})(memory)
+        bound_kernel(spec, {**self.layer.shape.sizes, "T": self._range.first, "wave": 0})(memory)
 
 
 class _Compiled:

@@ -14,6 +14,9 @@ from torch import Tensor
 from benchmarks.common.layers import random_parameters
 from custom_ops import ExpertOptions, RouterOptions
 from custom_ops.kernels.layer import Layer
+from custom_ops.layer_shape import LayerShape
+from custom_ops.options import WeightLayout
+from custom_ops.weight_formats import plain_format
 
 #: A layer's tensors by name; one without biases has no ``router_bias``, ``b1`` and ``b2``, and most
 #: have no ``selection_bias``.
@@ -58,21 +61,22 @@ class Shape:
         """The layer in one dtype; without a router its ids are int64 and its weights float32."""
         bias = dtype if self.biases else None
         return Layer(
-            experts=self.experts,
-            width=self.width,
-            hidden=self.hidden,
-            top_k=self.top_k,
-            tokens_dtype=dtype,
-            experts_dtype=dtype,
-            options=self.options,
-            router=self.router if router else None,
-            routing_dtype=dtype if router else torch.int64,
-            weights_dtype=bias if router else torch.float32,
-            b1=self.biases,
-            b2=self.biases,
-            w1_transposed=self.transposed,
-            w2_transposed=self.transposed,
-            selection_dtype=torch.float32 if router and self.selection_bias else None,
+            LayerShape(
+                experts=self.experts,
+                width=self.width,
+                hidden=self.hidden,
+                top_k=self.top_k,
+                tokens_dtype=dtype,
+                weight_format=plain_format(dtype),
+                options=self.options,
+                router=self.router if router else None,
+                routing_dtype=dtype if router else torch.int64,
+                weights_dtype=bias if router else torch.float32,
+                b1=self.biases,
+                b2=self.biases,
+                selection_dtype=torch.float32 if router and self.selection_bias else None,
+                layout=WeightLayout(w1_transposed=self.transposed, w2_transposed=self.transposed),
+            )
         )
 
 

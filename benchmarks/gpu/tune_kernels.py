@@ -70,14 +70,18 @@ def candidates(
     First and second products are paired one by one: they are timed by themselves. There are at most
     ``limit`` candidates of each, for each height of tiles.
     """
-    gates = layer.options.rows_per_hidden
+    gates = layer.shape.options.rows_per_hidden
     few = few_candidates(layer, tokens)[:limit]
     yield from (RangeConfig(MAX_TOKENS, "few", each, each) for each in few)
     for block_m in blocks_m(layer, tokens):
         for mlp in mlp_candidates(layer, device, block_m)[:limit]:
             yield RangeConfig(MAX_TOKENS, "mlp", mlp)
-        ups = gemm_candidates(layer, device, block_m, layer.hidden, layer.width, gates)[:limit]
-        downs = gemm_candidates(layer, device, block_m, layer.width, layer.hidden, 1)[:limit]
+        ups = gemm_candidates(layer, device, block_m, layer.shape.hidden, layer.shape.width, gates)[
+            :limit
+        ]
+        downs = gemm_candidates(layer, device, block_m, layer.shape.width, layer.shape.hidden, 1)[
+            :limit
+        ]
         if ups and downs:
             for index in range(max(len(ups), len(downs))):
                 up, down = ups[index % len(ups)], downs[index % len(downs)]

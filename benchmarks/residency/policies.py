@@ -13,7 +13,7 @@ from heapq import nsmallest
 from itertools import islice
 from typing import Protocol
 
-from custom_ops.residency import ExpertCache
+from custom_ops.offload import ExpertCache
 
 #: The active experts of a layer, step by step, the most wanted first.
 Steps = Sequence[Sequence[int]]

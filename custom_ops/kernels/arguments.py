@@ -67,24 +67,26 @@ def kernel_of(
 
 def first_product(layer: Layer) -> dict[str, Argument]:
     """Returns the routing weights for a first product: None where they are on the results."""
-    on_input = layer.options.weight_on_input
+    on_input = layer.shape.options.weight_on_input
     return {"expert_weights_ptr": _routing(layer)[1] if on_input else _ABSENT}
 
 
 def sum_of_results(layer: Layer) -> dict[str, Argument]:
     """Returns what the sum of results adds: x for the residual and routing weights, or None."""
-    x = TensorPointer("x", layer.tokens_dtype)
+    x = TensorPointer("x", layer.shape.tokens_dtype)
     return {
-        "x_ptr": x if layer.options.residual else _ABSENT,
-        "expert_weights_ptr": _ABSENT if layer.options.weight_on_input else _routing(layer)[1],
+        "x_ptr": x if layer.shape.options.residual else _ABSENT,
+        "expert_weights_ptr": _ABSENT
+        if layer.shape.options.weight_on_input
+        else _routing(layer)[1],
     }
 
 
 def weights_pointer(layer: Layer, tensor: str) -> TensorPointer | StatePointer:
     """Returns where the products read w1 or w2: the call's tensor, or the layer's slots."""
     if layer.resident_experts is None:
-        return TensorPointer(tensor, layer.experts_dtype)
-    return StatePointer(f"{tensor}_slots", layer.experts_dtype)
+        return TensorPointer(tensor, layer.shape.weight_format.values_dtype)
+    return StatePointer(f"{tensor}_slots", layer.shape.weight_format.values_dtype)
 
 
 def max_tiles(block_m: int, experts: IntLike = E) -> Expression:
@@ -99,31 +101,35 @@ def max_tiles(block_m: int, experts: IntLike = E) -> Expression:
 
 
 def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
-    biases = {f"{name}_ptr": TensorPointer(name, layer.experts_dtype) for name in ("b1", "b2")}
+    shape, weight_format = layer.shape, layer.shape.weight_format
+    has_bias = {"b1": shape.b1, "b2": shape.b2}
     expert_ids, expert_weights = _routing(layer)
-    has_norm = layer.options.pre_norm != "none"
-    records = filter(None, (layer.router, layer.options))
+    has_norm = layer.shape.options.pre_norm != "none"
+    records = filter(None, (layer.shape.router, layer.shape.options))
     constants = {
-        **layer.sizes,
+        **layer.shape.sizes,
         **{row.name.upper(): getattr(each, row.name) for each in records for row in each.rows},
         "PRECISION": "tf32" if layer.tf32 else "ieee",
-        "W1_TRANSPOSED": layer.w1_transposed,
-        "W2_TRANSPOSED": layer.w2_transposed,
+        "W1_TRANSPOSED": layer.shape.layout.w1_transposed,
+        "W2_TRANSPOSED": layer.shape.layout.w2_transposed,
         "PDL": _has_dependent_launch(layer, architecture),
         "R": layer.resident_experts,
     }
     offloaded = layer.resident_experts is not None
     tables = {f"{name}_ptr": WorkspacePointer(name, torch.int32) for name in _WAVE_BUFFERS}
     return {
-        "x_ptr": TensorPointer("x", layer.tokens_dtype),
-        "y_ptr": TensorPointer("y", layer.tokens_dtype),
+        "x_ptr": TensorPointer("x", layer.shape.tokens_dtype),
+        "y_ptr": TensorPointer("y", layer.shape.tokens_dtype),
         **{f"{name}_ptr": weights_pointer(layer, name) for name in ("w1", "w2")},
-        **{name: each if getattr(layer, each.tensor) else _ABSENT for name, each in biases.items()},
+        **{
+            f"{name}_ptr": TensorPointer(name, weight_format.bias_dtype) if present else _ABSENT
+            for name, present in has_bias.items()
+        },
         "expert_ids_ptr": expert_ids,
         "expert_weights_ptr": expert_weights,
         "row_scale_ptr": WorkspacePointer("row_scale", torch.float32) if has_norm else _ABSENT,
-        "hidden_ptr": WorkspacePointer("hidden", layer.experts_dtype),
-        "rows_ptr": WorkspacePointer("rows", layer.tokens_dtype),
+        "hidden_ptr": WorkspacePointer("hidden", weight_format.operand_dtype),
+        "rows_ptr": WorkspacePointer("rows", layer.shape.tokens_dtype),
         **{f"{name}_ptr": WorkspacePointer(name, torch.int32) for name in _INT32_BUFFERS},
         **{name: table if offloaded else _ABSENT for name, table in tables.items()},
         "tokens": Scalar(T),
@@ -139,12 +145,12 @@ def _has_dependent_launch(layer: Layer, architecture: Architecture) -> bool:
 
 def _routing(layer: Layer) -> tuple[Argument, Argument]:
     """Returns where expert ids and routing weights are: the router's buffers, or the call's."""
-    if layer.router is not None:
+    if layer.shape.router is not None:
         return (
             WorkspacePointer("expert_ids", torch.int32),
             WorkspacePointer("expert_weights", torch.float32),
         )
     return (
-        TensorPointer("expert_ids", layer.routing_dtype),
-        TensorPointer("expert_weights", layer.weights_dtype or torch.float32),
+        TensorPointer("expert_ids", layer.shape.routing_dtype),
+        TensorPointer("expert_weights", layer.shape.weights_dtype or torch.float32),
     )

@@ -449,19 +449,19 @@ def hidden_gradient_step(
         **({} if train_parameters else {"hidden_ptr": _ABSENT}),
         dz_ptr=_dz(layer),
     )
-    buffers = [Buffer("dz", layer.experts_dtype, T * K * layer.rows)]
+    buffers = [Buffer("dz", layer.shape.weight_format.operand_dtype, T * K * layer.shape.rows)]
     if train_parameters:
-        buffers.append(Buffer("hidden", layer.experts_dtype, T * K * H))
+        buffers.append(Buffer("hidden", layer.shape.weight_format.operand_dtype, T * K * H))
     buffers.append(Buffer("weight_parts", torch.float32, slots))
-    if layer.options.pre_norm != "none":
+    if layer.shape.options.pre_norm != "none":
         buffers.append(Buffer("norm_parts", torch.float32, slots))
     return Step(tuple(buffers), (spec,))
 
 
 def slot_gradient_step(layer: Layer, architecture: Architecture, config: TileConfig) -> Step:
     """The slots: the parts to dweights and the buffer ``norm_factor``."""
-    has_bias = layer.b2 and not layer.options.weight_on_input
-    block_d = min(64, triton.next_power_of_2(layer.width))
+    has_bias = layer.shape.b2 and not layer.shape.options.weight_on_input
+    block_d = min(64, triton.next_power_of_2(layer.shape.width))
     launch = {"block_n": 1024 // block_d, "block_d": block_d, "num_warps": 4}
     spec = kernel_of(
         slot_gradient_kernel,
@@ -472,11 +472,11 @@ def slot_gradient_step(layer: Layer, architecture: Architecture, config: TileCon
         dy_ptr=_tokens(layer, "dy"),
         **({} if has_bias else {"b2_ptr": _ABSENT}),
         **_parts(layer),
-        dweights_ptr=TensorPointer("dweights", layer.weights_dtype or torch.float32),
+        dweights_ptr=TensorPointer("dweights", layer.shape.weights_dtype or torch.float32),
         norm_factor_ptr=_norm_factor(layer),
-        PARTS=cdiv(layer.hidden, config.block_n).evaluate({}),
+        PARTS=cdiv(layer.shape.hidden, config.block_n).evaluate({}),
     )
-    has_norm = layer.options.pre_norm != "none"
+    has_norm = layer.shape.options.pre_norm != "none"
     buffers = (Buffer("norm_factor", torch.float32, T * K),) if has_norm else ()
     return Step(buffers, (spec,))
 
@@ -493,14 +493,14 @@ def input_gradient_step(layer: Layer, architecture: Architecture, config: TileCo
         norm_factor_ptr=_norm_factor(layer),
         dz_ptr=_dz(layer),
     )
-    return Step((Buffer("rows", layer.tokens_dtype, T * K * D),), (spec,))
+    return Step((Buffer("rows", layer.shape.tokens_dtype, T * K * D),), (spec,))
 
 
 def weight_gradients_step(layer: Layer, architecture: Architecture, config: TileConfig) -> Step:
     """The experts' parameters: dw1 and dw2, and db1 and db2 where there are biases."""
     on_input = first_product(layer)["expert_weights_ptr"]
     on_result = sum_of_results(layer)["expert_weights_ptr"]
-    hidden = WorkspacePointer("hidden", layer.experts_dtype)
+    hidden = WorkspacePointer("hidden", layer.shape.weight_format.operand_dtype)
 
     def product(width: int, transposed: bool, **arguments: Argument) -> KernelSpec:
         grid = (cdiv(width, config.block_m), cdiv(D, config.block_n), E)
@@ -524,12 +524,12 @@ def weight_gradients_step(layer: Layer, architecture: Architecture, config: Tile
         )
 
     def gradient(name: str) -> Argument:
-        return TensorPointer(name, layer.experts_dtype)
+        return TensorPointer(name, layer.shape.weight_format.operand_dtype)
 
     launches = [
         product(
-            layer.rows,
-            layer.w1_transposed,
+            layer.shape.rows,
+            layer.shape.layout.w1_transposed,
             values_ptr=_dz(layer),
             tokens_ptr=_tokens(layer, "x"),
             expert_weights_ptr=on_input,
@@ -537,8 +537,8 @@ def weight_gradients_step(layer: Layer, architecture: Architecture, config: Tile
         ),
         # dw2 is [E, D, H]: what the kernel calls transposed is how w2 lies without the flag.
         product(
-            layer.hidden,
-            not layer.w2_transposed,
+            layer.shape.hidden,
+            not layer.shape.layout.w2_transposed,
             values_ptr=hidden,
             tokens_ptr=_tokens(layer, "dy"),
             expert_weights_ptr=on_result,
@@ -546,20 +546,20 @@ def weight_gradients_step(layer: Layer, architecture: Architecture, config: Tile
             dw_ptr=gradient("dw2"),
         ),
     ]
-    if layer.b1:
+    if layer.shape.b1:
         launches.append(
             column_sums(
-                layer.rows,
+                layer.shape.rows,
                 values_ptr=_dz(layer),
                 expert_weights_ptr=_ABSENT,
                 TOKENS=False,
                 db_ptr=gradient("db1"),
             )
         )
-    if layer.b2:
+    if layer.shape.b2:
         launches.append(
             column_sums(
-                layer.width,
+                layer.shape.width,
                 values_ptr=_tokens(layer, "dy"),
                 expert_weights_ptr=on_result,
                 TOKENS=True,
@@ -570,11 +570,11 @@ def weight_gradients_step(layer: Layer, architecture: Architecture, config: Tile
 
 
 def _tokens(layer: Layer, name: str) -> Argument:
-    return TensorPointer(name, layer.tokens_dtype)
+    return TensorPointer(name, layer.shape.tokens_dtype)
 
 
 def _dz(layer: Layer) -> Argument:
-    return WorkspacePointer("dz", layer.experts_dtype)
+    return WorkspacePointer("dz", layer.shape.weight_format.operand_dtype)
 
 
 def _parts(layer: Layer) -> dict[str, Argument]:
@@ -589,5 +589,5 @@ def _norm_factor(layer: Layer) -> Argument:
 
 
 def _of_norm(layer: Layer, buffer: str) -> Argument:
-    has_norm = layer.options.pre_norm != "none"
+    has_norm = layer.shape.options.pre_norm != "none"
     return WorkspacePointer(buffer, torch.float32) if has_norm else _ABSENT

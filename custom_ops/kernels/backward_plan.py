@@ -45,10 +45,10 @@ def backward_plan(
     """
     layer = layer.canonical()
     *smaller, largest = _BLOCKS_M
-    lasts = {block_m * layer.experts // layer.top_k: block_m for block_m in smaller}
+    lasts = {block_m * layer.shape.experts // layer.shape.top_k: block_m for block_m in smaller}
     lasts = {last: block_m for last, block_m in lasts.items() if last > 0} | {MAX_TOKENS: largest}
 
-    most = MAX_SLOTS // layer.top_k
+    most = MAX_SLOTS // layer.shape.top_k
     firsts = [1, *(last + 1 for last in lasts)]
     return ForwardPlan(
         layer,
@@ -73,18 +73,18 @@ def _backward_steps(
 ) -> Iterator[Step]:
     hidden = hidden_config(layer, architecture, block_m)
     yield index_sort_step(layer, architecture, block_m, last_tokens)
-    if layer.options.pre_norm != "none":
+    if layer.shape.options.pre_norm != "none":
         yield row_scale_step(layer, architecture)
     yield hidden_gradient_step(layer, architecture, hidden, train_parameters=train_parameters)
     yield slot_gradient_step(layer, architecture, hidden)
     yield input_gradient_step(layer, architecture, input_config(layer, architecture, block_m))
-    dy = TensorPointer("dy", layer.tokens_dtype)
+    dy = TensorPointer("dy", layer.shape.tokens_dtype)
     yield combine_step(
         layer,
         architecture,
-        x_ptr=dy if layer.options.residual else Constant(None),
+        x_ptr=dy if layer.shape.options.residual else Constant(None),
         expert_weights_ptr=Constant(None),
-        y_ptr=TensorPointer("dx", layer.tokens_dtype),
+        y_ptr=TensorPointer("dx", layer.shape.tokens_dtype),
     )
     if train_parameters:
         yield weight_gradients_step(layer, architecture, weight_config(layer, architecture))
@@ -95,8 +95,10 @@ def hidden_config(layer: Layer, architecture: Architecture, block_m: int) -> Til
     block_n, block_k = (64, 64) if on_tensor_cores(layer, architecture) else (32, 32)
     num_warps = 8 if block_m == 64 else 4
     tile = TileConfig(block_m, block_n, block_k, num_warps, num_stages=3)
-    gates = layer.options.rows_per_hidden
-    return _fitted(tile, layer, architecture, layer.hidden, depth=layer.width, gates=gates)
+    gates = layer.shape.options.rows_per_hidden
+    return _fitted(
+        tile, layer, architecture, layer.shape.hidden, depth=layer.shape.width, gates=gates
+    )
 
 
 def input_config(layer: Layer, architecture: Architecture, block_m: int) -> TileConfig:
@@ -106,18 +108,18 @@ def input_config(layer: Layer, architecture: Architecture, block_m: int) -> Tile
     else:
         # With four warps, 64 rows spill 8 bytes.
         tile = TileConfig(block_m, 64, 32, num_warps=8 if block_m == 64 else 4, num_stages=4)
-    return _fitted(tile, layer, architecture, layer.width, depth=layer.rows)
+    return _fitted(tile, layer, architecture, layer.shape.width, depth=layer.shape.rows)
 
 
 def weight_config(layer: Layer, architecture: Architecture) -> TileConfig:
     """Chooses the tile of a parameter; its depth are an expert's rows."""
-    rows = max(16, power_of_2(layer.hidden))
+    rows = max(16, power_of_2(layer.shape.hidden))
     if on_tensor_cores(layer, architecture):
         # Rows of tokens are found by a load of their own, so half of the stages hold operands.
         tile = TileConfig(min(128, rows), 128, 32, num_warps=8, num_stages=7)
     else:
         tile = TileConfig(min(64, rows), 64, 16, num_warps=4, num_stages=4)
-    return _fitted(tile, layer, architecture, layer.width)
+    return _fitted(tile, layer, architecture, layer.shape.width)
 
 
 def _fitted(
@@ -133,6 +135,7 @@ def _fitted(
     block_n, block_k = min(tile.block_n, max(16, power_of_2(columns))), tile.block_k
     while block_k > 16 and depth % block_k:
         block_k //= 2
-    stage = (tile.block_m + gates * block_n) * block_k * layer.experts_dtype.itemsize
+    itemsize = layer.shape.weight_format.operand_dtype.itemsize
+    stage = (tile.block_m + gates * block_n) * block_k * itemsize
     num_stages = max(1, min(tile.num_stages, (architecture.shared_memory - 4096) // stage))
     return replace(tile, block_n=block_n, block_k=block_k, num_stages=num_stages)

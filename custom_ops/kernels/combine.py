@@ -57,7 +57,7 @@ def combine_kernel(
 def combine_step(layer: Layer, architecture: Architecture, **own: Argument) -> Step:
     """The last stage: the buffer ``rows`` to y; ``own`` replaces arguments of the kernel."""
     # A thread of a warp takes 16 bytes at a time; a program 4096 elements of y.
-    block_d = min(512, triton.next_power_of_2(layer.width))
+    block_d = min(512, triton.next_power_of_2(layer.shape.width))
     block_t = max(1, 4096 // block_d)
     spec = kernel_of(
         combine_kernel,

@@ -179,13 +179,17 @@ def shape_key(layer: Layer) -> str:
 
     Biases and the kind of activation do not.
     """
-    dtypes = f"{SHORT_NAMES[layer.tokens_dtype]}-{SHORT_NAMES[layer.experts_dtype]}"
+    weight_format = layer.shape.weight_format
+    dtypes = f"{SHORT_NAMES[layer.shape.tokens_dtype]}-{SHORT_NAMES[weight_format.operand_dtype]}"
+    if not weight_format.is_plain:
+        dtypes += "-".join(("", weight_format.name, *map(str, weight_format.block)))
     if layer.tf32:
         dtypes += "-tf32"
-    options = layer.options
+    options = layer.shape.options
     gates = "-interleaved" if options.interleaved else "-gated" if options.gated else ""
-    layout = "-w1t" * layer.w1_transposed + "-w2t" * layer.w2_transposed
-    sizes = f"d{layer.width}-h{layer.hidden}-e{layer.experts}-k{layer.top_k}"
+    layout = "-w1t" * layer.shape.layout.w1_transposed + "-w2t" * layer.shape.layout.w2_transposed
+    shape = layer.shape
+    sizes = f"d{shape.width}-h{shape.hidden}-e{shape.experts}-k{shape.top_k}"
     return f"{sizes}{gates}-{dtypes}{layout}"
 
 
@@ -196,30 +200,30 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
     BLOCK_M is the mean number of rows of an expert, rounded up to 16, 32, 64 or 128.
     """
     few = _last_few_tokens(layer)
-    gates = layer.options.rows_per_hidden
+    gates = layer.shape.options.rows_per_hidden
     few_up = _few(
         layer,
         architecture,
-        layer.hidden,
-        depth=layer.width,
-        transposed=layer.w1_transposed,
+        layer.shape.hidden,
+        depth=layer.shape.width,
+        transposed=layer.shape.layout.w1_transposed,
         gates=gates,
-        vectors=layer.top_k,
+        vectors=layer.shape.top_k,
     )
     few_down = _few(
         layer,
         architecture,
-        layer.width,
-        depth=layer.hidden,
-        transposed=layer.w2_transposed,
-        slots=layer.top_k,
+        layer.shape.width,
+        depth=layer.shape.hidden,
+        transposed=layer.shape.layout.w2_transposed,
+        slots=layer.shape.top_k,
     )
     ranges = [RangeConfig(few, "few", few_up, few_down)]
     tensor_cores = on_tensor_cores(layer, architecture)
-    on_chip = tensor_cores and layer.width <= _MLP_WIDTH
+    on_chip = tensor_cores and layer.shape.width <= _MLP_WIDTH
     blocks_m = (16, 32, 64, 128) if tensor_cores else (16, 32, 64)
     for block_m in blocks_m:
-        last = block_m * layer.experts // layer.top_k
+        last = block_m * layer.shape.experts // layer.shape.top_k
         if block_m == blocks_m[-1]:
             last = MAX_TOKENS
         if last <= few:
@@ -227,8 +231,15 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
         if on_chip:
             ranges.append(RangeConfig(last, "mlp", _mlp(layer, block_m)))
         else:
-            up = _gemm(layer, architecture, block_m, layer.hidden, depth=layer.width, gates=gates)
-            down = _gemm(layer, architecture, block_m, layer.width, depth=layer.hidden)
+            up = _gemm(
+                layer,
+                architecture,
+                block_m,
+                layer.shape.hidden,
+                depth=layer.shape.width,
+                gates=gates,
+            )
+            down = _gemm(layer, architecture, block_m, layer.shape.width, depth=layer.shape.hidden)
             if gates == 1:
                 # It activates twice the elements that it does when gated: registers run out.
                 up = replace(up, persistent=False)
@@ -238,11 +249,11 @@ def default_ranges(layer: Layer, architecture: Architecture) -> tuple[RangeConfi
 
 def _last_few_tokens(layer: Layer) -> int:
     """Returns up to how many tokens hardly any two slots share an expert."""
-    share = min(layer.top_k, layer.experts) / layer.experts
+    share = min(layer.shape.top_k, layer.shape.experts) / layer.shape.experts
     last = 1
     for tokens in range(2, _FEW_TOKENS + 1):
-        active = layer.experts * (1 - (1 - share) ** tokens)
-        if tokens * layer.top_k > _FEW_REREADS * active:
+        active = layer.shape.experts * (1 - (1 - share) ** tokens)
+        if tokens * layer.shape.top_k > _FEW_REREADS * active:
             break
         last = tokens
     return last
@@ -250,7 +261,9 @@ def _last_few_tokens(layer: Layer) -> int:
 
 def on_tensor_cores(layer: Layer, architecture: Architecture) -> bool:
     """Whether the products run on tensor cores; TF32 is planned like full float32."""
-    return architecture.has_tensor_cores and layer.experts_dtype != torch.float32
+    return (
+        architecture.has_tensor_cores and layer.shape.weight_format.operand_dtype != torch.float32
+    )
 
 
 def _few(
@@ -276,7 +289,7 @@ def _few(
         slots: Vectors that a program multiplies.
         vectors: Times that a token's products take ``slots`` vectors.
     """
-    itemsize = layer.experts_dtype.itemsize
+    itemsize = layer.shape.weight_format.values_dtype.itemsize
     slots = power_of_2(slots)
     if transposed:
         blocks_n = [width // (gates * itemsize) for width in (_LINE_BYTES, _LINE_BYTES // 2)]
@@ -321,9 +334,10 @@ def _gemm(
     # stage has a buffer of its own, where other products need one less.
     asynchronous = tensor_cores and architecture.has_async_products and block_m >= 64
     # The compiler joins the gate and up columns of one row through registers.
-    joined = gates == 2 and layer.w1_transposed and not layer.options.interleaved
+    joined = gates == 2 and layer.shape.layout.w1_transposed and not layer.shape.options.interleaved
     programs = 2 if asynchronous or num_warps == 4 else 1
-    stage = (block_m + gates * block_n) * block_k * layer.experts_dtype.itemsize
+    itemsize = layer.shape.weight_format.operand_dtype.itemsize
+    stage = (block_m + gates * block_n) * block_k * itemsize
     stages = (architecture.shared_memory // programs - 1024) // stage
     return GemmConfig(
         block_m,
@@ -340,7 +354,7 @@ def _gemm(
 def _mlp(layer: Layer, block_m: int) -> MlpConfig:
     return MlpConfig(
         block_m,
-        min(32, max(16, power_of_2(layer.hidden))),
+        min(32, max(16, power_of_2(layer.shape.hidden))),
         num_warps=8 if block_m == 128 else 4,
         num_stages=2,
     )
@@ -351,7 +365,7 @@ def router_config(
 ) -> RouterConfig:
     """Chooses for a range of tokens from sizes alone; nothing here was measured on a GPU."""
     experts = layer.expert_places
-    weight_bytes = layer.experts * layer.width * layer.routing_dtype.itemsize
+    weight_bytes = layer.shape.experts * layer.shape.width * layer.shape.routing_dtype.itemsize
     few = last_tokens <= _FEW_TOKENS
     fused_bytes = _FUSED_BYTES if first_tokens >= _FUSED_TOKENS else _ALONE_BYTES
     if experts <= 256 and weight_bytes <= fused_bytes:
@@ -362,7 +376,7 @@ def router_config(
         return _tiled(layer, architecture, "fused", block_t, max(16, experts))
     if few and last_tokens * weight_bytes <= _VECTOR_BYTES:
         # Experts of a program as long as 256 programs remain.
-        fits = (n for n in (4, 2) if first_tokens * layer.experts >= 256 * n)
+        fits = (n for n in (4, 2) if first_tokens * layer.shape.experts >= 256 * n)
         return _vectors(layer, architecture, "vectors", next(fits, 1), num_warps=4)
     block = 16 if first_tokens < 64 else 32 if first_tokens < 1024 else 64
     return _tiled(layer, architecture, "tiles", block, max(16, min(experts, block)))
@@ -376,7 +390,7 @@ def _vectors(
     num_warps: int,
 ) -> RouterConfig:
     row_bytes = _VECTOR_THREAD_BYTES * 32 * num_warps // block_e
-    block_d = min(row_bytes // layer.routing_dtype.itemsize, power_of_2(layer.width))
+    block_d = min(row_bytes // layer.shape.routing_dtype.itemsize, power_of_2(layer.shape.width))
     num_stages = _stages(architecture, _depth_bytes(layer, 1, block_e) * block_d)
     return RouterConfig(path, 1, block_e, block_d, num_warps, num_stages)
 
@@ -390,15 +404,15 @@ def _tiled(
 ) -> RouterConfig:
     depth_bytes = _depth_bytes(layer, block_t, block_e)
     # 512 contiguous bytes of a row, unless that makes the stages too big.
-    itemsize = max(layer.tokens_dtype.itemsize, layer.routing_dtype.itemsize)
-    block_d = min(512 // itemsize, power_of_2(layer.width), _STAGE_BYTES // depth_bytes)
+    itemsize = max(layer.shape.tokens_dtype.itemsize, layer.shape.routing_dtype.itemsize)
+    block_d = min(512 // itemsize, power_of_2(layer.shape.width), _STAGE_BYTES // depth_bytes)
     # With four warps, tiles of 32x32 spill 8 bytes.
     num_warps = 8 if block_t * block_e > 4 * 32 * _KEYS or block_t == block_e == 32 else 4
     upcast = needs_upcast(layer, architecture)
-    if not upcast and layer.routing_dtype == torch.float32:
+    if not upcast and layer.shape.routing_dtype == torch.float32:
         block_d = min(block_d, _SPLIT_ELEMENTS * 32 * num_warps // block_e)
     block_d = max(16, 1 << (block_d.bit_length() - 1))
-    if upcast and layer.routing_dtype.itemsize == 2:
+    if upcast and layer.shape.routing_dtype.itemsize == 2:
         # The upcast weight passes through registers: deeper blocks spill.
         block_d = 16
     num_stages = _stages(architecture, depth_bytes * block_d)
@@ -406,7 +420,9 @@ def _tiled(
 
 
 def _depth_bytes(layer: Layer, block_t: int, block_e: int) -> int:
-    return block_t * layer.tokens_dtype.itemsize + block_e * layer.routing_dtype.itemsize
+    return (
+        block_t * layer.shape.tokens_dtype.itemsize + block_e * layer.shape.routing_dtype.itemsize
+    )
 
 
 def _stages(architecture: Architecture, stage_bytes: int) -> int:
@@ -421,9 +437,9 @@ def needs_upcast(layer: Layer, architecture: Architecture) -> bool:
     a sum of three bfloat16 terms; float16 has too few exponents for that. For sm_75 Triton
     compiles no product to tensor cores.
     """
-    same = layer.tokens_dtype == layer.routing_dtype
-    exact = (same and layer.tokens_dtype.itemsize == 2) or (
-        layer.tokens_dtype == torch.bfloat16 and layer.routing_dtype == torch.float32
+    same = layer.shape.tokens_dtype == layer.shape.routing_dtype
+    exact = (same and layer.shape.tokens_dtype.itemsize == 2) or (
+        layer.shape.tokens_dtype == torch.bfloat16 and layer.shape.routing_dtype == torch.float32
     )
     return not (exact and architecture.has_tensor_cores)
 

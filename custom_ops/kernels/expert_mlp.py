@@ -268,7 +268,7 @@ def split_width(width: int) -> tuple[int, int]:
 
 def expert_mlp_step(layer: Layer, architecture: Architecture, config: MlpConfig) -> Step:
     """The experts: sorted slots to the buffer ``rows``, unweighted, in the tokens' dtype."""
-    block_a, block_b = split_width(layer.width)
+    block_a, block_b = split_width(layer.shape.width)
     spec = kernel_of(
         expert_mlp_kernel,
         layer,
@@ -277,4 +277,4 @@ def expert_mlp_step(layer: Layer, architecture: Architecture, config: MlpConfig)
         {**asdict(config), "block_a": block_a, "block_b": block_b},
         **first_product(layer),
     )
-    return Step((Buffer("rows", layer.tokens_dtype, T * K * D),), (spec,))
+    return Step((Buffer("rows", layer.shape.tokens_dtype, T * K * D),), (spec,))

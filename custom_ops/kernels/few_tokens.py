@@ -199,7 +199,7 @@ def few_down_kernel(
 
 def few_step(layer: Layer, architecture: Architecture, up: FewConfig, down: FewConfig) -> Step:
     """Both products: x and the routing to y, or to the buffer ``rows`` (float32) where in waves."""
-    buffers = [Buffer("hidden", layer.experts_dtype, T * K * H)]
+    buffers = [Buffer("hidden", layer.shape.weight_format.operand_dtype, T * K * H)]
     absent = Constant(None)
     results = {**sum_of_results(layer), "rows_ptr": absent}
     if layer.resident_experts is not None:

@@ -351,13 +351,13 @@ def expert_down_kernel(
 def expert_up_step(layer: Layer, architecture: Architecture, config: GemmConfig) -> Step:
     """The first product: sorted slots to the buffer ``hidden``."""
     spec = _product(expert_up_kernel, layer, architecture, config, "w1", **first_product(layer))
-    return Step((Buffer("hidden", layer.experts_dtype, T * K * H),), (spec,))
+    return Step((Buffer("hidden", layer.shape.weight_format.operand_dtype, T * K * H),), (spec,))
 
 
 def expert_down_step(layer: Layer, architecture: Architecture, config: GemmConfig) -> Step:
     """The second product: ``hidden`` to the buffer ``rows``, unweighted, in the tokens' dtype."""
     spec = _product(expert_down_kernel, layer, architecture, config, "w2")
-    return Step((Buffer("rows", layer.tokens_dtype, T * K * D),), (spec,))
+    return Step((Buffer("rows", layer.shape.tokens_dtype, T * K * D),), (spec,))
 
 
 def _product(
@@ -368,11 +368,12 @@ def _product(
     weights: Literal["w1", "w2"],
     **own: Argument,
 ) -> KernelSpec:
-    columns, gates = (H, layer.options.rows_per_hidden) if weights == "w1" else (D, 1)
+    columns, gates = (H, layer.shape.options.rows_per_hidden) if weights == "w1" else (D, 1)
     tiles = max_tiles(config.block_m, layer.resident_experts or E)
     programs = tiles * cdiv(columns, config.block_n)
     if config.persistent:
-        at_once = _programs_at_once(architecture, config, gates, layer.experts_dtype.itemsize)
+        itemsize = layer.shape.weight_format.operand_dtype.itemsize
+        at_once = _programs_at_once(architecture, config, gates, itemsize)
         programs = minimum(programs, architecture.multiprocessors * at_once)
     own[weights] = weights_of(
         layer, weights, config.block_n, config.block_k, tensor_maps=config.tensor_maps
@@ -383,7 +384,7 @@ def _product(
         architecture,
         (programs,),
         asdict(config),
-        BLOCK_E=triton.next_power_of_2(layer.experts),
+        BLOCK_E=triton.next_power_of_2(layer.shape.experts),
         **own,
     )
 

@@ -278,14 +278,14 @@ def index_sort_step(
 
     A tile has ``block_m`` rows.
     """
-    block_e = max(32, triton.next_power_of_2(layer.experts))
+    block_e = max(32, triton.next_power_of_2(layer.shape.experts))
     counts = (T * K, T * K, E + 1, max_tiles(block_m), max_tiles(block_m))
     outputs = tuple(
         Buffer(name, torch.int32, Expression.of(count))
         for name, count in zip(SortedSlots._fields, counts, strict=True)
     )
-    one_program = last_tokens * layer.top_k <= _ONE_PROGRAM_SLOTS
-    scan = layer.experts <= _SCANNED_EXPERTS
+    one_program = last_tokens * layer.shape.top_k <= _ONE_PROGRAM_SLOTS
+    scan = layer.shape.experts <= _SCANNED_EXPERTS
     block_n = _COMPARED_SLOTS
     if scan:
         block_n = _ONE_PROGRAM_SLOTS if one_program else _SCANNED_SLOTS

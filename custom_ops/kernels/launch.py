@@ -150,7 +150,7 @@ class _Prepared:
 
 @lru_cache(maxsize=1024)
 def _prepare(plan: ForwardPlan, tokens: int) -> _Prepared:
-    sizes = {**plan.layer.sizes, "T": tokens}
+    sizes = {**plan.layer.shape.sizes, "T": tokens}
     span = plan.at(tokens)
     offsets = span.offsets(sizes)
     size = offsets.pop("")

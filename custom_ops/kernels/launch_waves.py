@@ -37,7 +37,7 @@ class Enqueued:
 def enqueued(plan: ForwardPlan, tokens: int) -> tuple[Enqueued, ...]:
     """Returns the launches of a call with a number of tokens, at least 1, in order."""
     span = plan.at(tokens)
-    sizes = {**plan.layer.sizes, "T": tokens}
+    sizes = {**plan.layer.shape.sizes, "T": tokens}
     calls = [_on_main(spec, sizes) for spec in span.launches]
     forked = len(calls) - 1
     latest: dict[int, int] = {}
@@ -146,7 +146,7 @@ _Place = tuple[str, torch.dtype, int, int]
 @lru_cache(maxsize=256)
 def _places(plan: ForwardPlan, tokens: int) -> tuple[int, list[_Place], list[_Place]]:
     """Returns the bytes of the workspace, and the places of its buffers and of the state's."""
-    sizes = {**plan.layer.sizes, "T": tokens}
+    sizes = {**plan.layer.shape.sizes, "T": tokens}
     span = plan.at(tokens)
 
     def places(buffers: tuple[Buffer, ...], offsets: Mapping[str, int]) -> list[_Place]:

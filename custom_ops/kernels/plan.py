@@ -38,7 +38,7 @@ def plan_with(
 ) -> ForwardPlan:
     """Returns the plan for given configurations, as the tuner tries them."""
     layer = layer.canonical()
-    most = MAX_SLOTS // layer.top_k
+    most = MAX_SLOTS // layer.shape.top_k
     first, planned = 1, []
     for config in ranges:
         last = min(config.last_tokens, most)
@@ -69,9 +69,9 @@ def _stages(
     last_tokens = config.last_tokens
     in_waves = layer.resident_experts is not None
     ahead = []
-    if layer.router is not None:
+    if layer.shape.router is not None:
         ahead.append(router_step(layer, architecture, first_tokens, last_tokens))
-    if layer.options.pre_norm != "none":
+    if layer.shape.options.pre_norm != "none":
         ahead.append(row_scale_step(layer, architecture))
     match config.up, config.down:
         case FewConfig() as up, FewConfig() as down:

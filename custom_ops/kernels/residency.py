@@ -3,7 +3,7 @@
 The weights stay in pinned host memory that the device reads. Each layer has R slots on the device,
 of one expert's w1 and w2 each, and tables of what they hold, which persist from call to call. After
 the routing, :func:`residency_kernel` decides which experts take which slots, as
-:class:`custom_ops.residency.ExpertCache` does; :func:`copy_experts_kernel` copies the missing ones;
+:class:`custom_ops.offload.ExpertCache` does; :func:`copy_experts_kernel` copies the missing ones;
 the products read weights through the table of places. Where a call has more experts than there are
 slots, they take turns: at most R of them in a wave.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Literal
 
 import torch
 import triton
@@ -212,22 +211,31 @@ def copy_experts_kernel(
 
 
 def state_buffers(layer: Layer) -> tuple[Buffer, ...]:
-    """Returns a layer's state: tables, then slots, ``4 E + 12 R + 8 + R (F D + D H) b`` bytes.
+    """Returns a layer's state: tables of ``4 E + 12 R + 8`` bytes, then R slots for w1 and for w2.
 
-    Weights have b bytes; each buffer is rounded up to 256.
+    Each buffer is rounded up to 256 bytes.
     """
     slots = layer.resident_experts
     if slots is None:
         return ()
-    buffers = (
-        ("slot_of_expert", torch.int32, layer.experts),
+    buffers = [
+        ("slot_of_expert", torch.int32, layer.shape.experts),
         ("expert_of_slot", torch.int32, slots),
         ("last_use", torch.int64, slots),
         ("clock", torch.int64, 1),
-        ("w1_slots", layer.experts_dtype, slots * layer.rows * layer.width),
-        ("w2_slots", layer.experts_dtype, slots * layer.width * layer.hidden),
-    )
+    ]
+    for weight in layer.shape.matrices:
+        for name, dtype, size in _stored(layer, weight):
+            buffers.append((f"{name}_slots", dtype, slots * size))
     return tuple(Buffer(name, dtype, Expression.of(count)) for name, dtype, count in buffers)
+
+
+def _stored(layer: Layer, weight: str) -> Iterator[tuple[str, torch.dtype, int]]:
+    """Yields the tensors that store a weight: name, dtype, and one expert's elements."""
+    weight_format, matrix = layer.shape.weight_format, layer.shape.matrices[weight]
+    for tensor in weight_format.stored:
+        size = prod(weight_format.shape_of(tensor, *matrix))
+        yield f"{weight}{tensor.suffix}", tensor.dtype, size
 
 
 def waves(layer: Layer) -> Expression:
@@ -245,7 +253,7 @@ def residency_step(layer: Layer, architecture: Architecture, block_m: int | None
             are not sorted, which then get the buffer ``row_of_slot``.
     """
     slots = _slots(layer)
-    block_e = max(32, power_of_2(layer.experts))
+    block_e = max(32, power_of_2(layer.shape.experts))
     names = ("copy_expert", "place_of_expert", "wave_of_expert")
     buffers = [Buffer(name, torch.int32, E) for name in names]
     own: dict[str, Argument | float | str] = {
@@ -256,7 +264,7 @@ def residency_step(layer: Layer, architecture: Architecture, block_m: int | None
         buffers.append(Buffer("row_of_slot", torch.int32, T * K))
         unused = ("row_starts_ptr", "wave_tiles_ptr", "tile_expert_ptr", "tile_row_ptr")
     else:
-        waves_at_most = -(-layer.experts // slots)
+        waves_at_most = -(-layer.shape.experts // slots)
         buffers.append(Buffer("wave_tiles", torch.int32, Expression.of(waves_at_most + 1)))
         unused = ("expert_ids_ptr", "row_of_slot_ptr")
     own.update(dict.fromkeys(unused, Constant(None)))
@@ -277,45 +285,36 @@ def residency_step(layer: Layer, architecture: Architecture, block_m: int | None
 def wave_launches(
     layer: Layer, architecture: Architecture, products: Sequence[KernelSpec]
 ) -> tuple[WaveLaunch, ...]:
-    """Returns a wave: both copies beside the products that do not read what they write.
+    """Returns a wave: each weight is copied beside the product that does not read it.
 
     Args:
         layer: The layer.
         architecture: Where it runs.
         products: The first and the second product, or one kernel for both.
     """
-    copy_w1, copy_w2 = _copies(layer, architecture)
+    copies = [list(_copies(layer, architecture, weight)) for weight in layer.shape.matrices]
     if len(products) == 1:
-        (both,) = products
-        return (
-            WaveLaunch(copy_w1, side=True, after=(2,)),
-            WaveLaunch(copy_w2, side=True, after=()),
-            WaveLaunch(both, side=False, after=(1,)),
-        )
-    up, down = products
-    return (
-        WaveLaunch(copy_w1, side=True, after=(1,)),
-        WaveLaunch(up, side=False, after=(0,)),
-        WaveLaunch(copy_w2, side=True, after=(3,)),
-        WaveLaunch(down, side=False, after=(2,)),
-    )
+        copies = [[*copies[0], *copies[1]]]
+    wave: list[WaveLaunch] = []
+    for copied, product in zip(copies, products, strict=True):
+        place = len(wave) + len(copied)
+        # The streams run in order: the first copy waits for the last wave's product, which waits
+        # for its last copy.
+        afters = [(place,), *[()] * (len(copied) - 1)]
+        wave += [WaveLaunch(c, side=True, after=a) for c, a in zip(copied, afters, strict=True)]
+        wave.append(WaveLaunch(product, side=False, after=(place - 1,)))
+    return tuple(wave)
 
 
-def _copies(layer: Layer, architecture: Architecture) -> Iterator[KernelSpec]:
-    dtype, slots = layer.experts_dtype, _slots(layer)
-    shapes: dict[Literal["w1", "w2"], tuple[int, int]] = {
-        "w1": (layer.rows, layer.width),
-        "w2": (layer.width, layer.hidden),
-    }
-    block = _COPY_BYTES // dtype.itemsize
-    for name, shape in shapes.items():
-        size = prod(shape)
+def _copies(layer: Layer, architecture: Architecture, weight: str) -> Iterator[KernelSpec]:
+    for name, dtype, size in _stored(layer, weight):
+        block = _COPY_BYTES // dtype.itemsize
         programs = min(_COPY_PROGRAMS, -(-size // block))
         yield kernel_of(
             copy_experts_kernel,
             layer,
             architecture,
-            (programs, minimum(slots, T * K)),
+            (programs, minimum(_slots(layer), T * K)),
             {"block": block, "num_warps": _COPY_WARPS},
             source_ptr=TensorPointer(name, dtype),
             slots_ptr=StatePointer(f"{name}_slots", dtype),

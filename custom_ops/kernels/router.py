@@ -393,11 +393,11 @@ def router_step(
 
 def router_step_with(layer: Layer, architecture: Architecture, config: RouterConfig) -> Step:
     """The same with a given configuration."""
-    if layer.router is None:
+    if layer.shape.router is None:
         raise ValueError("the layer has no router")
-    bias, selection_bias = layer.weights_dtype, layer.selection_dtype
+    bias, selection_bias = layer.shape.weights_dtype, layer.shape.selection_dtype
     product: dict[str, Argument] = {
-        "router_weight_ptr": TensorPointer("router_weight", layer.routing_dtype),
+        "router_weight_ptr": TensorPointer("router_weight", layer.shape.routing_dtype),
         "router_bias_ptr": TensorPointer("router_bias", bias) if bias else Constant(None),
         "UPCAST": Constant(needs_upcast(layer, architecture)),
     }
@@ -405,9 +405,9 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
         "selection_bias_ptr": (
             TensorPointer("selection_bias", selection_bias) if selection_bias else Constant(None)
         ),
-        "SCALING": Constant(layer.router.routed_scaling),
+        "SCALING": Constant(layer.shape.router.routed_scaling),
         "EPS": Constant(RENORMALIZE_EPS),
-        "BLOCK_K": Constant(triton.next_power_of_2(layer.top_k)),
+        "BLOCK_K": Constant(triton.next_power_of_2(layer.shape.top_k)),
     }
     chosen = (
         Buffer("expert_ids", torch.int32, T * K),

@@ -51,7 +51,7 @@ def row_scale_kernel(
 
 def row_scale_step(layer: Layer, architecture: Architecture) -> Step:
     """The norm: x to the buffer ``row_scale`` (float32), one pass over x."""
-    block_d = min(_ELEMENTS, triton.next_power_of_2(layer.width))
+    block_d = min(_ELEMENTS, triton.next_power_of_2(layer.shape.width))
     block_t = _ELEMENTS // block_d
     spec = kernel_of(
         row_scale_kernel,
@@ -59,6 +59,6 @@ def row_scale_step(layer: Layer, architecture: Architecture) -> Step:
         architecture,
         (cdiv(T, block_t),),
         {"block_t": block_t, "block_d": block_d, "num_warps": _NUM_WARPS},
-        EPS=layer.options.norm_eps,
+        EPS=layer.shape.options.norm_eps,
     )
     return Step((Buffer("row_scale", torch.float32, T),), (spec,))

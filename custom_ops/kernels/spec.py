@@ -275,7 +275,7 @@ class ForwardPlan:
 
     def workspace_size(self, max_tokens: int) -> int:
         """Returns the bytes of workspace that suffice for every T in ``0..max_tokens``."""
-        sizes = self.layer.sizes
+        sizes = self.layer.shape.sizes
         return max(
             (
                 each.offsets({**sizes, "T": min(max_tokens, each.last)})[""]
@@ -287,7 +287,7 @@ class ForwardPlan:
 
     def state_offsets(self) -> dict[str, int]:
         """Returns where each buffer begins in the state, and under ``""`` the whole's size."""
-        return _offsets(self.state, self.layer.sizes)
+        return _offsets(self.state, self.layer.shape.sizes)
 
     @property
     def state_size(self) -> int:

@@ -154,20 +154,19 @@ def weights_of(
     pointer = weights_pointer(layer, tensor)
     if not tensor_maps:
         return pointer
-    if tensor == "w1":
-        gates = layer.options.rows_per_hidden
-        units, depth, transposed = layer.hidden, layer.width, layer.w1_transposed
-    else:
-        gates, units, depth, transposed = 1, layer.width, layer.hidden, layer.w2_transposed
-    halves = gates == 2 and not layer.options.interleaved
+    shape = layer.shape
+    columns, depth = shape.matrices[tensor]
+    gates = shape.options.rows_per_hidden if tensor == "w1" else 1
+    transposed, units = shape.is_transposed(tensor), columns // gates
+    halves = gates == 2 and not shape.options.interleaved
     rows = (2, units) if halves else (gates * units,)
     box = (2, block_n) if halves else (gates * block_n,)
-    experts = layer.resident_experts or layer.experts
-    shape = (experts, depth, *rows) if transposed else (experts, *rows, depth)
+    experts = layer.resident_experts or shape.experts
+    sizes = (experts, depth, *rows) if transposed else (experts, *rows, depth)
     return TensorMap(
         pointer.tensor if isinstance(pointer, TensorPointer) else pointer.buffer,
-        layer.experts_dtype,
-        shape=shape,
-        strides=tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))),
+        shape.weight_format.values_dtype,
+        shape=sizes,
+        strides=tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))),
         box=(1, block_k, *box) if transposed else (1, *box, block_k),
     )

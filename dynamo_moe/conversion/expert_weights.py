@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
 from dynamo_moe.modules import ParameterCache
 from dynamo_moe.private import change_count
@@ -45,15 +46,6 @@ class ParameterStack:
             columns = stacked.shape[-1:] if len(self.shape) == 3 else ()
             stacked = stacked.reshape(self.shape[0], -1, *columns)
         return stacked.mT if self.transposed else stacked
-
-
-class ExpertWeights(NamedTuple):
-    """The operators' arguments: ``[E, F, D]``, ``[E, F]``, ``[E, D, H]`` and ``[E, D]``."""
-
-    w1: Tensor
-    b1: Tensor | None
-    w2: Tensor
-    b2: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import custom_ops
+from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
 from dynamo_moe.conversion.activation import possible_activations
-from dynamo_moe.conversion.expert_weights import ExpertsSpec, ExpertWeights, ParameterStack
+from dynamo_moe.conversion.expert_weights import ExpertsSpec, ParameterStack
 from dynamo_moe.conversion.locate_layers import LocatedExperts, without_leading_ones
 from dynamo_moe.conversion.observation import preserving_state, random_weights, using_tensors
 from dynamo_moe.private import has_forward_hooks

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from custom_ops.weight_source import FileIdentity, WeightSource
+from custom_ops.offload import FileIdentity, WeightSource
 
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far, and all of them."""

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
 
 import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
-import torch
-from onnx_ir import tensor_adapters
 
-from custom_ops.dtypes import FLOATS, IDS
 from custom_ops.kernels.layer import Layer
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.model_files import load_graph
 from dynamo_moe.moe_nodes.nodes import is_moe, moe_nodes, parse
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.operators.schemas import is_own_domain
-
-_DTYPES = {tensor_adapters.from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *IDS)}
 
 
 def kernel_layers(path: str | PathLike[str]) -> list[Layer]:
@@ -41,13 +35,8 @@ def kernel_layers_of(stored: onnx.ModelProto) -> list[Layer]:
     Raises:
         ValueError: If there are no kernels for a node, which is named.
     """
-    model = inlined_model(stored)
-    nodes = moe_nodes(model)
-    if any(value.dtype is None for node in nodes for value in node.inputs if value is not None):
-        # Not strict: where the file contradicts itself, what is not known is named below.
-        common_passes.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     layers = []
-    for node in nodes:
+    for node in moe_nodes(inlined_model(stored)):
         try:
             layers.append(_layer(node).canonical())
         except (ValueError, TypeError) as error:
@@ -57,52 +46,35 @@ def kernel_layers_of(stored: onnx.ModelProto) -> list[Layer]:
 
 
 def inlined_model(stored: onnx.ModelProto) -> ir.Model:
-    """Returns a model whose MoE nodes are all in its graph, and not in functions."""
+    """Returns a model whose MoE nodes are all in its graph, and not in functions.
+
+    The dtypes of their inputs are inferred where the file does not say them.
+    """
     model = ir.from_proto(inlined(stored))
     if any(is_moe(node) for function in model.functions.values() for node in function.all_nodes()):
         # A function's types and weights are those of its call.
         common_passes.InlinePass(lambda function: not is_own_domain(function.domain))(model)
+    inputs = [value for node in moe_nodes(model) for value in node.inputs if value is not None]
+    if any(value.dtype is None for value in inputs):
+        # Not strict: where the file contradicts itself, what is not known is named by who needs it.
+        common_passes.ShapeInferencePass(check_type=False, strict_mode=False)(model)
     return model
 
 
 def _layer(node: ir.Node) -> Layer:
     parsed = parse(node)
-    dtypes = {name: _dtype(name, value) for name, value in parsed.inputs.items()}
-    shared: dict[str, str] = {}
+    first_of: dict[str, tuple[str, ir.Value]] = {}
     for formal in SCHEMAS[node.op_type].inputs:
-        if formal.name in dtypes:
-            first = shared.setdefault(formal.type_str, formal.name)
-            if dtypes[first] != dtypes[formal.name]:
-                raise ValueError(
-                    f"{formal.name} must have the dtype of {first}, {dtypes[first]}; "
-                    f"got {dtypes[formal.name]}"
-                )
-    given = ("expert_ids", "expert_weights")
-    routing, weights = ("router_weight", "router_bias") if parsed.router else given
-    sizes: dict[str, Any] = dict(parsed.sizes)
-    return Layer(
-        **sizes,
-        tokens_dtype=dtypes["x"],
-        experts_dtype=dtypes["w1"],
-        options=parsed.experts,
-        router=parsed.router,
-        routing_dtype=dtypes[routing],
-        weights_dtype=dtypes.get(weights),
-        selection_dtype=dtypes.get("selection_bias"),
-        b1="b1" in dtypes,
-        b2="b2" in dtypes,
-        w1_transposed=parsed.layout.w1_transposed,
-        w2_transposed=parsed.layout.w2_transposed,
-        resident_experts=parsed.resident_experts,
-    )
+        value = parsed.inputs.get(formal.name)
+        if value is None:
+            continue
+        first, like = first_of.setdefault(formal.type_str, (formal.name, value))
+        if value.dtype != like.dtype:
+            raise ValueError(
+                f"{formal.name} must have the dtype of {first}, {_text(like)}; got {_text(value)}"
+            )
+    return Layer(parsed.shape, resident_experts=parsed.resident_experts)
 
 
-def _dtype(formal: str, value: ir.Value) -> torch.dtype:
-    if value.dtype is None:
-        raise ValueError(f"the dtype of its input {formal}, {value.name!r}, is not known")
-    if value.dtype not in _DTYPES:
-        raise ValueError(
-            f"there are no kernels for its input {formal}, {value.name!r}, of "
-            f"{value.dtype.name.lower()}"
-        )
-    return _DTYPES[value.dtype]
+def _text(value: ir.Value) -> str:
+    return value.dtype.name.lower() if value.dtype else "unknown"

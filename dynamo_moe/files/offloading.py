@@ -7,7 +7,6 @@ stead: what is in the network would be on the GPU.
 from __future__ import annotations
 
 import errno
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -20,8 +19,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from custom_ops.residency import cache_bytes
-from custom_ops.weight_source import ALIGNMENT, SUFFIX, WeightSource
+from custom_ops.offload import cache_bytes
+from custom_ops.offload.weight_source import ALIGNMENT, SUFFIX, WeightSource
 from dynamo_moe.files.experts_file import ExpertsFile, Progress, write_experts
 from dynamo_moe.files.kernel_layers import inlined_model, kernel_layers_of
 from dynamo_moe.files.model_files import check_destination, load_graph, save_model
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from custom_ops.kernels.layer import Layer
+    from custom_ops.layer_shape import LayerShape
 
 
 @dataclass(frozen=True)
@@ -307,11 +307,10 @@ class _Layer:
     @classmethod
     def of(cls, node: ir.Node) -> _Layer:
         parsed = parse(node)
-        w1 = parsed.inputs["w1"]
-        itemsize = 0 if w1.dtype is None else w1.dtype.itemsize
-        sizes = (int(math.prod(shape) * itemsize) for shape in _expert_shapes(parsed).values())
-        name = layer_name(str(w1.name), _name(node))
-        return cls(node, parsed, ExpertSizes(name, _name(node), parsed.sizes["experts"], *sizes))
+        name = layer_name(str(parsed.inputs["w1"].name), _name(node))
+        shape = parsed.shape
+        sizes = ExpertSizes(name, _name(node), shape.experts, *shape.expert_bytes.values())
+        return cls(node, parsed, sizes)
 
     @property
     def weights(self) -> dict[str, ir.Value]:
@@ -330,14 +329,10 @@ def _name(node: ir.Node) -> str:
     return node.name or str(node.outputs[0].name)
 
 
-def _expert_shapes(parsed: MoENode) -> dict[str, tuple[int, int]]:
-    """The shapes of one expert's w1 and w2."""
-    width, hidden = parsed.sizes["width"], parsed.sizes["hidden"]
-    rows = parsed.experts.rows_per_hidden * hidden
-    return {
-        "w1": (width, rows) if parsed.layout.w1_transposed else (rows, width),
-        "w2": (hidden, width) if parsed.layout.w2_transposed else (width, hidden),
-    }
+def _sizes_in_memory(shape: LayerShape, weight: str) -> tuple[int, ...]:
+    """Returns the sizes of w1 or w2 as it lies."""
+    rows, columns = shape.matrices[weight]
+    return (shape.experts, *((columns, rows) if shape.is_transposed(weight) else (rows, columns)))
 
 
 def _check_files(model: ir.Model, path: Path, output: Path, file: Path) -> None:
@@ -378,7 +373,7 @@ def _check_weights(chosen: Sequence[_Layer]) -> None:
                 raise ValueError(f"{where} is also an input or output of the graph")
             if not value.is_initializer() or value.const_value is None:
                 raise ValueError(f"{where} is computed by the graph, and lies in no file")
-            shape = (layer.expert_sizes.experts, *_expert_shapes(layer.parsed)[name])
+            shape = _sizes_in_memory(layer.parsed.shape, name)
             found = tuple(value.const_value.shape.numpy())
             if found != shape:
                 raise ValueError(f"{where} must have the shape {list(shape)}, got {list(found)}")
@@ -405,7 +400,7 @@ def _offload(
         layer.node.attributes.add(ir.AttrString(attribute, str(source)))
     sizes = layer.expert_sizes
     return OffloadedLayer(
-        sizes.name, sizes.node, layer.parsed.sizes["top_k"], sizes.experts, slots, w1, w2
+        sizes.name, sizes.node, layer.parsed.shape.top_k, sizes.experts, slots, w1, w2
     )
 
 

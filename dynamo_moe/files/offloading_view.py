@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from custom_ops.weight_source import FOUND
+from custom_ops.offload.weight_source import FOUND
 
 
 def report_view(report: dict[str, Any]) -> RenderableType:

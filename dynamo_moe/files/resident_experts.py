@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from custom_ops.residency import cache_bytes
+from custom_ops.offload import cache_bytes
 
 #: Stands for the layers that are not named.
 ANY = "*"

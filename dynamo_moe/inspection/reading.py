@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from custom_ops.weight_source import WeightSource
+from custom_ops.offload import WeightSource
 from dynamo_moe.files.block_functions import inlined
 from dynamo_moe.files.model_files import all_nodes, load_graph, subgraphs
 from dynamo_moe.files.offloading import OffloadedLayer

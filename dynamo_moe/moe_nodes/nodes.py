@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
+import torch
 from onnx import NodeProto
+from onnx_ir.tensor_adapters import from_torch_dtype
 
+from custom_ops.dtypes import FLOATS, IDS
+from custom_ops.layer_shape import LayerShape
 from custom_ops.options import (
     EXPERT_OPTIONS,
     LAYOUT_OPTIONS,
@@ -21,6 +25,7 @@ from custom_ops.options import (
     RouterOptions,
     WeightLayout,
 )
+from custom_ops.weight_formats import plain_format
 from dynamo_moe.operators.schemas import OWN_DOMAIN, PLUGIN_ATTRIBUTES, is_own_domain
 
 DOMAIN = OWN_DOMAIN
@@ -71,7 +76,7 @@ OFFLOADED_DOMAIN = f"{DOMAIN}.offloaded"
 OFFLOADED_PLUGIN_VERSION = "2"
 #: How many experts of an offloaded layer have a slot on the GPU.
 RESIDENT_EXPERTS = "resident_experts"
-#: Where an offloaded layer's weights lie: :class:`custom_ops.weight_source.WeightSource`.
+#: Where an offloaded layer's weights lie: :class:`custom_ops.offload.WeightSource`.
 SOURCES = {"w1": "w1_source", "w2": "w2_source"}
 #: Whether the contexts of an engine share the slots of an offloaded layer: 0 or 1.
 EXPERT_CACHE = "expert_cache"
@@ -94,19 +99,13 @@ class MoENode:
     """What a node says of its layer.
 
     Attributes:
-        sizes: The layer's sizes by the names of :data:`custom_ops.options.SIZES`.
-        experts: What an expert computes.
-        router: What the router computes; None: the routing is given.
-        layout: How the experts' weights lie.
+        shape: The layer.
         resident_experts: Slots for experts on the GPU; None: the layer is not offloaded.
         inputs: The inputs that the node has, by their names in :data:`INPUTS` or
             :data:`TRAINING_INPUTS`.
     """
 
-    sizes: Mapping[str, int]
-    experts: ExpertOptions
-    router: RouterOptions | None
-    layout: WeightLayout
+    shape: LayerShape
     resident_experts: int | None
     inputs: Mapping[str, ir.Value]
 
@@ -115,8 +114,9 @@ def parse(node: ir.Node) -> MoENode:
     """Reads an MoE node, or one of training; attributes that it leaves out have their defaults.
 
     Raises:
-        ValueError: If an attribute or an input is missing, or an attribute has another type or a
-            value that the option does not take.
+        ValueError: If an attribute or an input is missing, an attribute has another type or a value
+            that the option does not take, or the dtype of an input is not known.
+        TypeError: If an input has a dtype that the operators do not take.
     """
     names = (INPUTS | TRAINING_INPUTS)[node.op_type]
     inputs = {
@@ -125,14 +125,43 @@ def parse(node: ir.Node) -> MoENode:
     missing = [name for name in names if name not in (*inputs, *OPTIONAL_INPUTS)]
     if missing:
         raise ValueError(f"it has no input {', '.join(missing)}")
-    sizes = {size.name: _attribute(node, size.attribute, int) for size in SIZES}
+    sizes: dict[str, Any] = {size.name: _attribute(node, size.attribute, int) for size in SIZES}
     router = None
     if "router_weight" in names:
         router = RouterOptions(sizes["top_k"], **_options(node, ROUTER_OPTIONS))
-    experts = ExpertOptions(**_options(node, EXPERT_OPTIONS))
-    layout = WeightLayout(**_options(node, LAYOUT_OPTIONS))
-    resident_experts = _attribute(node, RESIDENT_EXPERTS, int, 0) or None
-    return MoENode(sizes, experts, router, layout, resident_experts, inputs)
+    dtypes = {name: _dtype(name, value) for name, value in inputs.items()}
+    routing, weights = _ROUTING[router is not None]
+    shape = LayerShape(
+        **sizes,
+        tokens_dtype=dtypes["x"],
+        weight_format=plain_format(dtypes["w1"]),
+        options=ExpertOptions(**_options(node, EXPERT_OPTIONS)),
+        router=router,
+        routing_dtype=dtypes[routing],
+        weights_dtype=dtypes.get(weights),
+        selection_dtype=dtypes.get("selection_bias"),
+        b1="b1" in inputs,
+        b2="b2" in inputs,
+        layout=WeightLayout(**_options(node, LAYOUT_OPTIONS)),
+    )
+    return MoENode(shape, _attribute(node, RESIDENT_EXPERTS, int, 0) or None, inputs)
+
+
+# By whether there is a router: the inputs that ``routing_dtype`` and ``weights_dtype`` are of.
+_ROUTING = {True: ("router_weight", "router_bias"), False: ("expert_ids", "expert_weights")}
+_DTYPES = {from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *IDS)}
+
+
+def _dtype(name: str, value: ir.Value) -> torch.dtype:
+    if value.dtype is None:
+        raise ValueError(f"the dtype of its input {name}, {value.name!r}, is not known")
+    if value.dtype not in _DTYPES:
+        dtype = value.dtype.name.lower()
+        raise TypeError(
+            f"its input {name}, {value.name!r}, has the dtype {dtype}, "
+            "which the operators do not take"
+        )
+    return _DTYPES[value.dtype]
 
 
 def _options(node: ir.Node, options: tuple[Option, ...]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ import dynamo_moe
 import trt_plugin
 from custom_ops import ExpertOptions, RouterOptions
 from custom_ops.kernels.layer import Layer
+from custom_ops.layer_shape import LayerShape
+from custom_ops.weight_formats import plain_format
 from dynamo_moe.cli import app
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import DroplessMoEMlp
@@ -91,15 +93,16 @@ def test_an_exported_model_has_its_layers(tmp_path: Path) -> None:
     dynamo_moe.convert(network, experts_dtype=torch.bfloat16)
     dynamo_moe.export(network, torch.randn(5, 32), tmp_path / "m.onnx")
     layer = Layer(
-        *(4, 32, 48, 2),
-        tokens_dtype=torch.float32,
-        experts_dtype=torch.bfloat16,
-        router=RouterOptions(2),
-        routing_dtype=torch.float32,
-        # The exporter passes zeros for an absent input before a present one.
-        weights_dtype=torch.float32,
-        b1=True,
-        b2=True,
+        LayerShape(
+            *(4, 32, 48, 2),
+            tokens_dtype=torch.float32,
+            weight_format=plain_format(torch.bfloat16),
+            router=RouterOptions(2),
+            routing_dtype=torch.float32,
+            weights_dtype=torch.float32,
+            b1=True,
+            b2=True,
+        )
     )
     assert kernel_layers(tmp_path / "m.onnx") == [layer, layer]
 
@@ -122,12 +125,16 @@ def test_options_and_optional_inputs_are_read(tmp_path: Path) -> None:
         )
     )
     (layer,) = found(proto, tmp_path)
-    assert layer.options == ExpertOptions(
+    assert layer.shape.options == ExpertOptions(
         "clamped_swiglu", gated=True, interleaved=True, alpha=1.5, limit=6.0,
         pre_norm="rms", norm_eps=0.5, residual=True,
     )  # fmt: skip
-    assert layer.router == RouterOptions(2, "sigmoid", renormalize=False, routed_scaling=2.5)
-    assert (layer.weights_dtype, layer.b1, layer.b2) == (torch.float16, False, True)
+    assert layer.shape.router == RouterOptions(2, "sigmoid", renormalize=False, routed_scaling=2.5)
+    assert (layer.shape.weights_dtype, layer.shape.b1, layer.shape.b2) == (
+        torch.float16,
+        False,
+        True,
+    )
 
 
 @pytest.mark.parametrize("weight", ["w1", "w2"])
@@ -135,7 +142,7 @@ def test_weights_that_lie_as_in_out_are_another_layer(tmp_path: Path, weight: st
     flag = f"{weight}_transposed"
     proto = one_layer(node(**{flag: 1}))
     assert found(proto, tmp_path) == [parse_spec(f"{SPEC},{flag}")]
-    assert getattr(parse_spec(f"{SPEC},{flag}"), flag)
+    assert parse_spec(f"{SPEC},{flag}").shape.is_transposed(weight)
     assert parse_spec(f"{SPEC},{flag}") != parse_spec(SPEC)
     assert found(one_layer(node(**{flag: 0})), tmp_path) == [parse_spec(SPEC)]
 
@@ -237,7 +244,7 @@ def test_weights_outside_the_file_are_not_read(tmp_path: Path) -> None:
         ({"inputs": "unknown router w1 w2"}, "the dtype of its input x, 'unknown', is not known"),
         (
             {"inputs": "x router bools w2"},
-            "there are no kernels for its input w1, 'bools', of bool",
+            "its input w1, 'bools', has the dtype bool, which the operators do not take",
         ),
     ],
 )
@@ -463,12 +470,16 @@ def test_a_spec_says_all_that_a_layer_is() -> None:
         "alpha=1.5, limit=6, scoring=sigmoid, renormalize=false, routed_scaling=2.5, b1, b2=0"
     )
     assert parse_spec(text) == Layer(
-        *(8, 64, 128, 2),
-        tokens_dtype=torch.float32,
-        experts_dtype=torch.bfloat16,
-        options=ExpertOptions("clamped_swiglu", gated=True, interleaved=True, alpha=1.5, limit=6.0),
-        router=RouterOptions(2, "sigmoid", renormalize=False, routed_scaling=2.5),
-        routing_dtype=torch.float32,
-        weights_dtype=torch.float32,
-        b1=True,
+        LayerShape(
+            *(8, 64, 128, 2),
+            tokens_dtype=torch.float32,
+            weight_format=plain_format(torch.bfloat16),
+            options=ExpertOptions(
+                "clamped_swiglu", gated=True, interleaved=True, alpha=1.5, limit=6.0
+            ),
+            router=RouterOptions(2, "sigmoid", renormalize=False, routed_scaling=2.5),
+            routing_dtype=torch.float32,
+            weights_dtype=torch.float32,
+            b1=True,
+        )
     )

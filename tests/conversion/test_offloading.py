@@ -17,9 +17,9 @@ from test_converted_modules import Listed, Stacked
 from torch import Tensor, nn
 
 import dynamo_moe
-from custom_ops import _cuda_offload
-from custom_ops._cuda_offload import _CACHES
-from custom_ops.residency import cache_bytes
+from custom_ops.offload import cache_bytes
+from custom_ops.offload import calls as offload_calls
+from custom_ops.offload.calls import _CACHES
 from dynamo_moe.models import DroplessMoEMlp
 from mocked_device import mocked_device
 
@@ -88,7 +88,7 @@ def test_the_model_computes_the_same_from_host_memory(kind, monkeypatch):
     caches = {*_CACHES}
     assert len(caches) == len(model)
     # What is on the device runs the kernels, with the caches that are there.
-    monkeypatch.setattr(_cuda_offload, "forward_of", lambda *_: _cuda_offload.forward)
+    monkeypatch.setattr(offload_calls, "forward_of", lambda *_: offload_calls.forward)
     for _ in range(2):
         torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
     assert {*_CACHES} == caches
@@ -113,7 +113,7 @@ def test_changed_weights_are_used(kind, inference, monkeypatch):
     state = {name: each * 1.5 for name, each in model.state_dict().items()}
     changed.load_state_dict(state)
     expected = changed(x)
-    monkeypatch.setattr(_cuda_offload, "forward_of", lambda *_: _cuda_offload.forward)
+    monkeypatch.setattr(offload_calls, "forward_of", lambda *_: offload_calls.forward)
     with torch.no_grad():
         before = model(x)
         model.load_state_dict(state)
@@ -129,7 +129,7 @@ def test_offloaded_models_compile(kind, monkeypatch):
     x = torch.randn(9, 16)
     expected = model(x)
     dynamo_moe.offload(model, 2, device="cpu")
-    monkeypatch.setattr(_cuda_offload, "forward_of", lambda *_: _cuda_offload.forward)
+    monkeypatch.setattr(offload_calls, "forward_of", lambda *_: offload_calls.forward)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 import dynamo_moe
-from custom_ops.residency import cache_bytes
+from custom_ops.offload import cache_bytes
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.files.offloading import offloaded_kernel_layers
 from dynamo_moe.moe_nodes.nodes import EXPERT_CACHE, INPUTS, RESIDENT_EXPERTS, SOURCES

@@ -15,6 +15,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 from custom_ops.kernels.expressions import Expression
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Constant, KernelSpec, Step, WorkspacePointer
+from custom_ops.layer_shape import LayerShape
+from custom_ops.weight_formats import plain_format
 from interpreter import run_step
 
 pytestmark = pytest.mark.skipif(
@@ -116,7 +118,7 @@ def one_kernel(target_ptr, OFFSET: tl.constexpr):
 
 @pytest.mark.parametrize("offset", [-1, 8])
 def test_a_step_must_not_write_outside_of_its_buffers(offset):
-    layer = Layer(1, 8, 8, 1, torch.float32, torch.float32)
+    layer = Layer(LayerShape(1, 8, 8, 1, torch.float32, plain_format(torch.float32)))
     one = Expression.of(1)
 
     def run(offset: int) -> dict[str, Tensor]:

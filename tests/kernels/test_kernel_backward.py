@@ -20,11 +20,13 @@ from custom_ops import (
     _grouped,
     reference,
 )
-from custom_ops._grouped import ExpertParameters
+from custom_ops.expert_weights import ExpertWeights
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.backward_plan import backward_plan
 from custom_ops.kernels.layer import Layer
+from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ROUTER_OPTIONS
+from custom_ops.weight_formats import plain_format
 from dynamo_moe.tolerances import tolerance_for
 from kernel_runs import run_kernels
 from moe_cases import EXPERT_FORMS, NORM_FORMS, ROUTER_FORMS, Case, assert_matches, make_case
@@ -53,7 +55,7 @@ def gradients(case: Case, *, module: Any = _cuda_backward, train: bool = True) -
         a["x"],
         a["expert_ids"],
         a["expert_weights"],
-        ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"]),
+        ExpertWeights(a["w1"], a["b1"], a["w2"], a["b2"]),
         ExpertOptions(**case.options),
         train_parameters=train,
     )
@@ -292,7 +294,7 @@ def test_layers_without_kernels_take_the_products_of_torch(changes):
 def test_the_workspace_is_what_the_pages_say(dtype, tile, norm, train):
     T, D, H, K = 4096, 2048, 768, 8
     options = ExpertOptions("silu", gated=True, pre_norm=norm)
-    layer = Layer(128, D, H, K, torch.bfloat16, dtype, options=options)
+    layer = Layer(LayerShape(128, D, H, K, torch.bfloat16, plain_format(dtype), options=options))
     planned = backward_plan(layer, architecture("sm_90"), train_parameters=train)
     size = planned.workspace_size(T)
     inner = dtype.itemsize * (3 * H if train else 2 * H)
@@ -308,7 +310,7 @@ def test_the_workspace_is_what_the_pages_say(dtype, tile, norm, train):
 def route(case: Case, **changes: Any) -> tuple[Tensor, Tensor]:
     a = case.changed(**changes).arguments
     options = {name: case.options[name] for name in ROUTER_NAMES & set(case.options)}
-    parameters = ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"])
+    parameters = ExpertWeights(a["w1"], a["b1"], a["w2"], a["b2"])
     routing = {name: a[name] for name in ("router_weight", "router_bias", "selection_bias")}
     _, ids, weights = _cuda.forward_routed(
         a["x"],

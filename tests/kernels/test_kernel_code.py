@@ -66,9 +66,12 @@ LEFT_IN_REGISTERS = re.compile(r"HGMMA\S* R\d+, R\d+, ")
 def test_swapped_weights_are_read_from_shared_memory(shape, product, block_m):
     layer, on = SHAPES[shape].layer(torch.bfloat16), architecture("sm_90")
     if product == "up":
-        step, sizes = expert_up_step, (layer.hidden, layer.width, layer.options.rows_per_hidden)
+        step, sizes = (
+            expert_up_step,
+            (layer.shape.hidden, layer.shape.width, layer.shape.options.rows_per_hidden),
+        )
     else:
-        step, sizes = expert_down_step, (layer.width, layer.hidden, 1)
+        step, sizes = expert_down_step, (layer.shape.width, layer.shape.hidden, 1)
     tried = gemm_candidates(layer, on, block_m, *sizes)[:CANDIDATES]
     steps = [step(layer, on, config) for config in tried if config.swapped]
     tasks = [task_for(spec, on) for each in steps for spec in each.launches]

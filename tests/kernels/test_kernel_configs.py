@@ -13,37 +13,45 @@ from custom_ops.kernels.configs import GemmConfig, RangeConfig, default_ranges, 
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
-from custom_ops.options import ExpertOptions
+from custom_ops.layer_shape import LayerShape
+from custom_ops.options import ExpertOptions, WeightLayout
+from custom_ops.weight_formats import plain_format
+from layer_changes import changed
 
 HALF = torch.bfloat16
 SILU = ExpertOptions("silu", gated=True)
 CLAMPED = ExpertOptions("clamped_swiglu", gated=True, interleaved=True)
 LAYERS = {
-    "mixtral": Layer(8, 4096, 14336, 2, HALF, HALF, SILU),
-    "qwen3": Layer(128, 2048, 768, 8, HALF, HALF, SILU),
+    "mixtral": Layer(LayerShape(8, 4096, 14336, 2, HALF, plain_format(HALF), SILU)),
+    "qwen3": Layer(LayerShape(128, 2048, 768, 8, HALF, plain_format(HALF), SILU)),
     "gpt-oss": Layer(
-        32,
-        2880,
-        2880,
-        4,
-        HALF,
-        HALF,
-        CLAMPED,
-        b1=True,
-        b2=True,
-        w1_transposed=True,
-        w2_transposed=True,
+        LayerShape(
+            32,
+            2880,
+            2880,
+            4,
+            HALF,
+            plain_format(HALF),
+            CLAMPED,
+            b1=True,
+            b2=True,
+            layout=WeightLayout(w1_transposed=True, w2_transposed=True),
+        )
     ),
-    "deepseek-v3": Layer(256, 7168, 2048, 8, HALF, HALF, SILU),
-    "swin": Layer(8, 384, 1536, 2, HALF, HALF, ExpertOptions("gelu"), b1=True, b2=True),
-    "narrow": Layer(5, 136, 24, 2, HALF, HALF, ExpertOptions("relu")),
-    "float32": Layer(8, 384, 1536, 2, torch.float32, torch.float32, SILU),
+    "deepseek-v3": Layer(LayerShape(256, 7168, 2048, 8, HALF, plain_format(HALF), SILU)),
+    "swin": Layer(
+        LayerShape(
+            8, 384, 1536, 2, HALF, plain_format(HALF), ExpertOptions("gelu"), b1=True, b2=True
+        )
+    ),
+    "narrow": Layer(LayerShape(5, 136, 24, 2, HALF, plain_format(HALF), ExpertOptions("relu"))),
+    "float32": Layer(LayerShape(8, 384, 1536, 2, torch.float32, plain_format(torch.float32), SILU)),
 }
 
 
 def products(layer: Layer, device: str) -> list[tuple[GemmConfig, int]]:
     """The tiles of the default configurations, each with its columns of weights."""
-    gates = layer.options.rows_per_hidden
+    gates = layer.shape.options.rows_per_hidden
     return [
         (config, factor * config.block_n)
         for each in default_ranges(layer, architecture(device))
@@ -57,7 +65,11 @@ def products(layer: Layer, device: str) -> list[tuple[GemmConfig, int]]:
 def test_a_stage_loads_while_another_is_multiplied(name, device):
     layer, on = LAYERS[name], architecture(device)
     for config, columns in products(layer, device):
-        stage = (config.block_m + columns) * config.block_k * layer.experts_dtype.itemsize
+        stage = (
+            (config.block_m + columns)
+            * config.block_k
+            * layer.shape.weight_format.operand_dtype.itemsize
+        )
         # Without asynchronous products Triton has one buffer less than stages.
         asynchronous = on.has_async_products and config.block_m >= 64
         buffers = config.num_stages - (not asynchronous)
@@ -103,7 +115,7 @@ def test_programs_persist_where_registers_hold_two():
     ],
 )
 def test_weights_come_by_tensor_maps_where_a_tile_is_one_box(changes, maps):
-    last = default_ranges(replace(LAYERS["qwen3"], **changes), architecture("sm_90"))[-1]
+    last = default_ranges(changed(LAYERS["qwen3"], **changes), architecture("sm_90"))[-1]
     assert (last.up.tensor_maps, last.down.tensor_maps) == (maps, True)
 
 
@@ -121,7 +133,7 @@ def test_persistent_programs_are_as_many_as_run_at_once(config, at_once):
         layer = LAYERS["mixtral"]
         up = plan_with(layer, architecture(device), ranges).ranges[0].launches[-3]
         assert up.name == "expert_up_kernel"
-        return up.grid[0].evaluate({**layer.sizes, "T": tokens})
+        return up.grid[0].evaluate({**layer.shape.sizes, "T": tokens})
 
     assert programs("sm_90", 4096) == 132 * at_once
     assert programs("sm_100", 4096) == 148 * at_once
@@ -137,6 +149,6 @@ def test_a_measured_configuration_is_of_a_layout():
         {"w1_transposed": True, "w2_transposed": True},
         {"w1_transposed": True, "options": CLAMPED},
     )
-    keys = [shape_key(replace(layer, **each)) for each in changes]
+    keys = [shape_key(changed(layer, **each)) for each in changes]
     assert keys[0] == "d2048-h768-e128-k8-gated-bf16-bf16"
     assert len(set(keys)) == len(keys)

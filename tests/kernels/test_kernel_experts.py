@@ -155,7 +155,7 @@ def test_norm_and_residual_cost_nothing_where_they_are_off(path):
     def launches(**norm):
         case = make_case("experts", width=16, hidden=8, gated=True, norm_eps=0.5, **norm)
         planned = plan_with(layer_of(case), architecture("sm_90"), ranges(path))
-        assert planned.layer.options.norm_eps == (0.5 if "pre_norm" in norm else 1e-6)
+        assert planned.layer.shape.options.norm_eps == (0.5 if "pre_norm" in norm else 1e-6)
         return {spec.name: spec for spec in planned.ranges[0].launches}
 
     plain, normed, residual = launches(), launches(pre_norm="rms"), launches(residual=True)

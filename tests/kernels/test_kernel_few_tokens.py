@@ -14,6 +14,9 @@ from custom_ops.kernels.launch import launch
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan_with
 from custom_ops.kernels.spec import MAX_TOKENS
+from custom_ops.layer_shape import LayerShape
+from custom_ops.options import WeightLayout
+from custom_ops.weight_formats import plain_format
 from kernel_runs import call_tensors, in_out, layer_of
 from moe_cases import Case, assert_matches, make_case
 from trt_plugin.compiling import compile_plans, limit_tokens
@@ -104,9 +107,17 @@ def layer(
     **options: object,
 ) -> Layer:
     return Layer(
-        experts, width, hidden, top_k, dtype, dtype, ExpertOptions(**options),
-        w1_transposed=transposed, w2_transposed=transposed,
-    )  # fmt: skip
+        LayerShape(
+            experts,
+            width,
+            hidden,
+            top_k,
+            dtype,
+            plain_format(dtype),
+            ExpertOptions(**options),
+            layout=WeightLayout(w1_transposed=transposed, w2_transposed=transposed),
+        )
+    )
 
 
 MIXTRAL = layer(4096, 14336, 8, 2, **GATINGS["gated"])

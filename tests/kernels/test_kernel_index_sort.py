@@ -19,7 +19,10 @@ from custom_ops.kernels.expressions import Expression
 from custom_ops.kernels.index_sort import SortedSlots, index_sort_reference, index_sort_step
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import MAX_TOKENS, Step
+from custom_ops.layer_shape import LayerShape
+from custom_ops.weight_formats import plain_format
 from interpreter import ON, POISON, run_step
+from layer_changes import changed
 
 bounded = settings(derandomize=True, deadline=None, max_examples=40, database=None)
 
@@ -28,7 +31,11 @@ POISONED = int.from_bytes([POISON] * 4, "little", signed=True)
 
 
 def layer_of(experts: int, top_k: int, dtype: torch.dtype = torch.int64) -> Layer:
-    return Layer(experts, 8, 8, top_k, torch.float32, torch.float32, routing_dtype=dtype)
+    return Layer(
+        LayerShape(
+            experts, 8, 8, top_k, torch.float32, plain_format(torch.float32), routing_dtype=dtype
+        )
+    )
 
 
 def step_of(layer: Layer, block_m: int, last_tokens: int) -> Step:
@@ -141,7 +148,7 @@ def test_an_expert_of_more_tiles_than_programs():
 
 def test_ids_of_the_router_are_read_from_the_workspace():
     router = RouterOptions(2)
-    layer = replace(layer_of(5, 2), router=router, routing_dtype=torch.float32)
+    layer = changed(layer_of(5, 2), router=router, routing_dtype=torch.float32)
     ids = torch.tensor([[4, 0], [0, 3], [4, 4]], dtype=torch.int32)
     buffers = run_step(step_of(layer, 16, 8), layer, 3, {}, expert_ids=ids)
     assert buffers["slot_of_row"].tolist() == [1, 2, 3, 0, 4, 5]

@@ -19,7 +19,9 @@ from custom_ops.kernels.launch_waves import enqueued, launch_in_waves
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan
 from custom_ops.kernels.spec import ForwardPlan, StatePointer, TensorMap, TensorPointer
-from custom_ops.residency import ExpertCache
+from custom_ops.layer_shape import LayerShape
+from custom_ops.offload import ExpertCache
+from custom_ops.weight_formats import plain_format
 from kernel_runs import call_tensors, in_out
 from moe_cases import Case, make_case
 from random_layers import bounded, cases
@@ -335,9 +337,17 @@ def test_a_call_that_failed_anywhere_is_forgotten_with_the_tables(tokens):
 
 def layer_with(resident: int | None) -> Layer:
     return Layer(
-        8, 64, 32, 2, torch.float32, torch.float16, ExpertOptions(gated=True, activation="silu"),
+        LayerShape(
+            8,
+            64,
+            32,
+            2,
+            torch.float32,
+            plain_format(torch.float16),
+            ExpertOptions(gated=True, activation="silu"),
+        ),
         resident_experts=resident,
-    )  # fmt: skip
+    )
 
 
 def test_the_state():
@@ -386,9 +396,17 @@ def test_numbers_of_slots_that_there_cannot_be(resident):
 def test_copies_are_wide_and_nothing_spills():
     on = architecture("sm_90")
     layer = Layer(
-        128, 2048, 768, 8, torch.bfloat16, torch.bfloat16, ExpertOptions("silu", gated=True),
+        LayerShape(
+            128,
+            2048,
+            768,
+            8,
+            torch.bfloat16,
+            plain_format(torch.bfloat16),
+            ExpertOptions("silu", gated=True),
+        ),
         resident_experts=32,
-    )  # fmt: skip
+    )
     few, *_, many = plan(layer, on).ranges
     kernels = {each.name: each for each in (*many.kernels(), *few.kernels())}
     names = {"residency_kernel", "copy_experts_kernel", "few_down_kernel", "expert_up_kernel"}

@@ -18,8 +18,10 @@ from custom_ops.kernels.configs import RouterConfig, router_config
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.router import router_step, router_step_with
 from custom_ops.kernels.spec import MAX_TOKENS, Constant, Step
+from custom_ops.layer_shape import LayerShape
 from custom_ops.options import GROUP_SCORINGS
 from custom_ops.routing import route
+from custom_ops.weight_formats import plain_format
 from interpreter import ON, run_step
 from moe_cases import GROUP_FORMS, ROUTER_FORMS, assert_matches
 from random_layers import groups
@@ -56,9 +58,19 @@ def layer_of(
     x, weight, bias = dtypes
     router = RouterOptions(top_k, **options)
     return Layer(
-        experts, width, 8, top_k, x, torch.float32,
-        router=router, routing_dtype=weight, weights_dtype=bias, selection_dtype=selection_dtype,
-    )  # fmt: skip
+        LayerShape(
+            experts,
+            width,
+            8,
+            top_k,
+            x,
+            plain_format(torch.float32),
+            router=router,
+            routing_dtype=weight,
+            weights_dtype=bias,
+            selection_dtype=selection_dtype,
+        )
+    )
 
 
 def tensors_of(layer: Layer, tokens: int, seed: int = 0) -> dict[str, Tensor]:
@@ -68,15 +80,15 @@ def tensors_of(layer: Layer, tokens: int, seed: int = 0) -> dict[str, Tensor]:
     def normal(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
 
-    e, d = layer.experts, layer.width
+    e, d = layer.shape.experts, layer.shape.width
     tensors = {
-        "x": normal(tokens, d, dtype=layer.tokens_dtype),
-        "router_weight": normal(e, d, dtype=layer.routing_dtype) / d**0.5,
+        "x": normal(tokens, d, dtype=layer.shape.tokens_dtype),
+        "router_weight": normal(e, d, dtype=layer.shape.routing_dtype) / d**0.5,
     }
-    if layer.weights_dtype is not None:
-        tensors["router_bias"] = normal(e, dtype=layer.weights_dtype)
-    if layer.selection_dtype is not None:
-        tensors["selection_bias"] = normal(e, dtype=layer.selection_dtype) / 3
+    if layer.shape.weights_dtype is not None:
+        tensors["router_bias"] = normal(e, dtype=layer.shape.weights_dtype)
+    if layer.shape.selection_dtype is not None:
+        tensors["selection_bias"] = normal(e, dtype=layer.shape.selection_dtype) / 3
     return tensors
 
 
@@ -86,7 +98,7 @@ def run(
     """Expert ids and weights ``[T, K]``."""
     tokens = len(next(iter((earlier | tensors).values())))
     buffers = run_step(step, layer, tokens, tensors, **earlier)
-    shape = (tokens, layer.top_k)
+    shape = (tokens, layer.shape.top_k)
     return buffers["expert_ids"].view(shape), buffers["expert_weights"].view(shape)
 
 
@@ -94,17 +106,17 @@ def check(layer: Layer, path: str, tensors: dict[str, Tensor]) -> None:
     step = router_step_with(layer, ON, config_of(path, layer.expert_places))
     ids, weights = run(layer, step, tensors)
     a = tensors["x"], tensors["router_weight"], tensors.get("router_bias")
-    expected_ids, expected = reference.router(*a, layer.router)
+    expected_ids, expected = reference.router(*a, layer.shape.router)
     assert_matches(weights, expected, {torch.float32}, "weights")
     # A score close to the previous or next one may swap places with it.
-    scores = reference.router(*a, RouterOptions(layer.experts, "topk_softmax"))[1].log()
-    near = (scores.diff(dim=-1).abs() < 1e-4)[:, : layer.top_k]
+    scores = reference.router(*a, RouterOptions(layer.shape.experts, "topk_softmax"))[1].log()
+    near = (scores.diff(dim=-1).abs() < 1e-4)[:, : layer.shape.top_k]
     apart = torch.ones_like(expected_ids, dtype=torch.bool)
     apart[:, : near.shape[1]] &= ~near
-    apart[:, 1:] &= ~near[:, : layer.top_k - 1]
-    assert (apart.sum() > 0.9 * apart.numel()) | (layer.experts > 100)
+    apart[:, 1:] &= ~near[:, : layer.shape.top_k - 1]
+    assert (apart.sum() > 0.9 * apart.numel()) | (layer.shape.experts > 100)
     assert torch.equal(ids[apart], expected_ids.int()[apart])
-    assert all(len(set(row)) == layer.top_k for row in ids.tolist())
+    assert all(len(set(row)) == layer.shape.top_k for row in ids.tolist())
 
 
 @st.composite
@@ -156,7 +168,7 @@ def test_random_choices(problem, path):
         tensors["x"],
         tensors["router_weight"],
         tensors.get("router_bias"),
-        layer.router,
+        layer.shape.router,
         tensors.get("selection_bias"),
     )
     assert torch.equal(ids, expected_ids.int())
@@ -414,7 +426,7 @@ def test_scores_that_all_underflow_are_not_divided_by_zero():
 
 
 def test_a_layer_without_router_is_refused():
-    layer = Layer(4, 8, 8, 2, torch.float32, torch.float32)
+    layer = Layer(LayerShape(4, 8, 8, 2, torch.float32, plain_format(torch.float32)))
     with pytest.raises(ValueError, match="no router"):
         router_step(layer, ON, 1, 1)
 
@@ -453,7 +465,7 @@ def test_every_configuration_fits(on):
         layer = layer_of(experts, width, 1, dtypes)
         config = router_config(layer, on, *span)
         x, weight = config.block_t * config.block_d, config.block_e * config.block_d
-        stage = x * layer.tokens_dtype.itemsize + weight * layer.routing_dtype.itemsize
+        stage = x * layer.shape.tokens_dtype.itemsize + weight * layer.shape.routing_dtype.itemsize
         # Products take the three terms of a float32 weight from shared memory.
         terms = 6 * weight if dtypes == MIXED and config.block_t > 1 else 0
         assert config.num_stages * stage + terms <= on.shared_memory

@@ -38,6 +38,9 @@ from custom_ops.kernels.spec import (
     TokenRange,
     WorkspacePointer,
 )
+from custom_ops.layer_shape import LayerShape
+from custom_ops.weight_formats import plain_format
+from layer_changes import changed
 
 bounded = settings(derandomize=True, deadline=None, max_examples=200, database=None)
 
@@ -149,8 +152,7 @@ def test_an_unknown_operation_is_refused():
 
 
 def layer_of(**changes: Any) -> Layer:
-    fields = {"experts": 8, "width": 96, "hidden": 384, "top_k": 2}
-    return Layer(**fields | {"tokens_dtype": FLOAT, "experts_dtype": FLOAT} | changes)
+    return changed(Layer(LayerShape(8, 96, 384, 2, FLOAT, plain_format(FLOAT))), **changes)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +178,16 @@ def test_sizes_without_kernels_are_refused(changes, message):
     ("changes", "message"),
     [
         ({"tokens_dtype": torch.float64}, "tokens_dtype to be one of float32, float16, bfloat16"),
-        ({"experts_dtype": torch.int8}, "experts_dtype .*; got torch.int8"),
-        ({"routing_dtype": torch.int16}, "routing_dtype to be one of int32, int64"),
+        ({"tokens_dtype": torch.int8}, "tokens_dtype must be one of .* float64; got int8"),
+        ({"experts_dtype": torch.float64}, "weight_format to be one of .*; got float64"),
+        ({"experts_dtype": torch.int8}, "weights must be one of .*; got int8"),
+        ({"routing_dtype": torch.int16}, "routing_dtype must be one of int32, int64"),
+        ({"weights_dtype": torch.float64}, "need weights_dtype to be one of float32"),
         ({"weights_dtype": None}, "weights_dtype"),
-        ({"router": RouterOptions(2)}, "routing_dtype to be one of float32"),
+        ({"router": RouterOptions(2)}, "routing_dtype must be one of float32"),
         (
             {"router": RouterOptions(2), "routing_dtype": FLOAT, "weights_dtype": torch.int32},
-            "weights_dtype .* None; got",
+            "weights_dtype .* none; got",
         ),
     ],
 )
@@ -192,12 +197,12 @@ def test_dtypes_without_kernels_are_refused(changes, message):
 
 
 def test_more_choices_than_experts_where_routing_comes_from_outside():
-    assert layer_of(experts=1, top_k=2).sizes == {"E": 1, "K": 2, "D": 96, "H": 384}
+    assert layer_of(experts=1, top_k=2).shape.sizes == {"E": 1, "K": 2, "D": 96, "H": 384}
 
 
 def test_rows_of_the_first_matrix():
-    assert layer_of().rows == 384
-    assert layer_of(options=ExpertOptions("silu", gated=True)).rows == 768
+    assert layer_of().shape.rows == 384
+    assert layer_of(options=ExpertOptions("silu", gated=True)).shape.rows == 768
 
 
 @pytest.mark.parametrize(
@@ -356,7 +361,8 @@ def test_the_workspace_suffices_for_every_smaller_number_of_tokens():
     ranges = (TokenRange(1, 10, wide, ()), TokenRange(11, MAX_TOKENS, narrow, ()))
     plan = replace(plan_of((1, MAX_TOKENS)), ranges=ranges)
     needed = [
-        plan.at(tokens).offsets({**plan.layer.sizes, "T": tokens})[""] for tokens in range(1, 40)
+        plan.at(tokens).offsets({**plan.layer.shape.sizes, "T": tokens})[""]
+        for tokens in range(1, 40)
     ]
     sizes = [plan.workspace_size(tokens) for tokens in range(40)]
     assert sizes == [0, *(max(needed[: n + 1]) for n in range(39))]

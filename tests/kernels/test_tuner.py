@@ -185,8 +185,8 @@ def test_candidates_can_be_planned(name, device, tokens):
     block_m=st.sampled_from([16, 32, 64, 128]),
 )
 def test_tiles_fit(layer, device, block_m):
-    on, gates = ARCHITECTURES[device], layer.options.rows_per_hidden
-    found = gemm_candidates(layer, on, block_m, layer.hidden, layer.width, gates)
+    on, gates = ARCHITECTURES[device], layer.shape.options.rows_per_hidden
+    found = gemm_candidates(layer, on, block_m, layer.shape.hidden, layer.shape.width, gates)
     assert found
     assert len(set(found)) == len(found)
     for config in found:
@@ -199,8 +199,8 @@ def test_tiles_fit(layer, device, block_m):
 @pytest.mark.parametrize("block_m", [16, 64, 128])
 def test_the_first_tiles_differ(name, block_m):
     layer = SHAPES[name].layer(BF16)
-    gates = layer.options.rows_per_hidden
-    first = gemm_candidates(layer, ON, block_m, layer.hidden, layer.width, gates)[:24]
+    gates = layer.shape.options.rows_per_hidden
+    first = gemm_candidates(layer, ON, block_m, layer.shape.hidden, layer.shape.width, gates)[:24]
     assert len({blocks_per_sm(layer, ON, config, gates) for config in first}) >= 3
     assert len({config.block_n for config in first}) >= 3
     assert len({config.num_stages for config in first}) >= 3

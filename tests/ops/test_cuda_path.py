@@ -21,12 +21,12 @@ from custom_ops import (
     RouterOptions,
     _cuda,
     _cuda_backward,
-    _cuda_offload,
     _grouped,
 )
-from custom_ops._grouped import ExpertParameters
+from custom_ops.expert_weights import ExpertWeights
 from custom_ops.kernels.architectures import ARCHITECTURES, nearest_architecture
 from custom_ops.kernels.spec import ForwardPlan
+from custom_ops.offload import calls as offload_calls
 from custom_ops.options import ROUTER_OPTIONS
 from moe_cases import Case, assert_matches, make_case
 
@@ -47,7 +47,7 @@ def _device(monkeypatch):
 @pytest.fixture
 def _operators(monkeypatch):
     """The operators compute as on CUDA tensors."""
-    monkeypatch.setattr(_cuda_offload, "forward_of", lambda x, w1: _cuda.forward)
+    monkeypatch.setattr(offload_calls, "forward_of", lambda x, w1: _cuda.forward)
     kernels = {
         "forward_routed": _cuda.forward_routed,
         "experts_backward": _cuda_backward.experts_backward,
@@ -75,7 +75,7 @@ def _only_kernels(monkeypatch):
 def run(case: Case) -> torch.Tensor:
     a = case.arguments
     options = dict(case.options)
-    parameters = ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"])
+    parameters = ExpertWeights(a["w1"], a["b1"], a["w2"], a["b2"])
     if case.op == "experts":
         routing = {name: a[name] for name in ("expert_ids", "expert_weights")}
         return _cuda.forward(a["x"], routing, parameters, ExpertOptions(**options))
@@ -107,7 +107,7 @@ def test_tensors_that_kernels_cannot_read_are_copied(launches):
     assert not w1.is_contiguous()
     run(case.changed(x=x, w1=w1))
     [(plan, tensors)] = launches
-    assert not plan.layer.w1_transposed
+    assert not plan.layer.shape.layout.w1_transposed
     for name, given in (("x", x), ("w1", w1)):
         assert tensors[name].is_contiguous()
         assert tensors[name].data_ptr() % 16 == 0
@@ -120,8 +120,8 @@ def test_weights_are_read_as_they_lie(launches, transposed):
     weights = {name: case.arguments[name].mT.contiguous().mT for name in transposed}
     run(case.changed(**weights))
     [(plan, tensors)] = launches
-    assert plan.layer.w1_transposed == ("w1" in transposed)
-    assert plan.layer.w2_transposed == ("w2" in transposed)
+    assert plan.layer.shape.layout.w1_transposed == ("w1" in transposed)
+    assert plan.layer.shape.layout.w2_transposed == ("w2" in transposed)
     for name in ("w1", "w2"):
         given = weights.get(name, case.arguments[name])
         assert tensors[name].is_contiguous()
@@ -227,10 +227,10 @@ def _to(**changes: Any) -> Callable[[Case], dict[str, Any]]:
 
 _EXPERTS = ("w1", "b1", "w2", "b2")
 _ROUTER = ("router_weight", "router_bias", "selection_bias")
-# What another call changes, and the field of the plan's layer, or of its options, that follows.
+# What another call changes, and what follows it: a field of the layer, its format or options.
 _CHANGES = [
     ("dropless", _dtype("x"), "tokens_dtype", torch.float16),
-    ("dropless", _dtype(*_EXPERTS), "experts_dtype", torch.float16),
+    ("dropless", _dtype(*_EXPERTS), "values_dtype", torch.float16),
     ("dropless", _dtype("router_weight"), "routing_dtype", torch.float16),
     ("dropless", _dtype("router_bias"), "weights_dtype", torch.float16),
     ("dropless", _dtype("selection_bias"), "selection_dtype", torch.float16),
@@ -241,7 +241,7 @@ _CHANGES = [
     ("dropless", _to(activation="silu"), "activation", "silu"),
     ("dropless", _part(4, *_EXPERTS, *_ROUTER), "experts", 4),
     ("experts", _dtype("x"), "tokens_dtype", torch.float16),
-    ("experts", _dtype(*_EXPERTS), "experts_dtype", torch.float16),
+    ("experts", _dtype(*_EXPERTS), "values_dtype", torch.float16),
     ("experts", _dtype("expert_weights"), "weights_dtype", torch.float16),
     ("experts", _to(b1=None), "b1", False),
     ("experts", _to(b2=None), "b2", False),
@@ -264,12 +264,9 @@ def test_what_another_call_changes_is_noticed(op, change, name, value, launches)
     before, changed, after = (plan for plan, _ in launches)
 
     def field(plan: ForwardPlan) -> Any:
-        layer = plan.layer
-        return next(
-            getattr(record, name)
-            for record in (layer, layer.options, layer.router)
-            if hasattr(record, name)
-        )
+        shape = plan.layer.shape
+        records = (shape, shape.weight_format, shape.options, shape.router, shape.layout)
+        return next(getattr(record, name) for record in records if hasattr(record, name))
 
     assert field(changed) == value != field(before)
     assert after is before
@@ -297,7 +294,7 @@ def test_each_device_has_a_plan_for_its_architecture(monkeypatch):
     case = make_case("experts", (9,), width=16, hidden=24)
     a = case.arguments
     routing = {name: a[name] for name in ("expert_ids", "expert_weights")}
-    parameters = ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"])
+    parameters = ExpertWeights(a["w1"], a["b1"], a["w2"], a["b2"])
     fields = _cuda.layer_fields(a["x"], routing, parameters, ExpertOptions())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8 + device.index, 0))
     plans = [_cuda._plan(torch.device("cuda", index), **fields) for index in (0, 1, 0)]

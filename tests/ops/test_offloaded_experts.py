@@ -18,16 +18,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import custom_ops
-from custom_ops import ExpertOptions, RouterOptions, _cuda, _cuda_offload, _grouped
+from custom_ops import ExpertOptions, RouterOptions, _cuda, _grouped
 from custom_ops._checks import check_experts, check_trainable
-from custom_ops._cuda_offload import _CACHES, default_resident_experts, offload_experts
-from custom_ops._grouped import ExpertParameters
+from custom_ops.expert_weights import ExpertWeights
 from custom_ops.kernels import launch_waves
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan
+from custom_ops.layer_shape import LayerShape
+from custom_ops.offload import cache_bytes
+from custom_ops.offload import calls as offload_calls
+from custom_ops.offload.calls import _CACHES, default_resident_experts, offload_experts
 from custom_ops.options import ROUTER_OPTIONS
-from custom_ops.residency import cache_bytes
+from custom_ops.weight_formats import plain_format
 from mocked_device import Stream, mocked_device
 from moe_cases import OPS, Case, make_case
 from wave_runs import run_resident
@@ -40,14 +43,14 @@ def device(monkeypatch):
 
 def run(case: Case) -> Tensor:
     a, options = case.arguments, dict(case.options)
-    parameters = ExpertParameters(a["w1"], a["b1"], a["w2"], a["b2"])
+    parameters = ExpertWeights(a["w1"], a["b1"], a["w2"], a["b2"])
     if case.op == "experts":
         routing = {name: a[name] for name in ("expert_ids", "expert_weights")}
-        return _cuda_offload.forward(a["x"], routing, parameters, ExpertOptions(**options))
+        return offload_calls.forward(a["x"], routing, parameters, ExpertOptions(**options))
     routing = {name: a[name] for name in ("router_weight", "router_bias", "selection_bias")}
     names = [row.name for row in ROUTER_OPTIONS if row.name in options]
     router = RouterOptions(a["top_k"], **{name: options.pop(name) for name in names})
-    return _cuda_offload.forward(a["x"], routing, parameters, ExpertOptions(**options), router)
+    return offload_calls.forward(a["x"], routing, parameters, ExpertOptions(**options), router)
 
 
 def case_of(op: str = "experts", tokens: int = 9, **options: object) -> Case:
@@ -55,7 +58,7 @@ def case_of(op: str = "experts", tokens: int = 9, **options: object) -> Case:
     return make_case(op, (tokens,), **settings | options)
 
 
-def only_cache() -> _cuda_offload._Cache:
+def only_cache() -> offload_calls._Cache:
     (cache,) = _CACHES.values()
     return cache
 
@@ -100,9 +103,9 @@ def test_weights_that_changed_in_place_are_read_again(name, device):
 
 def test_changes_that_pytorch_does_not_count():
     with torch.inference_mode():
-        assert _cuda_offload._change_count(torch.ones(2).mul_(2)) == 0
+        assert offload_calls._change_count(torch.ones(2).mul_(2)) == 0
     weight = SimpleNamespace(is_inference=lambda: False)
-    assert _cuda_offload._change_count(weight) == 0
+    assert offload_calls._change_count(weight) == 0
 
 
 def test_views_of_the_weights_share_their_cache():
@@ -273,9 +276,17 @@ def test_layers_without_kernels_are_refused(changes, error, message):
 
 def test_the_bytes_of_a_cache_are_those_of_the_plan():
     layer = Layer(
-        33, 64, 24, 2, torch.float32, torch.float16, ExpertOptions("silu", gated=True),
+        LayerShape(
+            33,
+            64,
+            24,
+            2,
+            torch.float32,
+            plain_format(torch.float16),
+            ExpertOptions("silu", gated=True),
+        ),
         resident_experts=5,
-    )  # fmt: skip
+    )
     planned = plan(layer, architecture("sm_80"))
     assert planned.state_size == cache_bytes(33, 5, 2 * 24 * 64 * 2, 64 * 24 * 2)
 
@@ -341,8 +352,8 @@ def test_gradients_are_refused():
 def test_who_computes():
     with FakeTensorMode():
         host, cuda = torch.empty(1), torch.empty(1, device=CUDA)
-        assert _cuda_offload.forward_of(host, host) is _grouped.forward
-        assert _cuda_offload.forward_of(cuda, cuda) is _cuda.forward
-        assert _cuda_offload.forward_of(cuda, host) is _cuda_offload.forward
+        assert offload_calls.forward_of(host, host) is _grouped.forward
+        assert offload_calls.forward_of(cuda, cuda) is _cuda.forward
+        assert offload_calls.forward_of(cuda, host) is offload_calls.forward
         check_trainable(host, host)
         check_trainable(cuda, cuda)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_type_hints
 
 import onnx.helper
@@ -14,6 +14,7 @@ from torch import Tensor
 import custom_ops
 from custom_ops._library import schema_of, with_options
 from custom_ops.kernels.layer import Layer
+from custom_ops.layer_shape import LayerShape
 from custom_ops.options import (
     EXPERT_OPTIONS,
     LAYOUT_OPTIONS,
@@ -28,8 +29,10 @@ from custom_ops.options import (
     _option,
     options_of,
 )
+from custom_ops.weight_formats import plain_format
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, TENSORRT_ATTRIBUTES
 from dynamo_moe.moe_nodes.schemas import SCHEMAS, attribute
+from layer_changes import changed
 from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD, LayerRecord
 from trt_plugin.compiling.layer_table import FILE, layer_table
 from trt_plugin.compiling.packing import layer_record
@@ -153,15 +156,19 @@ def test_the_record_s_words_are_where_the_table_says() -> None:
 
 
 def test_an_added_option_is_in_a_layer_s_record() -> None:
-    layer = Layer(4, 16, 16, 2, torch.float16, torch.float16, MoreOptions(negated=True))
-    plain = replace(layer, options=MoreOptions())
+    layer = Layer(
+        LayerShape(
+            4, 16, 16, 2, torch.float16, plain_format(torch.float16), MoreOptions(negated=True)
+        )
+    )
+    plain = changed(layer, options=MoreOptions())
     assert layer_record(layer).flags == layer_record(plain).flags + (1 << 20)
 
 
 @pytest.mark.parametrize("option", LAYOUT_OPTIONS, ids=lambda option: option.name)
 def test_a_layout_is_in_a_layer_s_record(option: Option) -> None:
-    plain = Layer(4, 16, 16, 2, torch.float16, torch.float16)
-    record = layer_record(replace(plain, **{option.name: True}))
+    plain = Layer(LayerShape(4, 16, 16, 2, torch.float16, plain_format(torch.float16)))
+    record = layer_record(changed(plain, **{option.name: True}))
     assert record == layer_record(plain)._replace(flags=option.slot.bit)
     assert record.to_dict()[option.name] is True
     assert layer_record(plain).to_dict()[option.name] is False

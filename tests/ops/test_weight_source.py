@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from custom_ops.weight_source import FileIdentity, WeightSource
+from custom_ops.offload import FileIdentity, WeightSource
 
 
 def safetensors(path: Path, text: str = '{"__metadata__":{}}', data: bytes = bytes(64)) -> Path:

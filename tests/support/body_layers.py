@@ -17,8 +17,19 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
+from onnx_ir.tensor_adapters import from_torch_dtype
 
-from custom_ops.options import GROUP_SCORINGS, SCORINGS
+from custom_ops.dtypes import FLOATS, IDS
+from custom_ops.layer_shape import LayerShape
+from custom_ops.options import (
+    EXPERT_OPTIONS,
+    GROUP_SCORINGS,
+    LAYOUT_OPTIONS,
+    ROUTER_OPTIONS,
+    SCORINGS,
+    RouterOptions,
+)
+from custom_ops.weight_formats import plain_format
 from dynamo_moe.moe_nodes.bodies import BodyConfig, body, dense_body, dropless, unrolled_body
 from dynamo_moe.moe_nodes.bodies.layer import function, routed
 from dynamo_moe.moe_nodes.bodies.ops import Ops
@@ -32,51 +43,108 @@ FLOAT, HALF, BFLOAT16, DOUBLE = (
     ir.DataType.BFLOAT16,
     ir.DataType.DOUBLE,
 )
-PLAIN = BodyConfig()
-BIASED = BodyConfig(has_router_bias=True, has_b1=True, has_b2=True)
-GATED = BodyConfig(activation="silu", gated=True)
-EXPERTS = BodyConfig(router=False)
-GPT_OSS = BodyConfig(
-    router=False,
+
+
+def changed(config: BodyConfig, **changes: Any) -> BodyConfig:
+    """A configuration with other options, inputs (``has_b1``) or dtypes.
+
+    ``router_dtype`` is that of all router parameters, or of the weights where there is no router;
+    ``router=False`` takes the router away.
+    """
+    shape = config.shape
+    if not changes.pop("router", True):
+        shape = replace(shape, router=None, routing_dtype=torch.int64, weights_dtype=torch.float32)
+    options, router, layout, of_shape = {}, {}, {}, {}
+    for name, given in changes.items():
+        value = TORCH_DTYPES[given] if isinstance(given, ir.DataType) else given
+        if name in {row.name for row in EXPERT_OPTIONS}:
+            options[name] = value
+        elif name in {row.name for row in ROUTER_OPTIONS}:
+            router[name] = value
+        elif name in {row.name for row in LAYOUT_OPTIONS}:
+            layout[name] = value
+        elif name == "experts_dtype":
+            of_shape["weight_format"] = plain_format(value)
+        elif name == "router_dtype":
+            of_shape["weights_dtype"] = value
+            if shape.router:
+                of_shape["routing_dtype"] = value
+                of_shape["weights_dtype"] = value if shape.weights_dtype else None
+        elif name == "has_router_bias":
+            of_shape["weights_dtype"] = shape.routing_dtype if value else None
+        elif name == "has_selection_bias":
+            of_shape["selection_dtype"] = torch.float32 if value else None
+        else:
+            of_shape[name.removeprefix("has_")] = value
+    if router:
+        of_shape["router"] = replace(config.router_options, **router)
+    changed_shape = replace(
+        shape,
+        options=replace(shape.options, **options),
+        layout=replace(shape.layout, **layout),
+        **of_shape,
+    )
+    return replace(config, shape=changed_shape)
+
+
+TORCH_DTYPES = {from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *IDS, torch.int8)}
+PLAIN = BodyConfig(
+    LayerShape(
+        experts=6,
+        width=8,
+        hidden=12,
+        top_k=2,
+        tokens_dtype=torch.float32,
+        weight_format=plain_format(torch.float32),
+        router=RouterOptions(2),
+        routing_dtype=torch.float32,
+        weights_dtype=None,
+    )
+)
+BIASED = changed(PLAIN, has_router_bias=True, has_b1=True, has_b2=True)
+GATED = changed(PLAIN, activation="silu", gated=True)
+EXPERTS = changed(PLAIN, router=False)
+GPT_OSS = changed(
+    EXPERTS,
     activation="clamped_swiglu",
     gated=True,
     interleaved=True,
     has_b1=True,
     has_b2=True,
-    ids_dtype=ir.DataType.INT32,
+    routing_dtype=torch.int32,
 )
-LLAMA4 = BodyConfig(router=False, activation="silu", gated=True, weight_on_input=True)
-NORMED = BodyConfig(
-    scoring="sigmoid", renormalize=False, activation="gelu_tanh", gated=True,
+LLAMA4 = changed(EXPERTS, activation="silu", gated=True, weight_on_input=True)
+NORMED = changed(
+    PLAIN, scoring="sigmoid", renormalize=False, activation="gelu_tanh", gated=True,
     pre_norm="rms", residual=True,
 )  # fmt: skip
 CONFIGS = [
-    *(replace(PLAIN, activation=name) for name in ("gelu", "gelu_tanh", "silu", "relu", "relu2")),
-    *(replace(GATED, activation=name) for name in ("gelu", "gelu_tanh", "silu", "relu", "relu2")),
-    *(replace(PLAIN, scoring=name) for name in ("softmax", "topk_softmax", "sigmoid")),
-    *(replace(PLAIN, scoring=n, renormalize=False) for n in ("softmax", "topk_softmax", "sigmoid")),
-    replace(GATED, interleaved=True),
-    replace(GATED, activation="clamped_swiglu"),
-    replace(GATED, activation="clamped_silu", interleaved=True),
+    *(changed(PLAIN, activation=name) for name in ("gelu", "gelu_tanh", "silu", "relu", "relu2")),
+    *(changed(GATED, activation=name) for name in ("gelu", "gelu_tanh", "silu", "relu", "relu2")),
+    *(changed(PLAIN, scoring=name) for name in ("softmax", "topk_softmax", "sigmoid")),
+    *(changed(PLAIN, scoring=n, renormalize=False) for n in ("softmax", "topk_softmax", "sigmoid")),
+    changed(GATED, interleaved=True),
+    changed(GATED, activation="clamped_swiglu"),
+    changed(GATED, activation="clamped_silu", interleaved=True),
     BIASED,
-    replace(BIASED, has_b2=False),
-    replace(BIASED, has_b1=False, has_b2=False),
-    replace(BIASED, weight_on_input=True),
+    changed(BIASED, has_b2=False),
+    changed(BIASED, has_b1=False, has_b2=False),
+    changed(BIASED, weight_on_input=True),
     EXPERTS,
-    replace(EXPERTS, has_b1=True),
+    changed(EXPERTS, has_b1=True),
     GPT_OSS,
     LLAMA4,
     NORMED,
-    replace(BIASED, pre_norm="rms"),
-    replace(EXPERTS, residual=True),
-    replace(LLAMA4, pre_norm="rms", residual=True),
-    *(replace(BIASED, has_selection_bias=True, scoring=name) for name in SCORINGS),
+    changed(BIASED, pre_norm="rms"),
+    changed(EXPERTS, residual=True),
+    changed(LLAMA4, pre_norm="rms", residual=True),
+    *(changed(BIASED, has_selection_bias=True, scoring=name) for name in SCORINGS),
     *(
-        replace(PLAIN, scoring=name, group_scoring=group)
+        changed(PLAIN, scoring=name, group_scoring=group)
         for name in SCORINGS
         for group in GROUP_SCORINGS[1:]
     ),
-    replace(
+    changed(
         BIASED,
         has_selection_bias=True,
         scoring="sigmoid",
@@ -85,7 +153,7 @@ CONFIGS = [
     ),
 ]
 IN_OUT = [
-    replace(config, w1_transposed=w1, w2_transposed=w2)
+    changed(config, w1_transposed=w1, w2_transposed=w2)
     for config in (PLAIN, BIASED, GPT_OSS, LLAMA4)
     for w1, w2 in ((True, True), (True, False), (False, True))
 ]
@@ -144,7 +212,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         config, E, D, H = self.config, self.experts, self.width, self.hidden
-        F = 2 * H if config.gated else H
+        F = 2 * H if config.options.gated else H
         shapes = {
             "router_weight": (E, D),
             "router_bias": (E,),
@@ -157,7 +225,7 @@ class Layer:
         rng = np.random.default_rng(0)
         for name, shape in shapes.items():
             value = rng.standard_normal(shape) * shape[-1] ** -0.5
-            dtype = config.router_dtype if name.startswith("router") else config.w_dtype
+            dtype = config.routing_dtype if name.startswith("router") else config.operand_dtype
             dtype = config.selection_dtype if name == "selection_bias" else dtype
             if name in config.inputs:
                 self.parameters[name] = value.astype(dtype.numpy())
@@ -165,7 +233,10 @@ class Layer:
     @property
     def stored(self) -> dict[str, np.ndarray]:
         """The parameters as the node takes them."""
-        transposed = {"w1": self.config.w1_transposed, "w2": self.config.w2_transposed}
+        transposed = {
+            "w1": self.config.shape.layout.w1_transposed,
+            "w2": self.config.shape.layout.w2_transposed,
+        }
         return {
             name: np.ascontiguousarray(value.swapaxes(1, 2)) if transposed.get(name) else value
             for name, value in self.parameters.items()
@@ -178,7 +249,7 @@ class Layer:
         if not self.config.router:
             choices = (*lead, self.top_k)
             ids = rng.integers(-1, self.experts, choices)
-            arguments["expert_ids"] = ids.astype(self.config.ids_dtype.numpy())
+            arguments["expert_ids"] = ids.astype(self.config.routing_dtype.numpy())
             arguments["expert_weights"] = rng.standard_normal(choices)
         return arguments
 
@@ -189,55 +260,58 @@ class Layer:
 def oracle(layer: Layer, arguments: Arrays, *, round_hidden: bool = True) -> np.ndarray:
     """Every expert on every token, rounding where the operator does."""
     config, P = layer.config, {n: p.astype(np.float64) for n, p in layer.parameters.items()}
-    x = rounded(arguments["x"], config.x_dtype)
+    x = rounded(arguments["x"], config.tokens_dtype)
     if config.router:
         logits = x @ P["router_weight"].T + P.get("router_bias", 0.0)
         ids, weights = route(layer, logits, P.get("selection_bias"))
     else:
         ids = arguments["expert_ids"]
-        weights = rounded(arguments["expert_weights"], config.router_dtype)
-    y = x.copy() if config.residual else np.zeros_like(x)
+        weights = rounded(arguments["expert_weights"], config.weights_dtype)
+    y = x.copy() if config.options.residual else np.zeros_like(x)
     scale = 1.0
-    if config.pre_norm == "rms":
+    if config.options.pre_norm == "rms":
         scale = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + layer.norm_eps)
     for slot in range(layer.top_k):
         weight = weights[..., slot, None]
-        x_in = rounded(x * weight if config.weight_on_input else x, config.w_dtype)
+        x_in = rounded(x * weight if config.options.weight_on_input else x, config.operand_dtype)
         for expert in range(layer.experts):
             z = scale * (x_in @ P["w1"][expert].T) + (P["b1"][expert] if "b1" in P else 0.0)
             h = activate(layer, z)
-            h = rounded(h, config.w_dtype) if round_hidden else h
+            h = rounded(h, config.operand_dtype) if round_hidden else h
             out = h @ P["w2"][expert].T + (P["b2"][expert] if "b2" in P else 0.0)
-            out = out if config.weight_on_input else out * weight
+            out = out if config.options.weight_on_input else out * weight
             y += np.where(ids[..., slot, None] == expert, out, 0.0)
-    return rounded(y, config.x_dtype)
+    return rounded(y, config.tokens_dtype)
 
 
 def route(
     layer: Layer, logits: np.ndarray, bias: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     scores = logits
-    if layer.config.scoring == "softmax":
+    if layer.config.router_options.scoring == "softmax":
         scores = softmax(logits)
-    elif layer.config.scoring == "sigmoid":
+    elif layer.config.router_options.scoring == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
-    by_logits = layer.config.group_scoring == "none" and layer.config.scoring == "sigmoid"
+    by_logits = (
+        layer.config.router_options.group_scoring == "none"
+        and layer.config.router_options.scoring == "sigmoid"
+    )
     ranked = logits if by_logits and bias is None else scores
     ranked = ranked if bias is None else ranked + bias
     order = np.argsort(-ranked, axis=-1, kind="stable")
-    if layer.config.group_scoring != "none":
+    if layer.config.router_options.group_scoring != "none":
         size = layer.experts // layer.n_group
         groups = ranked.reshape(*ranked.shape[:-1], layer.n_group, size)
-        best = 2 if layer.config.group_scoring == "top2_sum" else 1
+        best = 2 if layer.config.router_options.group_scoring == "top2_sum" else 1
         of_groups = np.sort(groups, axis=-1)[..., -best:].sum(-1)
         rank = np.argsort(np.argsort(-of_groups, axis=-1, kind="stable"), axis=-1)
         outside = np.take_along_axis(rank, order // size, -1) >= layer.topk_group
         order = np.take_along_axis(order, np.argsort(outside, axis=-1, kind="stable"), -1)
     ids = order[..., : layer.top_k]
     weights = np.take_along_axis(scores, ids, -1)
-    if layer.config.scoring == "topk_softmax":
+    if layer.config.router_options.scoring == "topk_softmax":
         weights = softmax(weights)
-    elif layer.config.renormalize:
+    elif layer.config.router_options.renormalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return ids, weights * layer.scaling
 
@@ -248,19 +322,19 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def activate(layer: Layer, z: np.ndarray) -> np.ndarray:
-    if not layer.config.gated:
-        return pointwise(layer.config.activation, z)
-    if layer.config.interleaved:
+    if not layer.config.options.gated:
+        return pointwise(layer.config.options.activation, z)
+    if layer.config.options.interleaved:
         gate, up = z[..., ::2], z[..., 1::2]
     else:
         gate, up = np.split(z, 2, axis=-1)
-    if layer.config.activation == "clamped_silu":
+    if layer.config.options.activation == "clamped_silu":
         gate, up = np.minimum(gate, layer.limit), np.clip(up, -layer.limit, layer.limit)
         return gate / (1 + np.exp(-gate)) * up
-    if layer.config.activation == "clamped_swiglu":
+    if layer.config.options.activation == "clamped_swiglu":
         gate, up = np.minimum(gate, layer.limit), np.clip(up, -layer.limit, layer.limit)
         return gate / (1 + np.exp(-layer.alpha * gate)) * (up + 1)
-    return pointwise(layer.config.activation, gate) * up
+    return pointwise(layer.config.options.activation, gate) * up
 
 
 def pointwise(activation: str, z: np.ndarray) -> np.ndarray:
@@ -288,7 +362,7 @@ def to_model(layers: list[Layer], build: Build, opset: int = 20, rank: int = 2) 
     inputs = [x]
     if not config.router:
         choices = [*lead, layers[0].top_k]
-        inputs += [ir.val("expert_ids", config.ids_dtype, choices)]
+        inputs += [ir.val("expert_ids", config.routing_dtype, choices)]
         inputs += [ir.val("expert_weights", DOUBLE, choices)]
     nodes, outputs, initializers, functions = [], [], [], []
 
@@ -301,10 +375,10 @@ def to_model(layers: list[Layer], build: Build, opset: int = 20, rank: int = 2) 
     for number, layer in enumerate(layers):
         config = layer.config
         domain = f"moe.{config.overload}" if number else "moe"
-        values = {"x": cast(x, config.x_dtype, f"x_{number}")}
+        values = {"x": cast(x, config.tokens_dtype, f"x_{number}")}
         if not config.router:
             values["expert_ids"] = inputs[1]
-            values["expert_weights"] = cast(inputs[2], config.router_dtype, f"weights_{number}")
+            values["expert_weights"] = cast(inputs[2], config.weights_dtype, f"weights_{number}")
         for name, array in layer.stored.items():
             tensor = ir.tensor(array, name=f"{number}.{name}")
             values[name] = ir.Value(
@@ -320,7 +394,7 @@ def to_model(layers: list[Layer], build: Build, opset: int = 20, rank: int = 2) 
             attributes(layer),
             domain=domain,
             name=f"layer_{number}",
-            outputs=[ir.val(f"layer_{number}", config.x_dtype)],
+            outputs=[ir.val(f"layer_{number}", config.tokens_dtype)],
         )
         nodes.append(node)
         outputs.append(cast(node.outputs[0], DOUBLE, f"y_{number}"))
@@ -344,7 +418,11 @@ def attributes(layer: Layer) -> dict[str, int | float | str]:
         "num_experts": layer.experts,
         "in_features": layer.width,
         "hidden_features": layer.hidden,
-        **{row.attribute: _plain(getattr(config, row.name)) for row in config.rows},
+        **{
+            row.attribute: _plain(getattr(record, row.name))
+            for record in filter(None, (config.options, config.router, config.shape.layout))
+            for row in record.rows
+        },
         "activation_alpha": layer.alpha,
         "activation_limit": layer.limit,
         "norm_eps": layer.norm_eps,
@@ -384,4 +462,4 @@ def assert_agrees(actual: np.ndarray, expected: np.ndarray, *dtypes: ir.DataType
 def check(layer: Layer, session: ort.InferenceSession, arguments: Arrays) -> None:
     config = layer.config
     (actual,) = run(session, arguments)
-    assert_agrees(actual, oracle(layer, arguments), config.x_dtype, config.w_dtype)
+    assert_agrees(actual, oracle(layer, arguments), config.tokens_dtype, config.operand_dtype)

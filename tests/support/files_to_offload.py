@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dynamo_moe
-from custom_ops.weight_source import WeightSource
+from custom_ops.offload import WeightSource
 from onnx_files import moe_model, save, weight
 from small_models import mlp_model
 

@@ -93,7 +93,7 @@ def run_step(
         earlier: Buffers of earlier steps.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = {**layer.sizes, "T": tokens}
+    sizes = {**layer.shape.sizes, "T": tokens}
     memory, buffers = {}, {name: each.to(device) for name, each in earlier.items()}
     for each in step.buffers:
         size = each.size.evaluate(sizes)

@@ -11,7 +11,9 @@ from custom_ops.kernels.configs import RangeConfig
 from custom_ops.kernels.launch import launch
 from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.plan import plan, plan_with
-from custom_ops.options import ROUTER_OPTIONS
+from custom_ops.layer_shape import LayerShape
+from custom_ops.options import ROUTER_OPTIONS, WeightLayout
+from custom_ops.weight_formats import plain_format
 from moe_cases import Case
 
 
@@ -24,22 +26,25 @@ def layer_of(case: Case, *, tf32: bool = False) -> Layer:
     routing_dtype, weights_dtype = (None if a[n] is None else a[n].dtype for n in routing)
     top_k = a["top_k"] if dropless else a["expert_ids"].shape[-1]
     return Layer(
-        experts=a["w1"].shape[0],
-        width=a["x"].shape[-1],
-        hidden=a["w2"].shape[-1],
-        top_k=top_k,
-        tokens_dtype=a["x"].dtype,
-        experts_dtype=a["w1"].dtype,
-        options=ExpertOptions(**options),
-        router=RouterOptions(top_k, **router) if dropless else None,
-        routing_dtype=routing_dtype,
-        weights_dtype=weights_dtype,
-        selection_dtype=None if (bias := a.get("selection_bias")) is None else bias.dtype,
-        b1=a["b1"] is not None,
-        b2=a["b2"] is not None,
+        LayerShape(
+            experts=a["w1"].shape[0],
+            width=a["x"].shape[-1],
+            hidden=a["w2"].shape[-1],
+            top_k=top_k,
+            tokens_dtype=a["x"].dtype,
+            weight_format=plain_format(a["w1"].dtype),
+            options=ExpertOptions(**options),
+            router=RouterOptions(top_k, **router) if dropless else None,
+            routing_dtype=routing_dtype,
+            weights_dtype=weights_dtype,
+            selection_dtype=None if (bias := a.get("selection_bias")) is None else bias.dtype,
+            b1=a["b1"] is not None,
+            b2=a["b2"] is not None,
+            layout=WeightLayout(
+                w1_transposed=is_transposed(a["w1"]), w2_transposed=is_transposed(a["w2"])
+            ),
+        ),
         tf32=tf32,
-        w1_transposed=is_transposed(a["w1"]),
-        w2_transposed=is_transposed(a["w2"]),
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from custom_ops import _cuda_offload
-from custom_ops._cuda_offload import _CACHES
+from custom_ops.offload import calls as offload_calls
+from custom_ops.offload.calls import _CACHES
 
 
 class Stream:
@@ -49,6 +49,6 @@ def mocked_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(Tensor, "is_pinned", lambda _: state["pinned"])
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
     _CACHES.clear()
-    _cuda_offload._plan.cache_clear()
+    offload_calls._plan.cache_clear()
     yield state
     _CACHES.clear()

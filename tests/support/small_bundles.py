@@ -28,6 +28,7 @@ LAYER = LayerRecord(
     *(0, 2, 2, 2, 0, 0x24, 2, 0),
     *(8, 2, 64, 128),
     *(1.0, 0.0, 0.0),
+    weight_format=2,
 )
 ONE = Expression(((0, 1),))
 TOKENS = Expression(((1, 0),))

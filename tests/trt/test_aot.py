@@ -103,7 +103,7 @@ def check_program(program: Program, planned: ForwardPlan) -> None:
             assert compiled.shared_memory <= planned.architecture.shared_memory
             assert compiled.dependent_launch == kernel.dependent_launch
             for tokens in (each.first, min(each.last, 100_000)):
-                sizes = {**planned.layer.sizes, "T": tokens}
+                sizes = {**planned.layer.shape.sizes, "T": tokens}
                 assert [axis.evaluate(sizes) for axis in launch.grid] == [
                     axis.evaluate(sizes) for axis in kernel.grid
                 ]
@@ -337,8 +337,8 @@ def some_result(shared_memory: int = 0) -> Compiled:
 def test_a_kernel_that_needs_scratch_memory_is_named() -> None:
     made = spec(
         toy_kernels.scratch_kernel,
-        w1_ptr=TensorPointer("w1", PLANS[0].layer.experts_dtype),
-        y_ptr=TensorPointer("y", PLANS[0].layer.tokens_dtype),
+        w1_ptr=TensorPointer("w1", PLANS[0].layer.shape.weight_format.operand_dtype),
+        y_ptr=TensorPointer("y", PLANS[0].layer.shape.tokens_dtype),
         BLOCK=on_x(toy_kernels.wrong_kernel, 32).arguments["BLOCK"],
     )
     message = failing(toy_plan(made, device="sm_90"))

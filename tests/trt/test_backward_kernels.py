@@ -11,6 +11,8 @@ from custom_ops import ExpertOptions
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.backward_plan import backward_plan
 from custom_ops.kernels.layer import Layer
+from custom_ops.layer_shape import LayerShape
+from custom_ops.weight_formats import plain_format
 from trt_plugin.compiling.ahead_of_time import check_shared_memory
 from trt_plugin.compiling.tasks import Compiled, Task, task_for
 from trt_plugin.compiling.workers import compile_tasks
@@ -40,7 +42,9 @@ ONE_EACH = set(zip(CASES, 2 * DEVICES, strict=False))
 )
 def test_nothing_spills(case, device):
     dtype, options = CASES[case]
-    layer = Layer(64, 1024, 768, 4, dtype, dtype, options=options, b1=True, b2=True)
+    layer = Layer(
+        LayerShape(64, 1024, 768, 4, dtype, plain_format(dtype), options=options, b1=True, b2=True)
+    )
     on = architecture(device)
     planned = backward_plan(layer, on, train_parameters=True)
     tasks = {(task := task_for(spec, on)).to_json(): task for spec in planned.kernels()}

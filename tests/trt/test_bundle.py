@@ -19,7 +19,10 @@ import trt_plugin
 from custom_ops import ACTIVATIONS, SCORINGS, ExpertOptions, RouterOptions, options
 from custom_ops.kernels.expressions import W_INDEX
 from custom_ops.kernels.layer import Layer
+from custom_ops.layer_shape import LayerShape
 from custom_ops.options import CLAMPED, PRE_NORMS
+from custom_ops.weight_formats import plain_format
+from layer_changes import changed
 from random_layers import groups
 from random_programs import programs
 from small_bundles import (
@@ -57,7 +60,7 @@ def test_a_program_is_the_same_in_a_bundle_and_out_of_it() -> None:
 def test_equal_parts_are_stored_once() -> None:
     data = program(kernels=(kernel("one"), kernel("other"))).data
     assert data.count(kernel().image) == 1
-    expressions_of = records.TABLE_ENTRY.unpack_from(data, 120 + 16 * 7)[1]
+    expressions_of = records.TABLE_ENTRY.unpack_from(data, 128 + 16 * 7)[1]
     assert expressions_of == len({ONE, TOKENS, TILES})
 
 
@@ -225,30 +228,33 @@ def layers(draw: st.DrawFn) -> Layer:
         grouped = draw(groups(experts, top_k))
         router = RouterOptions(top_k, scoring, draw(st.booleans()), scaling, **grouped)
     flags = ("b1", "b2", "tf32", "w1_transposed", "w2_transposed")
-    return Layer(
+    shape = LayerShape(
         *(experts, draw(sizes), draw(sizes), top_k),
-        *(draw(floats), draw(floats), options, router),
+        *(draw(floats), plain_format(draw(floats)), options, router),
         draw(floats if router else st.sampled_from([torch.int32, torch.int64])),
         draw(st.none() | floats if router else floats),
         selection_dtype=draw(st.none() | floats) if router else None,
-        **{name: draw(st.booleans()) for name in flags},
     )
+    return changed(Layer(shape), **{name: draw(st.booleans()) for name in flags})
 
 
 @settings(deadline=None)
 @given(layers())
 def test_a_layer_survives_and_its_record_is_its_canonical_form(layer: Layer) -> None:
     record = layer_record(layer)
-    assert len(record.to_bytes()) == 84
+    assert len(record.to_bytes()) == 96
     assert layer_record(layer.canonical()) == record
     bundle = Bundle((program(layer=record),))
     assert trt_plugin.read(bundle.data).programs[0].layer == record
-    assert record.to_dict()["experts"] == layer.experts
-    assert record.to_dict()["residual"] == layer.options.residual
-    assert record.to_dict()["w1_transposed"] == layer.w1_transposed
-    assert record.to_dict()["w2_transposed"] == layer.w2_transposed
+    assert record.to_dict()["experts"] == layer.shape.experts
+    assert record.to_dict()["residual"] == layer.shape.options.residual
+    assert record.to_dict()["w1_transposed"] == layer.shape.layout.w1_transposed
+    assert record.to_dict()["w2_transposed"] == layer.shape.layout.w2_transposed
     described = record.to_dict()
-    limited = layer.router is not None and layer.router.limits_groups
-    assert described.get("n_group") == (layer.router.n_group if limited else None)
-    assert ("norm_eps" in record.to_dict()) == (layer.options.pre_norm == "rms")
-    assert record.sizes == layer.sizes
+    assert described["weight_format"] == layer.shape.weight_format.name
+    for name, size in layer.shape.expert_bytes.items():
+        assert described[f"{name}_bytes"] == layer.shape.experts * size
+    limited = layer.shape.router is not None and layer.shape.router.limits_groups
+    assert described.get("n_group") == (layer.shape.router.n_group if limited else None)
+    assert ("norm_eps" in record.to_dict()) == (layer.shape.options.pre_norm == "rms")
+    assert record.sizes == layer.shape.sizes

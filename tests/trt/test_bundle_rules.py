@@ -49,7 +49,7 @@ IMAGE = len(kernel().image)
 @pytest.mark.parametrize(
     ("offset", "form", "values", "message"),
     [
-        (8, "I", [2], "the version must be 3, got 2: compile the bundle, or build the"),
+        (8, "I", [3], "the version must be 4, got 3: compile the bundle, or build the"),
         (16, "Q", [8], "too long: the header says 8 bytes, got"),
         (28, "I", [1], "reserved must be 0, got 1"),
         # The layer
@@ -113,12 +113,16 @@ IMAGE = len(kernel().image)
         ),
         # The tables
         (112, "I", [9], "the layer's resident experts must be in 0..8, got 9"),
-        (116, "I", [1], "reserved must be 0, got 1"),
-        (120, "Q", [8], "table ranges must begin at a multiple of 8 in 296.."),
-        (120, "Q", [260], "table ranges must begin at a multiple of 8 in 296.."),
-        (128, "Q", [big("Q")], f"table ranges has {big('Q')} records of 48 bytes from byte 296"),
-        (128, "Q", [3], "table state must begin at a multiple of 8 in 440.."),
-        (128, "Q", [1], "the bytes before table state must be 0"),
+        (116, "I", [0], "the layer's weight format must be in 1..3, got 0"),
+        (116, "I", [4], "the layer's weight format must be in 1..3, got 4"),
+        (116, "I", [3], "experts must be bfloat16 (3), as weights of format bfloat16 are, got 2"),
+        (120, "I", [32], "block must be 0 by 0, as weights of format float16 have none, got 32 by"),
+        (124, "I", [32], "block must be 0 by 0, as weights of format float16 have none, got 0 by"),
+        (128, "Q", [8], "table ranges must begin at a multiple of 8 in 304.."),
+        (128, "Q", [260], "table ranges must begin at a multiple of 8 in 304.."),
+        (136, "Q", [big("Q")], f"table ranges has {big('Q')} records of 48 bytes from byte 304"),
+        (136, "Q", [3], "table state must begin at a multiple of 8 in 448.."),
+        (136, "Q", [1], "the bytes before table state must be 0"),
         (record("ranges"), "q", [2], "range 0: must go from 1 tokens to at most 2147483647, got"),
         (record("ranges", 1) + 8, "q", [2**31], "range 1: must go from 17 tokens to at most"),
         (record("ranges") + 16, "I", [3], "range 0: launches must lie in 0..3, got 1 from 3"),
@@ -274,7 +278,7 @@ def test_an_offloaded_layer_survives() -> None:
     ("offset", "form", "value", "message"),
     [
         (0, "B", 0, "bundle: not a kernel bundle: its first bytes differ"),
-        (8, "I", 2, "bundle: the version must be 3, got 2: compile the bundle, or"),
+        (8, "I", 3, "bundle: the version must be 4, got 3: compile the bundle, or"),
         (12, "I", 0, "must have 1 program or more, whose directory fits"),
         (12, "I", big("I"), "bytes, got 4294967295"),
         (16, "Q", 2**20, "bundle: truncated: the header says 1048576 bytes, got"),

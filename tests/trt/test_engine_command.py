@@ -14,7 +14,7 @@ import torch
 
 import dynamo_moe
 import trt_plugin
-from custom_ops.residency import cache_bytes
+from custom_ops.offload import cache_bytes
 from dynamo_moe.files.offloading import offloaded_kernel_layers
 from dynamo_moe.models import DroplessMoEMlp
 from fake_tensorrt import run

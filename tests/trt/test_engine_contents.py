@@ -13,8 +13,7 @@ from rich.console import Console
 import trt_plugin
 from custom_ops.kernels.architectures import architecture
 from custom_ops.kernels.plan import plan
-from custom_ops.residency import cache_bytes
-from custom_ops.weight_source import WeightSource
+from custom_ops.offload import WeightSource, cache_bytes
 from interpreted_gpu import uncompiled_program
 from kernel_runs import layer_of
 from moe_cases import make_case
@@ -70,7 +69,12 @@ def offloaded(resident: int, **sizes: int) -> tuple[Program, int]:
     """A program of an offloaded layer, and the bytes of its w1 and of its w2."""
     layer = layer_of(make_case("dropless", (5,), **{"width": 16, "hidden": 24, **sizes}))
     record = replace(layer, resident_experts=resident)
-    size = layer.experts * layer.width * layer.hidden * layer.experts_dtype.itemsize
+    size = (
+        layer.shape.experts
+        * layer.shape.width
+        * layer.shape.hidden
+        * layer.shape.weight_format.operand_dtype.itemsize
+    )
     return uncompiled_program(plan(record, architecture("sm_89"))), size
 
 

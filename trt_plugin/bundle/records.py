@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trt_plugin.native import call_for_json
 
-VERSION = 3
+VERSION = 4
 # Images, and programs in a file, begin at multiples of this.
 IMAGE_ALIGNMENT = 64
 
@@ -24,12 +24,12 @@ FILE_HEADER = Struct("<8sIIQII")
 DIRECTORY_ENTRY = Struct("<QQ")
 
 PROGRAM_MAGIC = b"MOEP\r\n\x1a\n"
-#: Magic, version, architecture, size, checksum, reserved. Layer, padding and tables follow.
+#: Magic, version, architecture, size, checksum, reserved. Layer and tables follow.
 PROGRAM_HEADER = Struct("<8sIIQII")
 #: Offset, number of records.
 TABLE_ENTRY = Struct("<QQ")
 
-LAYER = Struct("<12I4f5I")
+LAYER = Struct("<12I4f8I")
 #: First and last token; first launch, launches, those of a wave, those after the waves; first
 #: buffer, buffers; waves; reserved.
 RANGE = Struct("<2q8I")
@@ -63,11 +63,7 @@ TABLES = {
     "strings": 1,
     "images": 1,
 }
-#: Between a program's layer and its tables' places.
-LAYER_PADDING = bytes(4)
-PROGRAM_HEADER_BYTES = (
-    PROGRAM_HEADER.size + LAYER.size + len(LAYER_PADDING) + len(TABLES) * TABLE_ENTRY.size
-)
+PROGRAM_HEADER_BYTES = PROGRAM_HEADER.size + LAYER.size + len(TABLES) * TABLE_ENTRY.size
 
 # A code is the index of its name. The library has the names of the layer's codes.
 #: The operators' tensors, in the order of the launcher's C interface.
@@ -99,10 +95,12 @@ ON_SIDE = 1
 class LayerRecord(NamedTuple):
     """A layer as a bundle stores it; equal records are the same layer.
 
+    It is a :class:`custom_ops.layer_shape.LayerShape` in words, for readers without PyTorch.
+
     Attributes:
         operator: 0 ``dropless``, 1 ``experts``.
         tokens_dtype: The dtype of x and y.
-        experts_dtype: The dtype of w1, b1, w2 and b2.
+        experts_dtype: The dtype of b1 and b2, and of both products' operands.
         routing_dtype: The dtype of router_weight, or of expert_ids.
         weights_dtype: The dtype of router_bias (0: none), or of expert_weights.
         flags: Bits, see :data:`FLAGS_WITHOUT_OPTION` and the table of options.
@@ -121,6 +119,9 @@ class LayerRecord(NamedTuple):
         topk_group: Groups that a token chooses.
         selection_dtype: The dtype of selection_bias (0: none).
         resident_experts: Slots of a layer whose experts are offloaded (0: all are resident).
+        weight_format: How w1 and w2 are stored; a code.
+        block_rows: Rows of the block that the format leaves open (0: it leaves none open).
+        block_columns: Its columns.
     """
 
     operator: int
@@ -144,6 +145,9 @@ class LayerRecord(NamedTuple):
     topk_group: int = 0
     selection_dtype: int = 0
     resident_experts: int = 0
+    weight_format: int = 0
+    block_rows: int = 0
+    block_columns: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -151,7 +155,7 @@ class LayerRecord(NamedTuple):
         return {"E": self.experts, "K": self.top_k, "D": self.width, "H": self.hidden}
 
     def to_bytes(self) -> bytes:
-        """The 84 bytes."""
+        """The 96 bytes."""
         return LAYER.pack(*self)
 
     def to_dict(self) -> dict[str, int | float | bool | str]:

@@ -61,7 +61,7 @@ def program_bytes(
     header = records.PROGRAM_HEADER.pack(
         records.PROGRAM_MAGIC, records.VERSION, architecture, offset, 0, 0
     )
-    return _with_checksum(header + layer.to_bytes() + records.LAYER_PADDING + directory + body)
+    return _with_checksum(header + layer.to_bytes() + directory + body)
 
 
 def _with_checksum(data: bytes) -> bytes:

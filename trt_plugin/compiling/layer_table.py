@@ -22,6 +22,7 @@ from custom_ops.options import (
     Flag,
     Option,
 )
+from custom_ops.weight_formats import KERNEL_FORMATS
 from trt_plugin.bundle.records import FLAGS_WITHOUT_OPTION, FLAGS_WORD, SYMBOLS, TENSORS
 
 FILE = Path(__file__).parents[1] / "csrc" / "bundle" / "layer_table.inc"
@@ -58,6 +59,9 @@ def _lines(options: tuple[Option, ...], router: tuple[Option, ...]) -> Iterator[
     yield f"  kLayerFlags = {sum(flags.values())},"
     yield "};"
     yield _names("kDataTypeNames", map(dtype_name, CODES))
+    sizes = (0 if dtype is None else dtype.itemsize for dtype in CODES)
+    yield f"inline constexpr std::uint32_t kDataTypeBytes[] = {{{', '.join(map(str, sizes))}}};"
+    yield from _formats()
     yield _names("kTensorNames", TENSORS)
     yield _names("kSymbolNames", SYMBOLS)
     yield _names("kOpcodeNames", OPERATIONS)
@@ -82,6 +86,24 @@ def _lines(options: tuple[Option, ...], router: tuple[Option, ...]) -> Iterator[
     yield "inline constexpr Option kOptions[] = {"
     for option in options:
         yield f"    {{{', '.join(_fields(option, options, option in router))}}},"
+    yield "};"
+
+
+def _formats() -> Iterator[str]:
+    """Yields the formats of weights; that of code 0 is none."""
+    rows = ['{"none", kNoneTensors, 1, 0}']
+    yield "inline constexpr StoredTensor kNoneTensors[] = {{0, 1, 1}};"
+    for weights in KERNEL_FORMATS:
+        name = f"{_constant(weights.name)}Tensors"
+        tensors = (
+            f"{{{CODES.index(t.dtype)}, {t.block[0]}, {t.block[1]}}}" for t in weights.stored
+        )
+        yield f"inline constexpr StoredTensor {name}[] = {{{', '.join(tensors)}}};"
+        operands = CODES.index(weights.operand_dtype)
+        rows.append(f"{{{_text(weights.name)}, {name}, {len(weights.stored)}, {operands}}}")
+    yield "// A format's place is its code."
+    yield "inline constexpr WeightFormat kWeightFormats[] = {"
+    yield from (f"    {row}," for row in rows)
     yield "};"
 
 

@@ -9,7 +9,8 @@ from struct import Struct
 from custom_ops.dtypes import CODES
 from custom_ops.kernels import expressions, spec
 from custom_ops.kernels.layer import Layer
-from custom_ops.options import LAYOUT_OPTIONS, SIZES, Flag
+from custom_ops.options import SIZES, Flag
+from custom_ops.weight_formats import KERNEL_FORMATS
 from trt_plugin.bundle import (
     PARAMETER_BYTES,
     Argument,
@@ -94,11 +95,12 @@ class _Packer:
 def layer_record(layer: Layer) -> LayerRecord:
     """Returns a layer as a bundle stores it; what has no effect is 0."""
     layer = layer.canonical()
-    flags = sum(bit for name, bit in FLAGS_WITHOUT_OPTION.items() if getattr(layer, name))
-    words: dict[int, int | float] = {size.slot.index: getattr(layer, size.name) for size in SIZES}
-    records = [(each, each.rows) for each in (layer.router, layer.options) if each is not None]
-    for record, rows in (*records, (layer, LAYOUT_OPTIONS)):
-        for row in rows:
+    shape = layer.shape
+    present = {"b1": shape.b1, "b2": shape.b2, "tf32": layer.tf32}
+    flags = sum(FLAGS_WITHOUT_OPTION[name] for name in present if present[name])
+    words: dict[int, int | float] = {size.slot.index: getattr(shape, size.name) for size in SIZES}
+    for record in filter(None, (shape.router, shape.options, shape.layout)):
+        for row in record.rows:
             value = getattr(record, row.name)
             if not row.has_effect(record):
                 continue
@@ -106,10 +108,23 @@ def layer_record(layer: Layer) -> LayerRecord:
                 flags |= row.slot.bit if row.code(value) else 0
             else:
                 words[row.slot.index] = _float32(value) if row.type is float else row.code(value)
-    words[LayerRecord._fields.index("selection_dtype")] = CODES.index(layer.selection_dtype)
-    words[LayerRecord._fields.index("resident_experts")] = layer.resident_experts or 0
-    dtypes = (layer.tokens_dtype, layer.experts_dtype, layer.routing_dtype, layer.weights_dtype)
-    head = (int(layer.router is None), *map(CODES.index, dtypes), flags)
+    weight_format = shape.weight_format
+    block_rows, block_columns = weight_format.block
+    dtypes = (
+        shape.tokens_dtype,
+        weight_format.bias_dtype,
+        shape.routing_dtype,
+        shape.weights_dtype,
+    )
+    others = {
+        "selection_dtype": CODES.index(shape.selection_dtype),
+        "resident_experts": layer.resident_experts or 0,
+        "weight_format": 1 + KERNEL_FORMATS.index(weight_format),
+        "block_rows": block_rows,
+        "block_columns": block_columns,
+    }
+    words |= {LayerRecord._fields.index(name): word for name, word in others.items()}
+    head = (int(shape.router is None), *map(CODES.index, dtypes), flags)
     rest = range(len(head), len(LayerRecord._fields))
     return LayerRecord(*head, *(words.get(index, 0) for index in rest))
 

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 
 from custom_ops.kernels.layer import Layer
+from custom_ops.layer_shape import LayerShape
 from custom_ops.options import (
     EXPERT_OPTIONS,
     LAYOUT_OPTIONS,
     ROUTER_OPTIONS,
     ExpertOptions,
     RouterOptions,
+    WeightLayout,
 )
+from custom_ops.weight_formats import plain_format
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -45,7 +48,7 @@ def parse_spec(text: str) -> Layer:
         ValueError: If a key is unknown or missing, or its value is wrong.
 
     Example:
-        >>> parse_spec("experts=8,top_k=2,width=768,hidden=3072,activation=silu,gated").rows
+        >>> parse_spec("experts=8,top_k=2,width=768,hidden=3072,activation=silu,gated").shape.rows
         6144
     """
     try:
@@ -89,7 +92,7 @@ _Reader = Callable[[str], Any]
 _READERS: dict[type, _Reader] = {str: str, bool: _flag, int: _integer, float: _number}
 _ROUTER = {option.name: _READERS[option.type] for option in ROUTER_OPTIONS}
 _EXPERTS = {option.name: _READERS[option.type] for option in EXPERT_OPTIONS}
-_FLAGS = ("b1", "b2", "tf32", *(option.name for option in LAYOUT_OPTIONS))
+_LAYOUT = {option.name: _READERS[option.type] for option in LAYOUT_OPTIONS}
 _KEYS: dict[str, _Reader] = {
     "op": partial(_known, known=("dropless", "experts")),
     **dict.fromkeys((*_SIZES, "resident_experts"), _integer),
@@ -98,7 +101,8 @@ _KEYS: dict[str, _Reader] = {
     ),
     **_EXPERTS,
     **_ROUTER,
-    **dict.fromkeys(("router_bias", "selection_bias", *_FLAGS), _flag),
+    **dict.fromkeys(("router_bias", "selection_bias", "b1", "b2", "tf32"), _flag),
+    **_LAYOUT,
 }
 
 
@@ -135,15 +139,17 @@ def _layer(values: dict[str, Any]) -> Layer:
     weights_dtype = values.get("weights_dtype", None if router else torch.float32)
     if values.get("router_bias") and weights_dtype is None:
         weights_dtype = routing_dtype
-    return Layer(
+    shape = LayerShape(
         **{key: values[key] for key in _SIZES},
         tokens_dtype=values.get("tokens_dtype", dtype),
-        experts_dtype=values.get("experts_dtype", dtype),
+        weight_format=plain_format(values.get("experts_dtype", dtype)),
         options=ExpertOptions(**_given(_EXPERTS, values)),
         router=RouterOptions(values["top_k"], **_given(_ROUTER, values)) if router else None,
         routing_dtype=routing_dtype,
         weights_dtype=weights_dtype,
         selection_dtype=torch.float32 if values.get("selection_bias") else None,
-        resident_experts=values.get("resident_experts"),
-        **{flag: values.get(flag, False) for flag in _FLAGS},
+        b1=values.get("b1", False),
+        b2=values.get("b2", False),
+        layout=WeightLayout(**_given(_LAYOUT, values)),
     )
+    return Layer(shape, values.get("tf32", False), values.get("resident_experts"))

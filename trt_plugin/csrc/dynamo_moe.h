@@ -30,11 +30,11 @@ typedef enum dynamo_moe_status {
   DYNAMO_MOE_OUT_OF_MEMORY = 6 /* Host or device memory is exhausted. */
 } dynamo_moe_status;
 
-/* The bundle's layer record: 84 bytes, compared as bytes. */
+/* The bundle's layer record: 96 bytes, compared as bytes. */
 typedef struct dynamo_moe_layer {
   uint32_t op;
   uint32_t tokens_dtype;
-  uint32_t experts_dtype;
+  uint32_t experts_dtype; /* b1's and b2's, and what tokens and hidden rows are rounded to. */
   uint32_t routing_dtype; /* router_weight's, or expert_ids'. */
   uint32_t weights_dtype; /* router_bias's (0: none), or expert_weights'. */
   uint32_t flags;
@@ -53,6 +53,10 @@ typedef struct dynamo_moe_layer {
   uint32_t topk_group;
   uint32_t selection_dtype;  /* selection_bias's (0: none). */
   uint32_t resident_experts; /* Slots for experts whose w1 and w2 lie in host memory (0: none). */
+  uint32_t weight_format;    /* How w1 and w2 are stored. */
+  uint32_t block_rows;       /* The (out, in) sizes of the part of an expert's matrix that has a */
+  uint32_t
+      block_columns; /* scale of its own, where the format leaves them open (0: it does not). */
 } dynamo_moe_layer;
 
 /* Device pointers, multiples of 16, null where the layer has no such tensor. The tensors are

@@ -22,7 +22,7 @@ from trt_plugin.native import library_path
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from custom_ops.weight_source import WeightSource
+    from custom_ops.offload import WeightSource
 
 #: What cannot be known without loading the engine.
 UNKNOWN = (
@@ -37,7 +37,6 @@ _EXPORTED = b"\0dynamo_moe_program_open\0"
 _EXPERT_CACHE = re.compile(rb"expert_cache\0\x05\0{3}\x01\0{3}([\0\x01])\0{3}")
 # Where an offloaded layer's weights lie. An engine need not end a text by a character of its own.
 _SOURCE = re.compile(rb"\d+ \d+ \d+ \d+ [0-9a-f]{8} /[^\x00-\x1f]*\.safetensors")
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class OffloadedExperts:
     @property
     def device_bytes(self) -> int | None:
         """Bytes of all slots and their tables in device memory, for each layer and cache."""
-        from custom_ops.residency import cache_bytes
+        from custom_ops.offload import cache_bytes
 
         if self.experts is None or self.resident_experts is None:
             return None
@@ -217,7 +216,7 @@ def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[Offload
     if not texts:
         return
     # It comes with PyTorch, which nothing else here needs.
-    from custom_ops.weight_source import WeightSource
+    from custom_ops.offload import WeightSource
 
     # A layer's w2 follows its w1, which follows its programs or their name; both have its record.
     # TensorRT stores all of it several times.
@@ -253,8 +252,7 @@ def _shared_cache(data: mmap.mmap) -> bool | None:
 def _weight_bytes(layer: LayerRecord) -> tuple[int, int]:
     """The bytes of a layer's w1 and w2."""
     words = layer.to_dict()
-    w2 = layer.experts * layer.width * layer.hidden * _BYTES[str(words["experts_dtype"])]
-    return (2 if words["gated"] else 1) * w2, w2
+    return int(words.get("w1_bytes", 0)), int(words.get("w2_bytes", 0))
 
 
 def _library(data: mmap.mmap) -> str | None:

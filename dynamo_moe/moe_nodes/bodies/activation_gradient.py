@@ -17,15 +17,15 @@ from dynamo_moe.moe_nodes.bodies.ops import Ops
 
 def activate_backward(op: Ops, config: BodyConfig, dh_RH: ir.Value, z_RF: ir.Value) -> ir.Value:
     """The gradient ``[R, F]`` of the pre-activations, from that of the hidden rows ``[R, H]``."""
-    if not config.gated:
+    if not config.options.gated:
         return _pointwise_backward(op, config, dh_RH, z_RF)
     gate, up = split(op, config, z_RF)
-    if config.activation in CLAMPED:
+    if config.options.activation in CLAMPED:
         dgate, dup = _clamped_backward(op, config, dh_RH, gate, up)
     else:
         dgate = _pointwise_backward(op, config, op.Mul(dh_RH, up, out="dh_up"), gate)
         dup = op.Mul(dh_RH, pointwise(op, config, gate), out="dup")
-    if not config.interleaved:
+    if not config.options.interleaved:
         return op.Concat(dgate, dup, axis=1, out="dz_RF")
     pairs = op.Concat(
         op.Unsqueeze(dgate, [2], out="dgate_H1"), op.Unsqueeze(dup, [2], out="dup_H1"),
@@ -44,7 +44,7 @@ def _clamped_backward(
     gate_c = op.Min(gate, limit, out="gate_clamped")
     up_c = op.Max(op.Min(up, limit, out="up_min"), op.Neg(limit, out="low"), out="up_clamped")
     alpha_gate = gate_c
-    if config.activation == "clamped_swiglu":
+    if config.options.activation == "clamped_swiglu":
         alpha_gate = op.Mul(op.real("activation_alpha", dtype), gate_c, out="alpha_gate")
         up_c = op.Add(up_c, one, out="up_1")
     sigmoid = op.Sigmoid(alpha_gate, out="sigmoid")
@@ -61,7 +61,7 @@ def _clamped_backward(
 
 def _pointwise_backward(op: Ops, config: BodyConfig, dh: ir.Value, z: ir.Value) -> ir.Value:
     dtype = config.compute_dtype
-    match config.activation:
+    match config.options.activation:
         case "relu":
             zero = op.constant("zero", 0, dtype)
             return op.Where(op.Greater(z, zero, out="positive"), dh, zero, out="dz")
@@ -86,7 +86,7 @@ def _gelu_slope(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
     dtype = config.compute_dtype
     half, one = op.constant("half", 0.5, dtype), op.constant("one", 1, dtype)
     z2 = op.Mul(z, z, out="z2")
-    if config.activation == "gelu_tanh":
+    if config.options.activation == "gelu_tanh":
         # The derivative of tanh(u) is (1 - tanh(u)^2) times that of u.
         term = tanh_term(op, dtype, z)
         scale = op.constant("half_sqrt_2_over_pi", math.sqrt(2 / math.pi) / 2, dtype)

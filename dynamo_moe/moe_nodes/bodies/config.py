@@ -5,17 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import onnx_ir as ir
+import torch
+from onnx_ir.tensor_adapters import from_torch_dtype
 
-from custom_ops.options import (
-    EXPERT_OPTIONS,
-    LAYOUT_OPTIONS,
-    ROUTER_OPTIONS,
-    ExpertOptions,
-    Flag,
-    Option,
-    RouterOptions,
-    WeightLayout,
-)
+from custom_ops.layer_shape import LayerShape
+from custom_ops.options import ExpertOptions, Flag, Option, Options, RouterOptions
 from dynamo_moe.moe_nodes.nodes import (
     DROPLESS,
     DROPLESS_GRAD,
@@ -26,65 +20,98 @@ from dynamo_moe.moe_nodes.nodes import (
     OPTIONAL_INPUTS,
     TRAINING_INPUTS,
 )
-from dynamo_moe.moe_nodes.schemas import FLOAT_TYPES, ID_TYPES, SCHEMAS
+from dynamo_moe.moe_nodes.schemas import SCHEMAS
 
 # Split has num_outputs since 18. Gelu, which is used if the opset has it, came with 20.
 MIN_OPSET = 18
 
 
 @dataclass(frozen=True)
-class BodyConfig(ExpertOptions, RouterOptions, WeightLayout):
+class BodyConfig:
     """The configuration of a layer that one body serves, whatever the layer's sizes.
 
-    Beside the attributes listed here it has every option. Numbers among them, and ``top_k``, do not
-    matter, since a body takes them from its node; nor do the router's options without a router.
+    Sizes and options that are numbers do not matter, since a body takes them from its node.
 
     Attributes:
-        router: True for ``DroplessMoE``, False for ``DroplessMoEExperts``, whose ids and weights
-            are inputs.
-        has_router_bias: The node has ``router_bias``.
-        has_b1: The node has ``b1``, and with a router also ``router_bias``, because only trailing
-            inputs may be omitted.
-        has_b2: The node has ``b2``, and therefore ``b1``.
-        has_selection_bias: The node has ``selection_bias``, and therefore ``b2``.
-        x_dtype: Dtype of the tokens and the result.
-        w_dtype: Dtype of ``w1``, ``b1``, ``w2`` and ``b2``.
-        router_dtype: Dtype of ``router_weight`` and ``router_bias``, or of ``expert_weights``.
-        selection_dtype: Dtype of ``selection_bias``.
-        ids_dtype: Dtype of ``expert_ids``: INT64 or INT32.
+        shape: The layer.
 
     Raises:
-        ValueError: If an option is unknown, or options contradict one another.
+        ValueError: If the layer lacks an input before one that it has: only trailing inputs of a
+            node may be omitted.
     """
 
-    top_k: int = 1
-    router: bool = True
-    has_router_bias: bool = False
-    has_b1: bool = False
-    has_b2: bool = False
-    has_selection_bias: bool = False
-    x_dtype: ir.DataType = ir.DataType.FLOAT
-    w_dtype: ir.DataType = ir.DataType.FLOAT
-    router_dtype: ir.DataType = ir.DataType.FLOAT
-    selection_dtype: ir.DataType = ir.DataType.FLOAT
-    ids_dtype: ir.DataType = ir.DataType.INT64
+    shape: LayerShape
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("x_dtype", "w_dtype", "router_dtype", "selection_dtype"):
-            _check_choice(name, getattr(self, name), FLOAT_TYPES)
-        _check_choice("ids_dtype", self.ids_dtype, ID_TYPES)
-        if self.has_router_bias and not self.router:
-            raise ValueError("router_bias needs a router")
         self._check_trailing()
 
     def _check_trailing(self) -> None:
         if self.has_b2 and not self.has_b1:
-            raise ValueError("b2 needs b1 before it: pass zeros for b1 and set has_b1")
+            raise ValueError("b2 needs b1 before it: pass zeros for b1")
         if self.router and self.has_b1 and not self.has_router_bias:
-            raise ValueError("b1 needs router_bias before it: pass zeros and set has_router_bias")
-        if self.has_selection_bias and not (self.router and self.has_b2):
-            raise ValueError("selection_bias needs a router, and b2 before it: pass zeros")
+            raise ValueError("b1 needs router_bias before it: pass zeros for router_bias")
+        if self.has_selection_bias and not self.has_b2:
+            raise ValueError("selection_bias needs b2 before it: pass zeros for b2")
+
+    @property
+    def options(self) -> ExpertOptions:
+        """What an expert computes."""
+        return self.shape.options
+
+    @property
+    def router(self) -> RouterOptions | None:
+        """What the router computes; None: ids and weights are inputs."""
+        return self.shape.router
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether the node has ``router_bias``."""
+        return self.router is not None and self.shape.weights_dtype is not None
+
+    @property
+    def has_selection_bias(self) -> bool:
+        """Whether the node has ``selection_bias``."""
+        return self.shape.selection_dtype is not None
+
+    @property
+    def has_b1(self) -> bool:
+        """Whether the node has ``b1``."""
+        return self.shape.b1
+
+    @property
+    def has_b2(self) -> bool:
+        """Whether the node has ``b2``."""
+        return self.shape.b2
+
+    @property
+    def tokens_dtype(self) -> ir.DataType:
+        """Dtype of the tokens and the result."""
+        return from_torch_dtype(self.shape.tokens_dtype)
+
+    @property
+    def operand_dtype(self) -> ir.DataType:
+        """Dtype of the products' operands: tokens and hidden rows are rounded to it."""
+        return from_torch_dtype(self.shape.weight_format.operand_dtype)
+
+    @property
+    def bias_dtype(self) -> ir.DataType:
+        """Dtype of ``b1`` and ``b2``."""
+        return from_torch_dtype(self.shape.weight_format.bias_dtype)
+
+    @property
+    def values_dtype(self) -> ir.DataType:
+        """Dtype of ``w1`` and ``w2`` as they are stored."""
+        return from_torch_dtype(self.shape.weight_format.values_dtype)
+
+    @property
+    def routing_dtype(self) -> ir.DataType:
+        """Dtype of ``router_weight`` and ``router_bias``, or of ``expert_ids``."""
+        return from_torch_dtype(self.shape.routing_dtype)
+
+    @property
+    def selection_dtype(self) -> ir.DataType:
+        """Dtype of ``selection_bias``."""
+        return from_torch_dtype(self.shape.selection_dtype or torch.float32)
 
     @property
     def op_type(self) -> str:
@@ -108,55 +135,63 @@ class BodyConfig(ExpertOptions, RouterOptions, WeightLayout):
     def overload(self) -> str:
         """A name for this configuration; configurations with equal names have equal bodies.
 
-        >>> BodyConfig(gated=True, activation="silu", w_dtype=ir.DataType.BFLOAT16).overload
+        >>> from custom_ops.weight_formats import plain_format
+        >>> shape = LayerShape(
+        ...     experts=8, width=64, hidden=128, top_k=2, tokens_dtype=torch.float32,
+        ...     weight_format=plain_format(torch.bfloat16),
+        ...     options=ExpertOptions("silu", gated=True),
+        ...     router=RouterOptions(2), routing_dtype=torch.float32, weights_dtype=None,
+        ... )
+        >>> BodyConfig(shape).overload
         'softmax_renormalize_silu_gated_f32_bf16_f32'
         """
-        dtypes = [self.x_dtype, self.w_dtype, self.router_dtype]
-        if not self.router:
-            dtypes.append(self.ids_dtype)
-        if self.has_selection_bias:
-            dtypes.append(self.selection_dtype)
-        router = ROUTER_OPTIONS if self.router else ()
-        options = (*router, *EXPERT_OPTIONS, *LAYOUT_OPTIONS)
+        dtypes = [self.shape.tokens_dtype, self.shape.weight_format.operand_dtype]
+        if self.router:
+            dtypes.append(self.shape.routing_dtype)
+        else:
+            dtypes += [self.shape.weights_dtype or torch.float32, self.shape.routing_dtype]
+        if self.shape.selection_dtype is not None:
+            dtypes.append(self.shape.selection_dtype)
+        records = filter(None, (self.router, self.options, self.shape.layout))
         parts = [
-            *(self._part(option) for option in options),
+            *(_part(record, row) for record in records for row in record.rows),
             *(name * getattr(self, f"has_{name}") for name in OPTIONAL_INPUTS),
-            *(dtype.short_name() for dtype in dtypes),
+            *(from_torch_dtype(dtype).short_name() for dtype in dtypes),
         ]
         return "_".join(filter(None, parts))
 
-    def _part(self, option: Option) -> str:
-        """Returns what an option adds to the configuration's name."""
-        value = getattr(self, option.name)
-        if option.is_number or not option.has_effect(self):
-            return ""
-        if isinstance(option.slot, Flag):
-            return option.flag if option.code(value) else ""
-        return "" if value == "none" else str(value)
+    @property
+    def router_options(self) -> RouterOptions:
+        """What the router computes.
 
-    def is_transposed(self, weight: str) -> bool:
-        """Whether ``w1`` or ``w2`` lies as (in, out)."""
-        return self.w1_transposed if weight == "w1" else self.w2_transposed
+        Raises:
+            ValueError: If there is none.
+        """
+        if self.router is None:
+            raise ValueError(f"{self.op_type} has no router")
+        return self.router
 
     @property
     def renormalizes(self) -> bool:
         """Whether the weights are divided by their sum; with topk_softmax they already sum to 1."""
-        return self.renormalize and self.scoring != "topk_softmax"
+        return self.router_options.renormalize and self.router_options.scoring != "topk_softmax"
 
     @property
-    def routing_dtype(self) -> ir.DataType:
+    def router_compute_dtype(self) -> ir.DataType:
         """The dtype the router computes in: DOUBLE for DOUBLE tokens, else FLOAT."""
-        return ir.DataType.DOUBLE if self.x_dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+        return ir.DataType.DOUBLE if self.tokens_dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
     @property
     def weights_dtype(self) -> ir.DataType:
-        """The dtype of ``expert_weights``."""
-        return self.routing_dtype if self.router else self.router_dtype
+        """The dtype of ``expert_weights``: the router's, or that of the input."""
+        if self.router:
+            return self.router_compute_dtype
+        return from_torch_dtype(self.shape.weights_dtype or torch.float32)
 
     @property
     def compute_dtype(self) -> ir.DataType:
         """The dtype the experts compute in: DOUBLE if tokens or experts are DOUBLE, else FLOAT."""
-        double = ir.DataType.DOUBLE in (self.x_dtype, self.w_dtype)
+        double = ir.DataType.DOUBLE in (self.tokens_dtype, self.operand_dtype)
         return ir.DataType.DOUBLE if double else ir.DataType.FLOAT
 
 
@@ -199,7 +234,11 @@ class GradientConfig(BodyConfig):
         return super().overload + ("" if self.train_parameters else "_frozen")
 
 
-def _check_choice(name: str, value: object, known: tuple[object, ...]) -> None:
-    if value not in known:
-        choices = ", ".join(str(choice) for choice in known)
-        raise ValueError(f"{name} must be one of {choices}; got {value!r}")
+def _part(record: Options, option: Option) -> str:
+    """Returns what an option adds to a configuration's name."""
+    value = getattr(record, option.name)
+    if option.is_number or not option.has_effect(record):
+        return ""
+    if isinstance(option.slot, Flag):
+        return option.flag if option.code(value) else ""
+    return "" if value == "none" else str(value)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hidden
 from dynamo_moe.moe_nodes.bodies.ops import Ops
+from dynamo_moe.moe_nodes.bodies.weights import loaded, stored
 
 
 def experts(
@@ -26,18 +27,22 @@ def experts(
     """Returns the sum over K of the experts' weighted results, ``[T, D]`` in the compute dtype."""
     dtype, width_1 = config.compute_dtype, op.size("in_features")
     x_TD = expert_inputs(op, config, x_TD, weights_TK, width_1)
-    if config.weight_on_input:
+    if config.options.weight_on_input:
         # Experts are not linear in their input: each slot is a token with one choice of weight 1.
         slots = ids_TK
         ids_TK = op.Reshape(ids_TK, [-1, 1], out="ids_N1")
         weights_TK = op.Expand(op.constant("one", 1, dtype), op.Shape(ids_TK, out="N1"), out="ones")
 
+    def parameter(name: str) -> ir.Value:
+        tensors = [parameters[part] for part in stored(config, name)]
+        return loaded(op, config, name, tensors, out=f"{name}_wide")
+
     def product(rows_ETI: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
-        w_EOI = op.cast(parameters[weight], config.w_dtype, dtype, out=f"{weight}_wide")
+        w_EOI = parameter(weight)
         y_ETO = op.MatMul(rows_ETI, op.Transpose(w_EOI, perm=[0, 2, 1], out=f"{weight}_t"), out=out)
         if bias not in parameters:
             return y_ETO
-        b_EO = op.cast(parameters[bias], config.w_dtype, dtype, out=f"{bias}_wide")
+        b_EO = parameter(bias)
         return op.Add(y_ETO, op.Unsqueeze(b_EO, [1], out=f"{bias}_E1"), out=f"{out}_biased")
 
     z_ETF = product(x_TD, "w1", "b1", out="z_ETF")
@@ -45,7 +50,7 @@ def experts(
     y_ETD = product(h_ETH, "w2", "b2", out="y_ETD")
     weights_ET1 = _weights_by_expert(op, dtype, ids_TK, weights_TK)
     y_TD = op.ReduceSum(op.Mul(y_ETD, weights_ET1, out="weighted"), [0], keepdims=0, out="y_TD")
-    if not config.weight_on_input:
+    if not config.options.weight_on_input:
         return y_TD
     TKD = op.Concat(op.Shape(slots, out="TK"), width_1, axis=0, out="TKD")
     y_TKD = op.Reshape(y_TD, TKD, allowzero=1, out="y_TKD")

@@ -25,6 +25,7 @@ from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hidden
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.slots import Slots, combine, sort
+from dynamo_moe.moe_nodes.bodies.weights import loaded, stored
 
 _WEIGHTS = ("w1", "b1", "w2", "b2")
 
@@ -93,13 +94,17 @@ def _rows(
     op: Ops, layer: _Layer, weights: Mapping[str, ir.Value], begin_1: ir.Value, end_1: ir.Value
 ) -> ir.Value:
     """An expert's results ``[R, D]`` from its own weights; its slots run from begin to end."""
-    config, dtype = layer.config, layer.config.compute_dtype
+    config = layer.config
 
     def linear(in_RI: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
-        names = [weight, *({bias} & weights.keys())]
-        own = [op.entered(weights[name], config.w_dtype, out=f"{name}_own") for name in names]
-        wide = [op.cast(value, config.w_dtype, dtype, out=f"{value.name}_wide") for value in own]
-        return op.Gemm(in_RI, *wide, transB=int(not config.is_transposed(weight)), out=out)
+        own = {
+            name: [
+                op.entered(weights[n], d, out=f"{n}_own") for n, d in stored(config, name).items()
+            ]
+            for name in (weight, *({bias} & weights.keys()))
+        }
+        wide = [loaded(op, config, name, v, out=f"{v[0].name}_wide") for name, v in own.items()]
+        return op.Gemm(in_RI, *wide, transB=int(not config.shape.is_transposed(weight)), out=out)
 
     rows_R = op.Slice(layer.slots.rows_N, begin_1, end_1, [0], out="rows_R")
     z_RF = linear(op.Gather(layer.inputs, rows_R, out="x_RD"), "w1", "b1", "z_RF")

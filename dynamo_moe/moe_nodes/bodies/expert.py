@@ -30,16 +30,18 @@ def expert_inputs(
     scaling the rows scales the product.
     """
     compute = config.compute_dtype
-    if not config.weight_on_input:
-        rounded_TD = op.cast(x_TD, config.x_dtype, config.w_dtype, out="x_rounded_TD")
-        x_in_TD = op.cast(rounded_TD, config.w_dtype, compute, out="x_in_TD")
-        if config.pre_norm == "none":
+    if not config.options.weight_on_input:
+        rounded_TD = op.cast(x_TD, config.tokens_dtype, config.operand_dtype, out="x_rounded_TD")
+        x_in_TD = op.cast(rounded_TD, config.operand_dtype, compute, out="x_in_TD")
+        if config.options.pre_norm == "none":
             return x_in_TD
         return op.Mul(x_in_TD, rms_scale(op, config, x_TD), out="x_normed_TD")
-    x_T1D = op.Unsqueeze(op.cast(x_TD, config.x_dtype, compute, out="x_in_TD"), [1], out="x_T1D")
+    x_T1D = op.Unsqueeze(
+        op.cast(x_TD, config.tokens_dtype, compute, out="x_in_TD"), [1], out="x_T1D"
+    )
     x_TKD = op.Mul(x_T1D, op.Unsqueeze(weights_TK, [2], out="weights_TK1"), out="x_TKD")
     x_TKD = _round(op, config, x_TKD, "x_rounded_TKD")
-    if config.pre_norm != "none":
+    if config.options.pre_norm != "none":
         scale_T11 = op.Unsqueeze(rms_scale(op, config, x_TD), [1], out="scale_T11")
         x_TKD = op.Mul(x_TKD, scale_T11, out="x_normed_TKD")
     return op.Reshape(x_TKD, op.Concat([-1], width_1, axis=0, out="ND"), out="x_ND")
@@ -48,7 +50,7 @@ def expert_inputs(
 def rms_scale(op: Ops, config: BodyConfig, x_TD: ir.Value) -> ir.Value:
     """The reciprocal of each token's root mean square, ``[T, 1]``."""
     dtype = config.compute_dtype
-    x_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_norm_TD")
+    x_TD = op.cast(x_TD, config.tokens_dtype, dtype, out="x_norm_TD")
     # Axis 1, not -1: ONNX Runtime's reductions ignore a negative axis of an empty tensor.
     mean_T1 = op.ReduceMean(op.Mul(x_TD, x_TD, out="x2_TD"), [1], keepdims=1, out="mean_T1")
     squares_T1 = op.Add(mean_T1, op.real("norm_eps", dtype), out="mean_eps_T1")
@@ -62,22 +64,22 @@ def round_hidden(op: Ops, config: BodyConfig, h: ir.Value) -> ir.Value:
 
 def activate(op: Ops, config: BodyConfig, z: ir.Value, *, rank: int = 2) -> ir.Value:
     """Hidden rows ``[..., H]`` from the pre-activations ``[..., F]``, which have ``rank`` axes."""
-    if not config.gated:
+    if not config.options.gated:
         return pointwise(op, config, z)
     gate, up = split(op, config, z, rank)
-    if config.activation in CLAMPED:
+    if config.options.activation in CLAMPED:
         return _clamped(op, config, gate, up)
     return op.Mul(pointwise(op, config, gate), up, out="h")
 
 
 def _round(op: Ops, config: BodyConfig, value: ir.Value, out: str) -> ir.Value:
-    rounded = op.cast(value, config.compute_dtype, config.w_dtype, out=out)
-    return op.cast(rounded, config.w_dtype, config.compute_dtype, out=f"{out}_wide")
+    rounded = op.cast(value, config.compute_dtype, config.operand_dtype, out=out)
+    return op.cast(rounded, config.operand_dtype, config.compute_dtype, out=f"{out}_wide")
 
 
 def split(op: Ops, config: BodyConfig, z: ir.Value, rank: int = 2) -> tuple[ir.Value, ir.Value]:
     """Gate and up ``[..., H]`` of the pre-activations ``[..., 2H]``."""
-    if not config.interleaved:
+    if not config.options.interleaved:
         return op.Split(z, axis=-1, num_outputs=2, out=("gate", "up"))
     # ONNX Runtime takes twice as long for Slice with steps of 2. Zeros are the sizes of z.
     pairs = op.Concat([0] * (rank - 1), op.size("hidden_features"), [2], axis=0, out="pairs")
@@ -91,7 +93,7 @@ def _clamped(op: Ops, config: BodyConfig, gate: ir.Value, up: ir.Value) -> ir.Va
     limit = op.real("activation_limit", dtype)
     gate = op.Min(gate, limit, out="gate_clamped")
     up = op.Max(op.Min(up, limit, out="up_min"), op.Neg(limit, out="low"), out="up_clamped")
-    if config.activation == "clamped_silu":
+    if config.options.activation == "clamped_silu":
         return op.Mul(op.Mul(gate, op.Sigmoid(gate, out="slope"), out="gate_slope"), up, out="h")
     alpha = op.real("activation_alpha", dtype)
     slope = op.Sigmoid(op.Mul(alpha, gate, out="alpha_gate"), out="slope")
@@ -101,7 +103,7 @@ def _clamped(op: Ops, config: BodyConfig, gate: ir.Value, up: ir.Value) -> ir.Va
 
 def pointwise(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
     """The activation, if it is a function of one number."""
-    match config.activation:
+    match config.options.activation:
         case "silu":
             return op.Mul(z, op.Sigmoid(z, out="slope"), out="h")
         case "relu":
@@ -114,7 +116,7 @@ def pointwise(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
 
 
 def _gelu(op: Ops, config: BodyConfig, z: ir.Value) -> ir.Value:
-    tanh = config.activation == "gelu_tanh"
+    tanh = config.options.activation == "gelu_tanh"
     dtype = config.compute_dtype
     # ONNX Runtime has no float64 kernel for Gelu.
     if op.opset >= 20 and dtype == ir.DataType.FLOAT:

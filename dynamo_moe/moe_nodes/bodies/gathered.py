@@ -14,6 +14,7 @@ from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hidden
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.slots import weighted_sum
+from dynamo_moe.moe_nodes.bodies.weights import loaded, stored
 
 # This many weights are copied in the time that a Scan takes to pass an idle expert, as long as the
 # copies stay in the caches (float32, ONNX Runtime 1.31; benchmarks/cpu/function_bodies.py).
@@ -24,7 +25,7 @@ MOST_WEIGHTS = 1 << 23
 def is_cheaper(op: Ops, config: BodyConfig, ids_TK: ir.Value) -> ir.Value:
     """Whether copying the slots' weights takes less time than visiting all experts, ``[1]``."""
     DH_1 = op.Mul(op.size("in_features"), op.size("hidden_features"), out="DH")
-    expert_1 = op.Mul(DH_1, 3 if config.gated else 2, out="expert_size")
+    expert_1 = op.Mul(DH_1, 3 if config.options.gated else 2, out="expert_size")
     copied_1 = op.Mul(op.Size(ids_TK, out="slots"), expert_1, out="copied")
     visits_1 = op.Mul(op.size("num_experts"), WEIGHTS_PER_VISIT, out="worth_visits")
     return op.LessOrEqual(copied_1, op.Min(visits_1, MOST_WEIGHTS, out="most"), out="few_slots")
@@ -42,24 +43,28 @@ def experts(
     dtype, width_1 = config.compute_dtype, op.size("in_features")
     inputs = expert_inputs(op, config, x_TD, weights_TK, width_1)
     # A matrix that lies as (out, in) is multiplied by columns, one that lies as (in, out) by rows.
-    if config.weight_on_input:
+    if config.options.weight_on_input:
         TK = op.Shape(ids_TK, out="TK")
-        column_or_row = ([1], width_1) if config.w1_transposed else (width_1, [1])
+        column_or_row = ([1], width_1) if config.shape.layout.w1_transposed else (width_1, [1])
         TKD1 = op.Concat(TK, *column_or_row, axis=0, out="TKD1")
         vectors = op.Reshape(inputs, TKD1, allowzero=1, out="x_TKD1")
     else:
-        vectors = op.Unsqueeze(inputs, [1, 2 if config.w1_transposed else 3], out="x_T1D1")
+        vectors = op.Unsqueeze(
+            inputs, [1, 2 if config.shape.layout.w1_transposed else 3], out="x_T1D1"
+        )
 
     def chosen(name: str) -> ir.Value:
         # Slots of no expert, -1, get the last expert's weights.
-        own = op.Gather(parameters[name], ids_TK, axis=0, out=f"{name}_TK")
-        own = op.entered(own, config.w_dtype, out=f"{name}_TK_entered")
-        return op.cast(own, config.w_dtype, dtype, out=f"{name}_TK_wide")
+        tensors = []
+        for part, part_dtype in stored(config, name).items():
+            own = op.Gather(parameters[part], ids_TK, axis=0, out=f"{part}_TK")
+            tensors.append(op.entered(own, part_dtype, out=f"{part}_TK_entered"))
+        return loaded(op, config, name, tensors, out=f"{name}_TK_wide")
 
     def linear(vectors: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
         own, axis = chosen(weight), -1
         operands = (own, vectors)
-        if config.is_transposed(weight):
+        if config.shape.is_transposed(weight):
             operands, axis = (vectors, own), -2
         y_TKO1 = op.MatMul(*operands, out=f"{out}1")
         y_TKO = op.Squeeze(y_TKO1, [axis], out=out)
@@ -67,7 +72,7 @@ def experts(
 
     z_TKF = linear(vectors, "w1", "b1", "z_TKF")
     h_TKH = round_hidden(op, config, activate(op, config, z_TKF, rank=3))
-    vectors = op.Unsqueeze(h_TKH, [-2 if config.w2_transposed else -1], out="h_TKH1")
+    vectors = op.Unsqueeze(h_TKH, [-2 if config.shape.layout.w2_transposed else -1], out="h_TKH1")
     y_TKD = linear(vectors, "w2", "b2", "y_TKD")
     idle_TK1 = op.Unsqueeze(op.Less(ids_TK, 0, out="idle_TK"), [2], out="idle_TK1")
     y_TKD = op.Where(idle_TK1, op.constant("nothing", 0, dtype), y_TKD, out="y_used_TKD")

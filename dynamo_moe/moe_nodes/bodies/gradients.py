@@ -51,26 +51,28 @@ def gradient_body(config: GradientConfig, opset: int, *, domain: str = "moe") ->
     inputs = {name: op.value(name) for name in config.inputs}
     dtype = config.compute_dtype
     x_TD = tokens(op, config, inputs["x"])
-    dy_TD = op.cast(tokens(op, config, inputs["dy"]), config.x_dtype, dtype, out="dy_wide_TD")
+    dy_TD = op.cast(tokens(op, config, inputs["dy"]), config.tokens_dtype, dtype, out="dy_wide_TD")
     ids_TK, weights_TK = given(op, config, inputs)
     dx_TD, dweights_TK, gradients = _experts_backward(
         op, config, inputs, dy_TD, x_TD, ids_TK, weights_TK
     )
     dweights_TK = op.Cast(dweights_TK, to=config.weights_dtype, out="dweights_rounded_TK")
-    none = op.constant("none", [], config.w_dtype)
+    none = op.constant("none", [], config.operand_dtype)
     parameters = [gradients.get(name) or op.Identity(none, out=f"d{name}") for name in _PARAMETERS]
     if config.router:
         dx_router_TD, drouter_ED, dbias_E = _route_backward(
             op, config, inputs, dweights_TK, x_TD, ids_TK
         )
-        dx_router_TD = op.cast(dx_router_TD, config.routing_dtype, dtype, out="dx_router_wide_TD")
+        dx_router_TD = op.cast(
+            dx_router_TD, config.router_compute_dtype, dtype, out="dx_router_wide_TD"
+        )
         dx_TD = op.Add(dx_TD, dx_router_TD, out="dx_sum_TD")
         outputs = [drouter_ED, *parameters, dbias_E]
     else:
         shape = op.Shape(inputs["expert_weights"], out="weights_shape")
         dweights = op.Reshape(dweights_TK, shape, allowzero=1, out="dexpert_weights")
         outputs = [dweights, *parameters]
-    dx_TD = op.cast(dx_TD, dtype, config.x_dtype, out="dx_rounded_TD")
+    dx_TD = op.cast(dx_TD, dtype, config.tokens_dtype, out="dx_rounded_TD")
     dx = op.Reshape(dx_TD, op.Shape(inputs["x"], out="x_shape"), allowzero=1, out="dx")
     return as_function(op, config, domain, inputs, [dx, *outputs])
 
@@ -95,13 +97,13 @@ def _experts_backward(
     din_ND, dweights_N, gradients = _visit(op, config, inputs, dy_TD, rows, ids_TK, weights_TK)
     din_TKD = op.Reshape(din_ND, TKD, allowzero=1, out="din_TKD")
     dweights_TK = op.Reshape(dweights_N, TK, allowzero=1, out="dweights_TK")
-    x_wide_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_full_TD")
-    normed = config.pre_norm == "rms"
+    x_wide_TD = op.cast(x_TD, config.tokens_dtype, dtype, out="x_full_TD")
+    normed = config.options.pre_norm == "rms"
     if normed:
         scale_T1 = rms_scale(op, config, x_TD)
         rows_TKD = (
             op.Reshape(rows, TKD, allowzero=1, out="rows_TKD")
-            if config.weight_on_input
+            if config.options.weight_on_input
             else op.Unsqueeze(rows, [1], out="rows_T1D")
         )
         inner_T1 = op.ReduceSum(
@@ -109,7 +111,7 @@ def _experts_backward(
         )
         inner_T1 = op.Unsqueeze(inner_T1, [1], out="inner_T1")
         din_TKD = op.Mul(din_TKD, op.Unsqueeze(scale_T1, [1], out="scale_T11"), out="din_scaled")
-    if config.weight_on_input:
+    if config.options.weight_on_input:
         x_T1D = op.Unsqueeze(x_wide_TD, [1], out="x_full_T1D")
         dweights_TK = op.ReduceSum(
             op.Mul(din_TKD, x_T1D, out="din_x"), [2], keepdims=0, out="dweights_on_input_TK"
@@ -117,7 +119,7 @@ def _experts_backward(
         weights_TK1 = op.Unsqueeze(weights_TK, [2], out="weights_TK1")
         din_TKD = op.Mul(din_TKD, weights_TK1, out="din_weighted")
     dx_TD = op.ReduceSum(din_TKD, [1], keepdims=0, out="dx_experts_TD")
-    if config.residual:
+    if config.options.residual:
         dx_TD = op.Add(dx_TD, dy_TD, out="dx_residual_TD")
     if normed:
         # With n = scale * x, the scale's part of the gradient is -n * sum(dn * n) * scale / D.
@@ -162,9 +164,9 @@ def _visit(
     begin_1, end_1 = (
         each.value(name, ir.TensorType(ir.DataType.INT64)) for name in ("begin", "end")
     )
-    own = {name: each.value(f"{name}_own", ir.TensorType(config.w_dtype)) for name in present}
+    own = {name: each.value(f"{name}_own", ir.TensorType(config.operand_dtype)) for name in present}
     wide = {
-        name: each.cast(value, config.w_dtype, dtype, out=f"{name}_wide")
+        name: each.cast(value, config.operand_dtype, dtype, out=f"{name}_wide")
         for name, value in own.items()
     }
 
@@ -172,11 +174,11 @@ def _visit(
     slots_R1 = each.Unsqueeze(slots_R, [1], out="slots_R1")
     tokens_R = each.Div(slots_R, op.size("top_k"), out="tokens_R")
     dy_RD = each.Gather(dy_TD, tokens_R, out="dy_RD")
-    x_RD = each.Gather(rows, slots_R if config.weight_on_input else tokens_R, out="x_RD")
+    x_RD = each.Gather(rows, slots_R if config.options.weight_on_input else tokens_R, out="x_RD")
     z_RF = each.Gemm(x_RD, wide["w1"], wide.get("b1"), transB=1, out="z_RF")
     h_RH = round_hidden(each, config, activate(each, config, z_RF))
     dh_RH = each.MatMul(dy_RD, wide["w2"], out="dh_RH")
-    if not config.weight_on_input:
+    if not config.options.weight_on_input:
         # The product of dy and h @ w2.mT + b2.
         dweights_R = each.ReduceSum(
             each.Mul(dh_RH, h_RH, out="dh_h"), [1], keepdims=0, out="dweights_R"
@@ -204,7 +206,7 @@ def _visit(
             if name.startswith("b")
             else each.Gemm(left, right, transA=1, out=f"d{name}_wide")
         )
-        results.append(each.Cast(gradient, to=config.w_dtype, out=f"d{name}_own"))
+        results.append(each.Cast(gradient, to=config.operand_dtype, out=f"d{name}_own"))
 
     body = each.graph([din_ND, dweights_N, begin_1, end_1, *own.values()], results, "each")
     names = ["din_ND", "dweights_N", *(f"d{name}" for name in trained)]
@@ -224,11 +226,11 @@ def _route_backward(
     ids_TK: ir.Value,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The gradients of tokens ``[T, D]``, router weight ``[E, D]`` and bias ``[E]`` or ``[0]``."""
-    dtype = config.routing_dtype
+    dtype = config.router_compute_dtype
     logits_TE = logits(op, config, inputs, x_TD)
     dlogits_TE = _logits_backward(op, config, logits_TE, dweights_TK, ids_TK)
-    wide_ED = op.cast(inputs["router_weight"], config.router_dtype, dtype, out="router_wide_ED")
-    x_wide_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_routed_TD")
+    wide_ED = op.cast(inputs["router_weight"], config.routing_dtype, dtype, out="router_wide_ED")
+    x_wide_TD = op.cast(x_TD, config.tokens_dtype, dtype, out="x_routed_TD")
     drouter_ED = op.Gemm(dlogits_TE, x_wide_TD, transA=1, out="drouter_wide")
     dbias_E = (
         op.ReduceSum(dlogits_TE, [0], keepdims=0, out="dbias_wide")
@@ -237,8 +239,8 @@ def _route_backward(
     )
     return (
         op.MatMul(dlogits_TE, wide_ED, out="dx_router_TD"),
-        op.Cast(drouter_ED, to=config.router_dtype, out="drouter_weight"),
-        op.Cast(dbias_E, to=config.router_dtype, out="drouter_bias"),
+        op.Cast(drouter_ED, to=config.routing_dtype, out="drouter_weight"),
+        op.Cast(dbias_E, to=config.routing_dtype, out="drouter_bias"),
     )
 
 
@@ -246,15 +248,15 @@ def _logits_backward(
     op: Ops, config: GradientConfig, logits_TE: ir.Value, dweights_TK: ir.Value, ids_TK: ir.Value
 ) -> ir.Value:
     """The gradient of the router's logits ``[T, E]``, as ``route_backward`` of custom_ops."""
-    dtype = config.routing_dtype
+    dtype = config.router_compute_dtype
     dtop_TK = op.Mul(dweights_TK, op.real("routed_scaling", dtype), out="dscaled_TK")
     zeros_TE = op.zeros(op.Shape(logits_TE, out="TE"), dtype, out="zeros_TE")
-    if config.scoring == "topk_softmax":
+    if config.router_options.scoring == "topk_softmax":
         top_TK = op.GatherElements(logits_TE, ids_TK, axis=1, out="top_TK")
         p_TK = op.Softmax(top_TK, axis=-1, out="p_TK")
         dtop_TK = _softmax_backward(op, dtop_TK, p_TK)
         return op.ScatterElements(zeros_TE, ids_TK, dtop_TK, axis=1, out="dlogits_TE")
-    sigmoid = config.scoring == "sigmoid"
+    sigmoid = config.router_options.scoring == "sigmoid"
     scores_TE = (
         op.Sigmoid(logits_TE, out="scores_TE")
         if sigmoid

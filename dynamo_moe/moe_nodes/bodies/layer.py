@@ -86,16 +86,16 @@ def recorder(opset: int, *, beside: bool = False) -> Ops:
 
 def tokens(op: Ops, config: BodyConfig, x: ir.Value) -> ir.Value:
     """The tokens as rows ``[T, D]``, in the declared dtype."""
-    return op.entered(_rows(op, x), config.x_dtype, out=f"{x.name}_entered_TD")
+    return op.entered(_rows(op, x), config.tokens_dtype, out=f"{x.name}_entered_TD")
 
 
 def result(op: Ops, config: BodyConfig, x: ir.Value, x_TD: ir.Value, y_TD: ir.Value) -> ir.Value:
     """The operator's result from the experts' ``[T, D]``."""
-    if config.residual:
-        x_wide_TD = op.cast(x_TD, config.x_dtype, config.compute_dtype, out="residual_TD")
+    if config.options.residual:
+        x_wide_TD = op.cast(x_TD, config.tokens_dtype, config.compute_dtype, out="residual_TD")
         y_TD = op.Add(x_wide_TD, y_TD, out="y_residual_TD")
-    y_TD = op.cast(y_TD, config.compute_dtype, config.x_dtype, out="y_rounded_TD")
-    y_TD = op.leaving(y_TD, x, config.x_dtype, out="y_leaving_TD")
+    y_TD = op.cast(y_TD, config.compute_dtype, config.tokens_dtype, out="y_rounded_TD")
+    y_TD = op.leaving(y_TD, x, config.tokens_dtype, out="y_leaving_TD")
     return op.Reshape(y_TD, op.Shape(x, out="x_shape"), allowzero=1, out="y")
 
 

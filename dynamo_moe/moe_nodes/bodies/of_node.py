@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import onnx_ir as ir
 
@@ -14,7 +13,6 @@ from dynamo_moe.moe_nodes.nodes import (
     DROPLESS_GRAD,
     DROPLESS_ROUTED,
     EXPERTS_GRAD,
-    OPTIONAL_INPUTS,
     TRAIN_PARAMETERS,
     parse,
 )
@@ -26,11 +24,6 @@ _TRAINING_BODIES: dict[str, Callable[..., ir.Function]] = {
     DROPLESS_ROUTED: routed_body,
     DROPLESS_GRAD: gradient_body,
     EXPERTS_GRAD: gradient_body,
-}
-_CONFIGS: dict[str, type[BodyConfig]] = {
-    DROPLESS_ROUTED: RoutedConfig,
-    DROPLESS_GRAD: GradientConfig,
-    EXPERTS_GRAD: GradientConfig,
 }
 
 
@@ -60,37 +53,19 @@ def unrolled_layer_body(node: ir.Node, opset: int) -> ir.Function:
 
 
 def config_of(node: ir.Node) -> BodyConfig:
-    """Returns the configuration that the body of an MoE node depends on."""
-    layer = parse(node)
-    # Numbers are not part of it, so the options must say whether groups limit the choice.
-    records = [
-        record.canonical() for record in (layer.experts, layer.router, layer.layout) if record
-    ]
-    # The body takes numbers from the node.
-    options: dict[str, Any] = {
-        row.name: getattr(record, row.name)
-        for record in records
-        for row in record.rows
-        if not row.is_number
-    } | {f"has_{name}": name in layer.inputs for name in OPTIONAL_INPUTS}
+    """Returns the configuration that the body of an MoE node depends on.
 
-    def dtype(name: str) -> ir.DataType:
-        found = layer.inputs[name].dtype
-        if found is None:
-            raise ValueError(f"node {node.name!r}: the dtype of input {name} is unknown")
-        return found
-
-    trained = node.attributes.get(TRAIN_PARAMETERS)
-    if trained is not None:
-        options[TRAIN_PARAMETERS] = bool(trained.as_int())
-    return _CONFIGS.get(node.op_type, BodyConfig)(
-        **options,
-        router=layer.router is not None,
-        x_dtype=dtype("x"),
-        w_dtype=dtype("w1"),
-        selection_dtype=(
-            dtype("selection_bias") if "selection_bias" in layer.inputs else ir.DataType.FLOAT
-        ),
-        router_dtype=dtype("router_weight" if layer.router else "expert_weights"),
-        ids_dtype=dtype("expert_ids") if "expert_ids" in layer.inputs else ir.DataType.INT64,
-    )
+    Raises:
+        ValueError: As of :func:`dynamo_moe.moe_nodes.nodes.parse`; the node is named.
+    """
+    try:
+        # The body takes numbers from the node, so the options say whether groups limit the choice.
+        shape = parse(node).shape.canonical()
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"node {node.name!r}: {error}") from error
+    if node.op_type == DROPLESS_ROUTED:
+        return RoutedConfig(shape)
+    if node.op_type in _TRAINING_BODIES:
+        trained = node.attributes.get(TRAIN_PARAMETERS)
+        return GradientConfig(shape, trained is None or bool(trained.as_int()))
+    return BodyConfig(shape)

@@ -19,6 +19,7 @@ from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import rms_scale
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.router import logits, route
+from dynamo_moe.moe_nodes.bodies.weights import loaded, stored
 from dynamo_moe.operators.foreign import ONNXRUNTIME_MOE
 
 _PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu", "relu": "relu"}
@@ -34,12 +35,14 @@ def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.
     """
     _check(config)
     dtype = config.compute_dtype
-    x_wide_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_wide_TD")
-    if config.pre_norm != "none":
+    x_wide_TD = op.cast(x_TD, config.tokens_dtype, dtype, out="x_wide_TD")
+    if config.options.pre_norm != "none":
         x_wide_TD = op.Mul(x_wide_TD, rms_scale(op, config, x_TD), out="x_normed_TD")
-    chosen_by_logits = not config.has_selection_bias and config.group_scoring == "none"
-    if config.router and config.scoring != "sigmoid" and chosen_by_logits:
-        normalize = config.renormalizes or config.scoring == "topk_softmax"
+    chosen_by_logits = (
+        not config.has_selection_bias and config.router_options.group_scoring == "none"
+    )
+    if config.router and config.router_options.scoring != "sigmoid" and chosen_by_logits:
+        normalize = config.renormalizes or config.router_options.scoring == "topk_softmax"
         logits_TE = logits(op, config, inputs, x_TD)
         y_TD = _moe(op, config, inputs, x_wide_TD, logits_TE, normalize=normalize)
         factor = op.real("routed_scaling", dtype)
@@ -63,23 +66,22 @@ def _moe(
     *,
     normalize: bool,
 ) -> ir.Value:
-    dtype = config.compute_dtype
-
     def parameter(name: str) -> ir.Value | None:
         if name not in inputs:
             return None
-        wide = op.cast(inputs[name], config.w_dtype, dtype, out=f"{name}_wide")
-        swap = config.gated and not config.interleaved and name in ("w1", "b1")
+        tensors = [inputs[part] for part in stored(config, name)]
+        wide = loaded(op, config, name, tensors, out=f"{name}_wide")
+        swap = config.options.gated and not config.options.interleaved and name in ("w1", "b1")
         return _interleave(op, wide, name) if swap else wide
 
     attributes: dict[str, int | float | str] = {
-        "activation_type": "swiglu" if config.gated else _PLAIN[config.activation],
+        "activation_type": "swiglu" if config.options.gated else _PLAIN[config.options.activation],
         "normalize_routing_weights": int(normalize),
     }
     references = [ir.RefAttr("k", "top_k", ir.AttributeType.INT)]
-    if config.gated:
+    if config.options.gated:
         attributes["swiglu_fusion"] = 1  # Interleaved rows: the only form that runs on the CPU.
-        if config.activation == "clamped_swiglu":
+        if config.options.activation == "clamped_swiglu":
             attributes["activation_beta"] = 1.0
             references += [
                 ir.RefAttr("activation_alpha", "activation_alpha", ir.AttributeType.FLOAT),
@@ -100,14 +102,16 @@ def _moe(
 
 
 def _check(config: BodyConfig) -> None:
-    supported = config.activation in (("silu", "clamped_swiglu") if config.gated else tuple(_PLAIN))
+    supported = config.options.activation in (
+        ("silu", "clamped_swiglu") if config.options.gated else tuple(_PLAIN)
+    )
     if not supported:
-        gated = "a gated" if config.gated else "an"
+        gated = "a gated" if config.options.gated else "an"
         raise ValueError(
             f"com.microsoft::MoE has no form of {gated} expert with activation "
-            f"{config.activation!r}: use target 'plugin' or 'dense'"
+            f"{config.options.activation!r}: use target 'plugin' or 'dense'"
         )
-    if config.weight_on_input:
+    if config.options.weight_on_input:
         raise ValueError(
             "com.microsoft::MoE cannot weight the experts' inputs: use target 'plugin' or 'dense'"
         )

@@ -24,14 +24,14 @@ def route(
 
 def logits(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value) -> ir.Value:
     """Returns the router's logits ``[T, E]`` in the routing dtype."""
-    dtype = config.routing_dtype
+    dtype = config.router_compute_dtype
 
     def parameter(name: str) -> ir.Value:
-        own = op.entered(inputs[name], config.router_dtype, out=f"{name}_entered")
-        return op.cast(own, config.router_dtype, dtype, out=f"{name}_wide")
+        own = op.entered(inputs[name], config.routing_dtype, out=f"{name}_entered")
+        return op.cast(own, config.routing_dtype, dtype, out=f"{name}_wide")
 
     return op.Gemm(
-        op.cast(x_TD, config.x_dtype, dtype, out="x_wide_TD"),
+        op.cast(x_TD, config.tokens_dtype, dtype, out="x_wide_TD"),
         parameter("router_weight"),
         parameter("router_bias") if config.has_router_bias else None,
         transB=1,
@@ -43,14 +43,14 @@ def _route(
     op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
     """Each token's experts, the lower one in a tie, and their weights in the compute dtype."""
-    dtype = config.routing_dtype
+    dtype = config.router_compute_dtype
     logits_TE = logits(op, config, inputs, x_TD)
     # Sigmoids are chosen by the logits where that is the same: those of large ones are all one.
-    plain = not config.has_selection_bias and config.group_scoring == "none"
+    plain = not config.has_selection_bias and config.router_options.group_scoring == "none"
     scores_TE = logits_TE
-    if config.scoring == "softmax":
+    if config.router_options.scoring == "softmax":
         scores_TE = op.Softmax(logits_TE, axis=-1, out="scores_TE")
-    elif config.scoring == "sigmoid" and not plain:
+    elif config.router_options.scoring == "sigmoid" and not plain:
         scores_TE = op.Sigmoid(logits_TE, out="scores_TE")
     ranked_TE = scores_TE
     if config.has_selection_bias:
@@ -59,7 +59,7 @@ def _route(
         )
         bias = op.cast(own, config.selection_dtype, dtype, out="selection_bias_wide")
         ranked_TE = op.Add(scores_TE, bias, out="biased_TE")
-    if config.group_scoring == "none":
+    if config.router_options.group_scoring == "none":
         top_TK, ids_TK = op.TopK(ranked_TE, op.size("top_k"), out=("top_TK", "ids_TK"))
     else:
         members_TM = _members_of_best_groups(op, config, ranked_TE)
@@ -68,9 +68,9 @@ def _route(
         ids_TK = op.GatherElements(members_TM, places_TK, axis=1, out="ids_TK")
     if config.has_selection_bias:
         top_TK = op.GatherElements(scores_TE, ids_TK, axis=1, out="chosen_TK")
-    if config.scoring == "sigmoid" and plain:
+    if config.router_options.scoring == "sigmoid" and plain:
         top_TK = op.Sigmoid(top_TK, out="sigmoid_TK")
-    if config.scoring == "topk_softmax":
+    if config.router_options.scoring == "topk_softmax":
         top_TK = op.Softmax(top_TK, axis=-1, out="softmax_TK")
     if config.renormalizes:
         # Axis 1, not -1: ONNX Runtime's ReduceSum ignores a negative axis of an empty tensor.
@@ -88,7 +88,7 @@ def _members_of_best_groups(op: Ops, config: BodyConfig, ranked_TE: ir.Value) ->
     # The 0 stands for the tokens, of which there may be none.
     TGS = op.Concat([0], groups_1, size_1, axis=0, out="TGS")
     ranked_TGS = op.Reshape(ranked_TE, TGS, out="ranked_TGS")
-    best = [2 if config.group_scoring == "top2_sum" else 1]
+    best = [2 if config.router_options.group_scoring == "top2_sum" else 1]
     best_TGB, _ = op.TopK(ranked_TGS, best, out=("best_TGB", "best_of_group"))
     score_TG = op.ReduceSum(best_TGB, [2], keepdims=0, out="score_TG")
     _, chosen_TC = op.TopK(score_TG, op.size("topk_group"), out=("chosen_scores", "chosen_TC"))
@@ -107,7 +107,7 @@ def given(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> tuple[
     TK = op.Concat([-1], op.size("top_k"), axis=0, out="TK")
     ids_TK = op.cast(
         op.Reshape(inputs["expert_ids"], TK, out="given_ids_TK"),
-        config.ids_dtype,
+        config.routing_dtype,
         ir.DataType.INT64,
         out="ids_TK",
     )

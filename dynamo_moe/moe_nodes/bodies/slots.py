@@ -69,7 +69,7 @@ def sort(op: Ops, config: BodyConfig, ids_TK: ir.Value) -> Slots:
     count_N = op.Cast(op.Gather(counts, own_N, out="count"), to=ir.DataType.INT64, out="count_N")
     places_N = op.Sub(count_N, 2, out="places_N")
     rows_N = range_N
-    if not config.weight_on_input:
+    if not config.options.weight_on_input:
         rows_N = op.Div(range_N, op.size("top_k"), out="tokens_N")
     rows_N = op.ScatterElements(rows_N, places_N, rows_N, axis=0, out="sorted_rows_N")
     return Slots(ids_TK, places_N, rows_N, counts_E, begins_E, ends_E)
@@ -94,7 +94,7 @@ def combine(
 
 def weighted_sum(op: Ops, config: BodyConfig, y_TKD: ir.Value, weights_TK: ir.Value) -> ir.Value:
     """The sum over K of the results ``[T, K, D]``, weighted unless the inputs were."""
-    if config.weight_on_input:
+    if config.options.weight_on_input:
         return op.ReduceSum(y_TKD, [1], keepdims=1, out="y_T1D")
     return op.MatMul(op.Unsqueeze(weights_TK, [1], out="weights_T1K"), y_TKD, out="y_T1D")
 

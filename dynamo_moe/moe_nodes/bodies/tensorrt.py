@@ -33,13 +33,13 @@ def experts(
         ValueError: If ``TRT_MoE`` cannot express this configuration.
     """
     _check(config)
-    dtype = config.w_dtype
+    dtype = config.operand_dtype
     if not config.router:
         # Slots of no expert, -1, have weight 0.
         ids_TK = op.Max(ids_TK, 0, out="ids_of_experts_TK")
     ids_TK = op.Cast(ids_TK, to=ir.DataType.INT32, out="ids_i32_TK")
     weights_TK = op.cast(weights_TK, config.compute_dtype, dtype, out="weights_rounded_TK")
-    rounded_TD = op.cast(x_TD, config.x_dtype, dtype, out="x_rounded_TD")
+    rounded_TD = op.cast(x_TD, config.tokens_dtype, dtype, out="x_rounded_TD")
     tokens = [
         op.Unsqueeze(value, [0], out=f"{value.name}_1")
         for value in (rounded_TD, ids_TK, weights_TK)
@@ -70,18 +70,19 @@ def _biases(op: Ops, config: BodyConfig, parameters: Mapping[str, ir.Value]) -> 
     if "b2" in parameters:
         return [gate_EH, up_EH, parameters["b2"]]
     ED = op.Concat(op.size("num_experts"), op.size("in_features"), axis=0, out="ED")
-    return [gate_EH, up_EH, op.zeros(ED, config.w_dtype, out="down_b")]
+    return [gate_EH, up_EH, op.zeros(ED, config.bias_dtype, out="down_b")]
 
 
 def _check(config: BodyConfig) -> None:
-    gated = "gated" if config.gated else "not gated"
+    options = config.options
+    gated = "gated" if options.gated else "not gated"
     causes = {
-        f"an expert that is {gated}, with activation {config.activation!r}; it has gated SiLU": (
-            not config.gated or config.activation != "silu"
+        f"an expert that is {gated}, with activation {options.activation!r}; it has gated SiLU": (
+            not config.options.gated or config.options.activation != "silu"
         ),
-        "interleaved gate and up rows": config.interleaved,
-        "weights on the experts' inputs": config.weight_on_input,
-        f"pre_norm {config.pre_norm!r}": config.pre_norm != "none",
+        "interleaved gate and up rows": config.options.interleaved,
+        "weights on the experts' inputs": config.options.weight_on_input,
+        f"pre_norm {config.options.pre_norm!r}": config.options.pre_norm != "none",
         "double": config.compute_dtype == ir.DataType.DOUBLE,
     }
     for cause, applies in causes.items():

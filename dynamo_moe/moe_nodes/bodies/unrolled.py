@@ -20,6 +20,7 @@ from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hidden
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.slots import combine, sort
+from dynamo_moe.moe_nodes.bodies.weights import loaded, stored
 
 
 def experts(
@@ -42,12 +43,15 @@ def experts(
     x_MD = op.Gather(inputs, rows_M, out="x_MD")
 
     def parameter(name: str) -> ir.Value:
-        own = op.entered(parameters[name], config.w_dtype, out=f"{name}_entered")
-        return op.cast(own, config.w_dtype, dtype, out=f"{name}_wide")
+        tensors = [
+            op.entered(parameters[part], part_dtype, out=f"{part}_entered")
+            for part, part_dtype in stored(config, name).items()
+        ]
+        return loaded(op, config, name, tensors, out=f"{name}_wide")
 
     def products(in_MI: ir.Value, weight: str, bias: str, width: str, out: str) -> list[ir.Value]:
         parts = _split(op, in_MI, slots.counts_E, num_experts)
-        transposed = config.is_transposed(weight)
+        transposed = config.shape.is_transposed(weight)
         columns_1 = (
             op.Shape(parameters[weight], start=2, out=f"{weight}_columns")
             if transposed

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from custom_ops.options import WeightLayout
 from dynamo_moe.moe_nodes.bodies.of_node import LayerBody, config_of
 from dynamo_moe.moe_nodes.targets.names import TargetName
 from dynamo_moe.operators.foreign import ForeignOperator
@@ -50,8 +51,7 @@ class Target:
             ValueError: If the target has no form of the layer, or does not take its weights as they
                 lie.
         """
-        config = config_of(node)
-        transposed = config.w1_transposed or config.w2_transposed
+        transposed = config_of(node).shape.layout != WeightLayout()
         if transposed and not self.takes_transposed_weights:
             raise ValueError(
                 f"node {node.name!r}: with target {self.name!r} weights must be (out, in)"

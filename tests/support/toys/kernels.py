@@ -24,14 +24,18 @@ from custom_ops.kernels.spec import (
     TokenRange,
     WorkspacePointer,
 )
+from custom_ops.layer_shape import LayerShape
+from custom_ops.weight_formats import plain_format
 
 LAYER = Layer(
-    *(4, 64, 128, 2),
-    tokens_dtype=torch.float16,
-    experts_dtype=torch.float16,
-    router=RouterOptions(2),
-    routing_dtype=torch.float16,
-    weights_dtype=None,
+    LayerShape(
+        *(4, 64, 128, 2),
+        tokens_dtype=torch.float16,
+        weight_format=plain_format(torch.float16),
+        router=RouterOptions(2),
+        routing_dtype=torch.float16,
+        weights_dtype=None,
+    )
 )
 
 

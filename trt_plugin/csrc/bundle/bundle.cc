@@ -96,7 +96,6 @@ class ProgramChecker {
 
   Status Run() {
     DYNAMO_MOE_RETURN_IF_ERROR(FindTables());
-    DYNAMO_MOE_RETURN_IF_ERROR(CheckZero("reserved", program_.header_.reserved_too));
     DYNAMO_MOE_RETURN_IF_ERROR(CheckLayer(program_.header_.layer));
     return CheckTables();
   }

@@ -83,7 +83,10 @@ std::string Describe(const dynamo_moe_layer& layer) {
                  {"n_group", Json(layer.n_group)},
                  {"topk_group", Json(layer.topk_group)},
                  {"selection_dtype", Json(layer.selection_dtype)},
-                 {"resident_experts", Json(layer.resident_experts)}});
+                 {"resident_experts", Json(layer.resident_experts)},
+                 {"weight_format", Json(layer.weight_format)},
+                 {"block_rows", Json(layer.block_rows)},
+                 {"block_columns", Json(layer.block_columns)}});
 }
 
 std::string Describe(const format::Range& range) {
@@ -185,9 +188,20 @@ std::string DescribeLayer(const dynamo_moe_layer& layer) {
                  {"routing_dtype", Json(format::kDataTypeNames[layer.routing_dtype])},
                  {"weights_dtype", Json(format::kDataTypeNames[layer.weights_dtype])},
                  {"selection_dtype", Json(format::kDataTypeNames[layer.selection_dtype])},
+                 {"weight_format", Json(format::kWeightFormats[layer.weight_format].name)},
                  {"b1", Json((layer.flags & format::kHasB1) != 0)},
                  {"b2", Json((layer.flags & format::kHasB2) != 0)},
                  {"tf32", Json((layer.flags & format::kHasTf32) != 0)}});
+  std::uint64_t w1_bytes = 0;
+  std::uint64_t w2_bytes = 0;
+  if (WeightBytes(layer, &w1_bytes, &w2_bytes)) {
+    fields.emplace_back("w1_bytes", Json(w1_bytes));
+    fields.emplace_back("w2_bytes", Json(w2_bytes));
+  }
+  if (layer.block_rows != 0) {
+    fields.emplace_back("block_rows", Json(layer.block_rows));
+    fields.emplace_back("block_columns", Json(layer.block_columns));
+  }
   if (layer.resident_experts != 0) {
     fields.emplace_back("resident_experts", Json(layer.resident_experts));
   }

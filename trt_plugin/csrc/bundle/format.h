@@ -11,7 +11,7 @@ namespace dynamo_moe::format {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are read in place");
 
-inline constexpr std::uint32_t kVersion = 3;
+inline constexpr std::uint32_t kVersion = 4;
 inline constexpr std::size_t kMagicSize = 8;
 inline constexpr unsigned char kFileMagic[kMagicSize] = {'M', 'O', 'E', 'K', 13, 10, 26, 10};
 inline constexpr unsigned char kProgramMagic[kMagicSize] = {'M', 'O', 'E', 'P', 13, 10, 26, 10};
@@ -89,11 +89,10 @@ struct ProgramHeader {
   std::uint32_t checksum;
   std::uint32_t reserved;
   dynamo_moe_layer layer;
-  std::uint32_t reserved_too;
   Table tables[kTables];
 };
-static_assert(sizeof(dynamo_moe_layer) == 84);
-static_assert(sizeof(ProgramHeader) == 296);
+static_assert(sizeof(dynamo_moe_layer) == 96);
+static_assert(sizeof(ProgramHeader) == 304);
 
 // Where the checksum lies, in a file and in a program.
 inline constexpr std::size_t kChecksumOffset = 24;

@@ -16,7 +16,7 @@ Status Wrong(const Parts&... parts) {
   return {DYNAMO_MOE_INVALID_BUNDLE, Text("the layer's ", parts...)};
 }
 
-static_assert(sizeof(dynamo_moe_layer) == 21 * sizeof(std::uint32_t));
+static_assert(sizeof(dynamo_moe_layer) == 24 * sizeof(std::uint32_t));
 static_assert(offsetof(dynamo_moe_layer, flags) == format::kFlagsWord * sizeof(std::uint32_t));
 static_assert(std::size(format::kTensorNames) == format::kTensors);
 static_assert(std::size(format::kSymbolNames) == format::kSymbols);
@@ -40,6 +40,48 @@ bool IsFloat(std::uint32_t type) {
 
 bool Has(const dynamo_moe_layer& layer, std::uint32_t flag) { return (layer.flags & flag) != 0; }
 
+// The bytes of one matrix of every expert; false if they do not fit into 64 bits.
+bool ExpertBytes(const dynamo_moe_layer& layer, std::uint64_t rows, std::uint64_t columns,
+                 std::uint64_t* bytes) {
+  const format::WeightFormat& weights = format::kWeightFormats[layer.weight_format];
+  *bytes = 0;
+  for (std::uint32_t i = 0; i < weights.count; ++i) {
+    const format::StoredTensor& tensor = weights.tensors[i];
+    const std::uint64_t block_rows = tensor.rows != 0 ? tensor.rows : layer.block_rows;
+    const std::uint64_t block_columns = tensor.columns != 0 ? tensor.columns : layer.block_columns;
+    std::uint64_t size = std::uint64_t{layer.experts} * format::kDataTypeBytes[tensor.dtype];
+    if (__builtin_mul_overflow(size, (rows + block_rows - 1) / block_rows, &size) ||
+        __builtin_mul_overflow(size, (columns + block_columns - 1) / block_columns, &size) ||
+        __builtin_add_overflow(*bytes, size, bytes)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Status CheckFormat(const dynamo_moe_layer& layer) {
+  constexpr auto formats = static_cast<std::uint32_t>(std::size(format::kWeightFormats));
+  if (layer.weight_format < 1 || layer.weight_format >= formats) {
+    return Wrong("weight format must be in 1..", formats - 1, ", got ", layer.weight_format);
+  }
+  const format::WeightFormat& weights = format::kWeightFormats[layer.weight_format];
+  if (layer.experts_dtype != weights.operands) {
+    return Wrong("experts must be ", format::kDataTypeNames[weights.operands], " (",
+                 weights.operands, "), as weights of format ", weights.name, " are, got ",
+                 layer.experts_dtype);
+  }
+  bool open = false;
+  for (std::uint32_t i = 0; i < weights.count; ++i) {
+    open = open || weights.tensors[i].rows == 0;
+  }
+  if (open != (layer.block_rows != 0) || open != (layer.block_columns != 0)) {
+    return Wrong("block must be ", open ? "positive" : "0 by 0", ", as weights of format ",
+                 weights.name, " have ", open ? "one" : "none", ", got ", layer.block_rows, " by ",
+                 layer.block_columns);
+  }
+  return {};
+}
+
 Status CheckDtypes(const dynamo_moe_layer& layer, bool router) {
   const bool ints = layer.routing_dtype == format::kI32 || layer.routing_dtype == format::kI64;
   const bool no_bias = router && layer.weights_dtype == format::kNone;
@@ -47,6 +89,7 @@ Status CheckDtypes(const dynamo_moe_layer& layer, bool router) {
     return Wrong("tokens and experts must be float32 (1), float16 (2) or bfloat16 (3), got ",
                  layer.tokens_dtype, " and ", layer.experts_dtype);
   }
+  DYNAMO_MOE_RETURN_IF_ERROR(CheckFormat(layer));
   if (!(router ? IsFloat(layer.routing_dtype) : ints)) {
     return Wrong("routing dtype must be ",
                  router ? "float32 (1), float16 (2) or bfloat16 (3)" : "int32 (4) or int64 (5)",
@@ -146,6 +189,25 @@ void SetCode(const format::Option& option, std::uint32_t code, dynamo_moe_layer*
 
 void SetNumber(const format::Option& option, float number, dynamo_moe_layer* layer) {
   SetWord(option.word, &number, layer);
+}
+
+std::uint32_t FormatOf(std::uint32_t values) {
+  for (std::uint32_t code = 1; code < std::size(format::kWeightFormats); ++code) {
+    if (format::kWeightFormats[code].tensors[0].dtype == values) {
+      return code;
+    }
+  }
+  return 0;
+}
+
+std::uint32_t ValuesDtype(const dynamo_moe_layer& layer) {
+  return format::kWeightFormats[layer.weight_format].tensors[0].dtype;
+}
+
+bool WeightBytes(const dynamo_moe_layer& layer, std::uint64_t* w1, std::uint64_t* w2) {
+  const std::uint64_t gates = Has(layer, format::kGated) ? 2 : 1;
+  return ExpertBytes(layer, gates * layer.hidden, layer.width, w1) &&
+         ExpertBytes(layer, layer.width, layer.hidden, w2);
 }
 
 bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option) {

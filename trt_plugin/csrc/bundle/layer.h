@@ -42,6 +42,23 @@ struct Option {
   std::uint32_t codes;     // These codes as bits.
 };
 
+// One of the tensors that store w1 and w2.
+struct StoredTensor {
+  std::uint32_t dtype;
+  // The (out, in) sizes of the part of an expert's matrix that an element stands for; 0: those in
+  // the layer's record.
+  std::uint32_t rows;
+  std::uint32_t columns;
+};
+
+// A way to store w1 and w2.
+struct WeightFormat {
+  const char* name;
+  const StoredTensor* tensors;  // That of the values first.
+  std::uint32_t count;
+  std::uint32_t operands;  // The layer's experts_dtype.
+};
+
 #include "bundle/layer_table.inc"
 
 constexpr bool IsClamped(std::uint32_t activation) {
@@ -63,6 +80,13 @@ void SetNumber(const format::Option& option, float number, dynamo_moe_layer* lay
 
 // Whether an option has an effect beside the layer's others. Those that have none are 0.
 bool HasEffect(const dynamo_moe_layer& layer, const format::Option& option);
+
+// The format whose values have a dtype; 0 if there is none.
+std::uint32_t FormatOf(std::uint32_t values);
+// The dtype of w1 and w2 as they are stored; kNone if the format is not known yet.
+std::uint32_t ValuesDtype(const dynamo_moe_layer& layer);
+// The bytes of all experts' w1 and w2; false if they do not fit into 64 bits.
+bool WeightBytes(const dynamo_moe_layer& layer, std::uint64_t* w1, std::uint64_t* w2);
 
 // Why a token cannot choose top_k experts of its groups; "" if it can, or if there are no groups.
 std::string GroupsError(const dynamo_moe_layer& layer);

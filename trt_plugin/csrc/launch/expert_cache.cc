@@ -25,13 +25,9 @@ Status StateOffsets(const Program& program, std::size_t* offsets, std::size_t* e
 
 Status ExpertSources::Open(const dynamo_moe_layer& layer, std::string_view w1, std::string_view w2,
                            ExpertSources* sources) {
-  const std::uint64_t element = layer.experts_dtype == format::kFloat32 ? 4 : 2;
-  const std::uint64_t gates = (layer.flags & format::kGated) != 0 ? 2 : 1;
-  const std::uint64_t matrix = std::uint64_t{layer.width} * layer.hidden;
-  std::uint64_t bytes = 0;
   std::uint64_t w1_bytes = 0;
-  if (__builtin_mul_overflow(element * layer.experts, matrix, &bytes) ||
-      __builtin_mul_overflow(gates, bytes, &w1_bytes)) {
+  std::uint64_t w2_bytes = 0;
+  if (!WeightBytes(layer, &w1_bytes, &w2_bytes)) {
     return InvalidArgument("the layer's experts would have 2^64 bytes or more");
   }
   const auto open = [](const char* name, std::string_view text, std::uint64_t wanted,
@@ -44,7 +40,7 @@ Status ExpertSources::Open(const dynamo_moe_layer& layer, std::string_view w1, s
     return source->Check();
   };
   DYNAMO_MOE_RETURN_IF_ERROR(open("w1", w1, w1_bytes, &sources->w1));
-  return open("w2", w2, bytes, &sources->w2);
+  return open("w2", w2, w2_bytes, &sources->w2);
 }
 
 Status StateSize(const Program& program, std::size_t* bytes) {

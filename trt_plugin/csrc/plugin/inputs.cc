@@ -268,7 +268,7 @@ std::uint32_t DtypeIn(const dynamo_moe_layer& layer, format::Tensor tensor) {
     case format::kB2:
       return Has(layer, format::kHasB2) ? layer.experts_dtype : format::kNone;
     default:
-      return layer.experts_dtype;
+      return ValuesDtype(layer);
   }
 }
 
@@ -331,7 +331,8 @@ Status CompleteLayer(const Call& call, dynamo_moe_layer* layer) {
         layer->selection_dtype = code;
         break;
       case format::kW1:
-        layer->experts_dtype = code;
+        layer->weight_format = FormatOf(code);
+        layer->experts_dtype = format::kWeightFormats[layer->weight_format].operands;
         break;
       case format::kB1:
         layer->flags |= format::kHasB1;
@@ -348,7 +349,7 @@ Status CompleteLayer(const Call& call, dynamo_moe_layer* layer) {
 
 dynamo_moe_layer AttributesOf(dynamo_moe_layer layer) {
   layer.tokens_dtype = layer.experts_dtype = layer.routing_dtype = layer.weights_dtype =
-      layer.selection_dtype = 0;
+      layer.selection_dtype = layer.weight_format = layer.block_rows = layer.block_columns = 0;
   layer.flags &= ~static_cast<std::uint32_t>(format::kHasB1 | format::kHasB2 | format::kHasTf32);
   return layer;
 }

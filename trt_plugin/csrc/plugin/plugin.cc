@@ -96,12 +96,9 @@ Status NoKernels() {
 Status ReadName(std::string_view bytes, StoredName* name) {
   if (bytes.size() != sizeof(*name)) {
     return InvalidArgument("field ", kNameField, " must have ", sizeof(*name), " bytes, got ",
-                           bytes.size());
+                           bytes.size(), ": build the engine with this version of the library");
   }
   std::memcpy(name, bytes.data(), sizeof(*name));
-  if (name->reserved != 0) {
-    return InvalidArgument("field ", kNameField, ": reserved must be 0, got ", name->reserved);
-  }
   return CheckLayer(name->layer);
 }
 
@@ -149,7 +146,7 @@ Status Plugin::FromEngine(format::Operator op, Version version, const std::strin
     DYNAMO_MOE_RETURN_IF_ERROR(ReadName(bytes, &name));
   } else {
     DYNAMO_MOE_RETURN_IF_ERROR(Kernels::Open(bytes, &kernels));
-    name = {kernels->layer(), 0, kernels->key()};
+    name = {kernels->layer(), kernels->key()};
   }
   if (name.layer.op != op) {
     return InvalidArgument("field ", is_name ? kNameField : kProgramsField,
@@ -500,7 +497,7 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
   Guard(layer_->subject.c_str(), [&]() -> Status {
     if (!stores_name_) {
       DYNAMO_MOE_RETURN_IF_ERROR(RequireKernels());
-      name_ = {kernels_->layer(), 0, kernels_->key()};
+      name_ = {kernels_->layer(), kernels_->key()};
     }
     const bool named =
         stores_name_ || (layer_->sharing != nullptr && !layer_->sharing->Stores(name_.key, layer_));

@@ -21,10 +21,9 @@ inline constexpr const char* kNamespace = "";
 // Names a layer's kernels in an engine.
 struct StoredName {
   dynamo_moe_layer layer;
-  std::uint32_t reserved;
   dynamo_moe_key key;
 };
-static_assert(sizeof(StoredName) == 104);
+static_assert(sizeof(StoredName) == 112);
 
 // One object has all capabilities, since a clone copies all of them.
 // NOLINTNEXTLINE(misc-multiple-inheritance)

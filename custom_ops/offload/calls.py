@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from custom_ops import _cuda, _grouped
-from custom_ops._grouped import ExpertParameters
+from custom_ops.expert_weights import ExpertWeights
+from custom_ops.offload import cache_bytes
 from custom_ops.options import ExpertOptions, RouterOptions
-from custom_ops.residency import cache_bytes
 
 if TYPE_CHECKING:
     from custom_ops.kernels.spec import ForwardPlan
@@ -46,7 +46,7 @@ def forward_of(x: Tensor, w1: Tensor) -> Callable[..., Tensor]:
 def forward(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertParameters,
+    parameters: ExpertWeights,
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> Tensor:
@@ -87,7 +87,7 @@ def offload_experts(
 ) -> None:
     """Makes, or makes anew, the cache of a layer whose experts are in pinned host memory.
 
-    It takes :func:`custom_ops.residency.cache_bytes` of the device's memory until either weight is
+    It takes :func:`custom_ops.offload.cache_bytes` of the device's memory until either weight is
     freed. Weights that change in place are copied to the slots anew, where PyTorch counts the
     change: not through ``data``, nor in inference mode's tensors.
 
@@ -235,11 +235,10 @@ def _change_count(weight: Tensor) -> int:
 @lru_cache(maxsize=1024)
 def _plan(device: torch.device, **fields: Any) -> ForwardPlan:
     from custom_ops.kernels.architectures import nearest_architecture
-    from custom_ops.kernels.layer import Layer
     from custom_ops.kernels.plan import plan
 
     try:
-        layer = Layer(**fields)
+        layer = _cuda.layer_of(**fields)
     except (TypeError, ValueError) as error:
         raise type(error)(f"with experts in host memory: {error}") from error
     return plan(layer, nearest_architecture(*torch.cuda.get_device_capability(device)))

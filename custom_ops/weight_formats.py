@@ -1,0 +1,113 @@
+"""How the experts' weights are stored, and what is computed with them.
+
+Whatever depends on it asks the :class:`WeightFormat` of a layer: the kernels' tile loader and
+buffers, the ONNX body's loader, a bundle's record. docs/how-to/add_a_weight_format.md says what a
+further format needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+import torch
+
+from custom_ops.dtypes import FLOATS, KERNEL_FLOATS, dtype_name
+
+#: The block of a tensor where it is the format's :attr:`WeightFormat.block`.
+OPEN = (0, 0)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One of the tensors that store a weight.
+
+    Attributes:
+        suffix: What its name has behind the weight's; ``""`` for the first tensor.
+        dtype: Dtype of its elements.
+        block: The (out, in) sizes of the part of an expert's matrix that an element stands for;
+            :data:`OPEN` where formats of one name differ in them.
+    """
+
+    suffix: str
+    dtype: torch.dtype
+    block: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How w1 and w2 are stored. Their logical shape is the operators', whatever the format.
+
+    Attributes:
+        name: Its name in records and on the command line.
+        operand_dtype: Dtype of both operands of the products: what tokens and hidden rows are
+            rounded to, and what a tile of the weights has once it is loaded.
+        stored: The tensors that store a weight, that of the values first.
+        encoding: How the tensors make up a weight: what loads it in the kernels
+            (:mod:`custom_ops.kernels.weights`) and in ONNX bodies has an entry of this name.
+        block: The block of the tensors that leave it open, such as the group of an int4 scale.
+
+    Raises:
+        ValueError: If there is a block and no tensor leaves it open, or the other way around.
+    """
+
+    name: str
+    operand_dtype: torch.dtype
+    stored: tuple[StoredTensor, ...]
+    encoding: str = "plain"
+    block: tuple[int, int] = OPEN
+
+    def __post_init__(self) -> None:
+        if (self.block != OPEN) != any(tensor.block == OPEN for tensor in self.stored):
+            raise ValueError(
+                f"block must be given where a tensor leaves it open, and nowhere else: {self!r}"
+            )
+
+    @property
+    def bias_dtype(self) -> torch.dtype:
+        """Dtype of b1 and b2."""
+        return self.operand_dtype
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """Dtype of the tensor that holds the values: of the operators' w1 and w2."""
+        return self.stored[0].dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a weight is one tensor of the operands' dtype, as the operators take it."""
+        return self.stored == (StoredTensor("", self.operand_dtype),)
+
+    def shape_of(self, tensor: StoredTensor, rows: int, columns: int) -> tuple[int, int]:
+        """Returns a tensor's sizes for one expert's matrix of ``rows`` by ``columns``."""
+        block_rows, block_columns = self.block if tensor.block == OPEN else tensor.block
+        return -(-rows // block_rows), -(-columns // block_columns)
+
+    def expert_bytes(self, rows: int, columns: int) -> int:
+        """Returns the bytes of one expert's matrix of ``rows`` by ``columns``, all its tensors."""
+        return sum(
+            prod(self.shape_of(tensor, rows, columns)) * tensor.dtype.itemsize
+            for tensor in self.stored
+        )
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@cache
+def plain_format(dtype: torch.dtype) -> WeightFormat:
+    """Returns the format whose weights are one tensor of the operands' dtype.
+
+    Raises:
+        TypeError: If the operators do not take the dtype.
+    """
+    if dtype not in FLOATS:
+        names = ", ".join(map(dtype_name, FLOATS))
+        raise TypeError(f"the experts' weights must be one of {names}; got {dtype_name(dtype)}")
+    return WeightFormat(dtype_name(dtype), dtype, (StoredTensor("", dtype),))
+
+
+#: The formats that there are kernels for. A name's place, from 1 on, is its code in a bundle: a new
+#: one comes last.
+KERNEL_FORMATS = tuple(map(plain_format, KERNEL_FLOATS))
