@@ -450,7 +450,7 @@ def test_moe_layers_of_the_demo_file_need_wider_sizes(tmp_path: Path) -> None:
             f"{SPEC},routing_dtype=fp8",
             "routing_dtype must be one of fp32, fp16, bf16, int32, int64;",
         ),
-        (f"{SPEC},tokens_dtype=int32", "the kernels need tokens_dtype to be one of"),
+        (f"{SPEC},tokens_dtype=int32", "tokens_dtype must be one of float32"),
         (f"{SPEC},op=both", "op must be one of dropless, experts; got 'both'"),
         (f"{SPEC},op=experts,scoring=sigmoid", "op=experts has no scoring"),
         (f"{SPEC},activation=swish", "activation must be one of gelu, "),
