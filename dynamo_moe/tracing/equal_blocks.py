@@ -298,8 +298,9 @@ class _StackLog:
                     if value not in names:
                         names[value] = name(value)
                     uses.append(names[value])
-            signature.append((record.form, *uses))
-        return tuple(signature), tuple(externals)
+            writes = [None, *(owner - start for owner in record.writes)] if record.writes else ()
+            signature.append((record.form, *uses, *writes))
+        return (span.autocast, *signature), tuple(externals)
 
     def block_of(self, value: int) -> int | None:
         """Returns which block computed a value; None if none did."""
@@ -444,7 +445,11 @@ def _reason(stack: _Stack, logs: Sequence[_StackLog]) -> str:
     """Returns in what the second and the third block of a stack without equal ones differ."""
     facts, other = stack.facts[1:3]
     if not _may_be_equal(other, facts, 1):
-        names = {name for name in (*facts, *other) if facts.get(name) != other.get(name)}
+        names = {
+            name
+            for name in (*facts, *other)
+            if not _may_be_equal({0: other.get(name)}, {0: facts.get(name)}, 1)
+        }
         shown = {name if isinstance(name, str) else ".".join(filter(None, name)) for name in names}
         return f"they differ in {min(shown)}" if shown else "one is in several places"
     if any(None in log.spans[1:3] for log in logs):
@@ -479,6 +484,8 @@ def _places(whole: ModelLog, traced: ModelLog, runs: Sequence[Run]) -> list[int 
             source = (TRACED - 1) * run.period + block % run.period
             stands_for = spans[source] if block >= last_unit else None
             skipped[spans[block].records.start] = spans[block], stands_for
+    # Of what stands for others as well, a trace does not show which of both it uses.
+    ambiguous: set[int] = set()
     remaining = iter(traced.operators.records)
     records = whole.operators.records
     position = 0
@@ -488,10 +495,13 @@ def _places(whole: ModelLog, traced: ModelLog, runs: Sequence[Run]) -> list[int 
             position = span.records.stop
             if source_span is not None:
                 values = zip(span.values, source_span.values, strict=True)
+                ambiguous.update(source_span.values)
                 known.update({value: known[its] for value, its in values})
             continue
         record, its = records[position], next(remaining, None)
         position += 1
+        if not ambiguous.isdisjoint(record.uses):
+            raise NotSharedError("what an earlier block computes is used after the last one")
         if its is None or its.form != record.form or [*map(twin, record.uses)] != [*its.uses]:
             raise NotSharedError("the trace runs other operators than the model")
         stop = records[position].results if position < len(records) else whole.operators.values

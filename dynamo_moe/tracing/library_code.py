@@ -29,6 +29,12 @@ def is_library(module: Any) -> bool:
     return name in sys.builtin_module_names or (name != root and is_library(sys.modules.get(root)))
 
 
+def is_installed(module: Any) -> bool:
+    """Whether a Python module is of an installed package."""
+    file = getattr(module, "__file__", None)
+    return file is not None and any(name in file for name in _INSTALLED)
+
+
 @functools.cache
 def _is_library_file(file: str) -> bool:
     path = str(Path(file).resolve())

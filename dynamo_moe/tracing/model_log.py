@@ -26,15 +26,24 @@ from dynamo_moe.tracing.operator_log import META, Forms, OperatorLog, without_va
 from dynamo_moe.tracing.private import capturing, exporting
 from dynamo_moe.tracing.restoring import state_of
 
+_CASTING_DEVICES = ("cpu", "cuda")
 _WEIGHTS = frozenset({InputKind.PARAMETER, InputKind.BUFFER})
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a block ran: records and results of a log, each from one number up to another."""
+    """What a block ran.
+
+    Attributes:
+        records: Its records in the log, from one number up to another.
+        values: Its results, likewise.
+        autocast: The dtypes that PyTorch casts to around the block, by device: tensors without
+            values are not cast, so no operator of the log shows it.
+    """
 
     records: range
     values: range
+    autocast: Mapping[str, torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -179,16 +188,16 @@ def _running() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _spans_noted(log: OperatorLog, spans: Mapping[int, list[Span]]) -> Iterator[None]:
-    begun: list[tuple[int, int]] = []
+    begun: list[tuple[int, int, Mapping[str, torch.dtype]]] = []
 
     def begin(module: nn.Module, _: Any) -> None:
         if id(module) in spans:
-            begun.append((len(log.records), log.values))
+            begun.append((len(log.records), log.values, _autocast()))
 
     def end(module: nn.Module, _: Any, __: Any) -> None:
         if id(module) in spans:
-            record, value = begun.pop()
-            span = Span(range(record, len(log.records)), range(value, log.values))
+            record, value, autocast = begun.pop()
+            span = Span(range(record, len(log.records)), range(value, log.values), autocast)
             spans[id(module)].append(span)
 
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
@@ -197,6 +206,14 @@ def _spans_noted(log: OperatorLog, spans: Mapping[int, list[Span]]) -> Iterator[
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _autocast() -> dict[str, torch.dtype]:
+    return {
+        device: torch.get_autocast_dtype(device)
+        for device in _CASTING_DEVICES
+        if torch.is_autocast_enabled(device)
+    }
 
 
 def _shown(log: OperatorLog, leaves: Sequence[Any]) -> list[int | str]:

@@ -8,6 +8,7 @@ further block of a model costs little more than its Python code.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from dynamo_moe.private import OpOverload, TorchDispatchMode, schema_of
 _aten = torch.ops.aten
 META = torch.device("meta")
 """Where tensors have no values."""
+ANYONES = -sys.maxsize
+"""In the place of the value that owns memory, if that is not known."""
 
 # What gives the values that it is given. A trace has more of them, or fewer: its tensors may have
 # other strides than those of the meta device.
@@ -44,7 +47,7 @@ class Record(NamedTuple):
         form: The number of the operator, its plain arguments, and its tensors' shapes and dtypes.
         uses: The tensors among its arguments, as numbers of values.
         results: The number of the first value that it returned.
-        writes: The values that own the memory which it changed in place.
+        writes: The values that own the memory which it changed in place, or ``ANYONES``.
     """
 
     form: int
@@ -67,7 +70,7 @@ class _Traits(NamedTuple):
 
     number: int
     written: tuple[int | str, ...]
-    viewed: int | str | None
+    viewed: int | None
     makes_tensors: bool
     same_values: bool
     view: str
@@ -123,6 +126,8 @@ class OperatorLog(TorchDispatchMode):
         self._owners: dict[int, int] = {}
         # Whether any tensor of the log may have values, as constants have.
         self._has_values = False
+        # The values that several tensors have.
+        self._several: set[int] = set()
         # An id names an object only while it lives.
         self._alive: list[Any] = []
 
@@ -169,20 +174,24 @@ class OperatorLog(TorchDispatchMode):
                 key = *key, name, self._description(kwargs[name], uses)
         form = self._forms.number(key)
         numbers = tuple(map(self.number, uses))
-        writes = tuple(self._owner(args, kwargs, which) for which in traits.written)
+        writes: tuple[int, ...] = ()
+        if traits.written:
+            written = [args[at] if isinstance(at, int) else kwargs[at] for at in traits.written]
+            writes = tuple(map(self._written, _tensors(written)))
         result = self._run(operator, args, kwargs, form, uses, reused=not writes)
         if traits.view:
             # Where a slice ends, and which size of a shape is -1, can be said in several ways.
             place = (args[1:3], args[4:]) if traits.view == _SLICE else ()
             form = self._forms.number((traits.view, *key[1:2], place, result.shape))
         if traits.same_values or (traits.view and result.shape == uses[0].shape):
+            self._several.add(numbers[0])
             self._numbers[id(result)] = numbers[0]
             self._alive.append(result)
             return result
         self.records.append(Record(form, numbers, self.values, writes))
         if self._most_records is not None and len(self.records) > self._most_records:
             raise RuntimeError(f"more than {self._most_records} operators run")
-        owner = None if traits.viewed is None else self._owner(args, kwargs, traits.viewed)
+        owner = None if traits.viewed is None else self._owner(_tensors(args[traits.viewed])[0])
         for tensor in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._add_result(tensor, owner)
@@ -233,12 +242,30 @@ class OperatorLog(TorchDispatchMode):
             self._forms.layouts[key] = _layouts(result)
         return result
 
-    def _owner(self, args: Sequence[Any], kwargs: Mapping[str, Any], which: int | str) -> int:
-        """Returns the value that owns the memory of an argument."""
-        argument = args[which] if isinstance(which, int) else kwargs[which]
-        tensors = [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Tensor)]
-        number = self.number(tensors[0]) if tensors else 0
+    def _owner(self, tensor: Tensor) -> int:
+        """Returns the value that owns the memory of a tensor."""
+        number = self.number(tensor)
         return self._owners.get(number, number)
+
+    def _written(self, tensor: Tensor) -> int:
+        """Returns the value that owns the memory of a tensor which is changed in place.
+
+        It is none of the log where other tensors count as the same value, of which some have memory
+        of their own.
+
+        Raises:
+            RuntimeError: If it is a constant's, whose values would be changed.
+        """
+        owner = self._owner(tensor)
+        if {owner, self.number(tensor)} & self._several:
+            return ANYONES
+        if owner < 0 and not tensor.is_meta:
+            raise RuntimeError("a constant is changed in place")
+        return owner
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 def _traits(operator: OpOverload, number: int) -> _Traits:
@@ -248,16 +275,13 @@ def _traits(operator: OpOverload, number: int) -> _Traits:
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None
     }
-    returned = {
-        name
-        for result in schema.returns
-        if result.alias_info is not None
-        for name in result.alias_info.before_set
-    }
+    # A list of results, as ``split`` has, is marked and does not say of which argument it is.
+    returned = [info.before_set for one in schema.returns if (info := one.alias_info) is not None]
     viewed = [
         argument
         for argument, info in marked.items()
-        if not info.is_write and not returned.isdisjoint(info.before_set)
+        if not info.is_write
+        and any(not names or not names.isdisjoint(info.before_set) for names in returned)
     ]
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     takes_device = any(argument.name == "device" for argument in schema.arguments)

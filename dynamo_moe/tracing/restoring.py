@@ -7,17 +7,18 @@ A model may count calls, fill a cache, or keep its last result; an export leaves
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from dynamo_moe.private import attributes_of, modules_by_path
-from dynamo_moe.tracing.library_code import is_library
+from dynamo_moe.tracing.library_code import is_installed, is_library
 
 _DICTS = frozenset({dict, OrderedDict, defaultdict})
 _LISTS = frozenset({list, set, deque})
@@ -26,6 +27,8 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _WITH_ATTRIBUTES = (nn.Module, types.SimpleNamespace)
 # Tables of hooks, mostly, a dozen for each module; those that are empty are left out.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_WRAPPERS = (staticmethod, classmethod, property, types.MethodType)
+_CODE = (type, types.FunctionType, *_WRAPPERS)
 # Objects after which no more are looked for.
 _MOST_OBJECTS = 50_000
 
@@ -43,7 +46,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 def state_of(model: nn.Module) -> Callable[[], None]:
     """Returns what restores all that a model's modules reach, up to 50,000 objects.
 
-    That includes what the functions of its classes close over, and no global variables.
+    That includes what code that is no package's has in its classes, closures, default arguments and
+    global variables; not what is in iterators, arrays, tensors or context variables.
     """
     undo = _undoing(model)
 
@@ -57,15 +61,13 @@ def state_of(model: nn.Module) -> Callable[[], None]:
 def _undoing(model: nn.Module) -> list[Callable[[], None]]:
     modules = [module for _, module in modules_by_path(model)]
     undo: list[Callable[[], None]] = []
-    remaining: list[Any] = [*modules]
-    for cell in _cells({type(module) for module in modules}):
-        undo.append(_restoring_cell(cell, cell.cell_contents))
-        remaining.append(cell.cell_contents)
+    classes = {kind for module in modules for kind in type(module).__mro__}
+    remaining: list[Any] = [*modules, *classes]
     seen: set[int] = set()
     while remaining and len(undo) < _MOST_OBJECTS:
         value = remaining.pop()
         kind = type(value)
-        if kind in _PLAIN or id(value) in seen or isinstance(value, (type, Tensor)):
+        if kind in _PLAIN or id(value) in seen or isinstance(value, Tensor):
             continue
         seen.add(id(value))
         if kind in _DICTS:
@@ -76,6 +78,9 @@ def _undoing(model: nn.Module) -> list[Callable[[], None]]:
             remaining += value
         elif kind is tuple:
             remaining += value
+        elif isinstance(value, _CODE):
+            if _is_own_code(value):
+                remaining += _held_by_code(value, undo)
         elif isinstance(value, _WITH_ATTRIBUTES) or not is_library(
             sys.modules.get(kind.__module__)
         ):
@@ -89,20 +94,53 @@ def _undoing(model: nn.Module) -> list[Callable[[], None]]:
     return undo
 
 
-def _cells(classes: set[type]) -> Iterator[types.CellType]:
-    """Yields what the functions of classes close over, libraries' excepted."""
-    for kind in classes:
-        if _is_of_library(kind):
+def _is_own_code(value: Any) -> bool:
+    """Whether a class, a function or what is around one is no installed package's."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    return isinstance(value, _WRAPPERS) or not (is_installed(module) or is_library(module))
+
+
+def _held_by_code(value: Any, undo: list[Callable[[], None]]) -> list[Any]:
+    """Returns what a class or a function holds; adds what restores it."""
+    if isinstance(value, type):
+        before = {name: part for name, part in vars(value).items() if not _is_of_python(name)}
+        undo.append(functools.partial(_restore_class, value, before))
+        return [*before.values()]
+    if isinstance(value, property):
+        return [value.fget, value.fset]
+    if isinstance(value, _WRAPPERS):
+        return [value.__func__, getattr(value, "__self__", None)]
+    variables = value.__globals__
+    names = {name for name in _names(value.__code__) if name in variables}
+    before = {name: variables[name] for name in names}
+    undo.append(functools.partial(variables.update, before))
+    held = [*before.values(), value.__defaults__, value.__kwdefaults__]
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # An empty one.
+            undo.append(_restoring_cell(cell, cell.cell_contents))
+            held.append(cell.cell_contents)
+    return held
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Returns the names in a function's code and in the functions inside of it."""
+    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return {*code.co_names}.union(*map(_names, inner))
+
+
+def _is_of_python(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _restore_class(kind: type, before: Mapping[str, Any]) -> None:
+    now = dict(vars(kind))
+    for name in {*now, *before}:
+        if _is_of_python(name) or now.get(name, kind) is before.get(name, kind):
             continue
-        for function in vars(kind).values():
-            for cell in getattr(function, "__closure__", None) or ():
-                with contextlib.suppress(ValueError):  # An empty one.
-                    cell.cell_contents  # noqa: B018
-                    yield cell
-
-
-def _is_of_library(kind: type) -> bool:
-    return is_library(sys.modules.get(kind.__module__))
+        if name in before:
+            setattr(kind, name, before[name])
+        else:
+            delattr(kind, name)
 
 
 def _restoring_cell(cell: types.CellType, before: Any) -> Callable[[], None]:

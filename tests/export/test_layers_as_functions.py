@@ -14,7 +14,6 @@ import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
-from test_shared_architectures import LENGTH, gemma2, language_model, mixtral, swin
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -25,6 +24,7 @@ from dynamo_moe.files.block_functions import DOMAIN, inline_blocks, inlined
 from dynamo_moe.files.kernel_layers import kernel_layers
 from dynamo_moe.models import DroplessMoEMlp
 from tensorrt_builds import build, parse
+from transformer_models import LENGTH, gemma2, language_model, mixtral, swin
 
 WIDTH = 8
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 WIDTH, LAYERS = 8, 5
-CALLS: list[Any] = []
 
 
 class Attention(nn.Module):
@@ -93,11 +90,3 @@ def made(kind: type[nn.Module] = Model, *args: Any) -> nn.Module:
 def example(layers: int = LAYERS) -> tuple[Any, ...]:
     past = [(torch.rand(2, 4, WIDTH), torch.rand(2, 4, WIDTH)) for _ in range(layers)]
     return torch.rand(2, 3, WIDTH), past
-
-
-Compared = Callable[..., int]
-
-
-def of_kind(compared: Compared, kind: type[Attention]) -> int:
-    CALLS.clear()
-    return compared(functools.partial(made, Model, kind), example(), dynamic_shapes=None)

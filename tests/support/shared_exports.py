@@ -6,62 +6,95 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnxruntime as ort
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dynamo_moe
-from dynamo_moe.graph import pipeline
+from dynamo_moe import pytree
+
+Make = Callable[[], nn.Module]
+Compared = Callable[..., tuple[str, ...]]
+Checked = Callable[..., None]
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Exports a model, or one for a task, and returns how many of its runs were shared."""
+def compared(tmp_path: Path) -> Compared:
+    """Exports a model in both ways, compares the files, and returns what was shared."""
 
-    def export(model: nn.Module, example: Any = None, path: Any = None, **options: Any) -> int:
-        runs: list[Any] = []
-        path = path or tmp_path / "model.onnx"
-
-        def counted(graph: Any, units: Any, *args: Any) -> Any:
-            found = instantiate(graph, units, *args)
-            runs.append(units)
-            return found
-
-        with monkeypatch.context() as context:
-            context.setattr(pipeline, "instantiate", counted)
-            if "task" in options:
-                dynamo_moe.export_language_model(model, path, **options)  # type: ignore[arg-type]
-            else:
-                example = torch.zeros(2, 8) if example is None else example
-                dynamo_moe.export(model, example, path, **options)
-        return len(runs)
-
-    instantiate = pipeline.instantiate
-    return export
-
-
-@pytest.fixture
-def compared(tmp_path: Path, shared: Callable[..., int]) -> Callable[..., int]:
-    """Exports a model in both ways, compares the files, and returns how many runs were shared."""
-
-    def compare(make: Callable[[], nn.Module], example: Any = None, **options: Any) -> int:
-        counts, files = [], []
-        for shares in (True, False):
-            folder = tmp_path / str(shares)
-            folder.mkdir(exist_ok=True)
-            way = {"repeated_blocks": "auto" if shares else "off"}
-            counts.append(shared(make(), example, folder / "model.onnx", **way, **options))
-            files.append({each.name: each.read_bytes() for each in folder.iterdir()})
-        assert files[0] == files[1]
-        assert not counts[1]
-        return counts[0]
+    def compare(make: Make, example: Any = None, **options: Any) -> tuple[str, ...]:
+        shared, blocks = _exported(make, example, tmp_path / "auto", options)
+        alone, none = _exported(make, example, tmp_path / "off", options)
+        assert shared == alone
+        assert not none
+        return blocks
 
     return compare
 
 
-def opened_twice(model: Any, folder: Path) -> Callable[[], nn.Module]:
+@pytest.fixture
+def checked(tmp_path: Path) -> Checked:
+    """Exports a model in both ways; the files are equal, or the shared one is right.
+
+    It may be right alone where the model's state makes a plain trace another one than the model.
+    """
+
+    def check(
+        make: Make, example: Any = None, before: Callable[[], Any] = bool, **options: Any
+    ) -> None:
+        outcomes: list[Any] = []
+        for way in ("auto", "off"):
+            before()
+            try:
+                outcomes.append(_exported(make, example, tmp_path / way, options)[0])
+            except dynamo_moe.ExportError:
+                outcomes.append("an error")
+        if outcomes[0] != outcomes[1]:
+            assert outcomes[0] != "an error"
+            before()
+            _check_values(make(), _example(example), tmp_path / "auto" / "model.onnx")
+
+    return check
+
+
+def _example(example: Any) -> tuple[Any, ...]:
+    if example is None:
+        example = torch.linspace(-1, 1, 16).reshape(2, 8)
+    return example if isinstance(example, tuple) else (example,)
+
+
+def _exported(
+    make: Make, example: Any, folder: Path, options: dict[str, Any]
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Returns a model's files, and what was shared; the folder's name is the way."""
+    folder.mkdir(exist_ok=True)
+    options = {"repeated_blocks": folder.name, **options}
+    path = folder / "model.onnx"
+    if "task" in options:
+        report = dynamo_moe.export_language_model(make(), path, **options)  # type: ignore[arg-type]
+    else:
+        report = dynamo_moe.export(make(), _example(example), path, **options)
+    return {file.name: file.read_bytes() for file in report.files}, report.blocks
+
+
+def _check_values(model: nn.Module, example: tuple[Any, ...], path: Path) -> None:
+    """Checks that a file computes what a model does the first time that it is called."""
+    inputs = [leaf.numpy().copy() for leaf in pytree.tree_leaves(example)]
+    with torch.no_grad():
+        expected = pytree.tree_leaves(model(*example))
+    session = ort.InferenceSession(path)
+    names = [value.name for value in session.get_inputs()]
+    results = session.run(None, dict(zip(names, inputs, strict=True)))
+    tensors = [leaf.numpy() for leaf in expected if isinstance(leaf, Tensor)]
+    for result, tensor in zip(results, tensors, strict=True):
+        np.testing.assert_allclose(result, tensor, rtol=1e-5, atol=1e-5)
+
+
+def opened_twice(model: Any, folder: Path) -> Make:
     """Returns what opens a model's checkpoint beside each of the files of ``compared``."""
-    folders = [folder / str(shares) for shares in (True, False)]
+    folders = [folder / way for way in ("auto", "off")]
     for each in folders:
         model.save_pretrained(each)
     remaining = iter(folders)

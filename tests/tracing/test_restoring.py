@@ -1,19 +1,20 @@
-"""A trace of a model, finished or given up, leaves the model as it was."""
+"""A run of a model, finished or not, leaves what the model holds as it was."""
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-import dynamo_moe
-from dynamo_moe.tracing.restoring import undone_if_given_up
+from dynamo_moe.tracing.restoring import state_kept
+
+COUNT = 0
+CALLS: list[int] = []
 
 
 class Holder:
@@ -21,103 +22,131 @@ class Holder:
 
     def __init__(self) -> None:
         self.number = 1
-        self.held: dict[str, Any] = {"list": [1, [2]], "queue": deque([1]), "set": {1}}
+        self.containers: dict[str, Any] = {"list": [1, [2]], "queue": deque([1]), "set": {1}}
         self.ordered = OrderedDict(a=1, b=2)
         self.pair = ([1], 2)
+        self.namespace = SimpleNamespace(value=1)
 
 
-def _model() -> nn.Module:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+def _counting() -> Callable[..., int]:
+    calls = 0
+
+    def count(_: Any) -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+class Counts(nn.Module):
+    """Counts calls wherever code can."""
+
+    calls = 0
+    noted: list[int] = []  # noqa: RUF012  What is tested.
+    count = _counting()
+    through_property = property(_counting())
+
+    def globally(self) -> None:
+        global COUNT  # noqa: PLW0603  What is tested.
+        COUNT += 1
+        CALLS.append(1)
+
+    def by_function(self) -> None:
+        _count_in_default()
+
+    @staticmethod
+    def in_class() -> None:
+        Counts.calls += 1
+
+
+def _count_in_default(calls: list[int] = []) -> int:  # noqa: B006  What is tested.
+    calls.append(1)
+    return len(calls)
+
+
+def _model() -> Any:
+    model = nn.Sequential(Counts(), nn.Linear(1, 1))
     model[0].holder = model[1].holder = Holder()
+    model[0].function = _counting()
     return model
 
 
-def _show(model: nn.Module) -> str:
-    holder = model[0].holder
-    return repr((vars(holder), model.training, [*vars(model[1])]))
+def _show(model: Any) -> str:
+    holder, first = model[0].holder, model[0]
+    counts = [Counts.calls, Counts.noted, COUNT, CALLS, _count_in_default.__defaults__]
+    cells = [*Counts.count.__closure__, *first.function.__closure__]  # type: ignore[misc]
+    cells += Counts.through_property.fget.__closure__  # type: ignore[union-attr,operator]
+    counted = [cell.cell_contents for cell in cells]
+    parts = [(name, id(part)) for name, part in model.named_modules()]
+    return repr((vars(holder), model.training, [*vars(model[1])], counts, counted, parts))
 
 
-_CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda model: setattr(model[0].holder, "number", 2),
     "attribute more": lambda model: setattr(model[0].holder, "other", 2),
     "attribute fewer": lambda model: delattr(model[0].holder, "number"),
-    "list": lambda model: model[0].holder.held["list"].append(2),
-    "inner list": lambda model: model[0].holder.held["list"][1].clear(),
-    "queue": lambda model: model[0].holder.held["queue"].append(2),
-    "set": lambda model: model[0].holder.held["set"].add(2),
+    "list": lambda model: model[0].holder.containers["list"].append(2),
+    "inner list": lambda model: model[0].holder.containers["list"][1].clear(),
+    "queue": lambda model: model[0].holder.containers["queue"].append(2),
+    "set": lambda model: model[0].holder.containers["set"].add(2),
     "order": lambda model: model[0].holder.ordered.move_to_end("a"),
     "in a tuple": lambda model: model[0].holder.pair[0].append(2),
+    "namespace": lambda model: setattr(model[0].holder.namespace, "value", 2),
     "object of a module": lambda model: setattr(model[1], "holder", None),
-    "attribute of a module": lambda model: setattr(model[1], "found", 1),
+    "attribute of a module": lambda model: setattr(model[1], "more", 1),
+    "mode": lambda model: model.train(not model.training),
+    "module": lambda model: setattr(model[0], "inner", nn.Identity()),
+    "class attribute": lambda model: model[0].in_class(),
+    "class attribute more": lambda _: setattr(Counts, "more", 1),
+    "list of a class": lambda _: Counts.noted.append(1),
+    "closure of a method": lambda model: model[0].count(),
+    "closure of a property": lambda model: model[0].through_property,
+    "closure of an object's function": lambda model: model[0].function(None),
+    "globals": lambda model: model[0].globally(),
+    "default argument of a function": lambda model: model[0].by_function(),
 }
 
 
-@pytest.mark.parametrize("what", _CHANGES)
-def test_a_change_is_undone(what: str) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_are_undone(name: str, fails: bool) -> None:
     model = _model()
-    before, holder = _show(model), model[0].holder
+    before, holder, attributes = _show(model), model[0].holder, {*vars(Counts)}
 
-    def change() -> None:
-        with undone_if_given_up(model, ()):
-            _CHANGES[what](model)
-            assert model[1].holder is not holder or _show(model) != before
-            raise ValueError("given up")
+    def run() -> None:
+        with state_kept(model):
+            CHANGES[name](model)
+            has_changed = (
+                model[1].holder is not holder or _show(model) != before or hasattr(Counts, "more")
+            )
+            assert has_changed
+            if fails:
+                raise ValueError
 
-    with pytest.raises(ValueError, match="given up"):
-        change()
+    if fails:
+        with pytest.raises(ValueError, match=r"^$"):
+            run()
+    else:
+        run()
     assert _show(model) == before
     assert model[0].holder is model[1].holder is holder
+    assert {*vars(Counts)} == attributes
 
 
-def test_what_is_finished_stays() -> None:
+def test_objects_that_refer_to_each_other() -> None:
     model = _model()
-    with undone_if_given_up(model, ()):
-        model[0].holder.number = 2
-    assert model[0].holder.number == 2
+    holder = model[0].holder
+    holder.itself, holder.model = [holder], model
+    holder.itself.append(holder.itself)
+    with state_kept(model):
+        holder.itself.clear()
+    assert holder.itself == [holder, holder.itself]
 
 
-class Notes(nn.Module):
-    """Notes something in a list that all of them have."""
-
-    def __init__(self, notes: list[int], found: Any) -> None:
-        super().__init__()
-        self.linear, self.notes, self.found = nn.Linear(4, 4), notes, found
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Adds to the list."""
-        self.notes.append(1)
-        return self.linear(x)
-
-
-@pytest.mark.parametrize("blocks", [2, 6])
-def test_what_modules_have_in_common_they_have_after_an_export(tmp_path: Path, blocks: int) -> None:
-    notes, found = [0], ({"inner": [1]}, [2])
-    model = nn.Sequential(*(Notes(notes, found) for _ in range(blocks))).eval()
-    dynamo_moe.export(model, torch.randn(2, 4), tmp_path / "model.onnx")
-    assert notes == [0]
-    assert all(block.notes is notes and block.found is found for block in model)
-    assert found == ({"inner": [1]}, [2])
-
-
-class Counting(nn.Module):
-    """Counts the calls of all blocks, as controllers of attention do, from 0 to 0 in each pass."""
-
-    def __init__(self, controller: Any) -> None:
-        super().__init__()
-        self.linear, self.controller = nn.Linear(4, 4), controller
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Computes another factor in each block."""
-        y = x + self.linear(x) * (1 + self.controller.place)
-        self.controller.place = (self.controller.place + 1) % 7
-        return y
-
-
-def test_a_counter_of_all_blocks_begins_where_it_was(tmp_path: Path) -> None:
-    controller = SimpleNamespace(place=0)
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Counting(controller) for _ in range(7))).eval()
-    example = torch.randn(2, 4)
-    dynamo_moe.export(model, example, tmp_path / "model.onnx")
-    assert controller.place == 0
-    dynamo_moe.verify(tmp_path / "model.onnx", model)
+def test_a_function_without_values_in_its_closure() -> None:
+    model = _model()
+    model[0].function = types.FunctionType(_counting().__code__, {}, closure=(types.CellType(),))
+    with state_kept(model):
+        model[0].function.__closure__[0].cell_contents = 1
+    assert model[0].function.__closure__[0].cell_contents == 1
