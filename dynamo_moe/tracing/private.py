@@ -14,6 +14,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from dynamo_moe.private import (
     ShapeEnv,
     enable_python_dispatcher,
 )
-from dynamo_moe.process_state import ProcessState, replaced
+from dynamo_moe.process_state import Change, ProcessState, replaced
 from dynamo_moe.tracing import (
     open_questions,
     private_exporter,
@@ -237,38 +238,46 @@ def _without_memory_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(original, include_contiguity=False)
 
 
+def savings() -> dict[str, list[Change]]:
+    """Returns what replaces parts of the tracer, by what it saves a trace.
+
+    ``benchmarks.export.savings`` measures each. PyTorch's own cache of operators' results takes
+    longer to look them up than to find them anew.
+    """
+    return {
+        "results of operators": [
+            lambda: _dynamo_config.patch(fake_tensor_cache_enabled=False),
+            partial(replaced, FakeTensorMode, "dispatch", remembered_operators.remembered),
+            partial(replaced, symbolic_shapes, "_guard_or", open_questions.defaults_noted),
+            partial(
+                replaced, symbolic_shapes, "_static_eval_sym_bool", open_questions.unknown_noted
+            ),
+        ],
+        "arithmetic of sizes": [
+            *(
+                partial(replaced, SymNode, name, remembered_sizes.remembered)
+                for name in _ARITHMETIC
+            ),
+            partial(replaced, SymNode, "wrap_int", remembered_sizes.integers_made_once),
+            partial(replaced, SymNode, "maybe_as_int", remembered_sizes.symbols_known),
+            partial(replaced, SymNode, "expect_true", remembered_sizes.truths_known),
+            partial(replaced, SymNode, "guard_bool", remembered_sizes.truths_known),
+        ],
+        "orders in memory": [
+            partial(replaced, proxy_tensor, "_extract_tensor_metadata", _without_memory_format),
+        ],
+    }
+
+
 @contextlib.contextmanager
 def _tracing_made_cheap() -> Iterator[None]:
-    """Remembers size arithmetic and what operators give, and no stack traces.
-
-    PyTorch's own cache of operators takes longer to look them up than to find them anew.
-    """
-    with contextlib.ExitStack() as changes:
-        if missing() is None:
-            changes.enter_context(_dynamo_config.patch(fake_tensor_cache_enabled=False))
-            changes.enter_context(
-                replaced(FakeTensorMode, "dispatch", remembered_operators.remembered)
-            )
-            changes.enter_context(
-                replaced(symbolic_shapes, "_guard_or", open_questions.defaults_noted)
-            )
-            changes.enter_context(
-                replaced(symbolic_shapes, "_static_eval_sym_bool", open_questions.unknown_noted)
-            )
-            for name in _ARITHMETIC:
-                changes.enter_context(replaced(SymNode, name, remembered_sizes.remembered))
-            changes.enter_context(
-                replaced(SymNode, "wrap_int", remembered_sizes.integers_made_once)
-            )
-            changes.enter_context(replaced(SymNode, "maybe_as_int", remembered_sizes.symbols_known))
-            for name in ("expect_true", "guard_bool"):
-                changes.enter_context(replaced(SymNode, name, remembered_sizes.truths_known))
-            changes.enter_context(
-                replaced(proxy_tensor, "_extract_tensor_metadata", _without_memory_format)
-            )
+    with contextlib.ExitStack() as stack:
+        for changes in savings().values() if missing() is None else ():
+            for change in changes:
+                stack.enter_context(change())
         config = getattr(fx, "config", None)  # From PyTorch 2.12 on.
         if hasattr(config, "do_not_emit_stack_traces"):
-            changes.enter_context(replaced(config, "do_not_emit_stack_traces", lambda _: True))
+            stack.enter_context(replaced(config, "do_not_emit_stack_traces", lambda _: True))
         yield
 
 
