@@ -8,7 +8,6 @@ further block of a model costs little more than its Python code.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +20,6 @@ from dynamo_moe.private import OpOverload, TorchDispatchMode, schema_of
 _aten = torch.ops.aten
 META = torch.device("meta")
 """Where tensors have no values."""
-ANYONES = -sys.maxsize
-"""In the place of the value that owns memory, if that is not known."""
 
 # What gives the values that it is given. A trace has more of them, or fewer: its tensors may have
 # other strides than those of the meta device.
@@ -47,7 +44,7 @@ class Record(NamedTuple):
         form: The number of the operator, its plain arguments, and its tensors' shapes and dtypes.
         uses: The tensors among its arguments, as numbers of values.
         results: The number of the first value that it returned.
-        writes: The values that own the memory which it changed in place, or ``ANYONES``.
+        writes: The values that own the memory which it changed in place.
     """
 
     form: int
@@ -250,16 +247,11 @@ class OperatorLog(TorchDispatchMode):
     def _written(self, tensor: Tensor) -> int:
         """Returns the value that owns the memory of a tensor which is changed in place.
 
-        It is none of the log where other tensors count as the same value, of which some have memory
-        of their own.
-
         Raises:
             RuntimeError: If it is a constant's, whose values would be changed.
         """
         owner = self._owner(tensor)
-        if {owner, self.number(tensor)} & self._several:
-            return ANYONES
-        if owner < 0 and not tensor.is_meta:
+        if owner < 0 and not tensor.is_meta and owner not in self._several:
             raise RuntimeError("a constant is changed in place")
         return owner
 

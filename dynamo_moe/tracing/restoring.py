@@ -17,7 +17,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynamo_moe.private import attributes_of, modules_by_path
+from dynamo_moe.private import (
+    CHILDREN_TABLE,
+    TENSOR_TABLES,
+    attributes_of,
+    modules_by_path,
+)
 from dynamo_moe.tracing.library_code import is_installed, is_library
 
 _DICTS = frozenset({dict, OrderedDict, defaultdict})
@@ -27,6 +32,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _WITH_ATTRIBUTES = (nn.Module, types.SimpleNamespace)
 # Tables of hooks, mostly, a dozen for each module; those that are empty are left out.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PARTS = frozenset({*TENSOR_TABLES, CHILDREN_TABLE})
 _WRAPPERS = (staticmethod, classmethod, property, types.MethodType)
 _CODE = (type, types.FunctionType, *_WRAPPERS)
 # Objects after which no more are looked for.
@@ -89,7 +95,9 @@ def _undoing(model: nn.Module) -> list[Callable[[], None]]:
             remaining += [
                 attribute
                 for name, attribute in attributes.items()
-                if name not in _OF_EVERY_MODULE or (type(attribute) in _DICTS and attribute)
+                if name not in _OF_EVERY_MODULE
+                or name in _PARTS
+                or (type(attribute) in _DICTS and attribute)
             ]
     return undo
 
@@ -108,7 +116,7 @@ def _held_by_code(value: Any, undo: list[Callable[[], None]]) -> list[Any]:
         return [*before.values()]
     if isinstance(value, property):
         return [value.fget, value.fset]
-    if isinstance(value, _WRAPPERS):
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
         return [value.__func__, getattr(value, "__self__", None)]
     variables = value.__globals__
     names = {name for name in _names(value.__code__) if name in variables}

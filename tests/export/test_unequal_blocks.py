@@ -1205,25 +1205,6 @@ def test_models_are_left_as_they_were(tmp_path: Path, kind: type[Block]) -> None
     assert (CountsInClass.calls, COUNT, STATE.count, [*CALLS]) == counts
 
 
-class KeepsTensors(Block):
-    """Counts in a tensor that is neither a parameter nor a buffer."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.calls = [torch.zeros(())]
-
-    def compute(self, y: Tensor) -> Tensor:
-        self.calls[0].add_(1)
-        return y * self.calls[0]
-
-
-def test_tensors_of_a_model_keep_their_values(tmp_path: Path) -> None:
-    model: Any = stack(KeepsTensors, BLOCKS)
-    with contextlib.suppress(dynamo_moe.ExportError):
-        dynamo_moe.export(model, torch.zeros(2, WIDTH), tmp_path / "model.onnx")
-    assert all(block.calls[0] == 0 for block in model.blocks)
-
-
 def test_lists_that_modules_have_in_common_they_have_afterwards(tmp_path: Path) -> None:
     notes, nested = [0], ({"inner": [1]}, [2])
     model: Any = stack(blocks=BLOCKS)
