@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def without(version: str) -> AbstractContextManager[Any]:
     return mock.patch.object(private, "savings", return_value=left)
 
 
-def subject(model: str) -> tuple[Any, Mapping[str, Any], Any]:
+def subject(model: str) -> tuple[Any, dict[str, Any], Any]:
     """Returns a model with random weights, its example and its symbolic dimensions."""
     import torch
     import transformers
@@ -56,7 +56,7 @@ def subject(model: str) -> tuple[Any, Mapping[str, Any], Any]:
             "batch",
         )
     ids = torch.ones(2, 16, dtype=torch.int64)
-    inputs = {"input_ids": ids, "attention_mask": ids}
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": ids}
     dimensions: dict[str, dict[int, str]] = {name: {0: "batch", 1: "length"} for name in inputs}
     if model == "T5-small":
         config = transformers.T5Config(use_cache=False)

@@ -267,7 +267,7 @@ def test_a_node_without_kernels_is_named(
 def test_float64_has_no_kernels(tmp_path: Path) -> None:
     proto = one_layer(dtype=np.float64)
     proto.graph.input[0].type.tensor_type.elem_type = TensorProto.DOUBLE
-    assert "need tokens_dtype to be one of float32" in refused(proto, tmp_path)
+    assert "need weight_format to be one of float32" in refused(proto, tmp_path)
 
 
 def test_a_node_without_its_sizes_is_named(tmp_path: Path) -> None:
