@@ -121,7 +121,9 @@ def test_a_call_allocates_the_result_and_the_workspace_and_copies_nothing(
     assert calls
     assert all(each == ["empty_like", "empty"] for each in calls), calls
     for layer, tensors in launched:
-        assert (layer.w1_transposed, layer.w2_transposed) == LAYOUTS[family]
+        assert (layer.shape.layout.w1_transposed, layer.shape.layout.w2_transposed) == LAYOUTS[
+            family
+        ]
         assert tensors["w1"].is_contiguous()
         assert tensors["w2"].is_contiguous()
     # All are still there, so a copy would have another address.

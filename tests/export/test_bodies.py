@@ -271,7 +271,7 @@ def test_few_slots_are_gathered_and_more_are_visited(
     tmp_path: Path, config: BodyConfig, experts: int, width: int
 ) -> None:
     layer = Layer(config, top_k=1, experts=experts, width=width)
-    weights = layer.width * layer.hidden * (3 if config.gated else 2)
+    weights = layer.width * layer.hidden * (3 if config.shape.options.gated else 2)
     most = min(layer.experts * WEIGHTS_PER_VISIT, MOST_WEIGHTS) // weights
     for tokens, visits in ((most, False), (most + 1, True)):
         options = ort.SessionOptions()

@@ -102,8 +102,8 @@ def compared_names(source: str) -> Iterator[str]:
                 continue
         for operand in operands:
             for item in getattr(operand, "elts", [operand]):
-                if isinstance(item, ast.Constant) and item.value in TARGETS:
-                    yield item.value
+                if isinstance(item, ast.Constant) and str(item.value) in TARGETS:
+                    yield str(item.value)
 
 
 def test_no_code_compares_with_a_targets_name() -> None:

@@ -136,7 +136,7 @@ def _counts_in_property() -> nn.Module:
         factor = property(_counting())
 
         def compute(self, y: Tensor) -> Tensor:
-            return Counts.factor.fget(self, y)  # type: ignore[misc, no-any-return]
+            return Counts.factor.fget(self, y)  # type: ignore[misc, no-any-return, call-arg]
 
     return stack(Counts, BLOCKS)
 
@@ -671,8 +671,8 @@ MODELS: dict[str, type[Stack]] = {
     ),
     "one takes the one before": _gives(lambda _, number, states: states[-1 - (number == LAST)]),
     "one takes the third": _gives(lambda _, number, states: states[3 if number == LAST else -1]),
-    "sums of two": _gives(lambda _, number, states: sum(states[-2:])),
-    "sums of all": _gives(lambda _, number, states: sum(states)),
+    "sums of two": _gives(lambda _, number, states: sum(states[-2:])),  # type: ignore[return-value]
+    "sums of all": _gives(lambda _, number, states: sum(states)),  # type: ignore[return-value]
     "input is added": _gives(lambda _, number, states: states[-1] + states[0]),
     "U-Net": _gives(lambda _, number, states: states[-1] + states[BLOCKS - 1 - number] if number > 3
                     else states[-1]),
@@ -883,7 +883,7 @@ class Keeps(Stack):
 
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
-        return y + sum(block.kept.mean() for block in self.blocks)  # type: ignore[operator,union-attr]
+        return y + sum(block.kept.mean() for block in self.blocks)  # type: ignore[operator,union-attr,misc]
 
 
 class KeepsOne(Stack):

@@ -155,7 +155,7 @@ def test_a_block_fits_into_registers_and_shared_memory(
 ):
     planned = layer(width, hidden, 32, top_k, transposed=transposed, dtype=dtype, **GATINGS[gating])
     up, down = few_blocks(planned, on)
-    gates, slots = planned.options.rows_per_hidden, 1 << (top_k - 1).bit_length()
+    gates, slots = planned.shape.options.rows_per_hidden, 1 << (top_k - 1).bit_length()
     for block, depth, vectors, rows in (
         (up, width, 1, gates * up.block_n),
         (down, hidden, slots, down.block_n),

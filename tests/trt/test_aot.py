@@ -169,7 +169,11 @@ def test_a_layer_is_compiled_for_up_to_so_many_tokens(narrow: Bundle) -> None:
 def test_layers_that_compute_the_same_share_a_program(
     cache: Path, narrow: Bundle, tmp_path: Path
 ) -> None:
-    same = replace(NARROW, options=replace(NARROW.options, alpha=3.0), tf32=True)
+    same = replace(
+        NARROW,
+        shape=replace(NARROW.shape, options=replace(NARROW.shape.options, alpha=3.0)),
+        tf32=True,
+    )
     out = tmp_path / "out.moek"
     again = trt_plugin.compile(
         [NARROW, same], ["80", 80], out, max_tokens=1, progress=False, cache=cache
