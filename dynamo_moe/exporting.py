@@ -336,7 +336,7 @@ def _graph_with(
         model, given, example, trials, runs=not lazies and sharing is None, sharing=sharing
     )
     traced, exporter = translated(program, example, trials, form.opset, retraces=sharing is None)
-    units = _units(traced, sharing) if sharing is not None else []
+    units = _units(traced, sharing, lazies) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, form.input_names)
     placeholders.attach(traced, lazies)
     graph_form = Form(form.target, form.body, form.link_weights, form.layers_as_functions)
@@ -347,7 +347,7 @@ def _graph_with(
     return _Graph(traced, copies, layers, [], notes)
 
 
-def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
+def _units(traced: ir.Model, sharing: SharedTrace, lazies: placeholders.Lazies) -> list[Units]:
     """Returns the units of equal blocks; the values that they end with are outputs no longer."""
     outputs = traced.graph.outputs
     inputs = {str(value.name): value for value in traced.graph.inputs}
@@ -358,7 +358,10 @@ def _units(traced: ir.Model, sharing: SharedTrace) -> list[Units]:
         Units(
             kinds=units.run.kinds,
             paths=[units.run.unit_paths(unit) for unit in range(units.run.units)],
-            tensors=[units.run.unit_tensors(unit) for unit in range(units.run.units)],
+            tensors=[
+                {name: lazies.get(x.data_ptr(), x) for name, x in tensors.items()}
+                for tensors in map(units.run.unit_tensors, range(units.run.units))
+            ],
             ends=[[next(ends) for _ in nodes] for nodes in units.ends],
             inputs=[[inputs[name] for name in names] for names in units.inputs],
             kept=[[results[place] for place in unit] for unit in units.run.results[:TRACED]],

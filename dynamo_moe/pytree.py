@@ -21,11 +21,12 @@ class _Container(NamedTuple):
     items: tuple[Any, ...]
 
 
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    if not isinstance(tree, (list, tuple, dict)):
+def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    if (is_leaf is not None and is_leaf(tree)) or not isinstance(tree, (list, tuple, dict)):
         return [tree], None
     keys = tuple(tree) if isinstance(tree, dict) else None
-    parts = [_flatten(part) for part in (tree.values() if isinstance(tree, dict) else tree)]
+    items = tree.values() if isinstance(tree, dict) else tree
+    parts = [_flatten(part, is_leaf) for part in items]
     leaves = [leaf for found, _ in parts for leaf in found]
     return leaves, _Container(type(tree), keys, tuple(structure for _, structure in parts))
 
@@ -56,7 +57,7 @@ def _map_only(kinds: Any, function: Callable[[Any], Any], tree: Any) -> Any:
 
 OWN: Mapping[str, Callable[..., Any]] = {
     "tree_flatten": _flatten,
-    "tree_leaves": lambda tree: _flatten(tree)[0],
+    "tree_leaves": lambda tree, is_leaf=None: _flatten(tree, is_leaf)[0],
     "tree_map": _map,
     "tree_map_only": _map_only,
     "tree_unflatten": _unflatten,
