@@ -213,14 +213,16 @@ def test_the_first_tiles_differ(name, block_m):
     [(90, 16, {True, False}), (90, 64, {False}), (89, 16, {False})],
 )
 def test_operands_are_swapped_where_that_brings_other_products(device, block_m, tried):
-    found = gemm_candidates(QWEN, ARCHITECTURES[device], block_m, QWEN.hidden, QWEN.width, gates=2)
+    found = gemm_candidates(
+        QWEN, ARCHITECTURES[device], block_m, QWEN.shape.hidden, QWEN.shape.width, gates=2
+    )
     assert {config.swapped for config in found[:8]} == tried
     assert all(config.block_n >= 32 for config in found if config.swapped)
 
 
 @pytest.mark.parametrize(("device", "block_m"), [(90, 16), (90, 64), (80, 64)])
 def test_half_of_the_first_tiles_are_plain(device, block_m):
-    sizes = QWEN.width, QWEN.hidden, 1
+    sizes = QWEN.shape.width, QWEN.shape.hidden, 1
     first = gemm_candidates(QWEN, ARCHITECTURES[device], block_m, *sizes)[:8]
     plain = [not (config.persistent or config.swapped) for config in first]
     assert plain == [True, False] * 4
