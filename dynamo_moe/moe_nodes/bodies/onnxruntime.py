@@ -38,11 +38,14 @@ def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.
     x_wide_TD = op.cast(x_TD, config.tokens_dtype, dtype, out="x_wide_TD")
     if config.options.pre_norm != "none":
         x_wide_TD = op.Mul(x_wide_TD, rms_scale(op, config, x_TD), out="x_normed_TD")
-    chosen_by_logits = (
-        not config.has_selection_bias and config.router_options.group_scoring == "none"
-    )
-    if config.router and config.router_options.scoring != "sigmoid" and chosen_by_logits:
-        normalize = config.renormalizes or config.router_options.scoring == "topk_softmax"
+    router = config.router
+    if (
+        router is not None
+        and router.scoring != "sigmoid"
+        and router.group_scoring == "none"
+        and not config.has_selection_bias
+    ):
+        normalize = config.renormalizes or router.scoring == "topk_softmax"
         logits_TE = logits(op, config, inputs, x_TD)
         y_TD = _moe(op, config, inputs, x_wide_TD, logits_TE, normalize=normalize)
         factor = op.real("routed_scaling", dtype)
