@@ -153,15 +153,16 @@ _DTYPES = {from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *IDS)}
 
 
 def _dtype(name: str, value: ir.Value) -> torch.dtype:
-    if value.dtype is None:
+    constant = ir.convenience.get_const_tensor(value) if value.dtype is None else None
+    dtype = value.dtype if constant is None else constant.dtype
+    if dtype is None:
         raise ValueError(f"the dtype of its input {name}, {value.name!r}, is not known")
-    if value.dtype not in _DTYPES:
-        dtype = value.dtype.name.lower()
+    if dtype not in _DTYPES:
         raise TypeError(
-            f"its input {name}, {value.name!r}, has the dtype {dtype}, "
+            f"its input {name}, {value.name!r}, has the dtype {dtype.name.lower()}, "
             "which the operators do not take"
         )
-    return _DTYPES[value.dtype]
+    return _DTYPES[dtype]
 
 
 def _options(node: ir.Node, options: tuple[Option, ...]) -> dict[str, Any]:

@@ -178,7 +178,4 @@ def _zeros(shape: Sequence[int], dtype: ir.DataType | None) -> Any:
     if dtype is None:
         raise ValueError("the dtype of an absent input must be known")
     zeros = ir.tensor(np.zeros(shape, dtype.numpy()))
-    value: Any = opset18.Constant(value=ir.serde.serialize_tensor(zeros))
-    if isinstance(value, ir.Value):  # Else it has values.
-        value.dtype, value.shape = dtype, ir.Shape(shape)
-    return value
+    return opset18.Constant(value=ir.serde.serialize_tensor(zeros))
