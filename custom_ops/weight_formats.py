@@ -45,7 +45,7 @@ class WeightFormat:
             rounded to, and what a tile of the weights has once it is loaded.
         stored: The tensors that store a weight, that of the values first.
         encoding: How the tensors make up a weight: what loads it in the kernels
-            (:mod:`custom_ops.kernels.weights`) and in ONNX bodies has an entry of this name.
+            (``custom_ops.kernels.weights``) and in ONNX bodies has an entry of this name.
         block: The block of the tensors that leave it open, such as the group of an int4 scale.
 
     Raises:
