@@ -328,17 +328,18 @@ def _need_kernels(bundle: Path, source: _Source, options: dict[str, Any]) -> Non
 
     The plugin compares all that a layer has, when the file is parsed.
     """
-    sizes = ("experts", "top_k", "width", "hidden", "resident_experts")
+    names = ("experts", "top_k", "width", "hidden")
 
-    def size(layer: Any) -> tuple[int, ...]:
-        return tuple(getattr(layer, name) or 0 for name in sizes)
+    def sizes(shape: Any, resident_experts: int | None) -> dict[str, int]:
+        values = {name: getattr(shape, name) for name in names}
+        return values | {"resident_experts": resident_experts or 0}
 
-    known = {size(program.layer) for program in trt_plugin.read(bundle).programs}
+    records = [program.layer for program in trt_plugin.read(bundle).programs]
+    known = [sizes(record, record.resident_experts) for record in records]
     for layer in source.kernel_layers(options):
-        if size(layer) not in known:
-            text = " ".join(
-                f"{name}={value}" for name, value in zip(sizes, size(layer), strict=True)
-            )
+        wanted = sizes(layer.shape, layer.resident_experts)
+        if wanted not in known:
+            text = " ".join(f"{name}={value}" for name, value in wanted.items())
             raise trt_plugin.EngineError(
                 f"{source.file}: {bundle} has no kernels of this layer: {text}; compile it with "
                 "the same options of offloading"
