@@ -26,8 +26,10 @@ class StandinGpu:
         driver.set_context(self.context)
 
     def program(self, case: Case, **flags: bool) -> Program:
-        """The case's program, of a layer with more flags; registers its kernels with the device."""
-        planned = plan(replace(layer_of(case), **flags), self.architecture)
+        """The case's program, its weights laid out as flags say; registers its kernels."""
+        layer = layer_of(case)
+        layout = replace(layer.shape.layout, **flags)
+        planned = plan(replace(layer, shape=replace(layer.shape, layout=layout)), self.architecture)
         program = uncompiled_program(planned)
         self.interpreted.register(planned, program)
         for kernel in program.kernels:
