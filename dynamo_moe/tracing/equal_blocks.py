@@ -335,7 +335,16 @@ class _StackLog:
         if not all(self.follows(later) for later in range(other + 1, block + 1)):
             return False
         pairs = zip(self.externals[block], self.externals[other], strict=True)
-        return all(self._is_alike(value, its, block, period, start) for value, its in pairs)
+        if not all(self._is_alike(value, its, block, period, start) for value, its in pairs):
+            return False
+        # An input of the model is common to all units, or each one's own.
+        before = other - period
+        return before < start or self._common(block, other) == self._common(other, before)
+
+    def _common(self, block: int, other: int) -> list[bool]:
+        """Returns where two blocks take the same input of the model."""
+        pairs = zip(self.externals[block], self.externals[other], strict=True)
+        return [value == its and self.input_of(value) is not None for value, its in pairs]
 
     def _is_alike(self, value: int, its: int, block: int, period: int, start: int) -> bool:
         source, its_source = self.block_of(value), self.block_of(its)
@@ -422,7 +431,8 @@ def _own_inputs(log: _StackLog, start: int, stop: int, period: int) -> list[list
         ]
         for unit, leaves in enumerate(inputs):
             externals = log.externals[start + unit * period + kind]
-            leaves += [int(log.input_of(externals[slot]) or 0) for slot in slots]
+            found = [log.input_of(externals[slot]) for slot in slots]
+            leaves += [leaf for leaf in found if leaf is not None]
     return inputs
 
 

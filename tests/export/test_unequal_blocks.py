@@ -1027,6 +1027,37 @@ def test_pairs(checked: Checked, model: type[Stack], kind: type[nn.Module]) -> N
     checked(lambda: stack(kind, BLOCKS, model))
 
 
+class Scaled(Block):
+    """A block that is given a factor."""
+
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:  # type: ignore[override]
+        return x + self.compute(self.linear(self.norm(x))) * factor
+
+
+class TwoFactors(Stack):
+    """The first five blocks are given one of the model's inputs, the others another."""
+
+    def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Any:  # type: ignore[override]
+        for number, block in enumerate(self.blocks):
+            x = block(x, first if number < 5 else second)
+        return self.head(x)
+
+
+class FactorsInTurns(TwoFactors):
+    """Blocks are given two of the model's inputs in turns, and once the same twice."""
+
+    def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Any:
+        for number, block in enumerate(self.blocks):
+            x = block(x, first if number % 2 == 0 or number == LAST else second)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("model", [TwoFactors, FactorsInTurns])
+@pytest.mark.parametrize("blocks", [7, 9, 12])
+def test_inputs_of_some_blocks(checked: Checked, model: type[Stack], blocks: int) -> None:
+    checked(lambda: stack(Scaled, blocks, model), tuple(torch.randn(3, 2, 8)))
+
+
 # --- Caches ---
 
 Update = Callable[[Any, Tensor, Tensor, Any], Any]
