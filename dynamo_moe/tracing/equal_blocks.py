@@ -11,13 +11,12 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
 from dynamo_moe.private import attributes_of, modules_by_path, own_parts
 from dynamo_moe.progress.phases import phase
@@ -94,11 +93,15 @@ class Run:
 
 
 class EqualBlocks:
-    """A model's runs of equal blocks, and the logs that a trace of it has to agree with.
+    """A model's runs of equal blocks, and the logs that show it.
 
     Attributes:
         runs: The runs.
+        model: The model as it runs without values.
+        logs: The inputs of its runs at two sets of sizes, and what it ran.
     """
+
+    model: LoggedModel
 
     @phase("capture")
     def __init__(self, model: nn.Module, example: DynamicExample) -> None:
@@ -109,39 +112,41 @@ class EqualBlocks:
         """
         self.runs: list[Run] = []
         self._reasons: list[str] = []
-        self._logged: list[tuple[Sequence[Any], ModelLog]] = []
+        self.logs: list[tuple[Sequence[Any], ModelLog]] = []
         stacks = _stacks(model)
         if not stacks:
             return
-        self._model = LoggedModel(model, example)
+        self.model = LoggedModel(model, example)
         blocks = [block for stack in stacks for block in stack.blocks]
-        self._logged.append(self._first_log(blocks))
+        self.logs.append(self._first_log(blocks))
         if any(example.labels):
-            self._logged.append(self._larger_log(blocks))
+            self.logs.append(self._larger_log(blocks))
         for stack in stacks:
-            views = [_StackLog(stack, log) for _, log in self._logged]
+            views = [_StackLog(stack, log) for _, log in self.logs]
             runs = _runs(stack, views)
             self.runs += runs
             if not runs:
                 self._reasons.append(f"{_name(stack)}: traced one by one: {_reason(stack, views)}")
 
     def _first_log(self, blocks: Sequence[nn.Module]) -> tuple[Sequence[Any], ModelLog]:
-        inputs = self._model.inputs(1)
+        inputs = self.model.inputs(1)
         try:
-            return inputs, self._model.run(inputs, blocks)
+            return inputs, self.model.run(inputs, blocks)
         except Exception as error:  # The model's own code runs.
-            raise NotSharedError(f"the model cannot run without values: {_line(error)}") from error
+            raise NotSharedError(
+                f"the model cannot run without values: {headline(error)}"
+            ) from error
 
     def _larger_log(self, blocks: Sequence[nn.Module]) -> tuple[Sequence[Any], ModelLog]:
-        most = _MOST_TIMES_AS_MANY * len(self._logged[0][1].operators.records)
+        most = _MOST_TIMES_AS_MANY * len(self.logs[0][1].operators.records)
         reason: Exception | None = None
         for factor in _FACTORS:
-            inputs = self._model.inputs(factor)
+            inputs = self.model.inputs(factor)
             try:
-                return inputs, self._model.run(inputs, blocks, most)
+                return inputs, self.model.run(inputs, blocks, most)
             except Exception as error:  # The model's own code runs.
                 reason = error
-        raise NotSharedError(f"the model runs at no larger sizes: {_line(reason)}") from reason
+        raise NotSharedError(f"the model runs at no larger sizes: {headline(reason)}") from reason
 
     def report(self) -> list[str]:
         """Returns, in words, how many blocks a trace has to run, or why each of them."""
@@ -152,27 +157,9 @@ class EqualBlocks:
         ]
         return shared + self._reasons
 
-    def places(self, program: ExportedProgram) -> list[int | None]:
-        """Returns which of the model's results those of a program are, which passed over blocks.
 
-        None stands for what the program returns in the place of a result of such a block.
-
-        Raises:
-            NotSharedError: If the program is not the model without these blocks.
-        """
-        found = []
-        for inputs, log in self._logged:
-            try:
-                traced = self._model.run_program(program, inputs)
-            except Exception as error:  # An operator of the program.
-                raise NotSharedError(f"the trace runs otherwise: {_line(error)}") from error
-            found.append(_places(log, traced, self.runs))
-        if any(places != found[0] for places in found):
-            raise NotSharedError("the trace has other results at other sizes")
-        return found[0]
-
-
-def _line(error: Exception | None) -> str:
+def headline(error: Exception | None) -> str:
+    """Returns an error in one line."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
@@ -467,79 +454,3 @@ def _reason(stack: _Stack, logs: Sequence[_StackLog]) -> str:
     if any(log.signatures[1] is None for log in logs):
         return "they change what they are given"
     return "they run different operators"
-
-
-# --- What a trace gave ---
-
-
-def _places(whole: ModelLog, traced: ModelLog, runs: Sequence[Run]) -> list[int | None]:
-    """Returns which of a model's results those of a trace are.
-
-    Raises:
-        NotSharedError: If the trace did not run what the model ran without some blocks.
-    """
-    known: dict[int, int] = {}  # The trace's values by the model's.
-
-    def twin(value: int) -> int | None:
-        if value >= 0:
-            return known.get(value)
-        return traced.operators.number_of(whole.operators.origins[-1 - value])
-
-    # By its first record, a block that was passed over, and whose results stood for its own.
-    skipped: dict[int, tuple[Span, Span | None]] = {}
-    for run in runs:
-        spans = [whole.spans[id(block)][0] for block in run.blocks]
-        last_unit = len(run.blocks) - run.period
-        for block in run.passed_over:
-            source = (TRACED - 1) * run.period + block % run.period
-            stands_for = spans[source] if block >= last_unit else None
-            skipped[spans[block].records.start] = spans[block], stands_for
-    # Of what stands for others as well, a trace does not show which of both it uses.
-    ambiguous: set[int] = set()
-    remaining = iter(traced.operators.records)
-    records = whole.operators.records
-    position = 0
-    while position < len(records) or position in skipped:
-        if position in skipped:
-            span, source_span = skipped.pop(position)
-            position = span.records.stop
-            if source_span is not None:
-                values = zip(span.values, source_span.values, strict=True)
-                ambiguous.update(source_span.values)
-                known.update({value: known[its] for value, its in values})
-            continue
-        record, its = records[position], next(remaining, None)
-        position += 1
-        if not ambiguous.isdisjoint(record.uses):
-            raise NotSharedError("what an earlier block computes is used after the last one")
-        if its is None or its.form != record.form or [*map(twin, record.uses)] != [*its.uses]:
-            raise NotSharedError("the trace runs other operators than the model")
-        stop = records[position].results if position < len(records) else whole.operators.values
-        known.update(zip(range(record.results, stop), itertools.count(its.results), strict=False))
-    if next(remaining, None) is not None:
-        raise NotSharedError("the trace runs more operators than the model")
-    return _matched_results(whole, traced, runs, twin)
-
-
-def _matched_results(
-    whole: ModelLog, traced: ModelLog, runs: Sequence[Run], twin: Callable[[int], int | None]
-) -> list[int | None]:
-    absent = {place for run in runs for unit in run.results[TRACED:] for place in unit}
-    inputs = [leaf for run in runs for unit in run.inputs[TRACED:] for leaf in unit]
-    unchanged = {traced.operators.number_of(("input", leaf)) for leaf in inputs}
-    expected = [place for place in range(len(whole.results)) if place not in absent]
-    places: list[int | None] = []
-    for result in traced.results:
-        if result in unchanged:
-            places.append(None)  # What a layer of a cache held before stands for what it will hold.
-            continue
-        value = whole.results[expected[0]] if expected else None
-        if expected and (twin(value) if isinstance(value, int) else value) == result:
-            places.append(expected.pop(0))
-        elif absent and result == "None":
-            places.append(None)  # A layer of a cache that nothing has filled.
-        else:
-            raise NotSharedError("the trace has other results than the model")
-    if expected:
-        raise NotSharedError("the trace has fewer results than the model")
-    return places

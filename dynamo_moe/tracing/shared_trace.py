@@ -1,8 +1,9 @@
-"""A trace that passes over equal blocks, and what of its program belongs to which unit of them."""
+"""A trace that passes over equal blocks, compared with the model, and what of it is whose."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from dynamo_moe.private import (
     own_parts,
     submodules_replaced,
 )
-from dynamo_moe.tracing.equal_blocks import TRACED, EqualBlocks, NotSharedError, Run
+from dynamo_moe.tracing.equal_blocks import TRACED, EqualBlocks, NotSharedError, Run, headline
+from dynamo_moe.tracing.model_log import ModelLog, Span
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class SharedTrace:
         self._equal = equal
         # The results of the last traced unit's blocks, by the ids of the blocks.
         self._results: dict[int, Any] = {}
+        # None stands for what the program returns in the place of a result of a block that was
+        # passed over.
         self._program_places: list[int | None] = []
         self.places: list[int] = []
 
@@ -96,7 +100,16 @@ class SharedTrace:
         Raises:
             NotSharedError: If it is not.
         """
-        self._program_places = self._equal.places(program)
+        found = []
+        for inputs, log in self._equal.logs:
+            try:
+                traced = self._equal.model.run_program(program, inputs)
+            except Exception as error:  # An operator of the program.
+                raise NotSharedError(f"the trace runs otherwise: {headline(error)}") from error
+            found.append(_places(log, traced, self._equal.runs))
+        if any(places != found[0] for places in found):
+            raise NotSharedError("the trace has other results at other sizes")
+        self._program_places = found[0]
 
     def mark(self, program: ExportedProgram) -> None:
         """Makes the ends of the traced units results of the program, after its own.
@@ -135,6 +148,85 @@ def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     parts |= {name: OrderedDict() for name in HOOK_TABLES}
     attributes_of(stand_in).update({**attributes_of(block), **parts, "forward": forward})
     return stand_in
+
+
+# --- What the program runs, against the model ---
+
+
+def _places(whole: ModelLog, traced: ModelLog, runs: Sequence[Run]) -> list[int | None]:
+    """Returns which of a model's results those of a trace are.
+
+    Raises:
+        NotSharedError: If the trace did not run what the model ran without some blocks.
+    """
+    known: dict[int, int] = {}  # The trace's values by the model's.
+
+    def twin(value: int) -> int | None:
+        if value >= 0:
+            return known.get(value)
+        return traced.operators.number_of(whole.operators.origins[-1 - value])
+
+    # By its first record, a block that was passed over, and whose results stood for its own.
+    skipped: dict[int, tuple[Span, Span | None]] = {}
+    for run in runs:
+        spans = [whole.spans[id(block)][0] for block in run.blocks]
+        last_unit = len(run.blocks) - run.period
+        for block in run.passed_over:
+            source = (TRACED - 1) * run.period + block % run.period
+            stands_for = spans[source] if block >= last_unit else None
+            skipped[spans[block].records.start] = spans[block], stands_for
+    # Of what stands for others as well, a trace does not show which of both it uses.
+    ambiguous: set[int] = set()
+    remaining = iter(traced.operators.records)
+    records = whole.operators.records
+    position = 0
+    while position < len(records) or position in skipped:
+        if position in skipped:
+            span, source_span = skipped.pop(position)
+            position = span.records.stop
+            if source_span is not None:
+                values = zip(span.values, source_span.values, strict=True)
+                ambiguous.update(source_span.values)
+                known.update({value: known[its] for value, its in values})
+            continue
+        record, its = records[position], next(remaining, None)
+        position += 1
+        if not ambiguous.isdisjoint(record.uses):
+            raise NotSharedError("what an earlier block computes is used after the last one")
+        if its is None or its.form != record.form or [*map(twin, record.uses)] != [*its.uses]:
+            raise NotSharedError("the trace runs other operators than the model")
+        stop = records[position].results if position < len(records) else whole.operators.values
+        known.update(zip(range(record.results, stop), itertools.count(its.results), strict=False))
+    if next(remaining, None) is not None:
+        raise NotSharedError("the trace runs more operators than the model")
+    return _matched_results(whole, traced, runs, twin)
+
+
+def _matched_results(
+    whole: ModelLog, traced: ModelLog, runs: Sequence[Run], twin: Callable[[int], int | None]
+) -> list[int | None]:
+    absent = {place for run in runs for unit in run.results[TRACED:] for place in unit}
+    inputs = [leaf for run in runs for unit in run.inputs[TRACED:] for leaf in unit]
+    unchanged = {traced.operators.number_of(("input", leaf)) for leaf in inputs}
+    expected = [place for place in range(len(whole.results)) if place not in absent]
+    places: list[int | None] = []
+    for result in traced.results:
+        if result in unchanged:
+            places.append(None)  # What a layer of a cache held before stands for what it will hold.
+            continue
+        value = whole.results[expected[0]] if expected else None
+        if expected and (twin(value) if isinstance(value, int) else value) == result:
+            places.append(expected.pop(0))
+        elif absent and result == "None":
+            places.append(None)  # A layer of a cache that nothing has filled.
+        else:
+            raise NotSharedError("the trace has other results than the model")
+    if expected:
+        raise NotSharedError("the trace has fewer results than the model")
+    return places
+
+
+# --- What of it belongs to which unit ---
 
 
 def _program_units(
