@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 import warnings
@@ -61,7 +60,10 @@ MIN_OPSET = 18
 RepeatedBlocks = Literal["auto", "off"]
 """What becomes of blocks that repeat."""
 
-_LOG = logging.getLogger(__name__)
+_NOT_REPEATABLE = (
+    "the model counts its calls where that cannot be undone, such as in an iterator, and computes "
+    "something else by now: make it anew and export it with repeated_blocks='off'"
+)
 
 
 def export(
@@ -312,14 +314,17 @@ def _shared_graph(
     with placeholders.placeholders(model) as lazies:
         equal = EqualBlocks(model, example)
         sharing = SharedTrace(equal) if equal.runs else None
-        with sharing.passing_over() if sharing is not None else contextlib.nullcontext():
-            try:
+        try:
+            with sharing.passing_over() if sharing is not None else contextlib.nullcontext():
                 graph = _graph_with(model, given, example, form, lazies, sharing)
-            except ExportError as error:
-                if sharing is None:
-                    raise
-                headline = str(error).partition("\n")[0]
-                raise NotSharedError(f"the model fails without some of them: {headline}") from error
+        except (ExportError, NotSharedError) as error:
+            if sharing is None:
+                raise
+            if not equal.is_repeatable():
+                raise ExportError(_NOT_REPEATABLE) from error
+            failed = "" if isinstance(error, NotSharedError) else "the model fails without some: "
+            headline = str(error).partition("\n")[0]
+            raise NotSharedError(f"{failed}{headline}") from error
     return graph._replace(blocks=equal.report())
 
 

@@ -148,6 +148,19 @@ class EqualBlocks:
                 reason = error
         raise NotSharedError(f"the model runs at no larger sizes: {headline(reason)}") from reason
 
+    def is_repeatable(self) -> bool:
+        """Whether the model still runs what it ran, after a trace that passed over blocks.
+
+        A counter of calls that could not be set back, such as an iterator, is at another number.
+        """
+        inputs, log = self.logs[0]
+        try:
+            now = self.model.run(inputs, ()).operators
+        except Exception:  # The model's own code runs.
+            return False
+        before = log.operators
+        return (now.records, now.origins) == (before.records, before.origins)
+
     def report(self) -> list[str]:
         """Returns, in words, how many blocks a trace has to run, or why each of them."""
         shared = [

@@ -11,12 +11,14 @@ import copy
 import itertools
 import json
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,7 @@ COUNT = 0
 CALLS: list[int] = []
 STATE = SimpleNamespace(count=0)
 NUMBERS: list[Any] = [itertools.count()]
+THREAD = threading.local()
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +58,7 @@ def from_zero() -> Callable[[], None]:
         CountsInClass.calls = 0
         CALLS.clear()
         NUMBERS[0] = itertools.count()
+        THREAD.count = 0
 
     begin()
     return begin
@@ -100,6 +104,17 @@ class CountsInDefault(Block):
     def compute(self, y: Tensor, calls: list[int] = CALLS) -> Tensor:
         calls.append(1)
         return y * _factor(len(calls) - 1)
+
+
+class CountsWithIterator(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        return y * _factor(next(NUMBERS[0]))
+
+
+class CountsInThread(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        THREAD.count = getattr(THREAD, "count", 0) + 1
+        return y * _factor(THREAD.count - 1)
 
 
 class DrawsFromIterator(Block):
@@ -157,6 +172,22 @@ def test_blocks_that_count_calls(
 @pytest.mark.parametrize("make", [_counts_in_closure, _counts_in_property])
 def test_blocks_that_count_in_their_class(checked: Checked, make: Callable[[], nn.Module]) -> None:
     checked(make)
+
+
+@pytest.mark.parametrize("kind", [CountsWithIterator, CountsInThread])
+def test_counters_that_cannot_be_set_back_are_refused(
+    tmp_path: Path, from_zero: Callable[[], None], kind: type[Block]
+) -> None:
+    path, example = tmp_path / "model.onnx", torch.zeros(2, WIDTH)
+    with pytest.raises(dynamo_moe.ExportError, match="export it with repeated_blocks='off'"):
+        dynamo_moe.export(stack(kind, BLOCKS), example, path)
+    assert not path.exists()
+    from_zero()
+    dynamo_moe.export(stack(kind, BLOCKS), example, path, repeated_blocks="off")
+    from_zero()
+    expected = stack(kind, BLOCKS)(example)
+    result = onnxruntime.InferenceSession(path).run(None, {"x": example.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-5, atol=1e-5)
 
 
 # --- What a block knows of itself ---
