@@ -12,8 +12,7 @@ import itertools
 import json
 import logging
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,20 +22,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-import cached_models
 import dynamo_moe
-from block_stacks import WIDTH, Block, SecondAsWell, Stack, stack
+from block_stacks import (
+    BLOCKS,
+    LAST,
+    WIDTH,
+    Block,
+    KeepsResult,
+    Negated,
+    ReadsNumber,
+    ReadsPrecision,
+    doubled,
+    factor,
+    stack,
+)
 from shared_exports import Checked
 
 pytest_plugins = ("shared_exports",)
 
-BLOCKS = 7
-LAST = 5
-"""The block that does something else, which a shared trace passes over."""
 LOG = logging.getLogger(__name__)
 
 # --- What blocks can find, and count with ---
@@ -64,30 +69,25 @@ def from_zero() -> Callable[[], None]:
     return begin
 
 
-def _factor(count: int) -> int:
-    """Returns what the last block but one multiplies by, and others."""
-    return 2 if count % BLOCKS == LAST else 1
-
-
 class CountsInClass(Block):
     calls = 0
 
     def compute(self, y: Tensor) -> Tensor:
         CountsInClass.calls += 1
-        return y * _factor(CountsInClass.calls - 1)
+        return y * factor(CountsInClass.calls - 1)
 
 
 class CountsGlobally(Block):
     def compute(self, y: Tensor) -> Tensor:
         global COUNT  # noqa: PLW0603  What is tested.
         COUNT += 1
-        return y * _factor(COUNT - 1)
+        return y * factor(COUNT - 1)
 
 
 class AppendsToGlobal(Block):
     def compute(self, y: Tensor) -> Tensor:
         CALLS.append(1)
-        return y * _factor(len(CALLS) - 1)
+        return y * factor(len(CALLS) - 1)
 
 
 class CountsInObject(Block):
@@ -97,24 +97,24 @@ class CountsInObject(Block):
 
     def compute(self, y: Tensor) -> Tensor:
         self.state.count += 1
-        return y * _factor(self.state.count - 1)
+        return y * factor(self.state.count - 1)
 
 
 class CountsInDefault(Block):
     def compute(self, y: Tensor, calls: list[int] = CALLS) -> Tensor:
         calls.append(1)
-        return y * _factor(len(calls) - 1)
+        return y * factor(len(calls) - 1)
 
 
 class CountsWithIterator(Block):
     def compute(self, y: Tensor) -> Tensor:
-        return y * _factor(next(NUMBERS[0]))
+        return y * factor(next(NUMBERS[0]))
 
 
 class CountsInThread(Block):
     def compute(self, y: Tensor) -> Tensor:
         THREAD.count = getattr(THREAD, "count", 0) + 1
-        return y * _factor(THREAD.count - 1)
+        return y * factor(THREAD.count - 1)
 
 
 class DrawsFromIterator(Block):
@@ -136,7 +136,7 @@ def _counting() -> Callable[[Block, Tensor], Tensor]:
     def compute(_: Block, y: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return y * _factor(calls - 1)
+        return y * factor(calls - 1)
 
     return compute
 
@@ -193,25 +193,20 @@ def test_counters_that_cannot_be_set_back_are_refused(
 # --- What a block knows of itself ---
 
 
-class ReadsNumber(Block):
-    def compute(self, y: Tensor) -> Tensor:
-        return y * _factor(self.number)
-
-
 class ReadsDictionary(ReadsNumber):
     def compute(self, y: Tensor) -> Tensor:
-        return y * _factor(vars(self)["number"])
+        return y * factor(vars(self)["number"])
 
 
 class Dumps(Block):
     def compute(self, y: Tensor) -> Tensor:
         shown = json.dumps(vars(self), default=lambda value: type(value).__name__)
-        return y * _factor(json.loads(shown)["number"])
+        return y * factor(json.loads(shown)["number"])
 
 
 class Copies(Block):
     def compute(self, y: Tensor) -> Tensor:
-        return y * _factor(copy.copy(self).number)
+        return y * factor(copy.copy(self).number)
 
 
 class HasSlots(Block):
@@ -222,11 +217,11 @@ class HasSlots(Block):
         self.place = number
 
     def compute(self, y: Tensor) -> Tensor:
-        return y * _factor(self.place)
+        return y * factor(self.place)
 
 
 class OverDictionary(Block):
-    factor = property(lambda self: _factor(self.__dict__["number"]))
+    factor = property(lambda self: factor(self.__dict__["number"]))
 
     def compute(self, y: Tensor) -> Tensor:
         return y * self.factor
@@ -235,7 +230,7 @@ class OverDictionary(Block):
 class DecidesWhatIsRead(Block):
     def __getattribute__(self, name: str) -> Any:
         if name == "factor":
-            return _factor(object.__getattribute__(self, "__dict__")["number"])
+            return factor(object.__getattribute__(self, "__dict__")["number"])
         return super().__getattribute__(name)
 
     def compute(self, y: Tensor) -> Tensor:
@@ -258,12 +253,6 @@ class WritesBuffer(Block):
         return y * self.calls  # type: ignore[operator]
 
 
-class KeepsResult(Block):
-    def compute(self, y: Tensor) -> Tensor:
-        self.kept = super().compute(y)
-        return self.kept
-
-
 class ChangesInput(Block):
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(2)
@@ -278,12 +267,7 @@ class ChangesOwnTensor(Block):
 class Logs(Block):
     def compute(self, y: Tensor) -> Tensor:
         LOG.debug("%s of %s", y.shape, self.number)
-        return y * _factor(self.number)
-
-
-class ReadsPrecision(Block):
-    def compute(self, y: Tensor) -> Tensor:
-        return y * 2 if torch.get_float32_matmul_precision() == "high" else y
+        return y * factor(self.number)
 
 
 class ReadsItem(Block):
@@ -322,7 +306,7 @@ class OfConstants(Block):
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.scale = [torch.tensor(float(_factor(number)))]
+        self.scale = [torch.tensor(float(factor(number)))]
 
     def compute(self, y: Tensor) -> Tensor:
         return y * self.scale[0]
@@ -330,7 +314,7 @@ class OfConstants(Block):
 
 class MakesConstants(Block):
     def compute(self, y: Tensor) -> Tensor:
-        return y * torch.tensor([1.0] * (WIDTH - 1) + [float(_factor(self.number))])
+        return y * torch.tensor([1.0] * (WIDTH - 1) + [float(factor(self.number))])
 
 
 @pytest.mark.parametrize(
@@ -378,11 +362,6 @@ def test_attributes_that_decide_at_larger_sizes(
 # --- What is different about one block ---
 
 
-class Negated(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return -super().forward(x)
-
-
 class Holds(Block):
     """A block with attributes of several kinds."""
 
@@ -408,10 +387,6 @@ def _makes_another_class(block: Any) -> None:
     block.__class__ = Other
 
 
-def _doubled(*arguments: Any) -> Any:
-    return 2 * arguments[-1]
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "number": lambda block: setattr(block, "epsilon", 0.5),
     "number of a submodule": lambda block: setattr(block.norm, "eps", 0.5),
@@ -428,9 +403,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "method": lambda block: setattr(block, "compute", torch.relu),
     "random numbers": lambda block: setattr(block, "compute", lambda y: F.dropout(y, 0.5)),
     "forward": lambda block: setattr(block, "forward", lambda x: x * 2),
-    "hook": lambda block: block.register_forward_hook(_doubled),
+    "hook": lambda block: block.register_forward_hook(doubled),
     "earlier hook": lambda block: block.register_forward_pre_hook(lambda _, given: 2 * given[0]),
-    "hook of a submodule": lambda block: block.linear.register_forward_hook(_doubled),
+    "hook of a submodule": lambda block: block.linear.register_forward_hook(doubled),
     "trained": lambda block: block.requires_grad_(False),
     "zeros": lambda block: nn.init.zeros_(block.linear.bias),
     "note": lambda block: setattr(block, "note", "not read"),
@@ -508,19 +483,19 @@ def _overlapping_views(model: Any) -> None:
 
 def _classes_of_their_own(model: Any) -> None:
     for number, block in enumerate(model.blocks):
-        scaled = {"compute": lambda _, y, number=number: y * _factor(number)}
+        scaled = {"compute": lambda _, y, number=number: y * factor(number)}
         block.__class__ = type("Made", (Block,), scaled)
 
 
 def _functions_of_their_own(model: Any) -> None:
     for number, block in enumerate(model.blocks):
-        block.compute = lambda y, number=number: y * _factor(number)
+        block.compute = lambda y, number=number: y * factor(number)
 
 
 def _forwards_of_their_own(model: Any) -> None:
     for number, block in enumerate(model.blocks):
         block.forward = lambda x, block=block, number=number: Block.forward(
-            block, x * _factor(number)
+            block, x * factor(number)
         )
 
 
@@ -548,7 +523,7 @@ def _cycle(model: Any) -> None:
 
 def _double_precision_buffers(model: Any) -> None:
     for number, block in enumerate(model.blocks):
-        block.register_buffer("offset", torch.full((), float(_factor(number))), persistent=False)
+        block.register_buffer("offset", torch.full((), float(factor(number))), persistent=False)
         block.compute = lambda y, block=block: y * block.offset
 
 
@@ -564,674 +539,6 @@ def _double_precision_buffers(model: Any) -> None:
 )  # fmt: skip
 def test_what_blocks_have_in_common(checked: Checked, change: Callable[[Any], Any]) -> None:
     checked(_changed_stack(change))
-
-
-# --- What a model does with its blocks ---
-
-
-class Collects(Stack):
-    """Has what each block returns."""
-
-    def forward(self, x: Tensor) -> Any:
-        states = [x]
-        for number, block in enumerate(self.blocks):
-            states.append(self.call(block, self.given(number, states), number))
-        return self.result(states)
-
-    def call(self, block: nn.Module, x: Tensor, number: int) -> Tensor:
-        return block(x)  # type: ignore[no-any-return]
-
-    def given(self, number: int, states: list[Tensor]) -> Tensor:
-        return states[-1]
-
-    def result(self, states: list[Tensor]) -> Any:
-        return self.head(states[-1])
-
-
-def _results(of: Callable[[Any, list[Tensor]], Any]) -> type[Stack]:
-    return type("Results", (Collects,), {"result": of})
-
-
-def _gives(of: Callable[[Any, int, list[Tensor]], Tensor]) -> type[Stack]:
-    return type("Gives", (Collects,), {"given": of})
-
-
-def _large(x: Tensor) -> bool:
-    return x.shape[0] > 5
-
-
-class InContext(Collects):
-    """One block is called in a context."""
-
-    context: Callable[[], Any]
-
-    def call(self, block: nn.Module, x: Tensor, number: int) -> Tensor:
-        with self.context() if number == LAST else contextlib.nullcontext():
-            return super().call(block, x, number)
-
-
-def _in_context(context: Callable[[], Any]) -> type[Stack]:
-    return type("In", (InContext,), {"context": staticmethod(context)})
-
-
-class Relu(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kw: Any = None) -> Any:
-        return F.relu(*args) if function is F.gelu else function(*args, **(kw or {}))
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def _high_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextlib.contextmanager
-def _hooked() -> Iterator[None]:
-    handle = modules.register_module_forward_hook(_doubled)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-_LINEAR = F.linear
-CONTEXTS: dict[str, Callable[[], Any]] = {
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "function mode": Relu,
-    "F.gelu": lambda: _replaced(F, "gelu", F.relu),
-    "F.linear": lambda: _replaced(F, "linear", lambda *given: -_LINEAR(*given)),
-    "forward of a class": lambda: _replaced(nn.Linear, "forward", Negated.forward),
-    "code of a function": lambda: _replaced(
-        Block.compute, "__code__", ReadsNumber.compute.__code__
-    ),
-    "precision": _high_precision,
-    "hook of all modules": _hooked,
-    "no gradients": torch.no_grad,
-    "default dtype": lambda: _replaced(torch, "float32", torch.float64),
-}
-
-
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_one_block_runs_in_another_context(checked: Checked, name: str) -> None:
-    kind = ReadsPrecision if name == "precision" else Block
-    checked(lambda: stack(kind, BLOCKS, _in_context(CONTEXTS[name])))
-
-
-MODELS: dict[str, type[Stack]] = {
-    "all states": _results(lambda self, states: (self.head(states[-1]), *states)),
-    "all states as one": _results(lambda _, states: torch.stack(states)),
-    "states from the last": _results(lambda _, states: tuple(states[::-1])),
-    "a state": _results(lambda self, states: (self.head(states[-1]), states[LAST])),
-    "an early state": _results(lambda self, states: (self.head(states[-1]), states[2])),
-    "last state": _results(lambda _, states: states[-1]),
-    "last state twice": _results(lambda _, states: (states[-1], states[-1])),
-    "last but one": _results(lambda self, states: self.head(states[-2])),
-    "last and a late one": _results(lambda self, states: self.head(states[-1] + states[LAST])),
-    "last and an early one": _results(lambda self, states: self.head(states[-1] + states[2])),
-    "last and the third": _results(lambda self, states: self.head(states[-1] + states[3])),
-    "sum": _results(lambda self, states: self.head(sum(states))),
-    "losses": _results(
-        lambda self, states: (self.head(states[-1]), sum(state.pow(2).mean() for state in states))
-    ),
-    "another is changed": _results(
-        lambda self, states: self.head(states[-1]) + states[LAST].mul_(2).sum()
-    ),
-    "last is changed": _results(lambda self, states: self.head(states[-1].clamp_(min=0))),
-    "first is changed": _results(lambda self, states: (states[1].mul_(2), self.head(states[-1]))),
-    "view is changed": _results(
-        lambda self, states: (states[-1].view(-1).add_(1), self.head(states[-1]))[1]
-    ),
-    "number is added": _gives(lambda _, number, states: states[-1] + number),
-    "one is shifted": _gives(lambda _, number, states: states[-1] + (number == LAST)),
-    "one is shifted in place": _gives(
-        lambda _, number, states: states[-1].add_(1) if number == LAST else states[-1]
-    ),
-    "one takes the one before": _gives(lambda _, number, states: states[-1 - (number == LAST)]),
-    "one takes the third": _gives(lambda _, number, states: states[3 if number == LAST else -1]),
-    "sums of two": _gives(lambda _, number, states: sum(states[-2:])),  # type: ignore[return-value]
-    "sums of all": _gives(lambda _, number, states: sum(states)),  # type: ignore[return-value]
-    "input is added": _gives(lambda _, number, states: states[-1] + states[0]),
-    "U-Net": _gives(lambda _, number, states: states[-1] + states[BLOCKS - 1 - number] if number > 3
-                    else states[-1]),
-    "copies": _gives(lambda _, number, states: states[-1].clone()),
-    "one takes the one before if large": _gives(
-        lambda _, number, states: states[-1 - (number == LAST and _large(states[0]))]
-    ),
-    "one is shifted in place if large": _gives(
-        lambda _, number, states: (
-            states[-1].add_(1) if number == LAST and _large(states[0]) else states[-1]
-        )
-    ),
-    "early result if large": _results(
-        lambda self, states: self.head(states[LAST if _large(states[0]) else -1])
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_what_is_done_with_results(checked: Checked, name: str) -> None:
-    checked(lambda: stack(blocks=BLOCKS, model=MODELS[name]))
-
-
-class Reversed(Stack):
-    def forward(self, x: Tensor) -> Any:
-        for block in reversed(self.blocks):
-            x = block(x)
-        return self.head(x)
-
-
-class Twice(Stack):
-    def forward(self, x: Tensor) -> Any:
-        for block in (*self.blocks, *self.blocks):
-            x = block(x)
-        return self.head(x)
-
-
-class EachTwice(Stack):
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block(block(x))
-        return self.head(x)
-
-
-class OneTwice(Stack):
-    def forward(self, x: Tensor) -> Any:
-        for number, block in enumerate(self.blocks):
-            x = block(block(x)) if number == LAST else block(x)
-        return self.head(x)
-
-
-class Skips(Stack):
-    def forward(self, x: Tensor) -> Any:
-        for number, block in enumerate(self.blocks):
-            x = x if number == LAST else block(x)
-        return self.head(x)
-
-
-class LastIsUnused(Stack):
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks[:-1]:
-            x = block(x)
-        self.blocks[-1](x)
-        return self.head(x)
-
-
-class InSlices(Stack):
-    def forward(self, x: Tensor) -> Any:
-        for block in (*self.blocks[:3], *self.blocks[3:]):
-            x = block(x)
-        return self.head(x)
-
-
-class Parallel(Stack):
-    def forward(self, x: Tensor) -> Any:
-        return self.head(sum(block(x) for block in self.blocks))
-
-
-class Beside(Stack):
-    """Computes something in turns with its blocks."""
-
-    begins = 0
-
-    def forward(self, x: Tensor) -> Any:
-        y = x
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            y = y.sin() if number >= self.begins else y
-        return self.head(x + y)
-
-
-class BesideLater(Beside):
-    begins = 3
-
-
-class InTurns(Stack):
-    """Two runs, of which each block is followed by one of the other's."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__(*blocks)
-        self.others = nn.ModuleList([Block(number) for number in range(len(blocks))])
-
-    def forward(self, x: Tensor) -> Any:
-        y = x.sin()
-        for block, other in zip(self.blocks, self.others, strict=True):
-            x, y = block(x), other(y)
-        return self.head(x + y)
-
-
-class CallsParts(Stack):
-    """Calls what is in its blocks."""
-
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = x + block.compute(block.linear(block.norm(x)))  # type: ignore[operator,union-attr]
-        return self.head(x)
-
-
-class CallsForward(Stack):
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block.forward(x)
-        return self.head(x)
-
-
-class PartOfTheSecond(Stack):
-    def forward(self, x: Tensor) -> Any:
-        y = self.blocks[1].linear(x)  # type: ignore[operator,union-attr]
-        return super().forward(x + y)
-
-
-class ReadsWeights(Stack):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) * sum(weight.pow(2).sum() for weight in self.parameters())
-
-
-class ReadsAWeight(Stack):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x + self.blocks[LAST].linear.bias)  # type: ignore[operator,union-attr]
-
-
-class CountsWeights(Stack):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) * len(self.state_dict())
-
-
-class CatchesErrors(Stack):
-    def forward(self, x: Tensor) -> Any:
-        try:
-            return super().forward(x) * self.blocks[LAST].linear.bias.sum()  # type: ignore[operator,union-attr]
-        except Exception:
-            return super().forward(x)
-
-
-class CallCountsModules(Stack):
-    def __call__(self, x: Tensor) -> Any:
-        return super().__call__(x) * len([*self.modules()])
-
-
-class AsksForClass(Stack):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x) * (2 if type(self.blocks[LAST]) is Block else 3)
-
-
-class EndsIfLarge(Stack):
-    def forward(self, x: Tensor) -> Any:
-        large = _large(x)
-        for number, block in enumerate(self.blocks):
-            if number < LAST or not large:
-                x = block(x)
-        return self.head(x)
-
-
-class SetsNumbers(Stack):
-    """Writes into its blocks while it runs."""
-
-    def forward(self, x: Tensor) -> Any:
-        for number, block in enumerate(self.blocks):
-            block.epsilon = _factor(number)  # type: ignore[assignment]
-            x = block(x)
-        return self.head(x)
-
-
-class PassesInputOn(Stack):
-    def forward(self, x: Tensor) -> Any:
-        for number, block in enumerate(self.blocks):
-            x.scale = float(number)  # type: ignore[attr-defined]
-            x = block(x)
-        return self.head(x)
-
-
-class Appends(Stack):
-    def forward(self, x: Tensor) -> Any:
-        states: list[Tensor] = []
-        for block in self.blocks:
-            x = block(x, states)
-        return self.head(x) + sum(state.mean() for state in states)
-
-
-class InAppending(Block):
-    def forward(self, x: Tensor, states: list[Tensor]) -> Tensor:  # type: ignore[override]
-        states.append(x)
-        return super().forward(x) * len(states)
-
-
-class Keeps(Stack):
-    """Reads afterwards what its blocks have kept."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return y + sum(block.kept.mean() for block in self.blocks)  # type: ignore[operator,union-attr,misc]
-
-
-class KeepsOne(Stack):
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return y + self.blocks[LAST].kept.mean()  # type: ignore[operator,union-attr]
-
-
-class NotedBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * getattr(x, "scale", 3.0)  # type: ignore[no-any-return]
-
-
-class Refers(Block):
-    def forward(self, x: Tensor, reference: Any) -> Tensor:  # type: ignore[override]
-        return super().forward(x) * (1 if reference() is None else 2)
-
-
-class Forgets(Stack):
-    def forward(self, x: Tensor) -> Any:
-        held: Any = Relu()
-        reference = weakref.ref(held)
-        for number, block in enumerate(self.blocks):
-            if number == LAST:
-                held = None
-            x = block(x, reference)
-        return self.head(x)
-
-
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        *((model, Block) for model in (
-            SecondAsWell, Reversed, Twice, EachTwice, OneTwice, Skips, LastIsUnused, InSlices,
-            Parallel, Beside, BesideLater, InTurns, CallsParts, CallsForward, PartOfTheSecond,
-            ReadsWeights, ReadsAWeight, CountsWeights, CatchesErrors, CallCountsModules,
-            AsksForClass, EndsIfLarge, SetsNumbers,
-        )),
-        (PassesInputOn, NotedBlock), (Appends, InAppending), (Keeps, KeepsResult),
-        (KeepsOne, KeepsResult), (Forgets, Refers),
-    ],
-)  # fmt: skip
-def test_how_blocks_are_called(checked: Checked, model: type[Stack], kind: type[Block]) -> None:
-    checked(lambda: stack(kind, BLOCKS, model))
-
-
-# --- What blocks are given and return beside it ---
-
-
-class Pair(nn.Module):
-    """Takes and returns two tensors."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor, y: Any) -> Any:
-        return torch.tanh(self.linear(x) * self.scale) + y, y
-
-
-class GivesItsOwn(Pair):
-    def forward(self, x: Tensor, y: Any) -> Any:
-        z = torch.tanh(self.linear(x))
-        return z, z.cos() + (0 if y is None else y)
-
-
-class GivesTwice(Pair):
-    def forward(self, x: Tensor, y: Any) -> Any:
-        z = torch.tanh(self.linear(x)) * (2 if x is y else 3)
-        return z, z
-
-
-class GivesPart(Pair):
-    def forward(self, x: Tensor, y: Any) -> Any:
-        z = torch.cat([x, torch.tanh(self.linear(x))], 1) * (2 if x.storage_offset() else 1)
-        return z[:, WIDTH:], y
-
-
-class ChangesBoth(Pair):
-    def forward(self, x: Tensor, y: Any) -> Any:
-        return super().forward(x, y.mul_(0.5))
-
-
-class FirstGivesAScale(Pair):
-    def forward(self, x: Tensor, y: Any) -> Any:
-        return (x + self.linear(x), x.mean()) if y is None else (x + self.linear(x) * y, y)
-
-
-class GivesNumber(Pair):
-    def forward(self, x: Tensor, y: Any) -> Any:
-        return torch.tanh(self.linear(x)) * (y or 1), (y or 0) + 1
-
-
-class Pairs(Stack):
-    first: Callable[[Tensor], Any] = torch.sin
-
-    def forward(self, x: Tensor) -> Any:
-        y: Any = type(self).first(x)
-        for number, block in enumerate(self.blocks):
-            x, y = self.call(number, block, x, y)
-        return self.head(x) if y is None else self.head(x) + y
-
-    def call(self, number: int, block: nn.Module, x: Tensor, y: Any) -> Any:
-        return block(x, y)
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__(*blocks)
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-
-class OfNone(Pairs):
-    first = staticmethod(lambda _: None)  # type: ignore[assignment]
-
-
-class OfFirstResult(Pairs):
-    def call(self, number: int, block: nn.Module, x: Tensor, y: Any) -> Any:
-        x, y = block(x, y)
-        return x, x if number == 0 else y
-
-
-class OfSecondWeight(Pairs):
-    def call(self, number: int, block: nn.Module, x: Tensor, y: Any) -> Any:
-        return block(x, self.blocks[1].scale if number else x)  # type: ignore[union-attr]
-
-
-class ChangedForOne(Pairs):
-    def call(self, number: int, block: nn.Module, x: Tensor, y: Any) -> Any:
-        return block(x, y.mul_(2) if number == LAST else y)
-
-
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        (Pairs, Pair), (Pairs, GivesItsOwn), (Pairs, GivesTwice), (Pairs, GivesPart),
-        (Pairs, ChangesBoth), (OfNone, FirstGivesAScale), (OfNone, GivesItsOwn),
-        (OfNone, GivesNumber), (OfFirstResult, Pair), (OfSecondWeight, Pair), (ChangedForOne, Pair),
-    ],
-)  # fmt: skip
-def test_pairs(checked: Checked, model: type[Stack], kind: type[nn.Module]) -> None:
-    checked(lambda: stack(kind, BLOCKS, model))
-
-
-class Scaled(Block):
-    """A block that is given a factor."""
-
-    def forward(self, x: Tensor, factor: Tensor) -> Tensor:  # type: ignore[override]
-        return x + self.compute(self.linear(self.norm(x))) * factor
-
-
-class TwoFactors(Stack):
-    """The first five blocks are given one of the model's inputs, the others another."""
-
-    def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Any:  # type: ignore[override]
-        for number, block in enumerate(self.blocks):
-            x = block(x, first if number < 5 else second)
-        return self.head(x)
-
-
-class FactorsInTurns(TwoFactors):
-    """Blocks are given two of the model's inputs in turns, and once the same twice."""
-
-    def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Any:
-        for number, block in enumerate(self.blocks):
-            x = block(x, first if number % 2 == 0 or number == LAST else second)
-        return self.head(x)
-
-
-@pytest.mark.parametrize("model", [TwoFactors, FactorsInTurns])
-@pytest.mark.parametrize("blocks", [7, 9, 12])
-def test_inputs_of_some_blocks(checked: Checked, model: type[Stack], blocks: int) -> None:
-    checked(lambda: stack(Scaled, blocks, model), tuple(torch.randn(3, 2, 8)))
-
-
-# --- Caches ---
-
-Update = Callable[[Any, Tensor, Tensor, Any], Any]
-
-
-def _updates(keys: Tensor, values: Tensor, cache: Any, number: int) -> Any:
-    return cache.update(keys, values, number)
-
-
-class AddsToCache(cached_models.Attention):
-    def update(self, keys: Tensor, values: Tensor, cache: Any) -> Any:
-        cache.count = getattr(cache, "count", 0) + 1
-        return super().update(keys * _factor(cache.count), values, cache)
-
-
-class CatchesUpdate(cached_models.Attention):
-    def update(self, keys: Tensor, values: Tensor, cache: Any) -> Any:
-        try:
-            cache.update(keys, values, self.layer_idx + 1)
-        except Exception:
-            keys = keys * 3
-        return super().update(keys, values, cache)
-
-
-class TwoLayers(cached_models.Attention):
-    def update(self, keys: Tensor, values: Tensor, cache: Any) -> Any:
-        cache.update(keys, values, self.layer_idx)
-        return cache.update(keys, values, cached_models.LAYERS - 1 - self.layer_idx)
-
-
-class ChangesKeys(cached_models.Attention):
-    def update(self, keys: Tensor, values: Tensor, cache: Any) -> Any:
-        keys, values = super().update(keys, values, cache)
-        return keys.mul_(2), values
-
-
-UPDATES: dict[str, Update] = {
-    "as it is": lambda own, keys, values, cache: _updates(keys, values, cache, own.layer_idx),
-    "by number": lambda own, keys, values, cache: _updates(
-        keys * (1 + (own.layer_idx == 3)), values, cache, own.layer_idx
-    ),
-    "one layer for all": lambda own, keys, values, cache: _updates(keys, values, cache, 2),
-    "reversed": lambda own, keys, values, cache: _updates(
-        keys, values, cache, cached_models.LAYERS - 1 - own.layer_idx
-    ),
-    "one without": lambda own, keys, values, cache: (
-        (keys, values) if own.layer_idx == 3 else _updates(keys, values, cache, own.layer_idx)
-    ),
-    "first layer is read": lambda own, keys, values, cache: _updates(
-        keys + cache.layers[0].keys.sum(), values, cache, own.layer_idx
-    ),
-    "last layer is read": lambda own, keys, values, cache: _updates(
-        keys + cache.layers[4].keys.sum(), values, cache, own.layer_idx
-    ),
-}
-
-
-def _with_update(update: Update) -> type[cached_models.Attention]:
-    return type("Updates", (cached_models.Attention,), {"update": update})
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [*map(_with_update, UPDATES.values()), AddsToCache, CatchesUpdate, TwoLayers, ChangesKeys],
-    ids=[*UPDATES, "count", "error", "two layers", "keys in place"],
-)
-def test_blocks_with_a_cache(checked: Checked, kind: type[cached_models.Attention]) -> None:
-    checked(
-        lambda: cached_models.made(cached_models.Model, kind),
-        cached_models.example(),
-        dynamic_shapes=None,
-    )
-
-
-def _model(**methods: Callable[..., Any]) -> type[cached_models.Model]:
-    return type("Model", (cached_models.Model,), methods)
-
-
-def _filled(change: Callable[[list[Any]], Any]) -> type[cached_models.Model]:
-    """Returns a model whose cache is made of what becomes of the past."""
-    return _model(made=lambda own, past: cached_models.Model.made(own, change(past)))
-
-
-def _given_back(change: Callable[[list[Any]], Any]) -> type[cached_models.Model]:
-    return _model(results=lambda own, cache: change(cached_models.Model.results(own, cache)))
-
-
-def _scaled(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    return keys * 2, values
-
-
-def _writes_between(own: Any, block: nn.Module, x: Tensor, cache: Any, number: int) -> Any:
-    if number == 3:
-        cache.layers[4].keys = cache.layers[4].keys * 2
-    return block(x, cache=cache)
-
-
-def _writes_in_place(own: Any, block: nn.Module, x: Tensor, cache: Any, number: int) -> Any:
-    if number == 4:
-        cache.layers[3].keys.mul_(2)
-    return block(x, cache=cache)
-
-
-def _gives_the_second(own: Any, block: nn.Module, x: Tensor, cache: Any, number: int) -> Any:
-    return block(x, cache=cache, extra=cache.layers[1].keys)
-
-
-def _gives_the_fourth(own: Any, block: nn.Module, x: Tensor, cache: Any, number: int) -> Any:
-    return block(x, cache=cache, extra=cache.layers[3].keys)
-
-
-CACHES: dict[str, type[cached_models.Model]] = {
-    "one for two": _filled(lambda past: [*past[:4], past[3]]),
-    "one is computed": _filled(lambda past: [*past[:4], _scaled(*past[4])]),
-    "new": _model(made=lambda own, past: cached_models.DynamicCache()),
-    "layer is read": _model(after=lambda own, x, cache: x + cache.layers[3].keys.sum()),
-    "layer is changed": _model(call=_writes_between),
-    "layer is changed in place": _model(call=_writes_in_place),
-    "second layer for all": _model(call=_gives_the_second),
-    "fourth layer for all": _model(call=_gives_the_fourth),
-    "some results": _given_back(lambda results: results[:3]),
-    "result twice": _given_back(lambda results: [*results, results[3]]),
-    "one result is scaled": _given_back(lambda results: [*results[:4], _scaled(*results[4])]),
-    "all results are scaled": _given_back(lambda results: [_scaled(*layer) for layer in results]),
-}
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_models_with_a_cache(checked: Checked, name: str) -> None:
-    checked(lambda: cached_models.made(CACHES[name]), cached_models.example(), dynamic_shapes=None)
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        (torch.rand(2, 6, WIDTH), torch.rand(2, 6, WIDTH)),
-        (torch.rand(2, 4, WIDTH).double(), torch.rand(2, 4, WIDTH)),
-        (torch.rand(2, 0, WIDTH), torch.rand(2, 0, WIDTH)),
-    ],
-)
-def test_layers_of_a_cache_that_differ(checked: Checked, layer: Any) -> None:
-    x, past = cached_models.example()
-    checked(cached_models.made, (x, [*past[:4], layer]), dynamic_shapes=None)
 
 
 # --- What is left of it ---

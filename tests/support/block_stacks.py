@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDTH = 8
+BLOCKS = 7
+LAST = 5
+"""The block that does something else, which a shared trace passes over."""
 
 
 class Block(nn.Module):
@@ -58,3 +61,33 @@ def stack(
 ) -> nn.Module:
     torch.manual_seed(0)
     return model(*(kind(number) for number in range(blocks))).eval()
+
+
+def factor(count: int) -> int:
+    """Returns what the last block but one multiplies by, and others."""
+    return 2 if count % BLOCKS == LAST else 1
+
+
+def doubled(*arguments: Any) -> Any:
+    return 2 * arguments[-1]
+
+
+class ReadsNumber(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        return y * factor(self.number)
+
+
+class ReadsPrecision(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        return y * 2 if torch.get_float32_matmul_precision() == "high" else y
+
+
+class KeepsResult(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        self.kept = super().compute(y)
+        return self.kept
+
+
+class Negated(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
