@@ -80,7 +80,7 @@ class Forms:
         self._traits: dict[OpOverload, _Traits] = {}
         self._numbers: dict[Any, int] = {}
         self.layouts: dict[Any, Any] = {}
-        """By form and strides of its tensors, the layouts of its results."""
+        """By form, and strides and offset of its tensors, the layouts of its results."""
 
     def traits(self, operator: OpOverload) -> _Traits:
         """Returns what is known of an operator."""
@@ -229,13 +229,13 @@ class OperatorLog(TorchDispatchMode):
         real = self._has_values and sum(not tensor.is_meta for tensor in tensors)
         if real and real == len(tensors):
             return operator(*args, **kwargs)  # Of constants alone.
-        key = form, *[tensor.stride() for tensor in tensors]
+        key = form, *[(tensor.stride(), tensor.storage_offset()) for tensor in tensors]
         if reused and (layouts := self._forms.layouts.get(key)) is not None:
             return _made(layouts)
         if real:
             args, kwargs = pytree.tree_map_only(Tensor, without_values, (args, kwargs))
         result = operator(*args, **kwargs)
-        if reused:
+        if reused and not any(tensor.storage_offset() for tensor in _tensors(result)):
             self._forms.layouts[key] = _layouts(result)
         return result
 
