@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -113,9 +113,9 @@ def passes_to(form: Form, findings: Findings) -> list[ir.passes.PassBase]:
     """Returns the passes to a form, which fill in the findings."""
     target, link = form.target, form.link_weights
     steps: list[ir.passes.PassBase | None] = [
-        FoldWeightCasts(link=link),
+        FoldWeights(passes.fold_weight_casts, link=link),
         KeepTransposedWeights() if link and target.takes_transposed_weights else None,
-        FoldWeightTransposes(link=link),
+        FoldWeights(passes.fold_weight_transposes, link=link),
         FoldStackedWeights(),
         NameNodesByModule(),
         RecordLayers(findings),
@@ -147,15 +147,15 @@ class Step(ir.passes.InPlacePass):
         """Changes the graph."""
 
 
-class FoldWeightCasts(Step):
-    """Makes a cast of a weight, as autocast leaves it, the weight itself."""
+class FoldWeights(Step):
+    """Makes what is computed of a weight alone the weight itself: a cast, or a transpose."""
 
-    def __init__(self, *, link: bool) -> None:
-        self._link = link
+    def __init__(self, fold: Callable[..., None], *, link: bool) -> None:
+        self._fold, self._link = fold, link
 
     def change(self, model: ir.Model) -> None:
-        """Folds casts, but with ``link`` of no weight that lies in a file."""
-        passes.fold_weight_casts(model, link=self._link)
+        """Folds, but with ``link`` no weight that lies in a file."""
+        self._fold(model, link=self._link)
 
     def ensures(self, model: ir.Model) -> None:
         """Weights are declared as they are."""
@@ -172,21 +172,6 @@ class KeepTransposedWeights(Step):
     def change(self, model: ir.Model) -> None:
         """Removes transposes, and says so in the nodes' attributes."""
         keep_transposed_weights(model)
-
-
-class FoldWeightTransposes(Step):
-    """Makes a transposed weight the weight itself; with ``link``, of no matrix in a file."""
-
-    def __init__(self, *, link: bool) -> None:
-        self._link = link
-
-    def change(self, model: ir.Model) -> None:
-        """Folds transposes."""
-        passes.fold_weight_transposes(model, link=self._link)
-
-    def ensures(self, model: ir.Model) -> None:
-        """Weights are declared as they are."""
-        _check_weights(model)
 
 
 class FoldStackedWeights(Step):

@@ -33,7 +33,6 @@ from dynamo_moe.tracing import (
     private_exporter,
     remembered_operators,
     remembered_sizes,
-    shorter_passes,
 )
 
 __all__ = [
@@ -336,13 +335,29 @@ decomposing = ProcessState(_cheap_tracing, _sizes_of_one)
 """How PyTorch traces single operators of a traced program."""
 
 
+def _without_regions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes no regions of a program where it switches gradients on and off.
+
+    PyTorch's pass would take the program apart, and put it together again with a graph for each.
+    """
+
+    def regions(gm: fx.GraphModule, graph_signature: Any) -> Any:
+        for node in list(gm.graph.nodes):
+            if node.target is torch._C._set_grad_enabled:
+                gm.graph.erase_node(node)
+        # The graphs of branches and loops are left to it.
+        return original(gm, graph_signature)
+
+    return regions
+
+
 @contextlib.contextmanager
 def _gradients_ignored() -> Iterator[None]:
     if missing() is not None:
         yield
         return
     name = "replace_set_grad_with_hop_pass"
-    with replaced(_gradients, name, shorter_passes.gradients_ignored):
+    with replaced(_gradients, name, _without_regions):
         yield
 
 
