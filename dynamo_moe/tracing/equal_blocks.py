@@ -288,7 +288,7 @@ class _StackLog:
         signature = []
         start, stop = inside.start, inside.stop
         for record in log.operators.records[span.records.start : span.records.stop]:
-            if any(owner not in inside for owner in record.writes):
+            if any(memory not in span.memories for memory in record.writes):
                 return None, ()
             uses = []
             for value in record.uses:
@@ -298,7 +298,8 @@ class _StackLog:
                     if value not in names:
                         names[value] = name(value)
                     uses.append(names[value])
-            writes = [None, *(owner - start for owner in record.writes)] if record.writes else ()
+            written = [memory - span.memories.start for memory in record.writes]
+            writes = [None, *written] if written else ()
             signature.append((record.form, *uses, *writes))
         return (span.autocast, *signature), tuple(externals)
 

@@ -37,12 +37,14 @@ class Span:
     Attributes:
         records: Its records in the log, from one number up to another.
         values: Its results, likewise.
+        memories: What of its results has memory of its own, likewise.
         autocast: The dtypes that PyTorch casts to around the block, by device: tensors without
             values are not cast, so no operator of the log shows it.
     """
 
     records: range
     values: range
+    memories: range
     autocast: Mapping[str, torch.dtype]
 
 
@@ -188,16 +190,21 @@ def _running() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _spans_noted(log: OperatorLog, spans: Mapping[int, list[Span]]) -> Iterator[None]:
-    begun: list[tuple[int, int, Mapping[str, torch.dtype]]] = []
+    begun: list[tuple[int, int, int, Mapping[str, torch.dtype]]] = []
 
     def begin(module: nn.Module, _: Any) -> None:
         if id(module) in spans:
-            begun.append((len(log.records), log.values, _autocast()))
+            begun.append((len(log.records), log.values, log.memories, _autocast()))
 
     def end(module: nn.Module, _: Any, __: Any) -> None:
         if id(module) in spans:
-            record, value, autocast = begun.pop()
-            span = Span(range(record, len(log.records)), range(value, log.values), autocast)
+            record, value, memory, autocast = begun.pop()
+            span = Span(
+                range(record, len(log.records)),
+                range(value, log.values),
+                range(memory, log.memories),
+                autocast,
+            )
             spans[id(module)].append(span)
 
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)

@@ -32,6 +32,8 @@ _RESHAPING = frozenset(
     getattr(_aten, name).default
     for name in ("_reshape_alias", "_unsafe_view", "expand", "reshape", "view")
 )
+# What code has just made of numbers is nobody else's, though its schema says a view.
+_FRESH = frozenset({_aten.lift.default, _aten.lift_fresh.default})
 _RESHAPE, _SLICE = "reshape", "slice"
 # Where a tensor is made says nothing about its values.
 _DEVICE_OPTIONS = frozenset({"device", "pin_memory"})
@@ -44,7 +46,7 @@ class Record(NamedTuple):
         form: The number of the operator, its plain arguments, and its tensors' shapes and dtypes.
         uses: The tensors among its arguments, as numbers of values.
         results: The number of the first value that it returned.
-        writes: The values that own the memory which it changed in place.
+        writes: The memory that it changed in place, by number.
     """
 
     form: int
@@ -104,6 +106,8 @@ class OperatorLog(TorchDispatchMode):
         records: What ran.
         origins: By number (-1 is the first), what a value is that no operator of the log returned.
         values: How many results there are.
+        memories: How many operators' results have memory of their own: it is numbered from 0 on,
+            that of a value which was there before by the value.
     """
 
     def __init__(self, forms: Forms, most_records: int | None = None) -> None:
@@ -116,15 +120,13 @@ class OperatorLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[Record] = []
         self.origins: list[Any] = []
-        self.values = 0
+        self.values = self.memories = 0
         self._forms, self._most_records = forms, most_records
         self._by_origin: dict[Any, int] = {}
         self._numbers: dict[int, int] = {}
-        self._owners: dict[int, int] = {}
+        self._memory: dict[int, int] = {}
         # Whether any tensor of the log may have values, as constants have.
         self._has_values = False
-        # The values that several tensors have.
-        self._several: set[int] = set()
         # An id names an object only while it lives.
         self._alive: list[Any] = []
 
@@ -134,7 +136,7 @@ class OperatorLog(TorchDispatchMode):
 
     def add_origin(self, tensor: Tensor, origin: Any) -> None:
         """Gives a tensor a name that is equal in the logs that are compared."""
-        self._numbers[id(tensor)] = self._number_of(origin)
+        self._numbers[id(tensor)] = self._memory[id(tensor)] = self._number_of(origin)
         self._alive.append(tensor)
         self._has_values |= not tensor.is_meta
 
@@ -180,29 +182,30 @@ class OperatorLog(TorchDispatchMode):
             # Where a slice ends, and which size of a shape is -1, can be said in several ways.
             place = (args[1:3], args[4:]) if traits.view == _SLICE else ()
             form = self._forms.number((traits.view, *key[1:2], place, result.shape))
+        viewed = None if traits.viewed is None else _tensors(args[traits.viewed])[0]
         if traits.same_values or (traits.view and result.shape == uses[0].shape):
-            self._several.add(numbers[0])
-            self._numbers[id(result)] = numbers[0]
-            self._alive.append(result)
+            if viewed is None and not writes:
+                self._memory.pop(id(result), None)  # Of a constant, which it may be itself.
+            self._add_tensor(result, numbers[0], viewed)
             return result
         self.records.append(Record(form, numbers, self.values, writes))
         if self._most_records is not None and len(self.records) > self._most_records:
             raise RuntimeError(f"more than {self._most_records} operators run")
-        owner = None if traits.viewed is None else self._owner(_tensors(args[traits.viewed])[0])
         for tensor in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._add_result(tensor, owner)
+                self._add_tensor(tensor, self.values, viewed)
+                self.values += 1
         return result
 
-    def _add_result(self, tensor: Tensor, owner: int | None) -> None:
-        earlier = self._numbers.get(id(tensor))  # One that was changed in place.
-        if owner is None and earlier is not None:
-            owner = self._owners.get(earlier, earlier)
-        if owner is not None:
-            self._owners[self.values] = owner
-        self._numbers[id(tensor)] = self.values
+    def _add_tensor(self, tensor: Tensor, number: int, viewed: Tensor | None) -> None:
+        """Adds a result: a view of a tensor, or one that was changed in place, or a new one."""
+        if viewed is not None:
+            self._memory[id(tensor)] = self._memory[id(viewed)]
+        elif id(tensor) not in self._memory:
+            self._memory[id(tensor)] = self.memories
+            self.memories += 1
+        self._numbers[id(tensor)] = number
         self._alive.append(tensor)
-        self.values += 1
 
     def _description(self, value: Any, uses: list[Tensor]) -> Any:
         """Returns what is equal for arguments of one form; collects the tensors among them."""
@@ -234,26 +237,23 @@ class OperatorLog(TorchDispatchMode):
             return _made(layouts)
         if real:
             args, kwargs = pytree.tree_map_only(Tensor, without_values, (args, kwargs))
+        if "device" in kwargs:  # A model may name the one that it is on.
+            kwargs = {**kwargs, "device": META}
         result = operator(*args, **kwargs)
         if reused and not any(tensor.storage_offset() for tensor in _tensors(result)):
             self._forms.layouts[key] = _layouts(result)
         return result
 
-    def _owner(self, tensor: Tensor) -> int:
-        """Returns the value that owns the memory of a tensor."""
-        number = self.number(tensor)
-        return self._owners.get(number, number)
-
     def _written(self, tensor: Tensor) -> int:
-        """Returns the value that owns the memory of a tensor which is changed in place.
+        """Returns the memory of a tensor that is changed in place.
 
         Raises:
             RuntimeError: If it is a constant's, whose values would be changed.
         """
-        owner = self._owner(tensor)
-        if owner < 0 and not tensor.is_meta and owner not in self._several:
+        memory = self._memory[id(tensor)]
+        if memory < 0 and not tensor.is_meta:
             raise RuntimeError("a constant is changed in place")
-        return owner
+        return memory
 
 
 def _tensors(arguments: Any) -> list[Tensor]:
@@ -280,7 +280,7 @@ def _traits(operator: OpOverload, number: int) -> _Traits:
     return _Traits(
         number,
         tuple(argument for argument, info in marked.items() if info.is_write),
-        viewed[0] if viewed else None,
+        viewed[0] if viewed and operator not in _FRESH else None,
         takes_device and not takes_tensors,
         operator in _SAME_VALUES,
         _SLICE if operator is _aten.slice.Tensor else _RESHAPE if operator in _RESHAPING else "",
@@ -292,7 +292,7 @@ def _constant(tensor: Tensor) -> Any:
     layout = "constant", tensor.dtype, tensor.shape, tensor.stride()
     if tensor.is_meta:
         return *layout, id(tensor)
-    numbers: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    numbers: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return *layout, hashlib.sha256(numbers).digest()
 
 

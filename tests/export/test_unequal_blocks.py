@@ -259,6 +259,15 @@ class ChangesInput(Block):
         return super().forward(x)
 
 
+class ChangesCopy(Block):
+    """All but one change a copy of what they have computed."""
+
+    def compute(self, y: Tensor) -> Tensor:
+        z = y.detach() if self.number == LAST else y.clone()
+        z.add_(1)
+        return y * z
+
+
 class ChangesOwnTensor(Block):
     def compute(self, y: Tensor) -> Tensor:
         return y.clone().mul_(2).add_(y)
@@ -321,8 +330,8 @@ class MakesConstants(Block):
     "kind",
     [
         ReadsNumber, ReadsDictionary, Dumps, Copies, HasSlots, OverDictionary, DecidesWhatIsRead,
-        WritesAttribute, WritesBuffer, KeepsResult, ChangesInput, ChangesOwnTensor, Logs,
-        ReadsPrecision, ReadsItem, ReadsSize, Selects, Checkpoints, ByTable, OfConstants,
+        WritesAttribute, WritesBuffer, KeepsResult, ChangesInput, ChangesCopy, ChangesOwnTensor,
+        Logs, ReadsPrecision, ReadsItem, ReadsSize, Selects, Checkpoints, ByTable, OfConstants,
         MakesConstants,
     ],
 )  # fmt: skip
