@@ -25,11 +25,11 @@ class StandinGpu:
         self.context = driver.create_context(driver.add_device(self.architecture.capability))
         driver.set_context(self.context)
 
-    def program(self, case: Case, **flags: bool) -> Program:
+    def program(self, case: Case, tf32: bool = False, **flags: bool) -> Program:
         """The case's program, its weights laid out as flags say; registers its kernels."""
-        layer = layer_of(case)
-        layout = replace(layer.shape.layout, **flags)
-        planned = plan(replace(layer, shape=replace(layer.shape, layout=layout)), self.architecture)
+        shape = layer_of(case).shape
+        shape = replace(shape, layout=replace(shape.layout, **flags))
+        planned = plan(replace(layer_of(case), shape=shape, tf32=tf32), self.architecture)
         program = uncompiled_program(planned)
         self.interpreted.register(planned, program)
         for kernel in program.kernels:
