@@ -1,4 +1,4 @@
-"""What a dropless MoE layer computes: the PyTorch operators and their oracle.
+"""Dropless MoE layers: the PyTorch operators and their oracle.
 
 Importing this package registers ``torch.ops.moe.dropless``, ``torch.ops.moe.experts`` and
 ``torch.ops.moe.rms_norm``.

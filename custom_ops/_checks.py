@@ -31,13 +31,13 @@ def remembered(check: Callable[..., R]) -> Callable[..., R]:
     def checked(*arguments: Any, **options: Any) -> R:
         looks = [(a.shape, a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments]
         key = (*looks, *options.items())
-        found = results.get(key)
-        if found is None:
-            found = check(*arguments, **options)
+        result = results.get(key)
+        if result is None:
+            result = check(*arguments, **options)
             if len(results) >= _REMEMBERED:
                 results.clear()
-            results[key] = found
-        return found
+            results[key] = result
+        return result
 
     return checked
 
@@ -158,7 +158,7 @@ def check_routing(x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
-    """Checks what is normalised and its weight.
+    """Checks the arguments of the RMS norm.
 
     Raises:
         ValueError: If a shape, a device or ``eps`` does not fit.
@@ -229,7 +229,7 @@ def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], why
 
 
 def _is_offloaded(x: Tensor, w1: Tensor) -> bool:
-    """Whether the experts are in host memory, of which the device takes what it needs."""
+    """Whether the experts are in host memory, from which the device takes those it needs."""
     return w1.device.type == "cpu" and x.device.type == "cuda"
 
 

@@ -5,7 +5,7 @@ that :class:`custom_ops.kernels.layer.Layer` does not take, and for more slots t
 count. Those wait for the device, so a CUDA graph cannot capture them.
 
 Weights whose memory is (out, in) or (in, out) are read as they lie. Other strides are copied at
-every call, and so is what does not begin at a multiple of 16 bytes.
+every call, and so are tensors that do not begin at a multiple of 16 bytes.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k.
 """
@@ -38,7 +38,7 @@ def forward(
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> Tensor:
-    """Computes what :func:`custom_ops._grouped.forward` computes."""
+    """Computes the same as :func:`custom_ops._grouped.forward`."""
     plan = _plan(x_TD.device, **layer_fields(x_TD, routing, parameters, options, router))
     if plan is None or x_TD.shape[0] > plan.ranges[-1].last:
         return _grouped.forward(x_TD, routing, parameters, options, router)
@@ -52,7 +52,7 @@ def forward_routed(
     options: ExpertOptions,
     router: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes what :func:`custom_ops._grouped.forward_routed` computes."""
+    """Computes the same as :func:`custom_ops._grouped.forward_routed`."""
     plan = _plan(x_TD.device, **layer_fields(x_TD, routing, parameters, options, router))
     if plan is None or x_TD.shape[0] > plan.ranges[-1].last:
         return _grouped.forward_routed(x_TD, routing, parameters, options, router)
@@ -104,7 +104,7 @@ def layer_fields(
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> dict[str, Any]:
-    """Returns what :func:`layer_of` makes the layer of a call from, to look up what it has made."""
+    """Returns the arguments of :func:`layer_of` for a call, by which its layers are cached."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
     experts, width, hidden = w2_EDH.shape
     routing_dtype, weights_dtype, *_ = [None if t is None else t.dtype for t in routing.values()]
@@ -155,7 +155,7 @@ def layer_of(
 def readable(
     x_TD: Tensor, routing: Mapping[str, Any], parameters: ExpertWeights
 ) -> dict[str, Tensor]:
-    """Returns what a launch reads, by name; a weight that is transposed as the memory has it."""
+    """Returns a launch's inputs by name; a weight that is transposed as the memory has it."""
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
     w1, w2 = _as_it_lies(w1_EFD), _as_it_lies(w2_EDH)
     tensors = {"x": x_TD, **routing, "w1": w1, "b1": b1_EF, "w2": w2, "b2": b2_ED}

@@ -32,7 +32,7 @@ def experts_backward(
     *,
     train_parameters: bool,
 ) -> tuple[Tensor, ...]:
-    """Computes what :func:`custom_ops._grouped.experts_backward` computes."""
+    """Computes the same as :func:`custom_ops._grouped.experts_backward`."""
     routing = {"expert_ids": ids_TK, "expert_weights": weights_TK}
     fields = layer_fields(x_TD, routing, parameters, options)
     plan = _plan(x_TD.device, train_parameters, **fields)

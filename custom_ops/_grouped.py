@@ -39,8 +39,8 @@ def forward(
         routing: The operator's ``router_weight``, ``router_bias`` and ``selection_bias``, or
             ``expert_ids [T, K]`` and ``expert_weights [T, K]``.
         parameters: The experts' parameters.
-        options: What an expert computes.
-        router: What the router computes.
+        options: The experts' options.
+        router: The router's options.
 
     Returns:
         ``[T, D]`` in x's dtype.
@@ -65,7 +65,7 @@ def forward_routed(
     options: ExpertOptions,
     router: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes ``torch.ops.moe.dropless`` and what its backward pass needs.
+    """Computes ``torch.ops.moe.dropless``, and the routing for its backward pass.
 
     Returns:
         y as :func:`forward`; the router's choice ``expert_ids [T, K]`` int32 and ``expert_weights
@@ -114,11 +114,11 @@ def _forward_block(
 
     # Slot order, which Tensor.sum does not promise.
     rows_N = torch.arange(len(order_N), device=order_N.device)
-    place_NK = torch.empty_like(order_N).index_copy_(0, order_N, rows_N)
-    first_T, *rest = place_NK.view_as(ids_TK).unbind(dim=1)
+    row_of_slot_N = torch.empty_like(order_N).index_copy_(0, order_N, rows_N)
+    first_T, *later = row_of_slot_N.view_as(ids_TK).unbind(dim=1)
     y_TD = rows_ND.index_select(0, first_T)
-    for place_T in rest:
-        y_TD += rows_ND.index_select(0, place_T)
+    for row_T in later:
+        y_TD += rows_ND.index_select(0, row_T)
     if options.residual:
         y_TD += x_TD
     return y_TD
@@ -233,7 +233,7 @@ def _sort_slots(ids_TK: Tensor, experts: int) -> tuple[Tensor, list[tuple[int, s
 
 
 def _residual_gradient(dy_TD: Tensor, dtype: torch.dtype, options: ExpertOptions) -> Tensor:
-    """Returns what the residual passes to x, ``[T, D]``: contiguous, and the caller's to add to."""
+    """Returns the residual's gradient of x, ``[T, D]``: contiguous, and the caller's to add to."""
     if options.residual:
         return dy_TD.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return dy_TD.new_zeros(dy_TD.shape, dtype=dtype)

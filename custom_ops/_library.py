@@ -1,4 +1,4 @@
-"""What the files of the ops share: the library ``moe``, the options' derivatives and autocast."""
+"""Shared by the files of the ops: the library ``moe``, the options' derivatives and autocast."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def with_options(options: tuple[Option, ...]) -> Callable[[_F], _F]:
 
     def decorate(function: _F) -> _F:
         signature = inspect.signature(function)
-        *own, _ = signature.parameters.values()
+        *positional, _ = signature.parameters.values()
         described: Any = function
-        described.__signature__ = signature.replace(parameters=[*own, *keywords])
+        described.__signature__ = signature.replace(parameters=[*positional, *keywords])
         described.__doc__ = list_options(function.__doc__, options)
         described.__keywords__ = frozenset(row.name for row in options)
         return function
@@ -67,13 +67,13 @@ def with_options(options: tuple[Option, ...]) -> Callable[[_F], _F]:
     return decorate
 
 
-def check_keywords(function: Any, given: dict[str, Any]) -> None:
+def check_keywords(function: Any, options: dict[str, Any]) -> None:
     """Checks the keywords of a function made by :func:`with_options`, as Python does.
 
     Raises:
         TypeError: If there is no such option.
     """
-    for name in given:
+    for name in options:
         if name not in function.__keywords__:
             raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
 

@@ -154,7 +154,7 @@ def _dropless_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 @torch.library.impl(LIBRARY, "dropless", "CUDA")
 def _dropless_forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     forward = offload_calls.forward_of(x, arguments[1])
-    return forward(*_given(x, *arguments, **options)).view_as(x)
+    return forward(*_checked_call(x, *arguments, **options)).view_as(x)
 
 
 @torch.library.register_fake("moe::dropless_routed", lib=LIBRARY)
@@ -174,11 +174,11 @@ def _dropless_routed_fake(x: Tensor, *arguments: Any, **options: Any) -> tuple[T
 def _dropless_routed(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     check_trainable(x, arguments[1])
     forward = _cuda.forward_routed if x.is_cuda else _grouped.forward_routed
-    y_TD, ids_TK, weights_TK = forward(*_given(x, *arguments, **options))
+    y_TD, ids_TK, weights_TK = forward(*_checked_call(x, *arguments, **options))
     return y_TD.view_as(x), ids_TK, weights_TK
 
 
-def _given(
+def _checked_call(
     x: Tensor,
     router_weight: Tensor,
     w1: Tensor,
@@ -190,7 +190,7 @@ def _given(
     selection_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor | None], ExpertWeights, ExpertOptions, RouterOptions]:
-    """Checks a call, and returns what the implementations take."""
+    """Checks a call, and returns the implementations' arguments."""
     router_options, expert_options = _check_eagerly(
         x, router_weight, w1, b1, w2, b2, top_k, router_bias, selection_bias, **options
     )
@@ -219,11 +219,11 @@ def _dropless_backward_fake(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     _check(x, router_weight, w1, b1, w2, b2, expert_ids.shape[-1], router_bias, **options)
-    own = ExpertWeights(w1, b1, w2, b2)
+    weights = ExpertWeights(w1, b1, w2, b2)
     return (
         x.new_empty(x.shape),
         router_weight.new_empty(router_weight.shape),
-        *_grouped.parameter_gradients_fake(own, needed=parameters),
+        *_grouped.parameter_gradients_fake(weights, needed=parameters),
         router_weight.new_empty(0 if router_bias is None else router_bias.shape),
     )
 
@@ -319,7 +319,7 @@ def _keep_the_choice(context: Callable[[], AbstractContextManager[None]]) -> Non
     def autograd(*arguments: Any, **options: Any) -> Tensor:
         y: Tensor
         if torch.is_grad_enabled() and any(
-            each.requires_grad for each in arguments if isinstance(each, Tensor)
+            argument.requires_grad for argument in arguments if isinstance(argument, Tensor)
         ):
             y, _, _ = dropless_routed(*arguments, **options)
             return y

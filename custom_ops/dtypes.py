@@ -16,7 +16,7 @@ IDS = (torch.int32, torch.int64)
 #: A dtype's place is its code in a bundle; None: there is no such tensor.
 CODES: tuple[torch.dtype | None, ...] = (None, *KERNEL_FLOATS, *IDS, torch.uint8)
 
-#: Triton's names of what a kernel's pointers point to.
+#: Triton's names of the elements that a kernel's pointers point to.
 SHORT_NAMES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
     torch.float16: "fp16",

@@ -1,4 +1,4 @@
-"""What an MoE layer is, for all that describe one: kernels, nodes, bodies, records."""
+"""The description of an MoE layer that kernels, nodes, bodies and records share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class LayerShape:
         top_k: K, experts per token; the router's where there is one.
         tokens_dtype: Dtype of x and y.
         weight_format: How w1 and w2 are stored; with it come the dtypes of b1, b2 and the operands.
-        options: What an expert computes.
-        router: What the router computes, or None where routing comes from outside
+        options: The experts' options.
+        router: The router's options, or None where routing comes from outside
             (``moe::experts``).
         routing_dtype: Dtype of ``router_weight``; without a router, of ``expert_ids``.
         weights_dtype: Dtype of ``router_bias``, None if there is none; without a router, of

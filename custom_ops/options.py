@@ -35,7 +35,7 @@ class Bounds:
     """The numbers that an option takes: ``low`` to ``high``, both included.
 
     Attributes:
-        text: What such a number is called in an error.
+        text: The phrase for such a number in an error.
         low: The least.
         high: The greatest.
     """
@@ -57,7 +57,7 @@ class Flag:
 
     Attributes:
         bit: Set for True, or for the second of two names.
-        name: What the flag is called, if not like the option.
+        name: The flag's name, if not the option's.
     """
 
     bit: int
@@ -82,7 +82,7 @@ class Option:
         name: The keyword argument of the operators, or for a layout the field of the layer.
         type: ``str``, ``bool``, ``int`` or ``float``.
         default: Its default.
-        doc: What it does.
+        doc: A sentence on its effect.
         slot: Where a bundle's record of a layer holds it.
         names: The values of a ``str``.
         bounds: The values of an ``int`` or a ``float``; None: any number.
@@ -103,7 +103,7 @@ class Option:
 
     @property
     def description(self) -> str:
-        """What it does and, for a ``str``, what it may be."""
+        """Its effect and, for a ``str``, its values."""
         names = ", ".join(f"``{name}``" for name in self.names)
         return f"One of {names}. {self.doc}" if names else self.doc
 
@@ -114,11 +114,11 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """What its flag in a bundle's record is called, where it has one."""
+        """The name of its flag in a bundle's record, where it has one."""
         return (isinstance(self.slot, Flag) and self.slot.name) or self.name
 
     def code(self, value: Any) -> int:
-        """Returns what stands for anything but a float in a bundle's record."""
+        """Returns the number that stands for anything but a float in a bundle's record."""
         return self.names.index(value) if self.names else int(value)
 
     def check(self, value: Any) -> None:
@@ -150,11 +150,11 @@ def _option(default: _V, doc: str, **row: Any) -> _V:
 def options_of(record: Any) -> tuple[Option, ...]:
     """Returns the options among the fields of a record's class, in order."""
     rows: list[Option] = []
-    for each in fields(record):
-        if each.metadata:
-            default: Any = each.default
-            rest: dict[str, Any] = {"attribute": each.name, **each.metadata}
-            rows.append(Option(each.name, type(default), default, **rest))
+    for option_field in fields(record):
+        if option_field.metadata:
+            default: Any = option_field.default
+            row: dict[str, Any] = {"attribute": option_field.name, **option_field.metadata}
+            rows.append(Option(option_field.name, type(default), default, **row))
     return tuple(rows)
 
 
@@ -179,7 +179,7 @@ def _documented(record: _C) -> _C:
 
 
 class Options:
-    """What the records of options have in common."""
+    """The base class of the records of options."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -269,7 +269,7 @@ class RouterOptions(Options):
         return self.topk_group < self.n_group
 
     def rules(self, experts: int) -> Iterator[tuple[bool, str]]:
-        """Yields what must hold for a number of experts: conditions, and what to say if not."""
+        """Yields the conditions for a number of experts, and the errors if they do not hold."""
         choice = experts
         if self.group_scoring != "none":
             size = experts // self.n_group
@@ -400,7 +400,7 @@ LAYOUT_OPTIONS = options_of(WeightLayout)
 
 
 class ExpertKeywords(TypedDict, total=False):
-    """The fields of :class:`ExpertOptions`, for type checkers: what ``experts`` is called with."""
+    """The fields of :class:`ExpertOptions`, for type checkers: the keywords of ``experts``."""
 
     activation: str
     gated: bool
@@ -432,7 +432,7 @@ class Size:
         name: The field of :class:`custom_ops.kernels.layer.Layer`.
         symbol: Its letter.
         attribute: The attribute of the ONNX nodes, and the plugin's field.
-        doc: What it is.
+        doc: A description.
         slot: Where a bundle's record of a layer holds it.
     """
 

@@ -1,4 +1,4 @@
-"""How the experts' weights are stored, and what is computed with them.
+"""How the experts' weights are stored, and the dtypes that they are computed in.
 
 Whatever depends on it asks the :class:`WeightFormat` of a layer: the kernels' tile loader and
 buffers, the ONNX body's loader, a bundle's record. docs/how-to/add_a_weight_format.md says what a
@@ -24,7 +24,7 @@ class StoredTensor:
     """One of the tensors that store a weight.
 
     Attributes:
-        suffix: What its name has behind the weight's; ``""`` for the first tensor.
+        suffix: Appended to the weight's name; ``""`` for the first tensor.
         dtype: Dtype of its elements.
         block: The (out, in) sizes of the part of an expert's matrix that an element stands for;
             :data:`OPEN` where formats of one name differ in them.

@@ -1,4 +1,4 @@
-"""The GPU architectures that the kernels are compiled for, and what each can do."""
+"""The GPU architectures that the kernels are compiled for, and the features of each."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def architecture(name: str | int) -> Architecture:
     text = str(name).removeprefix("sm_")
     known = ARCHITECTURES.get(int(text)) if text.isdecimal() else None
     if known is None:
-        names = ", ".join(each.name for each in ARCHITECTURES.values())
+        names = ", ".join(supported.name for supported in ARCHITECTURES.values())
         raise ValueError(f"architecture must be one of {names}; got {name!r}")
     return known
 
 
 def nearest_architecture(major: int, minor: int) -> Architecture:
-    """Returns what to plan by on a device: its own architecture, else the nearest older one.
+    """Returns the architecture to plan for on a device: its own, else the nearest older one.
 
     It has no dependent launch where the environment variable ``DYNAMO_MOE_DEPENDENT_LAUNCH`` is 0.
 

@@ -31,12 +31,12 @@ def kernel_of(
     architecture: Architecture,
     grid: Sequence[IntLike],
     launch: Mapping[str, int],
-    **own: Argument | float | str,
+    **kernel_arguments: Argument | float | str,
 ) -> KernelSpec:
     """Returns the launch of one of a layer's kernels.
 
-    What means the same in every kernel is known by the name of its parameter: pointers to tensors
-    and buffers, T, E, K, D and H, the wave and R, and options in capital letters.
+    Arguments that mean the same in every kernel are known by their parameters' names: pointers to
+    tensors and buffers, T, E, K, D and H, the wave and R, and options in capital letters.
 
     Args:
         function: The Triton kernel.
@@ -45,19 +45,23 @@ def kernel_of(
         grid: Programs along x, y and z; 1 along those left out.
         launch: ``num_warps``, ``num_stages`` if not 1, and the block's sizes, such as ``block_m``
             for the constant ``BLOCK_M``.
-        own: The kernel's other arguments; they also replace those known by name.
+        kernel_arguments: The kernel's other arguments; they also replace those known by name.
 
     Raises:
-        ValueError: If the kernel has a parameter that is neither in ``own`` nor known by name, or
-            lacks one that is in ``own``.
+        ValueError: If the kernel has a parameter that is neither in ``kernel_arguments`` nor known
+            by name, or lacks one that is in ``kernel_arguments``.
     """
     arguments = _arguments(layer, architecture)
-    for name, value in ({size.upper(): launch[size] for size in launch} | own).items():
+    for name, value in ({size.upper(): launch[size] for size in launch} | kernel_arguments).items():
         arguments[name] = value if isinstance(value, Argument) else Constant(value)
     x, y, z = map(Expression.of, (*grid, 1, 1)[:3])
     return KernelSpec(
         function,
-        {name: arguments[name] for name in (*function.arg_names, *own) if name in arguments},
+        {
+            name: arguments[name]
+            for name in (*function.arg_names, *kernel_arguments)
+            if name in arguments
+        },
         grid=(x, y, z),
         num_warps=launch["num_warps"],
         num_stages=launch.get("num_stages", 1),
@@ -72,7 +76,7 @@ def first_product(layer: Layer) -> dict[str, Argument]:
 
 
 def sum_of_results(layer: Layer) -> dict[str, Argument]:
-    """Returns what the sum of results adds: x for the residual and routing weights, or None."""
+    """Returns the arguments of the sum of results: x for the residual, routing weights, or None."""
     x = TensorPointer("x", layer.shape.tokens_dtype)
     return {
         "x_ptr": x if layer.shape.options.residual else _ABSENT,
@@ -108,7 +112,9 @@ def _arguments(layer: Layer, architecture: Architecture) -> dict[str, Argument]:
     records = filter(None, (layer.shape.router, layer.shape.options))
     constants = {
         **layer.shape.sizes,
-        **{row.name.upper(): getattr(each, row.name) for each in records for row in each.rows},
+        **{
+            row.name.upper(): getattr(record, row.name) for record in records for row in record.rows
+        },
         "PRECISION": "tf32" if layer.tf32 else "ieee",
         "W1_TRANSPOSED": layer.shape.layout.w1_transposed,
         "W2_TRANSPOSED": layer.shape.layout.w2_transposed,

@@ -1,13 +1,13 @@
 """The gradients of a layer's experts over sorted rows, without float atomics.
 
-What the forward pass computed between the products is computed again. Each expert's parameters get
+The values between the forward pass's products are computed again. Each expert's parameters get
 their gradient from its rows in the order of the tokens; each token sums its rows in slot order, by
 :mod:`custom_ops.kernels.combine`. Their torch reference is
 :func:`custom_ops._grouped.experts_backward`.
 
 Legend: T tokens, D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k,
 N = T*K slots, of which R have an expert and so a row. ``u`` is the first product with the norm's
-scale, ``z = factor * u + b1`` what the activation takes; the factor is the routing weight where
+scale, ``z = factor * u + b1`` the activation's input; the factor is the routing weight where
 that is on the input, else 1.
 """
 
@@ -76,7 +76,7 @@ def hidden_gradient_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes ``hidden`` again, ``dz``, and by tiles of hidden units what slots' gradients sum."""
+    """Computes ``hidden`` again, ``dz``, and slots' gradients, to be summed over tiles of units."""
     dtype = dz_ptr.dtype.element_ty
     F: tl.constexpr = 2 * H if GATED else H
     # Rows that alternate are read together, for loads of whole lines. Others have an accumulator

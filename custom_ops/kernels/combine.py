@@ -54,8 +54,8 @@ def combine_kernel(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
 
 
-def combine_step(layer: Layer, architecture: Architecture, **own: Argument) -> Step:
-    """The last stage: the buffer ``rows`` to y; ``own`` replaces arguments of the kernel."""
+def combine_step(layer: Layer, architecture: Architecture, **kernel_arguments: Argument) -> Step:
+    """The last stage: the buffer ``rows`` to y; ``kernel_arguments`` replace those by name."""
     # A thread of a warp takes 16 bytes at a time; a program 4096 elements of y.
     block_d = min(512, triton.next_power_of_2(layer.shape.width))
     block_t = max(1, 4096 // block_d)
@@ -65,6 +65,6 @@ def combine_step(layer: Layer, architecture: Architecture, **own: Argument) -> S
         architecture,
         (cdiv(T, block_t), cdiv(D, block_d)),
         {"block_t": block_t, "block_d": block_d, "num_warps": 4},
-        **sum_of_results(layer) | own,
+        **sum_of_results(layer) | kernel_arguments,
     )
     return Step((), (spec,))

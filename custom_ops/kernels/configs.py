@@ -21,10 +21,10 @@ from custom_ops.kernels.layer import Layer, power_of_2
 from custom_ops.kernels.spec import MAX_TOKENS
 
 _FEW_TOKENS = 16
-# What a stage of the vector products reads: with this under way in each of a multiprocessor's
-# programs, memory is busy; the sums of more do not fit into registers.
+# Bytes that a stage of the vector products reads: with these under way in each of a
+# multiprocessor's programs, memory is busy; the sums of more do not fit into registers.
 _FEW_BYTES = 16 * 1024
-# What memory delivers at a time.
+# Bytes that memory delivers at a time.
 _LINE_BYTES = 128
 # Reading an expert's weights again for a second slot costs up to this much more traffic before
 # sorting the slots, which is one launch more, pays.
@@ -41,7 +41,7 @@ _FUSED_BYTES = 1024 * 1024
 _FUSED_TOKENS = 1024
 # Vector products read the weight once per token, from L2; beyond this, tiles of 16 tokens win.
 _VECTOR_BYTES = 16 * 1024 * 1024
-# What a thread loads of the weight in one stage of the vector products.
+# Bytes of the weight that a thread loads in one stage of the vector products.
 _VECTOR_THREAD_BYTES = 64
 _STAGE_BYTES = 24 * 1024
 # Elements of a float32 weight that a thread splits in one stage, above which registers run out.
@@ -120,7 +120,7 @@ class MlpConfig:
 
 @dataclass(frozen=True)
 class RangeConfig:
-    """What runs up to a number of tokens.
+    """The path and the blocks up to a number of tokens.
 
     Attributes:
         last_tokens: Most tokens.
@@ -175,7 +175,7 @@ def ranges_for(layer: Layer, architecture: Architecture) -> tuple[RangeConfig, .
 
 
 def shape_key(layer: Layer) -> str:
-    """Returns what a measured configuration is looked up by: all that changes its speed.
+    """Returns the key of a measured configuration: all that changes its speed.
 
     Biases and the kind of activation do not.
     """
@@ -457,14 +457,14 @@ def _tuned(name: str) -> dict[str, tuple[RangeConfig, ...]]:
 def read_ranges(ranges: list[dict[str, Any]]) -> tuple[RangeConfig, ...]:
     """Returns the configurations that :func:`write_ranges` wrote."""
 
-    def read(each: dict[str, Any]) -> RangeConfig:
-        config = _CONFIGS[each["path"]]
-        blocks = {name: each[name] and config(**each[name]) for name in ("up", "down")}
-        return RangeConfig(**each | blocks)
+    def read(entry: dict[str, Any]) -> RangeConfig:
+        config = _CONFIGS[entry["path"]]
+        blocks = {name: entry[name] and config(**entry[name]) for name in ("up", "down")}
+        return RangeConfig(**entry | blocks)
 
     return tuple(map(read, ranges))
 
 
 def write_ranges(ranges: tuple[RangeConfig, ...]) -> list[dict[str, Any]]:
     """Returns configurations as JSON's types."""
-    return [asdict(each) for each in ranges]
+    return [asdict(config) for config in ranges]

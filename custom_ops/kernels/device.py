@@ -1,4 +1,4 @@
-"""What several kernels do on the device."""
+"""Functions of several kernels, on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def load_block(ptrs, inside, WHOLE: tl.constexpr):
-    """Loads a block, with zeros for what is not inside; masked only if it is not WHOLE."""
+    """Loads a block, with zeros outside; masked only if it is not WHOLE."""
     if WHOLE:
         block = tl.load(ptrs)
     else:

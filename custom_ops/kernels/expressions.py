@@ -114,7 +114,7 @@ def maximum(a: IntLike, b: IntLike) -> Expression:
 
 # The number of tokens, and a layer's sizes.
 T, E, K, D, H = (Expression("symbol", value=name) for name in "TEKDH")
-# The index of a wave, in what is launched in each.
+# The index of a wave, for the launches in it.
 W_INDEX = Expression("symbol", value="wave")
 
 

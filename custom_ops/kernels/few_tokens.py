@@ -26,7 +26,7 @@ from custom_ops.kernels.layer import Layer
 from custom_ops.kernels.spec import Buffer, Constant, Step, WorkspacePointer
 from custom_ops.kernels.weights import place_of, weights_at
 
-# What the products of a wave write, and their sum reads.
+# The rows that the products of a wave write, and their sum reads.
 _FLOAT32_ROWS = WorkspacePointer("rows", torch.float32)
 
 

@@ -366,7 +366,7 @@ def _product(
     architecture: Architecture,
     config: GemmConfig,
     weights: Literal["w1", "w2"],
-    **own: Argument,
+    **kernel_arguments: Argument,
 ) -> KernelSpec:
     columns, gates = (H, layer.shape.options.rows_per_hidden) if weights == "w1" else (D, 1)
     tiles = max_tiles(config.block_m, layer.resident_experts or E)
@@ -375,7 +375,7 @@ def _product(
         itemsize = layer.shape.weight_format.operand_dtype.itemsize
         at_once = _programs_at_once(architecture, config, gates, itemsize)
         programs = minimum(programs, architecture.multiprocessors * at_once)
-    own[weights] = weights_of(
+    kernel_arguments[weights] = weights_of(
         layer, weights, config.block_n, config.block_k, tensor_maps=config.tensor_maps
     )
     return kernel_of(
@@ -385,7 +385,7 @@ def _product(
         (programs,),
         asdict(config),
         BLOCK_E=triton.next_power_of_2(layer.shape.experts),
-        **own,
+        **kernel_arguments,
     )
 
 

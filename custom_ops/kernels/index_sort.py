@@ -26,7 +26,7 @@ from custom_ops.kernels.spec import Argument, Buffer, KernelSpec, Step, Workspac
 
 
 class SortedSlots(NamedTuple):
-    """What the sort writes, int32.
+    """The tables that the sort writes, int32.
 
     Attributes:
         slot_of_row: ``[N]``; the slot of row r, for the first R rows.
@@ -44,7 +44,7 @@ class SortedSlots(NamedTuple):
 
 
 def index_sort_reference(ids_N: Tensor, experts: int, block_m: int) -> SortedSlots:
-    """What the kernels compute, in torch; ``slot_of_row`` has R elements, unused tiles row -1.
+    """The kernels' results, in torch; ``slot_of_row`` has R elements, unused tiles row -1.
 
     Args:
         ids_N: Expert ids; one outside ``0..experts-1`` names no expert.
@@ -298,13 +298,15 @@ def index_sort_step(
         "num_warps": 4,
     }
 
-    def spec(function: Any, programs: IntLike, **own: Argument) -> KernelSpec:
-        return kernel_of(function, layer, architecture, (programs,), launch, **own)
+    def spec(function: Any, programs: IntLike, **kernel_arguments: Argument) -> KernelSpec:
+        return kernel_of(function, layer, architecture, (programs,), launch, **kernel_arguments)
 
     if one_program:
         return Step(outputs, (spec(sort_kernel, 1),))
     counts_ptr = WorkspacePointer("slot_counts", torch.int32)
     programs = minimum(cdiv(T * K, block_n), min(_MAX_PROGRAMS, _COUNTS // block_e))
     slot_counts = Buffer("slot_counts", torch.int32, programs * E)
-    kernels = (spec(each, programs, counts_ptr=counts_ptr) for each in (count_kernel, place_kernel))
+    kernels = (
+        spec(kernel, programs, counts_ptr=counts_ptr) for kernel in (count_kernel, place_kernel)
+    )
     return Step((slot_counts, *outputs), tuple(kernels))

@@ -1,6 +1,6 @@
 """The Python launcher: runs a plan with Triton's JIT on a GPU, or its interpreter on a CPU.
 
-What a call needs of a plan and its number of tokens is worked out once. Triton's JIT compiles a
+The launches of a plan for a number of tokens are worked out once. Triton's JIT compiles a
 kernel at its first launch; it would look it up by all its arguments at each later one, which takes
 longer than a small layer runs, so these start the compiled kernel itself, with addresses.
 """
@@ -34,8 +34,8 @@ from custom_ops.kernels.spec import (
 # Triton compiles for pointers to multiples of it, and apart for others.
 _ALIGNMENT = 16
 
-# What the arguments of a call's launches are taken from: the addresses of tensors and buffers by
-# name, and all else by number.
+# The values that the arguments of a call's launches are taken from: the addresses of tensors and
+# buffers by name, and all else by number.
 _Values = dict[str | int, Any]
 
 
@@ -45,7 +45,7 @@ def launch(
     """Runs a plan, writing its results among ``tensors``, on the current stream.
 
     Args:
-        plan: What to run.
+        plan: The plan.
         tensors: The operator's by argument, and the results, such as y, each contiguous; x and y
             are ``[T, D]``, and all on the current device. One under the name of a workspace buffer
             takes that buffer's place: it has its dtype and at least its size.
@@ -63,7 +63,7 @@ def launch(
 
 
 def launch_kernel(spec: KernelSpec, tensors: Mapping[str, Tensor]) -> None:
-    """Runs a kernel that needs no workspace, writing what it writes of ``tensors``.
+    """Runs a kernel that needs no workspace; its results are among ``tensors``.
 
     Args:
         spec: The kernel; its symbols are T alone.
@@ -77,7 +77,7 @@ def launch_kernel(spec: KernelSpec, tensors: Mapping[str, Tensor]) -> None:
 def bound_kernel(
     spec: KernelSpec, sizes: Mapping[str, int]
 ) -> Callable[[Mapping[str, Tensor]], None]:
-    """Returns what launches a kernel on the current stream, given everything it takes by name.
+    """Returns a function that launches a kernel on the current stream, given its tensors by name.
 
     Args:
         spec: The kernel.
@@ -99,11 +99,11 @@ def bound_kernel(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel, and what Triton's JIT made of it on each device.
+    """A kernel, and Triton's compiled form of it on each device.
 
     Attributes:
         spec: The kernel.
-        descriptors: By parameter, what returns a tensor map's descriptor for an address.
+        descriptors: By parameter, a function from an address to a tensor map's descriptor.
         compiled: By the device's index, for aligned addresses.
     """
 
@@ -131,12 +131,12 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is launched for a number of tokens.
+    """The launches for a number of tokens.
 
     Attributes:
         launches: The launches, in order.
         constants: The values that are the same at every call.
-        maps: The numbers of tensor maps, their tensors, and what returns their descriptors.
+        maps: The numbers of tensor maps, their tensors, and the functions of their descriptors.
         workspace_size: Bytes of the workspace.
         offsets: Where the workspace's buffers begin.
     """
@@ -205,38 +205,38 @@ def _prepared(
 
 def _start(prepared: _Prepared, tensors: Mapping[str, Tensor], workspace: Tensor) -> None:
     base = workspace.data_ptr()
-    given: _Values = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    aligned = reduce(or_, given.values(), base) % _ALIGNMENT == 0
+    addresses: _Values = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    aligned = reduce(or_, addresses.values(), base) % _ALIGNMENT == 0
     buffers: _Values = {name: base + offset for name, offset in prepared.offsets}
-    values = {**prepared.constants, **buffers, **given}
+    values = {**prepared.constants, **buffers, **addresses}
     for number, tensor, descriptor in prepared.maps:
         values[number] = descriptor(values[tensor])
     device = tensors["x"].get_device()
     hooked = _has_launch_hooks()
     stream = None
-    for each in prepared.launches:
-        kernel = each.kernel
+    for kernel_launch in prepared.launches:
+        kernel = kernel_launch.kernel
         compiled = kernel.compiled.get(device) if aligned else None
         if compiled is None or kernel.spec.function.pre_run_hooks:
-            found = _start_by_jit(each, prepared, tensors, workspace)
-            if aligned and _serves_all_calls(kernel.spec, found):
-                kernel.compiled[device] = found
+            jit_compiled = _start_by_jit(kernel_launch, prepared, tensors, workspace)
+            if aligned and _serves_all_calls(kernel.spec, jit_compiled):
+                kernel.compiled[device] = jit_compiled
             continue
         if stream is None:
             stream = driver.active.get_current_stream(device)
         if hooked:
-            compiled[each.grid](*each.arguments(values), stream=stream)
+            compiled[kernel_launch.grid](*kernel_launch.arguments(values), stream=stream)
             continue
-        # The same without what hooks are told, which takes 3 us a launch; this takes 1.
+        # The same without the hooks' metadata, which takes 3 us a launch; this takes 1.
         compiled.run(
-            *each.grid,
+            *kernel_launch.grid,
             stream,
             compiled.function,
             compiled.packed_metadata,
             None,
             None,
             None,
-            *each.arguments(values),
+            *kernel_launch.arguments(values),
         )
 
 
@@ -257,12 +257,12 @@ def _serves_all_calls(spec: KernelSpec, compiled: Any) -> bool:
 
 
 def _start_by_jit(
-    each: _Launch, prepared: _Prepared, tensors: Mapping[str, Tensor], workspace: Tensor
+    kernel_launch: _Launch, prepared: _Prepared, tensors: Mapping[str, Tensor], workspace: Tensor
 ) -> Any:
-    """Launches a kernel as Triton documents it, by tensors; returns what the JIT compiled."""
-    spec, offsets = each.kernel.spec, dict(prepared.offsets)
+    """Launches a kernel as Triton documents it, by tensors; returns the JIT's compiled kernel."""
+    spec, offsets = kernel_launch.kernel.spec, dict(prepared.offsets)
     arguments: dict[str, Any] = {}
-    for (name, argument), key in zip(spec.arguments.items(), each.keys, strict=True):
+    for (name, argument), key in zip(spec.arguments.items(), kernel_launch.keys, strict=True):
         match argument:
             case TensorPointer(tensor) | StatePointer(tensor):
                 arguments[name] = tensors[tensor]
@@ -277,7 +277,7 @@ def _start_by_jit(
                 arguments[name] = TensorDescriptor(tensors[tensor], *lists)
             case _:
                 arguments[name] = prepared.constants[key]
-    return spec.function[each.grid](
+    return spec.function[kernel_launch.grid](
         **arguments,
         num_warps=spec.num_warps,
         num_stages=spec.num_stages,
@@ -289,7 +289,7 @@ def _start_by_jit(
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a tensor descriptor reads of a tensor."""
+    """The attributes that a tensor descriptor reads of a tensor."""
 
     address: int
     dtype: torch.dtype

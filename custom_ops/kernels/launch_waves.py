@@ -1,4 +1,4 @@
-"""The Python launcher of plans in waves: what runs on which stream, and what waits for what."""
+"""The Python launcher of plans in waves: which launch is on which stream, and waits for which."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Enqueued:
         spec: Its kernel.
         start: Launches it on the current stream, given tensors and buffers by name.
         side: Whether it is on the second stream.
-        after: The places, among the call's launches, of those on the other stream that must have
+        after: The indices, among the call's launches, of those on the other stream that must have
             ended.
     """
 
@@ -44,16 +44,16 @@ def enqueued(plan: ForwardPlan, tokens: int) -> tuple[Enqueued, ...]:
     last_of_side = None
     for wave in range(span.waves.evaluate(sizes)):
         of_wave = {**sizes, "wave": wave}
-        for place, each in enumerate(span.wave):
-            if 0 in (axis.evaluate(of_wave) for axis in each.kernel.grid):
+        for index, launch in enumerate(span.wave):
+            if 0 in (axis.evaluate(of_wave) for axis in launch.kernel.grid):
                 continue
-            after = tuple(latest[other] for other in each.after if other in latest)
-            if each.side:
+            after = tuple(latest[awaited] for awaited in launch.after if awaited in latest)
+            if launch.side:
                 after = (forked, *after) if last_of_side is None else after
                 last_of_side = len(calls)
-            latest[place] = len(calls)
-            start = bound_kernel(each.kernel, of_wave)
-            calls.append(Enqueued(each.kernel, start, each.side, after))
+            latest[index] = len(calls)
+            start = bound_kernel(launch.kernel, of_wave)
+            calls.append(Enqueued(launch.kernel, start, launch.side, after))
     joined = () if last_of_side is None else (last_of_side,)
     calls += [_on_main(spec, sizes, joined) for spec in span.epilogue]
     return tuple(calls)
@@ -73,7 +73,7 @@ def launch_in_waves(
     """Runs a plan that has waves, on the current stream and a second one.
 
     Args:
-        plan: What to run.
+        plan: The plan.
         tensors: As for :func:`custom_ops.kernels.launch.launch`, but that w1 and w2 may be in
             pinned host memory.
         state: uint8 ``[plan.state_size]``, aligned to 256: zeros, or as the last call left it. If a
@@ -90,14 +90,14 @@ def launch_in_waves(
     calls = enqueued(plan, tokens)
     memory = dict(call_memory(plan, tensors, state, workspace))
     if side is None:
-        for each in calls:
-            each.start(memory)
+        for call in calls:
+            call.start(memory)
         return
     main = torch.cuda.current_stream()
     try:
         _launch_on_streams(calls, memory, main, side)
     except BaseException:
-        # What the second stream still reads goes back to this one.
+        # The memory that the second stream still reads goes back to this one.
         main.wait_stream(side)
         raise
 
@@ -108,16 +108,16 @@ def _launch_on_streams(
     main: torch.cuda.Stream,
     side: torch.cuda.Stream,
 ) -> None:
-    awaited = {place for each in calls for place in each.after}
+    awaited = {index for call in calls for index in call.after}
     ended: dict[int, torch.cuda.Event] = {}
-    for place, each in enumerate(calls):
-        stream = side if each.side else main
-        for other in each.after:
-            stream.wait_event(ended[other])
-        with torch.cuda.stream(side) if each.side else nullcontext():
-            each.start(memory)
-        if place in awaited:
-            ended[place] = stream.record_event()
+    for index, call in enumerate(calls):
+        stream = side if call.side else main
+        for earlier in call.after:
+            stream.wait_event(ended[earlier])
+        with torch.cuda.stream(side) if call.side else nullcontext():
+            call.start(memory)
+        if index in awaited:
+            ended[index] = stream.record_event()
 
 
 def call_memory(
@@ -128,32 +128,37 @@ def call_memory(
     A tensor under the name of a buffer takes its place.
     """
     tokens = tensors["x"].shape[0]
-    size, of_workspace, of_state = _places(plan, tokens)
+    size, of_workspace, of_state = _extents(plan, tokens)
     if state.nbytes < of_state[-1][-1]:
         raise ValueError(f"the layer's state takes {plan.state_size} bytes, got {state.nbytes}")
     if workspace is None:
         workspace = torch.empty(size, dtype=torch.uint8, device=tensors["x"].device)
-    for memory, places in ((workspace, of_workspace), (state, of_state)):
-        for name, dtype, first, last in places:
+    for memory, extents in ((workspace, of_workspace), (state, of_state)):
+        for name, dtype, first, last in extents:
             yield name, memory[first:last].view(dtype)
     yield from tensors.items()
 
 
 # A buffer's name, its dtype, and where in memory it is.
-_Place = tuple[str, torch.dtype, int, int]
+_Extent = tuple[str, torch.dtype, int, int]
 
 
 @lru_cache(maxsize=256)
-def _places(plan: ForwardPlan, tokens: int) -> tuple[int, list[_Place], list[_Place]]:
-    """Returns the bytes of the workspace, and the places of its buffers and of the state's."""
+def _extents(plan: ForwardPlan, tokens: int) -> tuple[int, list[_Extent], list[_Extent]]:
+    """Returns the bytes of the workspace, and the extents of its buffers and of the state's."""
     sizes = {**plan.layer.shape.sizes, "T": tokens}
     span = plan.at(tokens)
 
-    def places(buffers: tuple[Buffer, ...], offsets: Mapping[str, int]) -> list[_Place]:
+    def extents(buffers: tuple[Buffer, ...], offsets: Mapping[str, int]) -> list[_Extent]:
         return [
-            (each.name, each.dtype, first := offsets[each.name], first + each.size.evaluate(sizes))
-            for each in buffers
+            (
+                buffer.name,
+                buffer.dtype,
+                first := offsets[buffer.name],
+                first + buffer.size.evaluate(sizes),
+            )
+            for buffer in buffers
         ]
 
     offsets = span.offsets(sizes)
-    return offsets[""], places(span.buffers, offsets), places(plan.state, plan.state_offsets())
+    return offsets[""], extents(span.buffers, offsets), extents(plan.state, plan.state_offsets())

@@ -1,4 +1,4 @@
-"""What the kernels must know of an MoE layer before they are compiled."""
+"""The properties of an MoE layer that its kernels are compiled for."""
 
 from __future__ import annotations
 

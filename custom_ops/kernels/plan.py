@@ -22,7 +22,7 @@ from custom_ops.kernels.spec import MAX_SLOTS, ForwardPlan, KernelSpec, Step, To
 
 @lru_cache(maxsize=256)
 def plan(layer: Layer, architecture: Architecture) -> ForwardPlan:
-    """Returns what runs for a layer on an architecture.
+    """Returns the launches of a layer on an architecture.
 
     Router, norm, index sort, first product, second product, combination; few tokens need no sort,
     small widths have both products in one kernel. Where only some of the experts are resident,
@@ -65,7 +65,7 @@ def _launches(steps: Iterable[Step]) -> tuple[KernelSpec, ...]:
 def _stages(
     layer: Layer, architecture: Architecture, config: RangeConfig, first_tokens: int
 ) -> tuple[list[Step], list[Step], list[Step]]:
-    """Returns what comes ahead of the experts' products, these, and what follows them."""
+    """Returns the steps ahead of the experts' products, the products, and the steps behind them."""
     last_tokens = config.last_tokens
     in_waves = layer.resident_experts is not None
     ahead = []

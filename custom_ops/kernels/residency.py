@@ -256,7 +256,7 @@ def residency_step(layer: Layer, architecture: Architecture, block_m: int | None
     block_e = max(32, power_of_2(layer.shape.experts))
     names = ("copy_expert", "place_of_expert", "wave_of_expert")
     buffers = [Buffer(name, torch.int32, E) for name in names]
-    own: dict[str, Argument | float | str] = {
+    kernel_arguments: dict[str, Argument | float | str] = {
         "copy_expert_ptr": WorkspacePointer("copy_expert", torch.int32)
     }
     unused: tuple[str, ...]
@@ -267,10 +267,12 @@ def residency_step(layer: Layer, architecture: Architecture, block_m: int | None
         waves_at_most = -(-layer.shape.experts // slots)
         buffers.append(Buffer("wave_tiles", torch.int32, Expression.of(waves_at_most + 1)))
         unused = ("expert_ids_ptr", "row_of_slot_ptr")
-    own.update(dict.fromkeys(unused, Constant(None)))
-    state = {each.name: StatePointer(each.name, each.dtype) for each in state_buffers(layer)}
+    kernel_arguments.update(dict.fromkeys(unused, Constant(None)))
+    state = {
+        buffer.name: StatePointer(buffer.name, buffer.dtype) for buffer in state_buffers(layer)
+    }
     for name in ("slot_of_expert", "expert_of_slot", "last_use", "clock"):
-        own[f"{name}_ptr"] = state[name]
+        kernel_arguments[f"{name}_ptr"] = state[name]
     launch = {
         "block_m": block_m or 1,
         "block_n": _SLOTS_AT_ONCE,
@@ -278,7 +280,7 @@ def residency_step(layer: Layer, architecture: Architecture, block_m: int | None
         "block_r": max(32, power_of_2(slots)),
         "num_warps": 4,
     }
-    spec = kernel_of(residency_kernel, layer, architecture, (1,), launch, **own)
+    spec = kernel_of(residency_kernel, layer, architecture, (1,), launch, **kernel_arguments)
     return Step(tuple(buffers), (spec,))
 
 
@@ -297,12 +299,12 @@ def wave_launches(
         copies = [[*copies[0], *copies[1]]]
     wave: list[WaveLaunch] = []
     for copied, product in zip(copies, products, strict=True):
-        place = len(wave) + len(copied)
+        product_index = len(wave) + len(copied)
         # The streams run in order: the first copy waits for the last wave's product, which waits
         # for its last copy.
-        afters = [(place,), *[()] * (len(copied) - 1)]
+        afters = [(product_index,), *[()] * (len(copied) - 1)]
         wave += [WaveLaunch(c, side=True, after=a) for c, a in zip(copied, afters, strict=True)]
-        wave.append(WaveLaunch(product, side=False, after=(place - 1,)))
+        wave.append(WaveLaunch(product, side=False, after=(product_index - 1,)))
     return tuple(wave)
 
 

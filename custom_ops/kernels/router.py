@@ -61,7 +61,7 @@ def _tile_logits(
     split into three such. Others are upcast, and never rounded to TF32: that would change which
     experts a token gets.
     """
-    # What a bfloat16 leaves of a float32 is this much smaller, at least. A power of two.
+    # The rest that a bfloat16 leaves of a float32 is this much smaller, at least. A power of two.
     SCALE: tl.constexpr = 256.0
     d = tl.arange(0, BLOCK_D)
     x_ptrs = x_ptr + token.to(tl.int64)[:, None] * D + d[None, :]
@@ -304,7 +304,7 @@ def route_kernel(
     """Routes BLOCK_T tokens; BLOCK_E is at least the layer's expert_places."""
     wait_for_previous(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    # What lies beyond the last token or expert reads that one's row and is not stored.
+    # Tokens and experts beyond the last one read its row and are not stored.
     read = tl.minimum(token, tokens - 1)
     expert, _ = _expert_at(tl.arange(0, BLOCK_E), E, N_GROUP, BLOCK_E)
     expert = tl.minimum(expert, E - 1)
@@ -415,11 +415,13 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
     )
     programs = cdiv(T, config.block_t), cdiv(E, config.block_e)
     if config.path == "fused":
-        own = {**product, **selection}
-        fused = kernel_of(route_kernel, layer, architecture, programs[:1], asdict(config), **own)
+        arguments = {**product, **selection}
+        fused = kernel_of(
+            route_kernel, layer, architecture, programs[:1], asdict(config), **arguments
+        )
         return Step(chosen, (fused,))
     logits: dict[str, Argument] = {"logits_ptr": WorkspacePointer("router_logits", torch.float32)}
-    own, of_select = {**product, **logits}, {**selection, **logits}
+    product_arguments, selection_arguments = {**product, **logits}, {**selection, **logits}
     experts = layer.expert_places
     # Eight keys for each thread of four warps.
     block_t = max(1, 1024 // experts)
@@ -427,7 +429,21 @@ def router_step_with(layer: Layer, architecture: Architecture, config: RouterCon
     return Step(
         (Buffer("router_logits", torch.float32, T * E), *chosen),
         (
-            kernel_of(router_logits_kernel, layer, architecture, programs, asdict(config), **own),
-            kernel_of(select_kernel, layer, architecture, (cdiv(T, block_t),), select, **of_select),
+            kernel_of(
+                router_logits_kernel,
+                layer,
+                architecture,
+                programs,
+                asdict(config),
+                **product_arguments,
+            ),
+            kernel_of(
+                select_kernel,
+                layer,
+                architecture,
+                (cdiv(T, block_t),),
+                select,
+                **selection_arguments,
+            ),
         ),
     )

@@ -37,7 +37,7 @@ def row_scale_kernel(
     """Computes ``row_scale[t] = 1 / sqrt(mean(x[t] ** 2) + EPS)``."""
     wait_for_previous(PDL)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    # What lies beyond the last token reads that one's row and is not stored.
+    # Tokens beyond the last one read its row and are not stored.
     row = tl.minimum(token, tokens - 1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     x_ptrs = x_ptr + row[:, None] * D + d[None, :]

@@ -161,7 +161,7 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Step:
-    """A stage of the forward pass: what it launches, and the buffers that it writes."""
+    """A stage of the forward pass: its launches, and the buffers that it writes."""
 
     buffers: tuple[Buffer, ...]
     launches: tuple[KernelSpec, ...]
@@ -190,7 +190,7 @@ class WaveLaunch:
 
 @dataclass(frozen=True)
 class TokenRange:
-    """What runs for a range of token counts.
+    """The launches for a range of token counts.
 
     The launches of each stream run in order. The second stream's first launch of a call also waits
     for everything enqueued before the waves, and the epilogue for everything on the second stream.
@@ -203,7 +203,7 @@ class TokenRange:
         waves: How often :attr:`wave` runs after them.
         wave: The launches of a wave, in the order in which they are enqueued; empty where all
             experts are resident.
-        epilogue: What follows the last wave, on the call's stream.
+        epilogue: The launches after the last wave, on the call's stream.
     """
 
     first: int
@@ -216,7 +216,7 @@ class TokenRange:
 
     @classmethod
     def of(cls, first: int, last: int, steps: Iterable[Step]) -> TokenRange:
-        """Returns what runs where the steps follow one another."""
+        """Returns the range in which the steps follow one another."""
         buffers, launches = zip(*((step.buffers, step.launches) for step in steps), strict=True)
         return cls(first, last, tuple(chain(*buffers)), tuple(chain(*launches)))
 
@@ -227,7 +227,7 @@ class TokenRange:
     def kernels(self) -> Iterator[KernelSpec]:
         """Yields every launch: those ahead of the waves, those of a wave, and the epilogue."""
         yield from self.launches
-        yield from (each.kernel for each in self.wave)
+        yield from (launch.kernel for launch in self.wave)
         yield from self.epilogue
 
 
@@ -251,15 +251,15 @@ class ForwardPlan:
     state: tuple[Buffer, ...] = ()
 
     def __post_init__(self) -> None:
-        ends = [0, *(each.last for each in self.ranges)]
-        firsts = [each.first for each in self.ranges]
+        ends = [0, *(token_range.last for token_range in self.ranges)]
+        firsts = [token_range.first for token_range in self.ranges]
         if firsts != [end + 1 for end in ends[:-1]]:
             raise ValueError(f"ranges of tokens must follow one another from 1, got {self.spans}")
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """The first and last token count of each range."""
-        return [(each.first, each.last) for each in self.ranges]
+        return [(token_range.first, token_range.last) for token_range in self.ranges]
 
     def at(self, tokens: int) -> TokenRange:
         """Returns the range that a number of tokens, at least 1, falls into.
@@ -267,9 +267,9 @@ class ForwardPlan:
         Raises:
             ValueError: If the plan has none for it.
         """
-        for each in self.ranges:
-            if each.first <= tokens <= each.last:
-                return each
+        for token_range in self.ranges:
+            if token_range.first <= tokens <= token_range.last:
+                return token_range
         last = self.ranges[-1].last
         raise ValueError(f"the number of tokens must be in 1..{last}, got {tokens}")
 
@@ -278,9 +278,9 @@ class ForwardPlan:
         sizes = self.layer.shape.sizes
         return max(
             (
-                each.offsets({**sizes, "T": min(max_tokens, each.last)})[""]
-                for each in self.ranges
-                if each.first <= max_tokens
+                token_range.offsets({**sizes, "T": min(max_tokens, token_range.last)})[""]
+                for token_range in self.ranges
+                if token_range.first <= max_tokens
             ),
             default=0,
         )
@@ -301,8 +301,8 @@ class ForwardPlan:
 
     def kernels(self) -> Iterator[KernelSpec]:
         """Yields every launch of every range; equal kernels may come more than once."""
-        for each in self.ranges:
-            yield from each.kernels()
+        for token_range in self.ranges:
+            yield from token_range.kernels()
 
 
 def _offsets(buffers: Iterable[Buffer], sizes: Mapping[str, int]) -> dict[str, int]:

@@ -110,7 +110,7 @@ def weights_at(
     TRANSPOSED: tl.constexpr,
     VOLATILE: tl.constexpr = False,
 ):
-    """Returns ``w[expert, n, k]`` as float32, with zeros for what is not inside.
+    """Returns ``w[expert, n, k]`` as float32, with zeros outside.
 
     ``expert``, ``n`` and ``k`` are int64 and broadcast to the tile.
     """

@@ -1,4 +1,4 @@
-"""Layers whose experts' weights are in host memory, and what the device holds of them.
+"""Layers whose experts' weights are in host memory, and the device's cache of them.
 
 The words: such a layer is *offloaded*; R of its experts at a time are *resident*, each in a *slot*
 of the device's memory; slots and the tables of what they hold are the layer's *cache*. The kernels

@@ -27,7 +27,7 @@ class Wave:
 
 @dataclass(frozen=True)
 class Waves:
-    """What a call computes, and what it does to the cache.
+    """The experts of a call in waves, and the changes of the cache.
 
     Attributes:
         hits: Experts that had a slot, ascending.
@@ -130,17 +130,17 @@ class ExpertCache:
         return Waves(tuple(hits), tuple(misses), tuple(victims), tuple(waves))
 
     def _wave(self, experts: list[int], victims: list[int]) -> Wave:
-        places = {e: self.expert_of_slot.index(e) for e in experts if e in self.expert_of_slot}
-        copies = tuple(expert for expert in experts if expert not in places)
+        slots = {e: self.expert_of_slot.index(e) for e in experts if e in self.expert_of_slot}
+        copies = tuple(expert for expert in experts if expert not in slots)
         free = sorted(
-            set(range(self.resident)) - set(places.values()), key=lambda s: (self.last_use[s], s)
+            set(range(self.resident)) - set(slots.values()), key=lambda s: (self.last_use[s], s)
         )
         for expert, slot in zip(copies, free, strict=False):
             old = self.expert_of_slot[slot]
             if old is not None:
                 victims.append(old)
             self.expert_of_slot[slot] = expert
-            places[expert] = slot
-        for slot in places.values():
+            slots[expert] = slot
+        for slot in slots.values():
             self.last_use[slot] = self._calls
-        return Wave(places, copies)
+        return Wave(slots, copies)

@@ -37,7 +37,7 @@ _Key = tuple[int, int, int, int, int, torch.device]
 
 
 def forward_of(x: Tensor, w1: Tensor) -> Callable[..., Tensor]:
-    """Returns what computes a call, by where its tokens and its experts are."""
+    """Returns the function that computes a call, by where its tokens and its experts are."""
     if not x.is_cuda:
         return _grouped.forward
     return _cuda.forward if w1.is_cuda else forward
@@ -50,7 +50,7 @@ def forward(
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> Tensor:
-    """Computes what :func:`custom_ops._cuda.forward` computes, to the same bits.
+    """Computes the same as :func:`custom_ops._cuda.forward`, to the bit.
 
     Raises:
         ValueError: If w1 or w2 is not pinned or would have to be copied, there are no kernels for
@@ -62,11 +62,11 @@ def forward(
     fields = _cuda.layer_fields(x_TD, routing, parameters, options, router)
     tensors = _cuda.readable(x_TD, routing, parameters)
     w1_EFD, _, w2_EDH, _ = parameters
-    for name, given in (("w1", w1_EFD), ("w2", w2_EDH)):
-        if tensors[name].data_ptr() != given.data_ptr():
+    for name, weight in (("w1", w1_EFD), ("w2", w2_EDH)):
+        if tensors[name].data_ptr() != weight.data_ptr():
             raise ValueError(
                 f"{name} is in host memory, where it must be contiguous, or the transpose of what "
-                f"is, and begin at a multiple of 16 bytes; got strides {given.stride()}"
+                f"is, and begin at a multiple of 16 bytes; got strides {weight.stride()}"
             )
     cache = _cache_of(w1_EFD, w2_EDH, x_TD.device, fields["top_k"])
     plan = _plan(x_TD.device, resident_experts=cache.resident, **fields)
@@ -119,7 +119,7 @@ def default_resident_experts(experts: int, top_k: int) -> int:
 
 
 class _Cache:
-    """A layer's slots and tables on a device, and what runs its calls.
+    """A layer's slots and tables on a device, and the launcher of its calls.
 
     Attributes:
         resident: R.
@@ -136,7 +136,7 @@ class _Cache:
             self._ended = self._stream.record_event()
         # The change counts of the weights that are in the slots; None where the tables are to be
         # emptied.
-        self._held: tuple[int, int] | None = None
+        self._cached_counts: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
     def launch(
@@ -146,7 +146,7 @@ class _Cache:
         from custom_ops.kernels.launch_waves import launch_in_waves
 
         with self._lock:
-            is_valid = self._held == change_counts
+            is_valid = self._cached_counts == change_counts
             if torch.cuda.is_current_stream_capturing():
                 if not is_valid:
                     raise RuntimeError(_NOT_IN_A_CAPTURE)
@@ -154,14 +154,14 @@ class _Cache:
                 return
             stream = torch.cuda.current_stream()
             self._follow(stream)
-            self._held = None
+            self._cached_counts = None
             try:
                 if not is_valid:
                     self._state[: plan.tables_size].zero_()
                 launch_in_waves(plan, tensors, self._state, self._side)
             finally:
                 self._ended = stream.record_event()
-            self._held = change_counts
+            self._cached_counts = change_counts
 
     def _follow(self, stream: torch.cuda.Stream) -> None:
         if stream != self._stream:
@@ -180,9 +180,9 @@ _LOCK = threading.RLock()
 
 
 def _cache_of(w1: Tensor, w2: Tensor, device: torch.device, top_k: int) -> _Cache:
-    found = _CACHES.get(_key(w1, w2, device))
-    if found is not None:
-        return found
+    cache = _CACHES.get(_key(w1, w2, device))
+    if cache is not None:
+        return cache
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_NOT_IN_A_CAPTURE)
     with _LOCK:

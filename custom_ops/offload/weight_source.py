@@ -32,7 +32,7 @@ _TEXT = re.compile(r"(\d+) (\d+) (\d+) (\d+) ([0-9a-f]{8}) (/.+)", re.ASCII | re
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What tells a safetensors file from another one without reading its tensors.
+    """The identity of a safetensors file, which is found without reading its tensors.
 
     Attributes:
         file_bytes: The file's size.
@@ -114,10 +114,10 @@ class WeightSource:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads what ``str`` gives.
+        """Reads the text that ``str`` gives.
 
         Raises:
-            ValueError: If it is something else.
+            ValueError: If it is no such text.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
