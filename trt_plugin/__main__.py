@@ -20,10 +20,10 @@ def main() -> int:
     parser.add_argument("--spec", action="append", required=True, help="a layer; may be repeated")
     parser.add_argument("--arch", action="append", required=True, help="sm_90; may be repeated")
     parser.add_argument("--out", required=True, help="the bundle to write")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        layers = [trt_plugin.parse_spec(text) for text in given.spec]
-        trt_plugin.compile(layers, given.arch, given.out)
+        layers = [trt_plugin.parse_spec(text) for text in arguments.spec]
+        trt_plugin.compile(layers, arguments.arch, arguments.out)
     except (ValueError, ImportError, OSError, trt_plugin.CompileError) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 1

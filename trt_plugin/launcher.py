@@ -44,7 +44,7 @@ def find_program(bundle: bytes, layer: LayerRecord, architecture: int) -> bytes:
 
 
 class _Handle:
-    """What the library has opened; a context manager."""
+    """An object that the library has opened; a context manager."""
 
     _kind: str
 
@@ -156,7 +156,7 @@ class Cache(_Handle):
         self, program: ctypes.c_void_p, sources: tuple[str, str] | None, shared: bool
     ) -> None:
         super().__init__()
-        w1, w2 = (None, None) if sources is None else (each.encode() for each in sources)
+        w1, w2 = (None, None) if sources is None else (source.encode() for source in sources)
         call("cache_open", program, w1, w2, int(shared), ctypes.byref(self._handle))
 
     def note(self) -> str:

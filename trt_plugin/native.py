@@ -45,7 +45,7 @@ class LauncherError(RuntimeError):
 
     Attributes:
         status: One of :data:`STATUSES`.
-        message: What was wrong, without the status.
+        message: The error, without the status.
     """
 
     def __init__(self, status: str, message: str) -> None:

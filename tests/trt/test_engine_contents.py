@@ -19,7 +19,7 @@ from kernel_runs import layer_of
 from moe_cases import make_case
 from trt_plugin.bundle import Bundle, Program, read
 from trt_plugin.bundle.records import FILE_HEADER, FILE_MAGIC, VERSION
-from trt_plugin.engine import contents as contents_module
+from trt_plugin.engine import engine_file
 from trt_plugin.native import library_path
 
 
@@ -208,9 +208,7 @@ def test_false_headers_cost_no_more_than_the_bytes_they_have(tmp_path, monkeypat
         for _ in range(count)
     ]
     checked = []
-    monkeypatch.setattr(
-        contents_module, "read", lambda data: checked.append(len(data)) or read(data)
-    )
+    monkeypatch.setattr(engine_file, "read", lambda data: checked.append(len(data)) or read(data))
     found = contents(tmp_path, *claims, true, bytes(rest))
     assert [each.program for each in found.programs] == [program("sm_89")]
     assert checked == [len(true)]

@@ -1,10 +1,18 @@
-"""Bundles of compiled kernels: what is in one, reading and writing.
+"""Bundles of compiled kernels: their contents, reading and writing.
 
 docs/reference/bundle.md describes the format. The native library reads and checks bundles; nothing
 here needs PyTorch or Triton.
 """
 
-from trt_plugin.bundle.parts import Argument, Buffer, Expression, Kernel, Launch, Range, TensorMap
+from trt_plugin.bundle.launches import (
+    Argument,
+    Buffer,
+    Expression,
+    Kernel,
+    Launch,
+    Range,
+    TensorMap,
+)
 from trt_plugin.bundle.programs import Bundle, Program
 from trt_plugin.bundle.reading import BundleError, is_bundle, read
 from trt_plugin.bundle.records import PARAMETER_BYTES, SYMBOLS, TENSORS, LayerRecord
@@ -15,7 +23,7 @@ __all__ = [
     "is_bundle",
     "Bundle",
     "BundleError",
-    # What is in one
+    # Contents
     "Program",
     "LayerRecord",
     "Range",

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_plugin.bundle.parts import Buffer, Kernel, Range
+from trt_plugin.bundle.launches import Buffer, Kernel, Range
 from trt_plugin.bundle.records import LayerRecord
 from trt_plugin.bundle.writing import bundle_bytes, program_bytes
 from trt_plugin.output import write_whole
@@ -50,12 +50,12 @@ class Program:
             "bytes": len(self.data),
             "ranges": [
                 {
-                    "first": each.first,
-                    "last": each.last,
-                    "kernels": [launch.kernel for launch in each.all_launches],
-                    "workspace": {buffer.name: str(buffer.size) for buffer in each.buffers},
+                    "first": token_range.first,
+                    "last": token_range.last,
+                    "kernels": [launch.kernel for launch in token_range.all_launches],
+                    "workspace": {buffer.name: str(buffer.size) for buffer in token_range.buffers},
                 }
-                for each in self.ranges
+                for token_range in self.ranges
             ],
             "state": {buffer.name: str(buffer.size) for buffer in self.state},
             "kernels": [
@@ -105,7 +105,7 @@ class Bundle:
         }
 
     def __rich__(self) -> RenderableType:
-        """What rich prints."""
+        """The table that rich prints."""
         from trt_plugin.bundle.view import bundle_view
 
         return bundle_view(self.to_dict())

@@ -1,4 +1,4 @@
-"""Reads bundles: the native library checks them and says what is in them."""
+"""Reads bundles: the native library checks them and describes their contents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from trt_plugin.bundle.parts import Argument, Buffer, Expression, Kernel, Launch, Range, TensorMap
+from trt_plugin.bundle.launches import (
+    Argument,
+    Buffer,
+    Expression,
+    Kernel,
+    Launch,
+    Range,
+    TensorMap,
+)
 from trt_plugin.bundle.programs import Bundle, Program
 from trt_plugin.bundle.records import FILE_MAGIC, LayerRecord
 from trt_plugin.native import LauncherError, call_for_json
@@ -44,17 +52,17 @@ def read(source: str | PathLike[str] | bytes) -> Bundle:
             raise
         where = "" if isinstance(source, bytes) else f"{source}: "
         raise BundleError(f"{where}{error.message}") from None
-    return Bundle(tuple(_program(each, data) for each in programs))
+    return Bundle(tuple(_program(program, data) for program in programs))
 
 
 def _program(described: dict[str, Any], data: bytes) -> Program:
     expressions = [
-        Expression(tuple(map(tuple, each["instructions"])), each["text"])
-        for each in described["expressions"]
+        Expression(tuple(map(tuple, expression["instructions"])), expression["text"])
+        for expression in described["expressions"]
     ]
     maps = [
-        TensorMap(**each | {name: tuple(each[name]) for name in ("sizes", "strides", "box")})
-        for each in described["tensor_maps"]
+        TensorMap(**fields | {name: tuple(fields[name]) for name in ("sizes", "strides", "box")})
+        for fields in described["tensor_maps"]
     ]
     tables: dict[str, list[Any]] = {"i32": expressions, "i64": expressions, "tensor_map": maps}
 
@@ -63,22 +71,28 @@ def _program(described: dict[str, Any], data: bytes) -> Program:
 
     launches = [
         Launch(
-            kernel=each["kernel"],
-            arguments=tuple(argument(**given) for given in each["arguments"]),
-            grid=tuple(expressions[axis] for axis in each["grid"]),
-            side=each["side"],
-            after=tuple(bit for bit in range(32) if each["after"] >> bit & 1),
+            kernel=launch["kernel"],
+            arguments=tuple(argument(**fields) for fields in launch["arguments"]),
+            grid=tuple(expressions[axis] for axis in launch["grid"]),
+            side=launch["side"],
+            after=tuple(bit for bit in range(32) if launch["after"] >> bit & 1),
         )
-        for each in described["launches"]
+        for launch in described["launches"]
     ]
-    buffers = [Buffer(each["name"], expressions[each["size"]]) for each in described["buffers"]]
+    buffers = [
+        Buffer(buffer["name"], expressions[buffer["size"]]) for buffer in described["buffers"]
+    ]
     return Program(
         layer=LayerRecord(**described["layer"]),
         architecture=described["architecture"],
-        ranges=tuple(_range(each, buffers, launches, expressions) for each in described["ranges"]),
-        kernels=tuple(_kernel(each, data) for each in described["kernels"]),
+        ranges=tuple(
+            _range(token_range, buffers, launches, expressions)
+            for token_range in described["ranges"]
+        ),
+        kernels=tuple(_kernel(kernel, data) for kernel in described["kernels"]),
         state=tuple(
-            Buffer(**each | {"size": expressions[each["size"]]}) for each in described["state"]
+            Buffer(**buffer | {"size": expressions[buffer["size"]]})
+            for buffer in described["state"]
         ),
     )
 

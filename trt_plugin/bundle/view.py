@@ -80,7 +80,7 @@ def layer_text(layer: dict[str, Any]) -> str:
 def _tokens(ranges: list[dict[str, Any]], kernel: int) -> str:
     """The numbers of tokens that a kernel runs for: ``1-16, 65-``."""
     spans = []
-    for used, group in groupby(ranges, key=lambda each: kernel in each["kernels"]):
+    for used, group in groupby(ranges, key=lambda token_range: kernel in token_range["kernels"]):
         consecutive = list(group)
         if used:
             last = consecutive[-1]["last"]

@@ -8,7 +8,15 @@ from typing import Generic, TypeVar
 from zlib import crc32
 
 from trt_plugin.bundle import records
-from trt_plugin.bundle.parts import Argument, Buffer, Expression, Kernel, Launch, Range, TensorMap
+from trt_plugin.bundle.launches import (
+    Argument,
+    Buffer,
+    Expression,
+    Kernel,
+    Launch,
+    Range,
+    TensorMap,
+)
 
 # Where the headers of files and of programs have the checksum.
 _CHECKSUM_AT = 24
@@ -45,11 +53,11 @@ def program_bytes(
 ) -> bytes:
     """Returns a program by itself."""
     writer = _Writer()
-    writer.state = [writer.buffer(each) for each in state]
+    writer.state = [writer.buffer(buffer) for buffer in state]
     for kernel in kernels:
         writer.kernel(kernel)
-    for each in ranges:
-        writer.range(each)
+    for token_range in ranges:
+        writer.range(token_range)
     tables = writer.tables()
     offset, directory, body = records.PROGRAM_HEADER_BYTES, b"", b""
     for name, record_bytes in records.TABLES.items():
@@ -85,14 +93,14 @@ class _Blob:
     def __init__(self, alignment: int) -> None:
         self.alignment = alignment
         self.data = b""
-        self.places: dict[bytes, int] = {}
+        self.offsets: dict[bytes, int] = {}
 
     def add(self, item: bytes) -> tuple[int, int]:
-        if item not in self.places:
+        if item not in self.offsets:
             self.data += bytes(-len(self.data) % self.alignment)
-            self.places[item] = len(self.data)
+            self.offsets[item] = len(self.data)
             self.data += item
-        return self.places[item], len(item)
+        return self.offsets[item], len(item)
 
 
 class _Writer:
@@ -110,18 +118,23 @@ class _Writer:
         self.strings = _Blob(1)
         self.images = _Blob(records.IMAGE_ALIGNMENT)
 
-    def range(self, each: Range) -> None:
-        launches = [self._launch(launch) for launch in each.all_launches]
-        waves = 0 if each.waves is None else self.expressions.add(each.waves)
+    def range(self, token_range: Range) -> None:
+        launches = [self._launch(launch) for launch in token_range.all_launches]
+        waves = 0 if token_range.waves is None else self.expressions.add(token_range.waves)
         self.ranges.append(
             (
-                *(each.first, each.last),
-                *(len(self.launches), len(each.launches), len(each.wave), len(each.epilogue)),
-                *(len(self.buffers), len(each.buffers), waves, 0),
+                *(token_range.first, token_range.last),
+                *(
+                    len(self.launches),
+                    len(token_range.launches),
+                    len(token_range.wave),
+                    len(token_range.epilogue),
+                ),
+                *(len(self.buffers), len(token_range.buffers), waves, 0),
             )
         )
         self.launches += launches
-        self.buffers += [self.buffer(buffer) for buffer in each.buffers]
+        self.buffers += [self.buffer(buffer) for buffer in token_range.buffers]
 
     def kernel(self, kernel: Kernel) -> None:
         self.kernels.append(
@@ -145,7 +158,7 @@ class _Writer:
         self.arguments += [self._argument(argument) for argument in launch.arguments]
         grid = (self.expressions.add(axis) for axis in launch.grid)
         flags = records.ON_SIDE if launch.side else 0
-        after = sum(1 << other for other in launch.after)
+        after = sum(1 << index for index in launch.after)
         return (launch.kernel, first, len(launch.arguments), *grid, flags, after)
 
     def _argument(self, argument: Argument) -> tuple[int, int]:
@@ -175,7 +188,7 @@ class _Writer:
             "buffers": _packed(records.BUFFER, self.buffers),
             "launches": _packed(records.LAUNCH, self.launches),
             "arguments": _packed(records.ARGUMENT, self.arguments),
-            "tensor maps": b"".join(_map_bytes(each) for each in self.maps.index),
+            "tensor maps": b"".join(_map_bytes(tensor_map) for tensor_map in self.maps.index),
             "kernels": _packed(records.KERNEL, self.kernels),
             "expressions": _packed(records.EXPRESSION, expressions),
             "instructions": _packed(records.INSTRUCTION, instructions),
@@ -188,19 +201,19 @@ def _packed(record: Struct, rows: Sequence[tuple[int, ...]]) -> bytes:
     return b"".join(record.pack(*row) for row in rows)
 
 
-def _map_bytes(each: TensorMap) -> bytes:
-    rank = len(each.sizes)
+def _map_bytes(tensor_map: TensorMap) -> bytes:
+    rank = len(tensor_map.sizes)
     absent = (0,) * (5 - rank)
     kinds = list(records.PARAMETER_BYTES)
-    match each.tensor:
+    match tensor_map.tensor:
         case str(tensor):
             kind, index = kinds.index("tensor"), records.TENSORS.index(tensor)
         case int(part):
             kind, index = kinds.index("state"), part
     return records.TENSOR_MAP.pack(
-        *(index, each.dtype, rank, each.swizzle),
-        *(*each.sizes, *absent),
-        *(*each.strides, *absent),
-        *(*each.box, *absent),
+        *(index, tensor_map.dtype, rank, tensor_map.swizzle),
+        *(*tensor_map.sizes, *absent),
+        *(*tensor_map.strides, *absent),
+        *(*tensor_map.box, *absent),
         *(kind, *(0,) * 6),
     )

@@ -34,7 +34,7 @@ def compile(  # noqa: A001  As torch.compile: it is called by its package's name
     progress: bool | Progress = True,
     cache: bool | str | PathLike[str] = True,
 ) -> Bundle:
-    """Compiles what layers need on architectures.
+    """Compiles the kernels of layers for architectures.
 
     Args:
         layers: The layers; those that compute the same share a program.
@@ -42,7 +42,7 @@ def compile(  # noqa: A001  As torch.compile: it is called by its package's name
         output: File to write.
         max_tokens: Most tokens that the layers will run with; kernels for more are left out.
         jobs: Number of processes. Default: one for each core.
-        progress: Whether to show a bar on standard error, or what to call instead.
+        progress: Whether to show a bar on standard error, or a function to call instead.
         cache: Whether to keep kernels in the user's cache folder, or the folder to keep them in.
 
     Returns:
@@ -54,14 +54,14 @@ def compile(  # noqa: A001  As torch.compile: it is called by its package's name
         ValueError: If there are no layers, or an architecture is unknown.
     """
     known = dict.fromkeys(architecture(name) for name in architectures)
-    given = [layers] if isinstance(layers, Layer) else layers
-    distinct = {layer_record(layer): layer.canonical() for layer in given}
+    requested = [layers] if isinstance(layers, Layer) else layers
+    distinct = {layer_record(layer): layer.canonical() for layer in requested}
     plans = [plan(layer, device) for layer in distinct.values() for device in known]
     if not plans:
         missing = "layer" if not distinct else "architecture"
         raise ValueError(f"compiling needs at least one {missing}")
     if max_tokens is not None:
-        plans = [limit_tokens(each, max_tokens) for each in plans]
+        plans = [limit_tokens(full, max_tokens) for full in plans]
     bundle = compile_plans(plans, jobs=jobs, progress=progress, cache=cache)
     if output is not None:
         bundle.save(output)
@@ -77,7 +77,9 @@ def limit_tokens(plan: ForwardPlan, most: int) -> ForwardPlan:
     if most < 1:
         raise ValueError(f"max_tokens must be at least 1, got {most}")
     ranges = (
-        replace(each, last=min(each.last, most)) for each in plan.ranges if each.first <= most
+        replace(token_range, last=min(token_range.last, most))
+        for token_range in plan.ranges
+        if token_range.first <= most
     )
     return replace(plan, ranges=tuple(ranges))
 
@@ -92,7 +94,7 @@ def compile_plans(
     """Compiles plans as they are; see :func:`compile`."""
     import triton
 
-    tasks = [task_for(kernel, each.architecture) for each in plans for kernel in each.kernels()]
+    tasks = [task_for(kernel, plan.architecture) for plan in plans for kernel in plan.kernels()]
     distinct = {task.to_json(): task for task in tasks}
     store = KernelCache(
         _folder(cache),
@@ -122,7 +124,7 @@ def compile_plans(
         report()
         compile_tasks(missing, jobs or len(os.sched_getaffinity(0)), done)
 
-    return Bundle(tuple(program_for(each, compiled) for each in plans))
+    return Bundle(tuple(program_for(plan, compiled) for plan in plans))
 
 
 def _folder(cache: bool | str | PathLike[str]) -> Path | None:

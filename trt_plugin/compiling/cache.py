@@ -22,9 +22,9 @@ def default_folder() -> Path | None:
 
     None if the variable is empty.
     """
-    own = os.environ.get("DYNAMO_MOE_CACHE_DIR")
-    if own is not None:
-        return Path(own) if own else None
+    configured = os.environ.get("DYNAMO_MOE_CACHE_DIR")
+    if configured is not None:
+        return Path(configured) if configured else None
     users = os.environ.get("XDG_CACHE_HOME")
     return (Path(users) if users else Path.home() / ".cache") / "dynamo-moe"
 

@@ -1,4 +1,4 @@
-"""What a cubin says about its kernel: parameters, registers, shared and local memory.
+"""Reads a cubin's attributes of its kernel: parameters, registers, shared and local memory.
 
 A cubin is an ELF file. Its sections ``.nv.info`` and ``.nv.info.<kernel>`` are lists of attributes:
 a byte for the form, a byte for the attribute, then two bytes of value, or two bytes of length and
@@ -45,7 +45,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class CubinInfo:
-    """What is in a cubin.
+    """The attributes of a cubin's kernel.
 
     Attributes:
         name: The entry point.
@@ -90,14 +90,18 @@ def _inspect(image: bytes) -> CubinInfo:
         for code, value in _attributes(_content(image, sections[".nv.info"]))
         if code in (_REGISTERS, _FRAME_SIZE)
     }
-    own = list(_attributes(_content(image, sections[f".nv.info.{name}"])))
-    found = sorted(unpack_from("<I2HI", value) for code, value in own if code == _PARAMETER)
-    parameters = tuple(Parameter(offset, packed >> 18) for _, _, offset, packed in found)
-    total = next((unpack_from("<H", value)[0] for c, value in own if c == _PARAMETERS_SIZE), 0)
-    end = max((each.offset + each.size for each in parameters), default=0)
-    if [ordinal for _, ordinal, _, _ in found] != list(range(len(found))) or end != total:
-        raise CubinError(f"{name}: {len(found)} parameters end at byte {end}, not at {total}")
-    threads = next((unpack_from("<I", value)[0] for c, value in own if c == _KERNEL_THREADS), 0)
+    attributes = list(_attributes(_content(image, sections[f".nv.info.{name}"])))
+    rows = sorted(unpack_from("<I2HI", value) for code, value in attributes if code == _PARAMETER)
+    parameters = tuple(Parameter(offset, packed >> 18) for _, _, offset, packed in rows)
+    total = next(
+        (unpack_from("<H", value)[0] for c, value in attributes if c == _PARAMETERS_SIZE), 0
+    )
+    end = max((parameter.offset + parameter.size for parameter in parameters), default=0)
+    if [ordinal for _, ordinal, _, _ in rows] != list(range(len(rows))) or end != total:
+        raise CubinError(f"{name}: {len(rows)} parameters end at byte {end}, not at {total}")
+    threads = next(
+        (unpack_from("<I", value)[0] for c, value in attributes if c == _KERNEL_THREADS), 0
+    )
     shared = sections.get(f".nv.shared.{name}", (0,) * 10)[5]
     reserves = ".nv.shared.reserved.0" in sections
     return CubinInfo(

@@ -52,7 +52,7 @@ def layer_table(
 
 def _lines(options: tuple[Option, ...], router: tuple[Option, ...]) -> Iterator[str]:
     flags = {f"has_{name}": bit for name, bit in FLAGS_WITHOUT_OPTION.items()}
-    flags |= {each.flag: each.slot.bit for each in options if isinstance(each.slot, Flag)}
+    flags |= {option.flag: option.slot.bit for option in options if isinstance(option.slot, Flag)}
     yield "enum LayerFlag : std::uint32_t {"
     for name, bit in sorted(flags.items(), key=lambda item: item[1]):
         yield f"  {_constant(name)} = {bit},"
@@ -124,9 +124,9 @@ def _fields(option: Option, options: tuple[Option, ...], router: bool) -> Iterat
         yield from ("-1", "0")
         return
     name, values = option.only_with
-    other = next(each for each in options if each.name == name)
-    yield str(options.index(other))
-    yield str(sum(1 << other.code(value) for value in values))
+    partner = next(row for row in options if row.name == name)
+    yield str(options.index(partner))
+    yield str(sum(1 << partner.code(value) for value in values))
 
 
 def _constant(name: str) -> str:

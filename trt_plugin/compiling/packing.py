@@ -44,11 +44,13 @@ def program_for(plan: spec.ForwardPlan, compiled: Mapping[str, Compiled]) -> Pro
         CompileError: If a kernel's parameters are not those that the launcher would pass.
     """
     packer = _Packer(plan, compiled)
-    ranges = tuple(packer.range(each) for each in plan.ranges)
+    ranges = tuple(packer.range(token_range) for token_range in plan.ranges)
     # Tables are integers; what lies in the slots does not matter as long as they are empty.
     state = tuple(
-        Buffer(each.name, stored_expression(each.size), zeroed=not each.dtype.is_floating_point)
-        for each in plan.state
+        Buffer(
+            buffer.name, stored_expression(buffer.size), zeroed=not buffer.dtype.is_floating_point
+        )
+        for buffer in plan.state
     )
     kernels = tuple(packer.kernels.values())
     capability = plan.architecture.capability
@@ -64,21 +66,28 @@ class _Packer:
         self.state = [buffer.name for buffer in plan.state]
         self.kernels: dict[str, Kernel] = {}
 
-    def range(self, each: spec.TokenRange) -> Range:
+    def range(self, token_range: spec.TokenRange) -> Range:
         """Returns a range of tokens as a bundle stores it."""
-        names = [buffer.name for buffer in each.buffers]
+        names = [buffer.name for buffer in token_range.buffers]
         wave = (
-            replace(self._launch(one.kernel, names), side=one.side, after=one.after)
-            for one in each.wave
+            replace(
+                self._launch(wave_launch.kernel, names),
+                side=wave_launch.side,
+                after=wave_launch.after,
+            )
+            for wave_launch in token_range.wave
         )
         return Range(
-            each.first,
-            each.last,
-            tuple(Buffer(buffer.name, stored_expression(buffer.size)) for buffer in each.buffers),
-            launches=tuple(self._launch(kernel, names) for kernel in each.launches),
+            token_range.first,
+            token_range.last,
+            tuple(
+                Buffer(buffer.name, stored_expression(buffer.size))
+                for buffer in token_range.buffers
+            ),
+            launches=tuple(self._launch(kernel, names) for kernel in token_range.launches),
             wave=tuple(wave),
-            waves=stored_expression(each.waves) if each.wave else None,
-            epilogue=tuple(self._launch(kernel, names) for kernel in each.epilogue),
+            waves=stored_expression(token_range.waves) if token_range.wave else None,
+            epilogue=tuple(self._launch(kernel, names) for kernel in token_range.epilogue),
         )
 
     def _launch(self, kernel: spec.KernelSpec, buffers: list[str]) -> Launch:
@@ -93,7 +102,7 @@ class _Packer:
 
 
 def layer_record(layer: Layer) -> LayerRecord:
-    """Returns a layer as a bundle stores it; what has no effect is 0."""
+    """Returns a layer as a bundle stores it; options without an effect are 0."""
     layer = layer.canonical()
     shape = layer.shape
     present = {"b1": shape.b1, "b2": shape.b2, "tf32": layer.tf32}
@@ -116,17 +125,17 @@ def layer_record(layer: Layer) -> LayerRecord:
         shape.routing_dtype,
         shape.weights_dtype,
     )
-    others = {
+    further = {
         "selection_dtype": CODES.index(shape.selection_dtype),
         "resident_experts": layer.resident_experts or 0,
         "weight_format": 1 + KERNEL_FORMATS.index(weight_format),
         "block_rows": block_rows,
         "block_columns": block_columns,
     }
-    words |= {LayerRecord._fields.index(name): word for name, word in others.items()}
+    words |= {LayerRecord._fields.index(name): word for name, word in further.items()}
     head = (int(shape.router is None), *map(CODES.index, dtypes), flags)
-    rest = range(len(head), len(LayerRecord._fields))
-    return LayerRecord(*head, *(words.get(index, 0) for index in rest))
+    indices = range(len(head), len(LayerRecord._fields))
+    return LayerRecord(*head, *(words.get(index, 0) for index in indices))
 
 
 def _float32(value: float) -> float:

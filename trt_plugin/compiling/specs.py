@@ -124,7 +124,7 @@ def _values(text: str) -> dict[str, Any]:
     return values
 
 
-def _given(keys: Iterable[str], values: dict[str, Any]) -> dict[str, Any]:
+def _present(keys: Iterable[str], values: dict[str, Any]) -> dict[str, Any]:
     return {key: values[key] for key in keys if key in values}
 
 
@@ -132,7 +132,7 @@ def _layer(values: dict[str, Any]) -> Layer:
     dtype = values.get("dtype", torch.float32)
     router = values.get("op", "dropless") == "dropless"
     if not router:
-        extra = _given((*_ROUTER, "router_bias", "selection_bias"), values)
+        extra = _present((*_ROUTER, "router_bias", "selection_bias"), values)
         if extra:
             raise ValueError(f"op=experts has no {', '.join(extra)}")
     routing_dtype = values.get("routing_dtype", dtype if router else torch.int64)
@@ -143,13 +143,13 @@ def _layer(values: dict[str, Any]) -> Layer:
         **{key: values[key] for key in _SIZES},
         tokens_dtype=values.get("tokens_dtype", dtype),
         weight_format=plain_format(values.get("experts_dtype", dtype)),
-        options=ExpertOptions(**_given(_EXPERTS, values)),
-        router=RouterOptions(values["top_k"], **_given(_ROUTER, values)) if router else None,
+        options=ExpertOptions(**_present(_EXPERTS, values)),
+        router=RouterOptions(values["top_k"], **_present(_ROUTER, values)) if router else None,
         routing_dtype=routing_dtype,
         weights_dtype=weights_dtype,
         selection_dtype=torch.float32 if values.get("selection_bias") else None,
         b1=values.get("b1", False),
         b2=values.get("b2", False),
-        layout=WeightLayout(**_given(_LAYOUT, values)),
+        layout=WeightLayout(**_present(_LAYOUT, values)),
     )
     return Layer(shape, values.get("tf32", False), values.get("resident_experts"))

@@ -72,7 +72,7 @@ class Task:
 
 
 def task_for(spec: KernelSpec, architecture: Architecture) -> Task:
-    """Returns what compiles a kernel for an architecture.
+    """Returns the task that compiles a kernel for an architecture.
 
     Raises:
         ValueError: If it takes a tensor map and the architecture has none.
@@ -131,7 +131,7 @@ class CompileError(RuntimeError):
     """A kernel does not compile, or the launcher could not run it.
 
     Attributes:
-        details: What the compiler said.
+        details: The compiler's output.
     """
 
     def __init__(self, what: str, details: str, values: str = "") -> None:
@@ -152,7 +152,7 @@ class MapLayout:
     Attributes:
         swizzle: ``CUtensorMapSwizzle``.
         dtype: ``CUtensorMapDataType``.
-        box: What one copy moves, in elements, outermost dimension first; at most the kernel's
+        box: The elements that one copy moves, outermost dimension first; at most the kernel's
             block, which the compiler may split.
     """
 
@@ -167,7 +167,7 @@ class Compiled:
 
     Attributes:
         cubin: Its image.
-        info: What the image says about the kernel.
+        info: The image's attributes of the kernel.
         num_warps: Warps per block; Triton may have added some to those requested.
         shared_memory: Dynamic shared memory per block in bytes.
         dependent_launch: Whether it may start before the previous kernel ends.
@@ -214,7 +214,7 @@ class Compiled:
             num_warps=warps,
             shared_memory=metadata["shared"],
             dependent_launch=bool(metadata["launch_pdl"]),
-            maps=tuple(_layout(each) for each in metadata["tensordesc_meta"] or ()),
+            maps=tuple(_layout(descriptor) for descriptor in metadata["tensordesc_meta"] or ()),
             metadata=metadata,
         )
 

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-# What a launch needs, and features that the launcher must be able to refuse.
+# Fields that a launch needs, and features that the launcher must be able to refuse.
 _METADATA = (
     *("name", "num_warps", "num_ctas", "shared", "launch_pdl", "launch_cooperative_grid"),
     *("global_scratch_size", "profile_scratch_size", "tensordesc_meta"),

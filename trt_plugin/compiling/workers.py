@@ -30,7 +30,7 @@ def compile_tasks(tasks: Sequence[Task], jobs: int, done: Callable[[Task, Compil
     """Compiles kernels.
 
     Args:
-        tasks: What to compile.
+        tasks: The kernels to compile.
         jobs: Number of processes.
         done: Called for each, in any order and from several threads.
 
@@ -45,16 +45,16 @@ def compile_tasks(tasks: Sequence[Task], jobs: int, done: Callable[[Task, Compil
         try:
             with ThreadPoolExecutor(len(workers)) as threads:
                 try:
-                    running = [threads.submit(each.drain, pending, done) for each in workers]
+                    running = [threads.submit(worker.drain, pending, done) for worker in workers]
                     for future in as_completed(running):
                         future.result()
                 finally:
                     pending.clear()
-                    for each in workers:
-                        each.kill()
+                    for worker in workers:
+                        worker.kill()
         finally:
-            for each in workers:
-                each.close()
+            for worker in workers:
+                worker.close()
 
 
 class _Worker:

@@ -6,7 +6,7 @@ needs no GPU for that. No engine has run on a GPU yet.
 
 from trt_plugin.engine.benchmark import BenchmarkReport, Timing, bench_engines
 from trt_plugin.engine.building import EngineReport, PluginLayer, TensorInfo, build_engine
-from trt_plugin.engine.contents import EngineContents, StoredProgram, is_engine, read_engine
+from trt_plugin.engine.engine_file import EngineContents, StoredProgram, is_engine, read_engine
 from trt_plugin.engine.installed import BUILDERS, EngineError, Installed, installed_tensorrt
 from trt_plugin.engine.running import Runner
 from trt_plugin.engine.shapes import Profile, check_shapes, join_profiles, parse_shapes

@@ -76,11 +76,11 @@ class BenchmarkReport:
         return {
             "device": self.device,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "timings": [each.to_dict() for each in self.timings],
+            "timings": [timing.to_dict() for timing in self.timings],
         }
 
     def __rich__(self) -> RenderableType:
-        """What rich prints."""
+        """The table that rich prints."""
         from trt_plugin.engine.view import benchmark_view
 
         return benchmark_view(self.to_dict())
@@ -105,7 +105,7 @@ def bench_engines(
         warmup: Runs of each engine before the first that is measured.
         iterations: Runs of each engine that are measured.
         cuda_graph: Whether to measure replays of a CUDA graph, too.
-        builder: What built them: ``"tensorrt"`` or ``"rtx"``; see :class:`Runner`.
+        builder: The builder of all of them: ``"tensorrt"`` or ``"rtx"``; see :class:`Runner`.
 
     Raises:
         EngineError: If TensorRT or a GPU is missing, or the engines' inputs differ.
@@ -220,7 +220,7 @@ def _measure(
     for _, enqueue in prepared:
         enqueue()
     torch.cuda.synchronize()
-    differences = [_difference(results[0], each) for each in results]
+    differences = [_difference(results[0], outputs) for outputs in results]
     runs: dict[tuple[int, bool], Callable[[], object]] = {}
     for at, (_, enqueue) in enumerate(prepared):
         runs[at, False] = enqueue

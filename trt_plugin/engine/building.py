@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_plugin.bundle import read
-from trt_plugin.engine.contents import EngineContents, read_engine
+from trt_plugin.engine.engine_file import EngineContents, read_engine
 from trt_plugin.engine.installed import (
     EngineError,
     Installed,
@@ -74,7 +74,7 @@ class EngineReport:
 
     Attributes:
         path: The engine's file.
-        builder: What built it: ``"TensorRT for RTX 1.7.1.116"``.
+        builder: The builder and its version: ``"TensorRT for RTX 1.7.1.116"``.
         architectures: The compute capabilities that it was built for, such as ``("sm_89",)``. Empty
             if the builder chose them: TensorRT takes its device, TensorRT for RTX its default.
         seconds: How long parsing and building took.
@@ -83,7 +83,7 @@ class EngineReport:
         inputs: The engine's inputs.
         outputs: The engine's outputs.
         profiles: Number of optimisation profiles.
-        contents: What the file holds.
+        contents: The file's contents.
     """
 
     path: Path
@@ -105,15 +105,15 @@ class EngineReport:
             "architectures": list(self.architectures),
             "seconds": round(self.seconds, 3),
             "layers": self.layers,
-            "plugin_layers": [asdict(each) for each in self.plugin_layers],
-            "inputs": [each.to_dict() for each in self.inputs],
-            "outputs": [each.to_dict() for each in self.outputs],
+            "plugin_layers": [asdict(layer) for layer in self.plugin_layers],
+            "inputs": [tensor.to_dict() for tensor in self.inputs],
+            "outputs": [tensor.to_dict() for tensor in self.outputs],
             "profiles": self.profiles,
             "contents": self.contents.to_dict(),
         }
 
     def __rich__(self) -> RenderableType:
-        """What rich prints."""
+        """The table that rich prints."""
         from trt_plugin.engine.view import report_view
 
         return report_view(self.to_dict())
@@ -172,13 +172,13 @@ def build_engine(
     started = time.perf_counter()
     if not Path(onnx_path).is_file():
         raise FileNotFoundError(f"no such file: {onnx_path}")
-    found = installed_tensorrt("building an engine", builder)
-    trt = found.module
-    if timing_cache is not None and found.is_rtx:
+    installed = installed_tensorrt("building an engine", builder)
+    trt = installed.module
+    if timing_cache is not None and installed.is_rtx:
         raise EngineError("TensorRT for RTX measures nothing when it builds: no timing cache")
     bundle = None if kernels is None else read(kernels)
-    targets, chosen = choose_kernels(found, architectures, bundle)
-    missing = _load_plugin(found, needed=with_library or kernels is not None)
+    targets, chosen = choose_kernels(installed, architectures, bundle)
+    missing = _load_plugin(installed, needed=with_library or kernels is not None)
     log = Log(trt)
     trt_builder = trt.Builder(log.logger)
     network = trt_builder.create_network(_strongly_typed(trt))
@@ -187,9 +187,9 @@ def build_engine(
     with giving_kernels(chosen, str(kernels)), sharing:
         parsed = parser.parse_from_file(str(onnx_path))
     if not parsed:
-        raise EngineError(_refusal(found, onnx_path, parser, log, missing))
+        raise EngineError(_refusal(installed, onnx_path, parser, log, missing))
     config = trt_builder.create_builder_config()
-    if found.is_rtx:
+    if installed.is_rtx:
         _set_targets(trt, config, targets)
     if workspace is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
@@ -202,12 +202,12 @@ def build_engine(
         for warning in log.warnings_of_plugin:
             warnings.warn(warning, stacklevel=2)
         if plan is None:
-            raise EngineError(f"{found.title} builds no engine of {onnx_path}: {log.text()}")
+            raise EngineError(f"{installed.title} builds no engine of {onnx_path}: {log.text()}")
         write_whole(Path(output), memoryview(plan))
     return EngineReport(
         path=Path(output),
-        builder=found.title,
-        architectures=tuple(targets) if found.is_rtx else (),
+        builder=installed.title,
+        architectures=tuple(targets) if installed.is_rtx else (),
         seconds=time.perf_counter() - started,
         layers=network.num_layers,
         plugin_layers=tuple(_plugin_layers(trt, network)),
@@ -228,26 +228,26 @@ def _set_targets(trt: Any, config: Any, targets: Sequence[str]) -> None:
         config.set_compute_capability(capability, at)
 
 
-def _load_plugin(found: Installed, *, needed: bool) -> str | None:
+def _load_plugin(installed: Installed, *, needed: bool) -> str | None:
     """Loads the plugin's library; returns why it cannot, as a file without MoE nodes needs none."""
     try:
-        load_plugin(found)
+        load_plugin(installed)
     except (EngineError, FileNotFoundError) as error:
         # A plugin that is loaded, but that the parser cannot add, would end the process.
-        if needed or is_plugin_loaded(found):
+        if needed or is_plugin_loaded(installed):
             raise
         return str(error)
     return None
 
 
 def _refusal(
-    found: Installed,
+    installed: Installed,
     path: str | PathLike[str],
     parser: Any,
     log: Log,
     missing: str | None,
 ) -> str:
-    """What to tell about a file that the parser does not take."""
+    """The error for a file that the parser does not take."""
     errors = [parser.get_error(at) for at in range(parser.num_errors)]
     said = list(dict.fromkeys(_node_error(error) for error in errors))
     rest = [f"and {len(said) - _SHOWN} more"] if len(said) > _SHOWN else []
@@ -262,7 +262,7 @@ def _refusal(
         hints.append(
             "com.microsoft::MoE is for ONNX Runtime: export the model for target plugin, or dense"
         )
-    return ". ".join((f"{found.title} does not parse {path}: {text}", *hints))
+    return ". ".join((f"{installed.title} does not parse {path}: {text}", *hints))
 
 
 def _node_error(error: Any) -> str:
@@ -298,12 +298,12 @@ def _strongly_typed(trt: Any) -> int:
 
 
 @contextmanager
-def _timing_cache(config: Any, given: str | PathLike[str] | None) -> Iterator[None]:
+def _timing_cache(config: Any, file: str | PathLike[str] | None) -> Iterator[None]:
     """Gives the builder a file's measurements, and writes the file when it has built."""
-    if given is None:
+    if file is None:
         yield
         return
-    path = Path(given)
+    path = Path(file)
     content = path.read_bytes() if path.exists() else b""
     cache = config.create_timing_cache(content)
     if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):

@@ -76,7 +76,7 @@ def installed_tensorrt(what: str, name: str | None = None) -> Installed:
     """Returns the TensorRT to use.
 
     Args:
-        what: What needs it, for the error.
+        what: The purpose, for the error.
         name: One of :data:`BUILDERS`; by default TensorRT if it is installed, and else TensorRT for
             RTX.
 
@@ -92,8 +92,8 @@ def installed_tensorrt(what: str, name: str | None = None) -> Installed:
             return _imported(candidate, module)
     wanted = (name,) if name else BUILDERS
     raise EngineError(
-        f"{what} needs {' or '.join(_TITLES[each] for each in wanted)}: "
-        f"{', or '.join(_INSTALL[each] for each in wanted)}; the lean runtime is not enough"
+        f"{what} needs {' or '.join(_TITLES[builder] for builder in wanted)}: "
+        f"{', or '.join(_INSTALL[builder] for builder in wanted)}; the lean runtime is not enough"
     )
 
 
@@ -102,7 +102,7 @@ def is_installed(name: str) -> bool:
     return _module(name) is not None
 
 
-def load_plugin(found: Installed) -> None:
+def load_plugin(installed: Installed) -> None:
     """Loads the plugin's library, unless the process has it already.
 
     Raises:
@@ -110,19 +110,19 @@ def load_plugin(found: Installed) -> None:
         FileNotFoundError: If the library is missing.
     """
     # Whoever loaded the plugin: the parser opens TensorRT for RTX's library when it adds one.
-    if found.is_rtx:
+    if installed.is_rtx:
         _name_library()
-    if is_plugin_loaded(found):
+    if is_plugin_loaded(installed):
         return
     try:
-        load(found.module.get_plugin_registry())
+        load(installed.module.get_plugin_registry())
     except PluginLoadError as error:
         raise EngineError(str(error)) from error
 
 
-def is_plugin_loaded(found: Installed) -> bool:
+def is_plugin_loaded(installed: Installed) -> bool:
     """Whether TensorRT's registry has the plugin."""
-    return found.module.get_plugin_registry().get_creator(PLUGINS[0], "1", "") is not None
+    return installed.module.get_plugin_registry().get_creator(PLUGINS[0], "1", "") is not None
 
 
 def _module(name: str) -> str | None:

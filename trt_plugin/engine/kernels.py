@@ -15,20 +15,20 @@ _ARCHITECTURES = "DYNAMO_MOE_ARCHITECTURES"
 
 
 def choose_kernels(
-    found: Installed,
+    installed: Installed,
     architectures: Iterable[str | int] | None,
     bundle: Bundle | None,
 ) -> tuple[list[str], Bundle | None]:
     """Returns the targets, and the programs that the engine stores; None without a bundle."""
     if bundle is None:
-        return _targets(found, architectures, None), None
+        return _targets(installed, architectures, None), None
     allowed = _allowed(bundle)
-    targets = _targets(found, architectures, allowed)
-    return targets, _chosen(allowed, [each.layer for each in bundle.programs], targets)
+    targets = _targets(installed, architectures, allowed)
+    return targets, _chosen(allowed, [program.layer for program in bundle.programs], targets)
 
 
 def _targets(
-    found: Installed,
+    installed: Installed,
     architectures: Iterable[str | int] | None,
     bundle: Bundle | None,
 ) -> list[str]:
@@ -36,23 +36,23 @@ def _targets(
     from custom_ops.kernels.architectures import architecture
 
     if architectures is not None:
-        if bundle is None and not found.is_rtx:
+        if bundle is None and not installed.is_rtx:
             raise EngineError(
-                f"{found.title} builds for the device that it runs on: give no architectures, or "
-                "give them with kernels, or build with TensorRT for RTX"
+                f"{installed.title} builds for the device that it runs on: give no architectures, "
+                "or give them with kernels, or build with TensorRT for RTX"
             )
-        names = [architecture(each).name for each in architectures]
-    elif bundle is not None and found.is_rtx:
+        names = [architecture(name).name for name in architectures]
+    elif bundle is not None and installed.is_rtx:
         names = _architectures(bundle)
     else:
         return []
     distinct = list(dict.fromkeys(names))
-    found.check_targets(distinct)
+    installed.check_targets(distinct)
     return distinct
 
 
 def _architectures(bundle: Bundle) -> list[str]:
-    return list(dict.fromkeys(f"sm_{each.architecture}" for each in bundle.programs))
+    return list(dict.fromkeys(f"sm_{program.architecture}" for program in bundle.programs))
 
 
 def _allowed(bundle: Bundle) -> Bundle:
@@ -72,7 +72,9 @@ def _allowed(bundle: Bundle) -> Bundle:
             )
     if not names:
         return bundle
-    return Bundle(tuple(each for each in bundle.programs if f"sm_{each.architecture}" in names))
+    return Bundle(
+        tuple(program for program in bundle.programs if f"sm_{program.architecture}" in names)
+    )
 
 
 def _chosen(bundle: Bundle, layers: Iterable[LayerRecord], targets: Sequence[str]) -> Bundle:
@@ -89,7 +91,7 @@ def _chosen(bundle: Bundle, layers: Iterable[LayerRecord], targets: Sequence[str
     for layer in dict.fromkeys(layers):
         for name in targets:
             try:
-                found = find_program(bundle.data, layer, int(name.removeprefix("sm_")))
+                data = find_program(bundle.data, layer, int(name.removeprefix("sm_")))
             except LauncherError as error:
                 if error.status != "not found":
                     raise
@@ -99,8 +101,8 @@ def _chosen(bundle: Bundle, layers: Iterable[LayerRecord], targets: Sequence[str
                     f"the bundle{narrowed} has no kernels for {name} of the layer "
                     f"{layer_text(layer.to_dict())}: compile it for {', '.join(targets)}"
                 ) from error
-            chosen.add(found)
-    return Bundle(tuple(each for each in bundle.programs if each.data in chosen))
+            chosen.add(data)
+    return Bundle(tuple(program for program in bundle.programs if program.data in chosen))
 
 
 @contextmanager
@@ -111,7 +113,7 @@ def giving_kernels(bundle: Bundle | None, name: str) -> Iterator[None]:
 
     Args:
         bundle: The kernels; None: the environment decides.
-        name: What stands for the bundle in the plugin's messages.
+        name: The bundle's name in the plugin's messages.
 
     Raises:
         LauncherError: If the plugin cannot read the bundle.

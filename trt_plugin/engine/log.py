@@ -1,4 +1,4 @@
-"""What TensorRT logs, kept for errors and warnings, and its progress as bars."""
+"""TensorRT's log, kept for errors and warnings, and its progress as bars."""
 
 from __future__ import annotations
 

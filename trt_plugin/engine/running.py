@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _ALIGNMENT = 256
 
 
-def _hint(found: Installed, builder: str | None) -> str:
-    """What to try where the builder was not named, and the other one is installed, too."""
-    others = [name for name in BUILDERS if name != found.name and is_installed(name)]
+def _hint(installed: Installed, builder: str | None) -> str:
+    """The advice where the builder was not named, and the other one is installed, too."""
+    others = [name for name in BUILDERS if name != installed.name and is_installed(name)]
     if builder is not None or not others:
         return ""
     return f". If the other TensorRT built it, name it: builder={others[0]!r}"
@@ -75,28 +75,29 @@ class Runner:
         builder: str | None = None,
         runtime_cache: str | PathLike[str] | None = None,
     ) -> None:
-        found = installed_tensorrt("running an engine", builder)
-        if runtime_cache is not None and not found.is_rtx:
-            raise EngineError(f"{found.title} has no runtime cache; TensorRT for RTX has")
+        installed = installed_tensorrt("running an engine", builder)
+        if runtime_cache is not None and not installed.is_rtx:
+            raise EngineError(f"{installed.title} has no runtime cache; TensorRT for RTX has")
         if not allow_host_code:
-            load_plugin(found)
-        trt = found.module
+            load_plugin(installed)
+        trt = installed.module
         self._log = Log(trt)
         self._runtime = trt.Runtime(self._log.logger)
         if self._runtime is None:
-            raise EngineError(f"{found.title} has no runtime here: {self._log.text()}")
+            raise EngineError(f"{installed.title} has no runtime here: {self._log.text()}")
         if allow_host_code:
             self._runtime.engine_host_code_allowed = True
         self._engine = self._runtime.deserialize_cuda_engine(Path(engine).read_bytes())
         if self._engine is None:
             raise EngineError(
-                f"{found.title} does not load {engine}: {self._log.text()}{_hint(found, builder)}"
+                f"{installed.title} does not load {engine}: {self._log.text()}"
+                f"{_hint(installed, builder)}"
             )
         self._cache_path = None if runtime_cache is None else Path(runtime_cache)
         self._cache: Any = None
         self._context = self._create_context()
         if self._context is None:
-            raise EngineError(f"{found.title} does not run {engine}: {self._log.text()}")
+            raise EngineError(f"{installed.title} does not run {engine}: {self._log.text()}")
         self._profile = 0
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         modes = {name: self._engine.get_tensor_mode(name) for name in names}
@@ -124,8 +125,8 @@ class Runner:
 
         # DataType.HALF is torch.float16; most names are the same.
         names = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
-        given = self._engine.get_tensor_dtype(name).name
-        dtype: torch.dtype = getattr(torch, names.get(given, given.lower()))
+        trt_name = self._engine.get_tensor_dtype(name).name
+        dtype: torch.dtype = getattr(torch, names.get(trt_name, trt_name.lower()))
         return dtype
 
     def __call__(self, **tensors: Tensor) -> dict[str, Tensor]:
@@ -146,9 +147,9 @@ class Runner:
         """
         import torch
 
-        results, enqueue, held = self._prepared(tensors)
+        results, enqueue, bound = self._prepared(tensors)
         enqueue()
-        for tensor in held:
+        for tensor in bound:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return results
 
@@ -174,21 +175,21 @@ class Runner:
     def _prepared(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Callable[[], None], list[Tensor]]:
-        """Returns the outputs, what enqueues the engine, and the inputs that it reads."""
+        """Returns the outputs, a function that enqueues the engine, and its inputs."""
         import torch
 
         device = self._device(tensors)
         with torch.cuda.device(device):
-            results, held = self._bind(tensors, device)
+            results, bound = self._bind(tensors, device)
 
         # It holds the inputs, which TensorRT knows by their addresses only.
-        def enqueue(held: list[Tensor] = held) -> None:
+        def enqueue(bound: list[Tensor] = bound) -> None:
             with torch.cuda.device(device):
                 stream = torch.cuda.current_stream(device).cuda_stream
                 if not self._context.execute_async_v3(stream):
                     raise EngineError(f"TensorRT does not run the engine: {self._log.text()}")
 
-        return results, enqueue, held
+        return results, enqueue, bound
 
     def _device(self, tensors: Mapping[str, Tensor]) -> torch.device:
         """Checks inputs; returns the device that they are on."""
@@ -215,24 +216,24 @@ class Runner:
 
         if self._engine.num_optimization_profiles > 1:
             self._select_profile(tensors, torch.cuda.current_stream(device).cuda_stream)
-        held = []
+        bound = []
         for name, tensor in tensors.items():
-            given = tensor.contiguous()
-            if given.data_ptr() % _ALIGNMENT:
-                given = given.clone()
+            aligned = tensor.contiguous()
+            if aligned.data_ptr() % _ALIGNMENT:
+                aligned = aligned.clone()
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
                 raise EngineError(
                     f"the engine does not take {name} of shape {tuple(tensor.shape)}: "
                     f"{self._log.text()}"
                 )
-            self._context.set_tensor_address(name, given.data_ptr())
-            held.append(given)
+            self._context.set_tensor_address(name, aligned.data_ptr())
+            bound.append(aligned)
         results = {}
         for name in self.outputs:
             shape = tuple(self._context.get_tensor_shape(name))
             results[name] = torch.empty(shape, dtype=self.dtype(name), device=device)
             self._context.set_tensor_address(name, results[name].data_ptr())
-        return results, held
+        return results, bound
 
     def _create_context(self) -> Any:
         if self._cache_path is None:

@@ -53,16 +53,16 @@ def join_profiles(shapes: Sequence[tuple[str, Profile]]) -> list[dict[str, Profi
         >>> join_profiles([("ids", ((1, 1),) * 3), ("ids", ((1, 64),) * 3)])
         [{'ids': ((1, 1), (1, 1), (1, 1))}, {'ids': ((1, 64), (1, 64), (1, 64))}]
     """
-    given: dict[str, list[Profile]] = {}
+    by_input: dict[str, list[Profile]] = {}
     for name, profile in shapes:
-        given.setdefault(name, []).append(profile)
-    counts = {name: len(profiles) for name, profiles in given.items() if len(profiles) > 1}
+        by_input.setdefault(name, []).append(profile)
+    counts = {name: len(profiles) for name, profiles in by_input.items() if len(profiles) > 1}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} {count} times" for name, count in counts.items())
         raise ValueError(f"inputs of several profiles must be named equally often, got {listed}")
-    count = max(counts.values(), default=min(len(given), 1))
+    count = max(counts.values(), default=min(len(by_input), 1))
     return [
-        {name: profiles[at if len(profiles) > 1 else 0] for name, profiles in given.items()}
+        {name: profiles[at if len(profiles) > 1 else 0] for name, profiles in by_input.items()}
         for at in range(count)
     ]
 
@@ -82,13 +82,13 @@ def add_profiles(
     listed = [profiles] if isinstance(profiles, Mapping) else list(profiles)
     inputs = [network.get_input(at) for at in range(network.num_inputs)]
     check_shapes(listed, {tensor.name: tuple(tensor.shape) for tensor in inputs})
-    added = [each for each in listed if each]
-    for each in added:
+    added = [shapes for shapes in listed if shapes]
+    for shapes in added:
         profile = builder.create_optimization_profile()
-        for name, (smallest, usual, largest) in each.items():
+        for name, (smallest, usual, largest) in shapes.items():
             profile.set_shape(name, tuple(smallest), tuple(usual), tuple(largest))
         if config.add_optimization_profile(profile) < 0:
-            raise EngineError(f"TensorRT refuses the shapes {dict(each)}")
+            raise EngineError(f"TensorRT refuses the shapes {dict(shapes)}")
     return len(added)
 
 
@@ -100,8 +100,8 @@ def check_shapes(
     Raises:
         EngineError: If an input's shapes are missing, or do not fit the file's.
     """
-    for each in profiles or [{}]:
-        _check(each, shapes)
+    for profile in profiles or [{}]:
+        _check(profile, shapes)
 
 
 def _check(profile: Mapping[str, Profile], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -115,8 +115,8 @@ def _check(profile: Mapping[str, Profile], shapes: Mapping[str, tuple[int, ...]]
             f"these inputs have symbolic sizes: {listed}; give the smallest, usual and largest "
             f"shape of each, as with --shapes {missing[0]}={_example(shapes[missing[0]])}"
         )
-    for name, given in profile.items():
-        for shape in given:
+    for name, bounds in profile.items():
+        for shape in bounds:
             sizes = shapes[name]
             if len(shape) != len(sizes) or any(
                 size not in (-1, wanted) for size, wanted in zip(sizes, shape, strict=True)

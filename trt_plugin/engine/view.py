@@ -39,9 +39,9 @@ def report_view(report: dict[str, Any]) -> RenderableType:
         "Built for": ", ".join(report["architectures"]) or "the builder's choice",
         "MoE kernels for": ", ".join(contents["architectures"]) or "none",
         "Layers": f"{report['layers']} before fusion, {len(plugins)} of them plugins",
-        "Plugin layers": ", ".join(f"{each['name']} ({each['plugin']})" for each in plugins),
-        "Inputs": ", ".join(_tensor(each) for each in report["inputs"]),
-        "Outputs": ", ".join(_tensor(each) for each in report["outputs"]),
+        "Plugin layers": ", ".join(f"{layer['name']} ({layer['plugin']})" for layer in plugins),
+        "Inputs": ", ".join(_tensor(tensor) for tensor in report["inputs"]),
+        "Outputs": ", ".join(_tensor(tensor) for tensor in report["outputs"]),
         "Profiles": str(report["profiles"]),
         "Size": decimal(contents["bytes"]),
         "MoE kernels": decimal(contents["program_bytes"]),
@@ -76,13 +76,13 @@ def benchmark_view(report: dict[str, Any]) -> RenderableType:
     table.add_column("CUDA graph")
     for heading in ("Mean ms", "Median", "p90", "p99", "Rows/s", "Difference"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for each in report["timings"]:
+    for timing in report["timings"]:
         table.add_row(
-            Text(each["engine"]),
-            "yes" if each["cuda_graph"] else "no",
-            *(f"{each[name]:.3f}" for name in ("mean", "median", "p90", "p99")),
-            f"{each['throughput']:,.0f}",
-            f"{each['difference']:.1e}",
+            Text(timing["engine"]),
+            "yes" if timing["cuda_graph"] else "no",
+            *(f"{timing[name]:.3f}" for name in ("mean", "median", "p90", "p99")),
+            f"{timing['throughput']:,.0f}",
+            f"{timing['difference']:.1e}",
         )
     return Group(Text(f"{report['device']}, {shapes}", style="bold"), "", table)
 
@@ -109,31 +109,35 @@ def _offloaded(offloaded: Sequence[dict[str, Any]]) -> Table:
     table.add_column("Offloaded experts", overflow="fold", style="cyan")
     for heading in ("Layers", "Slots", "On the GPU", "All experts"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for each in offloaded:
-        size = each["device_bytes"]
+    for experts in offloaded:
+        size = experts["device_bytes"]
         table.add_row(
-            Text(f"byte {each['w1']['offset']} of {Path(each['w1']['path']).name}"),
-            str(each["layers"]),
-            "?" if size is None else f"{each['resident_experts']} of {each['experts']}",
-            "?" if size is None else decimal(size * each["layers"]),
-            decimal(each["weight_bytes"]),
+            Text(f"byte {experts['w1']['offset']} of {Path(experts['w1']['path']).name}"),
+            str(experts["layers"]),
+            "?" if size is None else f"{experts['resident_experts']} of {experts['experts']}",
+            "?" if size is None else decimal(size * experts["layers"]),
+            decimal(experts["weight_bytes"]),
         )
     return table
 
 
 def _memory(offloaded: Sequence[dict[str, Any]], *, shared_cache: bool | None) -> Iterator[Text]:
-    """What the experts take in all, and the state of their files."""
-    sizes = [each["device_bytes"] for each in offloaded]
-    known = sum(each["layers"] * (each["device_bytes"] or 0) for each in offloaded)
+    """The experts' memory in all, and the state of their files."""
+    sizes = [experts["device_bytes"] for experts in offloaded]
+    known = sum(experts["layers"] * (experts["device_bytes"] or 0) for experts in offloaded)
     on_device = "an unknown size" if None in sizes else decimal(known)
     # Layers may share weights.
-    sources = {tuple(each[name].values()) for each in offloaded for name in ("w1", "w2")}
+    sources = {tuple(experts[name].values()) for experts in offloaded for name in ("w1", "w2")}
     weights = decimal(sum(size for _, _, size, _ in sources))
     yield Text(
         f"Experts' weights: {on_device} on the GPU for {_CACHES[shared_cache]} instead of "
         f"{weights}; {weights} on the host, pinned"
     )
-    files = {each[name]["path"]: each[name]["state"] for each in offloaded for name in ("w1", "w2")}
+    files = {
+        experts[name]["path"]: experts[name]["state"]
+        for experts in offloaded
+        for name in ("w1", "w2")
+    }
     for path, state in files.items():
         yield Text.assemble(f"{path}: ", (state, "green" if state == "found" else "red"))
 

@@ -1,4 +1,4 @@
-"""The parts of a program: kernels, and how they are launched."""
+"""A program's kernels, their launches, and the buffers between them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a tensor map is encoded from, innermost dimension first.
+    """The description of a tensor map, innermost dimension first.
 
     Attributes:
         tensor: One of :data:`TENSORS`, or the index of a part of the state.
@@ -130,7 +130,7 @@ class Buffer:
     """A part of the workspace or of the state.
 
     Attributes:
-        name: What it is.
+        name: Its name.
         size: Its bytes.
         zeroed: Whether it is zeros in a new state; the workspace's parts are not.
     """
@@ -142,16 +142,16 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Range:
-    """What runs for ``first`` to ``last`` tokens.
+    """The launches for ``first`` to ``last`` tokens.
 
     Attributes:
         first: Fewest tokens.
         last: Most tokens.
         buffers: The workspace, each at a multiple of 256 bytes.
         launches: In order, on the call's stream.
-        wave: What is then launched in each wave; empty where all experts are resident.
+        wave: The launches of each wave after them; empty where all experts are resident.
         waves: How many there are; None without.
-        epilogue: What is launched after the waves.
+        epilogue: The launches after the waves.
     """
 
     first: int

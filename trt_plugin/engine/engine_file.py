@@ -1,4 +1,4 @@
-"""What can be found in an engine's file without TensorRT and without a GPU."""
+"""Reads an engine's file without TensorRT and without a GPU: its kernels, experts, library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from custom_ops.offload import WeightSource
 
-#: What cannot be known without loading the engine.
+#: The properties that cannot be known without loading the engine.
 UNKNOWN = (
     "names and number of its layers, its inputs and shapes, and the GPUs that the rest of it is "
     "built for: TensorRT reads them where there is such a GPU"
@@ -106,7 +106,7 @@ class OffloadedExperts:
 
 @dataclass(frozen=True)
 class EngineContents:
-    """What was found in an engine's file; rich prints it as a table.
+    """The contents of an engine's file; rich prints them as a table.
 
     Attributes:
         path: The file.
@@ -130,8 +130,8 @@ class EngineContents:
     @property
     def architectures(self) -> tuple[str, ...]:
         """Architectures that the MoE kernels are compiled for: ``("sm_89", "sm_120")``."""
-        found = {stored.program.architecture for stored in self.programs}
-        return tuple(f"sm_{each}" for each in sorted(found))
+        capabilities = {stored.program.architecture for stored in self.programs}
+        return tuple(f"sm_{capability}" for capability in sorted(capabilities))
 
     @property
     def program_bytes(self) -> int:
@@ -153,7 +153,7 @@ class EngineContents:
         }
 
     def __rich__(self) -> RenderableType:
-        """What rich prints."""
+        """The table that rich prints."""
         from trt_plugin.engine.view import contents_view
 
         return contents_view(self.to_dict())
@@ -221,23 +221,23 @@ def _offloaded(data: mmap.mmap, programs: Iterable[Program]) -> Iterator[Offload
     # A layer's w2 follows its w1, which follows its programs or their name; both have its record.
     # TensorRT stores all of it several times.
     records = {program.layer.to_bytes(): program.layer for program in programs}
-    found = [*re.finditer(b"|".join(map(re.escape, records)), data)] if records else []
-    starts = [match.start() for match in found]
+    matches = [*re.finditer(b"|".join(map(re.escape, records)), data)] if records else []
+    starts = [match.start() for match in matches]
     stored: Counter[tuple[WeightSource, WeightSource, LayerRecord | None]] = Counter()
     for pair in zip(texts[::2], texts[1::2], strict=False):
         w1, w2 = (WeightSource.parse(os.fsdecode(text[0])) for text in pair)
         before = bisect(starts, pair[0].start())
-        layer = records[found[before - 1][0]] if before else None
+        layer = records[matches[before - 1][0]] if before else None
         if layer and (not layer.resident_experts or _weight_bytes(layer) != (w1.bytes, w2.bytes)):
             layer = None
         stored[w1, w2, layer] += 1
     copies = math.gcd(*stored.values())
-    for (w1, w2, layer), count in sorted(stored.items(), key=_place):
+    for (w1, w2, layer), count in sorted(stored.items(), key=_order):
         experts, slots = (layer.experts, layer.resident_experts) if layer else (None, None)
         yield OffloadedExperts(w1, w2, count // copies, experts, slots)
 
 
-def _place(
+def _order(
     item: tuple[tuple[WeightSource, WeightSource, LayerRecord | None], int],
 ) -> tuple[Path, int, int, int]:
     w1, w2, layer = item[0]
