@@ -109,7 +109,7 @@ def need_file(path: Path) -> None:
         raise UsageError(f"no such file: {path}")
 
 
-def need_place(path: Path) -> None:
+def need_writable(path: Path) -> None:
     """Raises a :class:`UsageError` if no file can be written there."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder: name a file to write")
@@ -147,7 +147,7 @@ def name_architecture() -> str:
     """Returns how to name a GPU architecture, for an error."""
     from custom_ops.kernels.architectures import ARCHITECTURES
 
-    known = ", ".join(each.name for each in ARCHITECTURES.values())
+    known = ", ".join(architecture.name for architecture in ARCHITECTURES.values())
     return f"name a GPU architecture with --arch: {known}"
 
 

@@ -23,8 +23,8 @@ from dynamo_moe.cli.common import (
     known_architectures,
     name_architecture,
     need_file,
-    need_place,
     need_triton,
+    need_writable,
     print_report,
     show_bytes,
 )
@@ -133,7 +133,7 @@ def engine(
         offload = offloading(resident_experts, resident_memory)
         if share_expert_cache and not offload:
             raise UsageError("--share-expert-cache needs --resident-experts or --resident-memory")
-        need_place(out)
+        need_writable(out)
         if kernels:
             need_file(kernels)
         try:
@@ -143,10 +143,10 @@ def engine(
         except ValueError as error:
             raise UsageError(f"--shapes: {error}") from None
         architectures = known_architectures(arch or [])
-        found = trt_plugin.installed_tensorrt("building an engine", builder)
-        if timing_cache and found.is_rtx:
+        installed = trt_plugin.installed_tensorrt("building an engine", builder)
+        if timing_cache and installed.is_rtx:
             raise UsageError("--timing-cache: TensorRT for RTX measures nothing when it builds")
-        found.check_targets(architectures)
+        installed.check_targets(architectures)
         source = _Source.read(file)
         trt_plugin.check_shapes(profiles, source.input_shapes())
         if not offload:  # Then the file is written anew.
@@ -165,8 +165,8 @@ def engine(
                 built_of,
                 out,
                 profiles,
-                architectures=(architectures or None) if found.is_rtx or bundle else None,
-                builder=found.name,
+                architectures=(architectures or None) if installed.is_rtx or bundle else None,
+                builder=installed.name,
                 kernels=bundle,
                 timing_cache=timing_cache,
                 share_kernels=share_kernels,
@@ -220,8 +220,8 @@ def bench_engine(
     It also shows how far each engine's outputs are from those of the first.
     """
     with failures(debug):
-        for each in engines:
-            need_file(each)
+        for file in engines:
+            need_file(file)
         report = trt_plugin.bench_engines(
             engines,
             _shapes(shape or []),
@@ -350,7 +350,7 @@ def _need_kernels(bundle: Path, source: _Source, options: dict[str, Any]) -> Non
 def _kernels(
     source: _Source,
     offload: dict[str, Any] | None,
-    given: Path | None,
+    bundle_path: Path | None,
     architectures: list[str],
     progress: bool,
 ) -> Iterator[Path | None]:
@@ -359,8 +359,8 @@ def _kernels(
     The bundle beside the file is for layers that are not offloaded.
     """
     beside = source.file.with_suffix(".moek")
-    if given or (offload is None and beside.is_file()):
-        yield given or beside
+    if bundle_path or (offload is None and beside.is_file()):
+        yield bundle_path or beside
         return
     layers = source.kernel_layers(offload)
     if not layers:
@@ -387,9 +387,9 @@ def _device() -> str:
     return nearest_architecture(*torch.cuda.get_device_capability()).name
 
 
-def _shapes(given: list[str]) -> dict[str, tuple[int, ...]]:
+def _shapes(texts: list[str]) -> dict[str, tuple[int, ...]]:
     shapes = {}
-    for text in given:
+    for text in texts:
         try:
             name, (smallest, _, largest) = trt_plugin.parse_shapes(text)
         except ValueError as error:

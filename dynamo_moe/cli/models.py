@@ -26,7 +26,7 @@ from dynamo_moe.cli.common import (
     failures,
     message_of,
     need_file,
-    need_place,
+    need_writable,
     print_json,
     print_report,
     step,
@@ -221,12 +221,12 @@ def export(
         if opset is not None:
             options["opset"] = _known_opset(opset)
         _check_body(body, target)
-        need_place(out)
+        need_writable(out)
         if verify:
             _need_onnxruntime()
         conversion = {"experts_dtype": _torch_dtype(experts_dtype), "fallback": fallback}
         # A file gets its name only once it is verified.
-        place = out.with_name(f"{out.stem}.unverified{out.suffix}") if verify else out
+        target_file = out.with_name(f"{out.stem}.unverified{out.suffix}") if verify else out
         outcome = _Outcome()
         with outcome.printed(as_json=as_json, quiet=quiet):
             module: Any
@@ -245,12 +245,14 @@ def export(
                 module, args = _load(console, model, shape, needed=True)
                 check_example(module, args or (), options.get("dynamic_shapes"))
             _convert(console, module, conversion, strict, outcome)
-            outcome.exported = exported = _export(console, module, args, place, options, mute=mute)
+            outcome.exported = exported = _export(
+                console, module, args, target_file, options, mute=mute
+            )
             if verify:
                 with _named_finally(outcome, exported, out):
                     if hf:
                         module = _load_checkpoint(console, folder, weights_dtype, conversion)
-                    report = outcome.verification = _verify(console, place, module, None)
+                    report = outcome.verification = _verify(console, target_file, module, None)
                     _check(report)
 
 
@@ -364,12 +366,12 @@ def _torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
 def _load(
     console: Console, model: str, shapes: Sequence[str] | None, *, needed: bool = False
 ) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    given = parse_shapes(shapes) if shapes else None
+    example = parse_shapes(shapes) if shapes else None
     with step(console, f"Loading {model}"):
         module, args = load_model(model)
-    if needed and not (given or args is not None):
+    if needed and not (example or args is not None):
         raise UsageError(f"{model} gives no example inputs: pass --shape, or return (model, args)")
-    return module.eval(), given or args
+    return module.eval(), example or args
 
 
 def _convert(

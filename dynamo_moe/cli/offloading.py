@@ -54,7 +54,7 @@ def offloading(
     return {"resident_experts": parse_experts(resident_experts or ())}
 
 
-def parse_experts(given: Sequence[str]) -> dict[str, int]:
+def parse_experts(texts: Sequence[str]) -> dict[str, int]:
     """Reads ``R`` and ``LAYER=R``.
 
     >>> parse_experts(["16", "blocks.3.mlp=8"])
@@ -64,7 +64,7 @@ def parse_experts(given: Sequence[str]) -> dict[str, int]:
         UsageError: If it is neither, or a layer is named twice.
     """
     slots: dict[str, int] = {}
-    for text in given:
+    for text in texts:
         name, equals, count = text.rpartition("=")
         name = name if equals else "*"
         if not (name and count.isdecimal()):

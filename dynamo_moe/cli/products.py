@@ -23,8 +23,8 @@ from dynamo_moe.cli.common import (
     known_architectures,
     name_architecture,
     need_file,
-    need_place,
     need_triton,
+    need_writable,
     print_report,
 )
 from dynamo_moe.cli.model_loading import UsageError
@@ -65,13 +65,13 @@ def inspect(
         if picture and picture.suffix.lower() not in (".svg", ".png"):
             raise UsageError(f"a picture is a .svg or .png file, got {picture.name!r}")
         if picture:
-            need_place(picture)
+            need_writable(picture)
         if trt_plugin.is_bundle(file) or trt_plugin.is_engine(file):
             if picture:
                 raise UsageError(f"{file} is not an ONNX file: there is no graph to draw")
             is_bundle = trt_plugin.is_bundle(file)
-            found = trt_plugin.read(file) if is_bundle else trt_plugin.read_engine(file)
-            print_report(found, as_json=as_json, quiet=quiet, path=file)
+            contents = trt_plugin.read(file) if is_bundle else trt_plugin.read_engine(file)
+            print_report(contents, as_json=as_json, quiet=quiet, path=file)
             return
         summary = dynamo_moe.inspect(file)
         print_report(summary, as_json=as_json, quiet=quiet)
@@ -158,7 +158,7 @@ def compile(  # noqa: A001  The command's name.
             if not file:
                 raise UsageError("where to write to: name a file with -o OUT.moek")
             out = file.with_suffix(".moek")
-        need_place(out)
+        need_writable(out)
         offload = offloading(resident_experts, resident_memory)
         if offload and not file:
             raise UsageError("of a --spec, write resident_experts=R into it")
@@ -167,8 +167,8 @@ def compile(  # noqa: A001  The command's name.
         if not devices:
             raise UsageError(f"what to compile for: {name_architecture()}")
         started = time.perf_counter()
-        given = _layers(file, spec or [], offload)
-        layers = [replace(each, tf32=each.tf32 or tf32) for each in given]
+        requested = _layers(file, spec or [], offload)
+        layers = [replace(layer, tf32=layer.tf32 or tf32) for layer in requested]
         bundle = trt_plugin.compile(
             layers, devices, out, max_tokens=max_tokens, jobs=jobs, progress=not quiet
         )
@@ -183,12 +183,12 @@ def _layers(file: Path | None, specs: list[str], offload: dict[str, Any] | None)
     from dynamo_moe.files.offloading import offloaded_kernel_layers
 
     try:
-        given = [trt_plugin.parse_spec(spec) for spec in specs]
+        described = [trt_plugin.parse_spec(spec) for spec in specs]
     except ValueError as error:
         raise UsageError(f"--spec: {error}") from None
-    found = kernel_layers(file) if file else []
-    if file and not found:
+    in_file = kernel_layers(file) if file else []
+    if file and not in_file:
         raise ValueError(f"{file} has no MoE nodes of domain 'moe', as files of target plugin do")
     if file and offload:
-        found = offloaded_kernel_layers(file, **offload)
-    return found + given
+        in_file = offloaded_kernel_layers(file, **offload)
+    return in_file + described

@@ -151,9 +151,9 @@ def _prove_again(module: nn.Module, tried: nn.Module, known: _Proof) -> _Proof:
         precision = FullPrecision() if known.casts_to_half else nullcontext()
         with suppress(Exception), precision:
             for weights in _weights_to_try(module, identified):
-                with _trial(tried, identified, weights) as (own, ours, example, kind):
+                with _trial(tried, identified, weights) as (original, candidate, example, kind):
                     for tokens in fewer_cases(example, _scales(identified)):
-                        compare(own, ours, [tokens], kind)
+                        compare(original, candidate, [tokens], kind)
             return known
     return _prove(module, tried, identified)
 
@@ -244,10 +244,12 @@ def _check_dtype(module: nn.Module, identified: IdentifiedLayer) -> None:
 
 def _thresholds(module: nn.Module) -> list[int]:
     """Returns the numbers of tokens above which a module may compute something else."""
-    found = sorted(value for _, value in _capacities(module) if type(value) is int and value > 1)
-    if found and found[-1] > _MOST_TOKENS:
-        raise ValueError(f"a capacity of {found[-1]} tokens is more than can be tried")
-    return found
+    capacities = sorted(
+        value for _, value in _capacities(module) if type(value) is int and value > 1
+    )
+    if capacities and capacities[-1] > _MOST_TOKENS:
+        raise ValueError(f"a capacity of {capacities[-1]} tokens is more than can be tried")
+    return capacities
 
 
 def _capacity_hint(module: nn.Module) -> str:
@@ -264,7 +266,9 @@ def _capacities(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Yields the attributes that may make a module drop tokens."""
     for part in module.modules():
         configs = [vars(value) for value in vars(part).values() if _is_config(value)]
-        for name, value in (item for held in (vars(part), *configs) for item in held.items()):
+        for name, value in (
+            item for attributes in (vars(part), *configs) for item in attributes.items()
+        ):
             limits = "capacity" in name or ("max" in name and "token" in name)
             if limits and type(value) in (int, float) and 0 < value < _NO_CAPACITY:
                 yield name, value

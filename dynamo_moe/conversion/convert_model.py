@@ -88,14 +88,14 @@ def convert(
     if experts_dtype is not None:
         _cast_experts(model, experts_dtype)
     if outcomes:
-        order = {path: place for place, (path, _) in enumerate(modules)}
-        outcomes.sort(key=lambda each: order.get(each.module, 0))
+        order = {path: position for position, (path, _) in enumerate(modules)}
+        outcomes.sort(key=lambda outcome: order.get(outcome.module, 0))
     reasons: dict[tuple[str, str], list[str]] = {}
-    for each in outcomes:
-        if isinstance(each, Unrecognised) and not _is_around(each.module, layers):
-            reasons.setdefault((each.module, each.original), []).append(each.reason)
+    for outcome in outcomes:
+        if isinstance(outcome, Unrecognised) and not _is_around(outcome.module, layers):
+            reasons.setdefault((outcome.module, outcome.original), []).append(outcome.reason)
     return ConversionReport(
-        tuple(each for each in outcomes if isinstance(each, Replacement)),
+        tuple(outcome for outcome in outcomes if isinstance(outcome, Replacement)),
         tuple(Unrecognised(*module, "; ".join(said)) for module, said in reasons.items()),
     )
 
@@ -104,11 +104,13 @@ def convertible_modules(model: nn.Module) -> list[str]:
     """Returns the paths of the modules that :func:`convert` would try to convert."""
     modules = modules_by_path(model)
     experts = _experts(modules)
-    found = {path for path, each in experts.items() if not transformers_experts.is_selected(each)}
+    paths = {
+        path for path, module in experts.items() if not transformers_experts.is_selected(module)
+    }
     matching = {path: module for path, module in modules if matching_adapters(module)}
     handled = _handled_modules(modules, {**experts, **matching})
-    found |= {*matching, *(each.path for each in locate_layers(model, modules, handled))}
-    return [path for path, _ in modules if path in found]
+    paths |= {*matching, *(candidate.path for candidate in locate_layers(model, modules, handled))}
+    return [path for path, _ in modules if path in paths]
 
 
 def _experts(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
@@ -127,8 +129,8 @@ def _handled_modules(
 def _is_around(path: str, outcomes: list[Replacement | Unrecognised]) -> bool:
     """Whether a module holds, or is, one that was converted."""
     prefix = f"{path}." if path else ""
-    replaced = (each for each in outcomes if isinstance(each, Replacement))
-    return any(f"{each.module}.".startswith(prefix) for each in replaced)
+    replaced = (outcome for outcome in outcomes if isinstance(outcome, Replacement))
+    return any(f"{outcome.module}.".startswith(prefix) for outcome in replaced)
 
 
 # --- Casting the experts ---
@@ -159,9 +161,9 @@ def _cast_experts(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _check_not_parametrized(path: str, module: nn.Module) -> None:
-    for place, part in module.named_modules(prefix=path):
+    for part_path, part in module.named_modules(prefix=path):
         if parametrize.is_parametrized(part):
-            weight = ".".join(filter(None, (place, next(iter(part.parametrizations)))))
+            weight = ".".join(filter(None, (part_path, next(iter(part.parametrizations)))))
             raise ValueError(
                 f"experts_dtype cannot cast {weight!r}: each forward computes it anew, as LoRA "
                 "does; merge it first"

@@ -175,7 +175,7 @@ def _memory_key(parameters: list[Tensor]) -> Any:
 
 
 def _same_memory(key: Any, other: Any) -> bool:
-    return [each[:3] for each in key] == [each[:3] for each in other]
+    return [memory[:3] for memory in key] == [memory[:3] for memory in other]
 
 
 def _make_parameters_views(experts: ExpertsSpec, module: nn.Module, weights: ExpertWeights) -> bool:
@@ -185,8 +185,8 @@ def _make_parameters_views(experts: ExpertsSpec, module: nn.Module, weights: Exp
     views: list[tuple[Tensor, Tensor]] = []
     for operand, stacked in weights._asdict().items():
         stacks: tuple[ParameterStack, ...] = getattr(experts, operand)
-        for place, stack in enumerate(stacks):
-            part = stacked.chunk(len(stacks), dim=1)[place]
+        for index, stack in enumerate(stacks):
+            part = stacked.chunk(len(stacks), dim=1)[index]
             part = part.mT if stack.transposed else part
             views += [(attrgetter(n)(module), part[number]) for number, n in enumerate(stack.names)]
     is_shared = len({id(parameter) for parameter, _ in views}) < len(views)
@@ -200,5 +200,5 @@ def _make_parameters_views(experts: ExpertsSpec, module: nn.Module, weights: Exp
 def _can_become_view(parameter: Tensor, view: Tensor) -> bool:
     """Whether the parameter's memory is its own, and its values lie in the view as they are."""
     storage = parameter.untyped_storage()
-    own = storage.nbytes() == parameter.nbytes and not parameter.is_shared()
-    return own and view.is_contiguous() and view.shape == parameter.shape
+    owns_memory = storage.nbytes() == parameter.nbytes and not parameter.is_shared()
+    return owns_memory and view.is_contiguous() and view.shape == parameter.shape

@@ -78,10 +78,10 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
     candidates: list[ExpertsSpec] = []
     for expert in _candidates(stacks, _clamp_numbers(module, first)):
         with using_tensors(first, weights):
-            given = expert.weights(first)
+            expert_weights = expert.weights(first)
         layout = expert.w1, expert.w2
         if layout not in runs:
-            x_TD = _tokens(given.w1)
+            x_TD = _tokens(expert_weights.w1)
             runs[layout] = x_TD, _run(first, weights, x_TD)
         x_TD, expected = runs[layout]
         operands = (expert.w1, expert.b1, expert.w2, expert.b2)
@@ -89,7 +89,7 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
         candidate = replace(expert, w1=w1, b1=b1, w2=w2, b2=b2)
         if isinstance(expected, Exception):
             candidates.append(candidate)
-        elif _agree(_compute(given, expert.options, x_TD), expected):
+        elif _agree(_compute(expert_weights, expert.options, x_TD), expected):
             _check_same_function(children, weights, x_TD, expected)
             return [candidate]
     if not candidates:
@@ -180,9 +180,9 @@ def _identify_stacks(module: nn.Module, experts: LocatedExperts) -> Iterator[Exp
     for names in experts.stacks:
         paths = tuple(prefix + name for name in names)
         # A shared parameter is in named_parameters() by one of its paths only.
-        held: list[Tensor] = [module.get_parameter(path) for path in paths]
-        columns = held[0].shape[-1]
-        numbers = sum(parameter.numel() for parameter in held)
+        matrices: list[Tensor] = [module.get_parameter(path) for path in paths]
+        columns = matrices[0].shape[-1]
+        numbers = sum(parameter.numel() for parameter in matrices)
         stacks.append(ParameterStack(paths, (count, numbers // (count * columns), columns)))
     known = {stack.names[0] for stack in stacks}
     owners = {_owner(stack) for stack in stacks}

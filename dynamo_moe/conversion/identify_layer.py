@@ -119,7 +119,7 @@ def identify_layer(module: nn.Module, experts: LocatedExperts) -> IdentifiedLaye
     refusals: list[ValueError] = []
     failures: list[ValueError] = []
     with torch.no_grad(), using_tensors(module, weights):
-        for width in dict.fromkeys(each.width for each in candidates):
+        for width in dict.fromkeys(candidate.width for candidate in candidates):
             try:
                 trial = _observe(module, candidates, hidden, width)
             except NotRoutedError as failure:
@@ -184,10 +184,10 @@ def _names_to_keep(module: nn.Module, candidates: list[ExpertsSpec]) -> set[str]
 def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpec) -> None:
     """Clamps show with large numbers, everything else with ordinary ones."""
     for stack in experts.stacks:
-        for place, name in enumerate(stack.names):
+        for index, name in enumerate(stack.names):
             if name in weights and len(stack.names) == 1:
                 weights[name].view(stack.shape[0], -1)[1::2] *= _LARGE
-            elif name in weights and place % 2:
+            elif name in weights and index % 2:
                 weights[name] *= _LARGE
 
 
@@ -241,12 +241,12 @@ class _Trial:
     @functools.cached_property
     def expert_parameters(self) -> set[str]:
         """The names of the experts' parameters."""
-        return {name for each in self.candidates for name in each.parameter_names()}
+        return {name for candidate in self.candidates for name in candidate.parameter_names()}
 
     @functools.cached_property
     def numbers(self) -> list[float]:
         """The positive numbers among the attributes of all modules that are not experts."""
-        inner = {part for each in self.hidden for part in each.modules()}
+        inner = {part for submodule in self.hidden for part in submodule.modules()}
         parts = [part for part in self.module.modules() if part not in inner]
         values = [value for part in parts for value in vars(part).values()]
         return [value for value in values if type(value) in (int, float) and value > 0]
@@ -260,7 +260,7 @@ class _Trial:
         """
         leaves, structure = pytree.tree_flatten(self.seen.result)
         width = self.x.shape[-1]
-        results = [place for place, leaf in enumerate(leaves) if self._is_per_token(leaf, width)]
+        results = [index for index, leaf in enumerate(leaves) if self._is_per_token(leaf, width)]
         if not results:
             raise NotRoutedError(
                 f"it does not return a tensor of its tokens' shape {list(self.x.shape)}"
@@ -272,10 +272,10 @@ class _Trial:
             )
         added = list(itertools.product(self._shared(), self._output_biases(), results))
         for experts, y_RTD in self._results(routings):
-            for shared, bias, place in added:
-                expected = leaves[place].reshape(self.x.shape)
-                for each in shared:
-                    expected = expected - each(self.module, self.x).view_as(self.x)
+            for shared, bias, index in added:
+                expected = leaves[index].reshape(self.x.shape)
+                for expert in shared:
+                    expected = expected - expert(self.module, self.x).view_as(self.x)
                 if bias is not None:
                     expected = expected - attrgetter(bias)(self.module)
                 if not expected.any():  # Any experts that give zeros would do.
@@ -288,11 +288,11 @@ class _Trial:
                 routing, routed = routings[number]
                 returned = [
                     ReturnValue("result", keeps_shape=leaf.ndim == self.x.ndim)
-                    if position == place
+                    if position == index
                     else self._return_value(leaf, routed)
                     for position, leaf in enumerate(leaves)
                 ]
-                attributes = vars(leaves[place]).items()
+                attributes = vars(leaves[index]).items()
                 return LayerSpec(
                     arguments=_arguments(self.module),
                     routing=replace(routing, scale=scale),
@@ -317,7 +317,7 @@ class _Trial:
 
     def _routings(self) -> list[tuple[Routing, Routed]]:
         """Returns the routings to try, with what they give; those that give the same, once."""
-        found: list[tuple[Routing, Routed]] = []
+        distinct: list[tuple[Routing, Routed]] = []
         known: list[Tensor] = []
         for routing in (*self._gate_routings(), *self._top_k_routings()):
             try:
@@ -326,11 +326,11 @@ class _Trial:
             except Exception:  # noqa: S112  A routing that does not fit the gate.
                 continue
             if len(routed.ids) == self.x.shape[:-1].numel() and not any(
-                torch.allclose(dense_TE, other, rtol=1e-6, atol=1e-9) for other in known
+                torch.allclose(dense_TE, earlier, rtol=1e-6, atol=1e-9) for earlier in known
             ):
                 known.append(dense_TE)
-                found.append((routing, routed))
-        return found
+                distinct.append((routing, routed))
+        return distinct
 
     def _gate_routings(self) -> Iterator[Routing]:
         """Yields routings by gates that return the experts and their weights."""
@@ -352,9 +352,9 @@ class _Trial:
         vectors = [name for name, tensor in named if _is_matrix(tensor, 1, count)]
         biases = [None, *(name for name in vectors if name not in self.expert_parameters)]
         sources: list[tuple[SubmoduleCall | LinearRouter, int]] = [
-            (call, place)
+            (call, index)
             for call, outputs in self.seen.calls
-            for place, output in enumerate(outputs)
+            for index, output in enumerate(outputs)
             if self._is_per_token(output, count)
         ]
         sources += [(router, 0) for router in self._linear_routers()]
@@ -387,20 +387,20 @@ class _Trial:
         x_TD = self.x.reshape(-1, width)
 
         def compute(experts: ExpertsSpec, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            given, options = experts.weights(self.module), asdict(experts.options)
-            return custom_ops.experts(x, ids, weights, *given, **options).double()
+            parameters, options = experts.weights(self.module), asdict(experts.options)
+            return custom_ops.experts(x, ids, weights, *parameters, **options).double()
 
         # Every expert on every token.
         rows = x_TD.repeat_interleave(count, dim=0)
         ids = torch.arange(count, device=x_TD.device).repeat(len(x_TD))[:, None]
         ones = torch.ones_like(ids, dtype=x_TD.dtype)
         dense_RTE = torch.stack([_dense_weights(routed, count) for _, routed in routings])
-        candidates = [each for each in self.candidates if each.width == width]
+        candidates = [candidate for candidate in self.candidates if candidate.width == width]
         for experts in candidates:
             y_TED = compute(experts, rows, ids, ones).view(len(x_TD), count, -1)
             yield experts, torch.einsum("rte,ted->rtd", dense_RTE, y_TED)
-        for each in candidates:
-            experts = replace(each, options=replace(each.options, weight_on_input=True))
+        for candidate in candidates:
+            experts = replace(candidate, options=replace(candidate.options, weight_on_input=True))
             results = [compute(experts, x_TD, chosen.ids, chosen.weights) for _, chosen in routings]
             yield experts, torch.stack(results)
 
@@ -445,8 +445,8 @@ class _Trial:
             return ReturnValue("zero")
         sources: list[tuple[Any, Any]] = [
             *(
-                ("gate_output", place)
-                for place, output in enumerate(routed.gate_outputs)
+                ("gate_output", index)
+                for index, output in enumerate(routed.gate_outputs)
                 if isinstance(output, Tensor) and output.ndim
             ),
             ("ids", None),

@@ -237,22 +237,22 @@ def _check_finite(name: str, weight: Tensor) -> None:
 
 
 def _check_names(path: Path, names: Iterable[str], experts: int, width: int) -> None:
-    given = set(names)
+    stored = set(names)
     wanted = [f"{n}/{weight}" for n in range(experts) for weight in _WEIGHTS]
-    unknown = sorted(name for name in given if not _NAME.fullmatch(name))
+    unknown = sorted(name for name in stored if not _NAME.fullmatch(name))
     if unknown:
         raise ValueError(
             f"{path}: unknown arrays {few(unknown, _SHOWN)}; a T5_FF layer has "
             f"{', '.join(_WEIGHTS)}, each named n/name for expert n"
         )
-    rows_are_experts = len({name.split("/")[0] for name in given}) == width != experts
+    rows_are_experts = len({name.split("/")[0] for name in stored}) == width != experts
     hint = "; they look like [E, D]: pass the transpose" if rows_are_experts else ""
-    missing = [name for name in wanted if name not in given]
+    missing = [name for name in wanted if name not in stored]
     if missing:
         raise ValueError(
             f"{path}: missing {few(missing, _SHOWN)}; centroids [D, E] have {experts} experts{hint}"
         )
-    extra = sorted({int(name.split("/")[0]) for name in given.difference(wanted)})
+    extra = sorted({int(name.split("/")[0]) for name in stored.difference(wanted)})
     if extra:
         raise ValueError(
             f"{path}: has weights of expert {few([*map(str, extra)], _SHOWN)}, but centroids "
@@ -281,13 +281,13 @@ def _reading(path: Path, name: str) -> Iterator[None]:
         raise ValueError(f"{path}: {name} {why}") from error
 
 
-def _floating(name: str, given: Array | Tensor) -> Array:
+def _floating(name: str, values: Array | Tensor) -> Array:
     """Returns the array in float32, or in float64 if it has that."""
-    if isinstance(given, Tensor):
+    if isinstance(values, Tensor):
         # NumPy has no bfloat16.
-        given = given.detach().cpu()
-        given = (given.float() if given.dtype == torch.bfloat16 else given).numpy()
-    array = np.asarray(given)
+        values = values.detach().cpu()
+        values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    array = np.asarray(values)
     if array.dtype.kind != "f" or array.dtype.itemsize not in _FLOAT_BYTES:
         raise TypeError(f"{name} must be float16, float32 or float64, got {array.dtype}")
     wide = np.float64 if array.dtype.itemsize > np.float32().itemsize else np.float32

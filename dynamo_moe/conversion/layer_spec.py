@@ -68,8 +68,8 @@ class LayerSpec:
         if builtin is not None:
             linear, router = builtin
             router_weight, router_bias = linear.parameters(module)
-            given = {**weights._asdict(), **asdict(router), **options}
-            y = custom_ops.dropless(x, router_weight, router_bias=router_bias, **given)
+            keywords = {**weights._asdict(), **asdict(router), **options}
+            y = custom_ops.dropless(x, router_weight, router_bias=router_bias, **keywords)
         else:
             routed = routing(module, x)
             ids, choices = (
@@ -97,16 +97,18 @@ class LayerSpec:
         names = [name for name, _ in self.arguments]
         if len(args) > len(names):
             return None
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        x = given.pop(names[0], None)
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        x = arguments.pop(names[0], None)
         defaults = dict(self.arguments)
-        if not all(_is_default(value, defaults.get(name, ...)) for name, value in given.items()):
+        if not all(
+            _is_default(value, defaults.get(name, ...)) for name, value in arguments.items()
+        ):
             return None
         return x if isinstance(x, Tensor) and x.ndim in self.dimensions else None
 
     def still_runs(self, path: str) -> bool:
         """Whether a submodule runs, or is part of one that does."""
-        shared = [call for each in self.shared for call in (each.call, each.gate)]
+        shared = [call for expert in self.shared for call in (expert.call, expert.gate)]
         return any(
             isinstance(call, SubmoduleCall) and f"{path}.".startswith(f"{call.path}.")
             for call in (self.routing.source, *shared)

@@ -76,31 +76,31 @@ def locate_layers(
         handled: Modules that are out of the question: converted already, or otherwise.
     """
     located = list(_locate_experts(modules))
-    places = Counter(experts.path for experts in located)
+    stacks_at = Counter(experts.path for experts in located)
 
     def is_free(path: str) -> bool:
-        if sum(_is_within(place, path) for place in places) > 1:
+        if sum(_is_within(holder, path) for holder in stacks_at) > 1:
             return False
         module = model.get_submodule(path)
         is_converted = any(isinstance(part, ConvertedModule) for part in module.modules())
         return not is_converted and module not in handled
 
-    found: list[LayerCandidate] = []
+    layers: list[LayerCandidate] = []
     for experts in located:
-        known = any(each.experts.path == experts.path for each in found)
+        known = any(layer.experts.path == experts.path for layer in layers)
         if known or model.get_submodule(experts.path) in handled:
             continue
         paths = list(itertools.takewhile(is_free, _paths_upwards(experts)))
         routing = (path for path in paths if _may_route(model, path, experts))
         if (chosen := next(routing, None)) is not None:
-            found.append(LayerCandidate(chosen, tuple(paths), experts))
-        elif paths and places[experts.path] == 1:
+            layers.append(LayerCandidate(chosen, tuple(paths), experts))
+        elif paths and stacks_at[experts.path] == 1:
             candidate = LayerCandidate(paths[0], tuple(paths), experts)
             around = model.get_submodule(paths[0].rpartition(".")[0])
             # Beside experts that are handled, these are ones that every token visits.
             if candidate.is_named(model) and handled.isdisjoint(around.modules()):
-                found.append(candidate)
-    return found
+                layers.append(candidate)
+    return layers
 
 
 def _paths_upwards(experts: LocatedExperts) -> Iterator[str]:
@@ -177,14 +177,16 @@ def _locate_stacks(
     """Yields the modules with two or three stacks of matrices, the innermost ones."""
     around: set[str] = set()
     parts = [own_parts(module) for _, module in modules]
-    dimensions = [[p.ndim for p in own.values() if p is not None] for own, _, _ in parts]
-    holding = {module for (_, module), own in zip(modules, dimensions, strict=True) if 3 in own}
+    dimensions = [
+        [p.ndim for p in parameters.values() if p is not None] for parameters, _, _ in parts
+    ]
+    holding = {module for (_, module), ndims in zip(modules, dimensions, strict=True) if 3 in ndims}
     holders = _with_those_around(holding, modules)
-    for (path, module), own, (_, _, children) in zip(
+    for (path, module), ndims, (_, _, children) in zip(
         reversed(modules), reversed(dimensions), reversed(parts), strict=True
     ):
         lists = any(isinstance(child, nn.ParameterList) for child in children.values())
-        if module not in holders and own.count(2) < 2 and not lists:
+        if module not in holders and ndims.count(2) < 2 and not lists:
             continue  # As most modules.
         if path in around or (excluded and not excluded.isdisjoint(module.modules())):
             continue
@@ -194,10 +196,10 @@ def _locate_stacks(
 
 
 def _with_those_around(
-    found: set[nn.Module], modules: Sequence[tuple[str, nn.Module]]
+    inner: set[nn.Module], modules: Sequence[tuple[str, nn.Module]]
 ) -> set[nn.Module]:
     """Returns modules and, of a model's, those that have one of them in them."""
-    around = {*found}
+    around = {*inner}
     before = -1
     while len(around) > before:  # Again: a module in several places is listed at the first.
         before = len(around)
@@ -223,10 +225,10 @@ def _stacks_in(
         if parameter.ndim == 3 and not _BIAS.fullmatch(name.rpartition(".")[2]):
             by_experts.setdefault(parameter.shape[0], []).append((name,))
     for name, child in module.named_children():
-        held = dict(child.named_parameters()) if isinstance(child, nn.ParameterList) else {}
-        shapes = {p.shape for p in held.values()}
-        if len(held) > 1 and len(shapes) == 1 and len(next(iter(shapes))) == 2:
-            by_experts.setdefault(len(held), []).append(tuple(f"{name}.{key}" for key in held))
+        listed = dict(child.named_parameters()) if isinstance(child, nn.ParameterList) else {}
+        shapes = {p.shape for p in listed.values()}
+        if len(listed) > 1 and len(shapes) == 1 and len(next(iter(shapes))) == 2:
+            by_experts.setdefault(len(listed), []).append(tuple(f"{name}.{key}" for key in listed))
     for num_experts, stacks in by_experts.items():
         if len(stacks) in (2, 3):
             yield num_experts, tuple(stacks)

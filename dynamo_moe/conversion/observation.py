@@ -75,7 +75,7 @@ def observe_forward(
         Exception: Whatever the module raises.
     """
     seen = ObservedForward()
-    hidden = {part for each in unwatched for part in each.modules()}
+    hidden = {part for submodule in unwatched for part in submodule.modules()}
 
     before = dict(module.named_buffers())
 

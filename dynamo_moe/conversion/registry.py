@@ -126,7 +126,9 @@ def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, 
 
 def _check_arguments(module: nn.Module, replacement: nn.Module) -> None:
     """Raises ValueError if a replacement's forward takes fewer arguments than the module's."""
-    theirs, ours = (inspect.signature(each.forward).parameters for each in (module, replacement))
+    theirs, ours = (
+        inspect.signature(compared.forward).parameters for compared in (module, replacement)
+    )
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in ours.values()):
         return
     if len(ours) < len(theirs):

@@ -56,13 +56,13 @@ def convert_experts(
     Raises:
         ValueError: If transformers knows no implementation ``fallback``.
     """
-    found = [(path, module) for path, module in experts.items() if not is_selected(module)]
-    if not found:
+    unselected = [(path, module) for path, module in experts.items() if not is_selected(module)]
+    if not unselected:
         return []
     known: dict[type, _Identified] = {}
     outcomes: list[Replacement | Unrecognised] = []
     decisions: list[tuple[Experts, ExpertOptions | None]] = []
-    for path, module in found:
+    for path, module in unselected:
         kind, name, options = type(module), type(module).__name__, None
         try:
             with few_threads(module):
@@ -102,8 +102,8 @@ def experts_parameters(module: Experts) -> dict[str, nn.Parameter]:
     """Returns the experts' parameters by attribute."""
     first = _first_weight(module)
     names = (first, f"{first}_bias", "down_proj", "down_proj_bias")
-    found = {name: getattr(module, name, None) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, nn.Parameter)}
+    attributes = {name: getattr(module, name, None) for name in names}
+    return {name: value for name, value in attributes.items() if isinstance(value, nn.Parameter)}
 
 
 def _first_weight(module: Experts) -> str:
@@ -143,8 +143,8 @@ def _identify(module: Experts, known: _Identified | None) -> _Identified:
     count = _num_experts(module)
     options = identify_options(module)
     if has_values(module):
-        places = [place % count for place in range(max(8, count + count % 2))]
-        _compare(module, options, _example(module, places, 2))
+        expert_ids = [slot % count for slot in range(max(8, count + count % 2))]
+        _compare(module, options, _example(module, expert_ids, 2))
     x_TD, *routing = _example(module, [count - 1] * 2, 1)
     x_TD[1] *= _LARGE
     return _Identified(options, key, (x_TD, *routing))
@@ -164,7 +164,7 @@ def _compare(module: Experts, options: ExpertOptions, example: Sequence[Tensor])
     """Compares a module with the operator."""
     tried = in_float32(module)
     dtype = getattr(tried, _first_weight(tried)).dtype
-    inputs = [each.to(dtype) if each.is_floating_point() else each for each in example]
+    inputs = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in example]
     compare(_own_forward(tried), partial(_compute, tried, options), inputs, _NAME)
 
 

@@ -43,7 +43,9 @@ def own_forward_warning(paths: Sequence[str]) -> str:
 def training_warning(model: nn.Module) -> str:
     """Returns what it means that converted modules are in training mode, or an empty string."""
     named = model.named_modules()
-    paths = [path for path, each in named if isinstance(each, ConvertedLayer) and each.training]
+    paths = [
+        path for path, module in named if isinstance(module, ConvertedLayer) and module.training
+    ]
     if not paths:
         return ""
     which = few([repr(path) for path in paths], _SHOWN)
@@ -56,7 +58,7 @@ def training_warning(model: nn.Module) -> str:
 
 def listing(modules: Sequence[Unrecognised]) -> str:
     """Returns the first few modules by path and class, and how many more there are."""
-    return few([f"{each.module!r} ({each.original})" for each in modules], _SHOWN)
+    return few([f"{left.module!r} ({left.original})" for left in modules], _SHOWN)
 
 
 def warning(left: Sequence[Unrecognised]) -> str:
@@ -72,7 +74,9 @@ def hint(left: Sequence[Unrecognised], model: nn.Module) -> str:
 
 def merge_hint(model: nn.Module) -> str:
     """Returns a sentence about weights that are not merged; empty if there are none."""
-    unmerged = [repr(path) for each in model.named_modules() for path in _unmerged(*each)]
+    unmerged = [
+        repr(path) for named_module in model.named_modules() for path in _unmerged(*named_module)
+    ]
     if not unmerged:
         return ""
     how = (

@@ -126,13 +126,13 @@ def upcycle(
         raise ValueError(f"top_k must be in 1..{num_experts}, got {top_k}")
     generator = torch.Generator().manual_seed(seed)
     # Not the modules of the model but those that hold an MLP: the rest can be freed on the way.
-    found = [
-        (f"{path}.{mlp.place}" if path else mlp.place, module, mlp)
+    mlps = [
+        (f"{path}.{mlp.target}" if path else mlp.target, module, mlp)
         for path, module in model.named_modules()
         if (mlp := _find_mlp(module)) is not None
     ]
     holders, upcycled, left = set(), [], []
-    for path, module, mlp in found:
+    for path, module, mlp in mlps:
         if layers is not None and not layers(path):
             continue
         try:
@@ -147,10 +147,10 @@ def upcycle(
         upcycled.append(path)
     if not upcycled:
         # Most layers of a model are alike: one of each reason is enough.
-        examples = {each.reason: each.module for each in reversed(left)}
+        examples = {refused.reason: refused.module for refused in reversed(left)}
         reasons = "".join(f"; {module}: {reason}" for reason, module in examples.items())
-        if layers and found and not left:
-            reasons = f": layers selects none of the {len(found)} that there are"
+        if layers and mlps and not left:
+            reasons = f": layers selects none of the {len(mlps)} that there are"
         raise ValueError(f"no MLP to upcycle was found{reasons}")
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and holders & {*encoder.layers}:
@@ -167,7 +167,7 @@ class _Mlp:
         first: The path of the first ``nn.Linear(D, H)``.
         activation: The path of the activation that follows it.
         second: The path of ``nn.Linear(H, D)``.
-        place: The path that the MoE layer gets.
+        target: The path that the MoE layer gets.
         emptied: The paths of the modules that do nothing afterwards.
         run: Runs the module on tokens ``[B, L, D]``.
     """
@@ -175,7 +175,7 @@ class _Mlp:
     first: str
     activation: str
     second: str
-    place: str
+    target: str
     emptied: tuple[str, ...]
     run: Callable[[Any, Tensor], Any]
 
@@ -239,7 +239,7 @@ def _moe_layer(
 ) -> DroplessMoE:
     """Returns the layer whose experts are copies of the module's MLP, or raises ValueError."""
     first, second = _get(module, mlp.first), _get(module, mlp.second)
-    for part in (_get(module, path) for path in (mlp.place, *mlp.emptied)):
+    for part in (_get(module, path) for path in (mlp.target, *mlp.emptied)):
         if isinstance(part, nn.Module):
             check_no_hooks(part)
     options = identify_activation(_get(module, mlp.activation))
@@ -262,7 +262,7 @@ def _moe_layer(
 
 def _put(module: nn.Module, mlp: _Mlp, layer: nn.Module) -> None:
     """Puts the MoE layer into its place, and empties the modules whose work it does."""
-    values: dict[str, Any] = {mlp.place: layer}
+    values: dict[str, Any] = {mlp.target: layer}
     for path in mlp.emptied:
         values[path] = nn.Identity().train(layer.training)
     if isinstance(getattr(module, "activation_dropout", None), nn.Module):

@@ -162,7 +162,7 @@ class ModelSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as dicts, lists, strings and numbers, ready for ``json.dumps``."""
-        return {**json_values(self), "offloaded": [each.to_dict() for each in self.offloaded]}
+        return {**json_values(self), "offloaded": [experts.to_dict() for experts in self.offloaded]}
 
     def table(self) -> RenderableType:
         """The file's facts, its MoE layers, its weights and its operators, for a terminal."""

@@ -109,13 +109,13 @@ def op_from_function(
                 f"{function.__name__}.forward changes its arguments, which an operator may not"
             )
 
-        def own(result: Tensor) -> Tensor:
+        def separate(result: Tensor) -> Tensor:
             shares = storage_key(result) in map(storage_key, tensors)
             tensors.append(result.clone() if shares else result)
             return tensors[-1]
 
         # An operator may not return its arguments, nor two views of one memory.
-        return pytree.tree_map_only(Tensor, own, results)
+        return pytree.tree_map_only(Tensor, separate, results)
 
     def deterministic_forward(*args: Any) -> Any:
         before = _random_states(args)
@@ -138,10 +138,11 @@ def op_from_function(
             _keep_operators_results(ctx, inputs, again, output)
 
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = function.backward(ctx, *gradients)
-        found = found if isinstance(found, tuple) else (found,)
+        gradients_of_inputs = function.backward(ctx, *gradients)
+        if not isinstance(gradients_of_inputs, tuple):
+            gradients_of_inputs = (gradients_of_inputs,)
         # Arguments that equal their defaults are not among the inputs.
-        return found[: ctx.dynamo_moe_inputs]
+        return gradients_of_inputs[: ctx.dynamo_moe_inputs]
 
     kernel = forward if split else deterministic_forward
     op = torch.library.custom_op(name, kernel, mutates_args=(), schema=text)

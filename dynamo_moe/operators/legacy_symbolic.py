@@ -55,8 +55,8 @@ def declaration_of(symbolic: Callable[..., Any], schema: Any, name: str) -> dict
         key = argument.name
         if key not in tensors:
             kind, values = _values(argument, name)
-            other = _record(symbolic, arguments, {key: values[1]}, results, name)
-            attribute = _attribute_of(key, kind, values, base, other, name)
+            changed = _record(symbolic, arguments, {key: values[1]}, results, name)
+            attribute = _attribute_of(key, kind, values, base, changed, name)
             if attribute is not None:
                 renamed[key] = attribute
         if str(argument.real_type).startswith("Optional["):
@@ -70,14 +70,14 @@ def declaration_of(symbolic: Callable[..., Any], schema: Any, name: str) -> dict
         for attribute, (_, value) in base.attributes.items()
         if attribute not in renamed.values()
     }
-    found: dict[str, Any] = {
+    declaration: dict[str, Any] = {
         "domain": domain,
         "op_type": op_type,
         "inputs": base.inputs,
         "attributes": renamed,
         **{key: constants.pop(key) for key in PLUGIN_ATTRIBUTES if key in constants},
     }
-    return {**found, "constants": constants} if constants else found
+    return {**declaration, "constants": constants} if constants else declaration
 
 
 def _attribute_of(
@@ -87,7 +87,9 @@ def _attribute_of(
     same = (base.op, base.inputs, set(base.attributes))
     if (other.op, other.inputs, set(other.attributes)) != same:
         raise ValueError(f"{name}.symbolic makes other nodes for other {key!r}")
-    changed = [a for a, held in base.attributes.items() if held != other.attributes[a]]
+    changed = [
+        a for a, typed_value in base.attributes.items() if typed_value != other.attributes[a]
+    ]
     for attribute in changed:
         suffix, value = base.attributes[attribute]
         if (value, other.attributes[attribute][1]) != values:
@@ -109,12 +111,13 @@ def _attribute_of(
 
 def _check_without(base: _Node, other: _Node, key: str, follower: str | None, name: str) -> None:
     """Checks the node where an optional argument is None: it has no such input or attribute."""
-    inputs = [given for given in other.inputs if given != "None"]
-    attributes = {a: held for a, held in other.attributes.items() if held[1] is not None}
-    expected = {a: held for a, held in base.attributes.items() if a != follower}
-    if (other.op, inputs) != (base.op, [given for given in base.inputs if given != key]) or (
-        attributes != expected
-    ):
+    inputs = [input_name for input_name in other.inputs if input_name != "None"]
+    attributes = {
+        a: typed_value for a, typed_value in other.attributes.items() if typed_value[1] is not None
+    }
+    expected = {a: typed_value for a, typed_value in base.attributes.items() if a != follower}
+    remaining = [input_name for input_name in base.inputs if input_name != key]
+    if (other.op, inputs, attributes) != (base.op, remaining, expected):
         raise ValueError(
             f"{name}.symbolic makes another node where {key!r} is None; it must be the same, "
             f"without {key!r}"
@@ -188,7 +191,7 @@ class _Graph:
 
     def op(self, name: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
         """Adds a node, as the graph of ``torch.onnx`` does."""
-        found = {}
+        typed_values = {}
         for key, value in attributes.items():
             attribute, _, suffix = key.rpartition("_")
             if suffix not in _KINDS or not attribute:
@@ -196,10 +199,10 @@ class _Graph:
                     f"{self._function}.symbolic gives the attribute {key!r}; only _f, _i and _s "
                     "have a counterpart among an operator's arguments"
                 )
-            found[attribute] = (suffix, _plain(value))
-        results = [_Value(f"output {place}", self._function) for place in range(outputs)]
+            typed_values[attribute] = (suffix, _plain(value))
+        results = [_Value(f"output {index}", self._function) for index in range(outputs)]
         names = [getattr(value, "_name", repr(value)) for value in inputs]
-        self.nodes.append(_Node(name, names, results, found))
+        self.nodes.append(_Node(name, names, results, typed_values))
         return results[0] if outputs == 1 else tuple(results)
 
     def __getattr__(self, name: str) -> Any:
@@ -215,17 +218,17 @@ def _record(
 ) -> _Node:
     """Returns the node that ``symbolic`` makes of the changed arguments."""
     graph = _Graph(name)
-    given: list[Any] = []
+    inputs: list[Any] = []
     for argument in arguments:
         key = argument.name
         if key in changed and changed[key] is None:
-            given.append(None)
+            inputs.append(None)
         elif "Tensor" in str(argument.type):
-            given.append(_Value(key, name))
+            inputs.append(_Value(key, name))
         else:
             value = changed.get(key, _values(argument, name)[1][0])
-            given.append(_guarded(value, f"{name}.symbolic compares {key!r}"))
-    returned = symbolic(graph, *given)
+            inputs.append(_guarded(value, f"{name}.symbolic compares {key!r}"))
+    returned = symbolic(graph, *inputs)
     if len(graph.nodes) != 1:
         ops = ", ".join(node.op for node in graph.nodes) or "none"
         raise ValueError(

@@ -130,9 +130,9 @@ def register_op(
         raise ValueError(f"version must be at least 1, got {version}")
     check_constants(constants or {})
     if callable(attributes) and schema is not None:
-        given: dict[str, Any] = {"inputs": inputs, "outputs": outputs, "doc": doc or None}
-        given["shape_inference"] = None if shape_inference == "fake" else shape_inference
-        for option, value in given.items():
+        redundant: dict[str, Any] = {"inputs": inputs, "outputs": outputs, "doc": doc or None}
+        redundant["shape_inference"] = None if shape_inference == "fake" else shape_inference
+        for option, value in redundant.items():
             if value is not None:
                 raise ValueError(f"{option} and schema: the schema says it, got {option}={value!r}")
         check_schema(schema, overload, domain=domain, op_type=op_type, version=version)

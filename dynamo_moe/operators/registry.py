@@ -72,7 +72,7 @@ class Operator:
     def _node(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         arguments = self._bound(args, kwargs)
         attributes = {**self.attributes(arguments), **self.fixed}
-        given = {
+        keywords = {
             name: self._attribute(name, value)
             for name, value in attributes.items()
             if value is not None
@@ -82,13 +82,13 @@ class Operator:
         node = getattr(opset, self.schema.name)
         if any(formal.option == _VARIADIC for formal in self.schema.inputs):
             # The exporter would give all inputs passed by position to the variadic one.
-            return node(**inputs, **given)
-        return node(*inputs.values(), **given)
+            return node(**inputs, **keywords)
+        return node(*inputs.values(), **keywords)
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         formals = schema_of(self.torch_op).arguments
-        given = {**dict(zip((formal.name for formal in formals), args, strict=False)), **kwargs}
-        return {formal.name: given.get(formal.name, formal.default_value) for formal in formals}
+        values = {**dict(zip((formal.name for formal in formals), args, strict=False)), **kwargs}
+        return {formal.name: values.get(formal.name, formal.default_value) for formal in formals}
 
     def _inputs(self, arguments: Arguments) -> dict[str, Any]:
         inputs = {formal.name: arguments[formal.name] for formal in self.schema.inputs}

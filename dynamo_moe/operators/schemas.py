@@ -194,7 +194,7 @@ def scalar_arguments(torch_op: OpOverload) -> dict[str, Any]:
     Raises:
         TypeError: If ONNX has no such type.
     """
-    found = {}
+    scalars = {}
     for argument in schema_of(torch_op).arguments:
         kind = str(argument.real_type)
         if kind in _INPUT_OPTIONS:
@@ -205,8 +205,8 @@ def scalar_arguments(torch_op: OpOverload) -> dict[str, Any]:
                 "neither a tensor nor an ONNX attribute; these are Tensor, Tensor?, Tensor[], "
                 "int, bool, float, str, lists of them, and each of them optional"
             )
-        found[argument.name] = argument
-    return found
+        scalars[argument.name] = argument
+    return scalars
 
 
 def _tensor_arguments(torch_op: OpOverload) -> dict[str, OpSchema.FormalParameterOption]:
@@ -216,10 +216,10 @@ def _tensor_arguments(torch_op: OpOverload) -> dict[str, OpSchema.FormalParamete
 
 def _results(torch_op: OpOverload, outputs: Sequence[str] | None) -> list[str]:
     returns = schema_of(torch_op).returns
-    for place, value in enumerate(returns):
+    for index, value in enumerate(returns):
         if str(value.real_type) != "Tensor":
             raise TypeError(
-                f"{torch_op}: result {place} has the type {_readable(str(value.real_type))}; an "
+                f"{torch_op}: result {index} has the type {_readable(str(value.real_type))}; an "
                 "ONNX node gives tensors, a fixed number of them"
             )
     if not returns:
@@ -228,8 +228,8 @@ def _results(torch_op: OpOverload, outputs: Sequence[str] | None) -> list[str]:
         alone = len(returns) == 1
         taken = {argument.name for argument in schema_of(torch_op).arguments}
         return [
-            value.name or ("y" if alone and "y" not in taken else f"output_{place}")
-            for place, value in enumerate(returns)
+            value.name or ("y" if alone and "y" not in taken else f"output_{index}")
+            for index, value in enumerate(returns)
         ]
     if len(outputs) != len(returns):
         raise ValueError(

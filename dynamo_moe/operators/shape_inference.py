@@ -35,13 +35,13 @@ _MAX_DECISIONS = 4
 _HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
 
 
-def like(place: int) -> Inference:
+def like(index: int) -> Inference:
     """Returns the inference of a single result that has an input's type and shape."""
 
     def infer(context: InferenceContext) -> None:
-        given = context.get_input_type(place)
-        if given is not None:
-            context.set_output_type(0, given)
+        input_type = context.get_input_type(index)
+        if input_type is not None:
+            context.set_output_type(0, input_type)
 
     return infer
 
@@ -66,8 +66,8 @@ def by_fake_kernel(
             claims = _claims(torch_op, {**inputs, **scalars}, tuple(sizes))
         except Exception:  # The kernel is the user's: where it refuses, nothing is claimed.
             return
-        for place, (dtype, shape) in enumerate(claims or ()):
-            context.set_output_type(place, _type_of(dtype, shape, sizes))
+        for index, (dtype, shape) in enumerate(claims or ()):
+            context.set_output_type(index, _type_of(dtype, shape, sizes))
 
     return infer
 
@@ -89,14 +89,16 @@ class _Input:
 
 
 def _inputs(context: InferenceContext, schema: OpSchema, names: dict[str, None]) -> dict[str, Any]:
-    given = [
+    values = [
         _Input(context.get_input_type(number), number, names) if context.has_input(number) else None
         for number in range(context.get_num_inputs())
     ]
     variadic = OpSchema.FormalParameterOption.Variadic
     return {
-        formal.name: given[place:] if formal.option == variadic else next(iter(given[place:]), None)
-        for place, formal in enumerate(schema.inputs)
+        formal.name: values[index:]
+        if formal.option == variadic
+        else next(iter(values[index:]), None)
+        for index, formal in enumerate(schema.inputs)
     }
 
 
@@ -130,9 +132,9 @@ def _claims(
         return torch.empty(shape, dtype=value.dtype)
 
     with environment.fake_tensors(), torch.no_grad():
-        given = pytree.tree_map_only(_Input, fake, dict(arguments))
+        fakes = pytree.tree_map_only(_Input, fake, dict(arguments))
         before = len(environment.decisions())
-        results = pytree.tree_leaves(torch_op(**given))
+        results = pytree.tree_leaves(torch_op(**fakes))
         decisions = environment.decisions()[before:]
     of = {symbol.node.expr: name for name, symbol in symbols.items()}
     claims = [(r.dtype, tuple(_size(size, of) for size in r.shape)) for r in results]

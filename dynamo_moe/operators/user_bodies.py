@@ -119,13 +119,13 @@ def omit_absent(function: ir.Function, node: ir.Node, name: str) -> None:
             f"out: {user.op_type} needs it; pass a function that returns the body of a given node"
         )
 
-    given = [*node.inputs, *[None] * len(function.inputs)]
-    absent = [value for value, got in zip(function.inputs, given, strict=False) if got is None]
+    inputs = [*node.inputs, *[None] * len(function.inputs)]
+    absent = [value for value, got in zip(function.inputs, inputs, strict=False) if got is None]
     for value in absent:
-        for user, place in list(value.uses()):
-            if not _may_lack(user, place):
+        for user, index in list(value.uses()):
+            if not _may_lack(user, index):
                 raise refusal(f"input {value.name!r}", user)
-            user.replace_input_with(place, None)
+            user.replace_input_with(index, None)
     while len(function.inputs) > len(node.inputs):
         function.inputs.pop()
     if absent:
@@ -146,11 +146,11 @@ def _needs(node: ir.Node, attribute: str) -> bool:
     return node.op_type == "Constant" or (declared is not None and declared.required)
 
 
-def _may_lack(node: ir.Node, place: int) -> bool:
+def _may_lack(node: ir.Node, index: int) -> bool:
     if node.domain not in _STANDARD_DOMAINS:
         return True  # A runtime's own operator, of which onnx knows nothing.
     formals = onnx.defs.get_schema(node.op_type, domain=node.domain).inputs
-    return place < len(formals) and formals[place].option == _OPTIONAL
+    return index < len(formals) and formals[index].option == _OPTIONAL
 
 
 def _check_valid(function: onnx.FunctionProto, name: str) -> None:
@@ -166,16 +166,16 @@ def _check_valid(function: onnx.FunctionProto, name: str) -> None:
 
 
 def _check(function: ir.Function, name: str, attributes: Collection[str]) -> None:
-    given = {*function.attributes}
+    referenced = {*function.attributes}
     for node in function.all_nodes():
-        given |= {a.ref_attr_name for a in node.attributes.values() if a.is_ref()}
+        referenced |= {a.ref_attr_name for a in node.attributes.values() if a.is_ref()}
         standard = node.domain in _STANDARD_DOMAINS and onnx.defs.has(node.op_type, node.domain)
         if not standard and not is_foreign(node.domain, node.op_type):
             raise ValueError(
                 f"the body of {name} uses {node.domain or 'ai.onnx'}::{node.op_type}, which is "
                 "not an ONNX operator: write what it computes into the body itself"
             )
-    unknown = sorted(str(attribute) for attribute in given if attribute not in attributes)
+    unknown = sorted(str(attribute) for attribute in referenced if attribute not in attributes)
     if unknown:
         raise ValueError(
             f"the body of {name} refers to the attribute {unknown[0]!r}, which the operator "
@@ -185,20 +185,20 @@ def _check(function: ir.Function, name: str, attributes: Collection[str]) -> Non
 
 def _convert(function: ir.Function, name: str, opset: int) -> None:
     """Brings the body to the model's version of the standard operators, in place."""
-    own = function.opset_imports.get("", opset)
-    if own > opset:
+    body_opset = function.opset_imports.get("", opset)
+    if body_opset > opset:
         raise ValueError(
-            f"the body of {name} is written for opset {own}, the file has {opset}: export with "
-            f"opset={own}, or write the body for {opset}"
+            f"the body of {name} is written for opset {body_opset}, the file has {opset}: export "
+            f"with opset={body_opset}, or write the body for {opset}"
         )
-    if own < opset:
+    if body_opset < opset:
         left = [
             node
             for node in function.all_nodes()
             if node.domain == "" and any(a.is_ref() for a in node.attributes.values())
         ]
         for node in left:
-            _check_unchanged(node, name, own, opset)
+            _check_unchanged(node, name, body_opset, opset)
             node.domain = _UNCONVERTED
         version_converter.convert_version(ir.Model(function.graph, ir_version=10), opset)
         for node in left:
@@ -208,12 +208,12 @@ def _convert(function: ir.Function, name: str, opset: int) -> None:
     function.opset_imports[""] = opset
 
 
-def _check_unchanged(node: ir.Node, name: str, own: int, opset: int) -> None:
+def _check_unchanged(node: ir.Node, name: str, body_opset: int, opset: int) -> None:
     """Checks that a newer version of a node's operator has only added to the older one."""
-    old, new = (onnx.defs.get_schema(node.op_type, version, "") for version in (own, opset))
+    old, new = (onnx.defs.get_schema(node.op_type, version, "") for version in (body_opset, opset))
     same_inputs = [formal.name for formal in old.inputs] == [f.name for f in new.inputs]
     if not same_inputs or not set(old.attributes) <= set(new.attributes):
         raise ValueError(
-            f"the body of {name} is written for opset {own}, the file has {opset}, and between "
-            f"them {node.op_type} has changed: write the body for opset {opset}"
+            f"the body of {name} is written for opset {body_opset}, the file has {opset}, and "
+            f"between them {node.op_type} has changed: write the body for opset {opset}"
         )

@@ -106,15 +106,15 @@ def verify(
             try:
                 recorder = RoutingRecorder()
                 with recorder:
-                    own = _outputs(model, case)
-                expected = own if reference is None else _outputs(reference, case)
+                    outputs = _outputs(model, case)
+                expected = outputs if reference is None else _outputs(reference, case)
             except Exception as error:  # The model's own code runs.
                 if inputs is None or isinstance(error, IndexError):  # Ids beyond an embedding.
                     raise ValueError(
                         f"the model does not take these inputs ({error}): pass inputs of your own"
                     ) from error
                 raise
-            results.append(_compare(file, feeds, own, expected, recorder.ids, tolerance))
+            results.append(_compare(file, feeds, outputs, expected, recorder.ids, tolerance))
     report = VerificationReport(path, runtime_name, tolerance, tuple(results))
     if not report.passed:
         raise VerificationError(report)
@@ -127,8 +127,8 @@ def verify(
 def _weight_dtypes(proto: onnx.ModelProto) -> set[torch.dtype]:
     dtypes = {from_torch_dtype(dtype).value: dtype for dtype in FLOATS}
     # Constants made by the exporter are small and may be wider than the weights.
-    found = {t.data_type for t in proto.graph.initializer if len(t.dims) >= 2}
-    return {dtypes[data_type] for data_type in found if data_type in dtypes}
+    stored = {t.data_type for t in proto.graph.initializer if len(t.dims) >= 2}
+    return {dtypes[data_type] for data_type in stored if data_type in dtypes}
 
 
 def _approximates_gelu(proto: onnx.ModelProto) -> bool:
@@ -312,14 +312,16 @@ def _to_torch(array: np.ndarray) -> Tensor:
 def _compare(
     file: _LoadedFile,
     feeds: Mapping[str, np.ndarray],
-    own: list[Tensor],
+    model_outputs: list[Tensor],
     expected: list[Tensor],
     routed: list[Tensor],
     bound: Tolerance,
 ) -> CaseResult:
     outputs, in_file = file.run(feeds, routing=bool(routed))
     max_error, rms_error = _worst_errors("file", outputs, expected)
-    model_error = None if own is expected else _worst_errors("model", own, expected)[0]
+    model_error = (
+        None if model_outputs is expected else _worst_errors("model", model_outputs, expected)[0]
+    )
     return CaseResult(
         shapes={name: tuple(value.shape) for name, value in feeds.items()},
         max_error=max_error,

@@ -67,8 +67,10 @@ class VerificationReport:
         verdict = "[green]agrees[/]" if self.passed else "[red]DIFFERS[/]"
         title = f"{escape(str(self.path))} in {self.runtime}: {verdict}"
         table = Table(title=title, title_justify="left")
-        own = ["model's error"] if any(case.model_error is not None for case in self.cases) else []
-        for column in ("inputs", "max error", "RMS error", *own, "same routing", ""):
+        model_column = (
+            ["model's error"] if any(case.model_error is not None for case in self.cases) else []
+        )
+        for column in ("inputs", "max error", "RMS error", *model_column, "same routing", ""):
             table.add_column(column)
         for case in self.cases:
             inputs = [f"{name} {list(shape)}" for name, shape in case.shapes.items()]
@@ -92,12 +94,13 @@ class VerificationError(AssertionError):
 
     def __init__(self, report: VerificationReport) -> None:
         worst = max(report.cases, key=lambda case: (not case.passed, case.max_error))
-        other, own = "model", ""
+        compared, model_error = "model", ""
         if worst.model_error is not None:
-            other, own = "reference", f"; the model's own error is {worst.model_error:.1e}"
+            compared = "reference"
+            model_error = f"; the model's own error is {worst.model_error:.1e}"
         super().__init__(
-            f"{report.path} differs from the {other}: max error {worst.max_error:.1e} "
+            f"{report.path} differs from the {compared}: max error {worst.max_error:.1e} "
             f"(tolerance {report.tolerance.max:.0e}), RMS {worst.rms_error:.1e} "
-            f"({report.tolerance.rms:.0e}) on inputs {worst.shapes}{own}"
+            f"({report.tolerance.rms:.0e}) on inputs {worst.shapes}{model_error}"
         )
         self.report = report

@@ -31,8 +31,8 @@ def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:
     if not used <= known:
         return []
     return [
-        _add_routing_output(proto.graph, layer, f"dynamo_moe.layer{place}")
-        for place, layer in enumerate(layers)
+        _add_routing_output(proto.graph, layer, f"dynamo_moe.layer{index}")
+        for index, layer in enumerate(layers)
     ]
 
 
@@ -74,12 +74,13 @@ def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str
         members = add("Reshape", ints(*range(count * size)), ints(count, size))
         return add("Flatten", add("Gather", members, ascending), axis=1)
 
-    given = _routing_inputs(layer)
-    ids = next(iter(given.values()))
+    routing_inputs = _routing_inputs(layer)
+    ids = next(iter(routing_inputs.values()))
     if layer.op_type == DROPLESS:
         options = layer.attributes
         inputs = {
-            each: add("Cast", value, to=onnx.TensorProto.FLOAT) for each, value in given.items()
+            input_name: add("Cast", value, to=onnx.TensorProto.FLOAT)
+            for input_name, value in routing_inputs.items()
         }
         ranked = add("MatMul", inputs["x"], add("Transpose", inputs["router_weight"], perm=[1, 0]))
         if "router_bias" in inputs:
@@ -93,8 +94,8 @@ def _add_routing_output(graph: onnx.GraphProto, layer: metadata.Layer, name: str
         top_k = ints(options["top_k"])
         if limited:
             members = members_of_best_groups(ranked)
-            places = add("TopK", add("GatherElements", ranked, members, axis=1), top_k, outputs=2)
-            ids = add("GatherElements", members, places, axis=1)
+            indices = add("TopK", add("GatherElements", ranked, members, axis=1), top_k, outputs=2)
+            ids = add("GatherElements", members, indices, axis=1)
         else:
             ids = add("TopK", ranked, top_k, outputs=2)
     output = add("Identity", ids)

@@ -123,8 +123,8 @@ class RuntimeProcess(Runtime):
 
     def load(self, model: str | bytes, folder: str = "") -> tuple[int, list[str]]:
         """As :meth:`Runtime.load`."""
-        found: tuple[int, list[str]] = self._ask("loading the file", "load", model, folder)
-        return found
+        loaded: tuple[int, list[str]] = self._ask("loading the file", "load", model, folder)
+        return loaded
 
     def run(
         self, number: int, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]
