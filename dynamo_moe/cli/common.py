@@ -1,4 +1,4 @@
-"""What the commands share: options, errors, steps, reports."""
+"""Shared by the commands: options, errors, steps, reports."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def step(
 
 @contextmanager
 def show_bytes(console: Console, doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields what shows how many bytes of how many are done, on a terminal."""
+    """Yields the function that shows how many bytes of how many are done, on a terminal."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

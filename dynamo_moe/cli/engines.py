@@ -1,4 +1,4 @@
-"""``dynamo-moe engine``, ``bench-engine`` and ``plugin-path``: what hands a file to TensorRT."""
+"""``dynamo-moe engine``, ``bench-engine`` and ``plugin-path``: the way to TensorRT."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ class _Source(NamedTuple):
             )
 
     def kernel_layers(self, offload: dict[str, Any] | None) -> list[Layer]:
-        """Returns what kernels the layers need, with options of offloading or None."""
+        """Returns the layers to compile kernels for, with options of offloading or None."""
         from dynamo_moe.files.kernel_layers import kernel_layers_of
         from dynamo_moe.files.offloading import offloaded_kernel_layers
 

@@ -1,4 +1,4 @@
-"""``dynamo-moe export`` and ``verify``: what begins with a PyTorch model."""
+"""``dynamo-moe export`` and ``verify``: the commands that begin with a PyTorch model."""
 
 from __future__ import annotations
 

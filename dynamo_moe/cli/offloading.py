@@ -1,4 +1,4 @@
-"""What the command line says of offloaded experts."""
+"""The command line's options of offloaded experts."""
 
 from __future__ import annotations
 

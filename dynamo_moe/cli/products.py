@@ -1,4 +1,4 @@
-"""``dynamo-moe inspect`` and ``compile``: what begins with an exported file."""
+"""``dynamo-moe inspect`` and ``compile``: the commands that begin with an exported file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an expert computes between its two products, found by its numbers, not by its name.
+"""An expert's activation between its two products, found by its numbers, not by its name.
 
 Legend: R rows, H hidden width.
 """

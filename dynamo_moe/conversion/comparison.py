@@ -42,9 +42,9 @@ def compare_shapes(
 
     Args:
         original: From ``[..., D]`` to anything.
-        candidate: What may replace it.
+        candidate: Its replacement.
         example: Tokens ``[..., D]`` that the original takes.
-        kind: What the candidate is, for messages.
+        kind: The candidate's kind, for messages.
         optional_dimensions: Whether the candidate may differ for tokens of another number of
             dimensions than the example's.
         thresholds: Numbers of tokens to exceed, by equal tokens, for modules that count up to them.
@@ -54,7 +54,7 @@ def compare_shapes(
         The numbers of dimensions for which they give the same.
 
     Raises:
-        ValueError: If they do not give the same numbers; with what speaks against it.
+        ValueError: If they do not give the same numbers; with the difference.
     """
     compare(original, candidate, [example], kind)
     same = {example.ndim: True}
@@ -112,7 +112,7 @@ def compare(
     """Runs both, without gradients.
 
     Raises:
-        ValueError: If they do not give the same numbers; with what speaks against it.
+        ValueError: If they do not give the same numbers; with the difference.
     """
     tokens = f"tokens {list(inputs[0].shape)}"
     try:

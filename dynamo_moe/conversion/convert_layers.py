@@ -51,15 +51,15 @@ _MOST_TOKENS, _NO_CAPACITY = 8192, 2**31
 
 @dataclass(frozen=True)
 class _Proof:
-    """What a layer was proved to compute.
+    """A layer for which agreement was proved.
 
     Attributes:
-        identified: What it computes.
-        key: What it shows of that.
+        identified: The record that it agrees with.
+        key: The key that layers like it share.
         casts_to_half: Whether it casts numbers to half precision.
-        attributes: What its submodules' attributes are from now on, by path: those that its own
-            forward set.
-        notes: What it no longer does.
+        attributes: The values of its submodules' attributes from now on, by path: those that its
+            own forward set.
+        notes: The effects that it no longer has.
     """
 
     identified: IdentifiedLayer
@@ -89,7 +89,7 @@ def _convert_candidate(
     Layers identified before, by class and shapes, are tried first.
 
     Returns:
-        What was done; None if it does not look like an MoE layer.
+        The outcome; None if it does not look like an MoE layer.
     """
     reasons: dict[str, ValueError] = {}
     for path in candidate.paths:
@@ -115,7 +115,7 @@ def _convert_candidate(
 
 
 def _convert_layer(module: nn.Module, experts: LocatedExperts, known: _Proof | None) -> _Proof:
-    """Converts a layer in place; returns the proof of what it computes.
+    """Converts a layer in place; returns the proof of its record.
 
     Raises:
         ValueError: If it cannot be converted; with the reason.
@@ -140,7 +140,7 @@ def _convert_layer(module: nn.Module, experts: LocatedExperts, known: _Proof | N
 
 
 def _prove_again(module: nn.Module, tried: nn.Module, known: _Proof) -> _Proof:
-    """Proves that a layer computes what one before does; in fewer ways, if it looks the same.
+    """Proves that a layer computes the same as an earlier one; in fewer ways, if it looks the same.
 
     Raises:
         ValueError: If it does not.
@@ -168,12 +168,12 @@ def _weights_to_try(
 
 
 def _prove(module: nn.Module, tried: nn.Module, identified: IdentifiedLayer) -> _Proof:
-    """Proves what was identified, and for which numbers of token dimensions.
+    """Proves a record, and for which numbers of token dimensions.
 
     Args:
         module: The layer.
         tried: The layer, or a copy in float32.
-        identified: What it may compute.
+        identified: The record to prove.
 
     Raises:
         ValueError: If it does not compute that, with random weights and with its own.
@@ -210,7 +210,7 @@ def _scales(identified: IdentifiedLayer) -> tuple[float, ...]:
 def _trial(
     module: nn.Module, identified: IdentifiedLayer, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[Callable[[Tensor], Any], Callable[[Tensor], Any], Tensor, str]]:
-    """Yields what to compare while a layer has other weights, and leaves the layer as it was."""
+    """Yields the arguments of a comparison with other weights, and leaves the layer as it was."""
     spec = identified.spec
     candidate = on_tokens(partial(spec, module), channels_first=spec.channels_first)
     with preserving_state(module), using_tensors(module, weights):
@@ -218,7 +218,7 @@ def _trial(
         yield forward, candidate, example, "a mixture of experts"
 
 
-# --- What speaks against converting a layer ---
+# --- Reasons against converting a layer ---
 
 
 def _check_hooks(module: nn.Module, spec: LayerSpec) -> None:
@@ -253,7 +253,7 @@ def _thresholds(module: nn.Module) -> list[int]:
 
 
 def _capacity_hint(module: nn.Module) -> str:
-    """Returns what to say of an attribute that may make a module drop tokens."""
+    """Returns the warning of an attribute that may make a module drop tokens."""
     for name, value in _capacities(module):
         return (
             f"; it may drop tokens by a capacity ({name} is {value}), which is not converted: set "

@@ -51,12 +51,12 @@ def convert(
         experts_dtype: Cast the experts' weights to this dtype, also those of modules converted
             before; the routers keep theirs. For inference: in training a module's own forward
             computes, which may not take them.
-        fallback: What computes those experts of transformers' models that ``torch.ops.moe`` cannot:
+        fallback: The way to compute experts of transformers' models that ``torch.ops.moe`` cannot:
             another implementation registered there, such as ``"batched_mm"``, which can be
             exported. None: they stay as they are.
 
     Returns:
-        What was converted, and which modules look like a mixture of experts but were not
+        The converted modules, and those that look like a mixture of experts but were not
         recognised, with the reason.
 
     Raises:

@@ -21,7 +21,7 @@ _FEW_NUMBERS = 4096
 
 
 def layer_key(module: nn.Module, drawn: Collection[str]) -> Hashable:
-    """Returns what a layer shows of what it computes: equal for layers that look alike.
+    """Returns a key of a layer's visible properties: equal for layers that look alike.
 
     That is, of each of its modules: the class, the layout of parameters and buffers, the values of
     small tensors, numbers, strings and tuples of them, and functions.
@@ -53,14 +53,14 @@ def _tensors(part: nn.Module, prefix: str, drawn: Collection[str]) -> Iterator[t
 
 
 def _values(tensor: Tensor) -> Hashable:
-    """Returns a small tensor's values; of one without values, what equals nothing else."""
+    """Returns a small tensor's values; of one without values, a key that equals nothing else."""
     if tensor.is_meta or isinstance(tensor, LazyTensor):
         return object()
     return repr(tensor.tolist()) if tensor.numel() <= _FEW_NUMBERS else None
 
 
 def _plain(value: Any) -> Iterator[Hashable]:
-    """Yields what is compared of an attribute: a plain value with its types, or a function."""
+    """Yields the compared part of an attribute: a plain value with its types, or a function."""
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         yield type(value), repr(value)  # A NaN is like another.
     elif isinstance(value, tuple):

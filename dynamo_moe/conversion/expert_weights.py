@@ -1,4 +1,4 @@
-"""What a layer's experts compute, and their weights in the layout of ``torch.ops.moe``.
+"""The record of a layer's experts, and their weights in the layout of ``torch.ops.moe``.
 
 Legend: D model width, H hidden width, F = H, or 2H when gated, E experts.
 """
@@ -50,14 +50,14 @@ class ParameterStack:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """What a module's experts compute, and from which of its parameters.
+    """The options of a module's experts, and the parameters that are their weights.
 
     Attributes:
         w1: The matrices of the first product: one stack, or gate and up in a stack each.
         b1: Their biases; empty if there are none.
         w2: The matrices of the second product, one stack.
         b2: Its biases, one stack or none.
-        options: What is computed around and between the two products.
+        options: The operator's options, around and between the two products.
         up_first: Whether a single first stack holds the up rows before the gate rows.
     """
 

@@ -1,4 +1,4 @@
-"""What a layer's experts compute: every way to combine their matrices is tried, on random numbers.
+"""Identifies a layer's experts: every way to combine their matrices is tried, on random numbers.
 
 An expert that is a module is called by itself, which settles it. Stacked weights cannot be called:
 each way that fits their shapes is a candidate, to be tried with the whole layer.
@@ -30,14 +30,14 @@ from dynamo_moe.private import has_forward_hooks
 # names.
 _CLAMP_NUMBERS = {ExpertOptions.alpha, ExpertOptions.limit}
 _CLAMP_WORDS = ("limit", "clamp", "alpha")
-# RMS of what enters the activation, for each of an expert's tokens: clamps show with large ones.
+# RMS of the activation's input, for each of an expert's tokens: clamps show with large ones.
 _SIZES = (0.3, 2.0, 2.0, 10.0, 40.0)
 # Relative to the RMS of an expert's result: another activation differs by 1e-2 and more.
 _TOLERANCE = 1e-4
 
 
 def identify_experts(module: nn.Module, experts: LocatedExperts) -> list[ExpertsSpec]:
-    """Returns what a layer's experts may compute: one candidate, where an expert can be called.
+    """Returns the candidates for a layer's experts: one, where an expert can be called.
 
     Args:
         module: The layer.
@@ -145,7 +145,7 @@ def _tokens(w1_EFD: Tensor) -> Tensor:
 
 
 def _run(expert: nn.Module, weights: dict[str, Tensor], x_TD: Tensor) -> Any:
-    """Returns what an expert returns, or the exception that it raises."""
+    """Returns an expert's result, or the exception that it raises."""
     try:
         with preserving_state(expert), torch.no_grad(), using_tensors(expert, weights):
             return expert(x_TD)
@@ -154,7 +154,7 @@ def _run(expert: nn.Module, weights: dict[str, Tensor], x_TD: Tensor) -> Any:
 
 
 def _compute(weights: ExpertWeights, options: ExpertOptions, x_TD: Tensor) -> Tensor:
-    """Returns what a single expert computes, ``[T, D]``."""
+    """Returns a single expert's result, ``[T, D]``."""
     ids_T1 = torch.zeros(len(x_TD), 1, dtype=torch.long, device=x_TD.device)
     ones_T1 = x_TD.new_ones(len(x_TD), 1)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def _identify_stacks(module: nn.Module, experts: LocatedExperts) -> Iterator[Exp
 def _candidates(
     stacks: Sequence[ParameterStack], numbers: Sequence[float]
 ) -> Iterator[ExpertsSpec]:
-    """Yields what experts of these matrices and biases may compute."""
+    """Yields the candidates for experts of these matrices and biases."""
     matrices = [stack for stack in stacks if len(stack.shape) == 3]
     vectors = [stack for stack in stacks if len(stack.shape) == 2]
     # The last matrix is tried first as that of the second product.

@@ -1,8 +1,8 @@
-"""What an MoE layer computes, whatever its class: found by running it and trying candidates.
+"""Identifies an MoE layer of any class, by running it and trying candidates.
 
-The layer runs once, watched, on random weights: that shows its gate, its shared experts and what
-it returns. Then routings, made of the gate's own results, are combined with what the experts may
-compute, until one combination gives the layer's numbers. It is proved elsewhere
+The layer runs once, watched, on random weights: that shows its gate, its shared experts and its
+result. Then routings, made of the gate's own results, are combined with the candidates for the
+experts, until one combination gives the layer's numbers. It is proved elsewhere
 (``convert_layers``).
 
 Legend: T tokens, D model width, E experts, K choices, R candidate routings.
@@ -81,10 +81,10 @@ class NotRoutedError(ValueError):
 
 @dataclass(frozen=True)
 class IdentifiedLayer:
-    """What a layer computes, and what it was found with.
+    """A layer's record, and the weights and tokens that it was found with.
 
     Attributes:
-        spec: What the layer computes.
+        spec: The record that computes the layer.
         weights: The random parameters and buffers, by path.
         leading: The leading dimensions of the tokens.
     """
@@ -105,7 +105,7 @@ class IdentifiedLayer:
 
 
 def identify_layer(module: nn.Module, experts: LocatedExperts) -> IdentifiedLayer:
-    """Returns what a layer in evaluation mode, in at least float32, computes.
+    """Returns the record of a layer in evaluation mode, in at least float32.
 
     Raises:
         NotRoutedError: If it does not route, as far as can be seen.
@@ -136,11 +136,11 @@ def identify_layer(module: nn.Module, experts: LocatedExperts) -> IdentifiedLaye
 def side_effects(
     module: nn.Module, identified: IdentifiedLayer
 ) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
-    """Returns what a layer's forward does beside its result, which a converted one does not.
+    """Returns the side effects of a layer's forward, which a converted one does not have.
 
     Returns:
         The attributes that it sets on itself, by submodule, with the values that they have from
-        now on; and what the user should know of these, its buffers and its losses.
+        now on; and notes for the user on these, its buffers and its losses.
     """
     spec = identified.spec
     run, x = identified.own_forward(module), identified.example(module)
@@ -197,7 +197,7 @@ def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpe
 def _observe(
     module: nn.Module, candidates: list[ExpertsSpec], hidden: list[nn.Module], width: int
 ) -> _Trial:
-    """Returns what a layer does with tokens of a shape that it takes.
+    """Returns the observed run of a layer with tokens of a shape that it takes.
 
     Raises:
         NotRoutedError: If it takes none.
@@ -224,7 +224,7 @@ def _observe(
 
 @dataclass(frozen=True)
 class _Trial:
-    """What a layer did with tokens ``[..., D]``, and the candidates to try against that."""
+    """A layer's observed run with tokens ``[..., D]``, and the candidates to try against it."""
 
     module: nn.Module
     candidates: list[ExpertsSpec]
@@ -316,7 +316,7 @@ class _Trial:
     # --- Routing ---
 
     def _routings(self) -> list[tuple[Routing, Routed]]:
-        """Returns the routings to try, with what they give; those that give the same, once."""
+        """Returns the routings to try, with their results; those with the same result, once."""
         distinct: list[tuple[Routing, Routed]] = []
         known: list[Tensor] = []
         for routing in (*self._gate_routings(), *self._top_k_routings()):
@@ -382,7 +382,7 @@ class _Trial:
     def _results(
         self, routings: list[tuple[Routing, Routed]]
     ) -> Iterator[tuple[ExpertsSpec, Tensor]]:
-        """Yields what the experts may compute, with the result for each routing ``[R, T, D]``."""
+        """Yields candidates for the experts, with the result for each routing ``[R, T, D]``."""
         width, count = self.x.shape[-1], self.num_experts
         x_TD = self.x.reshape(-1, width)
 
@@ -420,7 +420,7 @@ class _Trial:
                 best = number, scale, error
         return best
 
-    # --- What every token gets besides, and what else the layer returns ---
+    # --- Shared experts, output biases, and the layer's other results ---
 
     def _shared(self) -> list[tuple[SharedExpert, ...]]:
         """Returns the sets of shared experts to try."""
@@ -474,7 +474,7 @@ class _Trial:
 
 
 def _arguments(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Returns the names of what a forward takes, each with its default if that is plain."""
+    """Returns the names of a forward's arguments, each with its default if that is plain."""
     parameters = inspect.signature(module.forward).parameters.values()
     return tuple(
         (p.name, p.default if is_plain(p.default) else ...)

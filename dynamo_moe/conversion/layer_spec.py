@@ -1,6 +1,6 @@
-"""What an MoE layer computes, as a record that can compute it, and the layer converted by it.
+"""A record that computes an MoE layer, and the layer converted by it.
 
-:class:`LayerSpec` is the record: routing, experts, what every token gets besides, and what the
+:class:`LayerSpec` is the record: routing, experts, shared experts, and the values that the
 forward returns. :func:`install` makes a module compute by it.
 
 Legend: T tokens, D model width, E experts, K choices.
@@ -30,15 +30,15 @@ Weighting = Literal["none", "sum", "softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What an MoE layer computes.
+    """An MoE layer as a record that computes it.
 
     Attributes:
         arguments: The names of its forward's arguments, the tokens first, each with its default:
             a plain value, or an ellipsis where there is none.
         routing: How experts and their weights are chosen.
-        experts: What the experts compute.
+        experts: The experts' options and weights.
         shared: Experts that every token visits.
-        returned: What the forward returns: a :class:`ReturnValue`, or tuples, lists and mappings
+        returned: The forward's result: a :class:`ReturnValue`, or tuples, lists and mappings
             of them.
         result_attributes: Attributes that the forward sets on the result tensor, such as a loss.
         channels_first: Whether it takes and returns images ``[B, D, ...]``.
@@ -57,7 +57,7 @@ class LayerSpec:
     dimensions: tuple[int, ...] = ()
 
     def __call__(self, module: nn.Module, x: Tensor, cache: CachedWeights | None = None) -> Any:
-        """Returns what the module's forward returns for tokens ``[..., D]``, or an image."""
+        """Returns the result of the module's forward for tokens ``[..., D]``, or an image."""
         x = x.movedim(1, -1) if self.channels_first else x
         experts, routing = self.experts, self.routing
         weights = experts.weights(module) if cache is None else cache.get(experts, module)
@@ -153,13 +153,13 @@ class TopKRouting:
     """A token's experts are those of its K largest scores.
 
     Attributes:
-        source: What gives the logits, or the scores, ``[T, E]``.
+        source: The router of the logits, or of the scores, ``[T, E]``.
         output: Which of its outputs they are.
         top_k: K.
-        scoring: What turns logits into scores.
+        scoring: The function from logits to scores.
         selection_bias: A parameter or buffer ``[E]`` that is added to the scores for the choice
             only, or None.
-        weighting: What turns the chosen scores into weights.
+        weighting: The function from the chosen scores to weights.
         scale: A factor on the weights.
     """
 
@@ -209,7 +209,7 @@ class GateRouting:
         source: The gate's call.
         ids: Which of its outputs are the experts.
         weights: Which of its outputs are their weights.
-        weighting: What is done to the weights.
+        weighting: The function that is applied to the weights.
         scale: A factor on them.
     """
 
@@ -297,7 +297,7 @@ class SubmoduleCall:
     flat: bool
 
     def outputs(self, module: nn.Module, x: Tensor) -> list[Any]:
-        """Returns what it returns for tokens ``[..., D]``, flattened."""
+        """Returns its results for tokens ``[..., D]``, flattened."""
         callee = module.get_submodule(self.path)
         tokens = x.reshape(-1, x.shape[-1]) if self.flat else x
         # In half precision a router is often computed in float32.
@@ -314,7 +314,7 @@ class SubmoduleCall:
         return pytree.tree_leaves(callee(*args, **kwargs))
 
 
-# --- Shared experts, and what the forward returns ---
+# --- Shared experts, and the forward's results ---
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ class ConvertedLayer(ConvertedModule):
     _dynamo_moe_weights: CachedWeights
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes the arguments of the original's forward, and returns what that returns.
+        """Takes the arguments of the original's forward, and returns the same.
 
         In training, and for calls unlike those compared, the original's forward computes.
         """
@@ -448,7 +448,7 @@ class ConvertedLayer(ConvertedModule):
         self._dynamo_moe_weights.keep(self._dynamo_moe_spec.experts, self, w1, w2)
 
     def extra_repr(self) -> str:
-        """What is computed, for ``print(model)``."""
+        """The record in words, for ``print(model)``."""
         experts = self._dynamo_moe_spec.experts
         computed = f"experts={experts.num_experts}, {experts.options.activation}"
         return ", ".join(filter(None, [super().extra_repr(), computed]))

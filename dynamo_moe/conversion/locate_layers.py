@@ -45,7 +45,7 @@ class LocatedExperts:
 
 @dataclass(frozen=True)
 class LayerCandidate:
-    """What may be an MoE layer.
+    """A candidate for an MoE layer.
 
     Attributes:
         path: The innermost module around the experts that may choose among them.
@@ -68,7 +68,7 @@ class LayerCandidate:
 def locate_layers(
     model: nn.Module, modules: Sequence[tuple[str, nn.Module]], handled: Set[nn.Module]
 ) -> list[LayerCandidate]:
-    """Returns what looks like an MoE layer.
+    """Returns the candidates for MoE layers.
 
     Args:
         model: The model.
@@ -134,7 +134,7 @@ def _may_route(model: nn.Module, path: str, experts: LocatedExperts) -> bool:
 
 
 def _locate_experts(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[LocatedExperts]:
-    """Yields where a model, whose modules these are, has what may be experts."""
+    """Yields the candidates for experts of a model, whose modules these are."""
     within: set[nn.Module] = set()
     named: set[nn.Module] = set()
     for path, module in modules:

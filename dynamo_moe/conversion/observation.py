@@ -25,7 +25,7 @@ from dynamo_moe.process_state import exclusive
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 _HALF = (torch.float16, torch.bfloat16)
-# Methods that cast, and to what where it is not an argument.
+# Methods that cast, and the dtype where it is not an argument.
 _CASTS = {"to": None, "type": None, "half": torch.float16, "bfloat16": torch.bfloat16}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _MISSING = object()
@@ -41,11 +41,11 @@ _SHARE_OF_VALUE = 0.3
 
 @dataclass
 class ObservedForward:
-    """What one run of a module showed.
+    """The record of one run of a module.
 
     Attributes:
-        result: What it returned.
-        calls: Calls of submodules with all of its tokens, in order, each with what it returned,
+        result: Its result.
+        calls: Calls of submodules with all of its tokens, in order, each with its results,
             flattened.
         top_ks: Each k that top-k was called with, in order.
         attributes: Attributes that it set on itself, by submodule.

@@ -110,7 +110,7 @@ def convert_by_adapters(
 
 
 def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, bool]:
-    """Returns what replaces a module, and whether the two were compared, or raises ValueError."""
+    """Returns a module's replacement, and whether the two were compared, or raises ValueError."""
     check_no_hooks(module)
     replacement = adapter.convert(module).train(module.training)
     _check_arguments(module, replacement)

@@ -1,4 +1,4 @@
-"""What a conversion reports: what became of each module that is an MoE layer or looks like one."""
+"""The report of a conversion: the outcome of each module that is or looks like an MoE layer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ADAPTER_PAGE = "docs/how-to/add_an_adapter.md"
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What :func:`convert` did."""
+    """The result of :func:`convert`."""
 
     replaced: tuple[Replacement, ...]
     unrecognised: tuple[Unrecognised, ...]
 
     @property
     def advice(self) -> str | None:
-        """What to do about modules that were left, or a model that has none, in one line."""
+        """Advice on modules that were left, or a model that has none, in one line."""
         if self.unrecognised:
             return (
                 "Modules that are left become many nodes, or fail to export: "
@@ -71,12 +71,12 @@ class Replacement:
 
     Attributes:
         module: Its path in the model.
-        adapter: What converted it: an adapter's name, ``transformers-experts`` for the experts of
-            transformers' models, or ``mixture`` for a layer identified by its numbers.
+        adapter: The way it was converted: an adapter's name, ``transformers-experts`` for experts
+            of transformers' models, or ``mixture`` for a layer identified by its numbers.
         original: The name of its class.
         compared: Whether both were seen to give the same numbers; False where the module could
             not run, as on the meta device.
-        notes: What the module no longer does.
+        notes: The effects that the module no longer has.
     """
 
     module: str

@@ -110,16 +110,16 @@ def _first_weight(module: Experts) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
-# --- What a module computes ---
+# --- Identifying a module ---
 
 
 @dataclass(frozen=True)
 class _Identified:
-    """What a module was found to compute.
+    """A module that was identified.
 
     Attributes:
         options: How ``torch.ops.moe.experts`` computes it.
-        key: What it shows of that.
+        key: The key that layers like it share.
         example: An ordinary token and a large one for its last expert, in float32.
     """
 
@@ -129,7 +129,7 @@ class _Identified:
 
 
 def _identify(module: Experts, known: _Identified | None) -> _Identified:
-    """Returns what a module computes, compared if it has weights; tries what is known first.
+    """Identifies a module, compared if it has weights; tries a known one's options first.
 
     Raises:
         ValueError: If ``torch.ops.moe.experts`` does not compute it; with the reason.
@@ -137,7 +137,7 @@ def _identify(module: Experts, known: _Identified | None) -> _Identified:
     check_no_hooks(module)
     key = layer_key(module, experts_parameters(module).keys())
     if known is not None and known.key == key:
-        with suppress(Exception):  # What is wrong, the comparison of all experts says.
+        with suppress(Exception):  # The comparison of all experts says the reason.
             _compare_last(module, known)
             return known
     count = _num_experts(module)
@@ -169,7 +169,7 @@ def _compare(module: Experts, options: ExpertOptions, example: Sequence[Tensor])
 
 
 def identify_options(module: Experts) -> ExpertOptions:
-    """Returns the options of what a module computes, by its activation alone.
+    """Returns a module's options, by its activation alone.
 
     Raises:
         ValueError: If ``torch.ops.moe.experts`` has none for it; with the reason.

@@ -1,4 +1,4 @@
-"""What an export says of MoE modules that are not converted, or not called as converted."""
+"""An export's warnings of MoE modules that are not converted, or not called as converted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHAT_TO_DO = f"dynamo_moe.convert(model) converts them or says why not ({ADAPTE
 
 
 def unconverted_modules(model: nn.Module) -> tuple[Unrecognised, ...]:
-    """Returns what looks like a mixture of experts and is not converted, in the model's order."""
+    """Returns the modules that look like a mixture of experts and are not converted, in order."""
     return tuple(
         Unrecognised(path, type(model.get_submodule(path)).__name__, "not converted")
         for path in convertible_modules(model)
@@ -32,7 +32,7 @@ def converted_modules(model: nn.Module) -> list[str]:
 
 
 def own_forward_warning(paths: Sequence[str]) -> str:
-    """Returns what it means that converted modules have no node in a file, in one line."""
+    """Returns the warning that converted modules have no node in a file, in one line."""
     which = few([repr(path) for path in paths], _SHOWN)
     return (
         f"{len(paths)} converted module{' is' if len(paths) == 1 else 's are'} called otherwise "
@@ -41,7 +41,7 @@ def own_forward_warning(paths: Sequence[str]) -> str:
 
 
 def training_warning(model: nn.Module) -> str:
-    """Returns what it means that converted modules are in training mode, or an empty string."""
+    """Returns the warning that converted modules are in training mode, or an empty string."""
     named = model.named_modules()
     paths = [
         path for path, module in named if isinstance(module, ConvertedLayer) and module.training
@@ -62,12 +62,12 @@ def listing(modules: Sequence[Unrecognised]) -> str:
 
 
 def warning(left: Sequence[Unrecognised]) -> str:
-    """Returns what it means that a file holds unconverted modules, in one line."""
+    """Returns the warning that a file holds unconverted modules, in one line."""
     return f"{_are_not_converted(left)}, so each is many nodes: {listing(left)}; {_WHAT_TO_DO}"
 
 
 def hint(left: Sequence[Unrecognised], model: nn.Module) -> str:
-    """Returns what may be behind a failed export, or an empty string."""
+    """Returns possible causes of a failed export, or an empty string."""
     cause = f"{_are_not_converted(left)}, which is often why: {listing(left)}; {_WHAT_TO_DO}."
     return " ".join(filter(None, (cause if left else "", merge_hint(model))))
 

@@ -32,7 +32,7 @@ _ROUTER_STD = 0.02
 
 @dataclass(frozen=True)
 class UpcyclingReport:
-    """What :func:`upcycle` did.
+    """The result of :func:`upcycle`.
 
     Attributes:
         upcycled: The paths of the new :class:`dynamo_moe.modules.DroplessMoE` layers.

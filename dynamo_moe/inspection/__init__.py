@@ -1,4 +1,4 @@
-"""``inspect``: what is in an ONNX file, as values and as tables."""
+"""``inspect``: the contents of an ONNX file, as values and as tables."""
 
 from dynamo_moe.inspection.reading import inspect
 from dynamo_moe.inspection.summary import (

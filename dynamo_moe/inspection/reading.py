@@ -1,4 +1,4 @@
-"""``inspect``: reads what is in an ONNX file.
+"""``inspect``: reads the contents of an ONNX file.
 
 Sizes come from shapes and dtypes. Files of external data are never opened, so a model of many
 gigabytes takes the time and memory of its graph; weights stored inside the file itself (2 GB at

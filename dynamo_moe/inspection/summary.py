@@ -1,4 +1,4 @@
-"""What is in an ONNX file, as values and as tables for a terminal."""
+"""The contents of an ONNX file, as values and as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class FunctionSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """What :func:`inspect` found; rich prints it as tables.
+    """The result of :func:`inspect`; rich prints it as tables.
 
     Attributes:
         path: The file.
@@ -173,7 +173,7 @@ class ModelSummary:
         return Group(_facts(self), "", *layers, _weights(self), "", _operators(self))
 
     def __rich__(self) -> RenderableType:
-        """What rich prints."""
+        """The tables that rich prints."""
         return self.table()
 
 

@@ -13,7 +13,7 @@ class ForeignOperator:
     """A runtime's own operator, as files of a target have it.
 
     Attributes:
-        runtime: What runs it.
+        runtime: The runtime that has it.
         domain: The domain of its nodes.
         op_type: Its name.
         inputs: If it computes a whole MoE layer, its inputs, by the names of ours where they are

@@ -26,7 +26,7 @@ _VALUES: Mapping[str, tuple[Any, Any]] = {
 
 
 def declaration_of(symbolic: Callable[..., Any], schema: Any, name: str) -> dict[str, Any]:
-    """Returns the arguments of ``register_op`` that say what ``symbolic`` says.
+    """Returns the arguments of ``register_op`` that declare the node of ``symbolic``.
 
     Args:
         symbolic: The function of the graph and of the operator's arguments.

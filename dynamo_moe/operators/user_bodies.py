@@ -25,7 +25,7 @@ _UNCONVERTED = "dynamo_moe.unconverted"
 
 
 def body_of(body: Any, schema: OpSchema) -> Body:
-    """Returns what gives the body of each node of an operator.
+    """Returns the function that gives the body of each node of an operator.
 
     Args:
         body: An onnxscript function, ``onnx.FunctionProto`` or ``onnx_ir.Function``; or a function
@@ -78,7 +78,7 @@ def proto_of(body: Any) -> onnx.FunctionProto | None:
 
 
 def content(function: ir.Function) -> bytes:
-    """Returns what a body computes, in a form that equals that of an equal body."""
+    """Returns a body in a form that equals that of an equal body."""
     proto = ir.to_proto(function)
     del proto.value_info[:]  # Bodies may note the shapes of their node.
     serialized: bytes = proto.SerializeToString(deterministic=True)

@@ -121,7 +121,7 @@ def verify(
     return report
 
 
-# --- What the file's weights and layers allow as errors ---
+# --- The errors that the file's weights and layers allow ---
 
 
 def _weight_dtypes(proto: onnx.ModelProto) -> set[torch.dtype]:

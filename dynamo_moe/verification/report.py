@@ -1,4 +1,4 @@
-"""What ``verify`` found: the errors of each case, and their table for a terminal."""
+"""The report of ``verify``: the errors of each case, and their table for a terminal."""
 
 from __future__ import annotations
 
