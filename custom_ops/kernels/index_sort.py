@@ -91,8 +91,8 @@ def _rank(
         one = valid.to(tl.int64) << shift
         counts = tl.zeros_like(one)
         for four in tl.range(0, tl.cdiv(E, 4)):
-            own = expert // 4 == four
-            counts = tl.where(own, tl.cumsum(tl.where(own, one, 0), axis=0), counts)
+            of_four = expert // 4 == four
+            counts = tl.where(of_four, tl.cumsum(tl.where(of_four, one, 0), axis=0), counts)
         rank = ((counts >> shift) & 0xFFFF).to(tl.int32) - 1
     else:
         n = tl.arange(0, expert.shape[0])

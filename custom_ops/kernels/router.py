@@ -139,29 +139,29 @@ def _logits(
 
 
 @triton.jit
-def _expert_at(place, E: tl.constexpr, N_GROUP: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Returns which expert is at a place of BLOCK_E, and whether one is.
+def _expert_at(position, E: tl.constexpr, N_GROUP: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Returns which expert is at a position of BLOCK_E, and whether one is.
 
-    So that groups are rows of a power of two, each begins with a place of its own.
+    So that groups are rows of a power of two, each begins at a position of its own.
     """
     BLOCK_G: tl.constexpr = triton.next_power_of_2(N_GROUP)
-    group = place // (BLOCK_E // BLOCK_G)
-    member = place % (BLOCK_E // BLOCK_G)
+    group = position // (BLOCK_E // BLOCK_G)
+    member = position % (BLOCK_E // BLOCK_G)
     exists = (group < N_GROUP) & (member < E // N_GROUP)
     return group * (E // N_GROUP) + member, exists
 
 
 @triton.jit
-def _key(score, place, PLACES: tl.constexpr):
-    """Returns distinct 64-bit integers in the order of the scores, the lower place first.
+def _key(score, position, POSITIONS: tl.constexpr):
+    """Returns distinct 64-bit integers in the order of the scores, the lower position first.
 
     In the high half is the score as an integer of the same order, with one zero and one NaN, the
-    greatest; in the low half is the place from behind.
+    greatest; in the low half is the position from behind.
     """
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (PLACES - 1 - place)
+    return (ordered.to(tl.int64) << 32) | (POSITIONS - 1 - position)
 
 
 @triton.jit
@@ -226,8 +226,8 @@ def _select(
     # Below every key, -inf's included.
     LOWEST: tl.constexpr = -(2**63)
     PLAIN: tl.constexpr = selection_bias_ptr is None and GROUP_SCORING == "none"
-    place = tl.arange(0, BLOCK_E)[None, :]
-    expert, exists = _expert_at(place, E, N_GROUP, BLOCK_E)
+    position = tl.arange(0, BLOCK_E)[None, :]
+    expert, exists = _expert_at(position, E, N_GROUP, BLOCK_E)
     if SCORING == "softmax":
         logits = tl.where(exists, logits, float("-inf"))
         # A NaN logit makes the sum NaN, and with it the whole row.
@@ -243,7 +243,7 @@ def _select(
     ranked = score
     if selection_bias_ptr is not None:
         ranked += tl.load(selection_bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)
-    key = tl.where(exists, _key(ranked, place, BLOCK_E), LOWEST)
+    key = tl.where(exists, _key(ranked, position, BLOCK_E), LOWEST)
     if GROUP_SCORING != "none":
         key = _within_best_groups(key, LOWEST, GROUP_SCORING, N_GROUP, TOPK_GROUP)
     choice = tl.arange(0, BLOCK_K)[None, :]
@@ -253,11 +253,11 @@ def _select(
         chosen = tl.where(choice == k, best, chosen)
         key = tl.where(key == best, LOWEST, key)
 
-    place = BLOCK_E - 1 - chosen.to(tl.int32)
+    position = BLOCK_E - 1 - chosen.to(tl.int32)
     if selection_bias_ptr is None:
         weight = _score_of(chosen)
     else:
-        weight = tl.gather(score, place, axis=1)
+        weight = tl.gather(score, position, axis=1)
     if SCORING == "sigmoid" and PLAIN:
         weight = tl.sigmoid(weight)
     if SCORING == "topk_softmax":
@@ -269,7 +269,7 @@ def _select(
         weight = weight / (tl.sum(weight, axis=1)[:, None] + EPS)
     slot = token.to(tl.int64)[:, None] * K + choice
     stored = (token < tokens)[:, None] & (choice < K)
-    chosen_expert, _ = _expert_at(place, E, N_GROUP, BLOCK_E)
+    chosen_expert, _ = _expert_at(position, E, N_GROUP, BLOCK_E)
     tl.store(expert_ids_ptr + slot, chosen_expert, mask=stored)
     tl.store(expert_weights_ptr + slot, weight * SCALING, mask=stored)
 
