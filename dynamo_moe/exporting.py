@@ -30,12 +30,13 @@ from dynamo_moe.graph.pipeline import Form, give_form
 from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
 from dynamo_moe.moe_nodes.targets.record import Target
 from dynamo_moe.moe_nodes.targets.registry import chosen_target
-from dynamo_moe.private import modules_by_path, own_parts
+from dynamo_moe.private import exporter, tracer
+from dynamo_moe.private.pytorch import modules_by_path, own_parts
 from dynamo_moe.process_state import ProcessState, collecting_seldom
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.progress.profiling import profiled, save_profile
-from dynamo_moe.tracing import causes, private, private_exporter
+from dynamo_moe.tracing import causes
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import (
@@ -290,7 +291,7 @@ def _graph(
     """Traces a model, equal blocks only as often as it takes, and returns its optimised graph."""
     with evaluating(model):
         reason = ""
-        if form.repeated_blocks == "auto" and private.missing() is None:
+        if form.repeated_blocks == "auto" and tracer.missing() is None:
             try:
                 return _shared_graph(model, given, example, form)
             except NotSharedError as error:
@@ -400,7 +401,7 @@ def _naming_unconverted(
         raise
 
 
-_exporting = ProcessState(private_exporter.members_looked_up_once)
+_exporting = ProcessState(exporter.members_looked_up_once)
 
 
 def _check_values(model: torch.nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
-from dynamo_moe.private import without_values
+from dynamo_moe.private.pytorch import without_values
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 from dynamo_moe.weights import placeholders
 

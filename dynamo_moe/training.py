@@ -33,9 +33,10 @@ from dynamo_moe.files import model_files
 from dynamo_moe.graph.pipeline import AddBodies, Findings, NameNodesByModule, Simplify
 from dynamo_moe.json_values import json_values
 from dynamo_moe.moe_nodes.targets.plugin import PLUGIN
-from dynamo_moe.private import schema_of
+from dynamo_moe.private import gradients
+from dynamo_moe.private.pytorch import schema_of
 from dynamo_moe.progress.phases import Progress, Stopwatch
-from dynamo_moe.tracing import private_gradients
+from dynamo_moe.tracing import shortcuts
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, DynamicShapes, resolve
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
 from dynamo_moe.tracing.nodes import all_nodes
@@ -100,7 +101,7 @@ def export_training(
     path = Path(path)
     if parameters not in ("inputs", "initializers"):
         raise ValueError(f"parameters must be inputs or initializers; got {parameters!r}")
-    reason = private_gradients.missing()
+    reason = gradients.missing()
     if reason is not None:
         raise ExportError(f"PyTorch {torch.__version__} cannot export gradients: {reason}")
     model_files.check_destination(path)
@@ -347,7 +348,8 @@ def _with_gradients(
 ) -> tuple[ExportedProgram, list[str]]:
     """Returns the program with its gradients, and the names of all its results."""
     try:
-        joint, specs = private_gradients.with_gradients(program, trained)
+        with shortcuts.decomposing():
+            joint, specs = gradients.with_gradients(program, trained)
     except Exception as error:  # The operators' own code runs.
         reason = str(error).strip().partition("\n")[0]
         raise ExportError(f"PyTorch cannot trace the model's gradients: {reason}") from error

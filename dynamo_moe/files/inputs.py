@@ -12,7 +12,7 @@ from torch import Tensor
 
 from custom_ops.dtypes import FLOATS
 from dynamo_moe.files.index_ranges import index_limits
-from dynamo_moe.private import FakeTensor
+from dynamo_moe.private.pytorch import FakeTensor
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 
 KEY = "dynamo_moe.integers"

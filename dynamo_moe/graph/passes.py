@@ -18,11 +18,11 @@ from torch import Tensor
 
 from dynamo_moe.files import model_files
 from dynamo_moe.graph import rules
-from dynamo_moe.graph.private import default_rules
 from dynamo_moe.graph.rewriting import RulesByRoot
 from dynamo_moe.moe_nodes.nodes import module_of
 from dynamo_moe.operators.foreign import foreign_operator
 from dynamo_moe.operators.registry import find
+from dynamo_moe.private.onnxscript import default_rules
 from dynamo_moe.weights import placeholders
 from dynamo_moe.weights.lazy_tensors import lazy_cast
 

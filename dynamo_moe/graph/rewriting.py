@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from dynamo_moe.graph.private import Root
+from dynamo_moe.private.onnxscript import Root
 
 
 class RulesByRoot:

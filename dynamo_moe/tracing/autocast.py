@@ -19,8 +19,14 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
-from dynamo_moe.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, schema_of
-from dynamo_moe.tracing import private
+from dynamo_moe.private import tracer
+from dynamo_moe.private.pytorch import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+)
 from dynamo_moe.tracing.nodes import Call, add_graph, all_nodes
 
 _LOG = logging.getLogger(__name__)
@@ -113,7 +119,7 @@ class _Valued(fx.Interpreter):
 
 def _retype(module: fx.GraphModule) -> None:
     given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    with _mode(given), private.enable_python_dispatcher(), torch.no_grad():
+    with _mode(given), tracer.enable_python_dispatcher(), torch.no_grad():
         _Valued(module).run(*given)
 
 
@@ -169,7 +175,7 @@ def _may_be_cast(node: fx.Node, given: Sequence[Any]) -> bool:
 def _from_data(values: Sequence[Any]) -> set[Any]:
     """Returns the symbols of sizes that are read from data."""
     symbolic = (value for value in values if isinstance(value, _SYMBOLIC))
-    return set().union(*map(private.free_unbacked_symbols, symbolic))
+    return set().union(*map(tracer.free_unbacked_symbols, symbolic))
 
 
 def _under_autocast(call: Call, state: State) -> fx.Graph | None:
@@ -178,17 +184,17 @@ def _under_autocast(call: Call, state: State) -> fx.Graph | None:
     Either it is cast as a whole, or it decomposes into operators that are.
     """
     recorder = _Recorder(call.given)
-    with _mode(call.given), private.enable_python_dispatcher(), torch.no_grad():
+    with _mode(call.given), tracer.enable_python_dispatcher(), torch.no_grad():
         with _autocast(state), torch.inference_mode(), recorder:
             # In another mode, operators decompose before they are seen.
             result = call(*call.given)
         if len(recorder.calls) > 1:
             return recorder.finish(result)
-        if not private.can_decompose(recorder.calls[0]):
+        if not tracer.can_decompose(recorder.calls[0]):
             return None
-        plain = private.make_fx(call)(*call.given).graph
+        plain = tracer.make_fx(call)(*call.given).graph
         with _autocast(state):
-            cast = private.make_fx(call)(*call.given).graph
+            cast = tracer.make_fx(call)(*call.given).graph
     return None if _targets(cast) == _targets(plain) else cast
 
 

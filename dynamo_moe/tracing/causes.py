@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dynamo_moe import pytree
 from dynamo_moe.operators.registry import NodeError
-from dynamo_moe.tracing import private
+from dynamo_moe.private import tracer
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
 
 _TORCH = Path(torch.__file__).parent
@@ -47,7 +47,7 @@ def model_line(error: BaseException) -> str | None:
 def casts_a_module(error: BaseException) -> bool:
     """Whether an error comes from ``module.to()``, ``.float()`` or the like within a forward."""
     return any(
-        private.is_module_cast(frame.f_code.co_name) and _is_in(frame, _TORCH)
+        tracer.is_module_cast(frame.f_code.co_name) and _is_in(frame, _TORCH)
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
 
@@ -61,7 +61,7 @@ def own_failure(
     """
     *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
     by_an_operator = _is_in(frame, _TORCH) and not casts_a_module(failure)
-    if not by_an_operator or type(failure).__module__.startswith(private.TRACERS):
+    if not by_an_operator or type(failure).__module__.startswith(tracer.TRACERS):
         return None
     try:
         with torch.no_grad():

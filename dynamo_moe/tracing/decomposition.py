@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from dynamo_moe import pytree
-from dynamo_moe.private import (
+from dynamo_moe.private import tracer
+from dynamo_moe.private.pytorch import (
     FakeTensorMode,
     HigherOrderOperator,
     OperatorBase,
@@ -25,7 +26,6 @@ from dynamo_moe.private import (
     schema_of,
 )
 from dynamo_moe.progress.phases import phase
-from dynamo_moe.tracing import private
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.nodes import Call, NeedsRetraceError, add_call, add_graph, values
 
@@ -72,7 +72,7 @@ def decomposed(
             single node does not show.
     """
     decomposer = _Decomposer(is_translated, decompositions)
-    with mode, private.enable_python_dispatcher():
+    with mode, tracer.enable_python_dispatcher():
         return decomposer.run(module)
 
 
@@ -165,7 +165,7 @@ class _Decomposer:
         return copy
 
     def _decomposes(self, target: OpOverload) -> bool:
-        composite = private.can_decompose(target)
+        composite = tracer.can_decompose(target)
         if composite and any(value.alias_info is not None for value in schema_of(target).arguments):
             return True  # Views come down to a few operators, whose translations are better.
         if self._is_translated(target):
@@ -187,7 +187,7 @@ class _Decomposer:
         return result
 
     def _trace(self, call: Call, target: Callable[..., Any]) -> fx.Graph:
-        trace = private.make_fx(call, decomposition_table=self._decompositions)
+        trace = tracer.make_fx(call, decomposition_table=self._decompositions)
         traced: fx.Graph = trace(*map(_compact, call.given)).graph
         written = _Written(traced.nodes)
         for node in traced.nodes:
@@ -268,7 +268,7 @@ def _is_fresh(node: fx.Node) -> bool:
     if target in _FRESH:
         return True
     aliases = any(value.alias_info is not None for value in schema_of(target).returns)
-    return not aliases and not private.can_decompose(target)
+    return not aliases and not tracer.can_decompose(target)
 
 
 def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
@@ -297,7 +297,7 @@ def _has_new_sizes(traced: fx.Graph) -> bool:
     given, found = set[Any](), set[Any]()
     for node in traced.nodes:
         sizes = found if node.op == "call_function" else given
-        sizes.update(private.free_unbacked_symbols(node.meta.get("val")))
+        sizes.update(tracer.free_unbacked_symbols(node.meta.get("val")))
     return not found <= given
 
 

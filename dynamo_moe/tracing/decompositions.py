@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynamo_moe.private import OpOverload
+from dynamo_moe.private.pytorch import OpOverload
 
 _aten = torch.ops.aten
 _prims = torch.ops.prims

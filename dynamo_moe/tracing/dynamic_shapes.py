@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import AdditionalInputs, Dim, ShapesCollection
 
 from dynamo_moe import pytree
-from dynamo_moe.private import attributes_of
+from dynamo_moe.private.pytorch import attributes_of
 
 BATCH = "batch"
 

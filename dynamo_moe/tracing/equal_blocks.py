@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.private import attributes_of, modules_by_path, own_parts
+from dynamo_moe.private.pytorch import attributes_of, modules_by_path, own_parts
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.model_log import LoggedModel, ModelLog, Span

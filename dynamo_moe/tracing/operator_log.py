@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dynamo_moe import pytree
-from dynamo_moe.private import OpOverload, TorchDispatchMode, schema_of
+from dynamo_moe.private.pytorch import OpOverload, TorchDispatchMode, schema_of
 
 _aten = torch.ops.aten
 META = torch.device("meta")

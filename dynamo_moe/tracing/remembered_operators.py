@@ -3,7 +3,7 @@
 With symbolic sizes PyTorch takes half of a trace to find the shapes, strides and dtypes of results,
 and the blocks of a model ask for the same again. Its own cache takes longer to look them up.
 :func:`remembered` takes what PyTorch calls, and returns what takes its place;
-``dynamo_moe.tracing.private`` puts it there for the time of a trace.
+``dynamo_moe.tracing.shortcuts`` puts it there for the time of a trace.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynamo_moe.private import FakeTensor, OpOverload, schema_of, storage_key
+from dynamo_moe.private.pytorch import FakeTensor, OpOverload, schema_of, storage_key
 from dynamo_moe.tracing.open_questions import Answers, Questions, ask_again, questions_noted
 from dynamo_moe.tracing.plain_views import layout_of
 
 try:
     from torch._subclasses import fake_tensor
     from torch.fx.experimental import proxy_tensor, symbolic_shapes
-except ImportError:  # As private.missing() says; then nothing is replaced.
+except ImportError:  # As tracer.missing() says; then nothing is replaced.
     fake_tensor = proxy_tensor = symbolic_shapes = None  # type: ignore[assignment]
 
 # What an operator gives depends on more than the form of its arguments, or is no new tensor.

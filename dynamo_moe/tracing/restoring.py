@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynamo_moe.private import (
+from dynamo_moe.private.pytorch import (
     CHILDREN_TABLE,
     TENSOR_TABLES,
     attributes_of,

@@ -24,8 +24,8 @@ from torch.export import ExportedProgram
 
 from custom_ops.options import GROUP_SCORINGS, RouterOptions
 from custom_ops.routing import route
-from dynamo_moe.private import HigherOrderOperator, OpOverload, schema_of
-from dynamo_moe.tracing.private import free_unbacked_symbols
+from dynamo_moe.private.pytorch import HigherOrderOperator, OpOverload, schema_of
+from dynamo_moe.private.tracer import free_unbacked_symbols
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.nn.modules.module import register_module_forward_hook
 
 from dynamo_moe import pytree
-from dynamo_moe.private import (
+from dynamo_moe.private.pytorch import (
     CHILDREN_TABLE,
     HOOK_TABLES,
     TENSOR_TABLES,

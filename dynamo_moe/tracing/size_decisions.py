@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 
-from dynamo_moe.tracing import private
+from dynamo_moe.private import tracer
 
 _HERE = Path(__file__).parent
 # Where traces begin, and files whose frames are not the model's.
@@ -54,7 +54,7 @@ def _note(condition: Any, kind: str) -> None:
         noted.append(Decision(condition, _place()))
 
 
-_watched = private.sizes_watched(_note)
+_watched = tracer.sizes_watched(_note)
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def decisions_noted() -> Iterator[list[Decision]]:
     noted: list[Decision] = []
     token = _noted.set(noted)
     try:
-        with _watched() if private.missing() is None else nullcontext():
+        with _watched() if tracer.missing() is None else nullcontext():
             yield noted
     finally:
         _noted.reset(token)
@@ -76,7 +76,7 @@ def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[De
             Decision(sympy.And(symbol >= values.lower, symbol <= values.upper), "")
             for symbol, values in program.range_constraints.items()
         ]
-    mode = private.fake_mode(program)
+    mode = tracer.fake_mode(program)
     if mode is not None and program.graph_signature.lifted_tensor_constants:
         # What is computed of sizes and a tensor made in the forward is computed once, unnoticed.
         # A model's own buffers are no such tensors, though ``tensor_constants`` has some of them.
@@ -93,7 +93,7 @@ def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[De
 
 def _place() -> str:
     """Returns the innermost line that is the model's."""
-    for file, line in private.stack():
+    for file, line in tracer.stack():
         if file in _BEGINNINGS:
             break
         if not file.startswith(_OTHERS):

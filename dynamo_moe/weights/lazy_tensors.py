@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dynamo_moe.private import schema_of, wrapper_subclass
+from dynamo_moe.private.pytorch import schema_of, wrapper_subclass
 from dynamo_moe.pytree import tree_map_only
 
 CHUNK_BYTES = 2**23

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dynamo_moe.private import (
+from dynamo_moe.private.pytorch import (
     FakeTensorMode,
     OpOverload,
     ShapeEnv,

@@ -1,10 +1,6 @@
-"""Private names of PyTorch that several subpackages need, and what stands in for each of them.
+"""Private names of PyTorch that several subpackages need: operators, tensors and modules.
 
-Names that only capture and translation need are in ``dynamo_moe.tracing``, in its modules
-``private`` and ``private_*``; those of registered operators in ``dynamo_moe.operators.private``,
-nested containers in ``dynamo_moe.pytree``. No other module of this package uses a private name of
-PyTorch; a test checks that, and docs/explanation/architecture.md lists these modules with those of
-other packages.
+Those that only capture and translation need are in ``tracer``, ``exporter`` and ``gradients``.
 """
 
 from __future__ import annotations
