@@ -302,7 +302,7 @@ def _export_and_check(
     milliseconds = {
         name: {size: by_name[name] for size, by_name in times.items()} for name in classifiers
     }
-    files = [FileResult(*each, milliseconds[each[0].file]) for each in checked]
+    files = [FileResult(*result, milliseconds[result[0].file]) for result in checked]
     return files, milliseconds[PYTORCH]
 
 

@@ -135,10 +135,10 @@ def _count_axes_from_the_front(model: ir.Model) -> None:
     chose, ONNX Runtime reduces nothing (seen with 1.31: ReduceSum of [0, 5] over -1 is [0, 5]).
     """
     for node in model.graph.all_nodes():
-        given = node.inputs[0] if node.inputs else None
-        if node.domain or given is None or given.shape is None or not given.shape.rank():
+        operand = node.inputs[0] if node.inputs else None
+        if node.domain or operand is None or operand.shape is None or not operand.shape.rank():
             continue
-        rank = given.shape.rank()
+        rank = operand.shape.rank()
         if node.op_type in {"ArgMax", "ArgMin"}:
             axis = node.attributes.get_int("axis", 0)
             node.attributes.add(ir.AttrInt64("axis", axis % rank))
@@ -287,8 +287,8 @@ def _fold_into_weights(
         tensor = weight.const_value
         if not users or not isinstance(tensor, ir.Tensor) or weight.is_graph_output():
             continue
-        given = [node.attributes.get(attribute) for node in users if node.op_type == op_type]
-        values = [each.value for each in given if each is not None]
+        attributes = [node.attributes.get(attribute) for node in users if node.op_type == op_type]
+        values = [entry.value for entry in attributes if entry is not None]
         if len(values) < len(users) or any(value != values[0] for value in values):
             continue
         if any(user.outputs[0].is_graph_output() for user in users):
@@ -320,6 +320,6 @@ def _shapes_are_complete(model: ir.Model) -> bool:
     return all(
         value.dtype is not None
         and value.shape is not None
-        and not any(value.shape.is_unknown_dim(place) for place in range(value.shape.rank()))
+        and not any(value.shape.is_unknown_dim(axis) for axis in range(value.shape.rank()))
         for value in values
     )

@@ -114,7 +114,7 @@ def _module_alone(
 
     def noted(fx_node: fx.Node, ir_node: ir.Node) -> None:
         stack = fx_node.meta.get("nn_module_stack") or {"": ("", None)}
-        set_module(ir_node, _SLICE.sub(_place_in_list, next(reversed(stack.values()))[0]))
+        set_module(ir_node, _SLICE.sub(_path_in_list, next(reversed(stack.values()))[0]))
 
     return lambda _: noted
 
@@ -123,9 +123,9 @@ def _module_alone(
 _SLICE = re.compile(r"\.slice\((None|\d+), [^,()]*, (?:None|1)\)\.(\d+)")
 
 
-def _place_in_list(match: re.Match[str]) -> str:
-    start, place = match.groups()
-    return f".{(0 if start == 'None' else int(start)) + int(place)}"
+def _path_in_list(match: re.Match[str]) -> str:
+    start, position = match.groups()
+    return f".{(0 if start == 'None' else int(start)) + int(position)}"
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ def missing() -> str | None:
         reason = f"it has no {name}"
     if reason is None:
         first, *others = inspect.signature(_export_forward_backward).parameters.values()
-        if first.name != "ep" or any(each.default is each.empty for each in others):
-            reason = f"{name} takes {', '.join(each.name for each in (first, *others))}"
+        if first.name != "ep" or any(parameter.default is parameter.empty for parameter in others):
+            reason = f"{name} takes {', '.join(parameter.name for parameter in (first, *others))}"
     return reason
 
 

@@ -95,8 +95,8 @@ class SymbolicSizes:
             raise NotImplementedError("symbolic sizes without a tracer")
         self._environment: Any = ShapeEnv(duck_shape=False, specialize_zero_one=False)
         self.symbols: dict[str, Any] = {}
-        for place, (name, value) in enumerate(values.items()):
-            source = ConstantSource(f"size_{place}")
+        for number, (name, value) in enumerate(values.items()):
+            source = ConstantSource(f"size_{number}")
             symbol = self._environment.create_symbol(
                 value,
                 source,

@@ -125,19 +125,19 @@ _USED: dict[str, tuple[str, ...]] = {
 @functools.cache
 def _changed() -> str:
     """Returns the first name that is absent or takes other arguments; empty if none is."""
-    own = _changed_of(_USED, globals())
-    return own or _changed_of(exporter.USED, vars(exporter))
+    changed = _changed_of(_USED, globals())
+    return changed or _changed_of(exporter.USED, vars(exporter))
 
 
 def _changed_of(used: dict[str, tuple[str, ...]], imported: dict[str, Any]) -> str:
     for name, expected in used.items():
         module, *attributes = name.split(".")
         try:
-            found = functools.reduce(getattr, attributes, imported[module])
+            value = functools.reduce(getattr, attributes, imported[module])
         except AttributeError as error:
             return str(error)
         if expected:
-            parameters = tuple(inspect.signature(found).parameters)
+            parameters = tuple(inspect.signature(value).parameters)
             if parameters[: len(expected)] != expected:
                 return f"{name} takes {', '.join(parameters)}"
     return ""
@@ -148,7 +148,7 @@ def missing() -> str | None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     oldest, newest = KNOWN_VERSIONS
     if not oldest <= version <= newest:
-        versions = " to ".join(".".join(map(str, each)) for each in KNOWN_VERSIONS)
+        versions = " to ".join(".".join(map(str, version)) for version in KNOWN_VERSIONS)
         return f"it is not one of the versions {versions}"
     absent = _absent or _changed()
     return f"it has other private names: {absent}" if absent else None
@@ -164,7 +164,12 @@ def free_unbacked_symbols(value: Any) -> set[Any]:
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
     expressions = (size.node.expr for size in sizes if isinstance(size, torch.SymInt))
     # PyTorch's names of sizes of the inputs begin with an s.
-    return {s for each in expressions for s in each.free_symbols if not s.name.startswith("s")}
+    return {
+        symbol
+        for expression in expressions
+        for symbol in expression.free_symbols
+        if not symbol.name.startswith("s")
+    }
 
 
 def is_never_negative(size: Any) -> bool:

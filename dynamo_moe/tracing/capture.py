@@ -85,8 +85,8 @@ def _checked_trace(
             program = _trace(model, example, strict=strict, gradients=gradients)
         except Exception as error:  # The model's own code runs.
             for decision in noted:
-                if decision.place and decision.fixes_a_size():
-                    error.add_note(decision.place)
+                if decision.line and decision.fixes_a_size():
+                    error.add_note(decision.line)
             raise
     if sharing is not None:
         sharing.check(program)

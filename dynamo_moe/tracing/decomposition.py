@@ -126,15 +126,15 @@ class _Decomposer:
         if target in _REGIONS:
             function = _REGIONS[target]
             region = _attribute(module, node.args[function])
-            given = fx.map_arg(node.args[function + 1 :], new.__getitem__)
-            return self._copy(region, pytree.tree_leaves(given))
+            arguments = fx.map_arg(node.args[function + 1 :], new.__getitem__)
+            return self._copy(region, pytree.tree_leaves(arguments))
         if isinstance(target, HigherOrderOperator):
             raise NeedsRetraceError(f"{target} is control flow")
         if target is operator.getitem:
             whole: Any = fx.map_arg(node.args[0], new.__getitem__)
-            place: Any = node.args[1]
+            index: Any = node.args[1]
             if not isinstance(whole, fx.Node):
-                return whole[place]
+                return whole[index]
         if isinstance(target, OpOverload):
             if target is _aten.copy_.default:
                 return self._traced(_copied, node, new)
@@ -156,9 +156,9 @@ class _Decomposer:
 
     def _cast(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> fx.Node:
         """Returns what takes the place of a cast."""
-        given, dtype = cast(fx.Node, node.args[0]), node.meta["val"].dtype
-        if given.meta["val"].dtype == dtype:
-            return cast(fx.Node, new[given])
+        operand, dtype = cast(fx.Node, node.args[0]), node.meta["val"].dtype
+        if operand.meta["val"].dtype == dtype:
+            return cast(fx.Node, new[operand])
         copy = self._graph.node_copy(node, new.__getitem__)
         copy.target = _aten._to_copy.default
         copy.args, copy.kwargs = copy.args[:1], {"dtype": dtype}
@@ -180,15 +180,15 @@ class _Decomposer:
             traced = self._trace(call, target)
             if not _has_new_sizes(traced):
                 self._traces[call.key] = traced
-        given = [new[each] for each in call.nodes]
-        result = add_graph(self._graph, node, traced, given)
+        inputs = [new[argument] for argument in call.nodes]
+        result = add_graph(self._graph, node, traced, inputs)
         if call.key not in self._traces:
-            _keep_values(node, result, given)
+            _keep_values(node, result, inputs)
         return result
 
     def _trace(self, call: Call, target: Callable[..., Any]) -> fx.Graph:
         trace = tracer.make_fx(call, decomposition_table=self._decompositions)
-        traced: fx.Graph = trace(*map(_compact, call.given)).graph
+        traced: fx.Graph = trace(*map(_compact, call.values)).graph
         written = _Written(traced.nodes)
         for node in traced.nodes:
             names = written.names(node)
@@ -210,8 +210,8 @@ def _is_only_cast(node: fx.Node) -> bool:
     options = (*node.args[1:], *node.kwargs.values())
     if any(option is True or isinstance(option, torch.memory_format) for option in options):
         return False
-    given: Any = values(node.args[0])
-    return bool(given.device == node.meta["val"].device)
+    tensor: Any = values(node.args[0])
+    return bool(tensor.device == node.meta["val"].device)
 
 
 class _Written:
@@ -226,19 +226,19 @@ class _Written:
         self._names: dict[fx.Node, list[fx.Node]] = {}
         last: dict[fx.Node, int] = {}
         calls = [node for node in nodes if isinstance(node.target, OperatorBase)]
-        for place, node in enumerate(calls):
+        for number, node in enumerate(calls):
             if _writes(node):
                 if not isinstance(node.args[0], fx.Node):
                     raise NeedsRetraceError(f"{node.format_node()} changes several tensors")
                 changed = _written_whole(node) or node.args[0]
                 self._origins[node] = origin = self._origin(changed)
                 self._names.setdefault(origin, [origin]).append(node)
-                last[origin] = place
+                last[origin] = number
         for node in last:
             if not _is_fresh(node):
                 raise NeedsRetraceError(f"{node.format_node()} is changed, and shares its memory")
-        for place, node in enumerate(calls):
-            later = any(last.get(self._origin(a), -1) > place for a in node.all_input_nodes)
+        for number, node in enumerate(calls):
+            later = any(last.get(self._origin(a), -1) > number for a in node.all_input_nodes)
             if later and not (_writes(node) or _is_fresh(node) or _only_written(node)):
                 raise NeedsRetraceError(f"{node.format_node()} shares memory that is changed")
 
@@ -294,18 +294,18 @@ def _has_new_sizes(traced: fx.Graph) -> bool:
 
     Another call makes others, though its arguments have the same sizes.
     """
-    given, found = set[Any](), set[Any]()
+    input_symbols, new_symbols = set[Any](), set[Any]()
     for node in traced.nodes:
-        sizes = found if node.op == "call_function" else given
+        sizes = new_symbols if node.op == "call_function" else input_symbols
         sizes.update(tracer.free_unbacked_symbols(node.meta.get("val")))
-    return not found <= given
+    return not new_symbols <= input_symbols
 
 
-def _keep_values(node: fx.Node, result: Any, given: Sequence[Any]) -> None:
+def _keep_values(node: fx.Node, result: Any, inputs: Sequence[Any]) -> None:
     """Gives what replaces a node the node's own sizes, whose names other nodes use."""
     values = pytree.tree_leaves(node.meta["val"])
     for copy, value in zip(pytree.tree_leaves(result), values, strict=True):
-        if isinstance(copy, fx.Node) and copy not in given:
+        if isinstance(copy, fx.Node) and copy not in inputs:
             copy.meta["val"] = value
 
 
@@ -398,7 +398,7 @@ def _rest(
     if whole.target is _aten.cat.default and _joined_along(whole) == dimension:
         joined: Any = whole.args[0]
         sizes = [part.meta["val"].shape[dimension] for part in joined]
-        ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
         starts = [0, *ends]
         if start in starts and end in ends:
             return list(joined[starts.index(start) : ends.index(end) + 1])

@@ -180,8 +180,8 @@ class OperatorLog(TorchDispatchMode):
         result = self._run(operator, args, kwargs, form, uses, reused=not writes)
         if traits.view:
             # Where a slice ends, and which size of a shape is -1, can be said in several ways.
-            place = (args[1:3], args[4:]) if traits.view == _SLICE else ()
-            form = self._forms.number((traits.view, *key[1:2], place, result.shape))
+            arguments = (args[1:3], args[4:]) if traits.view == _SLICE else ()
+            form = self._forms.number((traits.view, *key[1:2], arguments, result.shape))
         viewed = None if traits.viewed is None else _tensors(args[traits.viewed])[0]
         if traits.same_values or (traits.view and result.shape == uses[0].shape):
             if viewed is None and not writes:

@@ -31,11 +31,11 @@ class Decision(NamedTuple):
 
     Attributes:
         condition: True for the example's sizes.
-        place: The line of the model, as ``file:line: source``; empty if unknown.
+        line: The line of the model, as ``file:line: source``; empty if unknown.
     """
 
     condition: Any
-    place: str
+    line: str
 
     def fixes_a_size(self) -> bool:
         """Whether the condition leaves a symbol one value."""
@@ -51,7 +51,7 @@ _noted: ContextVar[list[Decision] | None] = ContextVar("noted", default=None)
 def _note(condition: Any, kind: str) -> None:
     noted = _noted.get()
     if noted is not None and "suppressed" not in kind:
-        noted.append(Decision(condition, _place()))
+        noted.append(Decision(condition, _line_of_model()))
 
 
 _watched = tracer.sizes_watched(_note)
@@ -82,16 +82,16 @@ def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[De
         # A model's own buffers are no such tensors, though ``tensor_constants`` has some of them.
         sizes = mode.shape_env.backed_var_to_val
         symbols = [symbol for symbol in sizes if symbol in program.range_constraints]
-        noted = [*noted, *(Decision(sympy.Eq(each, sizes[each]), "") for each in symbols)]
-    found: dict[Any, Decision] = {}
-    for condition, place in noted:
+        noted = [*noted, *(Decision(sympy.Eq(symbol, sizes[symbol]), "") for symbol in symbols)]
+    decisions: dict[Any, Decision] = {}
+    for condition, line in noted:
         # Sizes that turned out to be equal since have one symbol.
         current = condition if mode is None else mode.shape_env.replace(condition)
-        found.setdefault(current, Decision(current, place))
-    return list(found.values())
+        decisions.setdefault(current, Decision(current, line))
+    return list(decisions.values())
 
 
-def _place() -> str:
+def _line_of_model() -> str:
     """Returns the innermost line that is the model's."""
     for file, line in tracer.stack():
         if file in _BEGINNINGS:

@@ -109,8 +109,8 @@ def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
 def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
     """Returns the program without the operators that PyTorch's exporter translates wrongly."""
     targets: set[Any] = {node.target for node in all_nodes(program)}
-    own = {target: DECOMPOSITIONS[target] for target in targets & DECOMPOSITIONS.keys()}
-    return program.run_decompositions(own) if own else program
+    decompositions = {target: DECOMPOSITIONS[target] for target in targets & DECOMPOSITIONS.keys()}
+    return program.run_decompositions(decompositions) if decompositions else program
 
 
 # --- Our steps ---
@@ -144,11 +144,11 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
 
 # For one set of operators: each registration between exports makes another.
 @functools.lru_cache(maxsize=1)
-def _registered(opset: int, own: tuple[Operator, ...] = ()) -> tuple[Any, dict[Any, Any]]:
-    """Returns the translations of operators, ``own`` among them, and the others' decompositions."""
+def _registered(opset: int, added: tuple[Operator, ...] = ()) -> tuple[Any, dict[Any, Any]]:
+    """Returns translations of operators, ``added`` among them, and the others' decompositions."""
     registry = copy.copy(exporter.torchlib(opset))
     registry.functions = {target: [*known] for target, known in registry.functions.items()}
-    for operator in own:
+    for operator in added:
         registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
     return registry, exporter.decomposition_table(registry)
 

@@ -196,7 +196,7 @@ def test_lazy_weights_are_written_beside_an_export_and_each_other() -> None:
     own = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        weight = as_ir(LazyTensor.held(torch.arange(12.0)), "weight")
+        weight = as_ir(LazyTensor.of_memory(torch.arange(12.0)), "weight")
         file = io.BytesIO()
         with exclusive():
             in_other_thread(lambda: weight.tofile(file))

@@ -302,7 +302,7 @@ def test_decisions_are_noted_in_their_thread_alone() -> None:
         thread.join()
         assert not noted
         trace()
-    assert any("if x.shape[0] > 8" in decision.place for decision in noted)
+    assert any("if x.shape[0] > 8" in decision.line for decision in noted)
 
 
 def test_models_without_decisions_are_not_run(tmp_path: Path, monkeypatch) -> None:

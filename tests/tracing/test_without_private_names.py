@@ -165,7 +165,7 @@ def test_the_report_names_what_needs_a_second_trace(tmp_path: Path) -> None:
 def test_lazy_weights_need_a_version_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytorch, "Tensor", object)
     with pytest.raises(RuntimeError) as raised:
-        LazyTensor.held(torch.ones(2))
+        LazyTensor.of_memory(torch.ones(2))
     assert f"PyTorch {torch.__version__} has no torch.Tensor._make_wrapper_subclass" in str(
         raised.value
     )
@@ -175,16 +175,16 @@ def test_lazy_weights_need_a_version_that_has_them(monkeypatch: pytest.MonkeyPat
     "tree", [1, [], [1, (2, {"a": 3})], {"a": [1], "b": None}, Pair(1, [2]), (Pair(1, 2),)]
 )
 def test_own_containers_are_as_those_of_pytorch(tree: Any) -> None:
-    leaves, structure = pytree.OWN["tree_flatten"](tree)
-    assert leaves == pytree.tree_leaves(tree) == pytree.OWN["tree_leaves"](tree)
-    assert pytree.OWN["tree_unflatten"](leaves, structure) == tree
-    assert type(pytree.OWN["tree_unflatten"](leaves, structure)) is type(tree)
+    leaves, structure = pytree.PYTHON_ONLY["tree_flatten"](tree)
+    assert leaves == pytree.tree_leaves(tree) == pytree.PYTHON_ONLY["tree_leaves"](tree)
+    assert pytree.PYTHON_ONLY["tree_unflatten"](leaves, structure) == tree
+    assert type(pytree.PYTHON_ONLY["tree_unflatten"](leaves, structure)) is type(tree)
     for name, args in (("tree_map", (str,)), ("tree_map_only", (int, str))):
-        assert pytree.OWN[name](*args, tree) == getattr(pytree, name)(*args, tree)
+        assert pytree.PYTHON_ONLY[name](*args, tree) == getattr(pytree, name)(*args, tree)
 
 
 def test_structures_are_compared() -> None:
-    flatten = pytree.OWN["tree_flatten"]
+    flatten = pytree.PYTHON_ONLY["tree_flatten"]
     assert flatten([1, (2, 3)])[1] == flatten([4, (5, 6)])[1]
     assert flatten([1, (2, 3)])[1] != flatten([1, [2, 3]])[1]
     assert flatten({"a": 1})[1] != flatten({"b": 1})[1]
