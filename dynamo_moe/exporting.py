@@ -36,7 +36,7 @@ from dynamo_moe.process_state import ProcessState, collecting_seldom
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.progress.profiling import profiled, save_profile
-from dynamo_moe.tracing import causes
+from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import (
@@ -224,7 +224,7 @@ def export(
 
 
 class _Form(NamedTuple):
-    """What the graph becomes: the arguments of :func:`export`."""
+    """The form of the graph: arguments of :func:`export`."""
 
     target: Target
     body: BodyName
@@ -237,7 +237,7 @@ class _Form(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """What is left of a graph when it is in its files, where the report needs it."""
+    """Facts that the report needs of a graph that is in its files."""
 
     files: list[Path]
     layers: list[metadata.Layer]
@@ -444,12 +444,12 @@ def captured(
     except NotSharedError:
         raise
     except Exception as error:  # The model's own code runs.
-        failure = causes.model_failure(model, *arguments, error) if runs else None
+        failure = failures.model_failure(model, *arguments, error) if runs else None
         if failure is not None:
             raise ExportError(
-                causes.explain_model_failure(failure, causes.described(model, *arguments))
+                failures.explain_model_failure(failure, failures.described(model, *arguments))
             ) from failure
-        raise ExportError(causes.explain(error)) from error
+        raise ExportError(failures.explain(error)) from error
 
 
 def translated(
@@ -473,7 +473,7 @@ def translated(
         cause: BaseException = error
         while cause.__cause__ is not None:  # The exporter's own errors are pages long.
             cause = cause.__cause__
-        raise ExportError(causes.explain(cause)) from error
+        raise ExportError(failures.explain(cause)) from error
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")

@@ -143,7 +143,7 @@ class OffloadReport:
         }
 
     def __rich__(self) -> RenderableType:
-        """What rich prints."""
+        """Returns the table that rich prints."""
         from dynamo_moe.files.offloading_view import report_view
 
         return report_view(self.to_dict())
@@ -278,7 +278,7 @@ def offloaded_kernel_layers(
     resident_memory: int | None = None,
     stored: onnx.ModelProto | None = None,
 ) -> list[Layer]:
-    """Returns what kernels a file's nodes need if :func:`offload_file` offloads their experts.
+    """Returns the kernels' layers of a file's nodes if :func:`offload_file` offloads their experts.
 
     Args:
         path: The file.

@@ -354,7 +354,7 @@ class _Part(NamedTuple):
 
 
 class _Twins:
-    """What is made of a unit's tensors, made of another unit's.
+    """Weights that are made of a unit's tensors, made of another unit's.
 
     Which part of which tensor a weight is, is looked for once for all units.
     """
@@ -450,7 +450,7 @@ def ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
 
 
 def _used(node: ir.Node) -> list[ir.Value | None]:
-    """Returns what a node uses, inside its graphs too."""
+    """Returns the values that a node uses, inside its graphs too."""
     used = list(node.inputs)
     for attribute in node.attributes.values():
         graphs = (
@@ -471,7 +471,7 @@ def _holds_graph(attribute: ir.Attr) -> bool:
 
 
 def node_key(node: ir.Node) -> Any:
-    """Returns what two nodes have in common if they compute the same of their inputs."""
+    """Returns a key that nodes share which compute the same of their inputs."""
     attributes = {
         name: (attribute.type, str(attribute.value))
         if attribute.type != ir.AttributeType.TENSOR

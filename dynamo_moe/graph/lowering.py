@@ -60,7 +60,7 @@ def _domain(domain: str, overload: str, known: list[str]) -> str:
 
 
 def notes(model: ir.Model, activations: Collection[str], target: Target) -> list[str]:
-    """Returns what a user of the lowered graph should know; given its layers' activations."""
+    """Returns notes for a user of the lowered graph, given its layers' activations."""
     messages = target.notes(activations)
     names = Counter(function.name for function in model.functions.values())
     moe = sum(names[name] for name in INPUTS)

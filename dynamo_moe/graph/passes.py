@@ -113,7 +113,7 @@ def _merge_constants(graph: ir.Graph) -> None:
 
 
 def _written(attribute: ir.Attr) -> Any:
-    """Returns what two attributes have in common only if they are equal; zeros have a sign."""
+    """Returns a key that equal attributes share, and no others; zeros have a sign."""
     value = attribute.value
     if attribute.type != ir.AttributeType.TENSOR:
         return attribute.name, repr(value)

@@ -41,7 +41,7 @@ class RulesByRoot:
                 rule.graph_post_visitor()
 
     def try_rewrite(self, model: Any, graph: Any, node: ir.Node, **options: Any) -> Any:
-        """Returns what the first of the rules that match the node puts in its place."""
+        """Returns the replacement by the first of the rules that match the node."""
         rules = self._by_operator.get(node.op_type)
         if rules is None:
             rules = [

@@ -74,7 +74,7 @@ def _range(words: list[str]) -> str:
 def _expression(
     value: ir.Value, made_by: list[ir.Node], leaves: list[ir.Value]
 ) -> LazyTensor | None:
-    """Returns what a value is, computed from weights; None if it is not, or in no known way.
+    """Returns a value that is computed from weights as a lazy tensor; None if it is no such value.
 
     Its nodes are added to ``made_by``, each after those that use it, its weights to ``leaves``.
     """

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 absent = ""
-"""What this PyTorch's exporter lacks; empty if it has all."""
+"""The first name that this PyTorch's exporter lacks; empty if it has all."""
 try:
     from torch.onnx._internal.exporter import _building, _core, _decomp, _fx_passes
     from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -73,7 +73,7 @@ USED: dict[str, tuple[str, ...]] = {
     "type_promotion._TypePromotionInterpreter._maybe_promote_node": ("self", "node", "rule"),
     "type_promotion._TypePromotionInterpreter._set_current_node": (),
 }
-"""What our steps call or replace, as :mod:`dynamo_moe.private.tracer` lists names."""
+"""The names that our steps call or replace, as :mod:`dynamo_moe.private.tracer` lists names."""
 
 
 def _derived_once(original: Any) -> Any:

@@ -19,7 +19,7 @@ def default_rules() -> tuple[Any, ...]:
 
 
 class Root:
-    """What a rewrite rule wants of the node that it replaces, as far as that is quickly told.
+    """Conditions of a rewrite rule on the node that it replaces, as far as they are quickly told.
 
     Nothing, if the rule looks for nodes of several operators at once.
     """

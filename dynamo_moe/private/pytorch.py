@@ -136,7 +136,7 @@ def change_count(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Returns what is equal for tensors that share their memory, fake ones too."""
+    """Returns a key that tensors share which share their memory, fake ones too."""
     with modes_unasked():
         storage = tensor.untyped_storage()
     key: int = storage._cdata if hasattr(storage, "_cdata") else storage.data_ptr()
@@ -162,7 +162,7 @@ _WAYS = nn.Module.__getattr__, nn.Module.__getattribute__
 
 
 def has_attribute(module: nn.Module, name: str) -> bool:
-    """What ``hasattr`` says; a module itself takes three times as long to say no."""
+    """The answer of ``hasattr``; a module itself takes three times as long to say no."""
     kind = type(module)
     ways = kind.__getattr__, kind.__getattribute__
     if ways != _WAYS or hasattr(kind, name):
@@ -271,7 +271,7 @@ def _add_by_path(
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Returns what is stored in an object itself, past a ``__getattribute__`` of its class."""
+    """Returns the attributes of an object itself, past a ``__getattribute__`` of its class."""
     if issubclass(type(value), type):  # Unlike isinstance, it does not ask the object.
         return dict(vars(value))
     try:

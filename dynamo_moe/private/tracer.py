@@ -92,7 +92,7 @@ except ImportError:
     scan = None  # type: ignore[assignment]
 
 SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
-"""What a trace makes of ``math.sqrt`` of a size."""
+"""The operator that ``math.sqrt`` of a size is in a trace."""
 
 _IS_CAUSAL = "_detect_is_causal_mask"
 _ARITHMETIC = ("_add", "_mul", "_sub", "_sym_max", "_eq", "_ne", "_ge", "_gt", "_le", "_lt")
@@ -193,7 +193,7 @@ def can_decompose(operator: Any) -> bool:
 
 
 def sizes_watched(noting: Callable[[Any, str], None]) -> ProcessState:
-    """Returns what calls a function with each condition on sizes that a trace depends on.
+    """Returns a change that calls a function with each condition on sizes that a trace depends on.
 
     The function also takes what kind of condition PyTorch says it is.
     """

@@ -181,7 +181,7 @@ def _from_data(values: Sequence[Any]) -> set[Any]:
 
 
 def _under_autocast(call: Call, state: State) -> fx.Graph | None:
-    """Returns what an operator comes to under autocast; None if that is the operator alone.
+    """Returns the graph of an operator under autocast; None if that is the operator alone.
 
     Either it is cast as a whole, or it decomposes into operators that are.
     """

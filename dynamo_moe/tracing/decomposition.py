@@ -121,7 +121,7 @@ class _Decomposer:
         raise AssertionError("a graph ends with its output")
 
     def _call(self, module: fx.GraphModule, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
-        """Returns what takes the place of a call's result."""
+        """Returns the node or nodes that replace a call's result."""
         target: Any = node.target
         if target in _REGIONS:
             function = _REGIONS[target]
@@ -155,7 +155,7 @@ class _Decomposer:
         return copy
 
     def _cast(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> fx.Node:
-        """Returns what takes the place of a cast."""
+        """Returns the node that replaces a cast."""
         operand, dtype = cast(fx.Node, node.args[0]), node.meta["val"].dtype
         if operand.meta["val"].dtype == dtype:
             return cast(fx.Node, new[operand])
@@ -285,7 +285,7 @@ def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
 
 
 def _copied(changed: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """What ``copy_`` writes; the exporter's translation of ``copy`` forgets to expand it."""
+    """The copy that ``copy_`` writes; the exporter's translation of ``copy`` does not expand it."""
     return source.to(changed.dtype).expand(changed.shape)
 
 
@@ -391,7 +391,7 @@ def _join(graph: fx.Graph, write: fx.Node, whole: fx.Node, value: fx.Node) -> fx
 def _rest(
     graph: fx.Graph, write: fx.Node, whole: fx.Node, reach: tuple[int, int, int]
 ) -> list[Any]:
-    """Returns what makes up a range of a dimension; the parts that were joined, where it can."""
+    """Returns nodes that make up a range of a dimension: the parts that were joined, if it can."""
     dimension, start, end = reach
     if start >= end:
         return []

@@ -233,7 +233,7 @@ def _distinct(example: Any) -> Any:
 
 
 def _by_argument(requested: Any, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns what is asked for each argument, ``{}`` for nothing; None if all are static."""
+    """Returns the request for each argument, ``{}`` for none; None if all are static."""
     if requested is None:
         return None
     if requested == BATCH:
@@ -278,7 +278,7 @@ def _entries(path: str, value: Any, spec: Any) -> Iterator[_Entry]:
 
 
 def _of_parts(path: str, value: Any, parts: Mapping[Any, Any], spec: Any) -> Mapping[Any, Any]:
-    """Returns what is asked for each part of a container."""
+    """Returns the request for each part of a container."""
     if spec is None or spec == {}:
         return dict.fromkeys(parts, spec)
     if isinstance(value, Mapping) and isinstance(spec, Mapping) and spec.keys() == parts.keys():
@@ -295,7 +295,7 @@ def _of_parts(path: str, value: Any, parts: Mapping[Any, Any], spec: Any) -> Map
 
 
 def _asked(path: str, tensor: Tensor, spec: Any) -> dict[int, Any]:
-    """Returns what is asked for a tensor's dimensions, None for those that are to be static."""
+    """Returns the request for each of a tensor's dimensions, None for those that stay static."""
     if spec is None:
         return dict.fromkeys(range(tensor.ndim))
     if not isinstance(spec, (Mapping, list, tuple)):

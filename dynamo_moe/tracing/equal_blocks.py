@@ -251,7 +251,7 @@ def _may_be_equal(facts: Mapping[Any, Any], earlier: Mapping[Any, Any], distance
 
 
 class _StackLog:
-    """What a stack's blocks ran in one log."""
+    """The operators that a stack's blocks ran, by one log."""
 
     def __init__(self, stack: _Stack, log: ModelLog) -> None:
         self.results = log.results
@@ -269,7 +269,7 @@ class _StackLog:
             self.externals.append(externals)
 
     def _described(self, log: ModelLog, path: str, span: Span) -> tuple[Any, Sequence[int]]:
-        """Returns what is equal for blocks that ran the same, and what each ran it of.
+        """Returns a signature, equal for blocks that ran the same, and the values that it ran on.
 
         Returns:
             Its operators, None if it changes in place what is not its own; and the values that are

@@ -33,7 +33,7 @@ _WEIGHTS = frozenset({InputKind.PARAMETER, InputKind.BUFFER})
 
 @dataclass(frozen=True)
 class Span:
-    """What a block ran.
+    """The part of a log that is one call of a block.
 
     Attributes:
         records: Its records in the log, from one number up to another.
@@ -51,7 +51,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ModelLog:
-    """What a model or a program ran.
+    """The log of a run of a model or a program.
 
     Attributes:
         operators: The log.

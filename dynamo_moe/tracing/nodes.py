@@ -1,4 +1,4 @@
-"""Nodes of traced programs: what they are called with, and how others are added."""
+"""Nodes of traced programs: their arguments and values, and how others are added."""
 
 from __future__ import annotations
 

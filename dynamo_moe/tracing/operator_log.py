@@ -1,4 +1,4 @@
-"""What a model computes, as a log: each operator that runs, with where its tensors come from.
+"""A log of a model's computation: each operator that runs, with where its tensors come from.
 
 The model's own code runs on tensors of the meta device, which have no values, so that weights need
 not exist. An operator has computed the result's shape once for each form of its arguments; a
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 
 class _Traits(NamedTuple):
-    """What is known of an operator before it runs.
+    """Facts about an operator that are known before it runs.
 
     Attributes:
         number: One of its own; operators take long to hash.
@@ -85,7 +85,7 @@ class Forms:
         """By form, and strides and offset of its tensors, the layouts of its results."""
 
     def traits(self, operator: OpOverload) -> _Traits:
-        """Returns what is known of an operator."""
+        """Returns the facts about an operator."""
         traits = self._traits.get(operator)
         if traits is None:
             traits = self._traits[operator] = _traits(operator, len(self._traits))
@@ -208,7 +208,7 @@ class OperatorLog(TorchDispatchMode):
         self._alive.append(tensor)
 
     def _description(self, value: Any, uses: list[Tensor]) -> Any:
-        """Returns what is equal for arguments of one form; collects the tensors among them."""
+        """Returns a key, equal for arguments of one form; collects the tensors among them."""
         if isinstance(value, Tensor):
             uses.append(value)
             return value.shape, value.dtype
@@ -288,7 +288,7 @@ def _traits(operator: OpOverload, number: int) -> _Traits:
 
 
 def _constant(tensor: Tensor) -> Any:
-    """Returns what is equal for constants of equal values."""
+    """Returns a key, equal for constants of equal values."""
     layout = "constant", tensor.dtype, tensor.shape, tensor.stride()
     if tensor.is_meta:
         return *layout, id(tensor)

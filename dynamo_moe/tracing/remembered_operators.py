@@ -1,4 +1,4 @@
-"""What operators give for tensors without values, found once for each form of their arguments.
+"""Results of operators on tensors without values, found once for each form of their arguments.
 
 With symbolic sizes PyTorch takes half of a trace to find the shapes, strides and dtypes of results,
 and the blocks of a model ask for the same again. Its own cache takes longer to look them up.
@@ -81,7 +81,7 @@ def remembered(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Form(NamedTuple):
-    """What operators are given, as far as a result without values depends on it."""
+    """The arguments of operators, as far as a result without values depends on them."""
 
     key: Hashable
     sizes: list[Any]  # the symbolic ones, each once
@@ -142,7 +142,7 @@ class _Result:
 
 
 def _knowledge(environment: Any) -> Hashable:
-    """Returns what changes when anything new is found out about symbolic sizes."""
+    """Returns a key that changes when anything new is found out about symbolic sizes."""
     return environment._version_counter, len(environment.guards)
 
 
@@ -151,7 +151,7 @@ def _written(size: Any) -> Any:
 
 
 def _described(result: Any, form: _Form) -> _Result | None:
-    """Returns what a result is made of; None if another one could not be made of that."""
+    """Returns a recipe for results of this form; None if there is none."""
     if type(result) is not FakeTensor or not _is_plain(result) or result.requires_grad:
         return None
     first, *others = form.tensors

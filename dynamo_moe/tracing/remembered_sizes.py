@@ -1,4 +1,4 @@
-"""What a trace asks of symbolic sizes again for every operator, answered once.
+"""Questions about symbolic sizes that a trace repeats for every operator, answered once.
 
 A program with symbolic sizes of 24 transformer blocks asks for the same thousand sums, products and
 comparisons of sizes some sixty times each. Each function here takes what PyTorch calls, and returns

@@ -1,4 +1,4 @@
-"""What a run of a model changes in the model, undone: attributes, containers, counters.
+"""Undoes the changes that a run of a model makes in it: attributes, containers, counters.
 
 A model may count calls, fill a cache, or keep its last result; an export leaves it as it was.
 ``torch.export``, too, gives modules copies of their lists and dictionaries.
@@ -50,7 +50,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 def state_of(model: nn.Module) -> Callable[[], None]:
-    """Returns what restores all that a model's modules reach, up to 50,000 objects.
+    """Returns a function that restores all objects that a model's modules reach, up to 50,000.
 
     That includes what code that is no package's has in its classes, closures, default arguments and
     global variables; not what is in iterators, arrays, tensors or context variables.
@@ -109,7 +109,7 @@ def _is_code_of_model(value: Any) -> bool:
 
 
 def _contents_of_code(value: Any, undo: list[Callable[[], None]]) -> list[Any]:
-    """Returns what a class or a function holds; adds what restores it."""
+    """Returns the objects in a class or a function; adds functions that restore it."""
     if isinstance(value, type):
         before = {name: part for name, part in vars(value).items() if not _is_of_python(name)}
         undo.append(functools.partial(_restore_class, value, before))

@@ -137,7 +137,7 @@ def _fuse(part: _Part, router: _Router) -> None:
 
 
 def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) -> _Part | None:
-    """Returns what computes a node's routing, if it is what a plain router is made of.
+    """Returns the nodes of a node's routing, if a plain router is made of such.
 
     ``parameters`` are names of placeholders of parameters and of buffers that do not change,
     ``writes`` nodes that may change a tensor in place.
@@ -174,7 +174,7 @@ def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) 
 def _reached(
     results: list[fx.Node], source: fx.Node, parameters: Collection[str]
 ) -> set[fx.Node] | None:
-    """Returns what is between a source and results, if a plain router is made of it; else None."""
+    """Returns the nodes between a source and results; None if they are no plain router's."""
     reached: set[fx.Node] = set()
     waiting = [*results]
     while waiting:
@@ -330,7 +330,7 @@ def _numbers_of_groups(part: _Part) -> set[int]:
 
 
 def _scorings(part: _Part) -> list[tuple[str, bool]]:
-    """Returns what the operator may score by, that first which comes as the part's operators do.
+    """Returns the operator's ways to score, first those whose order is that of the part's nodes.
 
     The softmax of the top-k is the renormalised top-k of the softmax.
     """

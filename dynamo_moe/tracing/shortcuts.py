@@ -1,4 +1,4 @@
-"""What PyTorch's tracer does again for every operator, done once: a third of a capture's time.
+"""Work that PyTorch's tracer repeats for every operator, done once: a third of a capture's time.
 
 A program of 24 transformer blocks formats a stack trace for each node.
 """
@@ -18,7 +18,7 @@ __all__ = ["capturing", "decomposing", "savings"]
 
 
 def savings() -> dict[str, list[Change]]:
-    """Returns what replaces parts of the tracer, by what it saves a trace.
+    """Returns changes to the tracer by the work that they save.
 
     ``benchmarks.export.savings`` measures each.
     """

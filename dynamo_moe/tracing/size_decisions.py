@@ -1,4 +1,4 @@
-"""What a model decides by sizes that should be symbolic, noted while it is traced.
+"""Decisions of a model by sizes that should be symbolic, noted while it is traced.
 
 ``int(math.ceil(1.25 * tokens))`` or ``if tokens > 8:`` need a number. PyTorch gives them that of
 the example, and notes a condition under which the trace holds. Where such conditions cannot be

@@ -24,7 +24,7 @@ from dynamo_moe.private.pytorch import schema_of, wrapper_subclass
 from dynamo_moe.pytree import tree_map_only
 
 CHUNK_BYTES = 2**23
-"""What :meth:`LazyTensor.chunks` holds in memory, unless one row is larger."""
+"""The memory that :meth:`LazyTensor.chunks` takes, unless one row is larger."""
 
 _aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Result:
-    """What an operation gives; ``index`` among its results where it has several."""
+    """The result of an operation; ``index`` among its results where it has several."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -157,7 +157,7 @@ class LazyTensor(Tensor):
         return source if isinstance(source, Stored) else None
 
     def of_others(self, other: Callable[[Tensor], Tensor | None]) -> LazyTensor:
-        """Returns what this tensor would be, had it been made of other tensors.
+        """Returns this tensor as it would be if it had been made of other tensors.
 
         Args:
             other: From a tensor to what takes its place; None: it is made of others in turn.
@@ -219,7 +219,7 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 def _row_reader(tensor: Tensor) -> _Rows | None:
-    """Returns what gives rows start to stop from rows of the operands; None if rows are mixed."""
+    """Returns a function that computes rows start to stop alone; None if rows are mixed."""
     if not isinstance(tensor, LazyTensor):
         return _rows_of(tensor)
     source = tensor._source

@@ -44,6 +44,8 @@ import dynamo_moe  # noqa: E402
 import dynamo_moe.private.onnxscript  # noqa: E402
 import dynamo_moe.private.operators  # noqa: E402
 import dynamo_moe.private.tracer  # noqa: E402
+import dynamo_moe.pytree  # noqa: E402
+import dynamo_moe.tracing.shortcuts  # noqa: E402
 from dynamo_moe.private import transformers  # noqa: E402
 
 # No other module imports private names; a test holds that.

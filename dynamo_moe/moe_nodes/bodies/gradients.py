@@ -139,7 +139,7 @@ def _visit(
     ids_TK: ir.Value,
     weights_TK: ir.Value,
 ) -> tuple[ir.Value, ir.Value, dict[str, ir.Value]]:
-    """What the Scan gives: of each slot the gradients of its input and weight, zeros for no expert.
+    """The Scan's results: of each slot the gradients of its input and weight, zeros for no expert.
 
     The gradient of a weight is that of a weight on the result.
     """

@@ -55,7 +55,7 @@ def casts_a_module(error: BaseException) -> bool:
 def model_failure(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], failure: BaseException
 ) -> Exception | None:
-    """Returns what the model raises in PyTorch too, where an operator failed in a trace.
+    """Returns the exception that the model raises in PyTorch too, if an operator failed in a trace.
 
     The model runs once, unless the trace's failure shows that no operator refused the example.
     """
