@@ -241,7 +241,7 @@ def test_nodes_of_a_translation_know_their_modules() -> None:
 
     program = torch.export.export(Outer(), (torch.ones(2),))
     plain = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False).model
-    with exporter.translating(set_module):
+    with exporter.translating(set_module)():
         quick = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False).model
     expected = [(node.op_type, module_of(node)) for node in plain.graph]
     assert [(node.op_type, module_of(node)) for node in quick.graph] == expected
