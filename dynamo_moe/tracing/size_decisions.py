@@ -23,7 +23,7 @@ from dynamo_moe.private import tracer
 _HERE = Path(__file__).parent
 # Where traces begin, and files whose frames are not the model's.
 _BEGINNINGS = tuple(str(_HERE / f"{name}.py") for name in ("capture", "decomposition", "nodes"))
-_OTHERS = (str(Path(torch.__file__).parent), str(_HERE), "<")
+_OTHERS = (str(Path(torch.__file__).parent), str(Path(tracer.__file__).parent), str(_HERE), "<")
 
 
 class Decision(NamedTuple):
