@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.jit import ScriptModule
 from torch.optim.swa_utils import AveragedModel
 
-from dynamo_moe.private import compiled_module, modules_by_path
+from dynamo_moe.private.pytorch import compiled_module, modules_by_path
 from dynamo_moe.process_state import ProcessState
 
 

@@ -1,4 +1,4 @@
-"""What an export has written."""
+"""The report on an export."""
 
 from __future__ import annotations
 

@@ -30,12 +30,13 @@ from dynamo_moe.graph.pipeline import Form, give_form
 from dynamo_moe.moe_nodes.targets.names import DEFAULT_BODY, DEFAULT_TARGET, BodyName, TargetName
 from dynamo_moe.moe_nodes.targets.record import Target
 from dynamo_moe.moe_nodes.targets.registry import chosen_target
-from dynamo_moe.private import modules_by_path, own_parts
+from dynamo_moe.private import exporter, tracer
+from dynamo_moe.private.pytorch import modules_by_path, own_parts
 from dynamo_moe.process_state import ProcessState, collecting_seldom
 from dynamo_moe.progress.display import shown
 from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.progress.profiling import profiled, save_profile
-from dynamo_moe.tracing import causes, private, private_exporter
+from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.autocast import autocast_inside
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.dynamic_shapes import (
@@ -174,7 +175,7 @@ def export(
     if not isinstance(args, tuple):
         raise TypeError(f"args must be a tuple or one tensor, got {type(args).__name__}")
 
-    given = args, kwargs or {}
+    arguments = args, kwargs or {}
     remaining = unconverted.unconverted_modules(model)
     with progressing(progress, path) as progressed, profiled(profile) as sampled:
         watch = Stopwatch(progressed)
@@ -189,14 +190,16 @@ def export(
             repeated_blocks,
         )
         with watch.running(), collecting_seldom(), _naming_unconverted(remaining, model):
-            written = _write(model, given, dynamic_shapes, form, path, external_data)
+            written = _write(model, arguments, dynamic_shapes, form, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
     layers = written.layers
-    remaining = tuple(each for each in remaining if not _has_layer(each.module, layers))
+    remaining = tuple(module for module in remaining if not _has_layer(module.module, layers))
     warned = [unconverted.warning(remaining)] if remaining else []
-    own = [path for path in unconverted.converted_modules(model) if not _has_layer(path, layers)]
-    if own:
-        warned.append(unconverted.own_forward_warning(own))
+    bypassed = [
+        path for path in unconverted.converted_modules(model) if not _has_layer(path, layers)
+    ]
+    if bypassed:
+        warned.append(unconverted.own_forward_warning(bypassed))
     for message in warned:
         warnings.warn(message, stacklevel=2)
     return ExportReport(
@@ -221,7 +224,7 @@ def export(
 
 
 class _Form(NamedTuple):
-    """What the graph becomes: the arguments of :func:`export`."""
+    """The form of the graph: arguments of :func:`export`."""
 
     target: Target
     body: BodyName
@@ -234,7 +237,7 @@ class _Form(NamedTuple):
 
 
 class _Written(NamedTuple):
-    """What is left of a graph when it is in its files, where the report needs it."""
+    """Facts that the report needs of a graph that is in its files."""
 
     files: list[Path]
     layers: list[metadata.Layer]
@@ -246,7 +249,7 @@ class _Written(NamedTuple):
 
 def _write(
     model: torch.nn.Module,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
     dynamic_shapes: DynamicShapes,
     form: _Form,
     path: Path,
@@ -254,12 +257,12 @@ def _write(
 ) -> _Written:
     with _exporting(), autocast_inside(model):
         _check_values(model)
-        example = resolve(model, *given, dynamic_shapes)
-        graph = _graph(model, given, example, form)
+        example = resolve(model, *arguments, dynamic_shapes)
+        graph = _graph(model, arguments, example, form)
         model_ir, layers = graph.model, graph.layers
         _rename("output_names", model_ir.graph.outputs, form.output_names)
         metadata.store(model_ir, layers)
-        leaves = pytree.tree_leaves(given)
+        leaves = pytree.tree_leaves(arguments)
         inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         if form.link_weights:
             placeholders.link(model_ir, path.parent)
@@ -283,26 +286,26 @@ class _Graph(NamedTuple):
 
 def _graph(
     model: torch.nn.Module,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
     example: DynamicExample,
     form: _Form,
 ) -> _Graph:
     """Traces a model, equal blocks only as often as it takes, and returns its optimised graph."""
     with evaluating(model):
         reason = ""
-        if form.repeated_blocks == "auto" and private.missing() is None:
+        if form.repeated_blocks == "auto" and tracer.missing() is None:
             try:
-                return _shared_graph(model, given, example, form)
+                return _shared_graph(model, arguments, example, form)
             except NotSharedError as error:
                 reason = f"traced one by one: {error}"
         with placeholders.placeholders(model) as lazies:
-            graph = _graph_with(model, given, example, form, lazies)
+            graph = _graph_with(model, arguments, example, form, lazies)
         return graph._replace(blocks=[reason] if reason else [])
 
 
 def _shared_graph(
     model: torch.nn.Module,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
     example: DynamicExample,
     form: _Form,
 ) -> _Graph:
@@ -316,7 +319,7 @@ def _shared_graph(
         sharing = SharedTrace(equal) if equal.runs else None
         try:
             with sharing.passing_over() if sharing is not None else contextlib.nullcontext():
-                graph = _graph_with(model, given, example, form, lazies, sharing)
+                graph = _graph_with(model, arguments, example, form, lazies, sharing)
         except (ExportError, NotSharedError) as error:
             if sharing is None:
                 raise
@@ -330,7 +333,7 @@ def _shared_graph(
 
 def _graph_with(
     model: torch.nn.Module,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
     example: DynamicExample,
     form: _Form,
     lazies: placeholders.Lazies,
@@ -338,15 +341,15 @@ def _graph_with(
 ) -> _Graph:
     trials = SizeTrials(example, has_values=not lazies)
     program = captured(
-        model, given, example, trials, runs=not lazies and sharing is None, sharing=sharing
+        model, arguments, example, trials, runs=not lazies and sharing is None, sharing=sharing
     )
-    traced, exporter = translated(program, example, trials, form.opset, retraces=sharing is None)
+    traced, fallback = translated(program, example, trials, form.opset, retraces=sharing is None)
     units = _units(traced, sharing, lazies) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, form.input_names)
     placeholders.attach(traced, lazies)
     graph_form = Form(form.target, form.body, form.link_weights, form.layers_as_functions)
     layers, copies = give_form(traced, graph_form, units)
-    notes = [*([exporter] if exporter else []), *trials.notes]
+    notes = [*([fallback] if fallback else []), *trials.notes]
     if form.layers_as_functions and not units:
         notes.append("no blocks were found that could be calls of one function")
     return _Graph(traced, copies, layers, [], notes)
@@ -358,7 +361,7 @@ def _units(traced: ir.Model, sharing: SharedTrace, lazies: placeholders.Lazies) 
     inputs = {str(value.name): value for value in traced.graph.inputs}
     count = sum(len(ends) for units in sharing.units for ends in units.ends)
     ends = reversed([str(outputs.pop().name) for _ in range(count)])
-    results = dict(zip(sharing.places, (str(output.name) for output in outputs), strict=True))
+    results = dict(zip(sharing.positions, (str(output.name) for output in outputs), strict=True))
     return [
         Units(
             kinds=units.run.kinds,
@@ -369,8 +372,8 @@ def _units(traced: ir.Model, sharing: SharedTrace, lazies: placeholders.Lazies) 
             ],
             ends=[[next(ends) for _ in nodes] for nodes in units.ends],
             inputs=[[inputs[name] for name in names] for names in units.inputs],
-            kept=[[results[place] for place in unit] for unit in units.run.results[:TRACED]],
-            places=units.run.results,
+            kept=[[results[number] for number in unit] for unit in units.run.results[:TRACED]],
+            positions=units.run.results,
         )
         for units in sharing.units
     ]
@@ -400,13 +403,13 @@ def _naming_unconverted(
         raise
 
 
-_exporting = ProcessState(private_exporter.members_looked_up_once)
+_exporting = ProcessState(exporter.members_looked_up_once)
 
 
 def _check_values(model: torch.nn.Module) -> None:
     parts = (own_parts(module) for _, module in modules_by_path(model))
-    held = (each for own in parts for table in own[:2] for each in table.values())
-    if not any(tensor is not None and tensor.is_meta for tensor in held):
+    values = (tensor for tables in parts for table in tables[:2] for tensor in table.values())
+    if not any(tensor is not None and tensor.is_meta for tensor in values):
         return
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     without = [name for name, tensor in tensors.items() if tensor.is_meta]
@@ -420,7 +423,7 @@ def _check_values(model: torch.nn.Module) -> None:
 
 def captured(
     model: torch.nn.Module,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
     example: DynamicExample,
     trials: SizeTrials,
     *,
@@ -441,10 +444,12 @@ def captured(
     except NotSharedError:
         raise
     except Exception as error:  # The model's own code runs.
-        own = causes.own_failure(model, *given, error) if runs else None
-        if own is not None:
-            raise ExportError(causes.explain_own(own, causes.described(model, *given))) from own
-        raise ExportError(causes.explain(error)) from error
+        failure = failures.model_failure(model, *arguments, error) if runs else None
+        if failure is not None:
+            raise ExportError(
+                failures.explain_model_failure(failure, failures.described(model, *arguments))
+            ) from failure
+        raise ExportError(failures.explain(error)) from error
 
 
 def translated(
@@ -468,7 +473,7 @@ def translated(
         cause: BaseException = error
         while cause.__cause__ is not None:  # The exporter's own errors are pages long.
             cause = cause.__cause__
-        raise ExportError(causes.explain(cause)) from error
+        raise ExportError(failures.explain(cause)) from error
     # The exporter keeps its own opset where onnx cannot convert to the one asked for.
     if traced.opset_imports[""] != opset:
         raise ExportError(f"PyTorch {torch.__version__} cannot export this model to opset {opset}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
-from dynamo_moe.private import without_values
+from dynamo_moe.private.pytorch import without_values
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 from dynamo_moe.weights import placeholders
 
@@ -122,7 +122,7 @@ def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
             else:
                 performed = _without_past(model, _RESULTS[task])
             performed.task, performed.contexts = task, 0
-            performed.own = vars(model).get("forward")  # accelerate's hooks set one.
+            performed.original = vars(model).get("forward")  # accelerate's hooks set one.
             model.forward = performed
         performed.contexts += 1
     try:
@@ -132,8 +132,8 @@ def performing(model: PreTrainedModel, task: Task) -> Iterator[None]:
             performed.contexts -= 1
             if not performed.contexts:
                 del model.forward
-                if performed.own is not None:
-                    model.forward = performed.own
+                if performed.original is not None:
+                    model.forward = performed.original
 
 
 def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> Task | None:
@@ -256,10 +256,10 @@ def _check_cache(model: PreTrainedModel) -> None:
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    for place, layer in enumerate(DynamicCache(config=model.config).layers):
+    for number, layer in enumerate(DynamicCache(config=model.config).layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(
-                f"layer {place} of {type(model).__name__} keeps more than keys and values between "
+                f"layer {number} of {type(model).__name__} keeps more than keys and values between "
                 f"tokens ({type(layer).__name__}): use task text-generation"
             )
 

@@ -81,9 +81,9 @@ def offload(
     near = _by_storage(chain(model.parameters(), model.buffers()))
     weights = {path: _pin(path, module, near) for path, module in layers.items()}
     around = _by_storage(weight for pair in weights.values() for weight in pair)
-    for each in chain(model.parameters(), model.buffers()):
-        if not any(_is_part(each, weight) for weight in around[_storage(each)]):
-            each.data = each.data.to(device)
+    for tensor in chain(model.parameters(), model.buffers()):
+        if not any(_is_part(tensor, weight) for weight in around[_storage(tensor)]):
+            tensor.data = tensor.data.to(device)
     for path, (w1, w2) in weights.items():
         module = layers[path]
         if isinstance(module, ConvertedLayer):
@@ -122,8 +122,8 @@ def _weights(path: str, module: nn.Module) -> tuple[Tensor, Tensor]:
     if isinstance(module, ConvertedLayer):
         w1, w2 = module.kept_weights()
     else:
-        w1, w2 = (each for each in parameters.values() if each.ndim == 3)
-    memory = {each.untyped_storage().data_ptr() for each in parameters.values()}
+        w1, w2 = (parameter for parameter in parameters.values() if parameter.ndim == 3)
+    memory = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
     for weight in (w1, w2):
         if weight.untyped_storage().data_ptr() not in memory:
             raise ValueError(
@@ -139,11 +139,11 @@ def _sizes(path: str, module: nn.Module) -> _Sizes:
 
 
 def _residents(
-    sizes: Mapping[str, _Sizes], given: int | Mapping[str, int] | None
+    sizes: Mapping[str, _Sizes], requested: int | Mapping[str, int] | None
 ) -> dict[str, int]:
     residents = {}
     for path, size in sizes.items():
-        slots = given[path] if isinstance(given, Mapping) else given
+        slots = requested[path] if isinstance(requested, Mapping) else requested
         if isinstance(slots, bool) or not isinstance(slots, int):
             raise TypeError(f"resident_experts must be an integer, got {slots!r} for {path!r}")
         if slots < 1:
@@ -160,7 +160,7 @@ def _fitting(sizes: Iterable[_Sizes], memory: int) -> int:
         return sum(size.cache(resident) for size in layers)
 
     most = max(size.experts for size in layers)
-    fitting = next((each for each in range(most, 0, -1) if taken(each) <= memory), None)
+    fitting = next((count for count in range(most, 0, -1) if taken(count) <= memory), None)
     if fitting is None:
         raise ValueError(
             f"one expert of each layer takes {taken(1):,} bytes of the device's memory, more than "
@@ -170,10 +170,10 @@ def _fitting(sizes: Iterable[_Sizes], memory: int) -> int:
 
 
 def _by_storage(tensors: Iterable[Tensor]) -> defaultdict[int, list[Tensor]]:
-    found = defaultdict(list)
-    for each in tensors:
-        found[_storage(each)].append(each)
-    return found
+    by_storage = defaultdict(list)
+    for tensor in tensors:
+        by_storage[_storage(tensor)].append(tensor)
+    return by_storage
 
 
 def _storage(tensor: Tensor) -> int:
@@ -215,6 +215,8 @@ def _pinned(weight: Tensor) -> Tensor:
 def _moved(weight: Tensor, pinned: Tensor, near: Iterable[Tensor]) -> Tensor:
     """Returns a weight in pinned memory, into which the parameters that lie in it move too."""
     first = pinned.storage_offset() - weight.storage_offset()
-    for each in [each for each in near if _is_part(each, weight)]:
-        each.data = pinned.as_strided(each.shape, each.stride(), first + each.storage_offset())
+    for tensor in [tensor for tensor in near if _is_part(tensor, weight)]:
+        tensor.data = pinned.as_strided(
+            tensor.shape, tensor.stride(), first + tensor.storage_offset()
+        )
     return pinned.as_strided(weight.shape, weight.stride(), pinned.storage_offset())

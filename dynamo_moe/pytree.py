@@ -27,7 +27,7 @@ def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
     keys = tuple(tree) if isinstance(tree, dict) else None
     items = tree.values() if isinstance(tree, dict) else tree
     parts = [_flatten(part, is_leaf) for part in items]
-    leaves = [leaf for found, _ in parts for leaf in found]
+    leaves = [leaf for part_leaves, _ in parts for leaf in part_leaves]
     return leaves, _Container(type(tree), keys, tuple(structure for _, structure in parts))
 
 
@@ -55,7 +55,7 @@ def _map_only(kinds: Any, function: Callable[[Any], Any], tree: Any) -> Any:
     return _map(lambda leaf: function(leaf) if isinstance(leaf, kinds) else leaf, tree)
 
 
-OWN: Mapping[str, Callable[..., Any]] = {
+PYTHON_ONLY: Mapping[str, Callable[..., Any]] = {
     "tree_flatten": _flatten,
     "tree_leaves": lambda tree, is_leaf=None: _flatten(tree, is_leaf)[0],
     "tree_map": _map,
@@ -73,4 +73,4 @@ try:
         tree_unflatten,
     )
 except ImportError:
-    globals().update(OWN)
+    globals().update(PYTHON_ONLY)

@@ -33,9 +33,10 @@ from dynamo_moe.files import model_files
 from dynamo_moe.graph.pipeline import AddBodies, Findings, NameNodesByModule, Simplify
 from dynamo_moe.json_values import json_values
 from dynamo_moe.moe_nodes.targets.plugin import PLUGIN
-from dynamo_moe.private import schema_of
+from dynamo_moe.private import gradients
+from dynamo_moe.private.pytorch import schema_of
 from dynamo_moe.progress.phases import Progress, Stopwatch
-from dynamo_moe.tracing import private_gradients
+from dynamo_moe.tracing import shortcuts
 from dynamo_moe.tracing.dynamic_shapes import BATCH, DynamicExample, DynamicShapes, resolve
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
 from dynamo_moe.tracing.nodes import all_nodes
@@ -100,11 +101,11 @@ def export_training(
     path = Path(path)
     if parameters not in ("inputs", "initializers"):
         raise ValueError(f"parameters must be inputs or initializers; got {parameters!r}")
-    reason = private_gradients.missing()
+    reason = gradients.missing()
     if reason is not None:
         raise ExportError(f"PyTorch {torch.__version__} cannot export gradients: {reason}")
     model_files.check_destination(path)
-    args, labels = ((given,) if isinstance(given, Tensor) else given for given in (args, labels))
+    args, labels = ((value,) if isinstance(value, Tensor) else value for value in (args, labels))
     together = _WithLoss(model, loss, len(args), len(labels))
     with exporting.progressing(progress, path) as progressed:
         watch = Stopwatch(progressed)
@@ -122,9 +123,9 @@ def export_training(
             _optimize(graph, outputs, state, parameters)
             checked = exporting.check_graph(graph)
             files = model_files.save_model(graph, path, external_data, checked)
-    own = unconverted.training_warning(model)
-    if own:
-        warnings.warn(own, stacklevel=2)
+    warning = unconverted.training_warning(model)
+    if warning:
+        warnings.warn(warning, stacklevel=2)
     return TrainingReport(
         path=path,
         files=tuple(files),
@@ -149,20 +150,20 @@ class _WithLoss(nn.Module):
         self.model = model
         self.loss = loss
 
-        def forward(*given: Any) -> Any:
-            found = self.loss(self.model(*given[:arguments]), *given[arguments:])
-            if not isinstance(found, Mapping) or LOSS not in found:
-                return found
+        def forward(*values: Any) -> Any:
+            result = self.loss(self.model(*values[:arguments]), *values[arguments:])
+            if not isinstance(result, Mapping) or LOSS not in result:
+                return result
             others = {
                 name: value.detach() if isinstance(value, Tensor) else value
-                for name, value in found.items()
+                for name, value in result.items()
                 if name != LOSS
             }
-            return {LOSS: found[LOSS], **others}
+            return {LOSS: result[LOSS], **others}
 
         # The names of the file's inputs.
         names = _argument_names(model, arguments)
-        names += ["labels"] if labels == 1 else [f"labels_{place}" for place in range(labels)]
+        names += ["labels"] if labels == 1 else [f"labels_{number}" for number in range(labels)]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(name, kind) for name in names]
@@ -173,7 +174,7 @@ class _WithLoss(nn.Module):
 @contextmanager
 def _kept_buffers(model: nn.Module) -> Iterator[None]:
     """Gives buffers their values back, which a forward in training may change."""
-    held = [
+    before = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
@@ -181,7 +182,7 @@ def _kept_buffers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name, buffer, value in held:
+        for module, name, buffer, value in before:
             setattr(module, name, buffer.copy_(value))
 
 
@@ -197,11 +198,11 @@ def _argument_names(model: nn.Module, count: int) -> list[str]:
     names: list[str] = []
     for name, value in bound.items():
         several = len(value) if isinstance(value, tuple) else 0
-        names += [f"{name}_{place}" for place in range(several)] if several else [name]
+        names += [f"{name}_{number}" for number in range(several)] if several else [name]
     return names
 
 
-def _own_name(name: str) -> str:
+def _path_in_model(name: str) -> str:
     """Returns the path of a module, parameter or buffer in the user's model."""
     return name.removeprefix(_MODEL)
 
@@ -213,7 +214,7 @@ def _state(model: nn.Module) -> dict[str, str]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     )
-    return {name: first.setdefault(id(tensor), _own_name(name)) for name, tensor in named}
+    return {name: first.setdefault(id(tensor), _path_in_model(name)) for name, tensor in named}
 
 
 # --- What a graph of training cannot be ---
@@ -234,8 +235,8 @@ def _results(program: ExportedProgram) -> list[str]:
     if names[:1] != [LOSS]:
         raise ValueError(f"loss must give a tensor of the name {LOSS!r}, got {', '.join(names)}")
     if len(values) != len(names) or not all(isinstance(value, Tensor) for value in values):
-        each = " for each name" if spec.type is dict else ""
-        raise ValueError(f"loss must give one tensor{each}, got {len(values)} values")
+        suffix = " for each name" if spec.type is dict else ""
+        raise ValueError(f"loss must give one tensor{suffix}, got {len(values)} values")
     value = values[0]
     if value.ndim or not value.is_floating_point():
         shape = ", ".join(map(str, value.shape))
@@ -246,8 +247,8 @@ def _results(program: ExportedProgram) -> list[str]:
 
 def _value(program: ExportedProgram, spec: OutputSpec) -> Any:
     name = getattr(spec.arg, "name", None)
-    found = (node for node in program.graph.nodes if node.name == name)
-    return next((node.meta["val"] for node in found), None)
+    nodes = (node for node in program.graph.nodes if node.name == name)
+    return next((node.meta["val"] for node in nodes), None)
 
 
 _INSTEAD = {
@@ -279,16 +280,21 @@ def _is_random(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     arguments = schema_of(target).arguments
-    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    given |= dict(zip((each.name for each in arguments), node.args, strict=False)) | node.kwargs
-    probability = next((given[name] for name in _PROBABILITIES if name in given), 1)
-    return probability != 0 and given.get("train", given.get("training", True)) is not False
+    values = {
+        argument.name: argument.default_value
+        for argument in arguments
+        if argument.has_default_value()
+    }
+    names = (argument.name for argument in arguments)
+    values |= dict(zip(names, node.args, strict=False)) | node.kwargs
+    probability = next((values[name] for name in _PROBABILITIES if name in values), 1)
+    return probability != 0 and values.get("train", values.get("training", True)) is not False
 
 
 def _module(node: fx.Node) -> str:
     """Returns the path of the module that calls a node's operator, for a message."""
     calls = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-    return _own_name(calls[-1]) if calls and calls[-1] else "the model"
+    return _path_in_model(calls[-1]) if calls and calls[-1] else "the model"
 
 
 # --- The graph ---
@@ -304,22 +310,22 @@ def _trained(model: nn.Module, example: DynamicExample) -> set[str]:
     if not named:
         raise ValueError("no parameter of the model requires a gradient: nothing is trained")
     buffers = dict(model.named_buffers())
-    found = model(*example.args)
-    loss = found[LOSS] if isinstance(found, Mapping) else found
+    result = model(*example.args)
+    loss = result[LOSS] if isinstance(result, Mapping) else result
     for name, buffer in model.named_buffers():
         if buffer is not buffers.get(name):
             raise ValueError(
-                f"the model assigns its buffer {_own_name(name)!r} anew, which a trace does not "
-                "keep: change it in place, as by copy_()"
+                f"the model assigns its buffer {_path_in_model(name)!r} anew, which a trace does "
+                "not keep: change it in place, as by copy_()"
             )
     if not loss.requires_grad:
         raise ValueError("loss depends on no parameter that requires a gradient")
-    _refuse_own_gradients(loss)
+    _refuse_functions(loss)
     gradients = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
     return {name for name, gradient in zip(named, gradients, strict=True) if gradient is not None}
 
 
-def _refuse_own_gradients(loss: Tensor) -> None:
+def _refuse_functions(loss: Tensor) -> None:
     """Refuses Functions: a trace goes through their forward and does not see their backward.
 
     Raises:
@@ -347,7 +353,8 @@ def _with_gradients(
 ) -> tuple[ExportedProgram, list[str]]:
     """Returns the program with its gradients, and the names of all its results."""
     try:
-        joint, specs = private_gradients.with_gradients(program, trained)
+        with shortcuts.decomposing():
+            joint, specs = gradients.with_gradients(program, trained)
     except Exception as error:  # The operators' own code runs.
         reason = str(error).strip().partition("\n")[0]
         raise ExportError(f"PyTorch cannot trace the model's gradients: {reason}") from error
@@ -375,9 +382,9 @@ def _optimize(
         value.name = name
     # PyTorch's own order begins with the buffers.
     graph.outputs[:] = sorted(graph.outputs, key=lambda value: str(value.name).endswith(".new"))
-    held = {name: value for name, value in graph.initializers.items() if name in state}
-    values = {name: value.const_value for name, value in held.items()}
-    for name, value in held.items():  # As inputs, so that nothing computed from them is folded.
+    trained = {name: value for name, value in graph.initializers.items() if name in state}
+    values = {name: value.const_value for name, value in trained.items()}
+    for name, value in trained.items():  # As inputs, so that nothing computed from them is folded.
         del graph.initializers[name]
         value.const_value = None
         value.name = state[name]
@@ -386,7 +393,7 @@ def _optimize(
     for step in (NameNodesByModule(), Simplify(Findings(layers=[])), AddBodies(PLUGIN)):
         step(model)
     if parameters == "initializers":
-        for name, value in held.items():
+        for name, value in trained.items():
             graph.inputs.remove(value)
             value.const_value = values[name]
             graph.register_initializer(value)

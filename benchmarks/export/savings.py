@@ -32,14 +32,14 @@ MODELS = ("T5-small", "Swin-T", "Llama, 6 blocks")
 def without(version: str) -> AbstractContextManager[Any]:
     """Returns the context in which exports lack a shortcut."""
     from dynamo_moe import exporting
-    from dynamo_moe.tracing import private, remembered_operators
+    from dynamo_moe.tracing import remembered_operators, shortcuts
 
     if version == VIEWS:
         return mock.patch.object(remembered_operators, "layout_of", return_value=None)
     if version == COLLECTOR:
         return mock.patch.object(exporting, "collecting_seldom", nullcontext)
-    left = {name: changes for name, changes in private.savings().items() if name != version}
-    return mock.patch.object(private, "savings", return_value=left)
+    left = {name: changes for name, changes in shortcuts.savings().items() if name != version}
+    return mock.patch.object(shortcuts, "savings", return_value=left)
 
 
 def subject(model: str) -> tuple[Any, dict[str, Any], Any]:

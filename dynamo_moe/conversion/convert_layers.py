@@ -39,7 +39,7 @@ from dynamo_moe.conversion.observation import (
 )
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
 from dynamo_moe.evaluation import evaluating
-from dynamo_moe.private import has_forward_hooks
+from dynamo_moe.private.pytorch import has_forward_hooks
 
 _NAME = "mixture"
 # Factors on tokens: clamps and such show with large ones only, what is added to avoid a division

@@ -19,7 +19,7 @@ from dynamo_moe.conversion.registry import convert_by_adapters, matching_adapter
 from dynamo_moe.conversion.reports import ConversionReport, Replacement, Unrecognised
 from dynamo_moe.evaluation import check_model
 from dynamo_moe.modules import ConvertedModule
-from dynamo_moe.private import modules_by_path
+from dynamo_moe.private.pytorch import modules_by_path
 
 
 def convert(

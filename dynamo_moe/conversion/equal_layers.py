@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynamo_moe.private import modules_by_path, own_parts
+from dynamo_moe.private.pytorch import modules_by_path, own_parts
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)

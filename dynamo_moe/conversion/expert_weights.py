@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
 from dynamo_moe.modules import ParameterCache
-from dynamo_moe.private import change_count
+from dynamo_moe.private.pytorch import change_count
 
 
 @dataclass(frozen=True)

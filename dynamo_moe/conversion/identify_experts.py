@@ -24,7 +24,7 @@ from dynamo_moe.conversion.activation import possible_activations
 from dynamo_moe.conversion.expert_weights import ExpertsSpec, ParameterStack
 from dynamo_moe.conversion.locate_layers import LocatedExperts, without_leading_ones
 from dynamo_moe.conversion.observation import preserving_state, random_weights, using_tensors
-from dynamo_moe.private import has_forward_hooks
+from dynamo_moe.private.pytorch import has_forward_hooks
 
 # gpt-oss's numbers, which stand in its reference's code; other models have attributes of such
 # names.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from dynamo_moe.modules import ConvertedModule
-from dynamo_moe.private import own_parts
+from dynamo_moe.private.pytorch import own_parts
 
 # From a list of experts up to the layer: the experts may be in a module of their own, and that in
 # another.

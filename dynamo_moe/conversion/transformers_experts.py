@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import custom_ops
 from custom_ops.options import ExpertOptions
-from dynamo_moe.conversion import private
 from dynamo_moe.conversion.activation import identify_activation
 from dynamo_moe.conversion.comparison import compare
 from dynamo_moe.conversion.equal_layers import layer_key
@@ -33,6 +32,7 @@ from dynamo_moe.conversion.observation import (
     random_tokens,
 )
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
+from dynamo_moe.private import transformers
 
 _NAME = "transformers-experts"
 # The name under which transformers knows the implementation here.
@@ -83,7 +83,7 @@ def convert_experts(
 
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers dispatches this module's forward through its experts interface."""
-    return private.has_interface(module) and all(
+    return transformers.has_interface(module) and all(
         hasattr(module, name) for name in (*_FLAGS, "down_proj")
     )
 
@@ -94,7 +94,7 @@ def is_selected(module: nn.Module) -> bool:
     return (
         known is not None
         and is_experts(module)
-        and private.implementation(module) == _IMPLEMENTATION
+        and transformers.implementation(module) == _IMPLEMENTATION
     )
 
 
@@ -176,13 +176,13 @@ def identify_options(module: Experts) -> ExpertOptions:
     """
     if module.has_post_expert_norm:
         raise ValueError("it normalises each expert's result before it is weighted")
-    if private.is_expert_parallel(module):
+    if transformers.is_expert_parallel(module):
         raise ValueError("its experts are spread over devices (expert parallelism)")
     if not module.has_gate:
         return identify_activation(module.act_fn)
     # The names that transformers' models give the two numbers.
     return identify_activation(
-        private.gate_function(module),
+        transformers.gate_function(module),
         gated=True,
         interleaved=not module.is_concatenated,
         limits=_numbers(module, "limit", "swiglu_limit"),
@@ -225,7 +225,7 @@ def _select(module: Experts, options: ExpertOptions | None, fallback: str | None
         raise ValueError(f"fallback must be one of {known}; got {fallback!r}")
     setattr(module, _OPTIONS, options)
     setattr(module, _FALLBACK, fallback)
-    private.select_implementation(module, _IMPLEMENTATION)
+    transformers.select_implementation(module, _IMPLEMENTATION)
 
 
 def _forward(

@@ -14,7 +14,7 @@ from dynamo_moe.conversion.activation import identify_activation
 from dynamo_moe.conversion.observation import random_tokens
 from dynamo_moe.conversion.registry import register_adapter
 from dynamo_moe.modules import ConvertedModule, InputScaledMoE, TopOneMoE
-from dynamo_moe.private import has_attribute
+from dynamo_moe.private.pytorch import has_attribute
 
 _NO_CAPACITY = 2**31
 

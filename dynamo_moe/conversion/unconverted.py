@@ -11,7 +11,7 @@ from dynamo_moe.conversion.convert_model import convertible_modules
 from dynamo_moe.conversion.layer_spec import ConvertedLayer
 from dynamo_moe.conversion.reports import ADAPTER_PAGE, Unrecognised, few
 from dynamo_moe.modules import ConvertedModule
-from dynamo_moe.private import modules_by_path
+from dynamo_moe.private.pytorch import modules_by_path
 
 # How many names a message of one line has.
 _SHOWN = 3

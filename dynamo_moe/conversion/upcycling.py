@@ -22,7 +22,7 @@ from dynamo_moe.conversion.reports import Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.json_values import json_values
 from dynamo_moe.modules import DroplessMoE
-from dynamo_moe.private import shallow_copy
+from dynamo_moe.private.pytorch import shallow_copy
 
 if TYPE_CHECKING:
     from rich.table import Table

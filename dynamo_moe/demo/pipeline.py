@@ -100,7 +100,7 @@ class FileResult:
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong with the file, one line each."""
+        """The file's faults, one line each."""
         path, compared = self.exported.path, self.compared
         failures = []
         if not self.verified.passed:
@@ -160,7 +160,7 @@ class DemoResult:
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong with the files, one line each; empty if they are all right."""
+        """The files' faults, one line each; empty if they are all right."""
         return [failure for file in self.files for failure in file.failures]
 
     def to_dict(self) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def _export_and_check(
     milliseconds = {
         name: {size: by_name[name] for size, by_name in times.items()} for name in classifiers
     }
-    files = [FileResult(*each, milliseconds[each[0].file]) for each in checked]
+    files = [FileResult(*result, milliseconds[result[0].file]) for result in checked]
     return files, milliseconds[PYTORCH]
 
 

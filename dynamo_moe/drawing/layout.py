@@ -125,8 +125,8 @@ def boxes_of(graph: onnx.GraphProto) -> nx.DiGraph[Box]:
         behind = frozenset[int]().union(*(prepared.get(name, ()) for name in names))
         no_data = all(name in prepared for name in names) and node.op_type not in _FROM_SIZES
         if no_data or node.op_type in ("Shape", "Size"):
-            own = () if node.op_type == "Constant" else (number,)
-            prepared |= dict.fromkeys(node.output, behind.union(own))
+            producer = () if node.op_type == "Constant" else (number,)
+            prepared |= dict.fromkeys(node.output, behind.union(producer))
             stacks.update(node.output if stacks.intersection(names) else ())
             continue
         box = _box(node, weights)
@@ -212,7 +212,7 @@ def spelled_out(flow: nx.DiGraph[Box]) -> list[set[Box]]:
     whole.add_edges_from((box, end) for box in flow if not flow.out_degree(box))
     above = nx.immediate_dominators(whole, start)
     below = nx.immediate_dominators(whole.reverse(), end)
-    found: list[set[Box]] = []
+    groups: list[set[Box]] = []
     for box in flow:
         if "TopK" not in box.operators:
             continue
@@ -226,10 +226,10 @@ def spelled_out(flow: nx.DiGraph[Box]) -> list[set[Box]]:
                     inside.add(first)
                 while (after := below[last]).kind in ("shape", "select"):
                     inside.add(last := after)
-                found.append(inside)
+                groups.append(inside)
                 break
             last = below[last]
-    return found
+    return groups
 
 
 def ranks_of(

@@ -35,9 +35,9 @@ def inline_blocks(model: ir.Model) -> None:
             continue
         function = model.functions[call.op_identifier()]
         known = {
-            formal: given
-            for formal, given in zip(function.inputs, call.inputs, strict=True)
-            if given is not None
+            formal: actual
+            for formal, actual in zip(function.inputs, call.inputs, strict=True)
+            if actual is not None
         }
         nodes = [copied(node, known) for node in function]
         for node in nodes:
@@ -50,7 +50,7 @@ def inline_blocks(model: ir.Model) -> None:
             output.replace_all_uses_with(made, replace_graph_outputs=True)
         graph.insert_before(call, nodes)
         graph.remove(call, safe=True)
-    for identifier in [each for each in model.functions if each[0] == DOMAIN]:
+    for identifier in [key for key in model.functions if key[0] == DOMAIN]:
         del model.functions[identifier]
     model.opset_imports.pop(DOMAIN, None)
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -66,7 +66,7 @@ def copied(node: ir.Node, known: dict[ir.Value, ir.Value]) -> ir.Node:
     copy = ir.Node(
         node.domain,
         node.op_type,
-        [None if given is None else known[given] for given in node.inputs],
+        [None if value is None else known[value] for value in node.inputs],
         list(node.attributes.values()),
         overload=node.overload,
         num_outputs=len(node.outputs),

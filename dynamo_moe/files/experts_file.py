@@ -90,8 +90,10 @@ def write_experts(
             part.replace(path)
     sizes = [tensor.nbytes for tensor in tensors]
     starts = accumulate(sizes, initial=identity.header_bytes)
-    places = zip(starts, sizes, strict=False)
-    return ExpertsFile(path, is_new, tuple(WeightSource.of(path, *place) for place in places))
+    stretches = zip(starts, sizes, strict=False)
+    return ExpertsFile(
+        path, is_new, tuple(WeightSource.of(path, *stretch) for stretch in stretches)
+    )
 
 
 def _is(path: Path, identity: FileIdentity) -> bool:

@@ -46,8 +46,8 @@ def index_limits(graph: ir.Graph) -> dict[str, int]:
             for value, shift in origins.get(indices, {}).items():
                 name = value.name or ""
                 limits[name] = min(limits.get(name, size - shift), size - shift)
-        if node.outputs and (found := _origins_of_result(node, origins)):
-            origins[node.outputs[0]] = found
+        if node.outputs and (result_origins := _origins_of_result(node, origins)):
+            origins[node.outputs[0]] = result_origins
     return {name: limit for name, limit in limits.items() if limit > 0}
 
 

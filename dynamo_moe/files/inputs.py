@@ -12,7 +12,7 @@ from torch import Tensor
 
 from custom_ops.dtypes import FLOATS
 from dynamo_moe.files.index_ranges import index_limits
-from dynamo_moe.private import FakeTensor
+from dynamo_moe.private.pytorch import FakeTensor
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 
 KEY = "dynamo_moe.integers"
@@ -53,8 +53,8 @@ def random_inputs(model: ir.Model) -> list[dict[str, Tensor]]:
     cases = []
     for batch, other in _CASES:
         # Each symbol has a size of its own, so that axes taken for one another show.
-        places = enumerate(sorted(symbols - {BATCH}))
-        chosen = {symbol: 1 if other == 1 else other + place for place, symbol in places}
+        numbered = enumerate(sorted(symbols - {BATCH}))
+        chosen = {symbol: 1 if other == 1 else other + number for number, symbol in numbered}
         chosen[BATCH] = batch
         cases.append(
             {

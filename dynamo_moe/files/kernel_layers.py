@@ -30,7 +30,7 @@ def kernel_layers(path: str | PathLike[str]) -> list[Layer]:
 
 
 def kernel_layers_of(stored: onnx.ModelProto) -> list[Layer]:
-    """Returns what kernels the MoE nodes of a graph need, as :func:`kernel_layers` of its file.
+    """Returns the kernels' layers of a graph's MoE nodes, as :func:`kernel_layers` of its file.
 
     Raises:
         ValueError: If there are no kernels for a node, which is named.

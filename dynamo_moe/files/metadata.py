@@ -49,12 +49,12 @@ class Layer:
         Args:
             values: The names of the file's values.
         """
-        own = {
-            name: f"{self.name}/{place}"
-            for place, name in enumerate(self.inputs)
+        names = {
+            name: f"{self.name}/{position}"
+            for position, name in enumerate(self.inputs)
             if name and name not in values
         }
-        return self.renamed(own)
+        return self.renamed(names)
 
 
 def record(model: ir.Model) -> list[Layer]:
@@ -84,7 +84,7 @@ def store(model: ir.Model, layers: list[Layer]) -> None:
 def layers_of(proto: onnx.ModelProto) -> list[Layer]:
     """Reads what :func:`store` wrote; a file of another origin has none."""
     stored = next((entry.value for entry in proto.metadata_props if entry.key == KEY), "[]")
-    return [Layer(**{**each, "inputs": tuple(each["inputs"])}) for each in json.loads(stored)]
+    return [Layer(**{**record, "inputs": tuple(record["inputs"])}) for record in json.loads(stored)]
 
 
 def _name(value: ir.Value | None) -> str:

@@ -79,7 +79,7 @@ def save_model(
         ValueError: If ``external_data`` is False and the weights pass 2 GB.
         OSError: If the disk has no room for the weights.
     """
-    values = [value for value in model.graph.initializers.values() if _is_held(value)]
+    values = [value for value in model.graph.initializers.values() if _is_in_memory(value)]
     weights = sum(_bytes_of(value) for value in values)
     if external_data is False and weights > EXTERNAL_DATA_LIMIT:
         raise ValueError(
@@ -103,7 +103,7 @@ def save_model(
         if proto is None:
             proto = protobuf.without(model, large)
         if external_data:
-            _move_out([value for value in large if _is_held(value)], data_part, weights)
+            _move_out([value for value in large if _is_in_memory(value)], data_part, weights)
         protobuf.write(proto, model_part, large)
         has_data = data_part.exists()
     return [path, data] if has_data else [path]
@@ -172,7 +172,7 @@ def _move_out(values: Sequence[ir.Value], path: Path, total: int) -> None:
     phases.report(total, total)
 
 
-def _is_held(value: ir.Value) -> bool:
+def _is_in_memory(value: ir.Value) -> bool:
     return value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
 
 
@@ -180,7 +180,7 @@ def is_small(value: ir.Value, limit: int = _SMALL) -> bool:
     """Whether a weight stays inside the graph; strings do, as they have no bytes."""
     if value.dtype == ir.DataType.STRING:
         return True
-    return _bytes_of(value) <= limit and _is_held(value)
+    return _bytes_of(value) <= limit and _is_in_memory(value)
 
 
 def _large(model: ir.Model, limit: int = _SMALL) -> list[ir.Value]:

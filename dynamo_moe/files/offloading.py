@@ -143,7 +143,7 @@ class OffloadReport:
         }
 
     def __rich__(self) -> RenderableType:
-        """What rich prints."""
+        """Returns the table that rich prints."""
         from dynamo_moe.files.offloading_view import report_view
 
         return report_view(self.to_dict())
@@ -235,9 +235,9 @@ def offload_graph(
     model = inlined_model(stored)
     ir.external_data.set_base_dir(model.graph, path.parent.resolve())
     _check_files(model, path, output, file)
-    found = _layers(model, path)
-    slots = choose([layer.expert_sizes for layer in found], resident_experts, resident_memory)
-    chosen = {layer: count for layer, count in zip(found, slots, strict=True) if count}
+    all_layers = _layers(model, path)
+    slots = choose([layer.expert_sizes for layer in all_layers], resident_experts, resident_memory)
+    chosen = {layer: count for layer, count in zip(all_layers, slots, strict=True) if count}
     _check_weights(list(chosen))
     values = dict.fromkeys(value for layer in chosen for value in layer.weights.values())
     links = _links(model, set(values), path, output.parent)
@@ -245,7 +245,9 @@ def offload_graph(
     try:
         _drop_bodies(model, {layer.node for layer in chosen})
         layers = tuple(
-            _offload(layer, count, [sources[each] for each in layer.weights.values()], shared_cache)
+            _offload(
+                layer, count, [sources[value] for value in layer.weights.values()], shared_cache
+            )
             for layer, count in chosen.items()
         )
         model.opset_imports[OFFLOADED_DOMAIN] = VERSION
@@ -276,7 +278,7 @@ def offloaded_kernel_layers(
     resident_memory: int | None = None,
     stored: onnx.ModelProto | None = None,
 ) -> list[Layer]:
-    """Returns what kernels a file's nodes need if :func:`offload_file` offloads their experts.
+    """Returns the kernels' layers of a file's nodes if :func:`offload_file` offloads their experts.
 
     Args:
         path: The file.
@@ -289,8 +291,8 @@ def offloaded_kernel_layers(
     """
     stored = load_graph(path) if stored is None else stored
     layers = kernel_layers_of(stored)
-    found = _layers(inlined_model(stored), path)
-    slots = choose([layer.expert_sizes for layer in found], resident_experts, resident_memory)
+    all_layers = _layers(inlined_model(stored), path)
+    slots = choose([layer.expert_sizes for layer in all_layers], resident_experts, resident_memory)
     return [
         replace(layer, resident_experts=count) for layer, count in zip(layers, slots, strict=True)
     ]
@@ -374,11 +376,11 @@ def _check_weights(chosen: Sequence[_Layer]) -> None:
             if not value.is_initializer() or value.const_value is None:
                 raise ValueError(f"{where} is computed by the graph, and lies in no file")
             shape = _sizes_in_memory(layer.parsed.shape, name)
-            found = tuple(value.const_value.shape.numpy())
-            if found != shape:
-                raise ValueError(f"{where} must have the shape {list(shape)}, got {list(found)}")
-            for user, place in value.uses():
-                if user in nodes and INPUTS[user.op_type][place] in SOURCES:
+            actual = tuple(value.const_value.shape.numpy())
+            if actual != shape:
+                raise ValueError(f"{where} must have the shape {list(shape)}, got {list(actual)}")
+            for user, position in value.uses():
+                if user in nodes and INPUTS[user.op_type][position] in SOURCES:
                     continue
                 hint = ": offload that layer, too" if is_moe(user) and user not in nodes else ""
                 raise ValueError(
@@ -488,7 +490,9 @@ def _notes(layers: Sequence[OffloadedLayer]) -> list[str]:
             f"layer {first.name}{more}: with {first.resident_experts} resident experts, a token's "
             f"{first.top_k} take {first.waves} waves, whatever is resident"
         )
-    unaligned = {each.path for layer in layers for each in layer.sources if each.offset % ALIGNMENT}
+    unaligned = {
+        source.path for layer in layers for source in layer.sources if source.offset % ALIGNMENT
+    }
     notes += [
         f"{path}: weights that do not begin at a multiple of {ALIGNMENT} bytes are copied to "
         "pinned memory when the engine first runs, instead of mapped"

@@ -85,8 +85,8 @@ def add_copies(proto: onnx.GraphProto, graph: ir.Graph, copies: Copies) -> None:
         if isinstance(node, Copy):
             added.CopyFrom(protos[node.source])
             added.name = node.name
-            added.input[:] = ["" if each is None else each.name for each in node.inputs]
-            added.output[:] = [each.name for each in node.outputs]
+            added.input[:] = ["" if value is None else value.name for value in node.inputs]
+            added.output[:] = [value.name for value in node.outputs]
         else:
             added.CopyFrom(protos[node])
     _add_types(proto, _only_typed(nodes))

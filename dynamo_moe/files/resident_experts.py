@@ -15,7 +15,7 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """What decides how many experts of a layer fit.
+    """The sizes that decide how many experts of a layer fit.
 
     Attributes:
         name: The layer's name, as :func:`dynamo_moe.inspect` shows it.
@@ -37,7 +37,7 @@ class ExpertSizes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it may be called; a node is named after its module by an export."""
+        """The names that it may be called by; an export names a node after its module."""
         module, _, _ = self.node.rpartition("/")
         return (self.name, self.node, *filter(None, [module]))
 

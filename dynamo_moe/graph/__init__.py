@@ -1,1 +1,1 @@
-"""What is done to an exported graph before it is written."""
+"""The passes over an exported graph before it is written."""

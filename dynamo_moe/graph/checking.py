@@ -32,15 +32,15 @@ def check(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:
     """
     proto = model_files.without_weights(model, as_inputs=True)
     inputs = proto.graph.input
-    given, used = len(inputs), _used_results(copies or {})
+    count, used = len(inputs), _used_results(copies or {})
     # An input has to have both.
-    alone = bool(copies) and all(each.type and each.shape is not None for each in used)
+    alone = bool(copies) and all(value.type and value.shape is not None for value in used)
     try:
         if alone:
             for value in used:
                 ir.serde.serialize_value_into(inputs.add(), value)
             onnx.checker.check_model(proto, full_check=True)
-            del inputs[given:]
+            del inputs[count:]
         if copies:
             protobuf.add_copies(proto.graph, model.graph, copies)
         onnx.checker.check_model(proto, full_check=not alone)
@@ -53,5 +53,5 @@ def check(model: ir.Model, copies: Copies | None = None) -> onnx.ModelProto:
 
 def _used_results(copies: Copies) -> list[ir.Value]:
     """Returns the copies' results that the graph itself uses."""
-    results = (value for each in copies.values() for copy in each for value in copy.outputs)
+    results = (value for added in copies.values() for copy in added for value in copy.outputs)
     return [value for value in results if value.uses() or value.is_graph_output()]

@@ -38,7 +38,7 @@ class Units:
         ends: By unit in the graph, the names of the values that it ends with.
         inputs: By unit, the graph's inputs that it alone takes.
         kept: By unit in the graph, the names of its values that are results of the graph.
-        places: By unit, their places among the results.
+        positions: By unit, their places among the results.
     """
 
     kinds: Sequence[str]
@@ -47,7 +47,7 @@ class Units:
     ends: Sequence[Sequence[str]]
     inputs: Sequence[Sequence[ir.Value]]
     kept: Sequence[Sequence[str]]
-    places: Sequence[Sequence[int]]
+    positions: Sequence[Sequence[int]]
 
     def renamed(self, name: str, old: int, new: int) -> str:
         """Returns a name in one unit as it is in another."""
@@ -135,9 +135,9 @@ def add_results(model: ir.Model, runs: Sequence[Instances]) -> None:
     for run in runs:
         for unit in range(TRACED, len(run.ends)):
             kept = run.ends[unit][len(run.units.ends[0]) :]
-            results.update(zip(run.units.places[unit], kept, strict=True))
-    for place in sorted(results):
-        model.graph.outputs.insert(place, results[place])
+            results.update(zip(run.units.positions[unit], kept, strict=True))
+    for position in sorted(results):
+        model.graph.outputs.insert(position, results[position])
 
 
 class _Run:
@@ -161,13 +161,13 @@ class _Run:
         # Too large to be one, as they would be if their values were compared with others'.
         inside = set(self._nodes)
         self._constants = {
-            given
+            value
             for node in self._nodes
-            for given in node.inputs
-            if given is not None
-            and given.is_initializer()
-            and given.name not in self.weights
-            and all(user in inside for user, _ in given.uses())
+            for value in node.inputs
+            if value is not None
+            and value.is_initializer()
+            and value.name not in self.weights
+            and all(user in inside for user, _ in value.uses())
         }
 
     def _nodes_of(self, unit: int) -> list[ir.Node]:
@@ -188,38 +188,38 @@ class _Run:
         for node, other in zip(nodes, self._nodes, strict=True):
             if node_key(node) != node_key(other) or len(node.inputs) != len(other.inputs):
                 raise NotSharedError(f"{node.name} and {other.name} differ")
-            for given, its in zip(node.inputs, other.inputs, strict=True):
-                if not self._is_twin(given, its, twin):
+            for value, its in zip(node.inputs, other.inputs, strict=True):
+                if not self._is_twin(value, its, twin):
                     raise NotSharedError(f"{node.name} and {other.name} have different inputs")
             twin.update(zip(node.outputs, other.outputs, strict=True))
         if [twin.get(value) for value in second] != third:
             raise NotSharedError("units end in different ways")
 
     def _is_twin(
-        self, given: ir.Value | None, its: ir.Value | None, twin: Mapping[ir.Value, ir.Value]
+        self, value: ir.Value | None, its: ir.Value | None, twin: Mapping[ir.Value, ir.Value]
     ) -> bool:
-        if given is None or its is None or given in twin:
-            return (given if given is None else twin.get(given)) is its
+        if value is None or its is None or value in twin:
+            return (value if value is None else twin.get(value)) is its
         second, third = self._units.inputs[1:3]
         if its in third:
-            return given is second[third.index(its)]
-        if given.name in self.weights:
-            name = self._units.renamed(str(given.name), 1, 2)
-            if name != given.name:
-                return its.name == name and _kind(given) == _kind(its)
-        return given is its or self._is_equal_constant(given, its)
+            return value is second[third.index(its)]
+        if value.name in self.weights:
+            name = self._units.renamed(str(value.name), 1, 2)
+            if name != value.name:
+                return its.name == name and _kind(value) == _kind(its)
+        return value is its or self._is_equal_constant(value, its)
 
-    def _is_equal_constant(self, given: ir.Value, its: ir.Value) -> bool:
+    def _is_equal_constant(self, value: ir.Value, its: ir.Value) -> bool:
         """Whether two are constants of equal values, too large to be one."""
-        if {given.name, its.name} & self.weights:
+        if {value.name, its.name} & self.weights:
             return False
-        one, other = given.const_value, its.const_value
+        one, other = value.const_value, its.const_value
         return (
-            given.is_initializer()
+            value.is_initializer()
             and its.is_initializer()
             and one is not None
             and other is not None
-            and _kind(given) == _kind(its)
+            and _kind(value) == _kind(its)
             and one.tobytes() == other.tobytes()
         )
 
@@ -249,7 +249,7 @@ class _Run:
         its_ends = ends = self.ends[-1]
         added: list[Layer] = []
         its = [layer for layer in layers if self._renamed(layer.name, 0) != layer.name]
-        own = self._own_initializers()
+        unit_values = self._unit_initializers()
         twins = _Twins(self._units)
         parts = [_Part.of(node) for node in self._nodes]
         modules = {part.module for part in parts}
@@ -257,7 +257,7 @@ class _Run:
         for unit in units:
             known = dict(zip(self.ends[THIRD - 1], ends, strict=True))
             known.update(zip(self._units.inputs[THIRD], self._units.inputs[unit], strict=True))
-            known.update({given: self._initializer(given, unit, twins) for given in own})
+            known.update({value: self._initializer(value, unit, twins) for value in unit_values})
             paths = {module: self._renamed(module, unit) for module in modules}
             copies += [part.copied(paths[part.module], unit, known) for part in parts]
             ends = [known[end] for end in its_ends]
@@ -280,32 +280,32 @@ class _Run:
     def _renamed(self, name: str, unit: int) -> str:
         return self._units.renamed(name, THIRD, unit)
 
-    def _own_initializers(self) -> list[ir.Value]:
+    def _unit_initializers(self) -> list[ir.Value]:
         """Returns the third unit's weights and constants that other units have of their own."""
-        used = dict.fromkeys(given for node in self._nodes for given in node.inputs)
+        used = dict.fromkeys(value for node in self._nodes for value in node.inputs)
         return [
-            given
-            for given in used
-            if given is not None
-            and given.is_initializer()
-            and (given in self._constants or self._is_own_weight(str(given.name)))
+            value
+            for value in used
+            if value is not None
+            and value.is_initializer()
+            and (value in self._constants or self._is_unit_weight(str(value.name)))
         ]
 
-    def _is_own_weight(self, name: str) -> bool:
+    def _is_unit_weight(self, name: str) -> bool:
         return name in self.weights and self._renamed(name, 0) != name
 
-    def _initializer(self, given: ir.Value, unit: int, twins: _Twins) -> ir.Value:
+    def _initializer(self, value: ir.Value, unit: int, twins: _Twins) -> ir.Value:
         """Returns a weight or a constant of the third unit as it is in another unit."""
-        if given in self._constants:
-            name, tensor = f"{given.name}/{unit}", given.const_value
+        if value in self._constants:
+            name, tensor = f"{value.name}/{unit}", value.const_value
         else:
-            name = self._renamed(str(given.name), unit)
+            name = self._renamed(str(value.name), unit)
             known = self._graph.initializers.get(name)
             if known is not None:
                 return known
-            tensor = as_ir(twins.of(given, unit), name)
+            tensor = as_ir(twins.of(value, unit), name)
             self.weights.add(name)
-        made = ir.Value(name=name, shape=given.shape, type=given.type, const_value=tensor)
+        made = ir.Value(name=name, shape=value.shape, type=value.type, const_value=tensor)
         self._graph.register_initializer(made)
         return made
 
@@ -344,7 +344,7 @@ class _Part(NamedTuple):
 
     def copied(self, module: str, unit: int, known: dict[ir.Value, ir.Value]) -> Copy:
         """Returns the node as it is in another unit; its results become ``known``."""
-        inputs = [None if given is None else known.get(given, given) for given in self.inputs]
+        inputs = [None if value is None else known.get(value, value) for value in self.inputs]
         outputs = []
         for output, name, shape, kind in self.outputs:
             its = name and f"{name}/{unit}"
@@ -354,7 +354,7 @@ class _Part(NamedTuple):
 
 
 class _Twins:
-    """What is made of a unit's tensors, made of another unit's.
+    """Weights that are made of a unit's tensors, made of another unit's.
 
     Which part of which tensor a weight is, is looked for once for all units.
     """
@@ -362,7 +362,7 @@ class _Twins:
     def __init__(self, units: Units) -> None:
         self._units = units
         self._lazy: dict[int, str] = {}
-        self._held: dict[int, list[tuple[str, Tensor]]] = {}
+        self._in_memory: dict[int, list[tuple[str, Tensor]]] = {}
         # By id, a tensor and what it is a part of.
         self._wholes: dict[int, tuple[Tensor, list[tuple[str, int]]]] = {}
         for name, tensor in units.tensors[THIRD].items():
@@ -370,7 +370,7 @@ class _Twins:
                 self._lazy[id(tensor)] = name
             else:
                 address = tensor.untyped_storage().data_ptr()
-                self._held.setdefault(address, []).append((name, tensor))
+                self._in_memory.setdefault(address, []).append((name, tensor))
 
     def of(self, weight: ir.Value, unit: int) -> Tensor:
         """Returns the values of a weight of the third unit as they are in another unit.
@@ -385,15 +385,15 @@ class _Twins:
         def other(tensor: Tensor) -> Tensor | None:
             return self._other(tensor, unit)
 
-        found = other(raw)
-        if found is None and isinstance(raw, LazyTensor):
+        twin = other(raw)
+        if twin is None and isinstance(raw, LazyTensor):
             try:
-                found = raw.of_others(other)
+                twin = raw.of_others(other)
             except ValueError as error:
                 raise NotSharedError(f"{weight.name}: {error}") from None
-        if found is None:
+        if twin is None:
             raise NotSharedError(f"{weight.name}: its values are of no tensor of its block")
-        return found
+        return twin
 
     def _other(self, tensor: Tensor, unit: int) -> Tensor | None:
         if isinstance(tensor, LazyTensor):
@@ -401,15 +401,15 @@ class _Twins:
             return None if name is None else self._twin(name, unit)
         if id(tensor) not in self._wholes:
             self._wholes[id(tensor)] = tensor, self._wholes_of(tensor)
-        found = {}
+        views = {}
         for name, offset in self._wholes[id(tensor)][1]:
             view = twin = self._twin(name, unit)
             if (tensor.shape, tensor.stride()) != (twin.shape, twin.stride()):
                 start = twin.storage_offset() + offset
                 view = twin.detach().as_strided(tensor.shape, tensor.stride(), start)
-            found[view.data_ptr()] = view
+            views[view.data_ptr()] = view
         # Several tensors of a block may be parts of one, and must be in the other block too.
-        return next(iter(found.values())) if len(found) == 1 else None
+        return next(iter(views.values())) if len(views) == 1 else None
 
     def _twin(self, name: str, unit: int) -> Tensor:
         return self._units.tensors[unit][self._units.renamed(name, THIRD, unit)]
@@ -418,7 +418,7 @@ class _Twins:
         """Returns the tensors that one is a part of, and where in them it begins."""
         return [
             (name, int(tensor.storage_offset() - whole.storage_offset()))
-            for name, whole in self._held.get(tensor.untyped_storage().data_ptr(), ())
+            for name, whole in self._in_memory.get(tensor.untyped_storage().data_ptr(), ())
             if _is_part(tensor, whole)
         ]
 
@@ -438,19 +438,19 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 def ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
     """Returns the nodes that values are computed by."""
-    found: set[ir.Node] = set()
+    nodes: set[ir.Node] = set()
     remaining = [value.producer() for value in values]
     while remaining:
         node = remaining.pop()
-        if node is None or node in found:
+        if node is None or node in nodes:
             continue
-        found.add(node)
+        nodes.add(node)
         remaining += [value.producer() for value in _used(node) if value is not None]
-    return found
+    return nodes
 
 
 def _used(node: ir.Node) -> list[ir.Value | None]:
-    """Returns what a node uses, inside its graphs too."""
+    """Returns the values that a node uses, inside its graphs too."""
     used = list(node.inputs)
     for attribute in node.attributes.values():
         graphs = (
@@ -471,7 +471,7 @@ def _holds_graph(attribute: ir.Attr) -> bool:
 
 
 def node_key(node: ir.Node) -> Any:
-    """Returns what two nodes have in common if they compute the same of their inputs."""
+    """Returns a key that nodes share which compute the same of their inputs."""
     attributes = {
         name: (attribute.type, str(attribute.value))
         if attribute.type != ir.AttributeType.TENSOR

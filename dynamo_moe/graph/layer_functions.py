@@ -42,7 +42,11 @@ def make_functions(
         kind = "_".join(dict.fromkeys(run.units.kinds))
         # Not that of an operator either: TensorRT's parser finds functions by name alone.
         numbered = itertools.chain([kind], (f"{kind}_{number}" for number in itertools.count(2)))
-        name = next(each for each in numbered if each not in taken and not onnx.defs.has(each))
+        name = next(
+            candidate
+            for candidate in numbered
+            if candidate not in taken and not onnx.defs.has(candidate)
+        )
         taken.add(name)
         outlined = _Outlined(model, run, weights)
         renamed |= outlined.replace(name)
@@ -50,7 +54,7 @@ def make_functions(
     if DOMAIN in {domain for domain, _, _ in model.functions}:
         model.opset_imports[DOMAIN] = 1
         model.graph.sort()
-    used = {given for added in copies.values() for copy in added for given in copy.inputs}
+    used = {value for added in copies.values() for copy in added for value in copy.inputs}
     for value in list(model.graph.initializers.values()):
         if not (value.uses() or value in used or value.is_graph_output()):
             del model.graph.initializers[str(value.name)]
@@ -68,14 +72,16 @@ class _Outlined:
         self._nodes = [node for node in model.graph if node in inside]
         self._results = [end for end in dict.fromkeys(ends[2]) if end.producer() in inside]
         used = dict.fromkeys(value for node in self._nodes for value in node.inputs)
-        self._given = [each for each in used if each is not None and each.producer() not in inside]
-        self._given.sort(key=self._rank)
+        self._arguments = [
+            value for value in used if value is not None and value.producer() not in inside
+        ]
+        self._arguments.sort(key=self._rank)
         # By unit, its values by those of the third; None if it is another.
         self._twins = [self._match(its) for its in ends[: THIRD + 1]]
         third = self._twins[THIRD]
         self._twins += [third and {**third, **its} for its in run.values]
-        self._constants = [value for value in self._given if self._is_constant(value)]
-        self._given = [value for value in self._given if value not in self._constants]
+        self._constants = [value for value in self._arguments if self._is_constant(value)]
+        self._arguments = [value for value in self._arguments if value not in self._constants]
 
     def _rank(self, value: ir.Value) -> int:
         """Orders the function's inputs: what goes from unit to unit, what all share, weights."""
@@ -100,11 +106,13 @@ class _Outlined:
             other = next(twins[output].producer() for output in node.outputs if output in twins)
             if other is None or other in nodes or node_key(node) != node_key(other):
                 return None
-            if [each is None for each in node.inputs] != [each is None for each in other.inputs]:
+            if [value is None for value in node.inputs] != [
+                value is None for value in other.inputs
+            ]:
                 return None
             nodes.add(other)
             inputs = zip(node.inputs, other.inputs, strict=True)
-            pairs = [(given, its) for given, its in inputs if given and its]
+            pairs = [(value, its) for value, its in inputs if value and its]
             pairs += zip(node.outputs, other.outputs, strict=True)
         results = {twins[result] for result in self._results}
         for output in (output for node in nodes for output in node.outputs):
@@ -112,7 +120,7 @@ class _Outlined:
             if output not in results and (outside or output.is_graph_output()):
                 return None
         # A call has all its inputs before its first result.
-        return None if ancestors([twins[value] for value in self._given]) & nodes else twins
+        return None if ancestors([twins[value] for value in self._arguments]) & nodes else twins
 
     def replace(self, name: str) -> dict[str, str]:
         """Adds the function and its calls; returns the new names of what is in units."""
@@ -122,17 +130,19 @@ class _Outlined:
         calls: dict[ir.Value, ir.Value] = {}
         added: list[Copy] = []
         for unit, twins in enumerate(self._twins):
-            if twins is None or any(twins[each] is not each for each in self._constants):
+            if twins is None or any(
+                twins[constant] is not constant for constant in self._constants
+            ):
                 continue
-            given = [calls.get(twins[value], twins[value]) for value in self._given]
+            arguments = [calls.get(twins[value], twins[value]) for value in self._arguments]
             path = "-".join(self._units.paths[unit])
             if unit <= THIRD:
-                call = self._call(name, path, given, twins, calls)
+                call = self._call(name, path, arguments, twins, calls)
                 if unit == THIRD:
                     self.copies = {call: added}
             else:
                 results = [twins[result] for result in self._results]
-                added.append(Copy(call, given, results, name=path))
+                added.append(Copy(call, arguments, results, name=path))
             for value, its in inner.items():
                 renamed[str(twins[value].name)] = inlined_name(path, its)
         return renamed
@@ -140,8 +150,8 @@ class _Outlined:
     def _function(self, name: str) -> tuple[ir.Function, dict[ir.Value, str]]:
         """Returns the function, and what the values between its nodes are called in it."""
         unique, unique_node = _unique_names(), _unique_names()
-        inputs = [ir.Value(name=unique(self._input_name(value))) for value in self._given]
-        known = dict(zip(self._given, inputs, strict=True))
+        inputs = [ir.Value(name=unique(self._input_name(value))) for value in self._arguments]
+        known = dict(zip(self._arguments, inputs, strict=True))
         nodes = []
         for constant in self._constants:
             node = ir.node("Constant", [], {"value": constant.const_value})
@@ -185,17 +195,17 @@ class _Outlined:
     def _local(self, name: str | None) -> str:
         """Returns a name without the path of the block; with its place, if a unit has several."""
         paths = self._units.paths[2]
-        for place, path in enumerate(paths):
+        for number, path in enumerate(paths):
             if name and name.startswith((f"{path}.", f"{path}/")):
                 local = name.removeprefix(path)[1:]
-                return local if len(paths) == 1 else f"{place}.{local}"
+                return local if len(paths) == 1 else f"{number}.{local}"
         return str(name)
 
     def _call(
         self,
         name: str,
         path: str,
-        given: Sequence[ir.Value],
+        arguments: Sequence[ir.Value],
         twins: Mapping[ir.Value, ir.Value],
         calls: dict[ir.Value, ir.Value],
     ) -> ir.Node:
@@ -204,7 +214,7 @@ class _Outlined:
         call = ir.Node(
             DOMAIN,
             name,
-            given,
+            arguments,
             num_outputs=len(self._results),
             name=path,
         )

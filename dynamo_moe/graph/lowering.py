@@ -50,41 +50,41 @@ def lower(model: ir.Model, target: Target, body: str | None = None) -> None:
         common_passes.RemoveUnusedOpsetsPass()(model)
 
 
-def _domain(own: str, overload: str, known: list[str]) -> str:
+def _domain(domain: str, overload: str, known: list[str]) -> str:
     """Returns the domain of an operator's next body; given the overloads of those before."""
     if not known:
-        return own
+        return domain
     if overload in known:
-        return f"{own}.{overload or 'body'}_{len(known) + 1}"
-    return f"{own}.{overload or 'complete'}"
+        return f"{domain}.{overload or 'body'}_{len(known) + 1}"
+    return f"{domain}.{overload or 'complete'}"
 
 
 def notes(model: ir.Model, activations: Collection[str], target: Target) -> list[str]:
-    """Returns what a user of the lowered graph should know; given its layers' activations."""
-    found = target.notes(activations)
+    """Returns notes for a user of the lowered graph, given its layers' activations."""
+    messages = target.notes(activations)
     names = Counter(function.name for function in model.functions.values())
     moe = sum(names[name] for name in INPUTS)
     if any(names[name] > 1 for name in INPUTS):
-        found.append(
+        messages.append(
             f"{moe} configurations of MoE layers: TensorRT's parser finds functions by name "
             "alone, so it needs a plugin for them"
         )
     for name, count in names.items():
         if count > 1 and name not in INPUTS:
-            found.append(
+            messages.append(
                 f"{count} configurations of {name}: TensorRT's parser finds functions by name "
                 "alone, so it needs a plugin for it"
             )
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
     if has_moe_in_blocks(model):
-        found.append(
+        messages.append(
             "MoE layers are inside of functions, where TensorRT's parser looks for no plugin: for "
             "an engine with the plugin, export without layers_as_functions"
         )
-    bodiless = {each.name for each in operators() if each.body is None}
+    bodiless = {operator.name for operator in operators() if operator.body is None}
     if bodiless:  # All operators of this package have one.
         bodiless &= {f"{n.domain}::{n.op_type}" for graph in graphs for n in graph.all_nodes()}
-    return found + [
+    return messages + [
         f"{name} has no body: only a runtime that knows the operator runs the file"
         for name in sorted(bodiless)
     ]

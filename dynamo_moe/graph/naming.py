@@ -40,8 +40,8 @@ def name_canonically(
     def unique(name: str) -> str:
         counts[name] += 1
         number = counts[name]
-        found = name if number == 1 else f"{name}_{number}"
-        return found if found not in taken else unique(name)
+        numbered = name if number == 1 else f"{name}_{number}"
+        return numbered if numbered not in taken else unique(name)
 
     for output in graph.outputs:
         if output not in fixed:
@@ -60,11 +60,11 @@ def name_canonically(
     for node in nodes:
         module, operator = _module_of(node), node.op_type
         node.name = its = unique(f"{module}/{operator}" if module else operator)
-        for place, output in enumerate(node.outputs):
+        for position, output in enumerate(node.outputs):
             if not isinstance(node, Copy):
                 output.metadata_props.clear()  # The tracer's name of it.
             if output not in fixed and (before := output.name):
-                name = f"{its}:{place}" if place else its
+                name = f"{its}:{position}" if position else its
                 renamed[before] = name
                 output.name = name
     return renamed
@@ -76,6 +76,6 @@ def _module_of(node: ir.Node | Copy) -> str:
 
 def _by_use(graph: ir.Graph, nodes: Sequence[ir.Node | Copy]) -> list[ir.Value]:
     """Returns a graph's initializers in the order in which its nodes use them."""
-    held = dict.fromkeys(graph.initializers.values())
-    used = (value for node in nodes for value in node.inputs if value in held)
-    return [value for value in dict.fromkeys((*used, *held)) if value is not None]
+    initializers = dict.fromkeys(graph.initializers.values())
+    used = (value for node in nodes for value in node.inputs if value in initializers)
+    return [value for value in dict.fromkeys((*used, *initializers)) if value is not None]

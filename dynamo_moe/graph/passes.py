@@ -18,11 +18,11 @@ from torch import Tensor
 
 from dynamo_moe.files import model_files
 from dynamo_moe.graph import rules
-from dynamo_moe.graph.private import default_rules
 from dynamo_moe.graph.rewriting import RulesByRoot
 from dynamo_moe.moe_nodes.nodes import module_of
 from dynamo_moe.operators.foreign import foreign_operator
 from dynamo_moe.operators.registry import find
+from dynamo_moe.private.onnxscript import default_rules
 from dynamo_moe.weights import placeholders
 from dynamo_moe.weights.lazy_tensors import lazy_cast
 
@@ -113,7 +113,7 @@ def _merge_constants(graph: ir.Graph) -> None:
 
 
 def _written(attribute: ir.Attr) -> Any:
-    """Returns what two attributes have in common only if they are equal; zeros have a sign."""
+    """Returns a key that equal attributes share, and no others; zeros have a sign."""
     value = attribute.value
     if attribute.type != ir.AttributeType.TENSOR:
         return attribute.name, repr(value)
@@ -135,10 +135,10 @@ def _count_axes_from_the_front(model: ir.Model) -> None:
     chose, ONNX Runtime reduces nothing (seen with 1.31: ReduceSum of [0, 5] over -1 is [0, 5]).
     """
     for node in model.graph.all_nodes():
-        given = node.inputs[0] if node.inputs else None
-        if node.domain or given is None or given.shape is None or not given.shape.rank():
+        operand = node.inputs[0] if node.inputs else None
+        if node.domain or operand is None or operand.shape is None or not operand.shape.rank():
             continue
-        rank = given.shape.rank()
+        rank = operand.shape.rank()
         if node.op_type in {"ArgMax", "ArgMin"}:
             axis = node.attributes.get_int("axis", 0)
             node.attributes.add(ir.AttrInt64("axis", axis % rank))
@@ -287,8 +287,8 @@ def _fold_into_weights(
         tensor = weight.const_value
         if not users or not isinstance(tensor, ir.Tensor) or weight.is_graph_output():
             continue
-        given = [node.attributes.get(attribute) for node in users if node.op_type == op_type]
-        values = [each.value for each in given if each is not None]
+        attributes = [node.attributes.get(attribute) for node in users if node.op_type == op_type]
+        values = [entry.value for entry in attributes if entry is not None]
         if len(values) < len(users) or any(value != values[0] for value in values):
             continue
         if any(user.outputs[0].is_graph_output() for user in users):
@@ -320,6 +320,6 @@ def _shapes_are_complete(model: ir.Model) -> bool:
     return all(
         value.dtype is not None
         and value.shape is not None
-        and not any(value.shape.is_unknown_dim(place) for place in range(value.shape.rank()))
+        and not any(value.shape.is_unknown_dim(axis) for axis in range(value.shape.rank()))
         for value in values
     )

@@ -39,7 +39,7 @@ from dynamo_moe.weights import placeholders
 
 
 class Form(NamedTuple):
-    """What a graph becomes.
+    """The form that a graph is given.
 
     Attributes:
         target: What it is for.
@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 @dataclass
 class Findings:
-    """What the passes know beside the graph.
+    """The knowledge that passes share beside the graph.
 
     Attributes:
         units: The runs of equal blocks of which the graph has the first units alone.

@@ -27,7 +27,7 @@ class _Step:
     """Steps with equal keys compute the same of what they are given."""
 
     @property
-    def given(self) -> ir.Value:
+    def operand(self) -> ir.Value:
         return _input(self.divide, 0)
 
     @property
@@ -37,7 +37,7 @@ class _Step:
 
 def roll_repeats(model: ir.Model) -> None:
     """Replaces runs of equal steps in a model's main graph by a Loop each, in place."""
-    steps = {id(step.given): step for node in model.graph if (step := _step(node)) is not None}
+    steps = {id(step.operand): step for node in model.graph if (step := _step(node)) is not None}
     inner = {id(step.result) for step in steps.values()}
     for first in [step for value, step in steps.items() if value not in inner]:
         chain = [first]
@@ -52,7 +52,7 @@ def _step(divide: ir.Node) -> _Step | None:
     """Returns the step that ends with a node, if one does."""
     if (divide.domain, divide.op_type) != ("", "Div"):
         return None
-    given = _input(divide, 0)
+    operand = _input(divide, 0)
     add = _input(divide, 1).producer()
     if add is None or (add.domain, add.op_type) != ("", "Add"):
         return None
@@ -60,21 +60,21 @@ def _step(divide: ir.Node) -> _Step | None:
     if reduce is None or (reduce.domain, reduce.op_type) != ("", "ReduceSum"):
         return None
     axes = None if len(reduce.inputs) < 2 else ir.convenience.get_const_tensor(_input(reduce, 1))
-    results = given, reduce.outputs[0], add.outputs[0]
+    results = operand, reduce.outputs[0], add.outputs[0]
     uses = [len(value.uses()) for value in results]
     if (
         axes is None
-        or reduce.inputs[0] is not given
+        or reduce.inputs[0] is not operand
         or uses != [2, 1, 1]
         or any(value.is_graph_output() for value in results)
-        or given.dtype != divide.outputs[0].dtype
-        or given.shape is None
-        or given.shape != divide.outputs[0].shape
+        or operand.dtype != divide.outputs[0].dtype
+        or operand.shape is None
+        or operand.shape != divide.outputs[0].shape
     ):
         return None
     attributes = {name: attribute.value for name, attribute in reduce.attributes.items()}
     added = id(_input(add, 1))
-    key = tuple(axes.numpy().tolist()), attributes, added, given.dtype, str(given.shape)
+    key = tuple(axes.numpy().tolist()), attributes, added, operand.dtype, str(operand.shape)
     return _Step(reduce, add, divide, key)
 
 
@@ -110,7 +110,7 @@ def _roll(graph: ir.Graph, steps: Sequence[_Step], period: int) -> None:
     ]
     for limit in limits:
         graph.register_initializer(limit)
-    loop = ir.node("Loop", [*limits, first.given], {"body": body}, name=f"{name}/Loop")
+    loop = ir.node("Loop", [*limits, first.operand], {"body": body}, name=f"{name}/Loop")
     result = loop.outputs[0]
     result.name, result.type, result.shape = last.result.name, last.result.type, last.result.shape
     # What the steps add may be computed between the first step and the last.
@@ -124,11 +124,11 @@ def _body(steps: Sequence[_Step], name: str) -> ir.Graph:
     """Returns the Loop's body: one pass over the steps of a period."""
     trip = ir.Value(name=f"{name}/trip", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     go_on = ir.Value(name=f"{name}/go_on", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
-    given = _like(steps[0].given, f"{name}/given")
+    carried = _like(steps[0].operand, f"{name}/given")
     kept = ir.node("Identity", [go_on], name=f"{name}/Identity")
     kept.outputs[0].name, kept.outputs[0].type = f"{name}/kept", go_on.type
     kept.outputs[0].shape = go_on.shape
-    nodes, known = [kept], {id(steps[0].given): given}
+    nodes, known = [kept], {id(steps[0].operand): carried}
     for node in (node for step in steps for node in (step.reduce, step.add, step.divide)):
         output = _like(node.outputs[0], f"{name}/{node.outputs[0].name}")
         inputs = [known.get(id(value), value) for value in node.inputs]
@@ -138,7 +138,7 @@ def _body(steps: Sequence[_Step], name: str) -> ir.Graph:
         )
         known[id(node.outputs[0])] = output
     return ir.Graph(
-        [trip, go_on, given], [kept.outputs[0], nodes[-1].outputs[0]], nodes=nodes, name=name
+        [trip, go_on, carried], [kept.outputs[0], nodes[-1].outputs[0]], nodes=nodes, name=name
     )
 
 
@@ -146,8 +146,8 @@ def _like(value: ir.Value, name: str) -> ir.Value:
     return ir.Value(name=name, type=value.type, shape=value.shape)
 
 
-def _input(node: ir.Node, place: int) -> ir.Value:
-    value = node.inputs[place]
+def _input(node: ir.Node, position: int) -> ir.Value:
+    value = node.inputs[position]
     if value is None:
-        raise ValueError(f"node {node.name!r} has no input {place}")
+        raise ValueError(f"node {node.name!r} has no input {position}")
     return value

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from dynamo_moe.graph.private import Root
+from dynamo_moe.private.onnxscript import Root
 
 
 class RulesByRoot:
@@ -41,15 +41,17 @@ class RulesByRoot:
                 rule.graph_post_visitor()
 
     def try_rewrite(self, model: Any, graph: Any, node: ir.Node, **options: Any) -> Any:
-        """Returns what the first of the rules that match the node puts in its place."""
+        """Returns the replacement by the first of the rules that match the node."""
         rules = self._by_operator.get(node.op_type)
         if rules is None:
-            rules = [each for each in self._rules if each[1].has_operator(node.op_type)]
+            rules = [
+                candidate for candidate in self._rules if candidate[1].has_operator(node.op_type)
+            ]
             self._by_operator[node.op_type] = rules
         for rule, root in rules:
             if root.takes(node.inputs):
-                found = rule.try_rewrite(model, graph, node, **options)
-                if found is not None:
+                replacement = rule.try_rewrite(model, graph, node, **options)
+                if replacement is not None:
                     self._applied = rule
-                    return found
+                    return replacement
         return None

@@ -51,7 +51,7 @@ class _CopiedDimensions(RewriteRuleClassBase):
         before, after = _dimensions(x), _dimensions(y)
         if shape.const_value is not None or before is None or after is None or 0 in after:
             return False
-        symbols = [place for place, size in enumerate(after) if not isinstance(size, int)]
+        symbols = [axis for axis, size in enumerate(after) if not isinstance(size, int)]
         # One alone becomes -1 by a rule of onnxscript.
         return len(symbols) > 1 and all(before[p : p + 1] == after[p : p + 1] for p in symbols)
 

@@ -27,8 +27,8 @@ def fold_stacked_weights(model: ir.Model) -> None:
     it twice.
     """
     for node in moe_nodes(model):
-        for place, value in enumerate(node.inputs):
-            if place == 0 or value is None or value.is_initializer():
+        for position, value in enumerate(node.inputs):
+            if position == 0 or value is None or value.is_initializer():
                 continue
             made_by: list[ir.Node] = []
             leaves: list[ir.Value] = []
@@ -59,7 +59,7 @@ def _name_of_all(names: Sequence[str]) -> str:
         'mlp.experts.0-7.w1+w3.weight'
     """
     parts = [name.split(".") for name in names]
-    if len({len(each) for each in parts}) > 1:
+    if len({len(words) for words in parts}) > 1:
         return "+".join(dict.fromkeys(names))
     return ".".join(_range(list(dict.fromkeys(column))) for column in zip(*parts, strict=True))
 
@@ -74,7 +74,7 @@ def _range(words: list[str]) -> str:
 def _expression(
     value: ir.Value, made_by: list[ir.Node], leaves: list[ir.Value]
 ) -> LazyTensor | None:
-    """Returns what a value is, computed from weights; None if it is not, or in no known way.
+    """Returns a value that is computed from weights as a lazy tensor; None if it is no such value.
 
     Its nodes are added to ``made_by``, each after those that use it, its weights to ``leaves``.
     """
@@ -83,15 +83,15 @@ def _expression(
         if not isinstance(raw, Tensor):
             return None
         leaves.append(value)
-        return raw if isinstance(raw, LazyTensor) else LazyTensor.held(raw)
+        return raw if isinstance(raw, LazyTensor) else LazyTensor.of_memory(raw)
     node = value.producer()
     if node is None or node.domain or node.op_type not in _MEANINGS:
         return None
     made_by.append(node)
     operands = [
-        _expression(each, made_by, leaves)
-        for each in (node.inputs if node.op_type == "Concat" else node.inputs[:1])
-        if each is not None
+        _expression(operand, made_by, leaves)
+        for operand in (node.inputs if node.op_type == "Concat" else node.inputs[:1])
+        if operand is not None
     ]
     if any(operand is None for operand in operands):
         return None
@@ -119,7 +119,7 @@ def _constant(value: ir.Value | None) -> list[int]:
     if value is None or (node is not None and node.domain):
         return []
     if node is not None and node.op_type == "Concat":
-        parts = [_constant(each) for each in node.inputs]
+        parts = [_constant(value) for value in node.inputs]
         return [number for part in parts for number in part] if all(parts) else []
     casts = node is not None and node.op_type == "Cast"
     if node is not None and (casts or node.op_type == "Reshape"):

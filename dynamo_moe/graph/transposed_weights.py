@@ -19,12 +19,12 @@ def keep_transposed_weights(model: ir.Model) -> None:
     """
     for node in moe_nodes(model):
         for option in LAYOUT_OPTIONS:
-            place = INPUTS[node.op_type].index(option.name.removesuffix("_transposed"))
-            value = node.inputs[place]
+            position = INPUTS[node.op_type].index(option.name.removesuffix("_transposed"))
+            value = node.inputs[position]
             maker = None if value is None else value.producer()
             if value is None or maker is None or not _swaps(maker):
                 continue
-            node.replace_input_with(place, maker.inputs[0])
+            node.replace_input_with(position, maker.inputs[0])
             node.attributes.add(ir.AttrInt64(option.attribute, 1))
             if maker.graph is not None and not value.uses() and not value.is_graph_output():
                 maker.graph.remove(maker, safe=True)

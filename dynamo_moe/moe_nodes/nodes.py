@@ -1,4 +1,4 @@
-"""What an MoE node is, and what it says of its layer: one predicate and one parser."""
+"""Recognises and reads MoE nodes: one predicate and one parser."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def moe_nodes(model: ir.Model) -> list[ir.Node]:
 
 @dataclass(frozen=True)
 class MoENode:
-    """What a node says of its layer.
+    """A layer as its node describes it.
 
     Attributes:
         shape: The layer.
@@ -195,7 +195,7 @@ def _attribute(node: ir.Node, name: str, kind: type, default: Any = None) -> Any
 
 
 def layer_name(w1: str, node: str) -> str:
-    """Returns what a layer is called: its place in the model by the name of ``w1``, or its node.
+    """Returns a layer's name: its place in the model by the name of ``w1``, or its node.
 
     Not what the names of all weights share: equal biases of two layers may be one initializer.
 

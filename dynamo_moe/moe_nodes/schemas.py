@@ -73,8 +73,8 @@ def attribute(option: Option) -> OpSchema.Attribute:
 
 def _input(name: str, symbol: str = "") -> OpSchema.FormalParameter:
     presence = _Presence.Optional if name in OPTIONAL_INPUTS else _Presence.Single
-    own, meaning = _TENSORS[name]
-    return OpSchema.FormalParameter(name, symbol or own, meaning, param_option=presence)
+    default, meaning = _TENSORS[name]
+    return OpSchema.FormalParameter(name, symbol or default, meaning, param_option=presence)
 
 
 def _schema(
@@ -94,7 +94,7 @@ def _schema(
         inputs=inputs,
         outputs=outputs,
         type_constraints=[
-            (symbol, [f"tensor({each.name.lower()})" for each in types], meaning)
+            (symbol, [f"tensor({dtype.name.lower()})" for dtype in types], meaning)
             for symbol, (types, meaning) in _TYPE_CONSTRAINTS.items()
             if symbol in used
         ],
@@ -121,7 +121,7 @@ def _layer_schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
     schema = _schema(
         name,
         doc,
-        [_input(each) for each in INPUTS[name]],
+        [_input(input_name) for input_name in INPUTS[name]],
         [_RESULT],
         [
             *map(attribute, (*options, *LAYOUT_OPTIONS)),
@@ -147,7 +147,7 @@ def _routed_schema() -> OpSchema:
     schema = _schema(
         DROPLESS_ROUTED,
         "`DroplessMoE` in training: also gives the router's choice, which its gradient takes.",
-        [_input(each) for each in TRAINING_INPUTS[DROPLESS_ROUTED]],
+        [_input(input_name) for input_name in TRAINING_INPUTS[DROPLESS_ROUTED]],
         [_RESULT, *_CHOICE],
         [*map(attribute, (*EXPERT_OPTIONS, *ROUTER_OPTIONS)), *_for_tensorrt(PLUGIN_ATTRIBUTES)],
     )
@@ -165,12 +165,12 @@ def _infer_routed(context: InferenceContext) -> None:
     # The number of tokens is known where they have one leading dimension.
     lead = (sizes[0].dim_value or sizes[0].dim_param or None) if len(sizes) == 2 else None
     double = tokens.tensor_type.elem_type == TensorProto.DOUBLE
-    for place, dtype in (
+    for position, dtype in (
         (1, TensorProto.INT32),
         (2, TensorProto.DOUBLE if double else TensorProto.FLOAT),
     ):
         size = None if top_k is None else top_k.i
-        context.set_output_type(place, onnx.helper.make_tensor_type_proto(dtype, [lead, size]))
+        context.set_output_type(position, onnx.helper.make_tensor_type_proto(dtype, [lead, size]))
 
 
 def _gradient_schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
@@ -179,7 +179,7 @@ def _gradient_schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSche
     schema = _schema(
         name,
         doc,
-        [_input(each, computed * (each == "expert_weights")) for each in inputs],
+        [_input(input_name, computed * (input_name == "expert_weights")) for input_name in inputs],
         [_gradient(output.removeprefix("d")) for output in TRAINING_OUTPUTS[name]],
         [
             *map(attribute, options),
@@ -204,24 +204,25 @@ def _gradient(name: str) -> OpSchema.FormalParameter:
 
 
 def _infer_gradients(name: str) -> Callable[[InferenceContext], None]:
-    places = {each: place for place, each in enumerate(TRAINING_INPUTS[name])}
+    positions = {input_name: position for position, input_name in enumerate(TRAINING_INPUTS[name])}
 
     def infer(context: InferenceContext) -> None:
         trained = context.get_attribute(TRAIN_PARAMETERS)
         frozen = trained is not None and not trained.i
-        for place, output in enumerate(TRAINING_OUTPUTS[name]):
+        for position, output in enumerate(TRAINING_OUTPUTS[name]):
             of = output.removeprefix("d")
             of_expert = of in _EXPERTS_PARAMETERS
-            given = places[of] < context.get_num_inputs() and context.has_input(places[of])
-            found: TypeProto | None
-            if given and not (frozen and of_expert):
-                found = context.get_input_type(places[of])
+            index = positions[of]
+            is_present = index < context.get_num_inputs() and context.has_input(index)
+            type_proto: TypeProto | None
+            if is_present and not (frozen and of_expert):
+                type_proto = context.get_input_type(index)
             else:
-                found = _empty(
-                    context.get_input_type(places["w1" if of_expert else "router_weight"])
+                type_proto = _empty(
+                    context.get_input_type(positions["w1" if of_expert else "router_weight"])
                 )
-            if found is not None:
-                context.set_output_type(place, found)
+            if type_proto is not None:
+                context.set_output_type(position, type_proto)
 
     return infer
 

@@ -54,8 +54,8 @@ def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 def _attributes(arguments: Arguments) -> dict[str, Any]:
     has_router = "router_weight" in arguments
-    given = "expert_ids" in arguments
-    top_k = _sizes(arguments["expert_ids"])[-1] if given else arguments["top_k"]
+    is_routed = "expert_ids" in arguments
+    top_k = _sizes(arguments["expert_ids"])[-1] if is_routed else arguments["top_k"]
     experts, width, hidden = _sizes(arguments["w2"])
     sizes = {"experts": experts, "top_k": top_k, "width": width, "hidden": hidden}
     options = (*EXPERT_OPTIONS, *(ROUTER_OPTIONS if has_router else ()))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dynamo_moe import pytree
 from dynamo_moe.operators.legacy_symbolic import declaration_of
-from dynamo_moe.operators.private import parsed_schema
-from dynamo_moe.private import change_count, storage_key
+from dynamo_moe.private.operators import parsed_schema
+from dynamo_moe.private.pytorch import change_count, storage_key
 
 Function = type[torch.autograd.Function]
 

@@ -12,7 +12,7 @@ import torch
 from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
 
-from dynamo_moe.operators import private, registry, user_bodies
+from dynamo_moe.operators import registry, user_bodies
 from dynamo_moe.operators.schemas import (
     OWN_DOMAIN,
     Constant,
@@ -24,7 +24,8 @@ from dynamo_moe.operators.schemas import (
 )
 from dynamo_moe.operators.shape_inference import by_fake_kernel
 from dynamo_moe.operators.shape_inference import like as inferred_like
-from dynamo_moe.private import OpOverload, OpOverloadPacket, schema_of
+from dynamo_moe.private import operators as private_operators
+from dynamo_moe.private.pytorch import OpOverload, OpOverloadPacket, schema_of
 
 _LIKE = "like:"
 
@@ -181,7 +182,7 @@ def _renamed(names: Mapping[str, str], arguments: registry.Arguments) -> dict[st
 
 
 def _overload(torch_op: Any) -> OpOverload:
-    torch_op = private.overload_of(torch_op)
+    torch_op = private_operators.overload_of(torch_op)
     if isinstance(torch_op, OpOverloadPacket):
         names = torch_op.overloads()
         if len(names) > 1:
@@ -233,7 +234,7 @@ def _check_operator(torch_op: OpOverload) -> None:
             f"{torch_op} draws random numbers: two equal nodes would be merged into one; pass the "
             "random tensor to an operator instead"
         )
-    if not private.has_fake_kernel(torch_op):
+    if not private_operators.has_fake_kernel(torch_op):
         raise ValueError(
             f"{torch_op} has no fake kernel, so its results have no shape when a model is traced: "
             f'register one with torch.library.register_fake("{schema.name}")'

@@ -13,7 +13,7 @@ import onnxscript
 from onnx.defs import OpSchema
 from onnxscript.onnx_opset import opset18
 
-from dynamo_moe.private import OpOverload, schema_of
+from dynamo_moe.private.pytorch import OpOverload, schema_of
 
 Arguments = Mapping[str, Any]
 """A call's arguments by name: tensors as ``ir.Value``, everything else as Python values."""

@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 from onnx.defs import OpSchema
 
-from dynamo_moe.private import OpOverload, schema_of
+from dynamo_moe.private.pytorch import OpOverload, schema_of
 
 OWN_DOMAIN = "moe"
 """The domain of the project's own operators, in PyTorch and in ONNX."""

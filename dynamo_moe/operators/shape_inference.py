@@ -24,8 +24,8 @@ from onnx_ir import tensor_adapters
 from torch import Tensor
 
 from dynamo_moe import pytree
-from dynamo_moe.operators.private import SymbolicSizes
-from dynamo_moe.private import OpOverload, schema_of
+from dynamo_moe.private.operators import SymbolicSizes
+from dynamo_moe.private.pytorch import OpOverload, schema_of
 
 Inference = Callable[[InferenceContext], None]
 

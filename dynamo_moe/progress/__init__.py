@@ -1,1 +1,1 @@
-"""What a running export shows and measures of itself."""
+"""Progress and timing of a running export."""

@@ -42,10 +42,10 @@ def shown(name: str, console: Console, delay: float = DELAY_S) -> Iterator[phase
     timer.daemon = True
 
     def update(phase: str, done: int, total: int) -> None:
-        place = phases.PHASES.index(phase) + 1
+        number = phases.PHASES.index(phase) + 1
         bar.update(
             task,
-            description=f"{place}/{len(phases.PHASES)} {_DOING[phase]} {name}",
+            description=f"{number}/{len(phases.PHASES)} {_DOING[phase]} {name}",
             completed=done,
             total=total or None,
             amount=f"{decimal(done)} of {decimal(total)}" if total else "",

@@ -19,8 +19,14 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
-from dynamo_moe.private import FakeTensor, FakeTensorMode, OpOverload, TorchDispatchMode, schema_of
-from dynamo_moe.tracing import private
+from dynamo_moe.private import tracer
+from dynamo_moe.private.pytorch import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+)
 from dynamo_moe.tracing.nodes import Call, add_graph, all_nodes
 
 _LOG = logging.getLogger(__name__)
@@ -107,14 +113,14 @@ class _Valued(fx.Interpreter):
         return result
 
     def get_attr(self, *args: Any) -> Any:
-        found = super().get_attr(*args)
-        return type(self)(found).run if isinstance(found, fx.GraphModule) else found
+        attribute = super().get_attr(*args)
+        return type(self)(attribute).run if isinstance(attribute, fx.GraphModule) else attribute
 
 
 def _retype(module: fx.GraphModule) -> None:
-    given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    with _mode(given), private.enable_python_dispatcher(), torch.no_grad():
-        _Valued(module).run(*given)
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with _mode(inputs), tracer.enable_python_dispatcher(), torch.no_grad():
+        _Valued(module).run(*inputs)
 
 
 class _Casts:
@@ -132,8 +138,10 @@ class _Casts:
                 inner = {other: state[other] for other in state if other != device}
                 if enabled:
                     inner[device] = dtype or torch.get_autocast_dtype(device)
-            for each in node.all_input_nodes:
-                called = getattr(module, each.target, None) if each.op == "get_attr" else None
+            for argument in node.all_input_nodes:
+                called = (
+                    getattr(module, argument.target, None) if argument.op == "get_attr" else None
+                )
                 if isinstance(called, fx.GraphModule):
                     self.insert(called, inner)
             if node.target is _wrap_with_autocast:
@@ -144,9 +152,9 @@ class _Casts:
 
     def _cast(self, node: fx.Node, state: State) -> None:
         call = Call(node.target, node)
-        devices = {value.device.type for value in call.given if isinstance(value, Tensor)}
+        devices = {value.device.type for value in call.values if isinstance(value, Tensor)}
         state = {device: state[device] for device in state if device in devices}
-        if not state or not _may_be_cast(node, call.given):
+        if not state or not _may_be_cast(node, call.values):
             return
         key = call.key, tuple(state.items())
         if key not in self._known:
@@ -156,39 +164,39 @@ class _Casts:
             _replace(node, graph, call.nodes)
 
 
-def _may_be_cast(node: fx.Node, given: Sequence[Any]) -> bool:
+def _may_be_cast(node: fx.Node, values: Sequence[Any]) -> bool:
     """Whether an operator computes with floating-point numbers, and makes no sizes from data."""
     target: Any = node.target
     if any(argument.alias_info is not None for argument in schema_of(target).arguments):
         return False  # Views and changes in place are never cast.
-    if not any(isinstance(value, Tensor) and value.is_floating_point() for value in given):
+    if not any(isinstance(value, Tensor) and value.is_floating_point() for value in values):
         return False
-    return _from_data(pytree.tree_leaves(node.meta.get("val"))) <= _from_data(given)
+    return _from_data(pytree.tree_leaves(node.meta.get("val"))) <= _from_data(values)
 
 
 def _from_data(values: Sequence[Any]) -> set[Any]:
     """Returns the symbols of sizes that are read from data."""
     symbolic = (value for value in values if isinstance(value, _SYMBOLIC))
-    return set().union(*map(private.free_unbacked_symbols, symbolic))
+    return set().union(*map(tracer.free_unbacked_symbols, symbolic))
 
 
 def _under_autocast(call: Call, state: State) -> fx.Graph | None:
-    """Returns what an operator comes to under autocast; None if that is the operator alone.
+    """Returns the graph of an operator under autocast; None if that is the operator alone.
 
     Either it is cast as a whole, or it decomposes into operators that are.
     """
-    recorder = _Recorder(call.given)
-    with _mode(call.given), private.enable_python_dispatcher(), torch.no_grad():
+    recorder = _Recorder(call.values)
+    with _mode(call.values), tracer.enable_python_dispatcher(), torch.no_grad():
         with _autocast(state), torch.inference_mode(), recorder:
             # In another mode, operators decompose before they are seen.
-            result = call(*call.given)
+            result = call(*call.values)
         if len(recorder.calls) > 1:
             return recorder.finish(result)
-        if not private.can_decompose(recorder.calls[0]):
+        if not tracer.can_decompose(recorder.calls[0]):
             return None
-        plain = private.make_fx(call)(*call.given).graph
+        plain = tracer.make_fx(call)(*call.values).graph
         with _autocast(state):
-            cast = private.make_fx(call)(*call.given).graph
+            cast = tracer.make_fx(call)(*call.values).graph
     return None if _targets(cast) == _targets(plain) else cast
 
 
@@ -200,10 +208,10 @@ def _targets(graph: fx.Graph) -> list[Any]:
     return [node.target for node in graph.nodes if node.op == "call_function"]
 
 
-def _replace(node: fx.Node, graph: fx.Graph, given: Sequence[fx.Node]) -> None:
+def _replace(node: fx.Node, graph: fx.Graph, inputs: Sequence[fx.Node]) -> None:
     """Puts a graph's nodes in the place of one."""
     with node.graph.inserting_before(node):
-        results = add_graph(node.graph, node, graph, given)
+        results = add_graph(node.graph, node, graph, inputs)
     if isinstance(results, fx.Node):
         node.replace_all_uses_with(results)
     else:
@@ -216,15 +224,15 @@ def _replace(node: fx.Node, graph: fx.Graph, given: Sequence[fx.Node]) -> None:
 class _Recorder(TorchDispatchMode):
     """Notes, as a graph, the calls that are made with tensors meanwhile."""
 
-    def __init__(self, given: Sequence[Any]) -> None:
+    def __init__(self, inputs: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[OpOverload] = []
         self._graph = fx.Graph()
-        self._given = given
+        self._inputs = inputs
         self._nodes: dict[int, fx.Node] = {}
         self._noted: list[Any] = []  # As long as a value lives, no other has its id.
-        for place, value in enumerate(given):
-            self._note(value, self._graph.placeholder(f"given_{place}"))
+        for number, value in enumerate(inputs):
+            self._note(value, self._graph.placeholder(f"given_{number}"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -237,13 +245,13 @@ class _Recorder(TorchDispatchMode):
         """Returns the graph that gives ``result``, with the values of its nodes."""
         self._graph.output(*self._nodes_of(result))
         self._graph.eliminate_dead_code()
-        _Valued(nn.Module(), graph=self._graph).run(*self._given)
+        _Valued(nn.Module(), graph=self._graph).run(*self._inputs)
         return self._graph
 
     def _note(self, value: Any, node: fx.Node) -> None:
         if isinstance(value, (list, tuple)):
-            for place, part in enumerate(value):
-                self._note(part, self._graph.call_function(operator.getitem, (node, place)))
+            for number, part in enumerate(value):
+                self._note(part, self._graph.call_function(operator.getitem, (node, number)))
         else:
             self._noted.append(value)
             self._nodes.setdefault(_id(value), node)

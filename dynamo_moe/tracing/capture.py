@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from dynamo_moe.private import tracer
 from dynamo_moe.progress.phases import phase
-from dynamo_moe.tracing import private
+from dynamo_moe.tracing import shortcuts
 from dynamo_moe.tracing.autocast import with_casts
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, sizes_of_one_name
 from dynamo_moe.tracing.exportable_models import exportable_models
@@ -84,8 +85,8 @@ def _checked_trace(
             program = _trace(model, example, strict=strict, gradients=gradients)
         except Exception as error:  # The model's own code runs.
             for decision in noted:
-                if decision.place and decision.fixes_a_size():
-                    error.add_note(decision.place)
+                if decision.line and decision.fixes_a_size():
+                    error.add_note(decision.line)
             raise
     if sharing is not None:
         sharing.check(program)
@@ -98,12 +99,12 @@ def _trace(
     model: torch.nn.Module, example: DynamicExample, *, strict: bool, gradients: bool
 ) -> ExportedProgram:
     # What torch.onnx.export does around torch.export, and more.
-    rnns = nullcontext() if gradients or not example.shapes else private.rnn_loops()
-    regions = nullcontext() if gradients else private.without_gradients()
-    graphs = nullcontext() if strict else private.graphs_compiled_late()
+    rnns = nullcontext() if gradients or not example.shapes else tracer.rnn_loops()
+    regions = nullcontext() if gradients else tracer.without_gradients()
+    graphs = nullcontext() if strict else tracer.graphs_compiled_late()
     sizes = nullcontext() if strict else sizes_of_one_name(model, example)
     kept = state_kept(model)
-    with kept, exportable_models(), private.capturing(), rnns, regions, graphs, sizes:
+    with kept, exportable_models(), shortcuts.capturing(), rnns, regions, graphs, sizes:
         return torch.export.export(
             model,
             example.args,
@@ -132,7 +133,7 @@ def _exportable_sizes(program: ExportedProgram) -> None:
     ``a // b`` becomes ONNX's Div, which rounds towards zero: ``-(-tokens // 4)`` would be off.
     """
     for node in all_nodes(program):
-        if node.target is private.SYMBOLIC_SQUARE_ROOT:
+        if node.target is tracer.SYMBOLIC_SQUARE_ROOT:
             node.target, node.args = operator.pow, (node.args[0], 0.5)
         elif node.target is operator.floordiv and not _is_natural(node.args[0]):
             dividend, divisor = node.args
@@ -144,7 +145,7 @@ def _exportable_sizes(program: ExportedProgram) -> None:
 
 def _is_natural(size: Any) -> bool:
     value = size.meta["val"] if isinstance(size, fx.Node) else size
-    return isinstance(value, torch.Tensor) or private.is_never_negative(value)
+    return isinstance(value, torch.Tensor) or tracer.is_never_negative(value)
 
 
 def _widen_norms(program: ExportedProgram) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from dynamo_moe import pytree
-from dynamo_moe.private import (
+from dynamo_moe.private import tracer
+from dynamo_moe.private.pytorch import (
     FakeTensorMode,
     HigherOrderOperator,
     OperatorBase,
@@ -25,7 +26,6 @@ from dynamo_moe.private import (
     schema_of,
 )
 from dynamo_moe.progress.phases import phase
-from dynamo_moe.tracing import private
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.nodes import Call, NeedsRetraceError, add_call, add_graph, values
 
@@ -72,7 +72,7 @@ def decomposed(
             single node does not show.
     """
     decomposer = _Decomposer(is_translated, decompositions)
-    with mode, private.enable_python_dispatcher():
+    with mode, tracer.enable_python_dispatcher():
         return decomposer.run(module)
 
 
@@ -121,20 +121,20 @@ class _Decomposer:
         raise AssertionError("a graph ends with its output")
 
     def _call(self, module: fx.GraphModule, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
-        """Returns what takes the place of a call's result."""
+        """Returns the node or nodes that replace a call's result."""
         target: Any = node.target
         if target in _REGIONS:
             function = _REGIONS[target]
             region = _attribute(module, node.args[function])
-            given = fx.map_arg(node.args[function + 1 :], new.__getitem__)
-            return self._copy(region, pytree.tree_leaves(given))
+            arguments = fx.map_arg(node.args[function + 1 :], new.__getitem__)
+            return self._copy(region, pytree.tree_leaves(arguments))
         if isinstance(target, HigherOrderOperator):
             raise NeedsRetraceError(f"{target} is control flow")
         if target is operator.getitem:
             whole: Any = fx.map_arg(node.args[0], new.__getitem__)
-            place: Any = node.args[1]
+            index: Any = node.args[1]
             if not isinstance(whole, fx.Node):
-                return whole[place]
+                return whole[index]
         if isinstance(target, OpOverload):
             if target is _aten.copy_.default:
                 return self._traced(_copied, node, new)
@@ -155,17 +155,17 @@ class _Decomposer:
         return copy
 
     def _cast(self, node: fx.Node, new: Mapping[fx.Node, Any]) -> fx.Node:
-        """Returns what takes the place of a cast."""
-        given, dtype = cast(fx.Node, node.args[0]), node.meta["val"].dtype
-        if given.meta["val"].dtype == dtype:
-            return cast(fx.Node, new[given])
+        """Returns the node that replaces a cast."""
+        operand, dtype = cast(fx.Node, node.args[0]), node.meta["val"].dtype
+        if operand.meta["val"].dtype == dtype:
+            return cast(fx.Node, new[operand])
         copy = self._graph.node_copy(node, new.__getitem__)
         copy.target = _aten._to_copy.default
         copy.args, copy.kwargs = copy.args[:1], {"dtype": dtype}
         return copy
 
     def _decomposes(self, target: OpOverload) -> bool:
-        composite = private.can_decompose(target)
+        composite = tracer.can_decompose(target)
         if composite and any(value.alias_info is not None for value in schema_of(target).arguments):
             return True  # Views come down to a few operators, whose translations are better.
         if self._is_translated(target):
@@ -180,15 +180,15 @@ class _Decomposer:
             traced = self._trace(call, target)
             if not _has_new_sizes(traced):
                 self._traces[call.key] = traced
-        given = [new[each] for each in call.nodes]
-        result = add_graph(self._graph, node, traced, given)
+        inputs = [new[argument] for argument in call.nodes]
+        result = add_graph(self._graph, node, traced, inputs)
         if call.key not in self._traces:
-            _keep_values(node, result, given)
+            _keep_values(node, result, inputs)
         return result
 
     def _trace(self, call: Call, target: Callable[..., Any]) -> fx.Graph:
-        trace = private.make_fx(call, decomposition_table=self._decompositions)
-        traced: fx.Graph = trace(*map(_compact, call.given)).graph
+        trace = tracer.make_fx(call, decomposition_table=self._decompositions)
+        traced: fx.Graph = trace(*map(_compact, call.values)).graph
         written = _Written(traced.nodes)
         for node in traced.nodes:
             names = written.names(node)
@@ -210,8 +210,8 @@ def _is_only_cast(node: fx.Node) -> bool:
     options = (*node.args[1:], *node.kwargs.values())
     if any(option is True or isinstance(option, torch.memory_format) for option in options):
         return False
-    given: Any = values(node.args[0])
-    return bool(given.device == node.meta["val"].device)
+    tensor: Any = values(node.args[0])
+    return bool(tensor.device == node.meta["val"].device)
 
 
 class _Written:
@@ -226,19 +226,19 @@ class _Written:
         self._names: dict[fx.Node, list[fx.Node]] = {}
         last: dict[fx.Node, int] = {}
         calls = [node for node in nodes if isinstance(node.target, OperatorBase)]
-        for place, node in enumerate(calls):
+        for number, node in enumerate(calls):
             if _writes(node):
                 if not isinstance(node.args[0], fx.Node):
                     raise NeedsRetraceError(f"{node.format_node()} changes several tensors")
                 changed = _written_whole(node) or node.args[0]
                 self._origins[node] = origin = self._origin(changed)
                 self._names.setdefault(origin, [origin]).append(node)
-                last[origin] = place
+                last[origin] = number
         for node in last:
             if not _is_fresh(node):
                 raise NeedsRetraceError(f"{node.format_node()} is changed, and shares its memory")
-        for place, node in enumerate(calls):
-            later = any(last.get(self._origin(a), -1) > place for a in node.all_input_nodes)
+        for number, node in enumerate(calls):
+            later = any(last.get(self._origin(a), -1) > number for a in node.all_input_nodes)
             if later and not (_writes(node) or _is_fresh(node) or _only_written(node)):
                 raise NeedsRetraceError(f"{node.format_node()} shares memory that is changed")
 
@@ -268,7 +268,7 @@ def _is_fresh(node: fx.Node) -> bool:
     if target in _FRESH:
         return True
     aliases = any(value.alias_info is not None for value in schema_of(target).returns)
-    return not aliases and not private.can_decompose(target)
+    return not aliases and not tracer.can_decompose(target)
 
 
 def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
@@ -285,7 +285,7 @@ def _functional(target: OpOverload, node: fx.Node) -> OpOverload:
 
 
 def _copied(changed: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """What ``copy_`` writes; the exporter's translation of ``copy`` forgets to expand it."""
+    """The copy that ``copy_`` writes; the exporter's translation of ``copy`` does not expand it."""
     return source.to(changed.dtype).expand(changed.shape)
 
 
@@ -294,18 +294,18 @@ def _has_new_sizes(traced: fx.Graph) -> bool:
 
     Another call makes others, though its arguments have the same sizes.
     """
-    given, found = set[Any](), set[Any]()
+    input_symbols, new_symbols = set[Any](), set[Any]()
     for node in traced.nodes:
-        sizes = found if node.op == "call_function" else given
-        sizes.update(private.free_unbacked_symbols(node.meta.get("val")))
-    return not found <= given
+        sizes = new_symbols if node.op == "call_function" else input_symbols
+        sizes.update(tracer.free_unbacked_symbols(node.meta.get("val")))
+    return not new_symbols <= input_symbols
 
 
-def _keep_values(node: fx.Node, result: Any, given: Sequence[Any]) -> None:
+def _keep_values(node: fx.Node, result: Any, inputs: Sequence[Any]) -> None:
     """Gives what replaces a node the node's own sizes, whose names other nodes use."""
     values = pytree.tree_leaves(node.meta["val"])
     for copy, value in zip(pytree.tree_leaves(result), values, strict=True):
-        if isinstance(copy, fx.Node) and copy not in given:
+        if isinstance(copy, fx.Node) and copy not in inputs:
             copy.meta["val"] = value
 
 
@@ -391,14 +391,14 @@ def _join(graph: fx.Graph, write: fx.Node, whole: fx.Node, value: fx.Node) -> fx
 def _rest(
     graph: fx.Graph, write: fx.Node, whole: fx.Node, reach: tuple[int, int, int]
 ) -> list[Any]:
-    """Returns what makes up a range of a dimension; the parts that were joined, where it can."""
+    """Returns nodes that make up a range of a dimension: the parts that were joined, if it can."""
     dimension, start, end = reach
     if start >= end:
         return []
     if whole.target is _aten.cat.default and _joined_along(whole) == dimension:
         joined: Any = whole.args[0]
         sizes = [part.meta["val"].shape[dimension] for part in joined]
-        ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
         starts = [0, *ends]
         if start in starts and end in ends:
             return list(joined[starts.index(start) : ends.index(end) + 1])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynamo_moe.private import OpOverload
+from dynamo_moe.private.pytorch import OpOverload
 
 _aten = torch.ops.aten
 _prims = torch.ops.prims
@@ -179,19 +179,19 @@ def _divided_pool(
     result = pool(x, kernels, stride, padding, ceil_mode, count_include_pad)
     pads: list[int] = []
     dims = len(kernels)
-    for place, kernel in enumerate(kernels):
-        step = (stride or kernels)[place % len(stride or kernels)]
-        before = padding[place % len(padding)]
-        end = (result.shape[place - dims] - 1) * step + kernel
-        pads = [before, end - before - x.shape[place - dims], *pads]
+    for axis, kernel in enumerate(kernels):
+        step = (stride or kernels)[axis % len(stride or kernels)]
+        before = padding[axis % len(padding)]
+        end = (result.shape[axis - dims] - 1) * step + kernel
+        pads = [before, end - before - x.shape[axis - dims], *pads]
     x = _aten.constant_pad_nd(x, pads)
     return pool(x, kernels, stride) * (math.prod(kernels) / divisor_override)
 
 
 def adaptive_windows(size: int, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Returns where each of the windows of an adaptive pool begins and ends."""
-    places = torch.arange(number, device=like.device)
-    return places * size // number, ((places + 1) * size + number - 1) // number
+    indices = torch.arange(number, device=like.device)
+    return indices * size // number, ((indices + 1) * size + number - 1) // number
 
 
 @decomposes(_aten._adaptive_avg_pool3d.default)
@@ -199,8 +199,8 @@ def _adaptive_avg_pool3d(x: Tensor, output_size: Sequence[int]) -> Tensor:
     for dim, number in zip((-3, -2, -1), output_size, strict=True):
         size = x.shape[dim]
         begins, ends = adaptive_windows(size, number, x)
-        places = torch.arange(size, device=x.device)[:, None]
-        inside = ((places >= begins) & (places < ends)).to(x.dtype)
+        positions = torch.arange(size, device=x.device)[:, None]
+        inside = ((positions >= begins) & (positions < ends)).to(x.dtype)
         x = (x.movedim(dim, -1) @ (inside / (ends - begins).to(x.dtype))).movedim(-1, dim)
     return x
 
@@ -208,7 +208,7 @@ def _adaptive_avg_pool3d(x: Tensor, output_size: Sequence[int]) -> Tensor:
 @decomposes(_aten.adaptive_max_pool2d.default)
 def _adaptive_max_pool2d(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor, Tensor]:
     height, width = x.shape[-2:]
-    places = []
+    windows = []
     for size, number in zip((height, width), output_size, strict=True):
         longest = (size + number - 1) // number
         if not isinstance(size, int) or size % number:
@@ -216,8 +216,8 @@ def _adaptive_max_pool2d(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor,
         begins, ends = adaptive_windows(size, number, x)
         window = begins[:, None] + torch.arange(longest, device=x.device)
         # A place twice changes no maximum.
-        places.append(torch.minimum(window, ends[:, None] - 1))
-    rows, columns = places
+        windows.append(torch.minimum(window, ends[:, None] - 1))
+    rows, columns = windows
     gathered = x[..., rows, :][..., columns].transpose(-3, -2).flatten(-2)
     values, chosen = gathered.max(-1)
     flat = (rows[:, None, :, None] * width + columns[None, :, None, :]).flatten(-2)
@@ -258,19 +258,21 @@ def _antialiased(
 ) -> Tensor:
     """Resizes by the scales that are given, where the exporter takes those of the sizes."""
     dtype, x = x.dtype, x.float()
-    for dim, number, given in zip((-2, -1), output_size, scales or (None, None), strict=True):
+    for dim, number, requested_scale in zip(
+        (-2, -1), output_size, scales or (None, None), strict=True
+    ):
         size = x.shape[dim]
         if align_corners:
             scale = (size - 1) / (number - 1) if number > 1 else 0.0
         else:
-            scale = 1 / given if given else size / number
+            scale = 1 / requested_scale if requested_scale else size / number
         stretch = torch.sym_max(scale, 1.0)
         centres = scale * (torch.arange(number, dtype=x.dtype, device=x.device) + 0.5)[:, None]
-        places = torch.arange(size, dtype=x.dtype, device=x.device)
+        positions = torch.arange(size, dtype=x.dtype, device=x.device)
         first = (centres - radius * stretch + 0.5).floor()
         end = (centres + radius * stretch + 0.5).floor()
-        weights = kernel((places - centres + 0.5) / stretch)
-        weights = torch.where((places >= first) & (places < end), weights, 0.0)
+        weights = kernel((positions - centres + 0.5) / stretch)
+        weights = torch.where((positions >= first) & (positions < end), weights, 0.0)
         weights = weights / weights.sum(-1, keepdim=True)
         x = (x.movedim(dim, -1) @ weights.mT).movedim(-1, dim)
     return x.to(dtype)
@@ -381,10 +383,10 @@ def _crops_or_wraps(
 
 @decomposes(_aten.pad.default, when=_crops_or_wraps)
 def _pad(x: Tensor, pad: Sequence[int], mode: str, value: float | None = None) -> Tensor:
-    for place, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+    for number, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         if before == after == 0:
             continue
-        dim = x.ndim - 1 - place
+        dim = x.ndim - 1 - number
         last = x.shape[dim] - 1
         index = torch.arange(last + 1 + before + after, device=x.device) - before
         if mode == "circular":  # Around what cropping leaves.
@@ -444,8 +446,8 @@ def _scatter_mean(
     x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
     counts = torch.zeros_like(x).scatter_reduce(dim, index, torch.ones_like(src), "sum")
-    own = x if include_self else torch.where(counts > 0, 0, x)
-    total = own.scatter_reduce(dim, index, src, "sum")
+    base = x if include_self else torch.where(counts > 0, 0, x)
+    total = base.scatter_reduce(dim, index, src, "sum")
     counts = counts + 1 if include_self else counts.clamp(min=1)
     return total.div(counts, rounding_mode=None if x.is_floating_point() else "floor")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import AdditionalInputs, Dim, ShapesCollection
 
 from dynamo_moe import pytree
-from dynamo_moe.private import attributes_of
+from dynamo_moe.private.pytorch import attributes_of
 
 BATCH = "batch"
 
@@ -100,14 +100,14 @@ def resolve(
     # In an example of a larger batch, a first dimension of 1 only broadcasts.
     batched = any(entry.tensor.ndim and entry.tensor.shape[0] > 1 for entry in entries)
     adding = isinstance(requested, (str, Mapping))
-    found: dict[int, Labels] = {}
+    by_tensor: dict[int, Labels] = {}
     for name, of_argument in asked.items():
         # What is asked for a tensor in a container is all that it has.
         with_batch = adding and (isinstance(arguments[name], Tensor) or not specs[name])
         for entry in of_argument:
-            found[id(entry.tensor)] = _symbolic(entry, with_batch=with_batch, batched=batched)
+            by_tensor[id(entry.tensor)] = _symbolic(entry, with_batch=with_batch, batched=batched)
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    labels = [found.get(id(leaf), {}) for leaf in leaves]
+    labels = [by_tensor.get(id(leaf), {}) for leaf in leaves]
     grown = iter(_grown(leaves, labels))
     args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(grown), (args, kwargs))
     return DynamicExample(
@@ -143,8 +143,8 @@ def sizes_of_one_name(model: nn.Module, example: DynamicExample) -> Iterator[Non
     ``batch`` where nobody asked for it: the first dimension of a mask may be no batch.
     """
     original = model.forward
-    own = [*_named_sizes(model, example.args, example.kwargs, example.requested)]
-    if len(set(own)) == len(own):
+    example_sizes = [*_named_sizes(model, example.args, example.kwargs, example.requested)]
+    if len(set(example_sizes)) == len(example_sizes):
         yield
         return
 
@@ -152,7 +152,7 @@ def sizes_of_one_name(model: nn.Module, example: DynamicExample) -> Iterator[Non
     def forward(*args: Any, **kwargs: Any) -> Any:
         first: dict[Any, Any] = {}
         sizes = _named_sizes(model, args, kwargs, example.requested)
-        for named, (_, size) in zip(own, sizes, strict=True):
+        for named, (_, size) in zip(example_sizes, sizes, strict=True):
             # The comparison is a condition of the trace, which replaces one by the other.
             bool(first.setdefault(named, size) == size)
         return original(*args, **kwargs)
@@ -220,20 +220,20 @@ def _distinct(example: Any) -> Any:
     """Returns the example with copies of tensors that it holds twice: they trace as one input."""
     seen: set[int] = set()
 
-    def own(leaf: Any) -> Any:
+    def separate(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or id(leaf) not in seen:
             seen.add(id(leaf))
             return leaf
         return leaf.clone()
 
-    return pytree.tree_map(own, example)
+    return pytree.tree_map(separate, example)
 
 
 # --- What is asked for each tensor ---
 
 
 def _by_argument(requested: Any, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns what is asked for each argument, ``{}`` for nothing; None if all are static."""
+    """Returns the request for each argument, ``{}`` for none; None if all are static."""
     if requested is None:
         return None
     if requested == BATCH:
@@ -278,7 +278,7 @@ def _entries(path: str, value: Any, spec: Any) -> Iterator[_Entry]:
 
 
 def _of_parts(path: str, value: Any, parts: Mapping[Any, Any], spec: Any) -> Mapping[Any, Any]:
-    """Returns what is asked for each part of a container."""
+    """Returns the request for each part of a container."""
     if spec is None or spec == {}:
         return dict.fromkeys(parts, spec)
     if isinstance(value, Mapping) and isinstance(spec, Mapping) and spec.keys() == parts.keys():
@@ -295,7 +295,7 @@ def _of_parts(path: str, value: Any, parts: Mapping[Any, Any], spec: Any) -> Map
 
 
 def _asked(path: str, tensor: Tensor, spec: Any) -> dict[int, Any]:
-    """Returns what is asked for a tensor's dimensions, None for those that are to be static."""
+    """Returns the request for each of a tensor's dimensions, None for those that stay static."""
     if spec is None:
         return dict.fromkeys(range(tensor.ndim))
     if not isinstance(spec, (Mapping, list, tuple)):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.private import attributes_of, modules_by_path, own_parts
+from dynamo_moe.private.pytorch import attributes_of, modules_by_path, own_parts
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.model_log import LoggedModel, ModelLog, Span
@@ -251,7 +251,7 @@ def _may_be_equal(facts: Mapping[Any, Any], earlier: Mapping[Any, Any], distance
 
 
 class _StackLog:
-    """What a stack's blocks ran in one log."""
+    """The operators that a stack's blocks ran, by one log."""
 
     def __init__(self, stack: _Stack, log: ModelLog) -> None:
         self.results = log.results
@@ -269,7 +269,7 @@ class _StackLog:
             self.externals.append(externals)
 
     def _described(self, log: ModelLog, path: str, span: Span) -> tuple[Any, Sequence[int]]:
-        """Returns what is equal for blocks that ran the same, and what each ran it of.
+        """Returns a signature, equal for blocks that ran the same, and the values that it ran on.
 
         Returns:
             Its operators, None if it changes in place what is not its own; and the values that are
@@ -350,8 +350,8 @@ class _StackLog:
     def _is_alike(self, value: int, its: int, block: int, period: int, start: int) -> bool:
         source, its_source = self.block_of(value), self.block_of(its)
         if source is None or source < start:
-            own_inputs = None not in (self.input_of(value), self.input_of(its))
-            return value == its or own_inputs
+            are_inputs = None not in (self.input_of(value), self.input_of(its))
+            return value == its or are_inputs
         if (source - start) // period < (block - start) // period - 1:
             return False
         if block < start + 2 * period and (its_source is None or its_source < start):
@@ -401,7 +401,7 @@ def _run(
     """Returns a run with its inputs and results; None if its units have different ones."""
     forms = []
     for log in logs:
-        inputs = _own_inputs(log, start, stop, period)
+        inputs = _unit_inputs(log, start, stop, period)
         leaves = [leaf for unit in inputs for leaf in unit]
         results = [_results(log, range(unit, unit + period)) for unit in range(start, stop, period)]
         # What the last unit ends with may be the model's result as well.
@@ -420,7 +420,7 @@ def _run(
     )
 
 
-def _own_inputs(log: _StackLog, start: int, stop: int, period: int) -> list[list[int]]:
+def _unit_inputs(log: _StackLog, start: int, stop: int, period: int) -> list[list[int]]:
     """Returns, by unit, the example's leaves that other units do not take."""
     inputs: list[list[int]] = [[] for _ in range(start, stop, period)]
     for kind in range(period):
@@ -432,19 +432,19 @@ def _own_inputs(log: _StackLog, start: int, stop: int, period: int) -> list[list
         ]
         for unit, leaves in enumerate(inputs):
             externals = log.externals[start + unit * period + kind]
-            found = [log.input_of(externals[slot]) for slot in slots]
-            leaves += [leaf for leaf in found if leaf is not None]
+            leaf_numbers = [log.input_of(externals[slot]) for slot in slots]
+            leaves += [leaf for leaf in leaf_numbers if leaf is not None]
     return inputs
 
 
 def _results(log: _StackLog, blocks: range) -> dict[tuple[int, int], int]:
     """Returns which of the model's results are values of a unit, by block and offset."""
-    found = {}
-    for place, value in enumerate(log.results):
+    results = {}
+    for position, value in enumerate(log.results):
         block = log.block_of(value) if isinstance(value, int) else None
         if block is not None and block in blocks:
-            found[block - blocks.start, log.offset(int(value), block)] = place
-    return found
+            results[block - blocks.start, log.offset(int(value), block)] = position
+    return results
 
 
 def _name(stack: _Stack) -> str:

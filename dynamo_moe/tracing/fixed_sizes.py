@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from dynamo_moe import pytree
 from dynamo_moe.evaluation import one_thread
-from dynamo_moe.private import FakeTensor, FakeTensorMode, without_values
+from dynamo_moe.private.pytorch import FakeTensor, FakeTensorMode, without_values
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, Labels, name_of, range_of
 from dynamo_moe.tracing.nodes import ASSERTIONS
@@ -107,7 +107,7 @@ class SizeTrials:
         runs = self._running(reference), self._running(candidate)
         trials = _Trials(program, self._example, conditions, *runs)
         for decision in decisions:
-            what = decision.place or trials.described(decision.condition)
+            what = decision.line or trials.described(decision.condition)
             for where, outcome in trials.against(decision.condition):
                 if outcome is _Outcome.WRONG:
                     raise FixedSizeError(
@@ -118,7 +118,7 @@ class SizeTrials:
                         f"{what}: a result of the model has another rank where {where}, which a "
                         "file cannot have"
                     )
-                if outcome is _Outcome.UNKNOWN and decision.place:
+                if outcome is _Outcome.UNKNOWN and decision.line:
                     self._note(
                         f"{what} was decided for the example's sizes, and could not be compared "
                         "at others"
@@ -160,13 +160,13 @@ def program_run(program: ExportedProgram, module: fx.GraphModule | None = None) 
 
     def run(leaves: Sequence[Any]) -> Sequence[Any]:
         remaining = iter(leaves)
-        given = [
+        inputs = [
             next(remaining)
             if spec.kind is InputKind.USER_INPUT
             else _copied(values[str(spec.target)])
             for spec in signature.input_specs
         ]
-        results = _Run(module or program.graph_module).run(*given)
+        results = _Run(module or program.graph_module).run(*inputs)
         return [
             result
             for spec, result in zip(signature.output_specs, results, strict=True)
@@ -222,8 +222,10 @@ class _Trials:
     def _smaller_example(self) -> Sizes:
         """Returns sizes for which all decisions are the example's, and none is large."""
         base = self._example
-        for symbol, own in self._example.items():
-            for size in (size for size in _SIZES if own > _LARGE and 1 < size < own):
+        for symbol, example_size in self._example.items():
+            for size in (
+                size for size in _SIZES if example_size > _LARGE and 1 < size < example_size
+            ):
                 smaller = self._related({**base, symbol: size}, {symbol})
                 if smaller is not None and all(self._holds(c, smaller) for c in self._others):
                     base = smaller
@@ -259,9 +261,9 @@ class _Trials:
         broken = [(len(self._broken(self._others, sizes)), sizes) for sizes in violations]
         # Those that change as few other decisions as possible.
         fewest = min((count for count, _ in broken), default=0)
-        found = [sizes for count, sizes in broken if count == fewest]
-        step = max(1, (len(found) - 1) // (_TRIALS - 1))
-        return [*found[:1], *found[step::step][: _TRIALS - 1]]
+        simplest = [sizes for count, sizes in broken if count == fewest]
+        step = max(1, (len(simplest) - 1) // (_TRIALS - 1))
+        return [*simplest[:1], *simplest[step::step][: _TRIALS - 1]]
 
     def _violations(self, condition: Any, base: Sizes) -> Iterator[Sizes]:
         symbols = sorted(condition.free_symbols, key=str)
@@ -269,8 +271,8 @@ class _Trials:
         near = {number + more for number in numbers for more in (-1, 0, 1)}
         together = [symbols] if len(symbols) > 1 else []
         for group in [*([symbol] for symbol in symbols), *together]:
-            own = base[group[0]]
-            for size in _by_distance({*_SIZES, *near, own - 1, own + 1}, own):
+            current = base[group[0]]
+            for size in _by_distance({*_SIZES, *near, current - 1, current + 1}, current):
                 sizes = {**base, **dict.fromkeys(group, size)}
                 if 0 < size <= _LARGEST and self._holds(condition, sizes) is False:
                     related = self._related(sizes, set(group))
@@ -289,8 +291,8 @@ class _Trials:
                 for size in _by_distance(_SIZES, sizes[symbol])
             )
             sizes = min(
-                (each for each in changed if self._holds(broken[0], each)),
-                key=lambda each: len(self._broken(self._relations, each)),
+                (candidate for candidate in changed if self._holds(broken[0], candidate)),
+                key=lambda candidate: len(self._broken(self._relations, candidate)),
                 default={},
             )
             if not sizes:
@@ -422,8 +424,8 @@ def _is_relation(condition: Any) -> bool:
     return not any(side.is_number and side != 0 for side in condition.args)
 
 
-def _by_distance(sizes: Collection[int], own: int) -> list[int]:
-    return sorted(sizes, key=lambda size: abs(size - own))
+def _by_distance(sizes: Collection[int], centre: int) -> list[int]:
+    return sorted(sizes, key=lambda size: abs(size - centre))
 
 
 def _at(size: Any, sizes: Sizes) -> int:
@@ -435,8 +437,8 @@ def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     for dimension, size in enumerate(shape):
         old = tensor.shape[dimension]
         if size != old:
-            places = torch.arange(size, device=tensor.device) % old
-            tensor = tensor.index_select(dimension, places)
+            indices = torch.arange(size, device=tensor.device) % old
+            tensor = tensor.index_select(dimension, indices)
     return tensor
 
 

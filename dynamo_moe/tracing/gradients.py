@@ -95,13 +95,13 @@ def _weight_gradient(
     large = large.reshape(large.shape[0], groups * batch, *large.shape[3:])
     small = small.flatten(0, 1)
     nothing = [0] * len(kernel)
-    found: Tensor = _aten.convolution(
+    gradient: Tensor = _aten.convolution(
         large, small, None, dilation, padding, stride, False, nothing, groups
     )
     # The last places that no window begins at would follow.
     for dim, size in enumerate(kernel, start=2):
-        found = found.narrow(dim, 0, size)
-    return found.transpose(0, 1)
+        gradient = gradient.narrow(dim, 0, size)
+    return gradient.transpose(0, 1)
 
 
 # --- Maxima: each gradient goes to the place that its value came from ---
@@ -110,8 +110,8 @@ def _weight_gradient(
 def _scattered(dy: Tensor, x: Tensor, indices: Tensor, dims: int) -> Tensor:
     # ONNX Runtime has no sum of float16 here.
     flat = x.new_zeros(x.shape, dtype=_wide(dy)).flatten(-dims)
-    found = flat.scatter_add(-1, indices.flatten(-dims), dy.to(flat.dtype).flatten(-dims))
-    return found.view(x.shape).to(dy.dtype)
+    gradient = flat.scatter_add(-1, indices.flatten(-dims), dy.to(flat.dtype).flatten(-dims))
+    return gradient.view(x.shape).to(dy.dtype)
 
 
 def _max_pool(dims: int, dy: Tensor, x: Tensor, *arguments: Any) -> Tensor:
@@ -130,8 +130,8 @@ for _dims in (2, 3):
 def _through(dy: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """Multiplies the last dimensions by matrices ``[size of dy, size of x]``."""
     dtype, dy = dy.dtype, dy.to(_wide(dy))
-    for place, matrix in enumerate(matrices):
-        dim = place - len(matrices)
+    for number, matrix in enumerate(matrices):
+        dim = number - len(matrices)
         dy = dy.movedim(dim, -1)
         # PyTorch's own ways to these shapes read the number of elements, which ONNX does not have.
         rows = dy.flatten(0, -2) @ matrix.to(dy.dtype)
@@ -143,7 +143,7 @@ def _wide(dy: Tensor) -> torch.dtype:
     return torch.promote_types(dy.dtype, torch.float32)
 
 
-def _places(size: Any, like: Tensor) -> Tensor:
+def _positions(size: Any, like: Tensor) -> Tensor:
     return torch.arange(size, device=like.device)
 
 
@@ -164,12 +164,12 @@ def _averages(
         for sizes in (kernel_size, stride or kernel_size, padding)
     )
     matrices = []
-    for place, (kernel, step, pad) in enumerate(zip(kernels, strides, pads, strict=True)):
-        size = x.shape[place - dims]
-        begins = _places(dy.shape[place - dims], x) * step - pad
+    for number, (kernel, step, pad) in enumerate(zip(kernels, strides, pads, strict=True)):
+        size = x.shape[number - dims]
+        begins = _positions(dy.shape[number - dims], x) * step - pad
         ends = (begins + kernel).clamp(max=size + pad)  # The last window may pass the padding.
-        places = _places(size, x)
-        inside = (places >= begins[:, None]) & (places < ends[:, None])
+        positions = _positions(size, x)
+        inside = (positions >= begins[:, None]) & (positions < ends[:, None])
         if divisor_override is None:
             counted = ends - begins
             if not count_include_pad:
@@ -186,8 +186,8 @@ def _adaptive_averages(dims: int, dy: Tensor, x: Tensor) -> Tensor:
     matrices = []
     for dim in range(-dims, 0):
         begins, ends = adaptive_windows(x.shape[dim], dy.shape[dim], x)
-        places = _places(x.shape[dim], x)
-        inside = (places >= begins[:, None]) & (places < ends[:, None])
+        positions = _positions(x.shape[dim], x)
+        inside = (positions >= begins[:, None]) & (positions < ends[:, None])
         matrices.append(inside.to(_wide(dy)) / (ends - begins)[:, None])
     return _through(dy, matrices)
 
@@ -203,11 +203,11 @@ def _nearest(
     dy: Tensor, output_size: Sequence[int], input_size: Sequence[int], *scales: Any, shift: float
 ) -> Tensor:
     matrices = []
-    for place, scale in enumerate(_given(scales, len(output_size))):
-        size, number = input_size[place + 2], output_size[place]
+    for axis, scale in enumerate(_scales_of(scales, len(output_size))):
+        size, number = input_size[axis + 2], output_size[axis]
         step = size / number if scale is None else 1 / scale
-        chosen = ((_places(number, dy).to(_wide(dy)) + shift) * step).floor().clamp(max=size - 1)
-        matrices.append(_places(size, dy) == chosen[:, None])
+        chosen = ((_positions(number, dy).to(_wide(dy)) + shift) * step).floor().clamp(max=size - 1)
+        matrices.append(_positions(size, dy) == chosen[:, None])
     return _through(dy, matrices)
 
 
@@ -218,8 +218,8 @@ def _linear(
     align_corners: bool,
     *scales: Any,
 ) -> Tensor:
-    def weights(places: Tensor, centres: Tensor, last: Any) -> Tensor:
-        return (1 - (places - centres.clamp(0, last)).abs()).clamp(min=0)
+    def weights(positions: Tensor, centres: Tensor, last: Any) -> Tensor:
+        return (1 - (positions - centres.clamp(0, last)).abs()).clamp(min=0)
 
     return _resized(dy, output_size, input_size, align_corners, scales, weights)
 
@@ -233,16 +233,16 @@ def _cubic(
 ) -> Tensor:
     """By Keys' kernel with a = -0.75, as PyTorch's forward; beyond the border, its pixel."""
 
-    def weights(places: Tensor, centres: Tensor, last: Any) -> Tensor:
+    def weights(positions: Tensor, centres: Tensor, last: Any) -> Tensor:
         first = centres.floor()
-        found = torch.zeros((), dtype=centres.dtype)
+        total = torch.zeros((), dtype=centres.dtype)
         for offset in (-1, 0, 1, 2):
             distance = (first + offset - centres).abs()
             near = (1.25 * distance - 2.25) * distance * distance + 1
             far = ((-0.75 * distance + 3.75) * distance - 6) * distance + 3
             weight = torch.where(distance <= 1, near, far)
-            found = found + torch.where(places == (first + offset).clamp(0, last), weight, 0.0)
-        return found
+            total = total + torch.where(positions == (first + offset).clamp(0, last), weight, 0.0)
+        return total
 
     return _resized(dy, output_size, input_size, align_corners, scales, weights)
 
@@ -257,18 +257,18 @@ def _resized(
 ) -> Tensor:
     """The gradient of resizing by ``weights``: from places, centres and the last place."""
     matrices = []
-    for place, scale in enumerate(_given(scales, len(output_size))):
-        size, number = input_size[place + 2], output_size[place]
-        at = _places(number, dy).to(_wide(dy))
+    for axis, scale in enumerate(_scales_of(scales, len(output_size))):
+        size, number = input_size[axis + 2], output_size[axis]
+        at = _positions(number, dy).to(_wide(dy))
         if align_corners:
             centres = at * ((size - 1) / max(number - 1, 1))
         else:
             centres = (at + 0.5) * (size / number if scale is None else 1 / scale) - 0.5
-        matrices.append(weights(_places(size, dy), centres[:, None], size - 1))
+        matrices.append(weights(_positions(size, dy), centres[:, None], size - 1))
     return _through(dy, matrices)
 
 
-def _given(scales: Sequence[Any], dims: int) -> Sequence[float | None]:
+def _scales_of(scales: Sequence[Any], dims: int) -> Sequence[float | None]:
     return scales or [None] * dims
 
 
@@ -290,8 +290,8 @@ def _replicated(dy: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
     for dim in range(-(len(padding) // 2), 0):
         before = padding[2 * (-dim - 1)]
         size = x.shape[dim]
-        source = (_places(dy.shape[dim], x) - before).clamp(0, size - 1)
-        matrices.append(_places(size, x) == source[:, None])
+        source = (_positions(dy.shape[dim], x) - before).clamp(0, size - 1)
+        matrices.append(_positions(size, x) == source[:, None])
     return _through(dy, matrices)
 
 
@@ -328,7 +328,7 @@ def _batch_norm(
     if bias is not None:
         y = y + bias.reshape(shape)
     count = x.shape[0] * math.prod(x.shape[2:])
-    mean, variance, scale = (each.reshape(-1) for each in (mean, variance, scale))
+    mean, variance, scale = (values.reshape(-1) for values in (mean, variance, scale))
     unbiased = variance * (count / (count - 1))
     return (
         y,
@@ -377,7 +377,7 @@ def _attention(
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query @ key.mT) * factor
     if is_causal:
-        rows, columns = (_places(size, query) for size in scores.shape[-2:])
+        rows, columns = (_positions(size, query) for size in scores.shape[-2:])
         scores = torch.where(columns <= rows[:, None], scores, -math.inf)
     if attn_mask is not None:
         scores = scores + attn_mask
@@ -401,7 +401,7 @@ decomposes(_aten.hardshrink_backward.default, _aten.softshrink_backward.default)
 @decomposes(_aten.unfold_backward.default)
 def _unfold(dy: Tensor, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Tensor:
     dim %= len(input_sizes)
-    windows = _places(dy.shape[dim], dy)[:, None] * step + _places(size, dy)
+    windows = _positions(dy.shape[dim], dy)[:, None] * step + _positions(size, dy)
     dy = dy.movedim(-1, dim + 1).flatten(dim, dim + 1)
     return dy.new_zeros(input_sizes).index_add(dim, windows.flatten(), dy)
 
@@ -411,7 +411,7 @@ def _weight_norm(
     dw: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int
 ) -> tuple[Tensor, Tensor]:
     direction = v / norms
-    dims = [each for each in range(v.ndim) if each != dim % v.ndim]
+    dims = [axis for axis in range(v.ndim) if axis != dim % v.ndim]
     dg = (dw * direction).sum(dims, keepdim=True)
     return g / norms * (dw - direction * dg), dg
 

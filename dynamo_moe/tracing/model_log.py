@@ -18,13 +18,14 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from dynamo_moe import pytree
-from dynamo_moe.private import modules_by_path, own_parts, tensors_replaced
+from dynamo_moe.private.pytorch import modules_by_path, own_parts, tensors_replaced
+from dynamo_moe.private.tracer import exporting
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.tracing.nodes import ASSERTIONS
 from dynamo_moe.tracing.operator_log import META, Forms, OperatorLog, without_values
-from dynamo_moe.tracing.private import capturing, exporting
 from dynamo_moe.tracing.restoring import state_of
+from dynamo_moe.tracing.shortcuts import capturing
 
 _CASTING_DEVICES = ("cpu", "cuda")
 _WEIGHTS = frozenset({InputKind.PARAMETER, InputKind.BUFFER})
@@ -32,7 +33,7 @@ _WEIGHTS = frozenset({InputKind.PARAMETER, InputKind.BUFFER})
 
 @dataclass(frozen=True)
 class Span:
-    """What a block ran.
+    """The part of a log that is one call of a block.
 
     Attributes:
         records: Its records in the log, from one number up to another.
@@ -50,7 +51,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ModelLog:
-    """What a model or a program ran.
+    """The log of a run of a model or a program.
 
     Attributes:
         operators: The log.

@@ -1,4 +1,4 @@
-"""Nodes of traced programs: what they are called with, and how others are added."""
+"""Nodes of traced programs: their arguments and values, and how others are added."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ class NeedsRetraceError(Exception):
 
 def all_nodes(program: ExportedProgram) -> list[fx.Node]:
     """Returns the nodes of all the program's graphs."""
-    graphs = (each for each in program.graph_module.modules() if isinstance(each, fx.GraphModule))
-    return [node for each in graphs for node in each.graph.nodes]
+    graphs = (
+        module for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)
+    )
+    return [node for graph_module in graphs for node in graph_module.graph.nodes]
 
 
 def values(arguments: Any) -> Any:
@@ -42,8 +44,8 @@ def add_call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node
     return node
 
 
-def add_graph(graph: fx.Graph, like: fx.Node, added: fx.Graph, given: Sequence[Any]) -> Any:
-    """Adds the calls of a graph whose inputs are ``given``, with their values; returns its results.
+def add_graph(graph: fx.Graph, like: fx.Node, added: fx.Graph, inputs: Sequence[Any]) -> Any:
+    """Adds the calls of a graph to another, on ``inputs``, with their values; returns its results.
 
     The rest of the calls' metadata is another node's.
 
@@ -52,7 +54,7 @@ def add_graph(graph: fx.Graph, like: fx.Node, added: fx.Graph, given: Sequence[A
     """
     if added.find_nodes(op="get_attr"):
         raise NeedsRetraceError(f"{like.target} makes a constant")
-    copies: dict[fx.Node, Any] = dict(zip(added.find_nodes(op="placeholder"), given, strict=True))
+    copies: dict[fx.Node, Any] = dict(zip(added.find_nodes(op="placeholder"), inputs, strict=True))
     results = graph.graph_copy(added, copies)
     for node, copy in copies.items():
         if node.op == "call_function":
@@ -65,7 +67,7 @@ class Call:
 
     Attributes:
         nodes: These arguments.
-        given: Their values.
+        values: Their values.
         key: Equal for calls that lead to equal traces.
     """
 
@@ -73,12 +75,12 @@ class Call:
         self._target = target
         self._leaves, self._spec = pytree.tree_flatten((node.args, node.kwargs))
         self.nodes = [leaf for leaf in self._leaves if isinstance(leaf, fx.Node)]
-        self.given = values(self.nodes)
+        self.values = values(self.nodes)
         self.key = target, self._spec, tuple(map(_description, values(self._leaves)))
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *values: Any) -> Any:
         """Calls the node's target with other values."""
-        remaining = iter(given)
+        remaining = iter(values)
         leaves = [next(remaining) if isinstance(x, fx.Node) else x for x in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return self._target(*args, **kwargs)

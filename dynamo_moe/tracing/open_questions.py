@@ -5,7 +5,7 @@ whether a size is one, say, which then is not. What follows from a default stays
 nothing that a model has found out about its sizes since says otherwise.
 
 :func:`defaults_noted` and :func:`unknown_noted` take what PyTorch calls, and return what takes its
-place; ``dynamo_moe.tracing.private`` puts it there for the time of a trace.
+place; ``dynamo_moe.tracing.shortcuts`` puts it there for the time of a trace.
 """
 
 from __future__ import annotations

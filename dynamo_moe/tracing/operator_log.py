@@ -1,4 +1,4 @@
-"""What a model computes, as a log: each operator that runs, with where its tensors come from.
+"""A log of a model's computation: each operator that runs, with where its tensors come from.
 
 The model's own code runs on tensors of the meta device, which have no values, so that weights need
 not exist. An operator has computed the result's shape once for each form of its arguments; a
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dynamo_moe import pytree
-from dynamo_moe.private import OpOverload, TorchDispatchMode, schema_of
+from dynamo_moe.private.pytorch import OpOverload, TorchDispatchMode, schema_of
 
 _aten = torch.ops.aten
 META = torch.device("meta")
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 
 class _Traits(NamedTuple):
-    """What is known of an operator before it runs.
+    """Facts about an operator that are known before it runs.
 
     Attributes:
         number: One of its own; operators take long to hash.
@@ -85,7 +85,7 @@ class Forms:
         """By form, and strides and offset of its tensors, the layouts of its results."""
 
     def traits(self, operator: OpOverload) -> _Traits:
-        """Returns what is known of an operator."""
+        """Returns the facts about an operator."""
         traits = self._traits.get(operator)
         if traits is None:
             traits = self._traits[operator] = _traits(operator, len(self._traits))
@@ -180,8 +180,8 @@ class OperatorLog(TorchDispatchMode):
         result = self._run(operator, args, kwargs, form, uses, reused=not writes)
         if traits.view:
             # Where a slice ends, and which size of a shape is -1, can be said in several ways.
-            place = (args[1:3], args[4:]) if traits.view == _SLICE else ()
-            form = self._forms.number((traits.view, *key[1:2], place, result.shape))
+            arguments = (args[1:3], args[4:]) if traits.view == _SLICE else ()
+            form = self._forms.number((traits.view, *key[1:2], arguments, result.shape))
         viewed = None if traits.viewed is None else _tensors(args[traits.viewed])[0]
         if traits.same_values or (traits.view and result.shape == uses[0].shape):
             if viewed is None and not writes:
@@ -208,7 +208,7 @@ class OperatorLog(TorchDispatchMode):
         self._alive.append(tensor)
 
     def _description(self, value: Any, uses: list[Tensor]) -> Any:
-        """Returns what is equal for arguments of one form; collects the tensors among them."""
+        """Returns a key, equal for arguments of one form; collects the tensors among them."""
         if isinstance(value, Tensor):
             uses.append(value)
             return value.shape, value.dtype
@@ -288,7 +288,7 @@ def _traits(operator: OpOverload, number: int) -> _Traits:
 
 
 def _constant(tensor: Tensor) -> Any:
-    """Returns what is equal for constants of equal values."""
+    """Returns a key, equal for constants of equal values."""
     layout = "constant", tensor.dtype, tensor.shape, tensor.stride()
     if tensor.is_meta:
         return *layout, id(tensor)

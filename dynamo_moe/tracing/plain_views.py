@@ -31,11 +31,11 @@ def _matrix_transposed(layout: Layout) -> Layout | None:
 
 def _unsqueezed(layout: Layout, dimension: int) -> Layout:
     shape, strides = layout
-    place = range(len(shape) + 1)[dimension]
-    stride = shape[place] * strides[place] if place < len(shape) else 1
+    axis = range(len(shape) + 1)[dimension]
+    stride = shape[axis] * strides[axis] if axis < len(shape) else 1
     return (
-        [*shape[:place], 1, *shape[place:]],
-        [*strides[:place], stride, *strides[place:]],
+        [*shape[:axis], 1, *shape[axis:]],
+        [*strides[:axis], stride, *strides[axis:]],
     )
 
 
@@ -46,18 +46,18 @@ _RULES: Mapping[Any, Callable[..., Layout | None]] = {
 }
 
 
-def layout_of(operator: Any, given: Sequence[Any], layout: Layout) -> Layout | None:
+def layout_of(operator: Any, arguments: Sequence[Any], layout: Layout) -> Layout | None:
     """Returns the layout of a view; None where it is no plain one, or an error.
 
     Args:
         operator: An operator that may make a view.
-        given: What it is given besides its tensor.
+        arguments: Its arguments besides its tensor.
         layout: That tensor's.
     """
     rule = _RULES.get(operator)
     if rule is None:
         return None
     try:
-        return rule(layout, *given)
+        return rule(layout, *arguments)
     except (IndexError, TypeError):  # PyTorch says it better.
         return None

@@ -1,9 +1,9 @@
-"""What operators give for tensors without values, found once for each form of their arguments.
+"""Results of operators on tensors without values, found once for each form of their arguments.
 
 With symbolic sizes PyTorch takes half of a trace to find the shapes, strides and dtypes of results,
 and the blocks of a model ask for the same again. Its own cache takes longer to look them up.
 :func:`remembered` takes what PyTorch calls, and returns what takes its place;
-``dynamo_moe.tracing.private`` puts it there for the time of a trace.
+``dynamo_moe.tracing.shortcuts`` puts it there for the time of a trace.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dynamo_moe.private import FakeTensor, OpOverload, schema_of, storage_key
+from dynamo_moe.private.pytorch import FakeTensor, OpOverload, schema_of, storage_key
 from dynamo_moe.tracing.open_questions import Answers, Questions, ask_again, questions_noted
 from dynamo_moe.tracing.plain_views import layout_of
 
 try:
     from torch._subclasses import fake_tensor
     from torch.fx.experimental import proxy_tensor, symbolic_shapes
-except ImportError:  # As private.missing() says; then nothing is replaced.
+except ImportError:  # As tracer.missing() says; then nothing is replaced.
     fake_tensor = proxy_tensor = symbolic_shapes = None  # type: ignore[assignment]
 
 # What an operator gives depends on more than the form of its arguments, or is no new tensor.
@@ -81,17 +81,17 @@ def remembered(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Form(NamedTuple):
-    """What operators are given, as far as a result without values depends on it."""
+    """The arguments of operators, as far as a result without values depends on them."""
 
     key: Hashable
     sizes: list[Any]  # the symbolic ones, each once
     tensors: list[FakeTensor]
 
-    def place_of(self, size: Any) -> int | None:
+    def index_of(self, size: Any) -> int | None:
         """Returns which of the arguments' symbolic sizes a size is; None if it is a new one."""
         if type(size) is not torch.SymInt:
             return None
-        same = (place for place, own in enumerate(self.sizes) if own.node is size.node)
+        same = (index for index, known in enumerate(self.sizes) if known.node is size.node)
         return next(same, None)
 
 
@@ -119,8 +119,8 @@ class _Result:
 
     def again(self, mode: Any, form: _Form) -> FakeTensor:
         """Returns such a result for arguments of the same form."""
-        given = form.sizes
-        sizes = [size if place is None else given[place] for size, place in self.sizes]
+        form_sizes = form.sizes
+        sizes = [size if index is None else form_sizes[index] for size, index in self.sizes]
         shape, strides = sizes[: self.rank], sizes[self.rank : -1]
         with fake_tensor.in_kernel_invocation_manager(mode):
             if self.is_view:
@@ -142,7 +142,7 @@ class _Result:
 
 
 def _knowledge(environment: Any) -> Hashable:
-    """Returns what changes when anything new is found out about symbolic sizes."""
+    """Returns a key that changes when anything new is found out about symbolic sizes."""
     return environment._version_counter, len(environment.guards)
 
 
@@ -151,12 +151,12 @@ def _written(size: Any) -> Any:
 
 
 def _described(result: Any, form: _Form) -> _Result | None:
-    """Returns what a result is made of; None if another one could not be made of that."""
+    """Returns a recipe for results of this form; None if there is none."""
     if type(result) is not FakeTensor or not _is_plain(result) or result.requires_grad:
         return None
     first, *others = form.tensors
     memory = storage_key(result)
-    is_view = any(storage_key(each) == memory for each in form.tensors)
+    is_view = any(storage_key(tensor) == memory for tensor in form.tensors)
     if is_view:
         # Strides do not express what view_as_real does.
         if others or result is first or result.dtype != first.dtype:
@@ -166,7 +166,7 @@ def _described(result: Any, form: _Form) -> _Result | None:
     numbers = (*result.shape, *result.stride(), result.storage_offset())
     if not _symbols(numbers) <= _symbols(form.sizes):  # It is read from data.
         return None
-    sizes = [(number, form.place_of(number)) for number in numbers]
+    sizes = [(number, form.index_of(number)) for number in numbers]
     return _Result(result.dtype, result.fake_device, result.ndim, sizes, is_view)
 
 
@@ -179,7 +179,7 @@ def _plain_view(operator: Any, args: Any, kwargs: Any, form: _Form) -> _Result |
     if layout is None:
         return None
     numbers = (*layout[0], *layout[1], tensor.storage_offset())
-    sizes = [(number, form.place_of(number)) for number in numbers]
+    sizes = [(number, form.index_of(number)) for number in numbers]
     return _Result(tensor.dtype, tensor.fake_device, len(layout[0]), sizes, is_view=True)
 
 
@@ -228,7 +228,7 @@ class _Reader:
         self.sizes: list[Any] = []
         self.tensors: list[FakeTensor] = []
         self._mode = mode
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
 
     def reads(self, value: Any) -> bool:
         """Reads a value; False if it may say more than its form does."""
@@ -263,10 +263,10 @@ class _Reader:
         for size in sizes:
             if type(size) is torch.SymInt:
                 node = size.node
-                place = self._places.setdefault(id(node), len(self.sizes))
-                if place == len(self.sizes):
+                index = self._indices.setdefault(id(node), len(self.sizes))
+                if index == len(self.sizes):
                     self.sizes.append(size)
-                self.parts.append((place, node.expr))
+                self.parts.append((index, node.expr))
             else:
                 self.parts.append(size)
 

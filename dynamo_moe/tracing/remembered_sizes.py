@@ -1,8 +1,8 @@
-"""What a trace asks of symbolic sizes again for every operator, answered once.
+"""Questions about symbolic sizes that a trace repeats for every operator, answered once.
 
 A program with symbolic sizes of 24 transformer blocks asks for the same thousand sums, products and
 comparisons of sizes some sixty times each. Each function here takes what PyTorch calls, and returns
-what takes its place; ``dynamo_moe.tracing.private`` puts it there for the time of a trace.
+what takes its place; ``dynamo_moe.tracing.shortcuts`` puts it there for the time of a trace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sympy
 
 try:
     from torch.fx.experimental import proxy_tensor
-except ImportError:  # As private.missing() says; then nothing is replaced.
+except ImportError:  # As tracer.missing() says; then nothing is replaced.
     proxy_tensor = None  # type: ignore[assignment]
 
 

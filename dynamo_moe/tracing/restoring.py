@@ -1,4 +1,4 @@
-"""What a run of a model changes in the model, undone: attributes, containers, counters.
+"""Undoes the changes that a run of a model makes in it: attributes, containers, counters.
 
 A model may count calls, fill a cache, or keep its last result; an export leaves it as it was.
 ``torch.export``, too, gives modules copies of their lists and dictionaries.
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynamo_moe.private import (
+from dynamo_moe.private.pytorch import (
     CHILDREN_TABLE,
     TENSOR_TABLES,
     attributes_of,
@@ -50,7 +50,7 @@ def state_kept(model: nn.Module) -> Iterator[None]:
 
 
 def state_of(model: nn.Module) -> Callable[[], None]:
-    """Returns what restores all that a model's modules reach, up to 50,000 objects.
+    """Returns a function that restores all objects that a model's modules reach, up to 50,000.
 
     That includes what code that is no package's has in its classes, closures, default arguments and
     global variables; not what is in iterators, arrays, tensors or context variables.
@@ -85,8 +85,8 @@ def _undoing(model: nn.Module) -> list[Callable[[], None]]:
         elif kind is tuple:
             remaining += value
         elif isinstance(value, _CODE):
-            if _is_own_code(value):
-                remaining += _held_by_code(value, undo)
+            if _is_code_of_model(value):
+                remaining += _contents_of_code(value, undo)
         elif isinstance(value, _WITH_ATTRIBUTES) or not is_library(
             sys.modules.get(kind.__module__)
         ):
@@ -102,14 +102,14 @@ def _undoing(model: nn.Module) -> list[Callable[[], None]]:
     return undo
 
 
-def _is_own_code(value: Any) -> bool:
+def _is_code_of_model(value: Any) -> bool:
     """Whether a class, a function or what is around one is no installed package's."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     return isinstance(value, _WRAPPERS) or not (is_installed(module) or is_library(module))
 
 
-def _held_by_code(value: Any, undo: list[Callable[[], None]]) -> list[Any]:
-    """Returns what a class or a function holds; adds what restores it."""
+def _contents_of_code(value: Any, undo: list[Callable[[], None]]) -> list[Any]:
+    """Returns the objects in a class or a function; adds functions that restore it."""
     if isinstance(value, type):
         before = {name: part for name, part in vars(value).items() if not _is_of_python(name)}
         undo.append(functools.partial(_restore_class, value, before))
@@ -122,12 +122,12 @@ def _held_by_code(value: Any, undo: list[Callable[[], None]]) -> list[Any]:
     names = {name for name in _names(value.__code__) if name in variables}
     before = {name: variables[name] for name in names}
     undo.append(functools.partial(variables.update, before))
-    held = [*before.values(), value.__defaults__, value.__kwdefaults__]
+    contents = [*before.values(), value.__defaults__, value.__kwdefaults__]
     for cell in value.__closure__ or ():
         with contextlib.suppress(ValueError):  # An empty one.
             undo.append(_restoring_cell(cell, cell.cell_contents))
-            held.append(cell.cell_contents)
-    return held
+            contents.append(cell.cell_contents)
+    return contents
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -24,8 +24,8 @@ from torch.export import ExportedProgram
 
 from custom_ops.options import GROUP_SCORINGS, RouterOptions
 from custom_ops.routing import route
-from dynamo_moe.private import HigherOrderOperator, OpOverload, schema_of
-from dynamo_moe.tracing.private import free_unbacked_symbols
+from dynamo_moe.private.pytorch import HigherOrderOperator, OpOverload, schema_of
+from dynamo_moe.private.tracer import free_unbacked_symbols
 
 _LOG = logging.getLogger(__name__)
 
@@ -115,10 +115,10 @@ def _fuse(part: _Part, router: _Router) -> None:
     """Turns the part into one node; the translation leaves out what has no use any more."""
     experts, options = part.experts, router.options
 
-    def bias(place: int | None) -> fx.Node | None:
-        if place is None:
+    def bias(number: int | None) -> fx.Node | None:
+        if number is None:
             return None
-        node = part.biases[place]
+        node = part.biases[number]
         if node.meta["val"].ndim == 1:
             return node
         with experts.graph.inserting_before(experts):
@@ -137,7 +137,7 @@ def _fuse(part: _Part, router: _Router) -> None:
 
 
 def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) -> _Part | None:
-    """Returns what computes a node's routing, if it is what a plain router is made of.
+    """Returns the nodes of a node's routing, if a plain router is made of such.
 
     ``parameters`` are names of placeholders of parameters and of buffers that do not change,
     ``writes`` nodes that may change a tensor in place.
@@ -150,31 +150,31 @@ def _part(experts: fx.Node, parameters: Collection[str], writes: list[fx.Node]) 
     reached = _reached([x, ids, weights], source, parameters)
     if reached is None:
         return None
-    given = [node for node in reached if node.op == "placeholder"]
-    calls = sorted(reached.difference(given))
+    placeholders = [node for node in reached if node.op == "placeholder"]
+    calls = sorted(reached.difference(placeholders))
     for write in writes:
-        own = write in reached and _owner(write) in calls
-        if calls and calls[0] <= write < experts and not own:
+        is_of_router = write in reached and _owner(write) in calls
+        if calls and calls[0] <= write < experts and not is_of_router:
             return None
     shape = (w1.meta["val"].shape[0], x.meta["val"].shape[-1])
-    found: dict[tuple[int, ...], list[fx.Node]] = {shape: []}
-    for node in sorted(given):
+    by_shape: dict[tuple[int, ...], list[fx.Node]] = {shape: []}
+    for node in sorted(placeholders):
         sizes = tuple(node.meta["val"].shape)
         # ERNIE's selection bias is [1, E].
         sizes = sizes if sizes == shape or sizes[:-1] not in ((), (1,)) else sizes[-1:]
-        found.setdefault(sizes, []).append(node)
-    biases = found.pop(shape[:1], [])
-    if found.keys() != {shape} or len(found[shape]) != 1 or len(biases) > 2:
+        by_shape.setdefault(sizes, []).append(node)
+    biases = by_shape.pop(shape[:1], [])
+    if by_shape.keys() != {shape} or len(by_shape[shape]) != 1 or len(biases) > 2:
         return None
     if not isinstance(ids.meta["val"].shape[-1], int):
         return None
-    return _Part(experts, source, found[shape][0], tuple(biases), calls)
+    return _Part(experts, source, by_shape[shape][0], tuple(biases), calls)
 
 
 def _reached(
     results: list[fx.Node], source: fx.Node, parameters: Collection[str]
 ) -> set[fx.Node] | None:
-    """Returns what is between a source and results, if a plain router is made of it; else None."""
+    """Returns the nodes between a source and results; None if they are no plain router's."""
     reached: set[fx.Node] = set()
     waiting = [*results]
     while waiting:
@@ -184,11 +184,11 @@ def _reached(
         known = node.name in parameters or node.target is operator.getitem
         if not (known or _is_aten(node, _PLAIN) or _is_comparison(node)):
             return None
-        sizes = [each for each in node.all_input_nodes if _is_size(each)]
+        sizes = [argument for argument in node.all_input_nodes if _is_size(argument)]
         if sizes and not _is_aten(node, _VIEWS):
             return None
         reached.add(node)
-        waiting += [each for each in node.all_input_nodes if each not in sizes]
+        waiting += [argument for argument in node.all_input_nodes if argument not in sizes]
     return reached
 
 
@@ -241,9 +241,9 @@ def _owner(node: fx.Node) -> fx.Node:
 
 def _description(part: _Part) -> str:
     """Returns the same for parts that compute the same."""
-    names: dict[Any, str] = {node: f"%{place}" for place, node in enumerate(part.nodes)}
+    names: dict[Any, str] = {node: f"%{number}" for number, node in enumerate(part.nodes)}
     names |= {part.source: "source", part.weight: "weight"}
-    names |= {bias: f"bias {place}" for place, bias in enumerate(part.biases)}
+    names |= {bias: f"bias {number}" for number, bias in enumerate(part.biases)}
 
     def name(node: fx.Node) -> str:
         return names.get(node) or str(node.meta["val"])
@@ -268,11 +268,11 @@ def _identified(part: _Part) -> _Router | None:
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for x_TD, weight, biases, routing_TE in _examples(part):
-                for place, (options, *roles) in enumerate(candidates):
+                for number, (options, *roles) in enumerate(candidates):
                     bias, selection_bias = (None if r is None else biases[r] for r in roles)
                     routing = route(x_TD, weight, bias, options, selection_bias)
                     error = _error(_dense(*routing, len(weight)), routing_TE)
-                    errors[place] = max(errors[place], error)
+                    errors[number] = max(errors[number], error)
     except Exception:  # Whatever it is, the model's own router can do without.
         _LOG.info("The router of %s stays: no trial of it", part.experts, exc_info=True)
         return None
@@ -288,12 +288,12 @@ def _identified(part: _Part) -> _Router | None:
 def _roles(part: _Part) -> Iterator[tuple[int | None, int | None]]:
     """Yields which of the part's biases may be the router's, and which the selection's."""
     dtypes = [node.meta["val"].dtype for node in part.biases]
-    places = range(len(dtypes))
-    for bias, selection_bias in itertools.product((*places, None), repeat=2):
-        is_one_each = {bias, selection_bias} - {None} == {*places} and bias != selection_bias
+    numbers = range(len(dtypes))
+    for bias, selection_bias in itertools.product((*numbers, None), repeat=2):
+        uses_each_once = {bias, selection_bias} - {None} == {*numbers} and bias != selection_bias
         # In ONNX the router's weight and bias have one type.
         fits = bias is None or dtypes[bias] == part.weight.meta["val"].dtype
-        if (is_one_each or not places) and fits:
+        if (uses_each_once or not numbers) and fits:
             yield bias, selection_bias
 
 
@@ -303,13 +303,13 @@ def _groups(part: _Part) -> Iterator[tuple[str, int, int]]:
     topks: list[tuple[Any, ...]] = [
         node.args for node in part.nodes if _is_aten(node, ("topk",)) and len(node.args) > 1
     ]
-    found: set[tuple[int, int]] = {
+    candidates: set[tuple[int, int]] = {
         (groups, k)
         for groups in _numbers_of_groups(part)
         for scores, k, *_ in topks
         if scores.meta["val"].shape[-1] == groups
     }
-    for n_group, topk_group in sorted(found):
+    for n_group, topk_group in sorted(candidates):
         for scoring in GROUP_SCORINGS[1:]:
             options = RouterOptions(1, "softmax", True, 1.0, scoring, n_group, topk_group)
             if options.limits_groups and all(holds for holds, _ in options.rules(experts)):
@@ -330,14 +330,16 @@ def _numbers_of_groups(part: _Part) -> set[int]:
 
 
 def _scorings(part: _Part) -> list[tuple[str, bool]]:
-    """Returns what the operator may score by, that first which comes as the part's operators do.
+    """Returns the operator's ways to score, first those whose order is that of the part's nodes.
 
     The softmax of the top-k is the renormalised top-k of the softmax.
     """
     order = [node for node in part.nodes if _is_aten(node, ("softmax", "topk"))]
     topk_first = bool(order) and _is_aten(order[0], ("topk",))
     scorings = sorted(_SCORINGS, key=lambda scoring: (scoring == "topk_softmax") != topk_first)
-    return [(scoring, each) for scoring in scorings for each in _SCORINGS[scoring]]
+    return [
+        (scoring, normalization) for scoring in scorings for normalization in _SCORINGS[scoring]
+    ]
 
 
 def _scalings(part: _Part) -> Iterator[float]:
@@ -378,8 +380,8 @@ def _examples(part: _Part) -> Iterator[tuple[Tensor, Tensor, list[Tensor], Tenso
         # Logits around 0, or around -18, where all sigmoids are small.
         low = random(torch.rand, *sizes[:-1], 1).round_().mul_(-18 / math.sqrt(width))
         source = cast(random(torch.randn, *sizes).add_(low), part.source)
-        given = {part.source: source, part.weight: weight}
-        x, ids, weights = _run(part, given | dict(zip(part.biases, biases, strict=True)))
+        values = {part.source: source, part.weight: weight}
+        x, ids, weights = _run(part, values | dict(zip(part.biases, biases, strict=True)))
         x_TD, routing_TE = x.reshape(-1, width), _dense(ids, weights, experts)
         if not len(x_TD):
             raise ValueError("an example without tokens")
@@ -388,9 +390,9 @@ def _examples(part: _Part) -> Iterator[tuple[Tensor, Tensor, list[Tensor], Tenso
         seen += len(x_TD[some])
 
 
-def _run(part: _Part, given: dict[fx.Node, Tensor]) -> list[Tensor]:
+def _run(part: _Part, inputs: dict[fx.Node, Tensor]) -> list[Tensor]:
     """Returns the tokens, ids and weights that the experts get."""
-    values: dict[fx.Node, Any] = {**given}
+    values: dict[fx.Node, Any] = {**inputs}
 
     def value(node: fx.Node) -> Any:
         return values[node] if node in values else _size(node.meta["val"])

@@ -15,7 +15,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.nn.modules.module import register_module_forward_hook
 
 from dynamo_moe import pytree
-from dynamo_moe.private import (
+from dynamo_moe.private.pytorch import (
     CHILDREN_TABLE,
     HOOK_TABLES,
     TENSOR_TABLES,
@@ -47,7 +47,7 @@ class SharedTrace:
 
     Attributes:
         units: By run, what the program has of it, once it is known.
-        places: By result of the program that is the model's, its place among the model's.
+        positions: By result of the program that is the model's, its place among the model's.
     """
 
     def __init__(self, equal: EqualBlocks) -> None:
@@ -58,8 +58,8 @@ class SharedTrace:
         self._results: dict[int, Any] = {}
         # None stands for what the program returns in the place of a result of a block that was
         # passed over.
-        self._program_places: list[int | None] = []
-        self.places: list[int] = []
+        self._program_positions: list[int | None] = []
+        self.positions: list[int] = []
 
     @contextlib.contextmanager
     def passing_over(self) -> Iterator[None]:
@@ -69,11 +69,11 @@ class SharedTrace:
         for run in self._equal.runs:
             children = tables[id(run.container)]
             names = {id(child): name for name, child in children.items()}
-            for place in run.passed_over:
-                source = run.blocks[(TRACED - 1) * run.period + place % run.period]
+            for position in run.passed_over:
+                source = run.blocks[(TRACED - 1) * run.period + position % run.period]
                 self._results[id(source)] = None
-                stand_in = _stand_in(run.blocks[place], self._returning(id(source)))
-                children[names[id(run.blocks[place])]] = stand_in
+                stand_in = _stand_in(run.blocks[position], self._returning(id(source)))
+                children[names[id(run.blocks[position])]] = stand_in
 
         def note(module: nn.Module, _: Any, result: Any) -> None:
             if id(module) in self._results:
@@ -100,16 +100,16 @@ class SharedTrace:
         Raises:
             NotSharedError: If it is not.
         """
-        found = []
+        matches = []
         for inputs, log in self._equal.logs:
             try:
                 traced = self._equal.model.run_program(program, inputs)
             except Exception as error:  # An operator of the program.
                 raise NotSharedError(f"the trace runs otherwise: {headline(error)}") from error
-            found.append(_places(log, traced, self._equal.runs))
-        if any(places != found[0] for places in found):
+            matches.append(_result_positions(log, traced, self._equal.runs))
+        if any(positions != matches[0] for positions in matches):
             raise NotSharedError("the trace has other results at other sizes")
-        self._program_places = found[0]
+        self._program_positions = matches[0]
 
     def mark(self, program: ExportedProgram) -> None:
         """Makes the ends of the traced units results of the program, after its own.
@@ -121,14 +121,15 @@ class SharedTrace:
         """
         output = program.graph.output_node()
         results: Any = output.args[0]
-        kept = [number for number, place in enumerate(self._program_places) if place is not None]
-        self.places = [place for place in self._program_places if place is not None]
-        by_place = dict(zip(self.places, (results[number] for number in kept), strict=True))
+        positions = self._program_positions
+        kept = [number for number, position in enumerate(positions) if position is not None]
+        self.positions = [position for position in positions if position is not None]
+        by_position = dict(zip(self.positions, (results[number] for number in kept), strict=True))
         self.units = [
             _program_units(
                 program,
                 run,
-                [[by_place[place] for place in unit] for unit in run.results[:TRACED]],
+                [[by_position[position] for position in unit] for unit in run.results[:TRACED]],
             )
             for run in self._equal.runs
         ]
@@ -138,7 +139,7 @@ class SharedTrace:
         specs.extend(
             OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in ends
         )
-        output.args = ((*by_place.values(), *ends),)
+        output.args = ((*by_position.values(), *ends),)
 
 
 def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
@@ -153,7 +154,7 @@ def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 # --- What the program runs, against the model ---
 
 
-def _places(whole: ModelLog, traced: ModelLog, runs: Sequence[Run]) -> list[int | None]:
+def _result_positions(whole: ModelLog, traced: ModelLog, runs: Sequence[Run]) -> list[int | None]:
     """Returns which of a model's results those of a trace are.
 
     Raises:
@@ -205,25 +206,26 @@ def _places(whole: ModelLog, traced: ModelLog, runs: Sequence[Run]) -> list[int 
 def _matched_results(
     whole: ModelLog, traced: ModelLog, runs: Sequence[Run], twin: Callable[[int], int | None]
 ) -> list[int | None]:
-    absent = {place for run in runs for unit in run.results[TRACED:] for place in unit}
+    absent = {position for run in runs for unit in run.results[TRACED:] for position in unit}
     inputs = [leaf for run in runs for unit in run.inputs[TRACED:] for leaf in unit]
     unchanged = {traced.operators.number_of(("input", leaf)) for leaf in inputs}
-    expected = [place for place in range(len(whole.results)) if place not in absent]
-    places: list[int | None] = []
+    expected = [position for position in range(len(whole.results)) if position not in absent]
+    positions: list[int | None] = []
     for result in traced.results:
         if result in unchanged:
-            places.append(None)  # What a layer of a cache held before stands for what it will hold.
+            # The layer of a cache as it was before stands for the layer as it will be.
+            positions.append(None)
             continue
         value = whole.results[expected[0]] if expected else None
         if expected and (twin(value) if isinstance(value, int) else value) == result:
-            places.append(expected.pop(0))
+            positions.append(expected.pop(0))
         elif absent and result == "None":
-            places.append(None)  # A layer of a cache that nothing has filled.
+            positions.append(None)  # A layer of a cache that nothing has filled.
         else:
             raise NotSharedError("the trace has other results than the model")
     if expected:
         raise NotSharedError("the trace has fewer results than the model")
-    return places
+    return positions
 
 
 # --- What of it belongs to which unit ---

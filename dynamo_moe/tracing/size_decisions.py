@@ -1,4 +1,4 @@
-"""What a model decides by sizes that should be symbolic, noted while it is traced.
+"""Decisions of a model by sizes that should be symbolic, noted while it is traced.
 
 ``int(math.ceil(1.25 * tokens))`` or ``if tokens > 8:`` need a number. PyTorch gives them that of
 the example, and notes a condition under which the trace holds. Where such conditions cannot be
@@ -18,12 +18,12 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 
-from dynamo_moe.tracing import private
+from dynamo_moe.private import tracer
 
 _HERE = Path(__file__).parent
 # Where traces begin, and files whose frames are not the model's.
 _BEGINNINGS = tuple(str(_HERE / f"{name}.py") for name in ("capture", "decomposition", "nodes"))
-_OTHERS = (str(Path(torch.__file__).parent), str(_HERE), "<")
+_OTHERS = (str(Path(torch.__file__).parent), str(Path(tracer.__file__).parent), str(_HERE), "<")
 
 
 class Decision(NamedTuple):
@@ -31,11 +31,11 @@ class Decision(NamedTuple):
 
     Attributes:
         condition: True for the example's sizes.
-        place: The line of the model, as ``file:line: source``; empty if unknown.
+        line: The line of the model, as ``file:line: source``; empty if unknown.
     """
 
     condition: Any
-    place: str
+    line: str
 
     def fixes_a_size(self) -> bool:
         """Whether the condition leaves a symbol one value."""
@@ -51,10 +51,10 @@ _noted: ContextVar[list[Decision] | None] = ContextVar("noted", default=None)
 def _note(condition: Any, kind: str) -> None:
     noted = _noted.get()
     if noted is not None and "suppressed" not in kind:
-        noted.append(Decision(condition, _place()))
+        noted.append(Decision(condition, _line_of_model()))
 
 
-_watched = private.sizes_watched(_note)
+_watched = tracer.sizes_watched(_note)
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def decisions_noted() -> Iterator[list[Decision]]:
     noted: list[Decision] = []
     token = _noted.set(noted)
     try:
-        with _watched() if private.missing() is None else nullcontext():
+        with _watched() if tracer.missing() is None else nullcontext():
             yield noted
     finally:
         _noted.reset(token)
@@ -76,24 +76,24 @@ def decisions_of(program: ExportedProgram, noted: Sequence[Decision]) -> list[De
             Decision(sympy.And(symbol >= values.lower, symbol <= values.upper), "")
             for symbol, values in program.range_constraints.items()
         ]
-    mode = private.fake_mode(program)
+    mode = tracer.fake_mode(program)
     if mode is not None and program.graph_signature.lifted_tensor_constants:
         # What is computed of sizes and a tensor made in the forward is computed once, unnoticed.
         # A model's own buffers are no such tensors, though ``tensor_constants`` has some of them.
         sizes = mode.shape_env.backed_var_to_val
         symbols = [symbol for symbol in sizes if symbol in program.range_constraints]
-        noted = [*noted, *(Decision(sympy.Eq(each, sizes[each]), "") for each in symbols)]
-    found: dict[Any, Decision] = {}
-    for condition, place in noted:
+        noted = [*noted, *(Decision(sympy.Eq(symbol, sizes[symbol]), "") for symbol in symbols)]
+    decisions: dict[Any, Decision] = {}
+    for condition, line in noted:
         # Sizes that turned out to be equal since have one symbol.
         current = condition if mode is None else mode.shape_env.replace(condition)
-        found.setdefault(current, Decision(current, place))
-    return list(found.values())
+        decisions.setdefault(current, Decision(current, line))
+    return list(decisions.values())
 
 
-def _place() -> str:
+def _line_of_model() -> str:
     """Returns the innermost line that is the model's."""
-    for file, line in private.stack():
+    for file, line in tracer.stack():
         if file in _BEGINNINGS:
             break
         if not file.startswith(_OTHERS):

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dynamo_moe.private import tracer
 from dynamo_moe.process_state import replaced
-from dynamo_moe.tracing import private
 
 # Where transformers looks the function up.
 _MODULE, _NAME = "transformers.models.jamba.modeling_jamba", "mamba_selective_scan"
@@ -29,7 +29,7 @@ def exportable_scans() -> AbstractContextManager[None]:
     Without PyTorch's ``scan`` they keep their own loop, whose length is the example's.
     """
     module = sys.modules.get(_MODULE)
-    if private.scan is None or not hasattr(module, _NAME):
+    if tracer.scan is None or not hasattr(module, _NAME):
         return nullcontext()
     return replaced(module, _NAME, lambda _: _selective_scan)
 
@@ -70,7 +70,7 @@ def _selective_scan(
         return h, h.clone()
 
     start = torch.zeros_like(update_LBCN[0])
-    last, h_LBCN = private.scan(step, start, (decay_LBCN, update_LBCN))
+    last, h_LBCN = tracer.scan(step, start, (decay_LBCN, update_LBCN))
     y = (h_LBCN.to(dtype) * C_LB1N.to(dtype)).sum(-1).permute(1, 2, 0)
     if D is not None:
         y = y + u_BCL * D[None, :, None]

@@ -20,10 +20,12 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from dynamo_moe.moe_nodes.nodes import set_module
 from dynamo_moe.moe_nodes.translation import onnx_translation_table
 from dynamo_moe.operators.registry import Operator, operators
+from dynamo_moe.private import exporter, tracer
 from dynamo_moe.progress.phases import phase
-from dynamo_moe.tracing import private, private_exporter
+from dynamo_moe.tracing import shortcuts
 from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_run
@@ -60,8 +62,8 @@ def translate(
         torch.onnx.OnnxExporterError: If an operator has no translation.
         NeedsRetraceError: If the program would have to be traced again, and cannot.
     """
-    with private_exporter.quiet():
-        reason = private.missing()
+    with exporter.quiet():
+        reason = tracer.missing()
         if not retraces:
             if reason is not None:
                 raise torch.onnx.OnnxExporterError(
@@ -107,30 +109,32 @@ def _translate_by_torch(program: ExportedProgram, opset: int) -> ir.Model:
 def _with_own_decompositions(program: ExportedProgram) -> ExportedProgram:
     """Returns the program without the operators that PyTorch's exporter translates wrongly."""
     targets: set[Any] = {node.target for node in all_nodes(program)}
-    own = {target: DECOMPOSITIONS[target] for target in targets & DECOMPOSITIONS.keys()}
-    return program.run_decompositions(own) if own else program
+    decompositions = {target: DECOMPOSITIONS[target] for target in targets & DECOMPOSITIONS.keys()}
+    return program.run_decompositions(decompositions) if decompositions else program
 
 
 # --- Our steps ---
 
+_translating = exporter.translating(set_module)
 
-@private.graphs_compiled_late()
+
+@tracer.graphs_compiled_late()
 def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials) -> ir.Model:
     registry, decompositions = _registered(max(opset, 18), operators())
-    mode = private.fake_mode(program)
+    mode = tracer.fake_mode(program)
     if mode is None:
         raise NeedsRetraceError("the program has no values")
-    with private.decomposing():
+    with shortcuts.decomposing():
         with decisions_noted() as noted:
             module = decomposed(program.graph_module, registry.is_registered, decompositions, mode)
         if noted:
             decisions = decisions_of(program, noted)
             trials.check(program, decisions, program_run(program), program_run(program, module))
-        private_exporter.promote_dtypes(module)
-    with private_exporter.translating():
+        exporter.promote_dtypes(module)
+    with _translating():
         signature = _renamed(program, module)
-        model: ir.Model = private_exporter.onnx_program(program, module, signature, registry).model
-        if private_exporter.keeps_meaning(model, opset):
+        model: ir.Model = exporter.onnx_program(program, module, signature, registry).model
+        if exporter.keeps_meaning(model, opset):
             model.opset_imports[""] = opset
             common_passes.RemoveUnusedNodesPass()(model)
         else:
@@ -140,13 +144,13 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
 
 # For one set of operators: each registration between exports makes another.
 @functools.lru_cache(maxsize=1)
-def _registered(opset: int, own: tuple[Operator, ...] = ()) -> tuple[Any, dict[Any, Any]]:
-    """Returns the translations of operators, ``own`` among them, and the others' decompositions."""
-    registry = copy.copy(private_exporter.torchlib(opset))
+def _registered(opset: int, added: tuple[Operator, ...] = ()) -> tuple[Any, dict[Any, Any]]:
+    """Returns translations of operators, ``added`` among them, and the others' decompositions."""
+    registry = copy.copy(exporter.torchlib(opset))
     registry.functions = {target: [*known] for target, known in registry.functions.items()}
-    for operator in own:
+    for operator in added:
         registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
-    return registry, private_exporter.decomposition_table(registry)
+    return registry, exporter.decomposition_table(registry)
 
 
 def _renamed(program: ExportedProgram, module: fx.GraphModule) -> Any:

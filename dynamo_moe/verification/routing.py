@@ -14,7 +14,7 @@ from custom_ops.options import ROUTER_OPTIONS, RouterOptions
 from custom_ops.routing import route
 from dynamo_moe.files import metadata
 from dynamo_moe.moe_nodes.nodes import DROPLESS, EXPERTS, INPUTS
-from dynamo_moe.private import TorchDispatchMode
+from dynamo_moe.private.pytorch import TorchDispatchMode
 
 
 def add_routing_outputs(proto: onnx.ModelProto) -> list[str]:

@@ -147,20 +147,20 @@ def open_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 def _open_indexed(folder: Path) -> dict[str, torch.Tensor]:
     try:
-        places: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+        files_by_tensor: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / _INDEX} is not an index of safetensors files") from error
     files = {}
-    for name in sorted(set(places.values())):
+    for name in sorted(set(files_by_tensor.values())):
         if Path(name).name != name:
             raise ValueError(f"{folder / _INDEX} names {name!r}, which is not a file beside it")
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} lacks {name}, which its index names")
         files[name] = _open_file(folder / name)
-    for tensor, name in places.items():
+    for tensor, name in files_by_tensor.items():
         if tensor not in files[name]:
             raise ValueError(f"{folder / name} lacks {tensor}, which the index places there")
-    return {tensor: files[name][tensor] for tensor, name in places.items()}
+    return {tensor: files[name][tensor] for tensor, name in files_by_tensor.items()}
 
 
 def _open_file(path: Path) -> dict[str, torch.Tensor]:

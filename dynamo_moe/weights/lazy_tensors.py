@@ -20,11 +20,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dynamo_moe.private import schema_of, wrapper_subclass
+from dynamo_moe.private.pytorch import schema_of, wrapper_subclass
 from dynamo_moe.pytree import tree_map_only
 
 CHUNK_BYTES = 2**23
-"""What :meth:`LazyTensor.chunks` holds in memory, unless one row is larger."""
+"""The memory that :meth:`LazyTensor.chunks` takes, unless one row is larger."""
 
 _aten = torch.ops.aten
 
@@ -80,17 +80,17 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Result:
-    """What an operation gives; ``place`` among its results where it has several."""
+    """The result of an operation; ``index`` among its results where it has several."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    place: int | None
+    index: int | None
 
     def of(self, *args: Any) -> Tensor:
         """Runs the operation on values."""
         result = self.function(*args, **self.kwargs)
-        return result if self.place is None else result[self.place]  # type: ignore[no-any-return]
+        return result if self.index is None else result[self.index]  # type: ignore[no-any-return]
 
 
 class LazyTensor(Tensor):
@@ -115,7 +115,7 @@ class LazyTensor(Tensor):
         return cls(torch.empty(source.shape, dtype=source.dtype, device="meta"), source)
 
     @classmethod
-    def held(cls, tensor: Tensor) -> LazyTensor:
+    def of_memory(cls, tensor: Tensor) -> LazyTensor:
         """Returns a tensor in memory, such that what is made of it is computed when it is read."""
         known = tensor.detach()
         return cls(known.to("meta"), _Result(_aten.alias.default, (known,), {}, None))
@@ -143,7 +143,7 @@ class LazyTensor(Tensor):
             return cls(results, _Result(func, args, kwargs, None))
         if not isinstance(results, (list, tuple)):
             raise NotImplementedError(f"{func} needs the values of a tensor in a checkpoint")
-        return [cls(r, _Result(func, args, kwargs, place)) for place, r in enumerate(results)]
+        return [cls(r, _Result(func, args, kwargs, index)) for index, r in enumerate(results)]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype})"
@@ -157,7 +157,7 @@ class LazyTensor(Tensor):
         return source if isinstance(source, Stored) else None
 
     def of_others(self, other: Callable[[Tensor], Tensor | None]) -> LazyTensor:
-        """Returns what this tensor would be, had it been made of other tensors.
+        """Returns this tensor as it would be if it had been made of other tensors.
 
         Args:
             other: From a tensor to what takes its place; None: it is made of others in turn.
@@ -167,18 +167,18 @@ class LazyTensor(Tensor):
         """
 
         def replaced(tensor: Tensor) -> Tensor:
-            found = other(tensor)
-            if found is not None:
-                return found
+            substitute = other(tensor)
+            if substitute is not None:
+                return substitute
             source = tensor._source if isinstance(tensor, LazyTensor) else None
             if not isinstance(source, _Result):
                 raise ValueError("a tensor has no counterpart")
             args, kwargs = tree_map_only(Tensor, replaced, (source.args, source.kwargs))
-            made = _Result(source.function, args, kwargs, source.place)
+            made = _Result(source.function, args, kwargs, source.index)
             return LazyTensor(_as_meta(tensor), made)
 
-        found = replaced(self)
-        return found if isinstance(found, LazyTensor) else LazyTensor.held(found)
+        tensor = replaced(self)
+        return tensor if isinstance(tensor, LazyTensor) else LazyTensor.of_memory(tensor)
 
     def read(self) -> Tensor:
         """Returns the values, all in memory."""
@@ -219,7 +219,7 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 
 def _row_reader(tensor: Tensor) -> _Rows | None:
-    """Returns what gives rows start to stop from rows of the operands; None if rows are mixed."""
+    """Returns a function that computes rows start to stop alone; None if rows are mixed."""
     if not isinstance(tensor, LazyTensor):
         return _rows_of(tensor)
     source = tensor._source

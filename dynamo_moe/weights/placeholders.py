@@ -22,7 +22,7 @@ import onnx_ir.tensor_adapters
 import torch
 from torch import Tensor, nn
 
-from dynamo_moe.private import tensors_replaced
+from dynamo_moe.private.pytorch import tensors_replaced
 from dynamo_moe.process_state import ProcessState
 from dynamo_moe.weights.lazy_tensors import LazyTensor, Stored
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from dynamo_moe.private import has_attribute, modules_by_path
+from dynamo_moe.private.pytorch import has_attribute, modules_by_path
 
 
 @st.composite

@@ -114,7 +114,7 @@ def private_uses(source: str, module: str = "") -> Iterator[Use]:
             in_module = re.findall(r"\b(?:torch|transformers|onnxscript)[\w.]*\._\w+", node.value)
             names = [] if node in documentation else in_module
             # There, names are passed by variables as well.
-            in_door = "/private" in module and node.value.isidentifier()
+            in_door = "/private/" in module and node.value.isidentifier()
             if in_door and is_private(node.value) and node.value not in own:
                 names.append(node.value)
         yield from (Use(module, node.lineno, name) for name in names)

@@ -25,8 +25,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules import transformer
 
 import dynamo_moe
+from dynamo_moe.private import tracer
 from dynamo_moe.process_state import ProcessState, collector_paused, exclusive, replaced
-from dynamo_moe.tracing import private
+from dynamo_moe.tracing import shortcuts
 from dynamo_moe.verification.comparison import _outputs
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from dynamo_moe.weights.placeholders import as_ir
@@ -154,7 +155,7 @@ def process() -> dict[str, Any]:
     casts = ("bfloat16", "double", "float", "half")
     return {
         **{name: vars(nn.Module)[name] for name in casts},
-        **{name: vars(SymNode)[name] for name in private._ARITHMETIC},
+        **{name: vars(SymNode)[name] for name in tracer._ARITHMETIC},
         "log_guard": vars(ShapeEnv)["_log_guard"],
         "from_op_schema": vars(OpSignature)["from_op_schema"],
         "is_causal": getattr(transformer, "_detect_is_causal_mask", None),
@@ -174,7 +175,7 @@ def process() -> dict[str, Any]:
 
 def test_capture_and_decomposition_may_end_in_any_order() -> None:
     before = process()
-    one, other = private.capturing(), private.decomposing()
+    one, other = shortcuts.capturing(), shortcuts.decomposing()
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
@@ -195,7 +196,7 @@ def test_lazy_weights_are_written_beside_an_export_and_each_other() -> None:
     own = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        weight = as_ir(LazyTensor.held(torch.arange(12.0)), "weight")
+        weight = as_ir(LazyTensor.of_memory(torch.arange(12.0)), "weight")
         file = io.BytesIO()
         with exclusive():
             in_other_thread(lambda: weight.tofile(file))

@@ -96,7 +96,7 @@ def test_torch_onnx_export_makes_the_node_too() -> None:
 
 
 def test_exporter_of_pytorch_gives_the_same_node(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("dynamo_moe.tracing.private.KNOWN_VERSIONS", ((2, 0), (2, 1)))
+    monkeypatch.setattr("dynamo_moe.private.tracer.KNOWN_VERSIONS", ((2, 0), (2, 1)))
     model, proto = exported(tmp_path / "m.onnx", call_scaled)
     assert attributes(only(proto, "Scaled"))["steps"] == [4, 5]
     other_shapes(tmp_path / "m.onnx", model)
@@ -311,7 +311,7 @@ dynamo_moe.register_op(OPS.composite, domain=DOMAIN, op_type="Composite")
 @pytest.mark.parametrize("steps", [True, False], ids=["own steps", "torch.onnx"])
 def test_a_composite_stays_one_node(tmp_path: Path, monkeypatch, steps: bool) -> None:
     if not steps:
-        monkeypatch.setattr("dynamo_moe.tracing.private.KNOWN_VERSIONS", ((2, 0), (2, 1)))
+        monkeypatch.setattr("dynamo_moe.private.tracer.KNOWN_VERSIONS", ((2, 0), (2, 1)))
     _, proto = exported(tmp_path / "m.onnx", OPS.composite)
     assert only(proto, "Composite")
     assert "Sqrt" not in {node.op_type for node in proto.graph.node}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dynamo_moe import ExportError, export, export_training
-from dynamo_moe.tracing import private_gradients
+from dynamo_moe.private import gradients
 from training_files import Arrays, File, check, state_of
 
 pytestmark = pytest.mark.slow
@@ -516,7 +516,7 @@ def test_recurrent_layers_have_the_length_of_the_example(tmp_path):
 
 @pytest.mark.parametrize("moved", [None, lambda program: program])
 def test_a_pytorch_with_other_names_is_refused(tmp_path, monkeypatch, moved):
-    monkeypatch.setattr(private_gradients, "_export_forward_backward", moved)
+    monkeypatch.setattr(gradients, "_export_forward_backward", moved)
     with pytest.raises(ExportError, match=r"cannot export gradients: .*_export_forward_backward"):
         export_small(tmp_path, small())
 

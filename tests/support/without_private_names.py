@@ -41,12 +41,12 @@ from onnxscript import rewriter  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import dynamo_moe  # noqa: E402
-import dynamo_moe.conversion.private  # noqa: E402
-import dynamo_moe.graph.private  # noqa: E402
-import dynamo_moe.operators.private  # noqa: E402
-import dynamo_moe.private  # noqa: E402
-import dynamo_moe.tracing.private  # noqa: E402
-from dynamo_moe import conversion  # noqa: E402
+import dynamo_moe.private.onnxscript  # noqa: E402
+import dynamo_moe.private.operators  # noqa: E402
+import dynamo_moe.private.tracer  # noqa: E402
+import dynamo_moe.pytree  # noqa: E402
+import dynamo_moe.tracing.shortcuts  # noqa: E402
+from dynamo_moe.private import transformers  # noqa: E402
 
 # No other module imports private names; a test holds that.
 builtins.__import__ = _import
@@ -97,7 +97,7 @@ def main() -> None:
     architecture = ARCHITECTURES["mixtral"]
     language_model = architecture.build()
     # The interface of transformers' experts has moved too: they are recognised by structure.
-    conversion.private._IMPLEMENTATION = "_moved"
+    transformers._IMPLEMENTATION = "_moved"
     [converted] = {each.adapter for each in dynamo_moe.convert(language_model).replaced}
     assert converted != "transformers-experts"
     report = _exported("mixtral", language_model, example_inputs(architecture, 2, 5))

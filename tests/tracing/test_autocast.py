@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dynamo_moe
-from dynamo_moe.tracing import autocast, capture, private
+from dynamo_moe.private import tracer
+from dynamo_moe.tracing import autocast, capture
 from small_models import OpLayer, OwnRouter
 
 # Autocast warns if its device is not there.
@@ -132,7 +133,7 @@ def test_regions_keep_their_casts(tmp_path: Path, function) -> None:
 
 @pytest.mark.parametrize("function", [full_precision_router, composite, norm_of_half])
 def test_regions_where_torch_exports(tmp_path: Path, monkeypatch, function) -> None:
-    monkeypatch.setattr(private, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
+    monkeypatch.setattr(tracer, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
     model = Model(function).eval()
     dynamo_moe.export(model, torch.randn(4, 16), tmp_path / "m.onnx")
     check(tmp_path / "m.onnx", model, torch.randn(7, 16))

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 
-from dynamo_moe.tracing import private
+from dynamo_moe.private import tracer
+from dynamo_moe.tracing import shortcuts
 
 pytestmark = pytest.mark.skipif(
-    private.missing() is not None,
+    tracer.missing() is not None,
     reason="needs a known version of PyTorch",
 )
 
@@ -102,7 +103,7 @@ class Steps(nn.Module):
 def traced(model: nn.Module) -> ExportedProgram:
     example = (torch.randn(3, 5, WIDTH),)
     shapes = ((Dim.DYNAMIC, Dim.DYNAMIC, Dim.STATIC),)
-    with private._sizes_of_one():
+    with tracer.sizes_of_one():
         return torch.export.export(model, example, dynamic_shapes=shapes)
 
 
@@ -158,9 +159,9 @@ def described(model: nn.Module) -> list[Any] | str:
 
 
 def check(model: nn.Module) -> None:
-    with private._dynamo_config.patch(fake_tensor_cache_enabled=False):
+    with tracer._dynamo_config.patch(fake_tensor_cache_enabled=False):
         plain = described(model)
-    with private._cheap_tracing():
+    with shortcuts._cheap_tracing():
         cheap = described(model)
     assert cheap == plain
 

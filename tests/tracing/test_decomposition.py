@@ -18,7 +18,8 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dynamo_moe
-from dynamo_moe.tracing import decomposition, private, translate
+from dynamo_moe.private import tracer
+from dynamo_moe.tracing import decomposition, translate
 from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.fixed_sizes import SizeTrials
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 
 
 known = pytest.mark.skipif(
-    private.missing() is not None, reason="needs a version of PyTorch that is known"
+    tracer.missing() is not None, reason="needs a version of PyTorch that is known"
 )
 
 
@@ -531,7 +532,7 @@ def other_names(x: Tensor) -> tuple[Tensor, ...]:
 def test_one_operator_instead_of_another_takes_no_trace(
     tmp_path: Path, retraces, monkeypatch: pytest.MonkeyPatch, function
 ) -> None:
-    monkeypatch.delattr(private, "make_fx")
+    monkeypatch.delattr(tracer, "make_fx")
     dynamo_moe.export(Call(function), torch.randn(5, 6), tmp_path / "m.onnx")
     assert not retraces
     check_numbers(tmp_path / "m.onnx", Call(function), torch.randn(3, 6))
@@ -556,7 +557,7 @@ def test_equal_arguments_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return F.rms_norm(x[:, :4], (4,)) + F.rms_norm(x.transpose(0, 1)[:4].transpose(0, 1), (4,))
 
     count = 0
-    original = private.make_fx
+    original = tracer.make_fx
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -564,7 +565,7 @@ def test_equal_arguments_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> Non
         return original(*args, **kwargs)
 
     program = traced(Call(repeated), torch.randn(3, 6))
-    monkeypatch.setattr(private, "make_fx", counted)
+    monkeypatch.setattr(tracer, "make_fx", counted)
     result = decompose(program)
     assert count == 2
     x = torch.randn(4, 6)
@@ -620,7 +621,7 @@ def an_untranslated() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def unknown_version(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(private, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
+    patch.setattr(tracer, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
 
 
 def failing_steps(patch: pytest.MonkeyPatch) -> None:

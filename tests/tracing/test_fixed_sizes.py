@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dynamo_moe
-from dynamo_moe.tracing import dynamic_shapes, fixed_sizes, private
+from dynamo_moe.private import tracer
+from dynamo_moe.tracing import dynamic_shapes, fixed_sizes
 from dynamo_moe.tracing.capture import capture
 from dynamo_moe.tracing.size_decisions import decisions_noted
 from public_moe import CASES
@@ -283,7 +284,7 @@ def test_trials_leave_buffers_as_they_are(tmp_path: Path) -> None:
 
 
 def test_without_private_names_ranges_tell(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(private, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
+    monkeypatch.setattr(tracer, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
     with pytest.raises(dynamo_moe.ExportError, match=r"x.shape\[0\] <= 8.*x.shape\[0\] is 9"):
         dynamo_moe.export(Model(branch).eval(), torch.randn(TOKENS, 16), tmp_path / "m.onnx")
 
@@ -301,7 +302,7 @@ def test_decisions_are_noted_in_their_thread_alone() -> None:
         thread.join()
         assert not noted
         trace()
-    assert any("if x.shape[0] > 8" in decision.place for decision in noted)
+    assert any("if x.shape[0] > 8" in decision.line for decision in noted)
 
 
 def test_models_without_decisions_are_not_run(tmp_path: Path, monkeypatch) -> None:

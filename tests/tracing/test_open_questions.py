@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx.experimental import symbolic_shapes
 
-from dynamo_moe.tracing import private
+from dynamo_moe.private import tracer
 from dynamo_moe.tracing.open_questions import (
     Answers,
     Questions,
@@ -21,7 +21,7 @@ from dynamo_moe.tracing.open_questions import (
 )
 
 pytestmark = pytest.mark.skipif(
-    private.missing() is not None,
+    tracer.missing() is not None,
     reason="needs a known version of PyTorch",
 )
 
@@ -59,7 +59,7 @@ class Asks(nn.Module):
 def test_answers_are_looked_for_anew_where_more_is_known() -> None:
     asked: list[Questions] = []
     answers: list[bool] = []
-    with private._sizes_of_one():
+    with tracer.sizes_of_one():
         torch.export.export(
             Asks(asked, answers), (torch.randn(6, 2),), dynamic_shapes=({0: Dim.DYNAMIC},)
         )

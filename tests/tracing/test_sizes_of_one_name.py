@@ -100,4 +100,4 @@ def test_the_line_that_decides_is_the_models() -> None:
     with decisions_noted() as noted:
         torch.export.export(Watched(), (torch.randn(4, 6), torch.randn(4, 6)), dynamic_shapes=sizes)
     assert noted
-    assert all(decision.place.endswith("return first + second  # here") for decision in noted)
+    assert all(decision.line.endswith("return first + second  # here") for decision in noted)

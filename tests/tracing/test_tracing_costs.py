@@ -19,11 +19,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from dynamo_moe.models import SwinMoE, SwinMoEConfig
-from dynamo_moe.moe_nodes.nodes import module_of
-from dynamo_moe.tracing import private, private_exporter
+from dynamo_moe.moe_nodes.nodes import module_of, set_module
+from dynamo_moe.private import exporter, tracer
+from dynamo_moe.tracing import shortcuts
 
 known = pytest.mark.skipif(
-    private.missing() is not None or not hasattr(ShapeEnv(), "_replacements_version_counter"),
+    tracer.missing() is not None or not hasattr(ShapeEnv(), "_replacements_version_counter"),
     reason="needs a known version of PyTorch that counts what it finds out",
 )
 
@@ -101,7 +102,7 @@ def test_the_graph_is_the_same(make: Any) -> None:
     torch.manual_seed(0)
     model, example = make()
     plain = traced(model, example)
-    with private._cheap_tracing():
+    with shortcuts._cheap_tracing():
         cheap = traced(model, example)
     assert text(plain) == text(cheap)
 
@@ -129,7 +130,7 @@ def test_size_arithmetic_is_done_once() -> None:
         with pytest.MonkeyPatch.context() as patch:
             calls = counted(patch)
             if cheap:
-                with private._cheap_tracing():
+                with shortcuts._cheap_tracing():
                     traced(Repeats(), (torch.randn(3, 4),))
             else:
                 traced(Repeats(), (torch.randn(3, 4),))
@@ -154,22 +155,22 @@ def test_what_an_operator_gives_is_found_once(monkeypatch: pytest.MonkeyPatch) -
         return original(*arguments)
 
     monkeypatch.setattr(FakeTensorMode, "_dispatch_impl", counting)
-    with private._cheap_tracing():
+    with shortcuts._cheap_tracing():
         traced(Repeats(), (torch.randn(3, 4),))
     # A few for the first of each operator, and what detaches the values of nodes.
     assert found[0] < 30
 
 
 def test_an_unknown_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
+    monkeypatch.setattr(tracer, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
     before = SymNode._mul
-    with private._cheap_tracing():
+    with shortcuts._cheap_tracing():
         assert SymNode._mul is before
 
 
 @known
 def test_the_registry_of_translations_reads_no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = private_exporter.torchlib.__wrapped__
+    make = exporter.torchlib.__wrapped__
     plain = ONNXRegistry.from_torchlib(opset_version=20)
 
     def unwanted(_: Any) -> None:
@@ -188,7 +189,7 @@ class Relu(nn.Module):
 def test_graphs_of_others_have_their_code() -> None:
     codes: list[str] = []
     kept = []
-    with private.graphs_compiled_late():
+    with tracer.graphs_compiled_late():
         thread = threading.Thread(target=lambda: codes.append(fx.symbolic_trace(Relu()).code))
         thread.start()
         thread.join()
@@ -215,14 +216,14 @@ def test_graphs_of_operators_that_change_are_converted(
         f"""<ir_version: 9, opset_import: ["" : 18]>
         model (float[2, 4, 1] x) => (float[a, b, c] y) {{ y = {operator}(x) }}"""
     )
-    assert private_exporter.keeps_meaning(model, opset) == keeps
+    assert exporter.keeps_meaning(model, opset) == keeps
     model.graph[0].version = 21
-    assert not private_exporter.keeps_meaning(model, 20)
+    assert not exporter.keeps_meaning(model, 20)
 
 
 def test_members_of_protocols_are_looked_up_once() -> None:
     tensor, before = ir.tensor([1]), typing.__dict__.get("_get_protocol_attrs")
-    with private_exporter.members_looked_up_once():
+    with exporter.members_looked_up_once():
         assert isinstance(tensor, ir.TensorProtocol)
         assert not isinstance(1, ir.TensorProtocol)
     assert typing.__dict__.get("_get_protocol_attrs") is before
@@ -240,7 +241,7 @@ def test_nodes_of_a_translation_know_their_modules() -> None:
 
     program = torch.export.export(Outer(), (torch.ones(2),))
     plain = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False).model
-    with private_exporter.translating():
+    with exporter.translating(set_module)():
         quick = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False).model
     expected = [(node.op_type, module_of(node)) for node in plain.graph]
     assert [(node.op_type, module_of(node)) for node in quick.graph] == expected
@@ -254,7 +255,7 @@ def test_where_gradients_are_switched_off_is_no_region(modes: list[bool], enable
     model, example = Switching(modes), (torch.randn(3, 4),)
     with torch.set_grad_enabled(enabled):
         regions = traced(model, example)
-        with private.without_gradients():
+        with tracer.without_gradients():
             plain = traced(model, example)
     has_regions = any("wrap_with_set_grad_enabled" in str(each) for each in text(regions))
     assert has_regions == any(mode != enabled for mode in modes)

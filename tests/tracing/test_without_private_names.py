@@ -19,11 +19,9 @@ from torch import Tensor, nn
 
 import dynamo_moe
 from custom_ops import _checks
-from dynamo_moe import private, pytree, tracing
-from dynamo_moe.operators import private as operators_private
-from dynamo_moe.operators.private import has_fake_kernel, parsed_schema
-from dynamo_moe.tracing import private as tracing_private
-from dynamo_moe.tracing import private_exporter
+from dynamo_moe import private, pytree
+from dynamo_moe.private import exporter, operators, pytorch, tracer
+from dynamo_moe.private.operators import has_fake_kernel, parsed_schema
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 from small_models import OpLayer, op_model
 
@@ -54,7 +52,7 @@ def test_the_report_names_an_unknown_version(
     model, example = op_model(OpLayer()), torch.randn(3, 16)
     path = tmp_path / "m.onnx"
     assert not any("exporter" in note for note in dynamo_moe.export(model, example, path).notes)
-    monkeypatch.setattr(tracing_private, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
+    monkeypatch.setattr(tracer, "KNOWN_VERSIONS", ((2, 0), (2, 1)))
     notes = dynamo_moe.export(model, example, path).notes
     [note] = [note for note in notes if "its own exporter alone" in note]
     assert note == (
@@ -77,21 +75,21 @@ def test_the_report_names_an_unknown_version(
 )
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    assert (tracing_private.missing() is None) == known
+    assert (tracer.missing() is None) == known
 
 
 def test_another_signature_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    tracing_private._changed.cache_clear()
+    tracer._changed.cache_clear()
     monkeypatch.setattr(ShapeEnv, "_log_guard", lambda self, guard: None)
     try:
-        assert "_log_guard takes self, guard" in str(tracing_private.missing())
+        assert "_log_guard takes self, guard" in str(tracer.missing())
         monkeypatch.delattr(ShapeEnv, "_log_guard")
-        tracing_private._changed.cache_clear()
-        assert "'_log_guard'" in str(tracing_private.missing())
+        tracer._changed.cache_clear()
+        assert "'_log_guard'" in str(tracer.missing())
     finally:
-        tracing_private._changed.cache_clear()
+        tracer._changed.cache_clear()
 
 
 def imported_anew(module: ModuleType) -> Any:
@@ -105,8 +103,8 @@ def imported_anew(module: ModuleType) -> Any:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        *((tracing_private, name) for name in tracing_private._USED if "_config." not in name),
-        *((private_exporter, name) for name in private_exporter.USED),
+        *((tracer, name) for name in tracer._USED if "_config." not in name),
+        *((exporter, name) for name in exporter.USED),
     ],
 )
 def test_an_attribute_that_moved_is_noticed(
@@ -117,18 +115,18 @@ def test_an_attribute_that_moved_is_noticed(
     for each in getattr(held, "__mro__", [held]):
         if attribute in vars(each):
             monkeypatch.delattr(each, attribute)
-    monkeypatch.setattr(tracing, "private_exporter", imported_anew(private_exporter))
-    assert f"'{attribute}'" in str(imported_anew(tracing_private).missing())
+    monkeypatch.setattr(private, "exporter", imported_anew(exporter))
+    assert f"'{attribute}'" in str(imported_anew(tracer).missing())
 
 
 def test_an_export_without_the_interpreter_of_promotions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # PyTorch itself still has it.
-    names = {**vars(private_exporter.type_promotion)}
+    names = {**vars(exporter.type_promotion)}
     del names["_TypePromotionInterpreter"]
-    monkeypatch.setattr(private_exporter, "type_promotion", SimpleNamespace(**names))
-    tracing_private._changed.cache_clear()
+    monkeypatch.setattr(exporter, "type_promotion", SimpleNamespace(**names))
+    tracer._changed.cache_clear()
     try:
         model, path = op_model(OpLayer()), tmp_path / "m.onnx"
         [note] = dynamo_moe.export(model, torch.randn(3, 16), path).notes
@@ -136,7 +134,7 @@ def test_an_export_without_the_interpreter_of_promotions(
         assert "'_TypePromotionInterpreter'" in note
         assert dynamo_moe.verify(path, model).passed
     finally:
-        tracing_private._changed.cache_clear()
+        tracer._changed.cache_clear()
 
 
 def test_the_report_names_a_step_that_failed(
@@ -145,7 +143,7 @@ def test_the_report_names_a_step_that_failed(
     def failing(module: Any) -> None:
         raise AttributeError("no such attribute\nand more")
 
-    monkeypatch.setattr(private_exporter, "promote_dtypes", failing)
+    monkeypatch.setattr(exporter, "promote_dtypes", failing)
     model, path = op_model(OpLayer()), tmp_path / "m.onnx"
     [note] = dynamo_moe.export(model, torch.randn(3, 16), path).notes
     assert note == (
@@ -165,9 +163,9 @@ def test_the_report_names_what_needs_a_second_trace(tmp_path: Path) -> None:
 
 
 def test_lazy_weights_need_a_version_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private, "Tensor", object)
+    monkeypatch.setattr(pytorch, "Tensor", object)
     with pytest.raises(RuntimeError) as raised:
-        LazyTensor.held(torch.ones(2))
+        LazyTensor.of_memory(torch.ones(2))
     assert f"PyTorch {torch.__version__} has no torch.Tensor._make_wrapper_subclass" in str(
         raised.value
     )
@@ -177,16 +175,16 @@ def test_lazy_weights_need_a_version_that_has_them(monkeypatch: pytest.MonkeyPat
     "tree", [1, [], [1, (2, {"a": 3})], {"a": [1], "b": None}, Pair(1, [2]), (Pair(1, 2),)]
 )
 def test_own_containers_are_as_those_of_pytorch(tree: Any) -> None:
-    leaves, structure = pytree.OWN["tree_flatten"](tree)
-    assert leaves == pytree.tree_leaves(tree) == pytree.OWN["tree_leaves"](tree)
-    assert pytree.OWN["tree_unflatten"](leaves, structure) == tree
-    assert type(pytree.OWN["tree_unflatten"](leaves, structure)) is type(tree)
+    leaves, structure = pytree.PYTHON_ONLY["tree_flatten"](tree)
+    assert leaves == pytree.tree_leaves(tree) == pytree.PYTHON_ONLY["tree_leaves"](tree)
+    assert pytree.PYTHON_ONLY["tree_unflatten"](leaves, structure) == tree
+    assert type(pytree.PYTHON_ONLY["tree_unflatten"](leaves, structure)) is type(tree)
     for name, args in (("tree_map", (str,)), ("tree_map_only", (int, str))):
-        assert pytree.OWN[name](*args, tree) == getattr(pytree, name)(*args, tree)
+        assert pytree.PYTHON_ONLY[name](*args, tree) == getattr(pytree, name)(*args, tree)
 
 
 def test_structures_are_compared() -> None:
-    flatten = pytree.OWN["tree_flatten"]
+    flatten = pytree.PYTHON_ONLY["tree_flatten"]
     assert flatten([1, (2, 3)])[1] == flatten([4, (5, 6)])[1]
     assert flatten([1, (2, 3)])[1] != flatten([1, [2, 3]])[1]
     assert flatten({"a": 1})[1] != flatten({"b": 1})[1]
@@ -214,9 +212,9 @@ def test_symbols_of_data_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch
     program = torch.export.export(Chosen(), (torch.randn(4, 3),), dynamic_shapes=dynamic)
     *_, output = program.graph.nodes
     chosen, doubled = (node.meta["val"] for node in output.args[0])
-    expected = [tracing_private.free_unbacked_symbols(value) for value in (chosen, doubled)]
-    monkeypatch.setattr(tracing_private, "_absent", "moved")
-    assert [tracing_private.free_unbacked_symbols(value) for value in (chosen, doubled)] == expected
+    expected = [tracer.free_unbacked_symbols(value) for value in (chosen, doubled)]
+    monkeypatch.setattr(tracer, "_absent", "moved")
+    assert [tracer.free_unbacked_symbols(value) for value in (chosen, doubled)] == expected
     assert [len(symbols) for symbols in expected] == [1, 0]
 
 
@@ -239,14 +237,14 @@ def test_a_fake_kernel_is_taken_for_granted_where_nothing_tells(
     without = torch.ops.private_names.without_fake.default
     assert not has_fake_kernel(without)
     with monkeypatch.context() as moved:
-        moved.setattr("dynamo_moe.operators.private.OPDEFS", None)
+        moved.setattr("dynamo_moe.private.operators.OPDEFS", None)
         assert has_fake_kernel(without)
     with monkeypatch.context() as moved:  # Its definition has no _abstract_fn.
-        moved.setattr("dynamo_moe.operators.private.OPDEFS", {without._schema.name: object()})
+        moved.setattr("dynamo_moe.private.operators.OPDEFS", {without._schema.name: object()})
         assert has_fake_kernel(without)
     for owner, name in (
         (torch._C, "_dispatch_has_kernel_for_dispatch_key"),
-        (type(operators_private.singleton), "find"),
+        (type(operators.singleton), "find"),
     ):
         with monkeypatch.context() as moved:
             moved.delattr(owner, name)

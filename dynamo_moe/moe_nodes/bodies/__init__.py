@@ -1,4 +1,4 @@
-"""What the operators of domain ``moe`` compute, as functions of standard ONNX operators.
+"""The bodies of the operators of domain ``moe``: functions of standard ONNX operators.
 
 A file whose nodes carry such a function runs in every ONNX runtime. A runtime that implements the
 operator itself (TensorRT with the plugin) ignores the function.

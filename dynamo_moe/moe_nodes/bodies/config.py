@@ -1,4 +1,4 @@
-"""What a body depends on: the options that change its nodes, not the layer's sizes."""
+"""The configuration of a body: the options that change its nodes, not the layer's sizes."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class GradientConfig(BodyConfig):
 
 
 def _part(record: Options, option: Option) -> str:
-    """Returns what an option adds to a configuration's name."""
+    """Returns an option's part of a configuration's name."""
     value = getattr(record, option.name)
     if option.is_number or not option.has_effect(record):
         return ""

@@ -97,13 +97,13 @@ def _rows(
     config = layer.config
 
     def linear(in_RI: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
-        own = {
+        tensors = {
             name: [
                 op.entered(weights[n], d, out=f"{n}_own") for n, d in stored(config, name).items()
             ]
             for name in (weight, *({bias} & weights.keys()))
         }
-        wide = [loaded(op, config, name, v, out=f"{v[0].name}_wide") for name, v in own.items()]
+        wide = [loaded(op, config, name, v, out=f"{v[0].name}_wide") for name, v in tensors.items()]
         return op.Gemm(in_RI, *wide, transB=int(not config.shape.is_transposed(weight)), out=out)
 
     rows_R = op.Slice(layer.slots.rows_N, begin_1, end_1, [0], out="rows_R")
@@ -128,29 +128,29 @@ def _scan(op: Ops, layer: _Layer, most_1: ir.Value) -> tuple[ir.Value, ir.Value]
         "pads": op.Pad(rest_E1, [0, 2, 0, 1], out="pads_E4"),
     } | {name: layer.parameters[name] for name in _WEIGHTS if name in layer.parameters}
 
-    each = op.inner()
+    expert = op.inner()
     kinds = {"active": ir.DataType.BOOL} | dict.fromkeys(
         ("begin", "end", "pads"), ir.DataType.INT64
     )
     # The element types follow what the Scan visits, even after a tool has changed its dtype.
-    own = {
-        name: each.value(name, ir.TensorType(kinds[name]) if name in kinds else None)
+    slices = {
+        name: expert.value(name, ir.TensorType(kinds[name]) if name in kinds else None)
         for name in visited
     }
-    active, idle = each.inner(), each.inner()
-    weights = {name: value for name, value in own.items() if name in _WEIGHTS}
-    y_RD = _rows(active, layer, weights, own["begin"], own["end"])
-    y_PD = active.Pad(y_RD, own["pads"], out="y_padded")
+    active, idle = expert.inner(), expert.inner()
+    weights = {name: value for name, value in slices.items() if name in _WEIGHTS}
+    y_RD = _rows(active, layer, weights, slices["begin"], slices["end"])
+    y_PD = active.Pad(y_RD, slices["pads"], out="y_padded")
     none_PD = idle.Identity(idle_PD, out="none_PD")
-    y_PD = each.If(
-        own["active"],
+    y_PD = expert.If(
+        slices["active"],
         then_branch=active.graph([], [y_PD], "active"),
         else_branch=idle.graph([], [none_PD], "idle"),
         out="y_PD",
     )
     y_EPD = op.Scan(
         *visited.values(),
-        body=each.graph(list(own.values()), [y_PD], "each"),
+        body=expert.graph(list(slices.values()), [y_PD], "each"),
         num_scan_inputs=len(visited),
         out="y_EPD",
     )

@@ -1,4 +1,4 @@
-"""What the bodies share for an expert's rows: dtypes, biases and the activation.
+"""Nodes for an expert's rows that the bodies share: dtypes, biases and the activation.
 
 Legend: D model width, H hidden width, F = H, or 2H when gated, K = top_k, N = T*K slots (slot n
 is choice n % K of token n // K).
@@ -24,7 +24,7 @@ _ERF_POINTS = 24
 def expert_inputs(
     op: Ops, config: BodyConfig, x_TD: ir.Value, weights_TK: ir.Value, width_1: ir.Value
 ) -> ir.Value:
-    """What the first product reads: ``[T, D]``, or ``[N, D]`` if scaled by the weights.
+    """The rows that the first product reads: ``[T, D]``, or ``[N, D]`` if scaled by the weights.
 
     Tokens are rounded to the experts' dtype, then normalised in the wider dtype of the sums, where
     scaling the rows scales the product.

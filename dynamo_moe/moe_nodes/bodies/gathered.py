@@ -57,15 +57,15 @@ def experts(
         # Slots of no expert, -1, get the last expert's weights.
         tensors = []
         for part, part_dtype in stored(config, name).items():
-            own = op.Gather(parameters[part], ids_TK, axis=0, out=f"{part}_TK")
-            tensors.append(op.entered(own, part_dtype, out=f"{part}_TK_entered"))
+            gathered = op.Gather(parameters[part], ids_TK, axis=0, out=f"{part}_TK")
+            tensors.append(op.entered(gathered, part_dtype, out=f"{part}_TK_entered"))
         return loaded(op, config, name, tensors, out=f"{name}_TK_wide")
 
     def linear(vectors: ir.Value, weight: str, bias: str, out: str) -> ir.Value:
-        own, axis = chosen(weight), -1
-        operands = (own, vectors)
+        weights, axis = chosen(weight), -1
+        operands = (weights, vectors)
         if config.shape.is_transposed(weight):
-            operands, axis = (vectors, own), -2
+            operands, axis = (vectors, weights), -2
         y_TKO1 = op.MatMul(*operands, out=f"{out}1")
         y_TKO = op.Squeeze(y_TKO1, [axis], out=out)
         return op.Add(y_TKO, chosen(bias), out=f"{out}_biased") if bias in parameters else y_TKO

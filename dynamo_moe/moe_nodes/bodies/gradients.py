@@ -21,7 +21,7 @@ from dynamo_moe.moe_nodes.bodies.config import GradientConfig, RoutedConfig
 from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, rms_scale, round_hidden
 from dynamo_moe.moe_nodes.bodies.layer import as_function, recorder, result, tokens
 from dynamo_moe.moe_nodes.bodies.ops import Ops
-from dynamo_moe.moe_nodes.bodies.router import given, logits, route
+from dynamo_moe.moe_nodes.bodies.router import given_routing, logits, route
 from dynamo_moe.moe_nodes.bodies.slots import sort
 
 _PARAMETERS = ("w1", "b1", "w2", "b2")
@@ -52,7 +52,7 @@ def gradient_body(config: GradientConfig, opset: int, *, domain: str = "moe") ->
     dtype = config.compute_dtype
     x_TD = tokens(op, config, inputs["x"])
     dy_TD = op.cast(tokens(op, config, inputs["dy"]), config.tokens_dtype, dtype, out="dy_wide_TD")
-    ids_TK, weights_TK = given(op, config, inputs)
+    ids_TK, weights_TK = given_routing(op, config, inputs)
     dx_TD, dweights_TK, gradients = _experts_backward(
         op, config, inputs, dy_TD, x_TD, ids_TK, weights_TK
     )
@@ -139,7 +139,7 @@ def _visit(
     ids_TK: ir.Value,
     weights_TK: ir.Value,
 ) -> tuple[ir.Value, ir.Value, dict[str, ir.Value]]:
-    """What the Scan gives: of each slot the gradients of its input and weight, zeros for no expert.
+    """The Scan's results: of each slot the gradients of its input and weight, zeros for no expert.
 
     The gradient of a weight is that of a weight on the result.
     """
@@ -158,60 +158,62 @@ def _visit(
         *(inputs[name] for name in present),
     ]
 
-    each = op.inner()
-    din_ND = each.value("din_ND", ir.TensorType(dtype))
-    dweights_N = each.value("dweights_N", ir.TensorType(dtype))
+    expert = op.inner()
+    din_ND = expert.value("din_ND", ir.TensorType(dtype))
+    dweights_N = expert.value("dweights_N", ir.TensorType(dtype))
     begin_1, end_1 = (
-        each.value(name, ir.TensorType(ir.DataType.INT64)) for name in ("begin", "end")
+        expert.value(name, ir.TensorType(ir.DataType.INT64)) for name in ("begin", "end")
     )
-    own = {name: each.value(f"{name}_own", ir.TensorType(config.operand_dtype)) for name in present}
+    weights = {
+        name: expert.value(f"{name}_own", ir.TensorType(config.operand_dtype)) for name in present
+    }
     wide = {
-        name: each.cast(value, config.operand_dtype, dtype, out=f"{name}_wide")
-        for name, value in own.items()
+        name: expert.cast(value, config.operand_dtype, dtype, out=f"{name}_wide")
+        for name, value in weights.items()
     }
 
-    slots_R = each.Slice(order_N, begin_1, end_1, [0], out="slots_R")
-    slots_R1 = each.Unsqueeze(slots_R, [1], out="slots_R1")
-    tokens_R = each.Div(slots_R, op.size("top_k"), out="tokens_R")
-    dy_RD = each.Gather(dy_TD, tokens_R, out="dy_RD")
-    x_RD = each.Gather(rows, slots_R if config.options.weight_on_input else tokens_R, out="x_RD")
-    z_RF = each.Gemm(x_RD, wide["w1"], wide.get("b1"), transB=1, out="z_RF")
-    h_RH = round_hidden(each, config, activate(each, config, z_RF))
-    dh_RH = each.MatMul(dy_RD, wide["w2"], out="dh_RH")
+    slots_R = expert.Slice(order_N, begin_1, end_1, [0], out="slots_R")
+    slots_R1 = expert.Unsqueeze(slots_R, [1], out="slots_R1")
+    tokens_R = expert.Div(slots_R, op.size("top_k"), out="tokens_R")
+    dy_RD = expert.Gather(dy_TD, tokens_R, out="dy_RD")
+    x_RD = expert.Gather(rows, slots_R if config.options.weight_on_input else tokens_R, out="x_RD")
+    z_RF = expert.Gemm(x_RD, wide["w1"], wide.get("b1"), transB=1, out="z_RF")
+    h_RH = round_hidden(expert, config, activate(expert, config, z_RF))
+    dh_RH = expert.MatMul(dy_RD, wide["w2"], out="dh_RH")
     if not config.options.weight_on_input:
         # The product of dy and h @ w2.mT + b2.
-        dweights_R = each.ReduceSum(
-            each.Mul(dh_RH, h_RH, out="dh_h"), [1], keepdims=0, out="dweights_R"
+        dweights_R = expert.ReduceSum(
+            expert.Mul(dh_RH, h_RH, out="dh_h"), [1], keepdims=0, out="dweights_R"
         )
         if "b2" in wide:
-            of_bias_R = each.ReduceSum(
-                each.Mul(dy_RD, wide["b2"], out="dy_b2"), [1], keepdims=0, out="of_bias_R"
+            of_bias_R = expert.ReduceSum(
+                expert.Mul(dy_RD, wide["b2"], out="dy_b2"), [1], keepdims=0, out="of_bias_R"
             )
-            dweights_R = each.Add(dweights_R, of_bias_R, out="dweights_biased_R")
-        dweights_next = each.ScatterND(dweights_N, slots_R1, dweights_R, out="dweights_next")
-        weight_R1 = each.Gather(weights_N, slots_R1, out="weight_R1")
-        dy_RD = each.Mul(dy_RD, weight_R1, out="dy_weighted_RD")
-        dh_RH = each.Mul(dh_RH, weight_R1, out="dh_weighted_RH")
+            dweights_R = expert.Add(dweights_R, of_bias_R, out="dweights_biased_R")
+        dweights_next = expert.ScatterND(dweights_N, slots_R1, dweights_R, out="dweights_next")
+        weight_R1 = expert.Gather(weights_N, slots_R1, out="weight_R1")
+        dy_RD = expert.Mul(dy_RD, weight_R1, out="dy_weighted_RD")
+        dh_RH = expert.Mul(dh_RH, weight_R1, out="dh_weighted_RH")
     else:
-        dweights_next = each.Identity(dweights_N, out="dweights_next")
-    dz_RF = activate_backward(each, config, dh_RH, z_RF)
-    din_RD = each.MatMul(dz_RF, wide["w1"], out="din_RD")
-    results = [each.ScatterND(din_ND, slots_R1, din_RD, out="din_next"), dweights_next]
+        dweights_next = expert.Identity(dweights_N, out="dweights_next")
+    dz_RF = activate_backward(expert, config, dh_RH, z_RF)
+    din_RD = expert.MatMul(dz_RF, wide["w1"], out="din_RD")
+    results = [expert.ScatterND(din_ND, slots_R1, din_RD, out="din_next"), dweights_next]
 
     trained = present if config.train_parameters else []
     for name in trained:
         left, right = (dz_RF, x_RD) if name in ("w1", "b1") else (dy_RD, h_RH)
         gradient = (
-            each.ReduceSum(left, [0], keepdims=0, out=f"d{name}_wide")
+            expert.ReduceSum(left, [0], keepdims=0, out=f"d{name}_wide")
             if name.startswith("b")
-            else each.Gemm(left, right, transA=1, out=f"d{name}_wide")
+            else expert.Gemm(left, right, transA=1, out=f"d{name}_wide")
         )
-        results.append(each.Cast(gradient, to=config.operand_dtype, out=f"d{name}_own"))
+        results.append(expert.Cast(gradient, to=config.operand_dtype, out=f"d{name}_own"))
 
-    body = each.graph([din_ND, dweights_N, begin_1, end_1, *own.values()], results, "each")
+    body = expert.graph([din_ND, dweights_N, begin_1, end_1, *weights.values()], results, "each")
     names = ["din_ND", "dweights_N", *(f"d{name}" for name in trained)]
-    found = op.Scan(*states, *visited, body=body, num_scan_inputs=len(visited), out=names)
-    return found[0], found[1], dict(zip(trained, found[2:], strict=True))
+    outputs = op.Scan(*states, *visited, body=body, num_scan_inputs=len(visited), out=names)
+    return outputs[0], outputs[1], dict(zip(trained, outputs[2:], strict=True))
 
 
 # --- The router ---

@@ -78,7 +78,7 @@ def function(
 
 
 def recorder(opset: int, *, beside: bool = False) -> Ops:
-    """Returns what records a body's nodes; see :func:`body`."""
+    """Returns a recorder of a body's nodes; see :func:`body`."""
     if opset < MIN_OPSET:
         raise ValueError(f"the body needs opset {MIN_OPSET} or later, got {opset}")
     return Ops(opset, beside=beside)

@@ -21,14 +21,14 @@ def rms_norm_body(node: ir.Node, opset: int, *, beside: bool) -> ir.Function:
     Raises:
         ValueError: If the dtype of an input is unknown.
     """
-    x_dtype, weight_dtype = (_dtype(node, place) for place in range(2))
+    x_dtype, weight_dtype = (_dtype(node, position) for position in range(2))
     plus_one, early = (
         bool(node.attributes[name].as_int()) for name in ("weight_plus_one", "round_before_weight")
     )
     op = Ops(opset, beside=beside)
-    x_given, weight_given = (op.value(name) for name in _INPUTS)
-    x = op.entered(x_given, x_dtype, out="x_entered")
-    weight = op.entered(weight_given, weight_dtype, out="weight_entered")
+    x_input, weight_input = (op.value(name) for name in _INPUTS)
+    x = op.entered(x_input, x_dtype, out="x_entered")
+    weight = op.entered(weight_input, weight_dtype, out="weight_entered")
     wide = ir.DataType.DOUBLE if x_dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     factor = op.cast(weight, weight_dtype, wide, out="weight_wide")
     if plus_one:
@@ -43,7 +43,7 @@ def rms_norm_body(node: ir.Node, opset: int, *, beside: bool) -> ir.Function:
             rounded = op.cast(normed, wide, x_dtype, out="normed_rounded")
             normed = op.cast(rounded, x_dtype, wide, out="normed_wide")
         y = op.cast(op.Mul(normed, factor, out="scaled"), wide, x_dtype, out="y")
-        y = op.leaving(y, x_given, x_dtype, out="y_leaving")
+        y = op.leaving(y, x_input, x_dtype, out="y_leaving")
     parts = {
         x_dtype.short_name(): True,
         weight_dtype.short_name(): weight_dtype != x_dtype,
@@ -52,7 +52,7 @@ def rms_norm_body(node: ir.Node, opset: int, *, beside: bool) -> ir.Function:
     }
     name = "_".join(part for part, present in parts.items() if present)
     graph = ir.Graph(
-        [x_given, weight_given], [y], nodes=op.nodes, opset_imports={"": opset}, name=name
+        [x_input, weight_input], [y], nodes=op.nodes, opset_imports={"": opset}, name=name
     )
     return ir.Function("moe", "RMSNorm", overload=name, graph=graph, attributes=[])
 
@@ -63,8 +63,8 @@ def _normed(op: Ops, x: ir.Value, dtype: ir.DataType) -> ir.Value:
     return op.Div(x, op.Sqrt(shifted, out="root"), out="normed")
 
 
-def _dtype(node: ir.Node, place: int) -> ir.DataType:
-    value = node.inputs[place]
+def _dtype(node: ir.Node, position: int) -> ir.DataType:
+    value = node.inputs[position]
     if value is None or value.dtype is None:
-        raise ValueError(f"node {node.name!r}: the dtype of input {place} is unknown")
+        raise ValueError(f"node {node.name!r}: the dtype of input {position} is unknown")
     return value.dtype

@@ -19,7 +19,7 @@ def route(
     op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
     """Returns each token's expert ids ``[T, K]`` and their weights in the compute dtype."""
-    return _route(op, config, inputs, x_TD) if config.router else given(op, config, inputs)
+    return _route(op, config, inputs, x_TD) if config.router else given_routing(op, config, inputs)
 
 
 def logits(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value) -> ir.Value:
@@ -27,8 +27,8 @@ def logits(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir
     dtype = config.router_compute_dtype
 
     def parameter(name: str) -> ir.Value:
-        own = op.entered(inputs[name], config.routing_dtype, out=f"{name}_entered")
-        return op.cast(own, config.routing_dtype, dtype, out=f"{name}_wide")
+        weight = op.entered(inputs[name], config.routing_dtype, out=f"{name}_entered")
+        return op.cast(weight, config.routing_dtype, dtype, out=f"{name}_wide")
 
     return op.Gemm(
         op.cast(x_TD, config.tokens_dtype, dtype, out="x_wide_TD"),
@@ -54,10 +54,10 @@ def _route(
         scores_TE = op.Sigmoid(logits_TE, out="scores_TE")
     ranked_TE = scores_TE
     if config.has_selection_bias:
-        own = op.entered(
+        stored = op.entered(
             inputs["selection_bias"], config.selection_dtype, out="selection_bias_entered"
         )
-        bias = op.cast(own, config.selection_dtype, dtype, out="selection_bias_wide")
+        bias = op.cast(stored, config.selection_dtype, dtype, out="selection_bias_wide")
         ranked_TE = op.Add(scores_TE, bias, out="biased_TE")
     if config.router_options.group_scoring == "none":
         top_TK, ids_TK = op.TopK(ranked_TE, op.size("top_k"), out=("top_TK", "ids_TK"))
@@ -101,7 +101,9 @@ def _members_of_best_groups(op: Ops, config: BodyConfig, ranked_TE: ir.Value) ->
     return op.Flatten(members_TCS, axis=1, out="members_TM")
 
 
-def given(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ir.Value]:
+def given_routing(
+    op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]
+) -> tuple[ir.Value, ir.Value]:
     """The node's own ids and weights; the weight for no expert is 0, even if it was NaN."""
     dtype, own_dtype = config.compute_dtype, config.weights_dtype
     TK = op.Concat([-1], op.size("top_k"), axis=0, out="TK")

@@ -88,7 +88,7 @@ def combine(
     ``y_rows`` holds all results and zeros in its last row. An expert's results are in the order of
     its slots, from row ``first_E`` on.
     """
-    y_TKD = op.Gather(y_rows, _places(op, slots, first_E), axis=0, out="y_TKD")
+    y_TKD = op.Gather(y_rows, _result_rows(op, slots, first_E), axis=0, out="y_TKD")
     return weighted_sum(op, config, y_TKD, weights_TK)
 
 
@@ -99,11 +99,11 @@ def weighted_sum(op: Ops, config: BodyConfig, y_TKD: ir.Value, weights_TK: ir.Va
     return op.MatMul(op.Unsqueeze(weights_TK, [1], out="weights_T1K"), y_TKD, out="y_T1D")
 
 
-def _places(op: Ops, slots: Slots, first_E: ir.Value) -> ir.Value:
+def _result_rows(op: Ops, slots: Slots, first_E: ir.Value) -> ir.Value:
     """The rows ``[T, K]`` of the slots' results; -1, the last row, for slots of no expert."""
     TK = op.Shape(slots.ids_TK, out="TK")
     order_TK = op.Reshape(slots.places_N, TK, allowzero=1, out="order_TK")
     shift_E = op.Sub(first_E, slots.begins_E, out="shift_E")
     shift_TK = op.Gather(shift_E, slots.ids_TK, out="shift_TK")
-    place_TK = op.Add(order_TK, shift_TK, out="shifted_TK")
-    return op.Where(op.Less(slots.ids_TK, 0, out="idle_TK"), -1, place_TK, out="place_TK")
+    shifted_TK = op.Add(order_TK, shift_TK, out="shifted_TK")
+    return op.Where(op.Less(slots.ids_TK, 0, out="idle_TK"), -1, shifted_TK, out="place_TK")

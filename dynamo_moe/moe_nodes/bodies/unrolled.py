@@ -64,8 +64,8 @@ def experts(
             flat_b = op.Reshape(parameter(bias), [-1], out=f"{bias}_flat")
             operands.append(_split(op, flat_b, None, num_experts))
         return [
-            op.Gemm(in_RI, *own, transB=int(not transposed), out=out)
-            for in_RI, *own in zip(parts, *operands, strict=True)
+            op.Gemm(in_RI, *weights, transB=int(not transposed), out=out)
+            for in_RI, *weights in zip(parts, *operands, strict=True)
         ]
 
     z_MF = op.Concat(*products(x_MD, "w1", "b1", "in_features", "z_RF"), axis=0, out="z_MF")

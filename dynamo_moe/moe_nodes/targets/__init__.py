@@ -1,4 +1,4 @@
-"""What a file is written for: one record per target, each in a module, and the list of them.
+"""The targets that a file can be written for: one record each in its module, and their list.
 
 ``record`` has the record, ``registry`` the list, and ``names`` what users write, without imports.
 """

@@ -15,7 +15,7 @@ from dynamo_moe.operators.foreign import ForeignOperator
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What a file is written for.
+    """The runtime, or kind of runtime, that a file is written for.
 
     Attributes:
         name: Its name in the public API.
@@ -60,7 +60,7 @@ class Target:
         return self.bodies.get(body, default)(node, opset)
 
     def notes(self, activations: Collection[str]) -> list[str]:
-        """Returns what a user of a file should know, given the activations of its MoE layers."""
+        """Returns notes for a user of a file, given the activations of its MoE layers."""
         approximated = [
             note for activation, note in self.approximations.items() if activation in activations
         ]

@@ -19,7 +19,7 @@ def default_rules() -> tuple[Any, ...]:
 
 
 class Root:
-    """What a rewrite rule wants of the node that it replaces, as far as that is quickly told.
+    """Conditions of a rewrite rule on the node that it replaces, as far as they are quickly told.
 
     Nothing, if the rule looks for nodes of several operators at once.
     """
@@ -30,11 +30,11 @@ class Root:
         self._operator = pattern.output_node.op if single else None
         self._constants: list[int] = []
         self._producers: list[tuple[int, Any]] = []
-        for place, value in enumerate(pattern.output_node.inputs if single else ()):
+        for position, value in enumerate(pattern.output_node.inputs if single else ()):
             if hasattr(value, "value"):
-                self._constants.append(place)
+                self._constants.append(position)
             elif value is not None and value.producer() is not None:
-                self._producers.append((place, value.producer().op))
+                self._producers.append((position, value.producer().op))
 
     def has_operator(self, op_type: str) -> bool:
         """Whether a node of this operator may match."""
@@ -42,12 +42,12 @@ class Root:
 
     def takes(self, inputs: Sequence[ir.Value | None]) -> bool:
         """Whether a node of the operator may match, given its inputs."""
-        for place in self._constants:
-            value = inputs[place] if place < len(inputs) else None
+        for position in self._constants:
+            value = inputs[position] if position < len(inputs) else None
             if value is None or value.const_value is None:
                 return False
-        for place, operator in self._producers:
-            value = inputs[place] if place < len(inputs) else None
+        for position, operator in self._producers:
+            value = inputs[position] if position < len(inputs) else None
             node = None if value is None else value.producer()
             if node is None or not operator.matches(node.op_type):
                 return False

@@ -10,8 +10,8 @@ from dataclasses import replace
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec
 
-from dynamo_moe.private import enable_python_dispatcher
-from dynamo_moe.tracing import private
+from dynamo_moe.private import tracer
+from dynamo_moe.private.pytorch import enable_python_dispatcher
 
 __all__ = ["missing", "with_gradients"]
 
@@ -24,13 +24,13 @@ except ImportError:
 def missing() -> str | None:
     """Returns why this PyTorch's gradients cannot be exported, which has no public way."""
     name = "torch.export.experimental._export_forward_backward"
-    reason = private.missing()
+    reason = tracer.missing()
     if reason is None and _export_forward_backward is None:
         reason = f"it has no {name}"
     if reason is None:
         first, *others = inspect.signature(_export_forward_backward).parameters.values()
-        if first.name != "ep" or any(each.default is each.empty for each in others):
-            reason = f"{name} takes {', '.join(each.name for each in (first, *others))}"
+        if first.name != "ep" or any(parameter.default is parameter.empty for parameter in others):
+            reason = f"{name} takes {', '.join(parameter.name for parameter in (first, *others))}"
     return reason
 
 
@@ -47,7 +47,7 @@ def with_gradients(
         if node.name in names and not (node.users and names[node.name] in trained):
             node.meta["val"] = node.meta["val"].detach()
     # Padding by symbolic sizes needs the dispatcher.
-    with private.decomposing(), enable_python_dispatcher():
+    with enable_python_dispatcher():
         joint = copy.copy(_export_forward_backward(program))
     signature = joint.graph_signature
     plain = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in signature.output_specs]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dynamo_moe import pytree
 from dynamo_moe.operators.registry import NodeError
-from dynamo_moe.tracing import private
+from dynamo_moe.private import tracer
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
 
 _TORCH = Path(torch.__file__).parent
@@ -30,14 +30,14 @@ def model_line(error: BaseException) -> str | None:
     That is the last line in a method of a module that is neither PyTorch's own nor a converted
     module's. None if there is no such line.
     """
-    found = None
+    location = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         of_others = not any(_is_in(frame, folder) for folder in (_TORCH, _CONVERSION))
         if isinstance(frame.f_locals.get("self"), nn.Module) and of_others:
-            found = Path(frame.f_code.co_filename), line
-    if found is None:
+            location = Path(frame.f_code.co_filename), line
+    if location is None:
         return None
-    path, line = found
+    path, line = location
     code = linecache.getline(str(path), line).strip()
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
@@ -47,21 +47,21 @@ def model_line(error: BaseException) -> str | None:
 def casts_a_module(error: BaseException) -> bool:
     """Whether an error comes from ``module.to()``, ``.float()`` or the like within a forward."""
     return any(
-        private.is_module_cast(frame.f_code.co_name) and _is_in(frame, _TORCH)
+        tracer.is_module_cast(frame.f_code.co_name) and _is_in(frame, _TORCH)
         for frame, _ in traceback.walk_tb(error.__traceback__)
     )
 
 
-def own_failure(
+def model_failure(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], failure: BaseException
 ) -> Exception | None:
-    """Returns what the model raises in PyTorch too, where an operator failed in a trace.
+    """Returns the exception that the model raises in PyTorch too, if an operator failed in a trace.
 
     The model runs once, unless the trace's failure shows that no operator refused the example.
     """
     *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
     by_an_operator = _is_in(frame, _TORCH) and not casts_a_module(failure)
-    if not by_an_operator or type(failure).__module__.startswith(private.TRACERS):
+    if not by_an_operator or type(failure).__module__.startswith(tracer.TRACERS):
         return None
     try:
         with torch.no_grad():
@@ -83,11 +83,11 @@ def described(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return ", ".join(tensors) or "no tensor"
 
 
-def explain_own(error: Exception, given: str) -> str:
+def explain_model_failure(error: Exception, example: str) -> str:
     """Returns the message for a model that fails without any exporter."""
     line = model_line(error)
     where = f", at {line}" if line else ""
-    return f"the model itself fails on the example ({given}){where}: {str(error).strip()}"
+    return f"the model itself fails on the example ({example}){where}: {str(error).strip()}"
 
 
 def explain(error: BaseException) -> str:
@@ -112,10 +112,10 @@ def explain(error: BaseException) -> str:
         )
     if "conflicts between user-specified ranges" in cause:
         conflicts = "; ".join(re.findall(r"inferred a (static shape of .*)\.", cause))
-        places = "; ".join(dict.fromkeys(getattr(error, "__notes__", ())))
+        notes = "; ".join(dict.fromkeys(getattr(error, "__notes__", ())))
         return (
             f"a dimension that should be symbolic is fixed by the model: {conflicts or cause}"
-            f"{places and ', by '}{places}. {_FIX_A_SIZE}"
+            f"{notes and ', by '}{notes}. {_FIX_A_SIZE}"
         )
     if "DynamicCache" in cause:
         return (

@@ -1,6 +1,6 @@
 """Private names by which a traced program becomes ONNX nodes, in steps of our own.
 
-Most are of PyTorch's exporter. :func:`dynamo_moe.tracing.private.missing` says whether they are
+Most are of PyTorch's exporter. :func:`dynamo_moe.private.tracer.missing` says whether they are
 used.
 """
 
@@ -14,7 +14,7 @@ import re
 import sys
 import typing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,6 @@ from onnxscript import TracedOnnxFunction
 from torch import fx
 from torch.export import ExportedProgram
 
-from dynamo_moe.moe_nodes.nodes import set_module
 from dynamo_moe.process_state import ProcessState, collector_paused, replaced
 
 __all__ = [
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 absent = ""
-"""What this PyTorch's exporter lacks; empty if it has all."""
+"""The first name that this PyTorch's exporter lacks; empty if it has all."""
 try:
     from torch.onnx._internal.exporter import _building, _core, _decomp, _fx_passes
     from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -74,7 +73,7 @@ USED: dict[str, tuple[str, ...]] = {
     "type_promotion._TypePromotionInterpreter._maybe_promote_node": ("self", "node", "rule"),
     "type_promotion._TypePromotionInterpreter._set_current_node": (),
 }
-"""What our steps call or replace, as :mod:`dynamo_moe.tracing.private` lists names."""
+"""The names that our steps call or replace, as :mod:`dynamo_moe.private.tracer` lists names."""
 
 
 def _derived_once(original: Any) -> Any:
@@ -108,23 +107,25 @@ quiet = ProcessState(_quiet)
 """Without remarks that are not for the user."""
 
 
-def _module_alone(_: Any) -> Any:
+def _module_alone(
+    set_module: Callable[[ir.Node, str], None],
+) -> Callable[[Any], Callable[[fx.Node, ir.Node], None]]:
     """Notes the module that a node comes from, of all that PyTorch formats for each node."""
 
     def noted(fx_node: fx.Node, ir_node: ir.Node) -> None:
         stack = fx_node.meta.get("nn_module_stack") or {"": ("", None)}
-        set_module(ir_node, _SLICE.sub(_place_in_list, next(reversed(stack.values()))[0]))
+        set_module(ir_node, _SLICE.sub(_path_in_list, next(reversed(stack.values()))[0]))
 
-    return noted
+    return lambda _: noted
 
 
 # How a trace that has seen a module twice names those of a part of a list.
 _SLICE = re.compile(r"\.slice\((None|\d+), [^,()]*, (?:None|1)\)\.(\d+)")
 
 
-def _place_in_list(match: re.Match[str]) -> str:
-    start, place = match.groups()
-    return f".{(0 if start == 'None' else int(start)) + int(place)}"
+def _path_in_list(match: re.Match[str]) -> str:
+    start, position = match.groups()
+    return f".{(0 if start == 'None' else int(start)) + int(position)}"
 
 
 @contextlib.contextmanager
@@ -143,13 +144,19 @@ def _members_looked_up_once() -> Iterator[None]:
 members_looked_up_once = ProcessState(_members_looked_up_once)
 """Without which onnx-ir takes longer to make a graph and to change it."""
 
-translating = ProcessState(
-    # Elsewhere it is looked up anew for every attribute.
-    lambda: replaced(_building, "ir", lambda _: ir),
-    lambda: replaced(OpSignature, "from_op_schema", _derived_once),
-    lambda: replaced(_core, "_set_node_metadata", _module_alone),
-)
-"""How PyTorch makes ONNX nodes of a decomposed program."""
+
+def translating(set_module: Callable[[ir.Node, str], None]) -> ProcessState:
+    """Returns how PyTorch makes ONNX nodes of a decomposed program.
+
+    Args:
+        set_module: Notes the path of the module that a node comes from.
+    """
+    return ProcessState(
+        # Elsewhere it is looked up anew for every attribute.
+        lambda: replaced(_building, "ir", lambda _: ir),
+        lambda: replaced(OpSignature, "from_op_schema", _derived_once),
+        lambda: replaced(_core, "_set_node_metadata", _module_alone(set_module)),
+    )
 
 
 def keeps_meaning(model: ir.Model, opset: int) -> bool:

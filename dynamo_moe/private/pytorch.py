@@ -1,10 +1,6 @@
-"""Private names of PyTorch that several subpackages need, and what stands in for each of them.
+"""Private names of PyTorch that several subpackages need: operators, tensors and modules.
 
-Names that only capture and translation need are in ``dynamo_moe.tracing``, in its modules
-``private`` and ``private_*``; those of registered operators in ``dynamo_moe.operators.private``,
-nested containers in ``dynamo_moe.pytree``. No other module of this package uses a private name of
-PyTorch; a test checks that, and docs/explanation/architecture.md lists these modules with those of
-other packages.
+Those that only capture and translation need are in ``tracer``, ``exporter`` and ``gradients``.
 """
 
 from __future__ import annotations
@@ -66,7 +62,7 @@ def schema_of(operator: OpOverload) -> Any:
     Raises:
         RuntimeError: If this PyTorch does not tell; there is no public way.
     """
-    return _held(operator, "_schema", "OpOverload._schema")
+    return _required(operator, "_schema", "OpOverload._schema")
 
 
 # --- Tensors without values, and modes ---
@@ -118,7 +114,7 @@ def wrapper_subclass(cls: type[_Wrapper], like: Tensor) -> _Wrapper:
     Raises:
         RuntimeError: If this PyTorch cannot make one; there is no public way.
     """
-    make = _held(Tensor, "_make_wrapper_subclass", "torch.Tensor._make_wrapper_subclass")
+    make = _required(Tensor, "_make_wrapper_subclass", "torch.Tensor._make_wrapper_subclass")
     wrapper: _Wrapper = make(
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
     )
@@ -140,7 +136,7 @@ def change_count(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Returns what is equal for tensors that share their memory, fake ones too."""
+    """Returns a key that tensors share which share their memory, fake ones too."""
     with modes_unasked():
         storage = tensor.untyped_storage()
     key: int = storage._cdata if hasattr(storage, "_cdata") else storage.data_ptr()
@@ -166,7 +162,7 @@ _WAYS = nn.Module.__getattr__, nn.Module.__getattribute__
 
 
 def has_attribute(module: nn.Module, name: str) -> bool:
-    """What ``hasattr`` says; a module itself takes three times as long to say no."""
+    """The answer of ``hasattr``; a module itself takes three times as long to say no."""
     kind = type(module)
     ways = kind.__getattr__, kind.__getattribute__
     if ways != _WAYS or hasattr(kind, name):
@@ -205,12 +201,12 @@ def tensors_replaced(module: nn.Module, replacement: Callable[[str, Any], Any]) 
     """
     with contextlib.ExitStack() as restored:
         for path, part in modules_by_path(module):
-            for held in own_parts(part)[:2]:
-                for name, tensor in held.items():
+            for table in own_parts(part)[:2]:
+                for name, tensor in table.items():
                     other = replacement(f"{path}.{name}" if path else name, tensor)
                     if other is not tensor:
-                        restored.callback(held.__setitem__, name, tensor)
-                        held[name] = other
+                        restored.callback(table.__setitem__, name, tensor)
+                        table[name] = other
         yield
 
 
@@ -225,12 +221,12 @@ def submodules_replaced(
     """
     replaced = [(attributes_of(module), own_parts(module)[2]) for module in modules]
     try:
-        for (held, _), table in zip(replaced, tables, strict=True):
-            held[CHILDREN_TABLE] = table
+        for (attributes, _), table in zip(replaced, tables, strict=True):
+            attributes[CHILDREN_TABLE] = table
         yield
     finally:
-        for held, table in replaced:
-            held[CHILDREN_TABLE] = table
+        for attributes, table in replaced:
+            attributes[CHILDREN_TABLE] = table
 
 
 def own_parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -253,15 +249,15 @@ def modules_by_path(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         RuntimeError: If this PyTorch keeps submodules elsewhere.
     """
-    found = [("", model)]
-    _add_by_path(own_parts(model)[2], "", found, {model})
-    return found
+    modules = [("", model)]
+    _add_by_path(own_parts(model)[2], "", modules, {model})
+    return modules
 
 
 def _add_by_path(
     children: Mapping[str, nn.Module | None],
     prefix: str,
-    found: list[tuple[str, nn.Module]],
+    modules: list[tuple[str, nn.Module]],
     seen: set[nn.Module],
 ) -> None:
     for name, child in children.items():
@@ -269,20 +265,20 @@ def _add_by_path(
             continue
         seen.add(child)
         path = prefix + name
-        found.append((path, child))
+        modules.append((path, child))
         if inner := child._modules:  # Not by own_parts, since a model has many.
-            _add_by_path(inner, f"{path}.", found, seen)
+            _add_by_path(inner, f"{path}.", modules, seen)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Returns what is stored in an object itself, past a ``__getattribute__`` of its class."""
+    """Returns the attributes of an object itself, past a ``__getattribute__`` of its class."""
     if issubclass(type(value), type):  # Unlike isinstance, it does not ask the object.
         return dict(vars(value))
     try:
-        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+        attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return found
+    return attributes
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -291,7 +287,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     Raises:
         RuntimeError: If this PyTorch keeps submodules elsewhere.
     """
-    children = _held(module, "_modules", "torch.nn.Module._modules")
+    children = _required(module, "_modules", "torch.nn.Module._modules")
     twin = copy.copy(module)
     twin._modules = {
         name: None if child is None else shallow_copy(child) for name, child in children.items()
@@ -304,7 +300,7 @@ def compiled_module(model: nn.Module) -> nn.Module | None:
     return dict(model.named_children()).get("_orig_mod")
 
 
-def _held(owner: Any, name: str, shown: str) -> Any:
+def _required(owner: Any, name: str, shown: str) -> Any:
     """Returns an attribute that nothing stands in for."""
     if not hasattr(owner, name):
         raise _without(shown)

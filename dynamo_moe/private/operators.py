@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dynamo_moe.private import (
+from dynamo_moe.private.pytorch import (
     FakeTensorMode,
     OpOverload,
     ShapeEnv,
@@ -95,8 +95,8 @@ class SymbolicSizes:
             raise NotImplementedError("symbolic sizes without a tracer")
         self._environment: Any = ShapeEnv(duck_shape=False, specialize_zero_one=False)
         self.symbols: dict[str, Any] = {}
-        for place, (name, value) in enumerate(values.items()):
-            source = ConstantSource(f"size_{place}")
+        for number, (name, value) in enumerate(values.items()):
+            source = ConstantSource(f"size_{number}")
             symbol = self._environment.create_symbol(
                 value,
                 source,

@@ -1,6 +1,6 @@
 """Private names of PyTorch by which an export is traced in steps of our own.
 
-They, and those of :mod:`dynamo_moe.tracing.private_exporter`, are used with the versions of PyTorch
+They, and those of :mod:`dynamo_moe.private.exporter`, are used with the versions of PyTorch
 that they have been run with. With another version, or where a name of either module has moved,
 :func:`missing` says so, and an export takes the public way: ``torch.export.export`` and
 ``torch.onnx.export`` alone. That takes several times as long; what a model decides by a size is
@@ -22,26 +22,15 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.nn.modules import transformer
 
-from dynamo_moe.private import (
-    FakeTensorMode,
-    ShapeEnv,
-    enable_python_dispatcher,
-)
+from dynamo_moe.private import exporter
+from dynamo_moe.private.pytorch import FakeTensorMode, ShapeEnv, enable_python_dispatcher
 from dynamo_moe.process_state import Change, ProcessState, replaced
-from dynamo_moe.tracing import (
-    open_questions,
-    private_exporter,
-    remembered_operators,
-    remembered_sizes,
-)
 
 __all__ = [
     "KNOWN_VERSIONS",
     "SYMBOLIC_SQUARE_ROOT",
     "TRACERS",
     "can_decompose",
-    "capturing",
-    "decomposing",
     "enable_python_dispatcher",
     "exporting",
     "fake_mode",
@@ -51,17 +40,22 @@ __all__ = [
     "is_never_negative",
     "make_fx",
     "missing",
+    "operators_replaced",
+    "orders_in_memory_unasked",
     "rnn_loops",
     "scan",
+    "sizes_of_one",
+    "sizes_replaced",
     "sizes_watched",
     "stack",
+    "unfused_transformers",
     "without_gradients",
 ]
 
 KNOWN_VERSIONS = ((2, 11), (2, 15))
 """The oldest and the newest PyTorch whose private names have been used."""
 
-_absent = private_exporter.absent
+_absent = exporter.absent
 try:
     # Fake tensors of a trace, and the frames of code that Dynamo reads and does not run.
     from torch._dynamo import config as _dynamo_config
@@ -98,7 +92,7 @@ except ImportError:
     scan = None  # type: ignore[assignment]
 
 SYMBOLIC_SQUARE_ROOT = getattr(torch, "_sym_sqrt", None)
-"""What a trace makes of ``math.sqrt`` of a size."""
+"""The operator that ``math.sqrt`` of a size is in a trace."""
 
 _IS_CAUSAL = "_detect_is_causal_mask"
 _ARITHMETIC = ("_add", "_mul", "_sub", "_sym_max", "_eq", "_ne", "_ge", "_gt", "_le", "_lt")
@@ -131,19 +125,19 @@ _USED: dict[str, tuple[str, ...]] = {
 @functools.cache
 def _changed() -> str:
     """Returns the first name that is absent or takes other arguments; empty if none is."""
-    own = _changed_of(_USED, globals())
-    return own or _changed_of(private_exporter.USED, vars(private_exporter))
+    changed = _changed_of(_USED, globals())
+    return changed or _changed_of(exporter.USED, vars(exporter))
 
 
 def _changed_of(used: dict[str, tuple[str, ...]], imported: dict[str, Any]) -> str:
     for name, expected in used.items():
         module, *attributes = name.split(".")
         try:
-            found = functools.reduce(getattr, attributes, imported[module])
+            value = functools.reduce(getattr, attributes, imported[module])
         except AttributeError as error:
             return str(error)
         if expected:
-            parameters = tuple(inspect.signature(found).parameters)
+            parameters = tuple(inspect.signature(value).parameters)
             if parameters[: len(expected)] != expected:
                 return f"{name} takes {', '.join(parameters)}"
     return ""
@@ -154,7 +148,7 @@ def missing() -> str | None:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     oldest, newest = KNOWN_VERSIONS
     if not oldest <= version <= newest:
-        versions = " to ".join(".".join(map(str, each)) for each in KNOWN_VERSIONS)
+        versions = " to ".join(".".join(map(str, version)) for version in KNOWN_VERSIONS)
         return f"it is not one of the versions {versions}"
     absent = _absent or _changed()
     return f"it has other private names: {absent}" if absent else None
@@ -170,7 +164,12 @@ def free_unbacked_symbols(value: Any) -> set[Any]:
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
     expressions = (size.node.expr for size in sizes if isinstance(size, torch.SymInt))
     # PyTorch's names of sizes of the inputs begin with an s.
-    return {s for each in expressions for s in each.free_symbols if not s.name.startswith("s")}
+    return {
+        symbol
+        for expression in expressions
+        for symbol in expression.free_symbols
+        if not symbol.name.startswith("s")
+    }
 
 
 def is_never_negative(size: Any) -> bool:
@@ -194,7 +193,7 @@ def can_decompose(operator: Any) -> bool:
 
 
 def sizes_watched(noting: Callable[[Any, str], None]) -> ProcessState:
-    """Returns what calls a function with each condition on sizes that a trace depends on.
+    """Returns a change that calls a function with each condition on sizes that a trace depends on.
 
     The function also takes what kind of condition PyTorch says it is.
     """
@@ -228,8 +227,41 @@ def is_module_cast(function: str) -> bool:
     return function == "_apply"
 
 
-# --- What the tracer does again for every operator, done once: a third of a capture's time ---
-# A program of 24 transformer blocks formats a stack trace for each node.
+# --- What the shortcuts of a trace replace ---
+# Each replacement takes what PyTorch calls, and returns what takes its place.
+
+Replacement = Callable[[Any], Any]
+
+
+def operators_replaced(
+    remembered: Replacement, defaults_noted: Replacement, unknown_noted: Replacement
+) -> list[Change]:
+    """Returns changes to how operators' results are found, and to conditions they ask about.
+
+    PyTorch's own cache of operators' results takes longer to look them up than to find them anew.
+    """
+    return [
+        lambda: _dynamo_config.patch(fake_tensor_cache_enabled=False),
+        partial(replaced, FakeTensorMode, "dispatch", remembered),
+        partial(replaced, symbolic_shapes, "_guard_or", defaults_noted),
+        partial(replaced, symbolic_shapes, "_static_eval_sym_bool", unknown_noted),
+    ]
+
+
+def sizes_replaced(
+    remembered: Replacement,
+    integers_made_once: Replacement,
+    symbols_known: Replacement,
+    truths_known: Replacement,
+) -> list[Change]:
+    """Returns changes to the arithmetic of symbolic sizes."""
+    return [
+        *(partial(replaced, SymNode, name, remembered) for name in _ARITHMETIC),
+        partial(replaced, SymNode, "wrap_int", integers_made_once),
+        partial(replaced, SymNode, "maybe_as_int", symbols_known),
+        partial(replaced, SymNode, "expect_true", truths_known),
+        partial(replaced, SymNode, "guard_bool", truths_known),
+    ]
 
 
 def _without_memory_format(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,47 +269,9 @@ def _without_memory_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(original, include_contiguity=False)
 
 
-def savings() -> dict[str, list[Change]]:
-    """Returns what replaces parts of the tracer, by what it saves a trace.
-
-    ``benchmarks.export.savings`` measures each. PyTorch's own cache of operators' results takes
-    longer to look them up than to find them anew.
-    """
-    return {
-        "results of operators": [
-            lambda: _dynamo_config.patch(fake_tensor_cache_enabled=False),
-            partial(replaced, FakeTensorMode, "dispatch", remembered_operators.remembered),
-            partial(replaced, symbolic_shapes, "_guard_or", open_questions.defaults_noted),
-            partial(
-                replaced, symbolic_shapes, "_static_eval_sym_bool", open_questions.unknown_noted
-            ),
-        ],
-        "arithmetic of sizes": [
-            *(
-                partial(replaced, SymNode, name, remembered_sizes.remembered)
-                for name in _ARITHMETIC
-            ),
-            partial(replaced, SymNode, "wrap_int", remembered_sizes.integers_made_once),
-            partial(replaced, SymNode, "maybe_as_int", remembered_sizes.symbols_known),
-            partial(replaced, SymNode, "expect_true", remembered_sizes.truths_known),
-            partial(replaced, SymNode, "guard_bool", remembered_sizes.truths_known),
-        ],
-        "orders in memory": [
-            partial(replaced, proxy_tensor, "_extract_tensor_metadata", _without_memory_format),
-        ],
-    }
-
-
-@contextlib.contextmanager
-def _tracing_made_cheap() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for changes in savings().values() if missing() is None else ():
-            for change in changes:
-                stack.enter_context(change())
-        config = getattr(fx, "config", None)  # From PyTorch 2.12 on.
-        if hasattr(config, "do_not_emit_stack_traces"):
-            stack.enter_context(replaced(config, "do_not_emit_stack_traces", lambda _: True))
-        yield
+def orders_in_memory_unasked() -> list[Change]:
+    """Returns the change by which a trace does not ask for results' orders in memory."""
+    return [partial(replaced, proxy_tensor, "_extract_tensor_metadata", _without_memory_format)]
 
 
 # --- Capture ---
@@ -310,12 +304,12 @@ def _unfused_transformers() -> Iterator[None]:
         yield
 
 
-# States of their own: captures and decompositions that overlap share one of each.
-_cheap_tracing = ProcessState(_tracing_made_cheap)
-_sizes_of_one = ProcessState(_sizes_of_one_symbolic)
+unfused_transformers = ProcessState(_unfused_transformers)
+"""Lets the transformers of ``torch.nn`` compute layer by layer."""
 
-capturing = ProcessState(_cheap_tracing, _unfused_transformers, _sizes_of_one)
-"""How PyTorch traces a model for ONNX."""
+# A state of its own: captures and decompositions that overlap share one.
+sizes_of_one = ProcessState(_sizes_of_one_symbolic)
+"""Treats sizes of 0 and 1 as any other."""
 
 
 @contextlib.contextmanager
@@ -330,9 +324,6 @@ def _said_to_export() -> Iterator[None]:
 
 exporting = ProcessState(_said_to_export)
 """How a model runs that should do what it does in a trace."""
-
-decomposing = ProcessState(_cheap_tracing, _sizes_of_one)
-"""How PyTorch traces single operators of a traced program."""
 
 
 def _without_regions(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dynamo_moe.private import has_attribute
+from dynamo_moe.private.pytorch import has_attribute
 
 # The function of an experts module that combines gate and up projections.
 _GATE = "_apply_gate"

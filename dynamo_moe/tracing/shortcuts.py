@@ -1,0 +1,60 @@
+"""Work that PyTorch's tracer repeats for every operator, done once: a third of a capture's time.
+
+A program of 24 transformer blocks formats a stack trace for each node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import fx
+
+from dynamo_moe.private import tracer
+from dynamo_moe.process_state import Change, ProcessState, replaced
+from dynamo_moe.tracing import open_questions, remembered_operators, remembered_sizes
+
+__all__ = ["capturing", "decomposing", "savings"]
+
+
+def savings() -> dict[str, list[Change]]:
+    """Returns changes to the tracer by the work that they save.
+
+    ``benchmarks.export.savings`` measures each.
+    """
+    return {
+        "results of operators": tracer.operators_replaced(
+            remembered_operators.remembered,
+            open_questions.defaults_noted,
+            open_questions.unknown_noted,
+        ),
+        "arithmetic of sizes": tracer.sizes_replaced(
+            remembered_sizes.remembered,
+            remembered_sizes.integers_made_once,
+            remembered_sizes.symbols_known,
+            remembered_sizes.truths_known,
+        ),
+        "orders in memory": tracer.orders_in_memory_unasked(),
+    }
+
+
+@contextlib.contextmanager
+def _tracing_made_cheap() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for changes in savings().values() if tracer.missing() is None else ():
+            for change in changes:
+                stack.enter_context(change())
+        config = getattr(fx, "config", None)  # From PyTorch 2.12 on.
+        if hasattr(config, "do_not_emit_stack_traces"):
+            stack.enter_context(replaced(config, "do_not_emit_stack_traces", lambda _: True))
+        yield
+
+
+# A state of its own: captures and decompositions that overlap share one.
+_cheap_tracing = ProcessState(_tracing_made_cheap)
+
+capturing = ProcessState(_cheap_tracing, tracer.unfused_transformers, tracer.sizes_of_one)
+"""How PyTorch traces a model for ONNX."""
+
+decomposing = ProcessState(_cheap_tracing, tracer.sizes_of_one)
+"""How PyTorch traces single operators of a traced program."""
