@@ -5,7 +5,7 @@ VENV ?= .venv
 # Where test-torch has another PyTorch.
 TORCH_BIN = $(VENV)-torch-$(TORCH)/bin
 # Workers that run tests.
-JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+JOBS ?= $(shell OMP_NUM_THREADS= nproc 2>/dev/null || echo 2)
 
 EXTRAS := demo,dev,kernels,transformers
 BIN := $(VENV)/bin
