@@ -2,9 +2,9 @@
 
     python -m benchmarks.export.savings --json result.json
 
-Each export has a process of its own, in which the same export comes first. Of the second, the
-processor time is taken, since other programs change it least. The versions take turns: as it is,
-and without one shortcut each. A shortcut stays in the code if it saves a tenth of any model's time.
+Of each export the processor time is taken, since other programs change it least. The versions take
+turns: as it is, and without one shortcut each. A first turn, in which Python's and PyTorch's own
+caches fill, does not count. A shortcut stays in the code if it saves a tenth of any model's time.
 """
 
 from __future__ import annotations
@@ -12,30 +12,27 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from benchmarks.common.report import conditions, parser, write_json
-from benchmarks.common.timing import fresh_processes, turns
+from benchmarks.common.timing import turns
 
 PACKAGES = ("torch", "transformers", "onnx-ir", "onnxscript")
 ALL = "as it is"
 OPERATORS, SIZES, ORDERS = "results of operators", "arithmetic of sizes", "orders in memory"
-VIEWS, COLLECTOR = "layouts of plain views", "pace of the collector"
-VERSIONS = (ALL, OPERATORS, SIZES, ORDERS, VIEWS, COLLECTOR)
+COLLECTOR = "pace of the collector"
+VERSIONS = (ALL, OPERATORS, SIZES, ORDERS, COLLECTOR)
 MODELS = ("T5-small", "Swin-T", "Llama, 6 blocks")
 
 
 def without(version: str) -> AbstractContextManager[Any]:
     """Returns the context in which exports lack a shortcut."""
     from dynamo_moe import exporting
-    from dynamo_moe.tracing import remembered_operators, shortcuts
+    from dynamo_moe.tracing import shortcuts
 
-    if version == VIEWS:
-        return mock.patch.object(remembered_operators, "layout_of", return_value=None)
     if version == COLLECTOR:
         return mock.patch.object(exporting, "collecting_seldom", nullcontext)
     left = {name: changes for name, changes in shortcuts.savings().items() if name != version}
@@ -70,37 +67,28 @@ def subject(model: str) -> tuple[Any, dict[str, Any], Any]:
     return transformers.LlamaForCausalLM(config), inputs, dimensions
 
 
-def processor_seconds(model: str, version: str) -> float:
-    """Returns the processor time of a process's second export."""
+def measure(model: str, rounds: int) -> dict[str, list[float]]:
+    """Returns the processor time of each turn's export, in seconds, by version."""
     import dynamo_moe
 
     module, inputs, dimensions = subject(model)
-    with tempfile.TemporaryDirectory() as folder, without(version):
-        for _ in range(2):
-            started = time.process_time()
+    seconds: dict[str, list[float]] = {version: [] for version in VERSIONS}
+    for number, version in turns(VERSIONS, rounds + 1):
+        print(f"{model}: turn {number} of {rounds}, {version}", flush=True)
+        with tempfile.TemporaryDirectory() as folder, without(version):
             path = Path(folder) / "model.onnx"
+            started = time.process_time()
             dynamo_moe.export(module.eval(), (), path, kwargs=inputs, dynamic_shapes=dimensions)
-    return time.process_time() - started
-
-
-def measure(models: Sequence[str], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Returns the seconds of each turn, by model and version."""
-    jobs = [(model, version) for model in models for version in VERSIONS]
-    seconds: dict[str, dict[str, list[float]]] = {model: {} for model in models}
-    for number, (model, version) in turns(jobs, rounds):
-        print(f"{model}: turn {number + 1} of {rounds}, {version}", flush=True)
-        with fresh_processes() as pool:
-            taken = pool.submit(processor_seconds, model, version).result()
-        seconds[model].setdefault(version, []).append(taken)
-    return seconds
+            seconds[version].append(time.process_time() - started)
+    return {version: taken[1:] for version, taken in seconds.items()}
 
 
 def main() -> None:
     """Measures, prints a table, and writes every number."""
     arguments = parser(__doc__, "json")
-    arguments.add_argument("--turns", type=int, default=3)
+    arguments.add_argument("--turns", type=int, default=5)
     options = arguments.parse_args()
-    seconds = measure(MODELS, options.turns)
+    seconds = {model: measure(model, options.turns) for model in MODELS}
     print(f"{'without':24}" + "".join(f"{model:>18}" for model in MODELS))
     for version in VERSIONS:
         medians = [statistics.median(seconds[model][version]) for model in MODELS]

@@ -65,7 +65,7 @@ try:
     from torch._guards import TracingContext, detect_fake_mode
 
     # Symbolic sizes: the tracer of one operator, arithmetic, conditions.
-    from torch.fx.experimental import _config, proxy_tensor, symbolic_shapes
+    from torch.fx.experimental import _config, proxy_tensor
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.sym_node import SymNode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked
@@ -110,8 +110,6 @@ _USED: dict[str, tuple[str, ...]] = {
     "torch._C._set_grad_enabled": (),
     "FakeTensorMode.dispatch": ("self", "func", "types", "args", "kwargs"),
     "_gradients.replace_set_grad_with_hop_pass": ("gm", "graph_signature"),
-    "symbolic_shapes._guard_or": ("a", "default"),
-    "symbolic_shapes._static_eval_sym_bool": ("x",),
     **{f"SymNode.{name}": ("self", "other") for name in _ARITHMETIC},
     "proxy_tensor.get_proxy_mode": (),
     "proxy_tensor._extract_tensor_metadata": ("result", "include_contiguity"),
@@ -233,18 +231,14 @@ def is_module_cast(function: str) -> bool:
 Replacement = Callable[[Any], Any]
 
 
-def operators_replaced(
-    remembered: Replacement, defaults_noted: Replacement, unknown_noted: Replacement
-) -> list[Change]:
-    """Returns changes to how operators' results are found, and to conditions they ask about.
+def operators_replaced(remembered: Replacement) -> list[Change]:
+    """Returns changes to how operators' results are found.
 
     PyTorch's own cache of operators' results takes longer to look them up than to find them anew.
     """
     return [
         lambda: _dynamo_config.patch(fake_tensor_cache_enabled=False),
         partial(replaced, FakeTensorMode, "dispatch", remembered),
-        partial(replaced, symbolic_shapes, "_guard_or", defaults_noted),
-        partial(replaced, symbolic_shapes, "_static_eval_sym_bool", unknown_noted),
     ]
 
 

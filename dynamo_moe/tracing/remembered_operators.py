@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynamo_moe.private.pytorch import FakeTensor, OpOverload, schema_of, storage_key
-from dynamo_moe.tracing.open_questions import Answers, Questions, ask_again, questions_noted
-from dynamo_moe.tracing.plain_views import layout_of
 
 try:
     from torch._subclasses import fake_tensor
-    from torch.fx.experimental import proxy_tensor, symbolic_shapes
+    from torch.fx.experimental import proxy_tensor
 except ImportError:  # As tracer.missing() says; then nothing is replaced.
-    fake_tensor = proxy_tensor = symbolic_shapes = None  # type: ignore[assignment]
+    fake_tensor = proxy_tensor = None  # type: ignore[assignment]
 
 # What an operator gives depends on more than the form of its arguments, or is no new tensor.
 _OTHERWISE = frozenset(
@@ -46,34 +44,24 @@ _PLAIN = frozenset(
 def remembered(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns PyTorch's computation of a result without values, done once for equal arguments.
 
-    Equal are sizes of one expression, as long as no symbol is replaced; and where one size stands
-    twice among the arguments, one does so again. A size of the result that is one of the arguments'
-    sizes becomes theirs, each time: a trace knows sizes by what has them. What else is found out
-    about sizes must leave each default the answer that was taken for want of a better one.
+    Equal are sizes of one expression, as long as nothing new is found out about sizes; and where
+    one size stands twice among the arguments, one does so again. A size of the result that is one
+    of the arguments' sizes becomes theirs, each time: a trace knows sizes by what has them.
     """
     results: dict[Hashable, _Result] = {}
-    answers = Answers(symbolic_shapes._static_eval_sym_bool)
 
     def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         form = _form(mode, func, args, kwargs)
         if form is None:
             return original(mode, func, types, args, kwargs)
-        environment = mode.shape_env
         known = results.get(form.key)
-        if known is not None and known.holds(environment, answers):
-            ask_again(known.questions)
+        if known is not None:
             return known.again(mode, form)
-        plain = _plain_view(func, args, kwargs, form)
-        if plain is not None:
-            results[form.key] = plain
-            return plain.again(mode, form)
-        knowledge = _knowledge(environment)
-        with questions_noted() as questions:
-            result = original(mode, func, types, args, kwargs)
+        knowledge = _knowledge(mode.shape_env)
+        result = original(mode, func, types, args, kwargs)
         described = _described(result, form)
-        if described is not None and knowledge == _knowledge(environment):
-            described.knowledge, described.questions = knowledge, questions
+        if described is not None and knowledge == _knowledge(mode.shape_env):
             results[form.key] = described
         return result
 
@@ -105,17 +93,6 @@ class _Result:
     sizes: list[tuple[Any, int | None]]  # shape, strides, offset; each with its place in a form's
     is_view: bool  # of the one tensor that is given
     is_dense: bool | None = None  # whether its strides are those of a new tensor
-    knowledge: Hashable = None  # of sizes, when it was last found to be right
-    questions: Questions = field(default_factory=dict)
-
-    def holds(self, environment: Any, answers: Answers) -> bool:
-        """Whether what is known of sizes by now would not give another result."""
-        knowledge = _knowledge(environment)
-        if self.knowledge != knowledge:
-            if not answers.are_defaults(self.questions, (environment, knowledge)):
-                return False
-            self.knowledge = knowledge
-        return True
 
     def again(self, mode: Any, form: _Form) -> FakeTensor:
         """Returns such a result for arguments of the same form."""
@@ -170,25 +147,11 @@ def _described(result: Any, form: _Form) -> _Result | None:
     return _Result(result.dtype, result.fake_device, result.ndim, sizes, is_view)
 
 
-def _plain_view(operator: Any, args: Any, kwargs: Any, form: _Form) -> _Result | None:
-    """Returns a view that needs no more than its tensor's sizes; None if it is anything else."""
-    tensor = form.tensors[0]
-    if kwargs or len(form.tensors) > 1 or args[0] is not tensor:
-        return None
-    layout = layout_of(operator, args[1:], (tensor.shape, tensor.stride()))
-    if layout is None:
-        return None
-    numbers = (*layout[0], *layout[1], tensor.storage_offset())
-    sizes = [(number, form.index_of(number)) for number in numbers]
-    return _Result(tensor.dtype, tensor.fake_device, len(layout[0]), sizes, is_view=True)
-
-
 def _form(mode: Any, operator: Any, args: Any, kwargs: Any) -> _Form | None:
     """Returns the form of an operator's arguments; None if more than that decides its result."""
-    environment = mode.shape_env
     # PyTorch 2.11 does not count what it finds out. Of sizes that are traced, too, each operation
     # must be seen.
-    found_out = getattr(environment, "_replacements_version_counter", None)
+    found_out = getattr(mode.shape_env, "_replacements_version_counter", None)
     if (
         found_out is None
         or not _is_suitable(operator)
@@ -201,7 +164,7 @@ def _form(mode: Any, operator: Any, args: Any, kwargs: Any) -> _Form | None:
     reader = _Reader(mode)
     if not (reader.reads(args) and reader.reads(kwargs) and reader.tensors):
         return None
-    state = (mode, found_out)
+    state = (mode, found_out, _knowledge(mode.shape_env))
     modes = torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return _Form((operator, *state, *modes, *reader.parts), reader.sizes, reader.tensors)
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from dynamo_moe.private import tracer
 from dynamo_moe.process_state import Change, ProcessState, replaced
-from dynamo_moe.tracing import open_questions, remembered_operators, remembered_sizes
+from dynamo_moe.tracing import remembered_operators, remembered_sizes
 
 __all__ = ["capturing", "decomposing", "savings"]
 
@@ -23,11 +23,7 @@ def savings() -> dict[str, list[Change]]:
     ``benchmarks.export.savings`` measures each.
     """
     return {
-        "results of operators": tracer.operators_replaced(
-            remembered_operators.remembered,
-            open_questions.defaults_noted,
-            open_questions.unknown_noted,
-        ),
+        "results of operators": tracer.operators_replaced(remembered_operators.remembered),
         "arithmetic of sizes": tracer.sizes_replaced(
             remembered_sizes.remembered,
             remembered_sizes.integers_made_once,

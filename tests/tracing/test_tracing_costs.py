@@ -142,10 +142,8 @@ def test_size_arithmetic_is_done_once() -> None:
 def test_what_an_operator_gives_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Repeats(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            for place in range(30):
+            for _ in range(30):
                 x = x.transpose(0, 1).relu().transpose(0, 1) * 2
-                # Nothing that it finds out is about what operators have asked.
-                x = x + 1 if x.shape[0] < 100 + place else x
             return x
 
     found, original = [0], FakeTensorMode._dispatch_impl
