@@ -163,8 +163,19 @@ def former_results(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return a, z, b
 
 
+def after_dropout(x: Tensor) -> tuple[Tensor, ...]:
+    y = x * 2
+    y.add_(1)
+    z = F.dropout(y, training=False)
+    a = z.cos()
+    z.mul_(3)
+    F.dropout(y, training=False).add_(x)
+    return a, y, z
+
+
 FRESH = [
     add,
+    after_dropout,
     former_results,
     relu,
     several,
