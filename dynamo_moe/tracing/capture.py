@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
 
 from dynamo_moe.private import tracer
+from dynamo_moe.private.pytorch import OpOverload, schema_of
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing import shortcuts
 from dynamo_moe.tracing.autocast import with_casts
@@ -62,6 +64,7 @@ def capture(
             program = _checked_trace(model, example, trials, strict=True, gradients=gradients)
         except Exception:
             raise failure from None
+    _remove_dropouts(program)
     _unsqueeze_complex(program)
     _exportable_sizes(program)
     _widen_norms(program)
@@ -115,16 +118,42 @@ def _trace(
         )
 
 
+def _remove_dropouts(program: ExportedProgram) -> None:
+    """Replaces dropouts in evaluation by the tensors that they take, and are.
+
+    ``torch.export`` takes them for copies: PyTorch 2.13's decompositions and ``torch.onnx.export``
+    then miss what is changed in place of one by the name of the other.
+    """
+    for node in all_nodes(program):
+        if node.target is not _aten.dropout.default or node.args[2:] != (False,):
+            continue
+        tensor: Any = node.args[0]
+        node.replace_all_uses_with(tensor)
+        node.graph.erase_node(node)
+        for spec in program.graph_signature.output_specs:
+            if spec.arg.name == node.name:
+                spec.arg = TensorArgument(tensor.name)
+
+
 def _unsqueeze_complex(program: ExportedProgram) -> None:
     """Replaces ``unsqueeze`` of complex tensors by ``stack`` of one.
 
     The rotary embeddings of DeepSeek-V2 and Llama 4 need it: onnxscript 0.7 translates complex
-    ``stack``, but not ``unsqueeze``.
+    ``stack``, but not ``unsqueeze``. A program that changes complex tensors stays as it is.
     """
+    if any(map(_changes_complex, all_nodes(program))):
+        return
     for node in program.graph.nodes:
         if node.target is _aten.unsqueeze.default and node.meta["val"].is_complex():
             tensor, dimension = node.args
             node.target, node.args = _aten.stack.default, ([tensor], dimension)
+
+
+def _changes_complex(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
+        return False
+    changed = values(node.args[0])
+    return isinstance(changed, Tensor) and changed.is_complex()
 
 
 def _exportable_sizes(program: ExportedProgram) -> None:

@@ -218,43 +218,35 @@ class _Written:
     """The tensors that a graph changes in place.
 
     A tensor whose memory no other shares until its last change can be followed by its new value
-    from there on. Slices may share it that serve to be overwritten; and so may what dropout gives
-    in evaluation, the tensor itself.
+    from there on. Slices may share it that serve to be overwritten.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         self._origins: dict[fx.Node, fx.Node] = {}
         self._names: dict[fx.Node, list[fx.Node]] = {}
         last: dict[fx.Node, int] = {}
-        same: dict[fx.Node, list[fx.Node]] = {}
         calls = [node for node in nodes if isinstance(node.target, OperatorBase)]
         for number, node in enumerate(calls):
-            if _is_its_input(node):
-                self._origins[node] = origin = self._origin(node.args[0])
-                same.setdefault(origin, []).append(node)
-            elif _writes(node):
+            if _writes(node):
                 if not isinstance(node.args[0], fx.Node):
                     raise NeedsRetraceError(f"{node.format_node()} changes several tensors")
                 changed = _written_whole(node) or node.args[0]
                 self._origins[node] = origin = self._origin(changed)
-                self._names.setdefault(origin, [origin]).extend((*same.pop(origin, ()), node))
+                self._names.setdefault(origin, [origin]).append(node)
                 last[origin] = number
         for node in last:
             if not _is_fresh(node):
                 raise NeedsRetraceError(f"{node.format_node()} is changed, and shares its memory")
         for number, node in enumerate(calls):
             later = any(last.get(self._origin(a), -1) > number for a in node.all_input_nodes)
-            if later and not any(
-                holds(node) for holds in (_writes, _is_fresh, _only_written, _is_its_input)
-            ):
+            if later and not (_writes(node) or _is_fresh(node) or _only_written(node)):
                 raise NeedsRetraceError(f"{node.format_node()} shares memory that is changed")
 
     def names(self, node: fx.Node) -> list[fx.Node]:
         """Returns the nodes that stand for the tensor that ``node`` changes, up to ``node``."""
-        if node not in self._origins or _is_its_input(node):
-            return []
-        names = self._names[self._origins[node]]
-        return names[: names.index(node)]
+        origin = self._origins.get(node)
+        names = [] if origin is None else self._names[origin]
+        return names[: names.index(node)] if names else []
 
     def _origin(self, node: Any) -> Any:
         return self._origins.get(node, node)
@@ -264,11 +256,6 @@ def _writes(node: fx.Node) -> bool:
     target: Any = node.target
     mutable = isinstance(target, OpOverload) and schema_of(target).is_mutable
     return mutable and target is not _aten.detach_.default
-
-
-def _is_its_input(node: fx.Node) -> bool:
-    """Whether a node gives the tensor that it takes: it is a dropout in evaluation."""
-    return node.target is _aten.dropout.default and node.args[2:] == (False,)
 
 
 def _is_fresh(node: fx.Node) -> bool:

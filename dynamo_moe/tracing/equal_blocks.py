@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ class EqualBlocks:
     Attributes:
         runs: The runs.
         model: The model as it runs without values.
-        logs: The inputs of its runs at two sets of sizes, and what it ran.
+        logs: The inputs of its runs at two sets of sizes, and what it ran: a trace is compared.
     """
 
     model: LoggedModel
@@ -119,10 +120,12 @@ class EqualBlocks:
         self.model = LoggedModel(model, example)
         blocks = [block for stack in stacks for block in stack.blocks]
         self.logs.append(self._first_log(blocks))
+        logs = [self.logs[0][1]]
         if any(example.labels):
             self.logs.append(self._larger_log(blocks))
+            logs += [self.logs[1][1], *self._odd_log(blocks)]
         for stack in stacks:
-            views = [_StackLog(stack, log) for _, log in self.logs]
+            views = [_StackLog(stack, log) for log in logs]
             runs = _runs(stack, views)
             self.runs += runs
             if not runs:
@@ -147,6 +150,17 @@ class EqualBlocks:
             except Exception as error:  # The model's own code runs.
                 reason = error
         raise NotSharedError(f"the model runs at no larger sizes: {headline(reason)}") from reason
+
+    def _odd_log(self, blocks: Sequence[nn.Module]) -> list[ModelLog]:
+        """Returns a log at sizes that are no multiples, for blocks that round; or none.
+
+        A size that is the sum of others is none here, so a program may run something else.
+        """
+        most = _MOST_TIMES_AS_MANY * len(self.logs[0][1].operators.records)
+        try:
+            return [self.model.run(self.model.inputs(_FACTORS[0], 1), blocks, most)]
+        except Exception:  # The model's own code runs.
+            return []
 
     def is_repeatable(self) -> bool:
         """Whether the model still runs what it ran, after a trace that passed over blocks.
@@ -194,6 +208,7 @@ def _stacks(model: nn.Module) -> list[_Stack]:
     children = (child for _, module in modules for child in own_parts(module)[2].values())
     occurrences = Counter(map(id, children))
     stacks: list[_Stack] = []
+    read: dict[int, tuple[Any, Any]] = {}
     for path, container in modules:
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
@@ -202,14 +217,14 @@ def _stacks(model: nn.Module) -> list[_Stack]:
         if not classes or max(classes.values()) <= TRACED:
             continue
         # One that a model has in several places has several paths, and is equal to no other.
-        facts = [_facts(block) if occurrences[id(block)] == 1 else {} for _, block in named]
+        facts = [_facts(block, read) if occurrences[id(block)] == 1 else {} for _, block in named]
         paths = [f"{path}.{name}" if path else name for name, _ in named]
         stacks.append(_Stack(container, paths, [block for _, block in named], facts))
     return stacks
 
 
-def _facts(block: nn.Module) -> dict[Any, Any]:
-    """Returns a block's classes, the layout of its weights, and its attributes of plain values.
+def _facts(block: nn.Module, read: dict[int, tuple[Any, Any]]) -> dict[Any, Any]:
+    """Returns a block's classes, the layout of its weights, and the plain values that it holds.
 
     Operators show what attributes do at the sizes that are tried. At others an attribute may still
     decide, as in ``if tokens > self.window``.
@@ -221,13 +236,33 @@ def _facts(block: nn.Module) -> dict[Any, Any]:
             for name, tensor in table.items():
                 facts[path, name] = None if tensor is None else (tensor.shape, tensor.dtype)
         for name, value in attributes_of(module).items():
-            if name not in _OF_EVERY_MODULE and _is_plain(value):
-                facts[path, name] = value
+            if name not in _OF_EVERY_MODULE:
+                facts[path, name] = _plain(value, read)
     return facts
 
 
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) in (tuple, list) else type(value) in _PLAIN
+def _plain(value: Any, read: dict[int, tuple[Any, Any]], depth: int = 4) -> Any:
+    """Returns a plain value, or by name those that an object holds; None for tensors and the like.
+
+    Args:
+        value: An attribute, or a part of one.
+        read: By id, each object and its plain values: many blocks hold the same configuration.
+        depth: How deep objects within objects are read.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if depth == 0 or isinstance(value, (nn.Module, Tensor, type, ModuleType)):
+        return None
+    if id(value) not in read:
+        held = {} if (parts := getattr(value, "__dict__", None)) is None else dict(parts)
+        if type(value) in (dict, OrderedDict):
+            held = dict(value)
+        elif isinstance(value, (list, tuple)):
+            held = dict(enumerate(value))
+        facts: dict[Any, Any] = {type: type(value).__qualname__}
+        read[id(value)] = value, facts
+        facts |= {name: _plain(part, read, depth - 1) for name, part in held.items()}
+    return read[id(value)][1]
 
 
 def _may_be_equal(facts: Mapping[Any, Any], earlier: Mapping[Any, Any], distance: int) -> bool:
@@ -237,14 +272,18 @@ def _may_be_equal(facts: Mapping[Any, Any], earlier: Mapping[Any, Any], distance
     """
     if not facts or facts.keys() != earlier.keys():
         return False
-    for name, value in facts.items():
-        other = earlier[name]
-        if type(value) is not type(other):
-            return False
-        is_number = type(value) is int and value - other == distance
-        if not (value == other or is_number or type(value) is float):
-            return False
-    return True
+    return all(_is_alike(value, earlier[name], distance) for name, value in facts.items())
+
+
+def _is_alike(value: Any, other: Any, distance: int) -> bool:
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, dict):
+        return _may_be_equal(value, other, distance)
+    is_number = type(value) is int and value - other == distance
+    return bool(value == other or is_number or type(value) is float)
 
 
 # --- What blocks ran ---

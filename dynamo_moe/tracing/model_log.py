@@ -96,14 +96,19 @@ class LoggedModel:
                         self._weights[path] = _like(tensor)
         self._leaves, self._spec = pytree.tree_flatten((self.example.args, self.example.kwargs))
 
-    def inputs(self, factor: int) -> list[Any]:
-        """Returns the example's leaves; symbolic dimensions have so many times their size."""
+    def inputs(self, factor: int, more: int = 0) -> list[Any]:
+        """Returns the example's leaves at other sizes.
+
+        Args:
+            factor: How many times their size symbolic dimensions have.
+            more: What they have beyond that.
+        """
         labels = iter(self.example.labels)
 
         def resized(tensor: Tensor) -> Tensor:
             symbolic = {key for key, label in next(labels, {}).items() if label is not None}
             shape = [
-                size * factor if dimension in symbolic else size
+                size * factor + more if dimension in symbolic else size
                 for dimension, size in enumerate(tensor.shape)
             ]
             return torch.empty(shape, dtype=tensor.dtype, device=META)

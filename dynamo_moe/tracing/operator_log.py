@@ -100,7 +100,8 @@ class OperatorLog(TorchDispatchMode):
     """Logs the operators that run in its context.
 
     Values are numbers: results from 0 on, in order; what was there before, such as a parameter, an
-    input or a constant, from -1 on downwards.
+    input or a constant, from -1 on downwards. Where memory is changed in place, the result and each
+    further tensor of that memory are new values; copies that were made before are not.
 
     Attributes:
         records: What ran.
@@ -125,6 +126,7 @@ class OperatorLog(TorchDispatchMode):
         self._by_origin: dict[Any, int] = {}
         self._numbers: dict[int, int] = {}
         self._memory: dict[int, int] = {}
+        self._sharing: dict[int, list[int]] = {}
         # Whether any tensor of the log may have values, as constants have.
         self._has_values = False
         # An id names an object only while it lives.
@@ -136,7 +138,8 @@ class OperatorLog(TorchDispatchMode):
 
     def add_origin(self, tensor: Tensor, origin: Any) -> None:
         """Gives a tensor a name that is equal in the logs that are compared."""
-        self._numbers[id(tensor)] = self._memory[id(tensor)] = self._number_of(origin)
+        self._numbers[id(tensor)] = number = self._number_of(origin)
+        self._set_memory(tensor, number)
         self._alive.append(tensor)
         self._has_values |= not tensor.is_meta
 
@@ -173,15 +176,13 @@ class OperatorLog(TorchDispatchMode):
                 key = *key, name, self._description(kwargs[name], uses)
         form = self._forms.number(key)
         numbers = tuple(map(self.number, uses))
-        writes: tuple[int, ...] = ()
-        if traits.written:
-            written = [args[at] if isinstance(at, int) else kwargs[at] for at in traits.written]
-            writes = tuple(map(self._written, _tensors(written)))
+        written = self._written(traits, args, kwargs, uses) if traits.written else []
+        writes = tuple([self._memory[id(tensor)] for tensor in written])
+        before = [*zip(writes, map(self.number, written), strict=True)]
         result = self._run(operator, args, kwargs, form, uses, reused=not writes)
         if traits.view:
-            # Where a slice ends, and which size of a shape is -1, can be said in several ways.
-            arguments = (args[1:3], args[4:]) if traits.view == _SLICE else ()
-            form = self._forms.number((traits.view, *key[1:2], arguments, result.shape))
+            cut = _cut(args) if traits.view == _SLICE else ()
+            form = self._forms.number((traits.view, *key[1:2], cut, result.shape))
         viewed = None if traits.viewed is None else _tensors(args[traits.viewed])[0]
         if traits.same_values or (traits.view and result.shape == uses[0].shape):
             if viewed is None and not writes:
@@ -195,17 +196,47 @@ class OperatorLog(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._add_tensor(tensor, self.values, viewed)
                 self.values += 1
+        if written:
+            now = [self._numbers[id(tensor)] for tensor in written]
+            self._renumber(dict(zip(before, now, strict=True)), self.records[-1].results)
         return result
 
     def _add_tensor(self, tensor: Tensor, number: int, viewed: Tensor | None) -> None:
         """Adds a result: a view of a tensor, or one that was changed in place, or a new one."""
         if viewed is not None:
-            self._memory[id(tensor)] = self._memory[id(viewed)]
+            self._set_memory(tensor, self._memory[id(viewed)])
         elif id(tensor) not in self._memory:
-            self._memory[id(tensor)] = self.memories
+            self._set_memory(tensor, self.memories)
             self.memories += 1
         self._numbers[id(tensor)] = number
         self._alive.append(tensor)
+
+    def _renumber(self, changed: Mapping[tuple[int, int], int], first: int) -> None:
+        """Gives all tensors of memory that was changed in place new numbers.
+
+        Args:
+            changed: By the memory and the former number of the tensors that an operator changed,
+                their present numbers.
+            first: The first value that it returned: those from there on are new.
+        """
+        for memory in {memory: None for memory, _ in changed}:
+            sharing = [
+                tensor
+                for tensor in self._sharing[memory]
+                if self._memory.get(tensor) == memory and self._numbers[tensor] < first
+            ]
+            new: dict[int, int] = {}
+            for number in sorted({self._numbers[tensor] for tensor in sharing}):
+                new[number] = changed.get((memory, number), number)
+                if new[number] < first:
+                    new[number] = self.values
+                    self.values += 1
+            for tensor in sharing:
+                self._numbers[tensor] = new[self._numbers[tensor]]
+
+    def _set_memory(self, tensor: Tensor, memory: int) -> None:
+        self._memory[id(tensor)] = memory
+        self._sharing.setdefault(memory, []).append(id(tensor))
 
     def _description(self, value: Any, uses: list[Tensor]) -> Any:
         """Returns a key, equal for arguments of one form; collects the tensors among them."""
@@ -244,16 +275,30 @@ class OperatorLog(TorchDispatchMode):
             self._forms.layouts[key] = _layouts(result)
         return result
 
-    def _written(self, tensor: Tensor) -> int:
-        """Returns the memory of a tensor that is changed in place.
+    def _written(
+        self, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any], uses: list[Tensor]
+    ) -> list[Tensor]:
+        """Returns the tensors that an operator changes in place.
 
         Raises:
-            RuntimeError: If it is a constant's, whose values would be changed.
+            RuntimeError: If it would change the values of a constant that others read, or make
+                values of one that has none.
         """
-        memory = self._memory[id(tensor)]
-        if memory < 0 and not tensor.is_meta:
-            raise RuntimeError("a constant is changed in place")
-        return memory
+        written = _tensors(
+            [args[at] if isinstance(at, int) else kwargs[at] for at in traits.written]
+        )
+        mixed = any(tensor.is_meta for tensor in uses)
+        for tensor in written:
+            if not tensor.is_meta and (mixed or self._memory[id(tensor)] < 0):
+                raise RuntimeError("a constant is changed in place")
+        return written
+
+
+def _cut(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns what of a slice's arguments its result's shape does not say."""
+    defaults: tuple[Any, ...] = (0, None, None, 1)
+    dimension, start, _, step = tuple(args[1:]) + defaults[len(args) - 1 :]
+    return dimension, start or 0, step
 
 
 def _tensors(arguments: Any) -> list[Tensor]:

@@ -268,6 +268,43 @@ class ChangesCopy(Block):
         return y * z
 
 
+class CopiesChanged(Block):
+    """All but one copy what they have computed before they change it."""
+
+    def compute(self, y: Tensor) -> Tensor:
+        if self.number == LAST:
+            y[:, :4].zero_()
+            return y.clone()
+        z = y.clone()
+        y[:, :4].zero_()
+        return z
+
+
+class ReadsChanged(Block):
+    """All but one read a copy of what they change, one the changed tensor itself."""
+
+    def compute(self, y: Tensor) -> Tensor:
+        z = y.detach() if self.number == LAST else y.clone()
+        y.add_(1)
+        return y * z
+
+
+class ChangesConstant(Block):
+    def compute(self, y: Tensor) -> Tensor:
+        scale = torch.tensor([1.0] * WIDTH)
+        before = scale.clone()
+        scale.mul_(self.linear.bias)
+        return y * (scale if self.number == LAST else before)
+
+
+class RoundsSizes(Block):
+    """One rounds half of a size up."""
+
+    def compute(self, y: Tensor) -> Tensor:
+        half = (y.shape[0] + self.number // LAST) // 2
+        return y + y[half:].sum(0)
+
+
 class ChangesOwnTensor(Block):
     def compute(self, y: Tensor) -> Tensor:
         return y.clone().mul_(2).add_(y)
@@ -330,9 +367,9 @@ class MakesConstants(Block):
     "kind",
     [
         ReadsNumber, ReadsDictionary, Dumps, Copies, HasSlots, OverDictionary, DecidesWhatIsRead,
-        WritesAttribute, WritesBuffer, KeepsResult, ChangesInput, ChangesCopy, ChangesOwnTensor,
-        Logs, ReadsPrecision, ReadsItem, ReadsSize, Selects, Checkpoints, ByTable, OfConstants,
-        MakesConstants,
+        WritesAttribute, WritesBuffer, KeepsResult, ChangesInput, ChangesCopy, CopiesChanged,
+        ReadsChanged, ChangesConstant, RoundsSizes, ChangesOwnTensor, Logs, ReadsPrecision,
+        ReadsItem, ReadsSize, Selects, Checkpoints, ByTable, OfConstants, MakesConstants,
     ],
 )  # fmt: skip
 def test_kinds_of_blocks(checked: Checked, kind: type[Block]) -> None:
@@ -366,6 +403,24 @@ def test_attributes_that_decide_at_larger_sizes(
         return model
 
     checked(make, **({"dynamic_shapes": None} if static else {}))
+
+
+class Configured(Block):
+    config: Any = None
+
+    def compute(self, y: Tensor) -> Tensor:
+        return y * 2 if y.shape[0] > self.config.options["window"] else y
+
+
+def test_objects_that_decide_at_larger_sizes(checked: Checked) -> None:
+    def make() -> nn.Module:
+        model: Any = stack(Configured, BLOCKS)
+        for number, block in enumerate(model.blocks):
+            options = {"window": 3000 if number == LAST else 1_000_000}
+            block.config = SimpleNamespace(options=options)
+        return model
+
+    checked(make)
 
 
 # --- What is different about one block ---

@@ -494,6 +494,27 @@ class Pairs(Stack):
         self.head = nn.Linear(WIDTH, WIDTH)
 
 
+class PassesOn(Pair):
+    """Returns what it is given beside its tensor; one a copy of it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def forward(self, x: Tensor, y: Any) -> Any:
+        z = x + torch.tanh(self.linear(x))
+        return z, y.clone() if self.number == LAST else y
+
+
+class ChangesWhatIsPassedOn(Stack):
+    def forward(self, x: Tensor) -> Any:
+        first = y = x.sin()
+        for block in self.blocks:
+            x, y = block(x, y)
+        y[:, :2].zero_()
+        return self.head(x + first)
+
+
 class OfNone(Pairs):
     first = staticmethod(lambda _: None)  # type: ignore[assignment]
 
@@ -520,6 +541,7 @@ class ChangedForOne(Pairs):
         (Pairs, Pair), (Pairs, GivesItsOwn), (Pairs, GivesTwice), (Pairs, GivesPart),
         (Pairs, ChangesBoth), (OfNone, FirstGivesAScale), (OfNone, GivesItsOwn),
         (OfNone, GivesNumber), (OfFirstResult, Pair), (OfSecondWeight, Pair), (ChangedForOne, Pair),
+        (ChangesWhatIsPassedOn, PassesOn),
     ],
 )  # fmt: skip
 def test_pairs(checked: Checked, model: type[Stack], kind: type[nn.Module]) -> None:

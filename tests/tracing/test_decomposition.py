@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dynamo_moe
+from dynamo_moe import pytree
 from dynamo_moe.private import tracer
 from dynamo_moe.tracing import decomposition, translate
 from dynamo_moe.tracing.decomposition import decomposed
@@ -163,19 +164,8 @@ def former_results(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return a, z, b
 
 
-def after_dropout(x: Tensor) -> tuple[Tensor, ...]:
-    y = x * 2
-    y.add_(1)
-    z = F.dropout(y, training=False)
-    a = z.cos()
-    z.mul_(3)
-    F.dropout(y, training=False).add_(x)
-    return a, y, z
-
-
 FRESH = [
     add,
-    after_dropout,
     former_results,
     relu,
     several,
@@ -397,6 +387,65 @@ def test_in_place_that_needs_the_whole_program(tmp_path: Path, retraces, functio
     (expected,) = (function(x.clone()),)
     actual = torch.from_numpy(session.run(None, {name: x.numpy()})[-1])
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+def after_dropout(x: Tensor) -> tuple[Tensor, ...]:
+    y = x * 2
+    y.add_(1)
+    z = F.dropout(y, training=False)
+    a = z.cos()
+    z.mul_(3)
+    F.dropout(y, training=False).add_(x)
+    return a, y, z
+
+
+def dropout_of_a_view(x: Tensor) -> Tensor:
+    y = x * 2
+    z = F.dropout(y[:, :2], training=False)
+    y.add_(1)
+    return z + y[:, :2]
+
+
+def dropout_that_is_viewed(x: Tensor) -> Tensor:
+    y = x * 2
+    F.dropout(y, training=False).view(-1).add_(1)
+    return y
+
+
+def dropout_of_an_input(x: Tensor) -> Tensor:
+    z = F.dropout(x, training=False)
+    z.mul_(2)
+    return x + z
+
+
+@pytest.mark.parametrize(
+    ("function", "again"),
+    [
+        (after_dropout, False),
+        (dropout_of_a_view, True),
+        (dropout_that_is_viewed, True),
+        (dropout_of_an_input, True),
+    ],
+)
+def test_what_dropout_gives_is_changed(tmp_path: Path, retraces, function, again) -> None:
+    model, path, x = Call(function), tmp_path / "m.onnx", torch.randn(5, 6)
+    dynamo_moe.export(model, torch.randn(3, 6), path)
+    assert len(retraces) == again
+    expected = pytree.tree_leaves(model(x.clone()))
+    actual = onnxruntime.InferenceSession(path).run(None, {"x": x.numpy()})[-len(expected) :]
+    for array, tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(array), tensor)
+
+
+def turned(x: Tensor) -> Tensor:
+    y = torch.view_as_complex((x * 2).view(-1, 3, 2))
+    y.unsqueeze(0).mul_(2)
+    return torch.view_as_real(y)
+
+
+def test_a_complex_tensor_that_is_changed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match="no translation to ONNX for complex tensors"):
+        dynamo_moe.export(Call(turned), torch.randn(3, 6), tmp_path / "m.onnx")
 
 
 def test_buffer_that_changes() -> None:

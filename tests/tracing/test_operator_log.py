@@ -179,6 +179,33 @@ def test_memory_that_is_changed(code: Code, writes: list[tuple[int, ...]]) -> No
     assert [record.writes for record in logged(code).records] == writes
 
 
+def _sum_after(change: Callable[[Tensor, Tensor], Any], of: Code) -> Code:
+    def code(x: Tensor) -> Tensor:
+        y = x.sin()
+        z = of(y)
+        change(y, z)
+        return y + z
+
+    return code
+
+
+@pytest.mark.parametrize(
+    ("code", "uses"),
+    [
+        (_sum_after(lambda y, _: y.mul_(2), lambda y: y.clone()), (1, 0)),
+        (_sum_after(lambda y, _: y.mul_(2), lambda y: y.detach()), (1, 1)),
+        (_sum_after(lambda _, z: z.mul_(2), lambda y: y.detach()), (1, 1)),
+        (_sum_after(lambda _, z: z.mul_(2), lambda y: y.clone()), (0, 1)),
+        # The view is the second result, its change the third; then comes what it is a view of.
+        (_sum_after(lambda _, z: z.mul_(2), lambda y: y[:1]), (3, 2)),
+        (_sum_after(lambda y, _: y.mul_(2), lambda y: y[:1]), (2, 3)),
+        (_sum_after(lambda y, _: torch._foreach_mul_([y], 2), lambda y: y[:1]), (2, 3)),
+    ],
+)
+def test_what_is_read_after_a_change(code: Code, uses: tuple[int, ...]) -> None:
+    assert logged(code).records[-1].uses == uses
+
+
 @pytest.mark.parametrize("code", [lambda x: x.mul_(2), lambda x: x[1:].view(3, 1).mul_(2)])
 def test_constants_keep_their_values(code: Code) -> None:
     constant = torch.ones(4)
