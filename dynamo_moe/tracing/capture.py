@@ -26,6 +26,10 @@ from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
 _aten = torch.ops.aten
+_DROPOUTS = frozenset(
+    getattr(_aten, name).default
+    for name in ("alpha_dropout", "dropout", "feature_alpha_dropout", "feature_dropout")
+)
 _NORMS = frozenset(
     getattr(_aten, name).default
     for name in ("batch_norm", "group_norm", "instance_norm", "layer_norm")
@@ -125,12 +129,12 @@ def _remove_dropouts(program: ExportedProgram) -> None:
     then miss what is changed in place of one by the name of the other.
     """
     for node in all_nodes(program):
-        if node.target is not _aten.dropout.default or node.args[2:] != (False,):
+        if node.target not in _DROPOUTS or node.args[2:] != (False,):
             continue
         tensor: Any = node.args[0]
         node.replace_all_uses_with(tensor)
         node.graph.erase_node(node)
-        for spec in program.graph_signature.output_specs:
+        for spec in program.graph_signature.output_specs if node.graph is program.graph else ():
             if spec.arg.name == node.name:
                 spec.arg = TensorArgument(tensor.name)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -37,6 +37,8 @@ _FACTORS = (1024, 16, 2)
 _MOST_TIMES_AS_MANY = 4
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# By id and depth, an object, which keeps its id meanwhile, and the plain values that it holds.
+_Read = dict[tuple[int, int], tuple[Any, Any]]
 
 
 class NotSharedError(Exception):
@@ -99,7 +101,7 @@ class EqualBlocks:
     Attributes:
         runs: The runs.
         model: The model as it runs without values.
-        logs: The inputs of its runs at two sets of sizes, and what it ran: a trace is compared.
+        logs: The inputs of the runs with which a trace is compared, and what the model ran.
     """
 
     model: LoggedModel
@@ -208,7 +210,7 @@ def _stacks(model: nn.Module) -> list[_Stack]:
     children = (child for _, module in modules for child in own_parts(module)[2].values())
     occurrences = Counter(map(id, children))
     stacks: list[_Stack] = []
-    read: dict[int, tuple[Any, Any]] = {}
+    read: _Read = {}
     for path, container in modules:
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
@@ -223,7 +225,7 @@ def _stacks(model: nn.Module) -> list[_Stack]:
     return stacks
 
 
-def _facts(block: nn.Module, read: dict[int, tuple[Any, Any]]) -> dict[Any, Any]:
+def _facts(block: nn.Module, read: _Read) -> dict[Any, Any]:
     """Returns a block's classes, the layout of its weights, and the plain values that it holds.
 
     Operators show what attributes do at the sizes that are tried. At others an attribute may still
@@ -241,28 +243,33 @@ def _facts(block: nn.Module, read: dict[int, tuple[Any, Any]]) -> dict[Any, Any]
     return facts
 
 
-def _plain(value: Any, read: dict[int, tuple[Any, Any]], depth: int = 4) -> Any:
+def _plain(value: Any, read: _Read, depth: int = 4) -> Any:
     """Returns a plain value, or by name those that an object holds; None for tensors and the like.
 
     Args:
         value: An attribute, or a part of one.
-        read: By id, each object and its plain values: many blocks hold the same configuration.
-        depth: How deep objects within objects are read.
+        read: Objects that have been read: many blocks hold the same configuration.
+        depth: How deep objects within objects are read; they may refer to each other.
     """
     if type(value) in _PLAIN:
         return value
     if depth == 0 or isinstance(value, (nn.Module, Tensor, type, ModuleType)):
         return None
-    if id(value) not in read:
-        held = {} if (parts := getattr(value, "__dict__", None)) is None else dict(parts)
-        if type(value) in (dict, OrderedDict):
-            held = dict(value)
-        elif isinstance(value, (list, tuple)):
-            held = dict(enumerate(value))
-        facts: dict[Any, Any] = {type: type(value).__qualname__}
-        read[id(value)] = value, facts
-        facts |= {name: _plain(part, read, depth - 1) for name, part in held.items()}
-    return read[id(value)][1]
+    if (id(value), depth) not in read:
+        facts = {name: _plain(part, read, depth - 1) for name, part in _parts(value)}
+        read[id(value), depth] = value, {type: type(value).__qualname__, **facts}
+    return read[id(value), depth][1]
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """Returns a container's items, or an object's attributes; methods of its class do not run."""
+    if isinstance(value, dict):
+        return [*dict.items(value)]
+    if isinstance(value, list):
+        return [*enumerate(list.__iter__(value))]
+    if isinstance(value, tuple):
+        return [*enumerate(tuple.__iter__(value))]
+    return [*attributes_of(value).items()]
 
 
 def _may_be_equal(facts: Mapping[Any, Any], earlier: Mapping[Any, Any], distance: int) -> bool:

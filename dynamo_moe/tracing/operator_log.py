@@ -126,6 +126,7 @@ class OperatorLog(TorchDispatchMode):
         self._by_origin: dict[Any, int] = {}
         self._numbers: dict[int, int] = {}
         self._memory: dict[int, int] = {}
+        # By memory, the ids of its tensors.
         self._sharing: dict[int, list[int]] = {}
         # Whether any tensor of the log may have values, as constants have.
         self._has_values = False
@@ -219,20 +220,19 @@ class OperatorLog(TorchDispatchMode):
                 their present numbers.
             first: The first value that it returned: those from there on are new.
         """
-        for memory in {memory: None for memory, _ in changed}:
-            sharing = [
-                tensor
+        for memory in dict.fromkeys(memory for memory, _ in changed):
+            former = {
+                tensor: self._numbers[tensor]
                 for tensor in self._sharing[memory]
                 if self._memory.get(tensor) == memory and self._numbers[tensor] < first
-            ]
+            }
             new: dict[int, int] = {}
-            for number in sorted({self._numbers[tensor] for tensor in sharing}):
+            for number in sorted({*former.values()}):
                 new[number] = changed.get((memory, number), number)
                 if new[number] < first:
                     new[number] = self.values
                     self.values += 1
-            for tensor in sharing:
-                self._numbers[tensor] = new[self._numbers[tensor]]
+            self._numbers.update({tensor: new[number] for tensor, number in former.items()})
 
     def _set_memory(self, tensor: Tensor, memory: int) -> None:
         self._memory[id(tensor)] = memory

@@ -412,6 +412,17 @@ class Configured(Block):
         return y * 2 if y.shape[0] > self.config.options["window"] else y
 
 
+def test_objects_that_refer_to_themselves(checked: Checked) -> None:
+    def make() -> nn.Module:
+        model: Any = stack(Configured, BLOCKS)
+        for block in model.blocks:
+            block.config = SimpleNamespace(options={"window": 3000})
+            block.config.options["config"] = block.config
+        return model
+
+    checked(make)
+
+
 def test_objects_that_decide_at_larger_sizes(checked: Checked) -> None:
     def make() -> nn.Module:
         model: Any = stack(Configured, BLOCKS)

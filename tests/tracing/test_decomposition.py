@@ -412,6 +412,27 @@ def dropout_that_is_viewed(x: Tensor) -> Tensor:
     return y
 
 
+def alpha_dropout(x: Tensor) -> Tensor:
+    y = x * 2
+    z = F.alpha_dropout(y, training=False)
+    y.add_(1)
+    return z
+
+
+def feature_dropout(x: Tensor) -> Tensor:
+    y = x * 2
+    z = torch.feature_dropout(y, 0.5, train=False)
+    y.add_(1)
+    return z
+
+
+def dropout_in_a_region(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.dropout(x * 2, training=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = F.dropout(y * 3, training=False)
+    return F.dropout(z, training=False), y
+
+
 def dropout_of_an_input(x: Tensor) -> Tensor:
     z = F.dropout(x, training=False)
     z.mul_(2)
@@ -422,6 +443,9 @@ def dropout_of_an_input(x: Tensor) -> Tensor:
     ("function", "again"),
     [
         (after_dropout, False),
+        (alpha_dropout, False),
+        (feature_dropout, False),
+        (dropout_in_a_region, False),
         (dropout_of_a_view, True),
         (dropout_that_is_viewed, True),
         (dropout_of_an_input, True),
