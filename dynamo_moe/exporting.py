@@ -193,7 +193,7 @@ def export(
             written = _write(model, arguments, dynamic_shapes, form, path, external_data)
     # A module that calls torch.ops.moe itself needs no conversion.
     layers = written.layers
-    remaining = tuple(module for module in remaining if not _has_layer(module.module, layers))
+    remaining = tuple(layer for layer in remaining if not _has_layer(layer.module, layers))
     warned = [unconverted.warning(remaining)] if remaining else []
     bypassed = [
         path for path in unconverted.converted_modules(model) if not _has_layer(path, layers)

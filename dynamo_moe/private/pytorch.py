@@ -33,7 +33,6 @@ __all__ = [
     "has_attribute",
     "has_forward_hooks",
     "hooks_removed",
-    "modes_unasked",
     "modules_by_path",
     "own_parts",
     "schema_of",
@@ -121,8 +120,8 @@ def wrapper_subclass(cls: type[_Wrapper], like: Tensor) -> _Wrapper:
     return wrapper
 
 
-modes_unasked: Callable[[], contextlib.AbstractContextManager[Any]]
-modes_unasked = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
+_modes_unasked: Callable[[], contextlib.AbstractContextManager[Any]]
+_modes_unasked = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
 """Returns a context that reads a tensor's shape and dtype at once.
 
 Each of a trace's modes would see it, and pass it on.
@@ -131,13 +130,13 @@ Each of a trace's modes would see it, and pass it on.
 
 def change_count(tensor: Tensor) -> int:
     """Returns how often a tensor was changed in place; 0 where PyTorch does not count."""
-    with modes_unasked():
+    with _modes_unasked():
         return 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
 
 
 def storage_key(tensor: Tensor) -> int:
     """Returns a key that tensors share which share their memory, fake ones too."""
-    with modes_unasked():
+    with _modes_unasked():
         storage = tensor.untyped_storage()
     key: int = storage._cdata if hasattr(storage, "_cdata") else storage.data_ptr()
     return key

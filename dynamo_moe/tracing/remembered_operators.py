@@ -112,7 +112,7 @@ class _Result:
             # see how that is found out.
             tensor = torch.empty(shape, dtype=self.dtype, device="meta")
             if self.is_dense is None:
-                self.is_dense = [*map(_written, tensor.stride())] == [*map(_written, strides)]
+                self.is_dense = [*map(_expression, tensor.stride())] == [*map(_expression, strides)]
             if self.is_dense:
                 return tensor
         return torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
@@ -123,7 +123,7 @@ def _knowledge(environment: Any) -> Hashable:
     return environment._version_counter, len(environment.guards)
 
 
-def _written(size: Any) -> Any:
+def _expression(size: Any) -> Any:
     return size.node.expr if type(size) is torch.SymInt else size
 
 
