@@ -23,7 +23,7 @@ from dynamo_moe.private.tracer import exporting
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.tracing.nodes import ASSERTIONS
-from dynamo_moe.tracing.operator_log import META, Forms, OperatorLog, without_values
+from dynamo_moe.tracing.operator_log import META, Forms, OperatorLog, like_on_meta
 from dynamo_moe.tracing.restoring import state_of
 from dynamo_moe.tracing.shortcuts import capturing
 
@@ -183,7 +183,7 @@ class LoggedModel:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    like = without_values(tensor.detach())
+    like = like_on_meta(tensor.detach())
     return nn.Parameter(like, requires_grad=False) if isinstance(tensor, nn.Parameter) else like
 
 

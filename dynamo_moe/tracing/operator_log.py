@@ -267,7 +267,7 @@ class OperatorLog(TorchDispatchMode):
         if reused and (layouts := self._forms.layouts.get(key)) is not None:
             return _made(layouts)
         if real:
-            args, kwargs = pytree.tree_map_only(Tensor, without_values, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, like_on_meta, (args, kwargs))
         if "device" in kwargs:  # A model may name the one that it is on.
             kwargs = {**kwargs, "device": META}
         result = operator(*args, **kwargs)
@@ -341,7 +341,7 @@ def _constant(tensor: Tensor) -> Any:
     return *layout, hashlib.sha256(numbers).digest()
 
 
-def without_values(tensor: Tensor) -> Tensor:
+def like_on_meta(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same shape, strides and dtype on the meta device."""
     if tensor.is_meta:
         return tensor
