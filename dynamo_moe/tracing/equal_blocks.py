@@ -279,10 +279,10 @@ def _may_be_equal(facts: Mapping[Any, Any], earlier: Mapping[Any, Any], distance
     """
     if not facts or facts.keys() != earlier.keys():
         return False
-    return all(_is_alike(value, earlier[name], distance) for name, value in facts.items())
+    return all(_agree(value, earlier[name], distance) for name, value in facts.items())
 
 
-def _is_alike(value: Any, other: Any, distance: int) -> bool:
+def _agree(value: Any, other: Any, distance: int) -> bool:
     if value is other:
         return True
     if type(value) is not type(other):
