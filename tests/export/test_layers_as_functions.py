@@ -121,7 +121,11 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("make", "calls"),
     [
-        (llama, {"LlamaDecoderLayer": [f"model.layers.{n}" for n in range(6)]}),
+        pytest.param(
+            llama,
+            {"LlamaDecoderLayer": [f"model.layers.{n}" for n in range(6)]},
+            marks=pytest.mark.every,
+        ),
         (mixtral, {"MixtralDecoderLayer": [f"model.layers.{n}" for n in range(5)]}),
         (
             swin,
@@ -132,13 +136,14 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
                 ]
             },
         ),
-        (
+        pytest.param(
             gemma2,
             {
                 "Gemma2DecoderLayer": [
                     f"model.layers.{n}-model.layers.{n + 1}" for n in range(0, 8, 2)
                 ]
             },
+            marks=pytest.mark.every,
         ),
     ],
 )

@@ -207,7 +207,13 @@ def in_torch(model: nn.Module, x: Tensor, y: Tensor) -> Arrays:
     return {name: value.numpy() for name, value in found.items() if value is not None}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.every) if name == "resnet18" else name
+        for name in MODELS
+    ],
+)
 def exported(request, tmp_path_factory) -> tuple[nn.Module, Callable[[int], Tensor], File]:
     torch.manual_seed(0)
     make, batch = MODELS[request.param]

@@ -172,7 +172,7 @@ def test_each_step_repeated(name: str) -> None:
     assert isinstance(check(Steps([name, "relu"])), list)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(list(STEPS)), min_size=2, max_size=5))
 def test_random_steps(names: list[str]) -> None:
     check(Steps(names))

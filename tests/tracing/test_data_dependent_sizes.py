@@ -307,7 +307,7 @@ programs = st.lists(
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=15, database=None)
+@settings(derandomize=True, deadline=None, max_examples=8, database=None)
 @given(steps=programs)
 def test_random_programs(tmp_path_factory: pytest.TempPathFactory, steps) -> None:
     torch.manual_seed(0)

@@ -716,6 +716,7 @@ def failing_steps(patch: pytest.MonkeyPatch) -> None:
 
 
 @known
+@pytest.mark.each_value
 @pytest.mark.parametrize("hinder", [unknown_version, failing_steps])
 @pytest.mark.parametrize("make", [a_moe_model, a_transformer, a_router, an_untranslated])
 def test_both_ways_lead_to_the_same_graph(
