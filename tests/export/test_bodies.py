@@ -194,6 +194,17 @@ def test_sigmoid_scores_that_are_all_one_still_choose(build: Build) -> None:
 
 
 @every_body
+def test_small_sigmoid_scores_keep_their_ratio(build: Build) -> None:
+    """Divided by their sum they are weights like others; ONNX Runtime's Sigmoid gives 0 here."""
+    layer = Layer(changed(BIASED, scoring="sigmoid"), top_k=3)
+    layer.parameters["router_weight"][:] = 0
+    layer.parameters["router_bias"][:] = (-14, -15, -16, -20, -21, -20.5)
+    check(layer, to_session(to_model([layer], build)), layer.arguments(11))
+    layer.parameters["router_bias"][:3] = -30
+    check(layer, to_session(to_model([layer], build)), layer.arguments(11))
+
+
+@every_body
 def test_a_token_without_experts_is_its_residual(build: Build) -> None:
     layer = Layer(changed(EXPERTS, residual=True, pre_norm="rms"))
     arguments = layer.arguments(5)
@@ -250,19 +261,20 @@ def test_same_bits_in_every_run(build: Build) -> None:
     np.testing.assert_array_equal(first, second)
 
 
-# --- What the bodies cost ---
-
-
-@pytest.mark.parametrize("build", [body, visiting, unrolled])
-def test_an_idle_expert_is_not_computed(build: Build) -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@every_body
+def test_an_idle_expert_counts_nothing(build: Build, value: float) -> None:
     layer = Layer(BIASED, top_k=1)
     layer.parameters["router_bias"][3] = 100
     arguments = layer.arguments(11)
     expected = oracle(layer, arguments)
     for name in ("w1", "b1", "w2", "b2"):
-        layer.parameters[name][:3] = np.nan
+        layer.parameters[name][:3] = value
     (actual,) = run(to_session(to_model([layer], build)), arguments)
     assert_agrees(actual, expected, FLOAT)
+
+
+# --- What the bodies cost ---
 
 
 @pytest.mark.parametrize("config", [EXPERTS, GPT_OSS], ids=["plain", "gated"])

@@ -48,8 +48,12 @@ def experts(
     z_ETF = product(x_TD, "w1", "b1", out="z_ETF")
     h_ETH = round_hidden(op, config, activate(op, config, z_ETF, rank=3))
     y_ETD = product(h_ETH, "w2", "b2", out="y_ETD")
-    weights_ET1 = _weights_by_expert(op, dtype, ids_TK, weights_TK)
-    y_TD = op.ReduceSum(op.Mul(y_ETD, weights_ET1, out="weighted"), [0], keepdims=0, out="y_TD")
+    chosen_ET1, weights_ET1 = _by_expert(op, dtype, ids_TK, weights_TK)
+    weighted_ETD = op.Mul(y_ETD, weights_ET1, out="weighted")
+    # Times a weight of zero, what is not finite would be NaN.
+    zero = op.constant("not_chosen", 0, dtype)
+    weighted_ETD = op.Where(chosen_ET1, weighted_ETD, zero, out="weighted_if_chosen")
+    y_TD = op.ReduceSum(weighted_ETD, [0], keepdims=0, out="y_TD")
     if not config.options.weight_on_input:
         return y_TD
     TKD = op.Concat(op.Shape(slots, out="TK"), width_1, axis=0, out="TKD")
@@ -57,17 +61,22 @@ def experts(
     return op.ReduceSum(y_TKD, [1], keepdims=0, out="y_summed_TD")
 
 
-def _weights_by_expert(
+def _by_expert(
     op: Ops, dtype: ir.DataType, ids_TK: ir.Value, weights_TK: ir.Value
-) -> ir.Value:
-    """Each token's weight for each expert ``[E, T, 1]``; a token's choices of one expert add up.
+) -> tuple[ir.Value, ir.Value]:
+    """Returns whether each token chose each expert, and its weight for it, both ``[E, T, 1]``.
 
-    TensorRT for RTX 1.7 refuses a ScatterElements that adds.
+    A token's choices of one expert add up. TensorRT for RTX 1.7 refuses a ScatterElements that
+    adds.
     """
     E = op.Squeeze(op.size("num_experts"), [0], out="E")
     experts_E11 = op.Unsqueeze(op.Range(0, E, 1, out="range_E"), [1, 2], out="experts_E11")
     chosen_ETK = op.Equal(ids_TK, experts_E11, out="chosen_ETK")
-    weights_ETK = op.Where(
-        chosen_ETK, weights_TK, op.constant("not_chosen", 0, dtype), out="weights_ETK"
+    zero, one = op.constant("not_chosen", 0, dtype), op.constant("chosen", 1, dtype)
+    weights_ETK = op.Where(chosen_ETK, weights_TK, zero, out="weights_ETK")
+    choices_ETK = op.Where(chosen_ETK, one, zero, out="choices_ETK")
+    choices_ET1 = op.ReduceSum(choices_ETK, [2], keepdims=1, out="choices_ET1")
+    return (
+        op.Greater(choices_ET1, zero, out="chosen_ET1"),
+        op.ReduceSum(weights_ETK, [2], keepdims=1, out="weights_ET1"),
     )
-    return op.ReduceSum(weights_ETK, [2], keepdims=1, out="weights_ET1")

@@ -21,7 +21,7 @@ from dynamo_moe.moe_nodes.bodies.config import GradientConfig, RoutedConfig
 from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, rms_scale, round_hidden
 from dynamo_moe.moe_nodes.bodies.layer import as_function, recorder, result, tokens
 from dynamo_moe.moe_nodes.bodies.ops import Ops
-from dynamo_moe.moe_nodes.bodies.router import given_routing, logits, route
+from dynamo_moe.moe_nodes.bodies.router import given_routing, logits, route, sigmoid
 from dynamo_moe.moe_nodes.bodies.slots import sort
 
 _PARAMETERS = ("w1", "b1", "w2", "b2")
@@ -258,10 +258,10 @@ def _logits_backward(
         p_TK = op.Softmax(top_TK, axis=-1, out="p_TK")
         dtop_TK = _softmax_backward(op, dtop_TK, p_TK)
         return op.ScatterElements(zeros_TE, ids_TK, dtop_TK, axis=1, out="dlogits_TE")
-    sigmoid = config.router_options.scoring == "sigmoid"
+    is_sigmoid = config.router_options.scoring == "sigmoid"
     scores_TE = (
-        op.Sigmoid(logits_TE, out="scores_TE")
-        if sigmoid
+        sigmoid(op, logits_TE, dtype, out="scores_TE")
+        if is_sigmoid
         else op.Softmax(logits_TE, axis=-1, out="scores_TE")
     )
     if config.renormalizes:
@@ -274,7 +274,7 @@ def _logits_backward(
         inner_T1 = op.Div(product_T1, total_T1, out="inner_router_T1")
         dtop_TK = op.Div(op.Sub(dtop_TK, inner_T1, out="dtop_less"), total_T1, out="dtop_TK")
     dscores_TE = op.ScatterElements(zeros_TE, ids_TK, dtop_TK, axis=1, out="dscores_TE")
-    if not sigmoid:
+    if not is_sigmoid:
         return _softmax_backward(op, dscores_TE, scores_TE)
     rest_TE = op.Sub(op.constant("one", 1, dtype), scores_TE, out="rest_TE")
     slope_TE = op.Mul(scores_TE, rest_TE, out="slope_TE")

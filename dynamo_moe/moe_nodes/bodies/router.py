@@ -39,6 +39,17 @@ def logits(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir
     )
 
 
+def sigmoid(op: Ops, logits: ir.Value, dtype: ir.DataType, out: str) -> ir.Value:
+    """Returns ``1 / (1 + exp(-logits))``.
+
+    ONNX Runtime 1.31's own Sigmoid of float32 is 0.2 % off at -10, 13 % at -14 and 0 below -18, and
+    divided by their sum, small weights are as large as any.
+    """
+    one = op.constant("one", 1, dtype)
+    exponential = op.Exp(op.Neg(logits, out=f"{out}_negated"), out=f"{out}_exp")
+    return op.Reciprocal(op.Add(one, exponential, out=f"{out}_divisor"), out=out)
+
+
 def _route(
     op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
@@ -51,7 +62,7 @@ def _route(
     if config.router_options.scoring == "softmax":
         scores_TE = op.Softmax(logits_TE, axis=-1, out="scores_TE")
     elif config.router_options.scoring == "sigmoid" and not plain:
-        scores_TE = op.Sigmoid(logits_TE, out="scores_TE")
+        scores_TE = sigmoid(op, logits_TE, dtype, out="scores_TE")
     ranked_TE = scores_TE
     if config.has_selection_bias:
         stored = op.entered(
@@ -69,7 +80,7 @@ def _route(
     if config.has_selection_bias:
         top_TK = op.GatherElements(scores_TE, ids_TK, axis=1, out="chosen_TK")
     if config.router_options.scoring == "sigmoid" and plain:
-        top_TK = op.Sigmoid(top_TK, out="sigmoid_TK")
+        top_TK = sigmoid(op, top_TK, dtype, out="sigmoid_TK")
     if config.router_options.scoring == "topk_softmax":
         top_TK = op.Softmax(top_TK, axis=-1, out="softmax_TK")
     if config.renormalizes:
