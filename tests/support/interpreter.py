@@ -87,11 +87,23 @@ def _hasten(patch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 
     names_of: dict[Any, list[str]] = {}
+    replaced: set[str] = set()
     numpy_dtypes: dict[str, Any] = {}
+    launch, patch_lang = interpreter.GridExecutor.__call__, interpreter._patch_lang
     get_np_dtype, apply_impl = interpreter._get_np_dtype, interpreter.ReduceOps.apply_impl
 
+    def launch_once(self: Any, *arguments: Any, **named: Any) -> None:
+        replaced.clear()
+        launch(self, *arguments, **named)
+
+    def patch_lang_once(function: Any) -> Any:
+        # Also called for each call of a function within a kernel. Only a launch needs the result.
+        if function.__module__ in replaced:
+            return None
+        replaced.add(function.__module__)
+        return patch_lang(function)
+
     def patch_builtin(package: Any, builder: Any, *scope: Any) -> None:
-        # Called for each call of a function within a kernel, where nothing is left to replace.
         if package not in names_of:
             members = inspect.getmembers(package)
             names_of[package] = [name for name, member in members if tl.core.is_builtin(member)]
@@ -114,6 +126,8 @@ def _hasten(patch: pytest.MonkeyPatch) -> None:
         data = np.bitwise_xor.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims)
         return self.to_tensor(data, x.dtype)
 
+    patch.setattr(interpreter.GridExecutor, "__call__", launch_once)
+    patch.setattr(interpreter, "_patch_lang", patch_lang_once)
     patch.setattr(interpreter, "_patch_builtin", patch_builtin)
     patch.setattr(interpreter, "_get_np_dtype", np_dtype)
     patch.setattr(interpreter.ReduceOps, "apply_impl", apply_reduction)
