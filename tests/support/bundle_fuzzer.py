@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from standin import ROOT, SOURCES, build
+from standin import ROOT, SOURCES, build, sanitizing
 
 _NATIVE = ROOT / "tests" / "native"
 # What the reader needs; TensorRT's interface is not among it.
 _SOURCES = [path for path in SOURCES if path.parent.name != "plugin"]
 _SANITIZERS = "address,undefined"
-_FLAGS = ("-g", "-O1", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 
 def seed_bundles() -> list[bytes]:
@@ -58,7 +57,7 @@ def fuzz(seconds: int, seeds: Sequence[Path], seed: int = 1) -> subprocess.Compl
     sources = [*_SOURCES, _NATIVE / "fuzz_bundle.cc"]
     with tempfile.TemporaryDirectory(prefix="dynamo-moe-fuzz-") as corpus:
         if _has_libfuzzer():
-            flags = (f"-fsanitize=fuzzer,{_SANITIZERS}", *_FLAGS, "-ldl")
+            flags = (*sanitizing(f"fuzzer,{_SANITIZERS}"), "-ldl")
             program = build("fuzz_bundle", sources, *flags, compiler="clang++")
             for at, path in enumerate(seeds):
                 shutil.copy(path, Path(corpus) / str(at))
@@ -67,7 +66,7 @@ def fuzz(seconds: int, seeds: Sequence[Path], seed: int = 1) -> subprocess.Compl
             limits = ("-malloc_limit_mb=2048", "-rss_limit_mb=0")
             command = [program, f"-max_total_time={seconds}", "-max_len=65536", *limits, corpus]
         else:
-            flags = (f"-fsanitize={_SANITIZERS}", *_FLAGS, "-ldl")
+            flags = (*sanitizing(_SANITIZERS), "-ldl")
             program = build("fuzz_bundle", [*sources, _NATIVE / "fuzz_driver.cc"], *flags)
             command = [program, str(seconds), str(seed), *seeds]
         return subprocess.run(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -296,25 +297,56 @@ def fake_cubin(content: bytes) -> bytes:
     return struct.pack("<16s2HI3QI6H", *header) + struct.pack("<2I4Q2I2Q", *section) + content
 
 
+_LINKING = ("-l", "-shared", "-Wl,")
+
+
 def build(name: str, sources: list[Path], *flags: str, compiler: str = "g++") -> Path:
-    """Compiles C++ sources into build/tests, unless they are already compiled."""
-    headers = sorted(
-        [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), *(ROOT / "tests" / "native").glob("*.h")]
-    )
-    digest = hashlib.sha256(repr((compiler, flags)).encode())
-    for file in [*sources, *headers]:
-        digest.update(file.read_bytes())
-    folder = ROOT / "build" / "tests" / digest.hexdigest()[:16]
+    """Compiles C++ sources into build/tests, unless they are already compiled.
+
+    What several results compile with the same flags is compiled once.
+    """
+    digest = _digest(compiler, flags, sources)
+    folder = ROOT / "build" / "tests" / digest
     result = folder / name
     if not result.exists():
         folder.mkdir(parents=True, exist_ok=True)
+        compiling = [flag for flag in flags if not flag.startswith(_LINKING)]
+        objects = [_compiled(source, compiling, compiler) for source in sources]
         beside = folder / f"{name}.{os.getpid()}"
-        warnings = ("-Wall", "-Wextra", "-Werror")
-        options = ("-std=c++17", *warnings, f"-I{CSRC}")
-        command = [compiler, *options, *map(str, sources), *flags, "-o", str(beside)]
-        subprocess.run(command, check=True)
+        subprocess.run([compiler, *map(str, objects), *flags, "-o", str(beside)], check=True)
         beside.replace(result)
     return result
+
+
+def _compiled(source: Path, flags: list[str], compiler: str) -> Path:
+    """The object file of a source; another process that wants the same waits for it."""
+    folder = ROOT / "build" / "tests" / "objects"
+    folder.mkdir(parents=True, exist_ok=True)
+    result = folder / f"{source.stem}-{_digest(compiler, flags, [source])}.o"
+    with result.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            beside = result.with_suffix(".new")
+            options = ("-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", *flags)
+            subprocess.run([compiler, *options, "-c", str(source), "-o", str(beside)], check=True)
+            beside.replace(result)
+    return result
+
+
+def _digest(compiler: str, flags: Sequence[str], sources: Sequence[Path]) -> str:
+    headers = sorted(
+        [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), *(ROOT / "tests" / "native").glob("*.h")]
+    )
+    digest = hashlib.sha256(repr((compiler, tuple(flags))).encode())
+    for file in [*sources, *headers]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def sanitizing(sanitizers: str) -> tuple[str, ...]:
+    """Flags of sanitizers; of those whose code is fast, the fastest to compile."""
+    recover, frames = "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"
+    return (f"-fsanitize={sanitizers}", recover, frames, "-Og", "-g1", "-pthread")
 
 
 @cache

@@ -24,7 +24,7 @@ from interpreted_gpu import InterpretedGpu, uncompiled_program
 from kernel_runs import call_tensors, layer_of, run_kernels
 from moe_cases import Case, assert_matches, make_case
 from random_layers import bounded, cases
-from standin import CSRC, LAUNCH_FAILED, OUT_OF_MEMORY, ROOT, SOURCES, build, standin
+from standin import CSRC, LAUNCH_FAILED, OUT_OF_MEMORY, ROOT, SOURCES, build, sanitizing, standin
 from trt_plugin.bundle import Bundle, Program
 from trt_plugin.compiling import layer_record, limit_tokens
 from trt_plugin.launcher import LauncherError, OpenProgram, find_program
@@ -87,6 +87,7 @@ def small_case(op: str = "experts", tokens: int = 5, **options) -> Case:
 # --- Numbers ---
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("device", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 70])
 @pytest.mark.parametrize("op", ["dropless", "experts"])
@@ -450,14 +451,12 @@ def test_the_library_shows_its_interface_and_nothing_else():
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_under_sanitizers(tmp_path, sanitizer):
-    flags = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g", "-O1")
+    flags = sanitizing(sanitizer)
     native = ROOT / "tests" / "native"
     sources = [path for path in SOURCES if path.parent.name != "plugin"]
     soname = "-Wl,-soname,libcuda.so.1"
     cuda = build("libcuda.so.1", [native / "standin.cc"], *flags, "-fPIC", "-shared", soname)
-    check = build(
-        "launcher_check", [*sources, native / "launcher_check.cc"], *flags, "-ldl", "-pthread"
-    )
+    check = build("launcher_check", [*sources, native / "launcher_check.cc"], *flags, "-ldl")
     case = make_case("experts", (30,), width=136, hidden=72, dtype=torch.float16)
     both = tuple(
         uncompiled_program(limit_tokens(plan(layer_of(case), architecture(device)), 50))
