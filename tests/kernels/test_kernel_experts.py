@@ -101,7 +101,10 @@ def test_every_pair_of_dtypes(path, tokens_dtype, experts_dtype):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("width", [8, 16, 56, 72, 96, 128, 192])
+@pytest.mark.parametrize(
+    "width",
+    [8, 16, 56, 72, 128, *(pytest.param(width, marks=pytest.mark.every) for width in (96, 192))],
+)
 def test_widths(path, width):
     check(make_case("experts", (6,), width=width, hidden=8, dtype=torch.float16), path)
 
