@@ -57,7 +57,9 @@ def bundle_of(file: Path, copy: Path) -> Path:
     return bundle
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
+@pytest.fixture(
+    scope="module", params=["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.every)]
+)
 def built(request, tmp_path_factory) -> Built:
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
