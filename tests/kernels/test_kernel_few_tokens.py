@@ -171,13 +171,16 @@ def test_a_block_fits_into_registers_and_shared_memory(
         assert (block.num_stages - 1) * stage <= on.shared_memory - 4096
 
 
-@pytest.mark.parametrize("layer", [QWEN, GPT_OSS], ids=["rows", "columns"])
-def test_stages_take_shared_memory_and_nothing_spills(layer):
+def test_stages_take_shared_memory_and_nothing_spills():
     on = architecture("sm_90")
-    planned = plan_with(layer, on, (RangeConfig(MAX_TOKENS, "few", *few_blocks(layer, on)),))
-    (program,) = compile_plans([limit_tokens(planned, 1)], progress=False).programs
-    assert [kernel.name for kernel in program.kernels] == ["few_up_kernel", "few_down_kernel"]
-    for kernel in program.kernels:
-        # Three stages under way, of 16 KiB of weights each.
-        assert kernel.shared_memory >= 3 * 16 * 1024
-        assert kernel.local_memory == 0
+    plans = [
+        plan_with(layer, on, (RangeConfig(MAX_TOKENS, "few", *few_blocks(layer, on)),))
+        for layer in (QWEN, GPT_OSS)  # Rows and columns.
+    ]
+    bundle = compile_plans([limit_tokens(planned, 1) for planned in plans], progress=False)
+    for program in bundle.programs:
+        assert [kernel.name for kernel in program.kernels] == ["few_up_kernel", "few_down_kernel"]
+        for kernel in program.kernels:
+            # Three stages under way, of 16 KiB of weights each.
+            assert kernel.shared_memory >= 3 * 16 * 1024
+            assert kernel.local_memory == 0
