@@ -295,6 +295,13 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     assert cache.get(task) is None
 
 
+def test_kernels_of_another_compiler_or_other_sources_are_not_used(tmp_path: Path) -> None:
+    task = task_for(scale(1.0), architecture("sm_80"))
+    KernelCache(tmp_path, "triton 1", {task.module: "a"}).put(task, some_result())
+    for compiler, source in (("triton 2", "a"), ("triton 1", "b")):
+        assert KernelCache(tmp_path, compiler, {task.module: source}).get(task) is None
+
+
 def test_the_cache_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DYNAMO_MOE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
