@@ -263,7 +263,8 @@ def _write(
         _rename("output_names", model_ir.graph.outputs, form.output_names)
         metadata.store(model_ir, layers)
         leaves = pytree.tree_leaves(arguments)
-        inputs.store(model_ir, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        inputs.store(model_ir, tensors, graph.sizes)
         if form.link_weights:
             placeholders.link(model_ir, path.parent)
         checked = check_graph(model_ir, graph.copies)
@@ -282,6 +283,7 @@ class _Graph(NamedTuple):
     layers: list[metadata.Layer]
     blocks: list[str]
     notes: list[str]
+    sizes: set[int]  # that decisions of the trace name
 
 
 def _graph(
@@ -352,7 +354,7 @@ def _graph_with(
     notes = [*([fallback] if fallback else []), *trials.notes]
     if form.layers_as_functions and not units:
         notes.append("no blocks were found that could be calls of one function")
-    return _Graph(traced, copies, layers, [], notes)
+    return _Graph(traced, copies, layers, [], notes, trials.sizes)
 
 
 def _units(traced: ir.Model, sharing: SharedTrace, lazies: placeholders.Lazies) -> list[Units]:

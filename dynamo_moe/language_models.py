@@ -20,6 +20,7 @@ from torch import Tensor
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.exporting import export
+from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.private.pytorch import without_values
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 from dynamo_moe.weights import placeholders
@@ -31,6 +32,8 @@ Task = Literal["text-generation-with-past", "text-generation", "feature-extracti
 TASKS: tuple[str, ...] = get_args(Task)
 
 # A task's first output.
+# B, S and P of the cases that a file is verified with.
+_VERIFIED = ((1, 5, 0), (3, 1, 6), (2, 4, 3), (2, 33, 0), (2, 2, 40))
 _RESULTS = {
     "text-generation-with-past": "logits",
     "text-generation": "logits",
@@ -152,15 +155,26 @@ def task_of(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str
     return next((task for task in tasks if outputs[0] == _RESULTS[task]), None)
 
 
-def verification_cases(model: PreTrainedModel) -> list[dict[str, Any]]:
+def verification_cases(model: PreTrainedModel) -> list[DrawnCase]:
     """Returns cases for a model within :func:`performing`: a prompt, a step, a part of a prompt.
 
-    The third has padding before a part of its tokens, where the task has a cache.
+    Where the task has a cache, parts of prompts have padding in it; where it has none, a prompt has
+    padding on either side. The last two are longer, and optional: a model may have fewer positions.
     """
-    cases = [example_case(model, *sizes) for sizes in ((1, 5, 0), (3, 1, 6), (2, 4, 3))]
-    if "past_key_values" in cases[-1]:
-        cases[-1]["attention_mask"][-1, :2] = 0
-    return cases
+    cases = [example_case(model, *sizes) for sizes in _VERIFIED]
+    masks = [case["attention_mask"] for case in cases]
+    if "past_key_values" in cases[0]:
+        masks[2][-1, :2] = masks[4][1, :3] = 0
+    else:
+        masks[3][0, :30] = masks[3][1, 20:] = 0
+    return [
+        DrawnCase(
+            case,
+            optional=number > 2,
+            kept=case["attention_mask"][:, -case["input_ids"].shape[1] :] == 1,
+        )
+        for number, case in enumerate(cases)
+    ]
 
 
 def example_case(

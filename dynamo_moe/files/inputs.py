@@ -1,9 +1,12 @@
-"""Random inputs for an ONNX file, of other sizes than the example it was exported with."""
+"""Inputs to try an ONNX file with, by what each is for: tokens, masks, ids; of many sizes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import onnx_ir as ir
 import torch
@@ -16,69 +19,144 @@ from dynamo_moe.private.pytorch import FakeTensor
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 
 KEY = "dynamo_moe.integers"
-"""Metadata key: the least and the greatest of the example's integers, by input."""
+"""Metadata key: the least and the greatest of the example's integers or booleans, by input."""
+MASKS_KEY = "dynamo_moe.masks"
+"""Metadata key: by input, what an additive mask of the example has where tokens are hidden."""
+SIZES_KEY = "dynamo_moe.sizes"
+"""Metadata key: the greatest size that a condition of the model's trace names."""
 
-# Per case: the size of the batch, and of every other symbolic dimension.
-_CASES = ((1, 4), (3, 7), (2, 1))
+Pattern = Literal["full", "right", "left", "causal", "some"]
+"""Which tokens a mask leaves: all; the first of each row; the last; those up to each token's own,
+where the mask is square; any."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes and values of a case.
+
+    Attributes:
+        batch: The size of the batch.
+        other: Of every other symbolic dimension, which differ by one each unless this is 1.
+        pattern: Of masks.
+        scale: Of floats.
+        optional: Whether a model may refuse such inputs, as for too many positions.
+    """
+
+    batch: int
+    other: int
+    pattern: Pattern = "full"
+    scale: float = 1.0
+    optional: bool = False
+
+
+_CASES = (
+    _Sizes(1, 4),
+    _Sizes(3, 7, "right"),
+    _Sizes(2, 1),
+    _Sizes(5, 12, "left", optional=True),
+    _Sizes(4, 19, "causal", scale=20.0, optional=True),
+    _Sizes(2, 40, "some", scale=0.01, optional=True),
+)
 # The least and the greatest integer where nothing is known.
 _SOME = (0, 9)
+# Of more integers, which come next is not remembered.
+_MOST_NUMBERED = 2**24
+# A number that hides a token is at most the first; without an example of one, it is the second.
+_HIDING, _HIDDEN = -1e4, -float("inf")
 _INTS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _DTYPES = {
     tensor_adapters.from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *_INTS, torch.bool)
 }
 
 
-def store(model: ir.Model, example: Sequence[Tensor]) -> None:
-    """Writes the least and the greatest integer of an example, a tensor by input, as metadata."""
-    ranges = {
-        str(value.name): [int(tensor.min()), int(tensor.max())]
+@dataclass(frozen=True)
+class DrawnCase:
+    """Random inputs of a model.
+
+    Attributes:
+        inputs: By graph input, or as the arguments of a model's forward.
+        optional: Whether the model may refuse them.
+        kept: Which tokens masks leave, ``[B, L]``; None if no mask has this shape. What a model
+            returns for others means nothing: a causal one's first token may see none.
+    """
+
+    inputs: dict[str, Any]
+    optional: bool = False
+    kept: Tensor | None = None
+
+
+def store(model: ir.Model, example: Sequence[Tensor], sizes: Collection[int] = ()) -> None:
+    """Writes as metadata what shows, for :func:`random_inputs`, what the inputs are for.
+
+    Args:
+        model: The model.
+        example: The example that it was traced with, a tensor by input.
+        sizes: Those that conditions of its trace name, of which only one above all sizes that are
+            tried anyway is written.
+    """
+    known = {
+        str(value.name): tensor
         for value, tensor in zip(model.graph.inputs, example, strict=False)
-        if tensor.dtype in _INTS and tensor.numel()
-        if not tensor.is_meta and not isinstance(tensor, FakeTensor)
+        if tensor.numel() and not tensor.is_meta and not isinstance(tensor, FakeTensor)
     }
-    if ranges:
-        model.metadata_props[KEY] = json.dumps(ranges)
+    ranges = {
+        name: [int(tensor.min()), int(tensor.max())]
+        for name, tensor in known.items()
+        if tensor.dtype in _INTS or tensor.dtype == torch.bool
+    }
+    masks = {
+        name: str(hidden)  # JSON has no infinity.
+        for name, tensor in known.items()
+        if tensor.is_floating_point() and (hidden := _hiding(name, tensor))
+    }
+    named = max((size for size in sizes if size >= _CASES[-1].other), default=None)
+    for key, value in ((KEY, ranges), (MASKS_KEY, masks), (SIZES_KEY, named)):
+        if value:
+            model.metadata_props[key] = json.dumps(value)
 
 
-def random_inputs(model: ir.Model) -> list[dict[str, Tensor]]:
-    """Returns a few cases, each a tensor by graph input, the same in every run.
+def _hiding(name: str, tensor: Tensor) -> float:
+    """Returns what hides a token in an additive mask; 0 if a tensor is none."""
+    if not ((tensor == 0) | (tensor <= _HIDING)).all():
+        return 0.0
+    return float(tensor.min()) or (_HIDDEN if "mask" in name else 0.0)
+
+
+def random_inputs(
+    model: ir.Model, seed: int = 20, *, rows_of_zeros: bool = True
+) -> list[DrawnCase]:
+    """Returns cases of several batch sizes and lengths, the same for a seed.
+
+    Floats are normally distributed, of three scales, and some rows are zeros, if that is wanted.
+    Masks, which the example or their dtype shows, hide tokens at the beginning, at the end or
+    anywhere, but never all; the first case's hide none. Ids are below the size of what they index,
+    where the graph shows it, else between the least and the greatest of the example's. One case is
+    longer than any size that a condition of the trace names.
 
     Raises:
         ValueError: If a dimension is an expression, or a dtype has no random values here.
     """
-    generator = torch.Generator().manual_seed(20)
     sizes_of = {str(value.name): _sizes(value) for value in model.graph.inputs}
     symbols = {size for sizes in sizes_of.values() for size in sizes if isinstance(size, str)}
-    ranges = _ranges(model)
+    named = json.loads(model.metadata_props.get(SIZES_KEY, "0"))
+    beyond = [_Sizes(1, named + 1, optional=True)] if named else []
+    roles = _Roles(model, seed, rows_of_zeros=rows_of_zeros)
     cases = []
-    for batch, other in _CASES:
+    for case in (*_CASES, *beyond):
         # Each symbol has a size of its own, so that axes taken for one another show.
         numbered = enumerate(sorted(symbols - {BATCH}))
-        chosen = {symbol: 1 if other == 1 else other + number for number, symbol in numbered}
-        chosen[BATCH] = batch
-        cases.append(
-            {
-                name: _random(
-                    value,
-                    [chosen[size] if isinstance(size, str) else size for size in sizes],
-                    ranges.get(name, _SOME),
-                    generator,
-                )
-                for value, (name, sizes) in zip(model.graph.inputs, sizes_of.items(), strict=True)
-            }
-        )
+        chosen = {
+            symbol: 1 if case.other == 1 else case.other + number for number, symbol in numbered
+        }
+        chosen[BATCH] = case.batch
+        inputs = {
+            name: roles.drawn(
+                value, [chosen[size] if isinstance(size, str) else size for size in sizes], case
+            )
+            for value, (name, sizes) in zip(model.graph.inputs, sizes_of.items(), strict=True)
+        }
+        cases.append(DrawnCase(inputs, case.optional, roles.tokens_kept(inputs)))
     return cases
-
-
-def _ranges(model: ir.Model) -> dict[str, tuple[int, int]]:
-    """Returns the integers that an input may hold: by the graph, or else by the example."""
-    ranges: dict[str, tuple[int, int]] = {}
-    for name, (least, greatest) in json.loads(model.metadata_props.get(KEY, "{}")).items():
-        if greatest == 1 and least >= 0:
-            ranges[name] = (1, 1)  # A mask, most likely: tokens that see none have no result.
-        elif (least, greatest) != (0, 0):  # Zeros alone stand for anything.
-            ranges[name] = (least, greatest)
-    return ranges | {name: (0, limit - 1) for name, limit in index_limits(model.graph).items()}
 
 
 def _sizes(value: ir.Value) -> list[int | str]:
@@ -92,15 +170,98 @@ def _sizes(value: ir.Value) -> list[int | str]:
     return sizes
 
 
-def _random(
-    value: ir.Value, shape: Sequence[int], limits: tuple[int, int], generator: torch.Generator
-) -> Tensor:
-    dtype = None if value.dtype is None else _DTYPES.get(value.dtype)
-    if dtype in FLOATS:
-        return torch.randn(shape, generator=generator).to(dtype)
-    if dtype in _INTS:
-        least, greatest = limits
-        return torch.randint(least, greatest + 1, shape, generator=generator, dtype=dtype)
-    if dtype == torch.bool:
-        return torch.ones(shape, dtype=torch.bool)
-    raise ValueError(f"input {value.name!r} is {value.dtype}: pass inputs of your own to verify")
+class _Roles:
+    """What the inputs of a graph are for."""
+
+    def __init__(self, model: ir.Model, seed: int, *, rows_of_zeros: bool) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._rows_of_zeros = rows_of_zeros
+        self._remaining: dict[str, Tensor] = {}
+        ranges = json.loads(model.metadata_props.get(KEY, "{}"))
+        limits = index_limits(model.graph)
+        self._hidden = json.loads(model.metadata_props.get(MASKS_KEY, "{}"))
+        self._masks = {
+            name
+            for name, (least, greatest) in ranges.items()
+            if (least, greatest) in {(0, 1), (1, 1)} and name not in limits
+        }
+        # Where all of the example's are false, true hides a token.
+        self._hiding = {name for name, (_, greatest) in ranges.items() if not greatest}
+        # Zeros alone stand for anything.
+        self._ranges = {name: (a, b) for name, (a, b) in ranges.items() if (a, b) != (0, 0)}
+        self._ranges |= {name: (0, limit - 1) for name, limit in limits.items()}
+
+    def drawn(self, value: ir.Value, shape: Sequence[int], case: _Sizes) -> Tensor:
+        """Returns random values of an input.
+
+        Raises:
+            ValueError: If its dtype has no random values here.
+        """
+        name = str(value.name)
+        dtype = None if value.dtype is None else _DTYPES.get(value.dtype)
+        if dtype in FLOATS:
+            return self._floats(name, shape, case).to(dtype)
+        if dtype == torch.bool:
+            return self._kept(shape, case.pattern).logical_xor(torch.tensor(name in self._hiding))
+        if dtype in _INTS and name in self._masks:
+            return self._kept(shape, case.pattern).to(dtype)
+        if dtype in _INTS:
+            return self._integers(name, shape).to(dtype)
+        raise ValueError(
+            f"input {name!r} is {value.dtype}: pass inputs of your own, as in "
+            f"verify(path, model, inputs=[{{{name!r}: ...}}])"
+        )
+
+    def tokens_kept(self, inputs: Mapping[str, Tensor]) -> Tensor | None:
+        """Returns which tokens all masks ``[B, L]`` of a case leave; None if there are none."""
+        kept = [
+            (value == 0) == (name in self._hiding or name in self._hidden)
+            for name, value in inputs.items()
+            if value.ndim == 2
+            if value.dtype == torch.bool or name in self._masks or name in self._hidden
+        ]
+        same = bool(kept) and all(mask.shape == kept[0].shape for mask in kept)
+        return torch.stack(kept).all(dim=0) if same else None
+
+    def _integers(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Draws integers, each as often as any other before it comes again."""
+        least, greatest = self._ranges.get(name, _SOME)
+        if greatest - least >= _MOST_NUMBERED:
+            return torch.randint(least, greatest + 1, tuple(shape), generator=self._generator)
+        remaining = self._remaining.get(name, torch.empty(0, dtype=torch.int64))
+        count = math.prod(shape)
+        while len(remaining) < count:
+            order = torch.randperm(greatest - least + 1, generator=self._generator)
+            remaining = torch.cat((remaining, least + order))
+        self._remaining[name] = remaining[count:]
+        return remaining[:count].reshape(tuple(shape))
+
+    def _floats(self, name: str, shape: Sequence[int], case: _Sizes) -> Tensor:
+        if name in self._hidden:
+            hidden = torch.full(shape, float(self._hidden[name]))
+            return hidden.masked_fill(self._kept(shape, case.pattern), 0.0)
+        x = torch.randn(shape, generator=self._generator) * case.scale
+        if self._rows_of_zeros and case.pattern == "left" and len(shape) > 1:
+            x.view(-1, shape[-1])[::4] = 0
+        return x
+
+    def _kept(self, shape: Sequence[int], pattern: Pattern) -> Tensor:
+        """Returns which tokens of the last axis a mask leaves: of each row at least one."""
+        length = shape[-1] if shape else 1
+        kept = torch.ones(tuple(shape), dtype=torch.bool)
+        if pattern == "full" or length < 2:
+            return kept
+        if pattern == "causal" and len(shape) > 1 and shape[-2] == length:
+            return kept.tril()
+        rows = kept.view(-1, length)
+        if pattern == "some":
+            chosen = torch.randint(length, (len(rows), 1), generator=self._generator)
+            kept = torch.rand(rows.shape, generator=self._generator) < 0.6
+            return kept.scatter(1, chosen, value=True).view(tuple(shape))
+        counts = torch.randint(1, length, (len(rows), 1), generator=self._generator)
+        # A row that is whole, as in a batch of sequences that is padded to its longest.
+        counts[0] = length
+        positions = torch.arange(length)
+        if pattern == "left":
+            positions = positions.flip(0)
+        return (positions < counts).view(tuple(shape))

@@ -67,11 +67,13 @@ class SizeTrials:
 
     Attributes:
         notes: Decisions that could not be tried, for the user of the file.
+        sizes: Sizes that decisions name.
     """
 
     def __init__(self, example: DynamicExample, *, has_values: bool = True) -> None:
         """Makes trials of what is traced with an example."""
         self.notes: list[str] = []
+        self.sizes: set[int] = set()
         self._example = example
         self._has_values = has_values
 
@@ -104,6 +106,8 @@ class SizeTrials:
             )
             return
         conditions = [decision.condition for decision in decisions]
+        numbers = {int(n) for c in conditions for n in c.atoms(sympy.Integer)}
+        self.sizes |= {number for number in numbers if number <= _LARGEST}
         runs = self._running(reference), self._running(candidate)
         trials = _Trials(program, self._example, conditions, *runs)
         for decision in decisions:

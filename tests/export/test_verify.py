@@ -55,7 +55,8 @@ def test_default_cases_differ_from_the_example(model_and_file: tuple[nn.Module, 
     model, path = model_and_file
     report = dynamo_moe.verify(path, model)
     assert report.passed
-    assert {case.shapes["input"] for case in report.cases} == {(1, 4, 16), (3, 7, 16), (2, 1, 16)}
+    sizes = [(1, 4), (3, 7), (2, 1), (5, 12), (4, 19), (2, 40)]
+    assert [case.shapes["input"] for case in report.cases] == [(*size, 16) for size in sizes]
     assert all(0 <= case.rms_error <= case.max_error < 2e-5 for case in report.cases)
     assert all(case.routing_agreement == 1.0 for case in report.cases)
     assert "ONNX Runtime" in report.runtime
@@ -132,7 +133,8 @@ def test_ids_stay_below_the_rows_of_their_table(tmp_path: Path) -> None:
     assert index_limits(ir.load(path).graph) == {"ids": 3, "places": 5}
     assert dynamo_moe.verify(path, model).passed
     for name, limit in (("ids", 3), ("places", 5)):
-        drawn = torch.cat([case[name].flatten() for case in random_inputs(ir.load(path))])
+        cases = random_inputs(ir.load(path))
+        drawn = torch.cat([case.inputs[name].flatten() for case in cases])
         assert drawn.unique().tolist() == list(range(limit))
 
 
@@ -156,9 +158,11 @@ def test_integers_of_which_the_graph_tells_nothing(tmp_path: Path) -> None:
     sizes = torch.tensor([[5, 9, 7]] * 2)
     mask = torch.tensor([[1, 1, 0]] * 2, dtype=torch.uint8)
     dynamo_moe.export(model, (torch.randn(2, 3), sizes, mask), path)
-    drawn = random_inputs(ir.load(path))
+    drawn = [case.inputs for case in random_inputs(ir.load(path))]
     assert all(case["sizes"].min() >= 5 and case["sizes"].max() <= 9 for case in drawn)
-    assert all(case["mask"].eq(1).all() for case in drawn)
+    assert drawn[0]["mask"].all()
+    assert all(case["mask"].any(dim=-1).all() for case in drawn)
+    assert torch.cat([case["mask"].flatten() for case in drawn]).unique().tolist() == [0, 1]
     assert dynamo_moe.verify(path, model).passed
 
 
@@ -273,9 +277,11 @@ def test_the_routings_nodes_hide_no_error_of_the_runtimes_moe(tmp_path: Path) ->
     expected = model(x).detach().numpy()
     with pytest.raises(dynamo_moe.VerificationError) as raised:
         dynamo_moe.verify(path, model, [(x,)])
-    rms = np.sqrt(np.square(expected).mean())
-    seen = raised.value.report.cases[0].max_error
-    assert seen == pytest.approx(np.abs(result - expected).max() / rms, rel=1e-5)
+    # Each number is one of the file as it is, relative to its row's or its column's RMS.
+    squares = np.square(expected)
+    scale = np.minimum(*(squares.mean(axis, keepdims=True) + 0 * squares for axis in (0, 1)))
+    worst = (np.abs(result - expected) / np.sqrt(scale)).max()
+    assert raised.value.report.cases[0].max_error == pytest.approx(worst, rel=1e-5)
 
 
 def test_nan_fails(model_and_file: tuple[nn.Module, Path], tmp_path: Path) -> None:
@@ -325,7 +331,7 @@ def test_inputs_of_several_kinds(tmp_path: Path) -> None:
         dynamic_shapes={"ids": {1: "length"}, "mask": {1: "length"}, "scale": {0: None}},
     )  # fmt: skip
     report = dynamo_moe.verify(path, model)
-    assert [case.shapes["ids"] for case in report.cases] == [(1, 4), (3, 7), (2, 1)]
+    assert [case.shapes["ids"] for case in report.cases][:3] == [(1, 4), (3, 7), (2, 1)]
     with pytest.raises(ValueError, match=r"one tensor per input of the file \(ids, scale, mask\)"):
         dynamo_moe.verify(path, model, [example[:2]])
 
@@ -428,7 +434,7 @@ def test_bfloat16_in_and_out(tmp_path: Path, isolated: bool) -> None:
 
     path = bfloat16_file(tmp_path / "model.onnx")
     report = dynamo_moe.verify(path, AddOne(), isolated=isolated)
-    assert [case.max_error for case in report.cases] == [0, 0, 0]
+    assert [case.max_error for case in report.cases] == [0] * 6
     empty = dynamo_moe.verify(path, AddOne(), [(torch.zeros(0, 3).bfloat16(),)], isolated=isolated)
     assert empty.cases[0].shapes == {"x": (0, 3)}
 

@@ -154,6 +154,7 @@ IMAGE = len(kernel().image)
         (record("tensor maps") + 96, "I", [257], "dimension 0: box must be in 1..256, got 257"),
         (record("tensor maps") + 96, "I", [4], "the box in bytes must be a multiple of 16, got 8"),
         (record("tensor maps") + 12, "I", [1], "at most 32, the swizzle's span, got 128"),
+        (record("tensor maps") + 12, "I", [2], "at most 64, the swizzle's span, got 128"),
         (record("tensor maps") + 116, "I", [2], "tensor map 0: kind must be 1 or 6, got 2"),
         (record("tensor maps") + 116, "I", [6], "tensor map 0: the state's part must be below 0"),
         (record("tensor maps") + 120, "I", [1], "tensor map 0: reserved must be 0, got 1"),

@@ -170,6 +170,8 @@ def test_contexts_have_their_own_cache_or_share_one(driver, tensorrt, tmp_path, 
     assert (live["memory"], live["streams"]) == ((1, 1) if shared else (2, 2))
     # Of each tensor there is one, whoever uses it.
     assert live["registrations"] == 2
+    contexts.pop(0).destroy()
+    assert driver.live()["memory"] == 1  # The clone has none of the context's.
     for each in (*contexts, clone, plugin):
         each.destroy()
     assert driver.live() == NOTHING

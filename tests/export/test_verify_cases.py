@@ -1,0 +1,284 @@
+"""``verify``: wrong files that few inputs show, and right ones that look wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import custom_ops
+import dynamo_moe
+from dynamo_moe.verification.errors import worst_errors
+from small_models import OpLayer
+
+LENGTH = {1: "length"}
+
+
+class Attention(nn.Module):
+    """Attention of tokens to those that a mask leaves, or to all."""
+
+    def __init__(self, *, masked: bool = True) -> None:
+        super().__init__()
+        self.masked = masked
+        self.words = nn.Embedding(50, 8)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids)
+        scores = x @ x.mT
+        if self.masked:
+            scores = self.hidden(scores, mask)
+        return (scores + 0 * mask.float().clamp(-1, 1).sum()).softmax(dim=-1) @ x
+
+    def hidden(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None] == 0, -1e9)
+
+
+class Hiding(Attention):
+    """True hides a token, as in PyTorch's ``key_padding_mask``."""
+
+    def hidden(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores.masked_fill(mask[:, None], -torch.inf)
+
+
+class Adding(Attention):
+    def hidden(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return scores + mask[:, None]
+
+
+IDS = torch.zeros(2, 5, dtype=torch.int64)
+MASKS: dict[str, tuple[type[Attention], Tensor]] = {
+    "integers": (Attention, torch.ones(2, 5, dtype=torch.int64)),
+    "booleans": (Attention, torch.ones(2, 5, dtype=torch.bool)),
+    "booleans that hide": (Hiding, torch.zeros(2, 5, dtype=torch.bool)),
+    "floats": (Adding, torch.zeros(2, 5)),
+    "floats, some hidden": (Adding, torch.tensor([[0, 0, 0, 0, -1e9]] * 2)),
+}
+
+
+def exported(model: nn.Module, example: tuple[Any, ...], path: Path, **shapes: Any) -> Path:
+    dynamo_moe.export(model.eval(), example, path, dynamic_shapes=shapes or {"x": LENGTH})
+    return path
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(tmp_path: Path, name: str) -> None:
+    kind, mask = MASKS[name]
+    torch.manual_seed(0)
+    model = kind()
+    path = exported(model, (IDS, mask), tmp_path / "right.onnx", ids=LENGTH, mask=LENGTH)
+    assert dynamo_moe.verify(path, model).passed
+    other = kind(masked=False)
+    other.load_state_dict(model.state_dict())
+    path = exported(other, (IDS, mask), tmp_path / "wrong.onnx", ids=LENGTH, mask=LENGTH)
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, model)
+
+
+def test_a_square_mask(tmp_path: Path) -> None:
+    class Causal(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, mask)
+
+    class Ignoring(Causal):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x, mask.sum(dim=-2, keepdim=True) > -1)
+
+    shapes = {"x": LENGTH, "mask": {1: "length", 2: "length"}}
+    example = torch.randn(2, 5, 8), torch.ones(2, 5, 5, dtype=torch.bool)
+    dynamo_moe.verify(exported(Causal(), example, tmp_path / "right.onnx", **shapes), Causal())
+    path = exported(Ignoring(), example, tmp_path / "wrong.onnx", **shapes)
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, Causal())
+
+
+def test_the_fast_path_of_a_transformer_encoder(tmp_path: Path) -> None:
+    """It gives zeros for padded positions, where a file has what the layers compute."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            return self.encoder(x, src_key_padding_mask=padding)
+
+    model = Padded()
+    example = torch.randn(2, 5, 16), torch.zeros(2, 5, dtype=torch.bool)
+    path = exported(model, example, tmp_path / "m.onnx", x=LENGTH, padding=LENGTH)
+    assert dynamo_moe.verify(path, model).passed
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+# --- Wrong files ---
+
+
+class Right(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class WrongFromTheEighth(Right):
+    def forward(self, x: Tensor) -> Tensor:
+        keeps = torch.arange(x.shape[1]) < 8
+        return super().forward(x) * keeps[:, None]
+
+
+class WrongForLarge(Right):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-30, 30)
+
+
+class WrongForZeros(Right):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (x == 0).all(dim=-1, keepdim=True)
+
+
+class WrongForSmall(Right):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).where(x.abs().amax(dim=-1, keepdim=True) > 0.05, 0.0)
+
+
+class Ids(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(dim=-1) + 151_000
+
+
+class IdsOffByOne(Ids):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class Flags(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0).long()
+
+
+class OfAnotherType(Flags):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).bool()
+
+
+class LargeColumns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((x[..., :4] * 1e5, self.others(x[..., 4:])), dim=-1)
+
+    def others(self, x: Tensor) -> Tensor:
+        return x
+
+
+class SmallOnesNegated(LargeColumns):
+    def others(self, x: Tensor) -> Tensor:
+        return -x
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (Right, WrongFromTheEighth), (Right, WrongForLarge), (Right, WrongForZeros),
+        (Right, WrongForSmall), (Ids, IdsOffByOne), (Flags, OfAnotherType),
+        (LargeColumns, SmallOnesNegated),
+    ],
+)  # fmt: skip
+def test_wrong_files(tmp_path: Path, right: Any, wrong: Any) -> None:
+    example = (torch.randn(2, 5, 16),)
+    assert dynamo_moe.verify(exported(right(), example, tmp_path / "r.onnx"), right()).passed
+    path = exported(wrong(), example, tmp_path / "w.onnx")
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, right())
+
+
+def test_a_size_that_a_condition_names(tmp_path: Path) -> None:
+    class Table(nn.Module):
+        """A fixed program is right up to 300 tokens, which the export notes."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[1] <= 300 else x * 2.0
+
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (
+                x
+                * (2.0 * (torch.arange(x.shape[1]) < 300))[:, None]
+                * (1 if x.shape[1] <= 300 else 1.0)
+            )
+
+    path = exported(Wrong(), (torch.randn(2, 5, 4),), tmp_path / "m.onnx")
+    with pytest.raises(dynamo_moe.VerificationError, match=r"\(1, 301, 4\)"):
+        dynamo_moe.verify(path, Table())
+
+
+# --- Right files ---
+
+
+def test_infinities_and_nan_that_are_equal(tmp_path: Path) -> None:
+    class Logarithm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.log(x.relu()) + torch.log(x + 1)
+
+    path = exported(Logarithm(), (torch.randn(2, 5, 16),), tmp_path / "m.onnx")
+    assert dynamo_moe.verify(path, Logarithm()).passed
+
+
+INFINITE = torch.tensor([1.0, torch.inf, torch.nan, 2.0])
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan, 0.0])
+def test_infinities_and_nan_that_differ(place: int, value: float) -> None:
+    assert worst_errors("file", [INFINITE], [INFINITE]) == (0.0, 0.0)
+    other = INFINITE.clone()
+    other[place] = value
+    if not np.array_equal(other.numpy(), INFINITE.numpy(), equal_nan=True):
+        max_error, _ = worst_errors("file", [other], [INFINITE])
+        assert not max_error < 0.1
+
+
+def test_ties_of_the_models_own_router(tmp_path: Path) -> None:
+    class Router(OpLayer):
+        """PyTorch takes other experts than the first for tokens of zeros."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = nn.functional.linear(x, self.router_weight)
+            weights, ids = logits.softmax(dim=-1).topk(2, dim=-1)
+            return custom_ops.experts(x, ids, weights, self.w1, self.b1, self.w2, self.b2)
+
+    torch.manual_seed(0)
+    model = Router(experts=16)
+    x = torch.randn(2, 5, 16)
+    assert model(torch.zeros(1, 16)).shape == (1, 16)
+    report = dynamo_moe.verify(exported(model, (x,), tmp_path / "m.onnx"), model)
+    assert any(case.excepted == "ties" for case in report.cases)
+    assert "ok but for ties" in str(report.__rich__().columns[-1]._cells)
+
+
+def test_groups_of_experts_on_sequences(tmp_path: Path) -> None:
+    model = OpLayer(experts=8, n_group=4, topk_group=2, group_scoring="max")
+    path = exported(model, (torch.randn(2, 5, 16),), tmp_path / "m.onnx")
+    report = dynamo_moe.verify(path, model)
+    # Scores of zero, which large logits have, are equal or not by how a softmax rounds.
+    assert [case.routing_agreement for case in report.cases[:3]] == [1.0] * 3
+
+
+def test_inputs_that_the_model_refuses(tmp_path: Path) -> None:
+    class Limited(nn.Module):
+        def __init__(self, most: int) -> None:
+            super().__init__()
+            self.most = most
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.compiler.is_exporting() and x.shape[1] > self.most:
+                raise ValueError(f"more than {self.most} tokens")
+            return x * 2
+
+    path = exported(Limited(9), (torch.randn(2, 5, 4),), tmp_path / "m.onnx")
+    report = dynamo_moe.verify(path, Limited(9))
+    assert (len(report.cases), report.left_out) == (3, 3)
+    assert "3 more cases were drawn" in str(report.__rich__().caption)
+    with pytest.raises(ValueError, match=r"inputs=\[\{'x': <float32 \[1, 4, 4\]>\}\]"):
+        dynamo_moe.verify(path, Limited(2))
