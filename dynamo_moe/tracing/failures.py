@@ -18,6 +18,7 @@ from dynamo_moe import pytree
 from dynamo_moe.operators.registry import NodeError
 from dynamo_moe.private import tracer
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
+from dynamo_moe.tracing.restoring import state_kept
 
 _TORCH = Path(torch.__file__).parent
 _CONVERSION = Path(__file__).parents[1] / "conversion"
@@ -57,15 +58,17 @@ def model_failure(
 ) -> Exception | None:
     """Returns the exception that the model raises in PyTorch too, if an operator failed in a trace.
 
-    The model runs once, unless the trace's failure shows that no operator refused the example.
+    The model runs once, and is left as it was, unless the trace's failure shows that no operator
+    refused the example.
     """
     *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
     by_an_operator = _is_in(frame, _TORCH) and not casts_a_module(failure)
     if not by_an_operator or type(failure).__module__.startswith(tracer.TRACERS):
         return None
     try:
-        with torch.no_grad():
-            model(*args, **kwargs)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with torch.no_grad(), state_kept(model):
+            torch.func.functional_call(model, buffers, tuple(args), dict(kwargs))
     except Exception as error:  # The model's own code runs.
         return error
     return None

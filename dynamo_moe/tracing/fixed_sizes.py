@@ -8,6 +8,7 @@ model refuses such sizes, or gives what the program gives.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -24,6 +25,7 @@ from dynamo_moe.private.pytorch import FakeTensor, FakeTensorMode, without_value
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, Labels, name_of, range_of
 from dynamo_moe.tracing.nodes import ASSERTIONS
+from dynamo_moe.tracing.restoring import state_of
 from dynamo_moe.tracing.size_decisions import Decision
 
 # Sizes that are tried, beside those next to the example's and to numbers in a condition.
@@ -146,13 +148,18 @@ class SizeTrials:
 
 
 def model_run(model: nn.Module, example: DynamicExample) -> Run:
-    """Returns a run of a model, which leaves its buffers as they are."""
+    """Returns a run of a model, which leaves its buffers and its other state as they are."""
     _, spec = pytree.tree_flatten((example.args, example.kwargs))
+    restore = functools.cache(lambda: state_of(model))
 
     def run(leaves: Sequence[Any]) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        return pytree.tree_leaves(torch.func.functional_call(model, buffers, args, kwargs))
+        restoring = restore()
+        try:
+            return pytree.tree_leaves(torch.func.functional_call(model, buffers, args, kwargs))
+        finally:
+            restoring()
 
     return run
 

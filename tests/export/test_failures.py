@@ -307,3 +307,39 @@ def test_advice_about_experts_that_are_not_merged() -> None:
 
 def test_the_page_is_there() -> None:
     assert (Path(__file__).parents[2] / ADAPTER_PAGE).is_file()
+
+
+class Counting(nn.Module):
+    """Counts its calls in many ways, and then computes."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.calls, self.sizes, self.cache = 0, [], {}
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.sizes.append(x.shape[0])
+        self.cache[self.calls] = x.shape[0]
+        self.count.add_(1)
+        return self.compute(x)
+
+
+def _multiplies(x: Tensor) -> Tensor:
+    return x @ torch.ones(3, 3)
+
+
+def _decides(x: Tensor) -> Tensor:
+    return x * 2 if x.shape[0] > 4 else x.repeat(1, int(x.shape[0] > 9) + 1, 1) + 1
+
+
+@pytest.mark.parametrize("compute", [_multiplies, _decides])
+def test_a_refused_model_is_left_as_it_was(
+    tmp_path: Path, compute: Callable[[Tensor], Tensor]
+) -> None:
+    model = Counting(compute)
+    with pytest.raises(dynamo_moe.ExportError):
+        dynamo_moe.export(model, X, tmp_path / "m.onnx")
+    assert (model.calls, model.sizes, model.cache, float(model.count)) == (0, [], {}, 0.0)
+    assert type(model.calls) is int
