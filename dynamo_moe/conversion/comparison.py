@@ -15,6 +15,7 @@ from torch import Tensor
 from dynamo_moe import pytree
 from dynamo_moe.conversion.layer_spec import is_plain
 from dynamo_moe.conversion.observation import random_tokens
+from dynamo_moe.ties import TiesByIndex
 
 # Relative to the RMS of a token's result, both in at least float32: a different activation or
 # routing differs by 1e-3 and more, another order of summation by 1e-6.
@@ -37,6 +38,8 @@ def compare_shapes(
     optional_dimensions: bool = False,
     thresholds: Collection[int] = (),
     scales: Collection[float] = (),
+    extremes: Collection[float] = (),
+    many: int = 0,
 ) -> tuple[int, ...]:
     """Compares both on tokens of every shape that the original takes, without gradients.
 
@@ -49,6 +52,8 @@ def compare_shapes(
             dimensions than the example's.
         thresholds: Numbers of tokens to exceed, by equal tokens, for modules that count up to them.
         scales: Factors on the example to try besides it.
+        extremes: Factors so small or large that scores may be equal.
+        many: A number of equal tokens to try in the example's number of dimensions; 0: none.
 
     Returns:
         The numbers of dimensions for which they give the same.
@@ -58,6 +63,14 @@ def compare_shapes(
     """
     compare(original, candidate, [example], kind)
     same = {example.ndim: True}
+    _compare_zeros(original, candidate, example, kind)
+    for scale in extremes:
+        x, drawn = example * scale, f"{scale:g} times random"
+        _compare_ties(original, candidate, x, kind, drawn)
+    if many:
+        x_D = random_tokens(example.shape[-1], like=example)
+        x = x_D.expand(*[1] * (example.ndim - 2), many, -1).contiguous()
+        compare(original, candidate, [x], kind, drawn="equal")
     for x in (*(example * scale for scale in scales), *_cases(example, thresholds)):
         try:
             with torch.no_grad():
@@ -72,6 +85,69 @@ def compare_shapes(
                 raise
             same[x.ndim] = False
     return tuple(ndim for ndim, agrees in same.items() if agrees)
+
+
+def _compare_zeros(
+    original: Callable[[Tensor], Any],
+    candidate: Callable[[Tensor], Any],
+    example: Tensor,
+    kind: str,
+) -> None:
+    """Compares both on tokens of which every second is zero, as padding may be.
+
+    All scores of such a token may be equal, so the two may choose other experts. Then only what is
+    zero is compared, and the other tokens' results.
+
+    Raises:
+        ValueError: If they do not give the same numbers, or the original skips tokens of zeros.
+    """
+    x = example.clone()
+    x.view(-1, x.shape[-1])[::2] = 0
+    try:
+        _compare_ties(original, candidate, x, kind, "random and zero")
+    except ValueError:
+        with torch.no_grad():
+            expected, result = (
+                [leaf for leaf in pytree.tree_leaves(run(x)) if _has_rows(leaf, x)]
+                for run in (original, candidate)
+            )
+        for ours, theirs in zip(result, expected, strict=True):
+            ours_TD, theirs_TD = (value.reshape(-1, x.shape[-1]) for value in (ours, theirs))
+            if ours_TD[::2].any() and not theirs_TD[::2].any():
+                raise ValueError("it skips tokens of zeros") from None
+            error = relative_error(ours_TD[1::2], theirs_TD[1::2])
+            if not error <= TOLERANCE:
+                raise
+
+
+def _has_rows(value: Any, x: Tensor) -> bool:
+    return _is_floating(value) and value.numel() == x.numel()
+
+
+def _compare_ties(
+    original: Callable[[Tensor], Any],
+    candidate: Callable[[Tensor], Any],
+    x: Tensor,
+    kind: str,
+    drawn: str,
+) -> None:
+    """Compares both on tokens whose scores may be equal, unless the original has no result.
+
+    Both take the first of them. Ids are not compared: where a softmax rounds to zero, logits still
+    differ.
+
+    Raises:
+        ValueError: If they do not give the same numbers; with the difference.
+    """
+    try:
+        with torch.no_grad(), TiesByIndex():
+            expected = original(x)
+    except Exception:  # The module is the user's: anything can come out of it.
+        return
+    numbers = [leaf for leaf in pytree.tree_leaves(expected) if _is_floating(leaf)]
+    if all(bool(tensor.isfinite().all()) for tensor in numbers):
+        with TiesByIndex():
+            compare(lambda _: expected, candidate, [x], kind, exactly=False, drawn=drawn)
 
 
 def fewer_cases(example: Tensor, scales: Collection[float]) -> list[Tensor]:
@@ -107,14 +183,22 @@ def _cases(example: Tensor, thresholds: Collection[int]) -> Iterator[Tensor]:
 
 
 def compare(
-    original: Callable[..., Any], candidate: Callable[..., Any], inputs: Sequence[Tensor], kind: str
+    original: Callable[..., Any],
+    candidate: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    kind: str,
+    *,
+    exactly: bool = True,
+    drawn: str = "random",
 ) -> None:
-    """Runs both, without gradients.
+    """Runs both, without gradients; integers are equal, if ``exactly``.
+
+    ``drawn`` says, for messages, what tokens these are.
 
     Raises:
         ValueError: If they do not give the same numbers; with the difference.
     """
-    tokens = f"tokens {list(inputs[0].shape)}"
+    tokens = f"{drawn} tokens {list(inputs[0].shape)}"
     try:
         with torch.no_grad():
             expected, result = original(*inputs), candidate(*inputs)
@@ -124,7 +208,8 @@ def compare(
         ) from failure
     expected, structure = pytree.tree_flatten(expected)
     result, replaced = pytree.tree_flatten(result)
-    if structure != replaced or not all(map(_alike, result, expected)):
+    alike = _alike if exactly else _alike_but_for_ids
+    if structure != replaced or not all(map(alike, result, expected)):
         raise ValueError(f"it has the shape of {kind} but returns something else for {tokens}")
     for ours, theirs in zip(result, expected, strict=True):
         if not _is_floating(theirs):
@@ -137,7 +222,7 @@ def compare(
                 raise ValueError(f"it gives numbers that are not finite for {tokens}")
             raise ValueError(
                 f"it has the shape of {kind} but computes something else: relative error "
-                f"{error:.1e} on random {tokens}, above {TOLERANCE:.0e}"
+                f"{error:.1e} on {tokens}, above {TOLERANCE:.0e}"
             )
 
 
@@ -159,6 +244,12 @@ def _alike(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return ours.shape == theirs.shape and (_is_floating(theirs) or torch.equal(ours, theirs))
     return bool(ours == theirs) if is_plain(ours) and is_plain(theirs) else ours is theirs
+
+
+def _alike_but_for_ids(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return ours.shape == theirs.shape
+    return _alike(ours, theirs)
 
 
 def _is_floating(value: Any) -> bool:

@@ -8,6 +8,7 @@ a layer has the same code as one that was proved (``equal_layers``), only its ow
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -45,8 +46,12 @@ _NAME = "mixture"
 # Factors on tokens: clamps and such show with large ones only, what is added to avoid a division
 # by zero with small ones.
 _SCALES = (0.01, 5.0)
+# With these scores may be equal; a clamp at 100 or a threshold of large numbers shows.
+_EXTREMES = (1e-3, 1e2, 1e4)
 # The most tokens in a trial, and a capacity that neither a trial nor a model can reach.
 _MOST_TOKENS, _NO_CAPACITY = 8192, 2**31
+# Equal tokens that are tried, at least and at most, and multiplications for which they are fewer.
+_FEWEST_EQUAL, _MANY, _MOST_OPERATIONS = 301, 4099, 2**33
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ def _prove(module: nn.Module, tried: nn.Module, identified: IdentifiedLayer) -> 
         ValueError: If it does not compute that, with random weights and with its own.
     """
     spec = identified.spec
-    thresholds = _thresholds(tried)
+    thresholds, many = _thresholds(tried), _many_tokens(identified)
     proved: list[set[int]] = []
     key = layer_key(module, identified.weights.keys())
     precision = FullPrecision()
@@ -191,19 +196,32 @@ def _prove(module: nn.Module, tried: nn.Module, identified: IdentifiedLayer) -> 
                     optional_dimensions=True,
                     thresholds=thresholds,
                     scales=_scales(identified),
+                    extremes=_scales(identified, _EXTREMES),
+                    many=many,
                 )
+                many = 0  # Once, as weights do not decide what an expert drops.
             proved.append({*dimensions})
     dimensions = tuple(sorted(set.intersection(*proved)))
     identified = replace(identified, spec=replace(spec, dimensions=dimensions))
     return _Proof(identified, key, precision.has_cast, *side_effects(tried, identified))
 
 
-def _scales(identified: IdentifiedLayer) -> tuple[float, ...]:
-    """Returns factors on the tokens that a layer is tried with."""
+def _many_tokens(identified: IdentifiedLayer) -> int:
+    """Returns how many equal tokens to try, which all go to the same experts and show capacities.
+
+    They are thousands, or hundreds where an expert takes many operations for each.
+    """
+    experts = identified.spec.experts
+    operations = sum(math.prod(stack.shape[1:]) for stack in experts.stacks)
+    return min(_MANY, max(_FEWEST_EQUAL, _MOST_OPERATIONS // operations))
+
+
+def _scales(identified: IdentifiedLayer, scales: tuple[float, ...] = _SCALES) -> tuple[float, ...]:
+    """Returns those factors on the tokens that a layer is tried with."""
     builtin = identified.spec.routing.builtin()
     # The operator compares logits; the module compares sigmoids, which are all 1 for large tokens.
     is_sigmoid = builtin is not None and builtin[1].scoring == "sigmoid"
-    return _SCALES[:1] if is_sigmoid else _SCALES
+    return tuple(scale for scale in scales if scale < 1 or not is_sigmoid)
 
 
 @contextmanager

@@ -31,15 +31,11 @@ from dynamo_moe.moe_nodes.targets.record import Target
 from dynamo_moe.moe_nodes.targets.registry import target_of
 from dynamo_moe.operators.foreign import foreign_operator
 from dynamo_moe.process_state import exclusive
+from dynamo_moe.ties import TiesByIndex
 from dynamo_moe.tolerances import Tolerance, tolerance_for
 from dynamo_moe.verification.errors import worst_errors
 from dynamo_moe.verification.report import CaseResult, VerificationError, VerificationReport
-from dynamo_moe.verification.routing import (
-    RoutingRecorder,
-    TiesByIndex,
-    add_routing_outputs,
-    agreement,
-)
+from dynamo_moe.verification.routing import RoutingRecorder, add_routing_outputs, agreement
 from dynamo_moe.verification.runtime import RefusedError, Runtime, RuntimeProcess, describe
 
 Case = tuple[Any, ...] | Mapping[str, Any]

@@ -20,8 +20,8 @@ WIDTH = 8
 LAYERS, MANY = 3, 5
 # Many tokens of two scales, one of the first, and one of a third; with random and own weights.
 COMPARISONS = 6
-# A whole proof calls a layer 29 times.
-CALLS_OF_A_PROOF = 30
+# A whole proof calls a layer 38 times.
+CALLS_OF_A_PROOF = 39
 SETTINGS: dict[Any, Any] = {}
 CALLS = 0
 

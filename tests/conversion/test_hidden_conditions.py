@@ -1,0 +1,102 @@
+"""Layers that compute something else for many, large or empty tokens are not converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynamo_moe
+
+
+class Mixture(nn.Module):
+    """Experts in a list, each of which takes the tokens that ``rows`` leaves it."""
+
+    def __init__(self, *, biases: bool = True) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16, bias=biases))
+            for _ in range(4)
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.gate(x)
+
+    def rows(self, rows: Tensor, tokens: int) -> Tensor:
+        return rows
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, x.shape[-1])
+        weights, ids = self.logits(x_TD).softmax(dim=-1).topk(2, dim=-1)
+        y = torch.zeros_like(x_TD)
+        for number, expert in enumerate(self.experts):
+            rows, slots = (ids == number).nonzero(as_tuple=True)
+            kept = self.rows(torch.arange(len(rows)), len(x_TD))
+            rows, slots = rows[kept], slots[kept]
+            y[rows] += weights[rows, slots, None] * expert(self.tokens(x_TD[rows]))
+        return y.view_as(x)
+
+
+class AFloor(Mixture):
+    """Drops what is above a capacity that is never below 64."""
+
+    def rows(self, rows: Tensor, tokens: int) -> Tensor:
+        return rows[: max(64, int(1.25 * 2 * tokens / 4))]
+
+
+class SlotsPerExpert(Mixture):
+    slots_per_expert = 300
+
+    def rows(self, rows: Tensor, tokens: int) -> Tensor:
+        return rows[: self.slots_per_expert]
+
+
+class ALiteral(Mixture):
+    def rows(self, rows: Tensor, tokens: int) -> Tensor:
+        return rows[:2000]
+
+
+class ClampsTokens(Mixture):
+    def tokens(self, x: Tensor) -> Tensor:
+        return x.clamp(-100, 100)
+
+
+class ClampsLogits(Mixture):
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x).clamp(-30, 30)
+
+
+class SmallAlone(Mixture):
+    def tokens(self, x: Tensor) -> Tensor:
+        return x if not x.numel() or x.abs().amax() < 50 else x / 2
+
+
+class SkipsPadding(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (x != 0).any(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [AFloor, SlotsPerExpert, ALiteral, ClampsTokens, ClampsLogits, SmallAlone, SkipsPadding],
+)
+def test_conditions_that_few_tokens_show(kind: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(kind())
+    report = dynamo_moe.convert(model)
+    assert report.replaced == ()
+    assert len(report.unrecognised) == 1
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_without_such_conditions(biases: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Mixture(biases=biases))
+    assert [layer.module for layer in dynamo_moe.convert(model).replaced] == ["0"]
