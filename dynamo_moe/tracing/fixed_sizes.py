@@ -35,7 +35,12 @@ _TRIALS = 3
 # An example's larger sizes become smaller ones, if the decisions stay the same: a trial of 8 x 512
 # tokens with T5's 32128 logits each took 7 GB.
 _LARGE = 8
-_LARGEST = 4096
+# The largest size that is tried, just beyond a usual limit, and those that are tried where no
+# smaller one makes a difference: a condition may be on a product of sizes.
+_LARGEST = 4097
+_LARGE_SIZES = (256, 512, 1024, 2048, 4096)
+# Numbers from here on are no sizes that a tensor has.
+_NO_SIZE = 2**31
 # Elements of the inputs up to which a run has one thread. T5-small's trials of 2 x 2 tokens take
 # 0.2 s of it; with a thread on each of two busy cores, which wait for each other, up to 3 s.
 _FEW_ELEMENTS = 2**15
@@ -114,6 +119,11 @@ class SizeTrials:
         trials = _Trials(program, self._example, conditions, *runs)
         for decision in decisions:
             what = decision.line or trials.described(decision.condition)
+            if trials.is_beyond(decision.condition):
+                self._note(
+                    f"{what} was decided for the example's sizes, and could not be compared at "
+                    f"sizes above {_LARGEST}, for which it comes out differently"
+                )
             for where, outcome in trials.against(decision.condition):
                 if outcome is _Outcome.WRONG:
                     raise FixedSizeError(
@@ -281,14 +291,46 @@ class _Trials:
         numbers = map(int, condition.atoms(sympy.Integer))
         near = {number + more for number in numbers for more in (-1, 0, 1)}
         together = [symbols] if len(symbols) > 1 else []
-        for group in [*([symbol] for symbol in symbols), *together]:
+        groups = [*([symbol] for symbol in symbols), *together]
+        found = False
+        for group in groups:
             current = base[group[0]]
             for size in _by_distance({*_SIZES, *near, current - 1, current + 1}, current):
-                sizes = {**base, **dict.fromkeys(group, size)}
-                if 0 < size <= _LARGEST and self._holds(condition, sizes) is False:
-                    related = self._related(sizes, set(group))
-                    if related is not None and self._holds(condition, related) is False:
-                        yield related
+                violation = self._violation(condition, base, group, size)
+                if violation is not None:
+                    found = True
+                    yield violation
+        for group in groups if not found else []:
+            large = (self._violation(condition, base, group, size) for size in _LARGE_SIZES)
+            yield from [violation for violation in large if violation is not None][:1]
+
+    def _violation(
+        self, condition: Any, base: Sizes, group: Sequence[Any], size: int
+    ) -> Sizes | None:
+        """Returns sizes that break a condition, its symbols of one size and others fitting."""
+        sizes = {**base, **dict.fromkeys(group, size)}
+        if not 0 < size <= _LARGEST or self._holds(condition, sizes) is not False:
+            return None
+        related = self._related(sizes, set(group))
+        if related is None or self._holds(condition, related) is not False:
+            return None
+        return related
+
+    def is_beyond(self, condition: Any) -> bool:
+        """Whether a condition holds up to the largest size that is tried, and not beyond."""
+        condition = condition.xreplace(self._same)
+        if condition not in self._others or any(self._violations(condition, self._example)):
+            return False
+        numbers = [int(number) for number in condition.atoms(sympy.Integer)]
+        beyond = [
+            {**self._example, symbol: number + 1}
+            for symbol in condition.free_symbols
+            for number in numbers
+            if _LARGEST <= number < _NO_SIZE
+        ]
+        return any(
+            self._holds(condition, sizes) is False and not self._exceeds(sizes) for sizes in beyond
+        )
 
     def _related(self, sizes: Sizes, fixed: set[Any]) -> Sizes | None:
         """Changes other sizes until those that must fit each other do, all in their ranges."""

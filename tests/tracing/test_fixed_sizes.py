@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import onnxruntime
 import pytest
@@ -234,11 +236,10 @@ def test_sizes_that_must_fit_each_other_are_changed_together(tmp_path: Path) -> 
 
 
 def test_what_cannot_be_compared_is_a_note(tmp_path: Path) -> None:
-    calls: list[int] = []
+    calls = itertools.count()  # An export sets back what else counts.
 
     def noisy(m: Model, x: Tensor) -> Tensor:
-        calls.append(0)
-        noise = len(calls)
+        noise = next(calls)
         return x + noise if x.shape[0] < 9 else x - noise
 
     report = dynamo_moe.export(Model(noisy).eval(), torch.randn(TOKENS, 16), tmp_path / "m.onnx")
@@ -315,25 +316,38 @@ def test_models_without_decisions_are_not_run(tmp_path: Path, monkeypatch) -> No
     dynamo_moe.export(model, torch.randn(TOKENS, 16), tmp_path / "m.onnx")
 
 
+class Record:
+    """Numbers that an export does not take back, as it does a list's."""
+
+    def __init__(self) -> None:
+        self.added = mock.Mock()
+
+    def add(self, *numbers: int) -> None:
+        if all(type(number) is int for number in numbers):
+            self.added(*numbers)
+
+    def numbers(self) -> list[tuple[int, ...]]:
+        return [call.args for call in self.added.call_args_list]
+
+
 def test_trials_of_a_large_example_are_small(tmp_path: Path) -> None:
-    seen = []
+    seen = Record()
 
     def forward(m: Model, x: Tensor) -> Tensor:
-        if isinstance(x.shape[0], int) and type(x) is Tensor:
-            seen.append(x.shape[0])
+        seen.add(x.shape[0])
         return m.linear(x) if x.shape[0] != 7 else m.linear(x) + 0
 
     dynamo_moe.export(Model(forward).eval(), torch.randn(4096, 16), tmp_path / "model.onnx")
-    assert 7 in seen
-    assert max(seen) <= 16
+    assert (7,) in seen.numbers()
+    assert max(seen.numbers()) <= (16,)
 
 
 @pytest.mark.parametrize(("columns", "threads"), [(16, 1), (2**15, 2)])
 def test_trials_of_few_elements_have_one_thread(tmp_path: Path, columns: int, threads: int) -> None:
-    seen = []
+    seen = Record()
 
     def forward(m: Model, x: Tensor) -> Tensor:
-        seen.append((x.shape[0], torch.get_num_threads()))
+        seen.add(x.shape[0], torch.get_num_threads())
         return x if x.shape[0] != 7 else x + 0
 
     before = torch.get_num_threads()
@@ -341,22 +355,21 @@ def test_trials_of_few_elements_have_one_thread(tmp_path: Path, columns: int, th
     try:
         model = Model(forward).eval()
         dynamo_moe.export(model, torch.randn(TOKENS, columns), tmp_path / "m.onnx")
-        assert (7, threads) in seen
+        assert (7, threads) in seen.numbers()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
 
 
 def test_a_trial_that_is_right_needs_none_near_the_example(tmp_path: Path) -> None:
-    seen = []
+    seen = Record()
 
     def forward(m: Model, x: Tensor) -> Tensor:
-        if isinstance(x.shape[0], int):
-            seen.append(x.shape[0])
+        seen.add(x.shape[0])
         return x if x.shape[0] != 7 else x + 0
 
     dynamo_moe.export(Model(forward).eval(), torch.randn(TOKENS, 16), tmp_path / "m.onnx")
-    assert seen == [7]
+    assert seen.numbers() == [(7,)]
 
 
 @pytest.mark.parametrize("rows", [199, 4, 16])
@@ -401,6 +414,36 @@ def test_lazy_weights_without_fake_tensors_are_noted(monkeypatch: pytest.MonkeyP
     capture(Model(special_size).eval(), example, trials)
     [note] = trials.notes
     assert "could not be compared at other sizes" in note
+
+
+def beyond(threshold: int) -> Callable[[Model, Tensor], Tensor]:
+    def function(m: Model, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > threshold else x
+
+    return function
+
+
+def many_elements(m: Model, x: Tensor) -> Tensor:
+    return x * 2 if x.numel() > 30_000 else x
+
+
+@pytest.mark.parametrize(("function", "size"), [(beyond(4096), 4097), (many_elements, 2048)])
+def test_large_sizes_are_tried(tmp_path: Path, function: Any, size: int) -> None:
+    with pytest.raises(dynamo_moe.ExportError, match=rf"wrong where x.shape\[0\] is {size}"):
+        dynamo_moe.export(Model(function).eval(), torch.randn(TOKENS, 16), tmp_path / "m.onnx")
+
+
+def test_sizes_too_large_to_be_tried_are_noted(tmp_path: Path) -> None:
+    """As LongRoPE's, which is right below its switch."""
+    path, model = tmp_path / "m.onnx", Model(beyond(131_072)).eval()
+    [note] = dynamo_moe.export(model, torch.randn(TOKENS, 16), path).notes
+    assert "return x * 2 if x.shape[0] > threshold else x was decided for the example" in note
+    assert "could not be compared at sizes above 4097" in note
+    length = torch.export.Dim("length", max=4000)
+    shapes = {"x": {0: length}}
+    x = torch.randn(TOKENS, 16)
+    assert dynamo_moe.export(model, x, path, dynamic_shapes=shapes).notes == ()
+    assert dynamo_moe.export(Model(beyond(2**62)).eval(), x, path).notes == ()
 
 
 @pytest.mark.filterwarnings("ignore:.* MoE modules are not converted")
