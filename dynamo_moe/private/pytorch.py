@@ -9,7 +9,7 @@ import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,9 @@ except ImportError:
 
     class TorchDispatchMode(contextlib.nullcontext):  # type: ignore[no-redef, type-arg]
         """Stands for the class that this PyTorch has elsewhere: it sees no operator."""
+
+        def __enter__(self) -> Self:
+            return self
 
 
 def without_values() -> contextlib.AbstractContextManager[Any]:

@@ -315,7 +315,9 @@ class Counting(nn.Module):
     def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.compute = compute
-        self.calls, self.sizes, self.cache = 0, [], {}
+        self.calls = 0
+        self.sizes: list[int] = []
+        self.cache: dict[int, int] = {}
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:

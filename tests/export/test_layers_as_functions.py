@@ -169,7 +169,7 @@ def test_architectures(
         np.testing.assert_array_equal(ours, theirs)
     verified = dynamo_moe.verify(path, model)
     if report.layers:
-        assert {case.routing_agreement for case in verified.cases} == {1.0}
+        assert {case.routing_agreement for case in verified.cases if not case.excepted} == {1.0}
 
 
 @pytest.fixture(scope="module")
