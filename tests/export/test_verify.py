@@ -347,6 +347,22 @@ def test_tolerance_of_the_lowest_precision() -> None:
     assert tolerance_for({torch.float32}, approximate_gelu=True).max == 1e-2
 
 
+def test_tolerance_is_that_of_weights_and_not_of_small_constants(tmp_path: Path) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("shift", torch.rand(8).half())
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x), self.shift.expand(len(x), 8)
+
+    model, path = Shifted().eval(), tmp_path / "m.onnx"
+    dynamo_moe.export(model, torch.randn(2, 8), path)
+    assert "shift" in {tensor.name for tensor in onnx.load(path).graph.initializer}
+    assert dynamo_moe.verify(path, model).tolerance == tolerance_for({torch.float32})
+
+
 def test_own_tolerance(model_and_file: tuple[nn.Module, Path]) -> None:
     model, path = model_and_file
     with pytest.raises(dynamo_moe.VerificationError, match="tolerance 1e-12"):

@@ -361,6 +361,22 @@ def test_grids_that_no_device_takes(driver, axis, blocks, message):
     assert driver.calls("cuLaunchKernelEx") == 0
 
 
+@pytest.mark.parametrize(
+    ("integer", "fits"), [(2**31 - 1, True), (2**31, False), (-(2**31) - 1, False)]
+)
+def test_integers_that_a_kernel_cannot_take(driver, integer, fits):
+    changed = launching(Argument("i32", Expression(((0, integer),))))
+    use(driver, changed)
+    with OpenProgram(changed.data) as opened:
+        if fits:
+            opened.enqueue(5, TENSORS, 0, 0)
+        else:
+            message = f"kernel up takes a 32-bit integer, which would be {integer} for 5 tokens"
+            with pytest.raises(LauncherError, match=message):
+                opened.enqueue(5, TENSORS, 0, 0)
+    assert driver.calls("cuLaunchKernelEx") == fits
+
+
 # --- Waves ---
 
 WAVE_INDEX = Expression(((1, 5),))
