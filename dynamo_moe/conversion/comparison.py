@@ -5,6 +5,7 @@ Legend: T tokens, D model width.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from dynamo_moe.ties import TiesByIndex
 # Relative to the RMS of a token's result, both in at least float32: a different activation or
 # routing differs by 1e-3 and more, another order of summation by 1e-6.
 TOLERANCE = 1e-4
+# With tokens so many times as large, sigmoids are 1 and small probabilities 0.
+_LARGE = 100.0
 
 # Few tokens and many, for modules that count them, as for a capacity; and every number of
 # dimensions, for modules that look at it.
@@ -148,6 +151,26 @@ def _compare_ties(
     if all(bool(tensor.isfinite().all()) for tensor in numbers):
         with TiesByIndex():
             compare(lambda _: expected, candidate, [x], kind, exactly=False, drawn=drawn)
+
+
+def equal_scores(original: Callable[[Tensor], Any], example: Tensor) -> tuple[str, ...]:
+    """Returns for what tokens a module finds equal scores, and ranks them otherwise than by index.
+
+    Args:
+        original: From ``[..., D]`` to anything.
+        example: Tokens ``[..., D]`` that it takes.
+    """
+    tokens = {
+        "random tokens": example,
+        f"{_LARGE:g} times as large tokens": example * _LARGE,
+        "tokens of zeros": torch.zeros_like(example),
+    }
+    found = []
+    for drawn, x in tokens.items():
+        with TiesByIndex() as ties, torch.no_grad(), contextlib.suppress(Exception):
+            original(x)  # The module is the user's: anything can come out of it.
+        found += [drawn] if ties.found else []
+    return tuple(found)
 
 
 def fewer_cases(example: Tensor, scales: Collection[float]) -> list[Tensor]:

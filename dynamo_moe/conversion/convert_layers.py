@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dynamo_moe import pytree
-from dynamo_moe.conversion.comparison import compare, compare_shapes, fewer_cases
+from dynamo_moe.conversion.comparison import compare, compare_shapes, equal_scores, fewer_cases
 from dynamo_moe.conversion.equal_layers import layer_key
 from dynamo_moe.conversion.identify_layer import (
     IdentifiedLayer,
@@ -65,6 +65,7 @@ class _Proof:
         attributes: The values of its submodules' attributes from now on, by path: those that its
             own forward set.
         notes: The effects that it no longer has.
+        ties: For what tokens it finds equal scores.
     """
 
     identified: IdentifiedLayer
@@ -72,6 +73,7 @@ class _Proof:
     casts_to_half: bool
     attributes: dict[str, dict[str, Any]]
     notes: tuple[str, ...]
+    ties: tuple[str, ...] = ()
 
 
 def convert_layers(
@@ -105,7 +107,7 @@ def _convert_candidate(
         try:
             experts = replace(candidate.experts, path=inner_path)
             proof = known[key] = _convert_layer(module, experts, known.get(key))
-            return Replacement(path, _NAME, name, has_values(module), proof.notes)
+            return Replacement(path, _NAME, name, has_values(module), proof.notes, proof.ties)
         except ValueError as refusal:
             reasons[path] = refusal
         except Exception as failure:  # The module is the user's: anything can come out of it.
@@ -137,6 +139,9 @@ def _convert_layer(module: nn.Module, experts: LocatedExperts, known: _Proof | N
         _check_hooks(module, proof.identified.spec)
         if tried is not module and values:
             _check_dtype(module, proof.identified)
+        if values:
+            with _trial(module, proof.identified, {}) as (original, _, example, _):
+                proof = replace(proof, ties=equal_scores(original, example))
     install(module, proof.identified.spec)
     for path, changed in copy.deepcopy(proof.attributes).items():
         for name, value in changed.items():

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from dynamo_moe.conversion.comparison import compare_shapes
+from dynamo_moe.conversion.comparison import compare_shapes, equal_scores
 from dynamo_moe.conversion.observation import (
     check_no_hooks,
     few_threads,
@@ -94,13 +94,13 @@ def convert_by_adapters(
         name, reasons = type(module).__name__, []
         for adapter in matching_adapters(module):
             try:
-                replacement, compared = _replacement(adapter, module)
+                replacement, compared, ties = _replacement(adapter, module)
             except Exception as refusal:  # An adapter is the user's: anything can come out of it.
                 kind = "" if isinstance(refusal, ValueError) else f"{type(refusal).__name__}: "
                 reasons.append(f"adapter {adapter.name!r}: {kind}{refusal}")
                 continue
             _replace(model, module, replacement)
-            outcomes.append(Replacement(path, adapter.name, name, compared))
+            outcomes.append(Replacement(path, adapter.name, name, compared, ties=ties))
             done.update(module.modules())
             break
         else:
@@ -109,19 +109,26 @@ def convert_by_adapters(
     return outcomes
 
 
-def _replacement(adapter: Adapter, module: nn.Module) -> tuple[ConvertedModule, bool]:
-    """Returns a module's replacement, and whether the two were compared, or raises ValueError."""
+def _replacement(
+    adapter: Adapter, module: nn.Module
+) -> tuple[ConvertedModule, bool, tuple[str, ...]]:
+    """Returns a module's replacement, whether the two were compared, and what scores were equal.
+
+    Raises:
+        ValueError: If it has none.
+    """
     check_no_hooks(module)
     replacement = adapter.convert(module).train(module.training)
     _check_arguments(module, replacement)
     if not has_values(module):
-        return replacement, False
+        return replacement, False, ()
     original = in_float32(module)
     candidate = replacement if original is module else adapter.convert(original)
     with evaluating(original, candidate), preserving_state(original), few_threads(original):
         example = adapter.example_tokens(original)
         compare_shapes(on_any_device(original), candidate, example, adapter.name)
-    return replacement, True
+        ties = equal_scores(on_any_device(original), example)
+    return replacement, True, ties
 
 
 def _check_arguments(module: nn.Module, replacement: nn.Module) -> None:

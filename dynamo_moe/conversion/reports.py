@@ -62,7 +62,25 @@ class ConversionReport:
             table.add_row(
                 left.module or "the model", left.original, f"[yellow]left: {escape(left.reason)}[/]"
             )
-        return Group(table, Text(self.advice)) if self.advice else table
+        remarks = filter(None, (self._ties(), self.advice))
+        return Group(table, *map(Text, remarks))
+
+    def _ties(self) -> str | None:
+        """Returns where experts are chosen in another order now, in one line."""
+        places: dict[str, list[str]] = {}
+        for replacement in self.replaced:
+            for tokens in replacement.ties:
+                places.setdefault(tokens, []).append(replacement.module or "the model")
+        if not places:
+            return None
+        shown = "; ".join(
+            f"{tokens} in {'each' if len(paths) == len(self.replaced) else few(paths, 3)}"
+            for tokens, paths in places.items()
+        )
+        return (
+            "Of equal scores the lower expert comes first now, as in ONNX; PyTorch's order is any. "
+            f"Scores were equal for {shown}."
+        )
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,8 @@ class Replacement:
         compared: Whether both were seen to give the same numbers; False where the module could
             not run, as on the meta device.
         notes: The effects that the module no longer has.
+        ties: For what tokens it found equal scores in its trial, such as ``tokens of zeros``, and
+            ranked them as PyTorch's ``topk`` happened to. Now the lower index comes first.
     """
 
     module: str
@@ -84,6 +104,7 @@ class Replacement:
     original: str
     compared: bool
     notes: tuple[str, ...] = ()
+    ties: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from torch.export.graph_signature import TensorArgument
 from dynamo_moe.private import tracer
 from dynamo_moe.private.pytorch import OpOverload, schema_of
 from dynamo_moe.progress.phases import phase
+from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing import shortcuts
 from dynamo_moe.tracing.autocast import with_casts
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, sizes_of_one_name
 from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
 from dynamo_moe.tracing.nodes import add_call, all_nodes, values
-from dynamo_moe.tracing.restoring import state_kept
 from dynamo_moe.tracing.router_fusion import fuse_routers
 from dynamo_moe.tracing.shared_trace import SharedTrace
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of

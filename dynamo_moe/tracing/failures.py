@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dynamo_moe import pytree
 from dynamo_moe.operators.registry import NodeError
 from dynamo_moe.private import tracer
+from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError
-from dynamo_moe.tracing.restoring import state_kept
 
 _TORCH = Path(torch.__file__).parent
 _CONVERSION = Path(__file__).parents[1] / "conversion"

@@ -22,10 +22,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 from dynamo_moe import pytree
 from dynamo_moe.evaluation import one_thread
 from dynamo_moe.private.pytorch import FakeTensor, FakeTensorMode, without_values
+from dynamo_moe.restoring import state_of
 from dynamo_moe.tolerances import tolerance_for
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample, Labels, name_of, range_of
 from dynamo_moe.tracing.nodes import ASSERTIONS
-from dynamo_moe.tracing.restoring import state_of
 from dynamo_moe.tracing.size_decisions import Decision
 
 # Sizes that are tried, beside those next to the example's and to numbers in a condition.

@@ -20,11 +20,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from dynamo_moe import pytree
 from dynamo_moe.private.pytorch import modules_by_path, own_parts, tensors_replaced
 from dynamo_moe.private.tracer import exporting
+from dynamo_moe.restoring import state_of
 from dynamo_moe.tracing.dynamic_shapes import DynamicExample
 from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.tracing.nodes import ASSERTIONS
 from dynamo_moe.tracing.operator_log import META, Forms, OperatorLog, like_on_meta
-from dynamo_moe.tracing.restoring import state_of
 from dynamo_moe.tracing.shortcuts import capturing
 
 _CASTING_DEVICES = ("cpu", "cuda")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 import dynamo_moe
@@ -100,3 +102,21 @@ def test_without_such_conditions(biases: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Mixture(biases=biases))
     assert [layer.module for layer in dynamo_moe.convert(model).replaced] == ["0"]
+
+
+def test_the_report_says_where_scores_are_equal() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Mixture() for _ in range(3)))
+    nn.init.zeros_(model[1].gate.weight)
+    model[2].gate = nn.Linear(16, 4)  # Its bias decides for a token of zeros.
+    report = dynamo_moe.convert(model)
+    large, zeros = "100 times as large tokens", "tokens of zeros"
+    assert [layer.ties for layer in report.replaced] == [
+        (large, zeros),
+        ("random tokens", large, zeros),
+        (large,),
+    ]
+    console = Console(width=500, file=io.StringIO())
+    console.print(report)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"Scores were equal for {large} in each; {zeros} in 0, 1; random tokens in 1." in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from dynamo_moe.tracing.restoring import state_kept
+from dynamo_moe.restoring import state_kept
 
 COUNT = 0
 CALLS: list[int] = []
@@ -55,6 +56,9 @@ class Counts(nn.Module):
     def by_function(self) -> None:
         _count_in_default()
 
+    def by_cache(self) -> None:
+        _remembered(3).append(1)
+
     @staticmethod
     def in_class() -> None:
         Counts.calls += 1
@@ -63,6 +67,11 @@ class Counts(nn.Module):
 def _count_in_default(calls: list[int] = []) -> int:  # noqa: B006  What is tested.
     calls.append(1)
     return len(calls)
+
+
+@functools.cache
+def _remembered(_: int) -> list[int]:
+    return []
 
 
 def _model() -> Any:
@@ -79,6 +88,7 @@ def _show(model: Any) -> str:
     cells += Counts.through_property.fget.__closure__  # type: ignore[union-attr,operator]
     counted = [cell.cell_contents for cell in cells]
     parts = [(name, id(part)) for name, part in model.named_modules()]
+    counts.append(_remembered.cache_info().currsize)
     return repr((vars(holder), model.training, [*vars(model[1])], counts, counted, parts))
 
 
@@ -105,6 +115,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "closure of an object's function": lambda model: model[0].function(None),
     "globals": lambda model: model[0].globally(),
     "default argument of a function": lambda model: model[0].by_function(),
+    "results of a function": lambda model: model[0].by_cache(),
 }
 
 

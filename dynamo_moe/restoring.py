@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dynamo_moe.library_code import is_installed, is_library
 from dynamo_moe.private.pytorch import (
     CHILDREN_TABLE,
     TENSOR_TABLES,
     attributes_of,
     modules_by_path,
 )
-from dynamo_moe.tracing.library_code import is_installed, is_library
 
 _DICTS = frozenset({dict, OrderedDict, defaultdict})
 _LISTS = frozenset({list, set, deque})
@@ -33,7 +33,8 @@ _WITH_ATTRIBUTES = (nn.Module, types.SimpleNamespace)
 # Tables of hooks, mostly, a dozen for each module; those that are empty are left out.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PARTS = frozenset({*TENSOR_TABLES, CHILDREN_TABLE})
-_WRAPPERS = (staticmethod, classmethod, property, types.MethodType)
+_CACHING = type(functools.cache(lambda: None))
+_WRAPPERS = (staticmethod, classmethod, property, types.MethodType, _CACHING)
 _CODE = (type, types.FunctionType, *_WRAPPERS)
 # Objects after which no more are looked for.
 _MOST_OBJECTS = 50_000
@@ -53,7 +54,8 @@ def state_of(model: nn.Module) -> Callable[[], None]:
     """Returns a function that restores all objects that a model's modules reach, up to 50,000.
 
     That includes what code that is no package's has in its classes, closures, default arguments and
-    global variables; not what is in iterators, arrays, tensors or context variables.
+    global variables; not what is in iterators, arrays, tensors or context variables. Results that
+    ``functools.cache`` keeps are forgotten if there are new ones.
     """
     undo = _undoing(model)
 
@@ -116,6 +118,9 @@ def _contents_of_code(value: Any, undo: list[Callable[[], None]]) -> list[Any]:
         return [*before.values()]
     if isinstance(value, property):
         return [value.fget, value.fset]
+    if isinstance(value, _CACHING):
+        undo.append(_forgetting(value))
+        return [value.__wrapped__]
     if isinstance(value, (staticmethod, classmethod, types.MethodType)):
         return [value.__func__, getattr(value, "__self__", None)]
     variables = value.__globals__
@@ -154,6 +159,16 @@ def _restore_class(kind: type, before: Mapping[str, Any]) -> None:
 def _restoring_cell(cell: types.CellType, before: Any) -> Callable[[], None]:
     def restore() -> None:
         cell.cell_contents = before
+
+    return restore
+
+
+def _forgetting(function: Any) -> Callable[[], None]:
+    before = function.cache_info().misses
+
+    def restore() -> None:
+        if function.cache_info().misses != before:
+            function.cache_clear()
 
     return restore
 
