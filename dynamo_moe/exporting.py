@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from dynamo_moe import pytree
 from dynamo_moe.conversion import Unrecognised, unconverted
-from dynamo_moe.evaluation import check_model, evaluating
+from dynamo_moe.evaluation import check_model, evaluating, unwrapped
 from dynamo_moe.export_report import ExportReport
 from dynamo_moe.files import inputs, metadata, model_files
 from dynamo_moe.files.copies import Copies, Copy, with_copies
@@ -38,7 +38,7 @@ from dynamo_moe.progress.phases import Progress, Stopwatch
 from dynamo_moe.progress.profiling import profiled, save_profile
 from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.autocast import autocast_inside
-from dynamo_moe.tracing.capture import capture
+from dynamo_moe.tracing.capture import capture, without_constants
 from dynamo_moe.tracing.dynamic_shapes import (
     BATCH,
     DynamicExample,
@@ -162,6 +162,7 @@ def export(
     """
     started = time.perf_counter()
     check_model(model)
+    model = unwrapped(model)
     path = Path(path)
     lowered_for = chosen_target(target, body)
     newest = onnx.defs.onnx_opset_version()
@@ -345,6 +346,9 @@ def _graph_with(
     program = captured(
         model, arguments, example, trials, runs=not lazies and sharing is None, sharing=sharing
     )
+    constants = without_constants(program)
+    if not program.graph_signature.user_outputs:
+        raise ExportError(f"the model returns no tensor, but {', '.join(map(repr, constants))}")
     traced, fallback = translated(program, example, trials, form.opset, retraces=sharing is None)
     units = _units(traced, sharing, lazies) if sharing is not None else []
     _rename("input_names", traced.graph.inputs, form.input_names)
@@ -352,6 +356,10 @@ def _graph_with(
     graph_form = Form(form.target, form.body, form.link_weights, form.layers_as_functions)
     layers, copies = give_form(traced, graph_form, units)
     notes = [*([fallback] if fallback else []), *trials.notes]
+    if constants:
+        notes.append(
+            f"results that are no tensors are not in the file: {', '.join(map(repr, constants))}"
+        )
     if form.layers_as_functions and not units:
         notes.append("no blocks were found that could be calls of one function")
     return _Graph(traced, copies, layers, [], notes, trials.sizes)

@@ -41,23 +41,27 @@ _MOST_OBJECTS = 50_000
 
 
 @contextlib.contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
+def state_kept(model: nn.Module, *, attributes: bool = True) -> Iterator[None]:
     """Restores, as the context ends, what :func:`state_of` a model says."""
-    restore = state_of(model)
+    restore = state_of(model, attributes=attributes)
     try:
         yield
     finally:
         restore()
 
 
-def state_of(model: nn.Module) -> Callable[[], None]:
+def state_of(model: nn.Module, *, attributes: bool = True) -> Callable[[], None]:
     """Returns a function that restores all objects that a model's modules reach, up to 50,000.
 
     That includes what code that is no package's has in its classes, closures, default arguments and
     global variables; not what is in iterators, arrays, tensors or context variables. Results that
     ``functools.cache`` keeps are forgotten if there are new ones.
+
+    Args:
+        model: The model.
+        attributes: Whether the modules' own attributes are restored, and not only what is in them.
     """
-    undo = _undoing(model)
+    undo = _undoing(model, attributes=attributes)
 
     def restore() -> None:
         for undone in undo:
@@ -66,7 +70,7 @@ def state_of(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _undoing(model: nn.Module) -> list[Callable[[], None]]:
+def _undoing(model: nn.Module, *, attributes: bool) -> list[Callable[[], None]]:
     modules = [module for _, module in modules_by_path(model)]
     undo: list[Callable[[], None]] = []
     classes = {kind for module in modules for kind in type(module).__mro__}
@@ -92,14 +96,15 @@ def _undoing(model: nn.Module) -> list[Callable[[], None]]:
         elif isinstance(value, _WITH_ATTRIBUTES) or not is_library(
             sys.modules.get(kind.__module__)
         ):
-            attributes = attributes_of(value)
-            undo.append(_restoring(attributes, dict(attributes)))
+            held = attributes_of(value)
+            own = attributes or not isinstance(value, nn.Module)
+            if own:
+                undo.append(_restoring(held, dict(held)))
             remaining += [
-                attribute
-                for name, attribute in attributes.items()
+                part
+                for name, part in held.items()
                 if name not in _OF_EVERY_MODULE
-                or name in _PARTS
-                or (type(attribute) in _DICTS and attribute)
+                or (own and (name in _PARTS or (type(part) in _DICTS and part)))
             ]
     return undo
 

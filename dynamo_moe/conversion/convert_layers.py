@@ -41,6 +41,7 @@ from dynamo_moe.conversion.observation import (
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.private.pytorch import has_forward_hooks
+from dynamo_moe.restoring import state_kept
 
 _NAME = "mixture"
 # Factors on tokens: clamps and such show with large ones only, what is added to avoid a division
@@ -84,7 +85,9 @@ def convert_layers(
     if not located:
         return []
     known: dict[Any, _Proof] = {}
-    outcomes = [_convert_candidate(model, candidate, known) for candidate in located]
+    # What a layer remembers of its weights, it remembers of those that it was tried with.
+    with state_kept(model, attributes=False):
+        outcomes = [_convert_candidate(model, candidate, known) for candidate in located]
     return [outcome for outcome in outcomes if outcome is not None]
 
 

@@ -46,6 +46,7 @@ from dynamo_moe.conversion.observation import (
     observe_forward,
     on_any_device,
     on_tokens,
+    preserving_state,
     random_tokens,
     random_weights,
     using_tensors,
@@ -118,7 +119,7 @@ def identify_layer(module: nn.Module, experts: LocatedExperts) -> IdentifiedLaye
     _enlarge_every_second_expert(weights, candidates[0])
     refusals: list[ValueError] = []
     failures: list[ValueError] = []
-    with torch.no_grad(), using_tensors(module, weights):
+    with torch.no_grad(), preserving_state(module), using_tensors(module, weights):
         for width in dict.fromkeys(candidate.width for candidate in candidates):
             try:
                 trial = _observe(module, candidates, hidden, width)

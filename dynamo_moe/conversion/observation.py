@@ -22,7 +22,6 @@ from dynamo_moe.conversion.layer_spec import SubmoduleCall, TensorArgument
 from dynamo_moe.evaluation import one_thread
 from dynamo_moe.private.pytorch import has_forward_hooks, hooks_removed, tensors_replaced
 from dynamo_moe.process_state import exclusive
-from dynamo_moe.restoring import state_kept
 from dynamo_moe.weights.lazy_tensors import LazyTensor
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -153,7 +152,7 @@ class _RecordTopK(TorchFunctionMode):
 
 @contextlib.contextmanager
 def preserving_state(module: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
-    """Restores what a module's code changes, its buffers, and PyTorch's random state, at the end.
+    """Restores a module's attributes and buffers, and PyTorch's random state, at the end.
 
     Meanwhile its hooks do not run: they are the user's, and not meant for trials.
 
@@ -170,6 +169,12 @@ def preserving_state(module: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
         using_tensors(module, buffers),
     ):
         parts = [(path, part, dict(vars(part))) for path, part in module.named_modules()]
+        containers = [
+            (value, copy.copy(value))
+            for _, _, before in parts
+            for value in before.values()
+            if type(value) in (list, dict, set)
+        ]
         try:
             yield attributes
         finally:
@@ -181,6 +186,11 @@ def preserving_state(module: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
                 }
                 if changed:
                     attributes[path] = changed
+                vars(part).clear()
+                vars(part).update(before)
+            for value, earlier in containers:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(earlier)
 
 
 def check_no_hooks(module: nn.Module) -> None:
@@ -192,14 +202,11 @@ def check_no_hooks(module: nn.Module) -> None:
 # --- Other weights and tokens ---
 
 
-@contextlib.contextmanager
-def using_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Lets a module compute with other parameters and buffers, given by path.
-
-    What it remembers of them, such as a transposed matrix in a dictionary, is forgotten at the end.
-    """
-    with state_kept(module), tensors_replaced(module, tensors.get):
-        yield
+def using_tensors(
+    module: nn.Module, tensors: Mapping[str, Tensor]
+) -> contextlib.AbstractContextManager[None]:
+    """Lets a module compute with other parameters and buffers, given by path."""
+    return tensors_replaced(module, tensors.get)
 
 
 def few_threads(module: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -24,6 +24,7 @@ from dynamo_moe.conversion.observation import (
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.modules import ConvertedModule
+from dynamo_moe.restoring import state_kept
 
 
 class Adapter(Protocol):
@@ -124,7 +125,8 @@ def _replacement(
         return replacement, False, ()
     original = in_float32(module)
     candidate = replacement if original is module else adapter.convert(original)
-    with evaluating(original, candidate), preserving_state(original), few_threads(original):
+    kept, modes = state_kept(original), evaluating(original, candidate)
+    with kept, modes, preserving_state(original), few_threads(original):
         example = adapter.example_tokens(original)
         compare_shapes(on_any_device(original), candidate, example, adapter.name)
         ties = equal_scores(on_any_device(original), example)

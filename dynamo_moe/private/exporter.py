@@ -201,6 +201,8 @@ def onnx_program(
     """Returns a decomposed program, whose graph and signature are given, as ONNX nodes."""
     changed = copy.copy(program)  # Unlike a new program, it is not checked.
     changed._graph_module = _fx_passes.remove_assertion_nodes(module)
+    # What assertions compared stays, with bounds that no int64 holds.
+    changed._graph_module.graph.eliminate_dead_code()
     changed._graph_signature = signature
     return _core._exported_program_to_onnx_program(changed, registry=registry)
 

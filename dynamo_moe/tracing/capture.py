@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from contextlib import nullcontext
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import TensorArgument
+from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 from dynamo_moe.private import tracer
 from dynamo_moe.private.pytorch import OpOverload, schema_of
@@ -17,7 +18,11 @@ from dynamo_moe.progress.phases import phase
 from dynamo_moe.restoring import state_kept
 from dynamo_moe.tracing import shortcuts
 from dynamo_moe.tracing.autocast import with_casts
-from dynamo_moe.tracing.dynamic_shapes import DynamicExample, sizes_of_one_name
+from dynamo_moe.tracing.dynamic_shapes import (
+    DynamicExample,
+    keywords_named,
+    sizes_of_one_name,
+)
 from dynamo_moe.tracing.exportable_models import exportable_models
 from dynamo_moe.tracing.fixed_sizes import SizeTrials, model_run, program_run
 from dynamo_moe.tracing.nodes import add_call, all_nodes, values
@@ -109,9 +114,10 @@ def _trace(
     rnns = nullcontext() if gradients or not example.shapes else tracer.rnn_loops()
     regions = nullcontext() if gradients else tracer.without_gradients()
     graphs = nullcontext() if strict else tracer.graphs_compiled_late()
+    keywords = nullcontext() if strict else keywords_named(model, example)
     sizes = nullcontext() if strict else sizes_of_one_name(model, example)
     kept = state_kept(model)
-    with kept, exportable_models(), shortcuts.capturing(), rnns, regions, graphs, sizes:
+    with kept, exportable_models(), shortcuts.capturing(), rnns, regions, graphs, keywords, sizes:
         return torch.export.export(
             model,
             example.args,
@@ -120,6 +126,18 @@ def _trace(
             strict=strict,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
+
+
+def without_constants(program: ExportedProgram) -> list[Any]:
+    """Removes the results that are constants: None, and numbers that are no sizes; returns them."""
+    output = program.graph.output_node()
+    results: Any = output.args[0]
+    specs = program.graph_signature.output_specs
+    constants = [spec.arg for spec in specs if isinstance(spec.arg, ConstantArgument)]
+    kept = [not isinstance(spec.arg, ConstantArgument) for spec in specs]
+    output.args = (tuple(itertools.compress(results, kept)),)
+    specs[:] = itertools.compress(specs, kept)
+    return [constant.value for constant in constants]
 
 
 def _remove_dropouts(program: ExportedProgram) -> None:

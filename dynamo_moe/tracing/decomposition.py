@@ -27,6 +27,7 @@ from dynamo_moe.private.pytorch import (
 )
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
+from dynamo_moe.tracing.fixed_sizes import FixedSizeError
 from dynamo_moe.tracing.nodes import Call, NeedsRetraceError, add_call, add_graph, values
 
 _aten = torch.ops.aten
@@ -76,6 +77,26 @@ def decomposed(
         return decomposer.run(module)
 
 
+def _take_no_offsets(graph: fx.Graph) -> None:
+    """Replaces the offsets of tensors in memory, which files do not have, by equal sizes.
+
+    A trace finds a size again by any tensor that shows it, such as the rest from there on.
+
+    Raises:
+        FixedSizeError: If there is no such size.
+    """
+    sizes: dict[str, fx.Node] = {}
+    for node in [*graph.nodes]:
+        value = node.meta.get("val")
+        if node.target is torch.ops.aten.sym_storage_offset.default:
+            if str(value) not in sizes:
+                raise FixedSizeError(f"{value} is known as the offset of a tensor alone")
+            node.replace_all_uses_with(sizes[str(value)])
+            graph.erase_node(node)
+        elif isinstance(value, torch.SymInt):
+            sizes.setdefault(str(value), node)
+
+
 class _Decomposer:
     def __init__(
         self, is_translated: Callable[[Any], bool], decompositions: Decompositions
@@ -88,6 +109,7 @@ class _Decomposer:
     def run(self, module: fx.GraphModule) -> fx.GraphModule:
         output = self._graph.output(self._copy(module, None))
         output.meta = dict(module.graph.output_node().meta)
+        _take_no_offsets(self._graph)
         result = fx.GraphModule(module, self._graph)
         result.meta.update(module.meta)
         return result

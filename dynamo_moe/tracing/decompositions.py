@@ -228,6 +228,49 @@ def _adaptive_max_pool2d(x: Tensor, output_size: Sequence[int]) -> tuple[Tensor,
 # --- Resizing ---
 
 
+def _is_exact(scale: float) -> bool:
+    """Whether a position divided by it, as by Resize, or times its inverse is one whole number."""
+    return scale in {0.125, 0.25, 0.5} or (scale.is_integer() and scale <= 32)
+
+
+def _may_round_otherwise(
+    x: Tensor, output_size: Sequence[int] | None, scales: Sequence[float] | None
+) -> bool:
+    sizes = zip(output_size or (), x.shape[2:], strict=False)
+    given = scales or [
+        number / size if isinstance(number, int) and isinstance(size, int) else math.nan
+        for number, size in sizes
+    ]
+    return not all(map(_is_exact, given))
+
+
+def _nearest(
+    offset: float,
+    x: Tensor,
+    output_size: Any,
+    scales: Sequence[float] | None,
+) -> Tensor:
+    """Takes the elements that PyTorch takes, by its arithmetic in float32."""
+    for dim in range(2, x.ndim):
+        size = x.shape[dim]
+        if scales:
+            number, step = torch.sym_int(size * scales[dim - 2]), 1 / scales[dim - 2]
+        else:
+            number = output_size[dim - 2]
+            step = size / number
+        positions = torch.arange(number, dtype=torch.float32, device=x.device)
+        chosen = ((positions + offset) * step).floor().long()
+        x = x.index_select(dim, chosen.clamp(max=size - 1))
+    return x
+
+
+for _dims in (1, 2, 3):
+    for _name, _offset in (("upsample_nearest", 0.0), ("_upsample_nearest_exact", 0.5)):
+        decomposes(getattr(_aten, f"{_name}{_dims}d").vec, when=_may_round_otherwise)(
+            partial(_nearest, _offset)
+        )
+
+
 def _by_scale(x: Tensor, size: Sequence[int], align_corners: bool, *scales: float | None) -> bool:
     return align_corners or any(scale is not None for scale in scales)
 
@@ -497,6 +540,37 @@ def _nonzero_of_scalar(x: Tensor) -> Tensor:
 )
 def _repeat_interleave(repeats: Tensor, *, output_size: int) -> Tensor:
     return torch.repeat_interleave(repeats)
+
+
+@decomposes(
+    _aten.roll.default,
+    when=lambda x, shifts, dims=(): not all(isinstance(shift, int) for shift in shifts),
+)
+def _roll_by_size(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    """The exporter takes numbers alone."""
+    if not dims:
+        return _roll_by_size(x.reshape(-1), shifts, (0,)).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = x.shape[dim]
+        begin = size - shift % size
+        x = torch.cat((x.narrow(dim, begin, size - begin), x.narrow(dim, 0, begin)), dim)
+    return x
+
+
+@decomposes(
+    _aten.repeat_interleave.self_int,
+    when=lambda x, repeats, *_, **__: not isinstance(repeats, int),
+)
+def _repeat_interleave_by_size(
+    x: Tensor, repeats: int, dim: int | None = None, *, output_size: int | None = None
+) -> Tensor:
+    """The exporter's translation repeats along the wrong dimension."""
+    if dim is None:
+        x, dim = x.reshape(-1), 0
+    dim %= x.ndim
+    before, size, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
+    repeated = x.unsqueeze(dim + 1).expand(*before, size, repeats, *after)
+    return repeated.reshape(*before, size * repeats, *after)
 
 
 @decomposes(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)

@@ -88,6 +88,8 @@ def resolve(
     if isinstance(requested, (ShapesCollection, AdditionalInputs)):
         collected: Any = requested
         requested = tuple(collected.dynamic_shapes(model, args, kwargs).values())
+    if isinstance(requested, Mapping) and not arguments.keys() >= requested.keys():
+        requested = _spread(model, requested)  # PyTorch's spelling has those of **kwargs inside.
     specs = _by_argument(requested, arguments)
     args, kwargs = _distinct((args, kwargs))
     if specs is None:
@@ -204,16 +206,54 @@ def name_dimensions(model: ir.Model, labels: Sequence[Labels]) -> None:
             value.shape = ir.Shape([named(dimension) for dimension in value.shape])
 
 
+@contextlib.contextmanager
+def keywords_named(model: nn.Module, example: DynamicExample) -> Iterator[None]:
+    """Gives the keywords that a model's ``**kwargs`` collects parameters of their own.
+
+    PyTorch 2.13 takes no dynamic shapes for them otherwise.
+    """
+    original = model.forward
+    signature = inspect.signature(original)
+    if _collecting(signature) is None:
+        yield
+        return
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [name for name in example.kwargs if name not in {parameter.name for parameter in own}]
+    collected = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    forward.__signature__ = signature.replace(parameters=[*own, *collected])  # type: ignore[attr-defined]
+    with _changed(model, "forward", forward):
+        yield
+
+
+def _collecting(signature: inspect.Signature) -> str | None:
+    """Returns the name of a forward's ``**kwargs``, if it has them."""
+    names = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    return names[0] if names else None
+
+
 def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the example by argument of the model's forward."""
+    """Returns the example by argument of the model's forward, those of ``**kwargs`` by name."""
     signature = inspect.signature(model.forward)
     try:
-        return signature.bind(*args, **kwargs).arguments
+        return _spread(model, signature.bind(*args, **kwargs).arguments)
     except TypeError as error:
         takes = ", ".join(map(str, signature.parameters.values()))
         raise TypeError(
             f"the example does not fit {type(model).__name__}.forward({takes}): {error}"
         ) from None
+
+
+def _spread(model: nn.Module, by_argument: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a mapping by argument with the entries of ``**kwargs`` beside the others."""
+    collecting = _collecting(inspect.signature(model.forward))
+    spread = dict(by_argument)
+    inner = spread.pop(collecting, None) if collecting is not None else None
+    return {**spread, **(inner or {})}
 
 
 def _distinct(example: Any) -> Any:
@@ -469,8 +509,7 @@ def _for_torch(
                 dimension: Dim.DYNAMIC if isinstance(label, str) else label
                 for dimension, label in of_tensor.items()
             }
-    by_argument: dict[str, Any] = shapes.dynamic_shapes(model, args, kwargs)
-    return by_argument
+    return _spread(model, shapes.dynamic_shapes(model, args, kwargs))
 
 
 @contextlib.contextmanager

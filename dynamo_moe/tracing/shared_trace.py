@@ -47,7 +47,7 @@ class SharedTrace:
 
     Attributes:
         units: By run, what the program has of it, once it is known.
-        positions: By result of the program that is the model's, its place among the model's.
+        positions: By tensor of the program that is a result of the model, its place among these.
     """
 
     def __init__(self, equal: EqualBlocks) -> None:
@@ -123,8 +123,14 @@ class SharedTrace:
         results: Any = output.args[0]
         positions = self._program_positions
         kept = [number for number, position in enumerate(positions) if position is not None]
-        self.positions = [position for position in positions if position is not None]
-        by_position = dict(zip(self.positions, (results[number] for number in kept), strict=True))
+        by_position = {
+            position: results[number]
+            for number, position in enumerate(positions)
+            if position is not None
+        }
+        self.positions = [
+            position for position, node in by_position.items() if isinstance(node, fx.Node)
+        ]
         self.units = [
             _program_units(
                 program,

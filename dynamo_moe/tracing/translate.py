@@ -30,6 +30,7 @@ from dynamo_moe.tracing.decomposition import decomposed
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
 from dynamo_moe.tracing.fixed_sizes import FixedSizeError, SizeTrials, program_run
 from dynamo_moe.tracing.nodes import NeedsRetraceError, all_nodes
+from dynamo_moe.tracing.size_arithmetic import TRANSLATIONS, in_float64
 from dynamo_moe.tracing.size_decisions import decisions_noted, decisions_of
 
 _LOG = logging.getLogger(__name__)
@@ -131,6 +132,7 @@ def _translate_in_steps(program: ExportedProgram, opset: int, trials: SizeTrials
             decisions = decisions_of(program, noted)
             trials.check(program, decisions, program_run(program), program_run(program, module))
         exporter.promote_dtypes(module)
+    in_float64(module)
     with _translating():
         signature = _renamed(program, module)
         model: ir.Model = exporter.onnx_program(program, module, signature, registry).model
@@ -150,6 +152,8 @@ def _registered(opset: int, added: tuple[Operator, ...] = ()) -> tuple[Any, dict
     registry.functions = {target: [*known] for target, known in registry.functions.items()}
     for operator in added:
         registry.register_op(operator.torch_op, operator.translation(), is_complex=False)
+    for target, translation in TRANSLATIONS.items():
+        registry.register_op(target, translation, is_complex=False)
     return registry, exporter.decomposition_table(registry)
 
 

@@ -106,8 +106,7 @@ def verify(
     model = unwrapped(model)
     reference = None if reference is None else unwrapped(reference)
     with ExitStack() as stack:
-        drawn = _prepare(stack, proto, [model] if reference is None else [model, reference])
-        trials = drawn if inputs is None else [_Trial(case) for case in _checked(inputs)]
+        trials = _trials(stack, proto, [model] if reference is None else [model, reference], inputs)
         runtime = stack.enter_context(RuntimeProcess(timeout) if isolated else Runtime())
         file = _LoadedFile(path, proto, runtime, is_stored=proto is stored)
         models = _Models(model, reference)
@@ -162,18 +161,26 @@ class _Trial:
     kept: Tensor | None = None
 
 
-def _prepare(stack: ExitStack, proto: onnx.ModelProto, models: Sequence[Any]) -> list[_Trial]:
+def _trials(
+    stack: ExitStack,
+    proto: onnx.ModelProto,
+    models: Sequence[Any],
+    inputs: Sequence[Case] | None,
+) -> list[_Trial]:
     """Makes the models' forwards do what the file does while the stack lasts; returns trials."""
     graph = proto.graph
-    inputs, outputs = ([value.name for value in values] for values in (graph.input, graph.output))
-    task = language_models.task_of(models[0], inputs, outputs)
+    names = ([value.name for value in values] for values in (graph.input, graph.output))
+    task = language_models.task_of(models[0], *names)
+    if task is not None:
+        for model in models:
+            stack.enter_context(language_models.performing(model, task))
+    if inputs is not None:
+        return [_Trial(case) for case in _checked(inputs)]
     if task is None:
         # A runtime's own operator has an order of its own for equal scores.
         rows_of_zeros = not _foreign_targets(proto)
         cases = random_inputs(ir.from_proto(proto), rows_of_zeros=rows_of_zeros)
     else:
-        for model in models:
-            stack.enter_context(language_models.performing(model, task))
         cases = language_models.verification_cases(models[0])
     return [_Trial(case.inputs, True, case.optional, case.kept) for case in cases]
 
@@ -263,10 +270,22 @@ def _arguments(model: torch.nn.Module, case: Case) -> tuple[tuple[Any, ...], dic
     if not isinstance(case, Mapping):
         return case, {}
     parameters = inspect.signature(model.forward).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    first = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    collected = [
+        name
+        for parameter in parameters
+        if parameter.kind is parameter.VAR_POSITIONAL
+        for name in case
+        if re.fullmatch(rf"{parameter.name}_\d+", name)  # As the file names them.
+    ]
+    named = {*first, *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)}
+    if collected:
+        positional = [*(name for name in first if name in case), *collected]
+        keywords = {name: value for name, value in case.items() if name not in positional}
+        return tuple(case[name] for name in positional), keywords
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) or case.keys() <= named:
         return (), dict(case)
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return ((), dict(case)) if set(case) <= named else (tuple(case.values()), {})
+    return tuple(case.values()), {}
 
 
 # --- ONNX Runtime ---

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.optim.swa_utils import AveragedModel
 
 import dynamo_moe
 from export_forms import mixed_model
@@ -185,6 +186,49 @@ def test_any_arguments(
     for value in (*proto.graph.input, *proto.graph.output):
         assert value.type.tensor_type.shape.dim[0].dim_param == "batch"
     assert [len(v.type.tensor_type.shape.dim) for v in proto.graph.output] == [3, 2]
+
+
+class Collects(nn.Module):
+    """Takes any arguments, by place and by name."""
+
+    def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
+        return torch.cat([x, *others]) + named["shift"]
+
+
+_ROWS = {0: "batch"}
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"x": _ROWS, "others": (_ROWS,), "shift": {0: "twice"}},
+        {"x": _ROWS, "others": (_ROWS,), "named": {"shift": {0: "twice"}}},
+    ],
+    ids=["by name", "as in torch.export"],
+)
+def test_arguments_that_are_collected(tmp_path: Path, shapes: dict[str, object]) -> None:
+    x, path = torch.randn(3, 4), tmp_path / "m.onnx"
+    report = dynamo_moe.export(
+        Collects(), (x, x + 1), path, kwargs={"shift": torch.randn(6, 1)}, dynamic_shapes=shapes
+    )
+    assert report.notes == ()
+    inputs = {value.name: value.type.tensor_type.shape for value in onnx.load(path).graph.input}
+    assert [*inputs] == ["x", "others_0", "shift"]
+    assert inputs["others_0"].dim[0].dim_param == "batch"
+    cases = [(torch.randn(n, 4), torch.randn(n, 4), torch.randn(2 * n, 1)) for n in (1, 5)]
+    names = ("x", "others_0", "shift")
+    inputs_by_name = [dict(zip(names, case, strict=True)) for case in cases]
+    assert dynamo_moe.verify(path, Collects(), inputs_by_name).passed
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, AveragedModel], ids=["compile", "average"])
+def test_a_wrapped_model_is_exported_as_what_it_wraps(tmp_path: Path, wrap) -> None:
+    path, other = tmp_path / "m.onnx", tmp_path / "wrapped.onnx"
+    model = op_model(OpLayer())
+    options = {"dynamic_shapes": {"input": {0: "rows"}}}
+    dynamo_moe.export(model, torch.randn(2, 16), path, **options)
+    dynamo_moe.export(wrap(model), torch.randn(2, 16), other, **options)
+    assert path.read_bytes() == other.read_bytes()
 
 
 def test_a_dimension_that_the_model_fixes(tmp_path: Path) -> None:
