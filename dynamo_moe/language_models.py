@@ -19,9 +19,11 @@ from torch import Tensor
 
 from dynamo_moe.evaluation import check_model, evaluating
 from dynamo_moe.export_report import ExportReport
-from dynamo_moe.exporting import export
+from dynamo_moe.exporting import ExportError, export
 from dynamo_moe.files.inputs import DrawnCase
 from dynamo_moe.private.pytorch import without_values
+from dynamo_moe.restoring import state_kept
+from dynamo_moe.tracing import failures
 from dynamo_moe.tracing.dynamic_shapes import BATCH
 from dynamo_moe.weights import placeholders
 
@@ -281,6 +283,10 @@ def _check_cache(model: PreTrainedModel) -> None:
 def _cache_shapes(model: PreTrainedModel) -> list[list[tuple[int, int, torch.dtype]]]:
     """Per layer (heads, width, dtype) of keys and of values, found by a run without values."""
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    with placeholders.placeholders(model), evaluating(model), torch.no_grad(), without_values():
-        _, layers = model.forward(ids, torch.ones_like(ids), [])
+    with state_kept(model), placeholders.placeholders(model), evaluating(model), torch.no_grad():
+        try:
+            with without_values():
+                _, layers = model.forward(ids, torch.ones_like(ids), [])
+        except Exception as error:  # The model's own code runs.
+            raise ExportError(failures.explain(error)) from error
     return [[(part.shape[1], part.shape[3], part.dtype) for part in layer] for layer in layers]

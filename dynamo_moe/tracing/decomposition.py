@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +25,7 @@ from dynamo_moe.private.pytorch import (
     OperatorBase,
     OpOverload,
     schema_of,
+    storage_key,
 )
 from dynamo_moe.progress.phases import phase
 from dynamo_moe.tracing.decompositions import DECOMPOSITIONS
@@ -117,7 +119,10 @@ class _Decomposer:
     def _copy(self, module: fx.GraphModule, arguments: Sequence[Any] | None) -> Any:
         """Copies a graph's nodes and returns its outputs; without arguments, its inputs too."""
         new: dict[fx.Node, Any] = {}
-        written = _Written(module.graph.nodes)
+        nodes = [*module.graph.nodes]
+        is_program = arguments is None
+        inputs = [node for node in nodes if node.op == "placeholder" and is_program]
+        written = _Written(nodes, inputs)
         remaining = iter(arguments or ())
         for node in module.graph.nodes:
             if node.op == "output":
@@ -211,7 +216,7 @@ class _Decomposer:
     def _trace(self, call: Call, target: Callable[..., Any]) -> fx.Graph:
         trace = tracer.make_fx(call, decomposition_table=self._decompositions)
         traced: fx.Graph = trace(*map(_compact, call.values)).graph
-        written = _Written(traced.nodes)
+        written = _Written([*traced.nodes])
         for node in traced.nodes:
             names = written.names(node)
             if names:
@@ -240,10 +245,21 @@ class _Written:
     """The tensors that a graph changes in place.
 
     A tensor whose memory no other shares until its last change can be followed by its new value
-    from there on. Slices may share it that serve to be overwritten.
+    from there on; such as a buffer, which a file does not keep from call to call. Slices may share
+    it that serve to be overwritten.
     """
 
-    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node] = ()) -> None:
+        """Finds them.
+
+        Args:
+            nodes: The graph's.
+            inputs: Those of the program, of which nobody reads what is written into them.
+
+        Raises:
+            NeedsRetraceError: If others share a tensor's memory.
+        """
+        memories = Counter(map(_memory, inputs))
         self._origins: dict[fx.Node, fx.Node] = {}
         self._names: dict[fx.Node, list[fx.Node]] = {}
         last: dict[fx.Node, int] = {}
@@ -257,7 +273,8 @@ class _Written:
                 self._names.setdefault(origin, [origin]).append(node)
                 last[origin] = number
         for node in last:
-            if not _is_fresh(node):
+            is_alone = node in inputs and memories[_memory(node)] == 1
+            if not (is_alone or _is_fresh(node)):
                 raise NeedsRetraceError(f"{node.format_node()} is changed, and shares its memory")
         for number, node in enumerate(calls):
             later = any(last.get(self._origin(a), -1) > number for a in node.all_input_nodes)
@@ -272,6 +289,12 @@ class _Written:
 
     def _origin(self, node: Any) -> Any:
         return self._origins.get(node, node)
+
+
+def _memory(node: fx.Node) -> Any:
+    """Returns what an input of a program shares with those of the same memory."""
+    value = node.meta.get("val")
+    return storage_key(value) if isinstance(value, Tensor) else node
 
 
 def _writes(node: fx.Node) -> bool:

@@ -108,7 +108,7 @@ def explain(error: BaseException) -> str:
             "cast it once, before the export, or its weights where they are used, as in "
             f"F.linear(x, self.proj.weight.float()) (PyTorch: {cause.splitlines()[0]})"
         )
-    if "data-dependent expression" in cause:
+    if "data-dependent expression" in cause or "_local_scalar_dense" in cause:
         return (
             f"the model decides by the values of a tensor{where}, and a trace has only shapes: "
             f"{cause.splitlines()[0]}"
