@@ -12,6 +12,11 @@ import custom_ops
 class ConvertedModule(nn.Module, ABC):
     """A module that :func:`convert` puts in the place of a model's own."""
 
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether it runs a part of the original's forward."""
+        return False
+
     @abstractmethod
     def experts_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the experts' parameters by their path; the router's are not among them."""

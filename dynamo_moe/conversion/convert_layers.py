@@ -23,7 +23,9 @@ from dynamo_moe.conversion.comparison import compare, compare_shapes, equal_scor
 from dynamo_moe.conversion.equal_layers import layer_key
 from dynamo_moe.conversion.identify_layer import (
     IdentifiedLayer,
+    NoKnownRouterError,
     NotRoutedError,
+    drops_tokens,
     identify_layer,
     side_effects,
 )
@@ -121,7 +123,9 @@ def _convert_candidate(
         return None
     path = routes[0] if routes else candidate.path
     module = model.get_submodule(path)
-    return Unrecognised(path, type(module).__name__, f"{reasons[path]}{_capacity_hint(module)}")
+    inner_path = candidate.experts.path[len(path) :].removeprefix(".")
+    hint = _capacity_hint(module, replace(candidate.experts, path=inner_path))
+    return Unrecognised(path, type(module).__name__, f"{reasons[path]}{hint}")
 
 
 def _convert_layer(module: nn.Module, experts: LocatedExperts, known: _Proof | None) -> _Proof:
@@ -138,7 +142,7 @@ def _convert_layer(module: nn.Module, experts: LocatedExperts, known: _Proof | N
         proof = None
         with suppress(ValueError):  # It has the same shapes, and may compute something else.
             proof = known and _prove_again(module, tried, known)
-        proof = proof or _prove(module, tried, identify_layer(tried, experts))
+        proof = proof or _identify_and_prove(module, tried, experts)
         _check_hooks(module, proof.identified.spec)
         if tried is not module and values:
             _check_dtype(module, proof.identified)
@@ -150,6 +154,28 @@ def _convert_layer(module: nn.Module, experts: LocatedExperts, known: _Proof | N
         for name, value in changed.items():
             setattr(module.get_submodule(path), name, value)
     return proof
+
+
+def _identify_and_prove(module: nn.Module, tried: nn.Module, experts: LocatedExperts) -> _Proof:
+    """Returns the first record that can be proved: of a known router, else of the layer's own code.
+
+    Raises:
+        ValueError: If none can; the reason why that of a known router cannot.
+    """
+    reasons: list[ValueError] = []
+    for own_code in (False, True):
+        try:
+            candidates = identify_layer(tried, experts, own_code=own_code)
+        except ValueError as refusal:
+            reasons.append(refusal)
+            continue
+        for identified in candidates:
+            try:
+                return _prove(module, tried, identified)
+            except ValueError as refusal:
+                reasons.append(refusal)
+    # The first, unless that only says that the router is none of the known ones.
+    raise min(reasons, key=lambda reason: isinstance(reason, NoKnownRouterError))
 
 
 def _prove_again(module: nn.Module, tried: nn.Module, known: _Proof) -> _Proof:
@@ -278,14 +304,15 @@ def _thresholds(module: nn.Module) -> list[int]:
     return capacities
 
 
-def _capacity_hint(module: nn.Module) -> str:
-    """Returns the warning of an attribute that may make a module drop tokens."""
-    for name, value in _capacities(module):
-        return (
-            f"; it may drop tokens by a capacity ({name} is {value}), which is not converted: set "
-            "it so that none is dropped"
-        )
-    return ""
+def _capacity_hint(module: nn.Module, experts: LocatedExperts) -> str:
+    """Returns the attribute that makes a module drop tokens, if it does."""
+    name, value = next(_capacities(module), ("", 0))
+    drops = False
+    if name:
+        with suppress(Exception), evaluating(module):  # The module is the user's.
+            drops = drops_tokens(in_float32(module), experts)
+    how = f"{name} is {value}"
+    return f"; it drops tokens by a capacity ({how}): set it so that none is dropped" * drops
 
 
 def _capacities(module: nn.Module) -> Iterator[tuple[str, float]]:

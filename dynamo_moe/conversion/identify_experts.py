@@ -20,9 +20,14 @@ from torch import Tensor, nn
 import custom_ops
 from custom_ops.expert_weights import ExpertWeights
 from custom_ops.options import ExpertOptions
+from dynamo_moe import pytree
 from dynamo_moe.conversion.activation import possible_activations
 from dynamo_moe.conversion.expert_weights import ExpertsSpec, ParameterStack
-from dynamo_moe.conversion.locate_layers import LocatedExperts, without_leading_ones
+from dynamo_moe.conversion.locate_layers import (
+    LocatedExperts,
+    list_members,
+    without_leading_ones,
+)
 from dynamo_moe.conversion.observation import preserving_state, random_weights, using_tensors
 from dynamo_moe.private.pytorch import has_forward_hooks
 
@@ -62,7 +67,7 @@ def identify_experts(module: nn.Module, experts: LocatedExperts) -> list[Experts
 
 
 def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
-    children = dict(module.get_submodule(path).named_children())
+    children = list_members(module.get_submodule(path))
     first = next(iter(children.values()))
     parameters = dict(first.named_parameters())
     stacks = _stacks_of_one(parameters)
@@ -75,7 +80,7 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
         return replace(stack, names=names, shape=(len(children), *stack.shape[1:]))
 
     runs: dict[Any, tuple[Tensor, Any]] = {}
-    candidates: list[ExpertsSpec] = []
+    unknown: list[ExpertsSpec] = []
     for expert in _candidates(stacks, _clamp_numbers(module, first)):
         with using_tensors(first, weights):
             expert_weights = expert.weights(first)
@@ -88,13 +93,14 @@ def _identify_list(module: nn.Module, path: str) -> list[ExpertsSpec]:
         w1, b1, w2, b2 = (tuple(map(of_all, operand)) for operand in operands)
         candidate = replace(expert, w1=w1, b1=b1, w2=w2, b2=b2)
         if isinstance(expected, Exception):
-            candidates.append(candidate)
+            unknown.append(candidate)
         elif _agree(_compute(expert_weights, expert.options, x_TD), expected):
             _check_same_function(children, weights, x_TD, expected)
             return [candidate]
-    if not candidates:
+    # An expert that takes more than tokens is tried with the whole layer.
+    if not unknown or any(isinstance(result, Tensor) for _, result in runs.values()):
         raise ValueError("an expert computes nothing that torch.ops.moe computes")
-    return candidates
+    return unknown
 
 
 def _stacks_of_one(parameters: Mapping[str, Tensor]) -> list[ParameterStack]:
@@ -145,10 +151,10 @@ def _tokens(w1_EFD: Tensor) -> Tensor:
 
 
 def _run(expert: nn.Module, weights: dict[str, Tensor], x_TD: Tensor) -> Any:
-    """Returns an expert's result, or the exception that it raises."""
+    """Returns an expert's result, the first of several, or the exception that it raises."""
     try:
         with preserving_state(expert), torch.no_grad(), using_tensors(expert, weights):
-            return expert(x_TD)
+            return next(iter(pytree.tree_leaves(expert(x_TD))))
     except Exception as failure:  # It is the user's: anything can come out of it.
         return failure
 

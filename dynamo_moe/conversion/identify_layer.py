@@ -10,6 +10,7 @@ Legend: T tokens, D model width, E experts, K choices, R candidate routings.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -25,19 +26,17 @@ import custom_ops
 from dynamo_moe import pytree
 from dynamo_moe.conversion.comparison import relative_error
 from dynamo_moe.conversion.expert_weights import ExpertsSpec
+from dynamo_moe.conversion.find_own_routing import (
+    find_routings,
+    solve_weights,
+    values_ahead_of_experts,
+)
 from dynamo_moe.conversion.identify_experts import identify_experts
 from dynamo_moe.conversion.layer_spec import (
-    GateRouting,
     LayerSpec,
-    LinearRouter,
     ReturnValue,
-    Routed,
     Routing,
-    Scoring,
     SharedExpert,
-    SubmoduleCall,
-    TopKRouting,
-    Weighting,
     is_plain,
 )
 from dynamo_moe.conversion.locate_layers import LocatedExperts
@@ -51,6 +50,16 @@ from dynamo_moe.conversion.observation import (
     random_weights,
     using_tensors,
 )
+from dynamo_moe.conversion.own_routing import Value, dense_weights
+from dynamo_moe.conversion.routing import (
+    GateRouting,
+    LinearRouter,
+    Routed,
+    Scoring,
+    SubmoduleCall,
+    TopKRouting,
+    Weighting,
+)
 from dynamo_moe.process_state import exclusive
 
 # Relative to the RMS of the result. Another routing or activation differs by 1e-2 and more.
@@ -61,6 +70,8 @@ _SCALE_TOLERANCE = 1e-4
 _LARGE = 4
 # Above this many numbers, experts keep their weights in a trial: others would need as much memory.
 _MOST_RANDOM = 1 << 27
+# Equal tokens that all go to the same experts, and by how much the result of a dropped one differs.
+_MANY_EQUAL, _DROPPED = 4099, 1e-2
 # Leading dimensions of the tokens that layers take, and whether as images with channels first.
 _LEADING = (((2, 5), False), ((10,), False), ((2, 1, 5), False), ((2, 1, 5), True))
 
@@ -78,6 +89,10 @@ _SCORINGS: tuple[tuple[Scoring, Weighting], ...] = (
 
 class NotRoutedError(ValueError):
     """The module does not choose among the experts itself; a module around it may."""
+
+
+class NoKnownRouterError(ValueError):
+    """The module is none of the known routers with its experts; its own code may tell more."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +120,16 @@ class IdentifiedLayer:
         return on_tokens(on_any_device(module), channels_first=self.spec.channels_first)
 
 
-def identify_layer(module: nn.Module, experts: LocatedExperts) -> IdentifiedLayer:
-    """Returns the record of a layer in evaluation mode, in at least float32.
+def identify_layer(
+    module: nn.Module, experts: LocatedExperts, *, own_code: bool = False
+) -> list[IdentifiedLayer]:
+    """Returns the records that give a layer's numbers in evaluation mode, in at least float32.
+
+    Args:
+        module: The layer.
+        experts: Its experts, by their path in it.
+        own_code: Whether the layer's own code chooses the experts, instead of a known router, of
+            which there is one at most.
 
     Raises:
         NotRoutedError: If it does not route, as far as can be seen.
@@ -127,7 +150,9 @@ def identify_layer(module: nn.Module, experts: LocatedExperts) -> IdentifiedLaye
                 failures.append(failure)
                 continue
             try:
-                return IdentifiedLayer(trial.spec(), weights, tuple(trial.x.shape[:-1]))
+                specs = trial.specs_of_own_code() if own_code else [trial.spec()]
+                leading = tuple(trial.x.shape[:-1])
+                return [IdentifiedLayer(spec, weights, leading) for spec in specs]
             except ValueError as refusal:
                 refusals.append(refusal)
     # The first, unless another width shows that it routes.
@@ -145,18 +170,21 @@ def side_effects(
     """
     spec = identified.spec
     run, x = identified.own_forward(module), identified.example(module)
+    record = on_tokens(functools.partial(spec, module), channels_first=spec.channels_first)
     with using_tensors(module, identified.weights):
         seen = observe_forward(module, run, x, [module])
-    notes = [f"{name} is no longer updated" for name in seen.changed_buffers]
+        still = observe_forward(module, record, x, [module])
+    changed = [name for name in seen.changed_buffers if name not in still.changed_buffers]
+    notes = [f"{name} is no longer updated" for name in changed]
     if seen.casts_to_half:
         notes.append("it computes in half precision in between; now, in the dtype of its weights")
     if any(value.kind == "zero" for value in spec.return_values()):
         notes.append("the loss that it returns beside its result is 0")
     attributes: dict[str, dict[str, Any]] = {}
     for path, values in seen.attributes.items():
-        if spec.still_runs(path):
-            continue
         for name, value in values.items():
+            if name in still.attributes.get(path, {}):
+                continue
             kept = value if is_plain(value) else None
             if isinstance(value, Tensor) and value.ndim == 0:
                 kept = torch.zeros_like(value)
@@ -220,7 +248,49 @@ def _observe(
             raise ValueError("it gives other numbers each time, in evaluation mode too")
         return _Trial(module, candidates, hidden, x, seen, channels_first)
     first_line = str(first_failure).strip().split("\n")[0]
-    raise NotRoutedError(f"it fails on random tokens: {first_line}") from first_failure
+    raise NotRoutedError(
+        f"it takes no tokens of its experts' width {width}: {first_line}"
+    ) from first_failure
+
+
+def drops_tokens(module: nn.Module, experts: LocatedExperts) -> bool:
+    """Whether, of many equal tokens, a layer gives some another result, as by a capacity."""
+    candidates = identify_experts(module, experts)
+    weights = random_weights(module, _names_to_keep(module, candidates))
+    with torch.no_grad(), preserving_state(module), using_tensors(module, weights):
+        for experts_spec, (leading, channels_first) in itertools.product(candidates, _LEADING):
+            x_D = random_tokens(experts_spec.width, like=_floating(module))
+            x = x_D.expand(*[1] * (len(leading) - 1), _MANY_EQUAL, -1).contiguous()
+            run = on_tokens(on_any_device(module), channels_first=channels_first)
+            with contextlib.suppress(Exception):  # It takes no such tokens.
+                leaves = pytree.tree_leaves(run(x))
+                rows = [
+                    leaf.reshape(-1, len(x_D))
+                    for leaf in leaves
+                    if _is_matrix(leaf, _MANY_EQUAL, len(x_D))
+                ]
+                return any(
+                    relative_error(row_TD, row_TD[:1].expand_as(row_TD)) > _DROPPED
+                    for row_TD in rows
+                )
+    return False
+
+
+@dataclass(frozen=True)
+class _RoutedPart:
+    """A part of a layer's result that may come from its routed experts.
+
+    Attributes:
+        index: Which tensor of the result it is in.
+        shared: The experts that give the rest of that.
+        bias: A parameter ``[D]`` that is in the rest, or None.
+        expected_TD: The part.
+    """
+
+    index: int
+    shared: tuple[SharedExpert, ...]
+    bias: str | None
+    expected_TD: Tensor
 
 
 @dataclass(frozen=True)
@@ -259,55 +329,126 @@ class _Trial:
             NotRoutedError: If the layer does not route, as far as can be seen.
             ValueError: If none does.
         """
-        leaves, structure = pytree.tree_flatten(self.seen.result)
+        parts = self._parts()
+        routings = self._routings()
+        if not routings:
+            raise NotRoutedError(
+                f"it calls no gate with {self.num_experts} scores, and has no weight of one"
+            )
+        for experts, y_RTD in self._results(routings):
+            for part in parts:
+                scaled = not experts.options.weight_on_input
+                number, scale, error = self._best(y_RTD, part.expected_TD, scaled=scaled)
+                if error <= _TOLERANCE:
+                    routing, routed = routings[number]
+                    return self._spec(part, experts, replace(routing, scale=scale), routed)
+        raise NoKnownRouterError(self._unknown())
+
+    def _unknown(self) -> str:
+        return f"no known way to choose among its {self.num_experts} experts gives its numbers"
+
+    def specs_of_own_code(self) -> list[LayerSpec]:
+        """Returns the records whose routing is the layer's own code.
+
+        Raises:
+            NotRoutedError: If the layer does not route, as far as can be seen.
+            ValueError: If its result is no weighted sum of its experts' results, or its code does
+                not compute the weights ahead of them.
+        """
+        parts = self._parts()
+        parameters = [attrgetter(name)(self.module) for name in self.expert_parameters]
+        run = on_tokens(self.module, channels_first=self.channels_first)
+        values = values_ahead_of_experts(run, self.x, parameters)
+        rates = [1 - number for number in self.numbers if 0.01 < number < 1]  # Of dropouts.
+        is_sum, specs = False, []
+        for experts in self._experts():
+            y_TED = self._each_expert(experts)
+            for part in parts:
+                weights_TE = solve_weights(y_TED, part.expected_TD)
+                if weights_TE is None:
+                    continue
+                is_sum = True
+                for scale in dict.fromkeys((1.0, *self.numbers, *rates)):
+                    for routing in find_routings(
+                        values, weights_TE / scale, channels_first=self.channels_first
+                    ):
+                        outputs = self._returned_values(values)
+                        own = replace(routing, scale=scale, outputs=outputs)
+                        specs.append(self._spec(part, experts, own, own(self.module, self.x)))
+        if not specs:
+            if is_sum:
+                raise ValueError(
+                    f"{self._unknown()}, and its own code does not compute their weights ahead of "
+                    "them"
+                )
+            if len(self.candidates) == 1:  # Its experts are known, then.
+                raise ValueError("its result is not a weighted sum of its experts' results")
+            raise NoKnownRouterError(self._unknown())
+        return specs
+
+    def _returned_values(self, values: dict[Value, Tensor]) -> tuple[Value, ...]:
+        """Returns the values of a forward that it also returns."""
+        leaves = [
+            leaf
+            for leaf in pytree.tree_leaves(self.seen.result)
+            if isinstance(leaf, Tensor) and leaf.ndim
+        ]
+        found = (
+            next((v for v, tensor in values.items() if torch.equal(tensor, leaf)), None)
+            for leaf in leaves
+        )
+        return tuple(value for value in found if value is not None)
+
+    def _parts(self) -> list[_RoutedPart]:
+        """Returns the parts of the result that may come from routed experts.
+
+        Raises:
+            NotRoutedError: If there are none.
+        """
+        leaves = pytree.tree_leaves(self.seen.result)
         width = self.x.shape[-1]
         results = [index for index, leaf in enumerate(leaves) if self._is_per_token(leaf, width)]
         if not results:
             raise NotRoutedError(
                 f"it does not return a tensor of its tokens' shape {list(self.x.shape)}"
             )
-        routings = self._routings()
-        if not routings:
-            raise NotRoutedError(
-                f"it calls no gate with {self.num_experts} scores, and has no weight of one"
-            )
-        added = list(itertools.product(self._shared(), self._output_biases(), results))
-        for experts, y_RTD in self._results(routings):
-            for shared, bias, index in added:
-                expected = leaves[index].reshape(self.x.shape)
-                for expert in shared:
-                    expected = expected - expert(self.module, self.x).view_as(self.x)
-                if bias is not None:
-                    expected = expected - attrgetter(bias)(self.module)
-                if not expected.any():  # Any experts that give zeros would do.
-                    continue
-                expected_TD = expected.reshape_as(y_RTD[0])
-                scaled = not experts.options.weight_on_input
-                number, scale, error = self._best(y_RTD, expected_TD, scaled=scaled)
-                if error > _TOLERANCE:
-                    continue
-                routing, routed = routings[number]
-                returned = [
-                    ReturnValue("result", keeps_shape=leaf.ndim == self.x.ndim)
-                    if position == index
-                    else self._return_value(leaf, routed)
-                    for position, leaf in enumerate(leaves)
-                ]
-                attributes = vars(leaves[index]).items()
-                return LayerSpec(
-                    arguments=_arguments(self.module),
-                    routing=replace(routing, scale=scale),
-                    experts=experts,
-                    shared=shared,
-                    returned=pytree.tree_unflatten(returned, structure),
-                    result_attributes=tuple(
-                        (name, self._return_value(value, routed)) for name, value in attributes
-                    ),
-                    channels_first=self.channels_first,
-                    bias=bias,
-                )
-        raise ValueError(
-            f"no known way to choose among its {self.num_experts} experts gives its numbers"
+        parts = []
+        for shared, bias, index in itertools.product(
+            self._shared(), self._output_biases(), results
+        ):
+            expected = leaves[index].reshape(self.x.shape)
+            for expert in shared:
+                expected = expected - expert(self.module, self.x).view_as(self.x)
+            if bias is not None:
+                expected = expected - attrgetter(bias)(self.module)
+            if expected.any():  # Else, any experts that give zeros would do.
+                expected_TD = expected.reshape(-1, width)
+                parts.append(_RoutedPart(index, shared, bias, expected_TD))
+        return parts
+
+    def _spec(
+        self, part: _RoutedPart, experts: ExpertsSpec, routing: Routing, routed: Routed
+    ) -> LayerSpec:
+        """Returns the record of these parts; raises ValueError if it cannot return the same."""
+        leaves, structure = pytree.tree_flatten(self.seen.result)
+        returned = [
+            ReturnValue("result", keeps_shape=leaf.ndim == self.x.ndim)
+            if index == part.index
+            else self._return_value(leaf, routed)
+            for index, leaf in enumerate(leaves)
+        ]
+        attributes = vars(leaves[part.index]).items()
+        return LayerSpec(
+            arguments=_arguments(self.module),
+            routing=routing,
+            experts=experts,
+            shared=part.shared,
+            returned=pytree.tree_unflatten(returned, structure),
+            result_attributes=tuple(
+                (name, self._return_value(value, routed)) for name, value in attributes
+            ),
+            channels_first=self.channels_first,
+            bias=part.bias,
         )
 
     def _is_per_token(self, value: Any, size: int) -> bool:
@@ -323,7 +464,7 @@ class _Trial:
         for routing in (*self._gate_routings(), *self._top_k_routings()):
             try:
                 routed = routing(self.module, self.x)
-                dense_TE = _dense_weights(routed, self.num_experts)
+                dense_TE = dense_weights(routed.ids, routed.weights, self.num_experts)
             except Exception:  # noqa: S112  A routing that does not fit the gate.
                 continue
             if len(routed.ids) == self.x.shape[:-1].numel() and not any(
@@ -384,26 +525,34 @@ class _Trial:
         self, routings: list[tuple[Routing, Routed]]
     ) -> Iterator[tuple[ExpertsSpec, Tensor]]:
         """Yields candidates for the experts, with the result for each routing ``[R, T, D]``."""
-        width, count = self.x.shape[-1], self.num_experts
-        x_TD = self.x.reshape(-1, width)
+        x_TD = self.x.reshape(-1, self.x.shape[-1])
+        dense_RTE = torch.stack(
+            [dense_weights(routed.ids, routed.weights, self.num_experts) for _, routed in routings]
+        )
+        for experts in self._experts():
+            yield experts, torch.einsum("rte,ted->rtd", dense_RTE, self._each_expert(experts))
+        for candidate in self._experts():
+            experts = replace(candidate, options=replace(candidate.options, weight_on_input=True))
+            results = [
+                self._compute(experts, x_TD, chosen.ids, chosen.weights) for _, chosen in routings
+            ]
+            yield experts, torch.stack(results)
 
-        def compute(experts: ExpertsSpec, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            parameters, options = experts.weights(self.module), asdict(experts.options)
-            return custom_ops.experts(x, ids, weights, *parameters, **options).double()
+    def _experts(self) -> list[ExpertsSpec]:
+        """Returns the candidates for experts that take the tokens."""
+        return [experts for experts in self.candidates if experts.width == self.x.shape[-1]]
 
-        # Every expert on every token.
-        rows = x_TD.repeat_interleave(count, dim=0)
+    def _each_expert(self, experts: ExpertsSpec) -> Tensor:
+        """Returns every expert's result for every token, ``[T, E, D]``."""
+        x_TD, count = self.x.reshape(-1, self.x.shape[-1]), self.num_experts
         ids = torch.arange(count, device=x_TD.device).repeat(len(x_TD))[:, None]
         ones = torch.ones_like(ids, dtype=x_TD.dtype)
-        dense_RTE = torch.stack([_dense_weights(routed, count) for _, routed in routings])
-        candidates = [candidate for candidate in self.candidates if candidate.width == width]
-        for experts in candidates:
-            y_TED = compute(experts, rows, ids, ones).view(len(x_TD), count, -1)
-            yield experts, torch.einsum("rte,ted->rtd", dense_RTE, y_TED)
-        for candidate in candidates:
-            experts = replace(candidate, options=replace(candidate.options, weight_on_input=True))
-            results = [compute(experts, x_TD, chosen.ids, chosen.weights) for _, chosen in routings]
-            yield experts, torch.stack(results)
+        rows = x_TD.repeat_interleave(count, dim=0)
+        return self._compute(experts, rows, ids, ones).view(len(x_TD), count, -1)
+
+    def _compute(self, experts: ExpertsSpec, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        parameters, options = experts.weights(self.module), asdict(experts.options)
+        return custom_ops.experts(x, ids, weights, *parameters, **options).double()
 
     def _best(
         self, y_RTD: Tensor, expected_TD: Tensor, *, scaled: bool
@@ -454,12 +603,12 @@ class _Trial:
             ("weights", None),
         ]
         for candidate in (
-            ReturnValue("counts", (self.num_experts, value.dtype)),
             *(
                 ReturnValue(*source, keeps_shape, squeezed)
                 for source in sources
                 for keeps_shape, squeezed in itertools.product((True, False), (False, True))
             ),
+            ReturnValue("counts", (self.num_experts, value.dtype)),
         ):
             try:
                 computed = candidate.compute(self.x, routed)
@@ -493,14 +642,6 @@ def _is_matrix(value: Any, rows: int, columns: int) -> bool:
     """Whether a value is a floating tensor of so many numbers in its last dimension, and rows."""
     is_floating = isinstance(value, Tensor) and value.is_floating_point()
     return is_floating and value.shape[-1:] == (columns,) and value.numel() == rows * columns
-
-
-def _dense_weights(routed: Routed, num_experts: int) -> Tensor:
-    """Returns the weight ``[T, E]`` of every expert."""
-    ids_TK, weights_TK = routed.ids.long(), routed.weights.double()
-    zeros_TE = weights_TK.new_zeros(len(ids_TK), num_experts)
-    chosen_TK = weights_TK.masked_fill(ids_TK < 0, 0)
-    return zeros_TE.scatter_add(1, ids_TK.clamp_min(0), chosen_TK)
 
 
 def _same(one: Any, other: Any) -> bool:

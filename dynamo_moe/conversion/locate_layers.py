@@ -143,10 +143,16 @@ def _locate_experts(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[Locate
         is_named = "expert" in path.rpartition(".")[2].lower()
         if _may_be_expert_list(module, is_named=is_named):
             within.update(module.modules())
-            yield LocatedExperts(path, len(list(module.children())))
+            yield LocatedExperts(path, len(list_members(module)))
             if is_named:
                 named.update(module.modules())
     yield from _locate_stacks(modules, named)
+
+
+def list_members(experts: nn.Module) -> dict[str, nn.Module]:
+    """Returns the members of a list of experts by name; one module may be several of them."""
+    _, _, children = own_parts(experts)
+    return {name: child for name, child in children.items() if child is not None}
 
 
 def _may_be_expert_list(module: nn.Module, *, is_named: bool) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dynamo_moe import pytree
-from dynamo_moe.conversion.layer_spec import SubmoduleCall, TensorArgument
+from dynamo_moe.conversion.routing import SubmoduleCall, TensorArgument
 from dynamo_moe.evaluation import one_thread
 from dynamo_moe.private.pytorch import has_forward_hooks, hooks_removed, tensors_replaced
 from dynamo_moe.process_state import exclusive

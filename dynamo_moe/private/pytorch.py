@@ -33,6 +33,7 @@ __all__ = [
     "has_attribute",
     "has_forward_hooks",
     "hooks_removed",
+    "module_stack_kept",
     "modules_by_path",
     "own_parts",
     "schema_of",
@@ -81,6 +82,11 @@ try:  # Symbolic sizes, and the dispatcher that computes with them.
 except ImportError:
     ShapeEnv = None  # type: ignore[assignment, misc]
     enable_python_dispatcher = None  # type: ignore[assignment, misc]
+
+try:  # What traces the operators that run.
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+except ImportError:
+    get_proxy_mode = None  # type: ignore[assignment]
 
 try:  # Sees the operators that run, after autograd and autocast.
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -270,6 +276,22 @@ def _add_by_path(
         modules.append((path, child))
         if inner := child._modules:  # Not by own_parts, since a model has many.
             _add_by_path(inner, f"{path}.", modules, seen)
+
+
+@contextlib.contextmanager
+def module_stack_kept() -> Iterator[None]:
+    """Lets code leave several modules at once by an exception while it is traced.
+
+    The tracer keeps a stack of the modules that it is in, and takes each off when its forward
+    returns; an exception leaves them there.
+    """
+    proxies = get_proxy_mode() if get_proxy_mode is not None else None
+    stack = getattr(getattr(proxies, "tracer", None), "module_stack", None)
+    before = None if stack is None else stack.copy()
+    yield
+    if stack is not None and before is not None:
+        stack.clear()
+        stack.update(before)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

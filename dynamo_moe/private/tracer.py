@@ -39,6 +39,7 @@ __all__ = [
     "is_module_cast",
     "is_never_negative",
     "make_fx",
+    "has_static_value",
     "missing",
     "operators_replaced",
     "orders_in_memory_unasked",
@@ -69,9 +70,14 @@ try:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.sym_node import SymNode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as _free_unbacked
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torch.fx.experimental.symbolic_shapes import has_static_value, statically_known_true
 except ImportError as error:
     _absent = str(error)
+
+    def has_static_value(a: Any) -> bool:  # type: ignore[misc]
+        """Says that no size is symbolic."""
+        return True
+
 
 if not _absent and (ShapeEnv is None or enable_python_dispatcher is None):
     _absent = "no torch.fx.experimental.symbolic_shapes.ShapeEnv"

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
 
+from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private import tracer
 from dynamo_moe.private.pytorch import OpOverload, schema_of
 from dynamo_moe.progress.phases import phase
@@ -103,6 +104,9 @@ def _checked_trace(
     if sharing is not None:
         sharing.check(program)
     decisions = decisions_of(program, noted)
+    if strict and any(isinstance(m, ConvertedModule) and m.runs_own_code for m in model.modules()):
+        # It is left at a certain call of a function, of which code that is read may have others.
+        trials.check_example(model_run(model, example), program_run(program))
     trials.check(program, decisions, model_run(model, example), program_run(program))
     return with_casts(program, strict=strict)
 

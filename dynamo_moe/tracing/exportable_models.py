@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
+from dynamo_moe.private import tracer
 from dynamo_moe.process_state import ProcessState, replaced
 from dynamo_moe.tracing.state_space import exportable_scans
 
@@ -28,8 +30,25 @@ def _casting(
     return cast
 
 
+def _of_symbolic_size(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Lets ``one_hot`` have a symbolic number of classes, which its operator makes a number."""
+
+    @wraps(original)
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if has_torch_function((tensor,)):  # As PyTorch's function, it is a call that modes see.
+            result: Tensor = handle_torch_function(one_hot, (tensor,), tensor, num_classes)
+            return result
+        if tracer.has_static_value(num_classes):
+            return original(tensor, num_classes)
+        classes = torch.arange(num_classes, device=tensor.device)
+        return (tensor.unsqueeze(-1) == classes).to(torch.int64)
+
+    return one_hot
+
+
 exportable_models = ProcessState(
     exportable_scans,
+    partial(replaced, nn.functional, "one_hot", _of_symbolic_size),
     *(
         partial(replaced, nn.Module, name, partial(_casting, getattr(torch, name)))
         for name in ("bfloat16", "double", "float", "half")

@@ -140,6 +140,19 @@ class SizeTrials:
                         "at others"
                     )
 
+    def check_example(self, reference: Run, candidate: Run) -> None:
+        """Compares two computations of the example.
+
+        Raises:
+            ValueError: If they are not the same, or the weights have no values to compare with.
+        """
+        leaves = pytree.tree_leaves((self._example.args, self._example.kwargs))
+        same = self._has_values and all(
+            map(_equal, self._running(candidate)(leaves), self._running(reference)(leaves))
+        )
+        if not same:
+            raise ValueError("what was read of the model's code does not compute the same")
+
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)

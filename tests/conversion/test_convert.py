@@ -361,3 +361,71 @@ def test_nan_is_never_the_same(factors: tuple[float, float], reason: str) -> Non
     original, candidate = (lambda x, f=factor: f * x for factor in factors)
     with pytest.raises(ValueError, match=reason):
         compare(original, candidate, [x], "experts")
+
+
+class Gated(nn.Module):
+    """Experts in a list, of which each may return more than its result."""
+
+    def __init__(self, experts: list[nn.Module], width: int = 8) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, len(experts))
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(dim=-1).topk(2, dim=-1)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            weight = (weights * (ids == number)).sum(dim=-1, keepdim=True)
+            y = expert(x)
+            result = result + weight * (y[0] if isinstance(y, tuple) else y)
+        return result
+
+
+class WithBias(nn.Module):
+    """Megatron's MLP: a result, and a bias that is added elsewhere, here None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.fc2(nn.functional.gelu(self.fc1(x))), None
+
+
+def mlp(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 12), nn.SiLU(), nn.Linear(12, width))
+
+
+def test_experts_that_return_a_tuple() -> None:
+    model, x = nn.Sequential(Gated([WithBias() for _ in range(4)])), torch.randn(3, 8)
+    expected = model(x)
+    assert [layer.module for layer in dynamo_moe.convert(model).replaced] == ["0"]
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_one_module_may_be_two_experts() -> None:
+    first, *others = (mlp() for _ in range(3))
+    model, x = nn.Sequential(Gated([first, *others, first])), torch.randn(3, 8)
+    expected = model(x)
+    report = dynamo_moe.convert(model)
+    assert [layer.module for layer in report.replaced] == ["0"]
+    torch.testing.assert_close(model(x), expected)
+
+
+class Heads(Gated):
+    """Routes parts of a token, as arXiv 2404.15045 does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(-1, (2, 8))).flatten(-2)
+
+
+def test_a_width_that_the_layer_does_not_take_is_named() -> None:
+    (left,) = dynamo_moe.convert(nn.Sequential(Heads([mlp() for _ in range(4)]))).unrecognised
+    assert left.reason.startswith("it takes no tokens of its experts' width 8: unflatten: ")
+
+
+def test_a_capacity_is_named_only_if_it_drops_tokens() -> None:
+    layer: Any = Gated([nn.Sequential(mlp(), nn.Tanh()) for _ in range(4)])
+    layer.capacity = 3
+    (left,) = dynamo_moe.convert(nn.Sequential(layer)).unrecognised
+    assert "capacity" not in left.reason

@@ -16,32 +16,24 @@ from dynamo_moe.modules import ConvertedModule
 from public_moe import CASES, dbrx
 from public_moe.surroundings import Case, ClaimsCuda
 
-_CAPACITY = r"it may drop tokens by a capacity \(\w+ is"
+_CAPACITY = r"it drops tokens by a capacity \(\w+ is"
 # Why convert leaves a structure; it converts all others.
 LEFT = {
-    "transformers4-phimoe": "no known way to choose among",  # Sparsemixer.
     "transformers4-switch": _CAPACITY,
     "transformers4-switch-dropping": _CAPACITY,
-    "transformers4-nllb": "no known way to choose among",  # A dropout's rate scales in evaluation.
+    "transformers4-nllb": "neither its result nor its routing",
     "makemoe-always-noisy": "gives other numbers each time",
     "makemoe-capacity": _CAPACITY,
-    "nanomoe": _CAPACITY,
     "labml-switch": "neither its result nor its routing",
-    "tutel-capacity": _CAPACITY,
-    "tutel-capacity-batch-prioritised": _CAPACITY,
-    "swin-moe": _CAPACITY,
     "openmoe": "an expert computes nothing that torch.ops.moe computes",
     "gpt-oss-reference": "no known way to choose among",  # A norm and a residual around it.
-    "davidmrau-softmax-experts": "fails on random tokens",
-    "lucidrains-top2": _CAPACITY,
+    "davidmrau-softmax-experts": "an expert computes nothing that torch.ops.moe computes",
     "lucidrains-top2-random": "gives other numbers each time",
     "st-moe": "an expert computes nothing that torch.ops.moe computes",
     "soft-moe": "",
-    "mmoe": "no known way to choose among",
+    "mmoe": "not a weighted sum",
     "megablocks-moe-capacity": _CAPACITY,
-    "deepspeed-top1": _CAPACITY,
-    "deepspeed-top2": _CAPACITY,
-    "deepspeed-top1-residual": _CAPACITY,
+    "deepspeed-top1-residual": "not a weighted sum",
     "vision-convolutions": "not two or three matrices",
     "left-activations": "expert 1 computes something else than the first",
     "left-last-differs": "expert 5 computes something else than the first",
@@ -50,8 +42,7 @@ LEFT = {
     "left-deep": "",
     "left-normed": "",
     "minimum-capacity": _CAPACITY,
-    "left-sentence-gate": "no known way to choose among",
-    "left-expert-choice": "no known way to choose among",
+    "left-sentence-gate": "its own code does not compute their weights",
 }
 # The MoE module itself returns a custom object; the module around it returns a tensor.
 PATHS = {"llama-moe": ("layers.0.mlp", "layers.1.mlp")}

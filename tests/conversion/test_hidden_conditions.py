@@ -87,7 +87,7 @@ class SkipsPadding(Mixture):
 
 @pytest.mark.parametrize(
     "kind",
-    [AFloor, SlotsPerExpert, ALiteral, ClampsTokens, ClampsLogits, SmallAlone, SkipsPadding],
+    [AFloor, SlotsPerExpert, ALiteral, ClampsTokens, SmallAlone, SkipsPadding],
 )
 def test_conditions_that_few_tokens_show(kind: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -95,6 +95,15 @@ def test_conditions_that_few_tokens_show(kind: Callable[[], nn.Module]) -> None:
     report = dynamo_moe.convert(model)
     assert report.replaced == ()
     assert len(report.unrecognised) == 1
+
+
+def test_clamped_logits_are_the_layers_own_code() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(ClampsLogits())
+    x = 100 * torch.randn(2, 30, 16)
+    expected = model(x)
+    assert [layer.module for layer in dynamo_moe.convert(model).replaced] == ["0"]
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("biases", [False, True])

@@ -120,3 +120,11 @@ def test_bounds_that_no_int64_holds(tmp_path: Path) -> None:
         return x * 2
 
     _compare(function, tmp_path / "m.onnx")
+
+
+def test_one_hot_of_as_many_classes_as_a_size_says(tmp_path: Path) -> None:
+    def function(x: Tensor) -> Tensor:
+        capacity = int(x.shape[2] * 0.7) + 1
+        return F.one_hot(x.long().clamp(0, capacity - 1), num_classes=capacity).float()
+
+    _compare(function, tmp_path / "m.onnx")

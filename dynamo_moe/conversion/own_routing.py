@@ -1,0 +1,211 @@
+"""Routing as a layer's own forward computes it: the forward runs until its weights are known.
+
+No list of routers is complete: groups, masks, thresholds, temperatures, capacities. Where none of
+the known ones is a layer's, its own code is: its forward runs, under a mode that sees each call of
+PyTorch's functions, and is left as soon as it has computed the values that say which experts a
+token has, and their weights. ``find_own_routing`` finds out which values these are.
+
+Legend: T tokens, D model width, E experts, K choices, C slots of an expert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dynamo_moe.conversion.routing import Routed
+from dynamo_moe.private.pytorch import module_stack_kept
+
+Form = Literal["choices", "experts", "masked", "slots", "tokens"]
+"""What a layer's values are:
+
+- ``choices``: integer ids of experts, floating weights of these, and bool masks or none: each of
+  the three one tensor ``[..., K]``, or K tensors ``[...]``;
+- ``experts``: the weights of all experts, ``[..., E]``;
+- ``masked``: a mask of all experts ``[..., E]``, and a weight ``[...]``;
+- ``slots``: weights ``[..., E, C]``, of which each token has one slot of an expert at most;
+- ``tokens``: for each expert, ids of tokens ``[E, C]`` and their weights ``[E, C]``.
+"""
+
+
+class Value(NamedTuple):
+    """A tensor that a forward computes: a result of one of its calls of a function.
+
+    Attributes:
+        function: The function's name.
+        call: Which of its calls.
+        output: Which tensor of the call's result.
+    """
+
+    function: str
+    call: int
+    output: int
+
+
+@dataclass(frozen=True)
+class OwnRouting:
+    """The routing that a layer's own forward computes.
+
+    Attributes:
+        form: What the values are.
+        values: The values.
+        outputs: Values that the forward also returns.
+        num_experts: E.
+        top_k: K; of the weights of all experts, the most that are not zero for a token.
+        channels_first: Whether the forward takes images ``[B, D, ...]``.
+        scale: A number that the weights are multiplied by.
+    """
+
+    form: Form
+    values: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    num_experts: int
+    top_k: int
+    channels_first: bool = False
+    scale: float = 1.0
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Routed:
+        """Returns the routing of tokens ``[..., D]``; an expert of weight 0 may have the id -1.
+
+        Raises:
+            ValueError: If the forward ends before it has computed the values.
+        """
+        tokens = math.prod(x.shape[:-1])  # Size.numel() would be an int while traced.
+        image = x.movedim(-1, 1) if self.channels_first else x
+        wanted = list(dict.fromkeys((*self.values, *self.outputs)))
+        if torch.compiler.is_dynamo_compiling():
+            run = _values_of if torch.compiler.is_exporting() else _values_by_running
+            computed = run(module, image, wanted)
+        else:
+            with module_stack_kept():
+                computed = _values_of(module, image, wanted)
+        ids_TK, weights_TK = self.choices([computed[value] for value in self.values], tokens)
+        if not weights_TK.is_floating_point():
+            weights_TK = weights_TK.to(torch.promote_types(x.dtype, torch.float32))
+        if self.scale != 1.0:
+            weights_TK = weights_TK * self.scale
+        return Routed(ids_TK, weights_TK, [computed[value] for value in self.outputs])
+
+    def choices(self, values: Sequence[Tensor], tokens: int) -> tuple[Tensor, Tensor]:
+        """Returns ids and weights ``[T, K]``, not scaled, from the values."""
+        first, *others = values
+        match self.form:
+            case "choices":
+                weights_TK = self._columns([value for value in values if value.is_floating_point()])
+                masks = [value for value in values if value.dtype == torch.bool]
+                if masks:
+                    weights_TK = weights_TK * self._columns(masks)
+                return self._columns([value for value in values if is_integer(value)]), weights_TK
+            case "experts":
+                dense_TE = first.reshape(-1, self.num_experts)
+            case "masked":
+                dense_TE = first.reshape(-1, self.num_experts) * others[0].reshape(-1, 1)
+            case "slots":
+                dense_TE = first.sum(dim=-1).reshape(-1, self.num_experts)
+            case "tokens":
+                zeros_ET = others[0].new_zeros(self.num_experts, tokens)
+                dense_TE = zeros_ET.scatter_add(1, first, others[0]).mT
+        if self.top_k < self.num_experts:
+            ids_TK = dense_TE.abs().topk(self.top_k, dim=-1).indices
+        else:
+            ids_TK = torch.arange(self.num_experts, device=first.device).expand_as(dense_TE)
+        weights_TK = dense_TE.gather(-1, ids_TK)
+        return ids_TK.masked_fill(weights_TK == 0, -1), weights_TK
+
+    def _columns(self, parts: list[Tensor]) -> Tensor:
+        """Returns ``[T, K]``, which may come as K tensors."""
+        parts = [part.reshape(-1, self.top_k // len(parts)) for part in parts]
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+
+    def calls(self) -> tuple[()]:
+        """Returns nothing: which submodules run is up to the forward."""
+        return ()
+
+    def builtin(self) -> None:
+        """Returns None: ``torch.ops.moe.dropless`` has no router that is Python code."""
+
+
+def is_integer(tensor: Tensor) -> bool:
+    """Whether a tensor may hold ids."""
+    return tensor.dtype in (torch.int32, torch.int64)
+
+
+def dense_weights(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Tensor:
+    """Returns the weight ``[T, E]`` of every expert, in float64; an id of -1 means no expert."""
+    zeros_TE = weights_TK.new_zeros(len(ids_TK), num_experts, dtype=torch.float64)
+    chosen_TK = weights_TK.double().masked_fill(ids_TK < 0, 0)
+    return zeros_TE.scatter_add(1, ids_TK.long().clamp_min(0), chosen_TK)
+
+
+# --- Running a forward until its weights are known ---
+
+
+class AllComputed(BaseException):
+    """Leaves a forward; a model's own ``except Exception`` does not keep it."""
+
+
+class _Until(TorchFunctionMode):
+    """Leaves the code that it is around as soon as that has computed some values.
+
+    Attributes:
+        computed: Those that it has computed.
+    """
+
+    def __init__(self, wanted: Sequence[Value]) -> None:
+        super().__init__()
+        self.computed: dict[Value, Tensor] = {}
+        self._wanted = wanted
+        self._calls = dict.fromkeys((value.function for value in wanted), 0)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # torch.compile reads this too: it compares names, but cannot look one up.
+        for function in self._calls:
+            if name_of(func) == function and (tensors := tensors_of(result)):
+                for value in self._wanted:
+                    if value.function == function and value.call == self._calls[function]:
+                        self.computed[value] = tensors[value.output]
+                self._calls[function] += 1
+        if len(self.computed) == len(self._wanted):
+            raise AllComputed
+        return result
+
+
+def name_of(function: Any) -> str:
+    """Returns a function's name; that of a division, which code that is read calls otherwise."""
+    name: str = getattr(function, "__name__", "")
+    return "div" if name in ("truediv", "__truediv__") else name
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """Returns the tensors that a call returns."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [tensor for tensor in results if isinstance(tensor, Tensor)]
+
+
+def _values_of(module: nn.Module, x: Tensor, wanted: Sequence[Value]) -> dict[Value, Tensor]:
+    """Returns values that a layer's own forward computes for ``x``."""
+    forward = getattr(module, "_dynamo_moe_original", type(module)).forward
+    until = _Until(wanted)
+    with contextlib.suppress(AllComputed), until:
+        forward(module, x)
+    missing = [value.function for value in wanted if value not in until.computed]
+    if missing:
+        raise ValueError(
+            f"the layer's own forward did not compute its routing: it calls no {missing[0]}"
+        )
+    return until.computed
+
+
+# Where torch.compile would read the forward, it runs: functions of PyTorch that are Python code are
+# one call where they run, and several where they are read.
+_values_by_running: Callable[..., dict[Value, Tensor]] = torch.compiler.disable(_values_of)

@@ -1,0 +1,281 @@
+"""Layers whose router is none of the known ones: their own code computes the weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import onnxruntime as ort
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dynamo_moe
+from dynamo_moe.conversion.own_routing import OwnRouting
+
+WIDTH, COUNT = 16, 6
+SIZES = ((2, 5), (1, 1), (3, 7), (4, 33))
+
+
+class Layer(nn.Module):
+    """Experts in a list, with weights ``[T, E]`` from ``route``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, COUNT, bias=False)
+        self.scale = nn.Parameter(torch.rand(COUNT) + 0.5)
+        self.register_buffer("allowed", torch.tensor([True] * 5 + [False]))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
+            for _ in range(COUNT)
+        )
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, WIDTH)
+        weights_TE = self.route(x_TD)
+        y_TED = torch.stack([expert(x_TD) for expert in self.experts], dim=1)
+        return (y_TED * weights_TE[..., None]).sum(dim=1).reshape(x.shape)
+
+
+class TopP(Layer):
+    """The fewest experts whose probabilities add up to 0.6, of arXiv 2403.07652."""
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        sorted_TE, order_TE = self.gate(x_TD).softmax(dim=-1).sort(dim=-1, descending=True)
+        before_TE = sorted_TE.cumsum(dim=-1) - sorted_TE
+        kept_TE = sorted_TE.masked_fill(before_TE >= 0.6, 0)
+        return torch.zeros_like(kept_TE).scatter(1, order_TE, kept_TE)
+
+
+class Threshold(Layer):
+    def route(self, x_TD: Tensor) -> Tensor:
+        scores_TE = self.gate(x_TD).sigmoid()
+        return scores_TE * (scores_TE > 0.5)
+
+
+class ReLURouting(Layer):
+    """ReMoE's, of arXiv 2412.14711."""
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        return self.gate(x_TD).relu()
+
+
+class MaskedSecond(Layer):
+    """GShard's second expert, from the logits without the first."""
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        logits_TE = self.gate(x_TD)
+        scores_TE = logits_TE.softmax(dim=-1)
+        first_TE = F.one_hot(scores_TE.argmax(dim=-1), COUNT)
+        left_TE = logits_TE.masked_fill(first_TE.bool(), -math.inf)
+        both_TE = first_TE + F.one_hot(left_TE.argmax(dim=-1), COUNT)
+        kept_TE = scores_TE * both_TE
+        return kept_TE / kept_TE.sum(dim=-1, keepdim=True).clamp_min(1e-9)
+
+
+class Scaled(Layer):
+    """A temperature, a mask of experts, and a factor for each of them."""
+
+    temperature = 0.7
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        logits_TE = (self.gate(x_TD) / self.temperature).masked_fill(~self.allowed, -math.inf)
+        best_TK, ids_TK = logits_TE.topk(2, dim=-1)
+        weights_TK = best_TK.softmax(dim=-1) * self.scale[ids_TK]
+        return torch.zeros_like(logits_TE).scatter(1, ids_TK, weights_TK)
+
+
+class Capacity(Layer):
+    """GShard's tensor ``[T, E, C]`` of a capacity that grows with the tokens."""
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        tokens = x_TD.shape[0]
+        capacity = max(int(1.25 * tokens / COUNT), 2)
+        scores_TE = self.gate(x_TD).softmax(dim=-1)
+        chosen_TE = F.one_hot(scores_TE.argmax(dim=-1), COUNT)
+        place_TE = (chosen_TE.cumsum(dim=0) - 1) * chosen_TE
+        chosen_TE = chosen_TE * (place_TE < capacity)
+        place_TC = F.one_hot((place_TE * chosen_TE).sum(dim=-1), num_classes=capacity)
+        self.combine = (scores_TE * chosen_TE)[..., None] * place_TC[:, None]
+        return self.combine.sum(dim=-1)
+
+
+class ExpertChoice(Layer):
+    """Experts choose tokens, of arXiv 2202.09368."""
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        scores_ET = self.gate(x_TD).softmax(dim=-1).mT
+        count = max(int(x_TD.shape[0] * 2 / COUNT), 1)
+        weights_EC, tokens_EC = scores_ET.topk(count, dim=-1)
+        return torch.zeros_like(scores_ET).scatter(1, tokens_EC, weights_EC).mT
+
+
+class InASubmodule(Layer):
+    """The gate and the experts are called by modules within the layer."""
+
+    class Inner(nn.Module):
+        def __init__(self, gate: nn.Linear) -> None:
+            super().__init__()
+            self.gate = gate
+
+        def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+            scores_TE = self.gate(x_TD).softmax(dim=-1) ** 2
+            weights_TK, ids_TK = scores_TE.topk(2, dim=-1)
+            return ids_TK, weights_TK
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner(self.gate)
+        del self.gate
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        ids_TK, weights_TK = self.inner(x_TD)
+        weights_TK = weights_TK * torch.tensor([1.0, 0.5])
+        return torch.zeros(len(x_TD), COUNT).scatter(1, ids_TK, weights_TK)
+
+
+LAYERS = (
+    TopP, Threshold, ReLURouting, MaskedSecond, Scaled, Capacity, ExpertChoice, InASubmodule,
+)  # fmt: skip
+
+
+def pair(layer: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Returns a layer within a model, as it is and converted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), nn.Linear(WIDTH, WIDTH)).eval()
+    converted = copy.deepcopy(model)
+    assert [r.module for r in dynamo_moe.convert(converted).replaced] == ["0"]
+    return model, converted
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_own_code_routes(layer: type[nn.Module], tmp_path: Path) -> None:
+    model, converted = pair(layer)
+    assert isinstance(converted[0]._dynamo_moe_spec.routing, OwnRouting)
+    path = tmp_path / "model.onnx"
+    report = dynamo_moe.export(
+        converted, (tokens(2, 5),), path, dynamic_shapes=({0: "batch", 1: "length"},)
+    )
+    assert report.operators == {"DroplessMoEExperts": 1}
+    session = ort.InferenceSession(path)
+    (name,) = (each.name for each in session.get_inputs())
+    for shape in SIZES:
+        x = tokens(*shape)
+        with torch.no_grad():
+            expected = model(x)
+            torch.testing.assert_close(converted(x), expected, rtol=1e-4, atol=1e-5)
+        (result,) = session.run(None, {name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-4, atol=1e-5)
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))  # noqa: S301  It was made here.
+
+
+@pytest.mark.parametrize("changed", [copy.deepcopy, pickled])
+def test_copies_route(changed: Callable[[nn.Module], nn.Module]) -> None:
+    model, converted = pair(Scaled)
+    torch.testing.assert_close(changed(converted)(tokens(3, 4)), model(tokens(3, 4)))
+
+
+def test_parameters_and_attributes_stay_alive() -> None:
+    """The code runs at every call, so it reads what they are then."""
+    model, converted = pair(Scaled)
+    for layer in (model[0], converted[0]):
+        layer.temperature = 1.9
+        nn.init.uniform_(layer.scale, 1, 2, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(converted(tokens(3, 4)), model(tokens(3, 4)))
+
+
+def test_gradients_reach_the_router_in_evaluation_mode() -> None:
+    model, converted = pair(Scaled)
+    for each in (model, converted):
+        each(tokens(3, 4)).sum().backward()
+    for name, parameter in model.named_parameters():
+        gradient = converted.get_parameter(name).grad
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_code_runs_the_router() -> None:
+    model, converted = pair(TopP)
+    compiled = torch.compile(converted, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens(3, 4)), model(tokens(3, 4)))
+
+
+def test_a_file_has_nothing_of_a_capacitys_slots() -> None:
+    """The weights of the first choice are known ahead of ``[T, E, C]``."""
+    _, converted = pair(Capacity)
+    assert converted[0]._dynamo_moe_spec.routing.form in ("experts", "masked")
+
+
+class DropsInALoop(Layer):
+    """A capacity that no tensor of weights shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, WIDTH)
+        weights_TK, ids_TK = self.gate(x_TD).softmax(dim=-1).topk(2, dim=-1)
+        y_TD = torch.zeros_like(x_TD)
+        for number, expert in enumerate(self.experts):
+            rows, slots = (ids_TK == number).nonzero(as_tuple=True)
+            rows, slots = rows[:50], slots[:50]
+            y_TD[rows] += weights_TK[rows, slots, None] * expert(x_TD[rows])
+        return y_TD.reshape(x.shape)
+
+
+class OtherForManyTokens(Layer):
+    def route(self, x_TD: Tensor) -> Tensor:
+        scores_TE = self.gate(x_TD).softmax(dim=-1)
+        return scores_TE.square() if len(x_TD) > 200 else scores_TE**3
+
+
+class Normed(Layer):
+    """Its result is no sum of the experts' results."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(super().forward(x), (WIDTH,))
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        return self.gate(x_TD).softmax(dim=-1)
+
+
+class AfterTheExperts(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x_TD = x.reshape(-1, WIDTH)
+        y_TED = torch.stack([expert(x_TD) for expert in self.experts], dim=1)
+        weights_TE = self.gate(x_TD).softmax(dim=-1) ** 2
+        return (y_TED * weights_TE[..., None]).sum(dim=1).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (DropsInALoop, "computes something else"),
+        (OtherForManyTokens, "computes something else"),
+        (Normed, "not a weighted sum of its experts' results"),
+        (AfterTheExperts, "its own code does not compute their weights ahead of them"),
+    ],
+)
+def test_left(layer: type[nn.Module], reason: str) -> None:
+    torch.manual_seed(0)
+    report = dynamo_moe.convert(nn.Sequential(layer()).eval())
+    assert report.replaced == ()
+    assert reason in report.unrecognised[0].reason
+
+
+def test_a_forward_that_changed_is_an_error() -> None:
+    _, converted = pair(TopP)
+    converted[0].route = lambda x_TD: torch.ones(len(x_TD), COUNT) / COUNT
+    with pytest.raises(ValueError, match="did not compute its routing: it calls no"):
+        converted(tokens(2, 3))
