@@ -244,7 +244,7 @@ def export(
                     options["dynamic_shapes"] = parse_dynamic(dynamic) if dynamic else None
                 module, args = _load(console, model, shape, needed=True)
                 check_example(module, args or (), options.get("dynamic_shapes"))
-            _convert(console, module, conversion, strict, outcome)
+            _convert(console, module, args, conversion, strict, outcome)
             outcome.exported = exported = _export(
                 console, module, args, target_file, options, mute=mute
             )
@@ -375,12 +375,17 @@ def _load(
 
 
 def _convert(
-    console: Console, module: nn.Module, conversion: dict[str, Any], strict: bool, outcome: _Outcome
+    console: Console,
+    module: nn.Module,
+    args: tuple[Any, ...] | None,
+    conversion: dict[str, Any],
+    strict: bool,
+    outcome: _Outcome,
 ) -> None:
     from dynamo_moe.conversion import ADAPTER_PAGE, unconverted
 
     with step(console, "Converting"):
-        report = dynamo_moe.convert(module, **conversion)
+        report = dynamo_moe.convert(module, args or (), **conversion)
     outcome.conversion, outcome.unmerged = report, unconverted.merge_hint(module)
     if strict and report.unrecognised:
         number = len(report.unrecognised)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dynamo_moe import pytree
-from dynamo_moe.conversion.layer_spec import is_plain
 from dynamo_moe.conversion.observation import random_tokens
+from dynamo_moe.conversion.other_arguments import is_plain
 from dynamo_moe.ties import TiesByIndex
 
 # Relative to the RMS of a token's result, both in at least float32: a different activation or

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +35,10 @@ from dynamo_moe.conversion.observation import (
     few_threads,
     has_values,
     in_float32,
-    on_tokens,
     preserving_state,
     using_tensors,
 )
+from dynamo_moe.conversion.other_arguments import OtherArguments, observe_calls
 from dynamo_moe.conversion.reports import Replacement, Unrecognised
 from dynamo_moe.evaluation import evaluating
 from dynamo_moe.private.pytorch import has_forward_hooks
@@ -80,21 +79,36 @@ class _Proof:
 
 
 def convert_layers(
-    model: nn.Module, modules: Sequence[tuple[str, nn.Module]], handled: Set[nn.Module]
+    model: nn.Module,
+    modules: Sequence[tuple[str, nn.Module]],
+    handled: Set[nn.Module],
+    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
 ) -> list[Replacement | Unrecognised]:
-    """Converts the MoE layers among a model's modules, except in those that are handled."""
+    """Converts the MoE layers among a model's modules, except in those that are handled.
+
+    The example, arguments and keyword arguments of the model, shows what its layers are called with
+    beside tokens.
+    """
     located = locate_layers(model, modules, handled)
     if not located:
         return []
     known: dict[Any, _Proof] = {}
+    calls: dict[str, OtherArguments] = {}
+    if example is not None:
+        paths = [path for candidate in located for path in candidate.paths]
+        with state_kept(model):
+            calls = observe_calls(model, *example, paths)
     # What a layer remembers of its weights, it remembers of those that it was tried with.
     with state_kept(model, attributes=False):
-        outcomes = [_convert_candidate(model, candidate, known) for candidate in located]
+        outcomes = [_convert_candidate(model, candidate, known, calls) for candidate in located]
     return [outcome for outcome in outcomes if outcome is not None]
 
 
 def _convert_candidate(
-    model: nn.Module, candidate: LayerCandidate, known: dict[Any, _Proof]
+    model: nn.Module,
+    candidate: LayerCandidate,
+    known: dict[Any, _Proof],
+    calls: Mapping[str, OtherArguments],
 ) -> Replacement | Unrecognised | None:
     """Converts the innermost module around the experts that can be converted, in place.
 
@@ -108,10 +122,12 @@ def _convert_candidate(
         module = model.get_submodule(path)
         name = type(module).__name__
         inner_path = candidate.experts.path[len(path) :].removeprefix(".")
-        key = (type(module), tuple((n, p.shape) for n, p in module.named_parameters()))
+        others = calls.get(path, OtherArguments())
+        shapes = tuple((n, p.shape) for n, p in module.named_parameters())
+        key = (type(module), shapes, others.form)
         try:
             experts = replace(candidate.experts, path=inner_path)
-            proof = known[key] = _convert_layer(module, experts, known.get(key))
+            proof = known[key] = _convert_layer(module, experts, others, known.get(key))
             return Replacement(path, _NAME, name, has_values(module), proof.notes, proof.ties)
         except ValueError as refusal:
             reasons[path] = refusal
@@ -124,11 +140,14 @@ def _convert_candidate(
     path = routes[0] if routes else candidate.path
     module = model.get_submodule(path)
     inner_path = candidate.experts.path[len(path) :].removeprefix(".")
-    hint = _capacity_hint(module, replace(candidate.experts, path=inner_path))
+    others = calls.get(path, OtherArguments())
+    hint = _capacity_hint(module, replace(candidate.experts, path=inner_path), others)
     return Unrecognised(path, type(module).__name__, f"{reasons[path]}{hint}")
 
 
-def _convert_layer(module: nn.Module, experts: LocatedExperts, known: _Proof | None) -> _Proof:
+def _convert_layer(
+    module: nn.Module, experts: LocatedExperts, others: OtherArguments, known: _Proof | None
+) -> _Proof:
     """Converts a layer in place; returns the proof of its record.
 
     Raises:
@@ -142,7 +161,7 @@ def _convert_layer(module: nn.Module, experts: LocatedExperts, known: _Proof | N
         proof = None
         with suppress(ValueError):  # It has the same shapes, and may compute something else.
             proof = known and _prove_again(module, tried, known)
-        proof = proof or _identify_and_prove(module, tried, experts)
+        proof = proof or _identify_and_prove(module, tried, experts, others)
         _check_hooks(module, proof.identified.spec)
         if tried is not module and values:
             _check_dtype(module, proof.identified)
@@ -156,7 +175,9 @@ def _convert_layer(module: nn.Module, experts: LocatedExperts, known: _Proof | N
     return proof
 
 
-def _identify_and_prove(module: nn.Module, tried: nn.Module, experts: LocatedExperts) -> _Proof:
+def _identify_and_prove(
+    module: nn.Module, tried: nn.Module, experts: LocatedExperts, others: OtherArguments
+) -> _Proof:
     """Returns the first record that can be proved: of a known router, else of the layer's own code.
 
     Raises:
@@ -165,7 +186,7 @@ def _identify_and_prove(module: nn.Module, tried: nn.Module, experts: LocatedExp
     reasons: list[ValueError] = []
     for own_code in (False, True):
         try:
-            candidates = identify_layer(tried, experts, own_code=own_code)
+            candidates = identify_layer(tried, experts, others, own_code=own_code)
         except ValueError as refusal:
             reasons.append(refusal)
             continue
@@ -263,11 +284,9 @@ def _trial(
     module: nn.Module, identified: IdentifiedLayer, weights: Mapping[str, Tensor]
 ) -> Iterator[tuple[Callable[[Tensor], Any], Callable[[Tensor], Any], Tensor, str]]:
     """Yields the arguments of a comparison with other weights, and leaves the layer as it was."""
-    spec = identified.spec
-    candidate = on_tokens(partial(spec, module), channels_first=spec.channels_first)
     with preserving_state(module), using_tensors(module, weights):
         forward, example = identified.own_forward(module), identified.example(module)
-        yield forward, candidate, example, "a mixture of experts"
+        yield forward, identified.record(module), example, "a mixture of experts"
 
 
 # --- Reasons against converting a layer ---
@@ -304,13 +323,13 @@ def _thresholds(module: nn.Module) -> list[int]:
     return capacities
 
 
-def _capacity_hint(module: nn.Module, experts: LocatedExperts) -> str:
+def _capacity_hint(module: nn.Module, experts: LocatedExperts, others: OtherArguments) -> str:
     """Returns the attribute that makes a module drop tokens, if it does."""
     name, value = next(_capacities(module), ("", 0))
     drops = False
     if name:
         with suppress(Exception), evaluating(module):  # The module is the user's.
-            drops = drops_tokens(in_float32(module), experts)
+            drops = drops_tokens(in_float32(module), experts, others)
     how = f"{name} is {value}"
     return f"; it drops tokens by a capacity ({how}): set it so that none is dropped" * drops
 

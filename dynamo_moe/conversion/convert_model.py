@@ -7,9 +7,10 @@ adapter recognises are replaced by what it builds, and all other layers are iden
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dynamo_moe.conversion import transformers_experts
@@ -24,6 +25,8 @@ from dynamo_moe.private.pytorch import modules_by_path
 
 def convert(
     model: nn.Module,
+    args: tuple[Any, ...] | Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
     experts_dtype: torch.dtype | None = None,
     fallback: str | None = None,
@@ -48,6 +51,10 @@ def convert(
 
     Args:
         model: The model; its parameters stay where they are.
+        args: An example of its arguments, for models whose MoE layers get more than tokens: a
+            condition, ids, a mask. It shows what, and in which sizes. The model runs once, if there
+            are any.
+        kwargs: An example of its keyword arguments, likewise.
         experts_dtype: Cast the experts' weights to this dtype, also those of modules converted
             before; the routers keep theirs. For inference: in training a module's own forward
             computes, which may not take them.
@@ -83,7 +90,9 @@ def convert(
         outcomes += by_adapters
         modules = modules_by_path(model)
         handled = _handled_modules(modules, _experts(modules))
-    layers = convert_layers(model, modules, handled)
+    given = args if isinstance(args, tuple) else (args,)
+    example = (given, kwargs or {}) if given or kwargs else None
+    layers = convert_layers(model, modules, handled, example)
     outcomes += layers
     if experts_dtype is not None:
         _cast_experts(model, experts_dtype)

@@ -37,7 +37,6 @@ from dynamo_moe.conversion.layer_spec import (
     ReturnValue,
     Routing,
     SharedExpert,
-    is_plain,
 )
 from dynamo_moe.conversion.locate_layers import LocatedExperts
 from dynamo_moe.conversion.observation import (
@@ -50,6 +49,7 @@ from dynamo_moe.conversion.observation import (
     random_weights,
     using_tensors,
 )
+from dynamo_moe.conversion.other_arguments import OtherArguments, is_plain
 from dynamo_moe.conversion.own_routing import Value, dense_weights
 from dynamo_moe.conversion.routing import (
     GateRouting,
@@ -103,11 +103,13 @@ class IdentifiedLayer:
         spec: The record that computes the layer.
         weights: The random parameters and buffers, by path.
         leading: The leading dimensions of the tokens.
+        others: What else its forward gets.
     """
 
     spec: LayerSpec
     weights: dict[str, Tensor]
     leading: tuple[int, ...]
+    others: OtherArguments
 
     def example(self, module: nn.Module) -> Tensor:
         """Returns tokens of the shape that it was found with, in the dtype of the layer."""
@@ -117,17 +119,28 @@ class IdentifiedLayer:
 
     def own_forward(self, module: nn.Module) -> Callable[[Tensor], Any]:
         """Returns the layer's own forward, from and to tokens ``[..., D]``."""
-        return on_tokens(on_any_device(module), channels_first=self.spec.channels_first)
+        run = on_any_device(module)
+        return on_tokens(run, self.others, channels_first=self.spec.channels_first)
+
+    def record(self, module: nn.Module) -> Callable[[Tensor], Any]:
+        """Returns what the record computes of the same."""
+        spec = self.spec
+
+        def run(x: Tensor, **others: Any) -> Any:
+            return spec(module, x, others)
+
+        return on_tokens(run, self.others, channels_first=spec.channels_first)
 
 
 def identify_layer(
-    module: nn.Module, experts: LocatedExperts, *, own_code: bool = False
+    module: nn.Module, experts: LocatedExperts, others: OtherArguments, *, own_code: bool = False
 ) -> list[IdentifiedLayer]:
     """Returns the records that give a layer's numbers in evaluation mode, in at least float32.
 
     Args:
         module: The layer.
         experts: Its experts, by their path in it.
+        others: What its forward gets beside tokens.
         own_code: Whether the layer's own code chooses the experts, instead of a known router, of
             which there is one at most.
 
@@ -145,14 +158,14 @@ def identify_layer(
     with torch.no_grad(), preserving_state(module), using_tensors(module, weights):
         for width in dict.fromkeys(candidate.width for candidate in candidates):
             try:
-                trial = _observe(module, candidates, hidden, width)
+                trial = _observe(module, candidates, hidden, width, others)
             except NotRoutedError as failure:
                 failures.append(failure)
                 continue
             try:
                 specs = trial.specs_of_own_code() if own_code else [trial.spec()]
                 leading = tuple(trial.x.shape[:-1])
-                return [IdentifiedLayer(spec, weights, leading) for spec in specs]
+                return [IdentifiedLayer(spec, weights, leading, others) for spec in specs]
             except ValueError as refusal:
                 refusals.append(refusal)
     # The first, unless another width shows that it routes.
@@ -170,10 +183,9 @@ def side_effects(
     """
     spec = identified.spec
     run, x = identified.own_forward(module), identified.example(module)
-    record = on_tokens(functools.partial(spec, module), channels_first=spec.channels_first)
     with using_tensors(module, identified.weights):
         seen = observe_forward(module, run, x, [module])
-        still = observe_forward(module, record, x, [module])
+        still = observe_forward(module, identified.record(module), x, [module])
     changed = [name for name in seen.changed_buffers if name not in still.changed_buffers]
     notes = [f"{name} is no longer updated" for name in changed]
     if seen.casts_to_half:
@@ -224,7 +236,11 @@ def _enlarge_every_second_expert(weights: dict[str, Tensor], experts: ExpertsSpe
 
 
 def _observe(
-    module: nn.Module, candidates: list[ExpertsSpec], hidden: list[nn.Module], width: int
+    module: nn.Module,
+    candidates: list[ExpertsSpec],
+    hidden: list[nn.Module],
+    width: int,
+    others: OtherArguments,
 ) -> _Trial:
     """Returns the observed run of a layer with tokens of a shape that it takes.
 
@@ -232,10 +248,15 @@ def _observe(
         NotRoutedError: If it takes none.
         ValueError: If it gives other numbers each time.
     """
+    if missing := others.missing(module):
+        raise NotRoutedError(
+            f"it is called with more than tokens ({', '.join(missing)}): an example of the model's "
+            "arguments, as in convert(model, args), shows how"
+        )
     first_failure: Exception | None = None
     for leading, channels_first in _LEADING:
         x = random_tokens(*leading, width, like=_floating(module))
-        run = on_tokens(on_any_device(module), channels_first=channels_first)
+        run = on_tokens(on_any_device(module), others, channels_first=channels_first)
         try:
             seen = observe_forward(module, run, x, hidden)
         except Exception as failure:  # The module is the user's: anything can come out of it.
@@ -246,14 +267,14 @@ def _observe(
             again = observe_forward(module, run, x, hidden)
         if not _same(seen.result, again.result):
             raise ValueError("it gives other numbers each time, in evaluation mode too")
-        return _Trial(module, candidates, hidden, x, seen, channels_first)
+        return _Trial(module, candidates, hidden, x, others, seen, channels_first)
     first_line = str(first_failure).strip().split("\n")[0]
     raise NotRoutedError(
         f"it takes no tokens of its experts' width {width}: {first_line}"
     ) from first_failure
 
 
-def drops_tokens(module: nn.Module, experts: LocatedExperts) -> bool:
+def drops_tokens(module: nn.Module, experts: LocatedExperts, others: OtherArguments) -> bool:
     """Whether, of many equal tokens, a layer gives some another result, as by a capacity."""
     candidates = identify_experts(module, experts)
     weights = random_weights(module, _names_to_keep(module, candidates))
@@ -261,7 +282,7 @@ def drops_tokens(module: nn.Module, experts: LocatedExperts) -> bool:
         for experts_spec, (leading, channels_first) in itertools.product(candidates, _LEADING):
             x_D = random_tokens(experts_spec.width, like=_floating(module))
             x = x_D.expand(*[1] * (len(leading) - 1), _MANY_EQUAL, -1).contiguous()
-            run = on_tokens(on_any_device(module), channels_first=channels_first)
+            run = on_tokens(on_any_device(module), others, channels_first=channels_first)
             with contextlib.suppress(Exception):  # It takes no such tokens.
                 leaves = pytree.tree_leaves(run(x))
                 rows = [
@@ -301,6 +322,7 @@ class _Trial:
     candidates: list[ExpertsSpec]
     hidden: list[nn.Module]
     x: Tensor
+    others: OtherArguments
     seen: ObservedForward
     channels_first: bool
 
@@ -357,7 +379,7 @@ class _Trial:
         """
         parts = self._parts()
         parameters = [attrgetter(name)(self.module) for name in self.expert_parameters]
-        run = on_tokens(self.module, channels_first=self.channels_first)
+        run = on_tokens(self.module, self.others, channels_first=self.channels_first)
         values = values_ahead_of_experts(run, self.x, parameters)
         rates = [1 - number for number in self.numbers if 0.01 < number < 1]  # Of dropouts.
         is_sum, specs = False, []
@@ -374,7 +396,8 @@ class _Trial:
                     ):
                         outputs = self._returned_values(values)
                         own = replace(routing, scale=scale, outputs=outputs)
-                        specs.append(self._spec(part, experts, own, own(self.module, self.x)))
+                        routed = own(self.module, self.x, self.others.of_size(self.x))
+                        specs.append(self._spec(part, experts, own, routed))
         if not specs:
             if is_sum:
                 raise ValueError(
@@ -449,6 +472,7 @@ class _Trial:
             ),
             channels_first=self.channels_first,
             bias=part.bias,
+            others=self.others.form,
         )
 
     def _is_per_token(self, value: Any, size: int) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import custom_ops
 from dynamo_moe import pytree
 from dynamo_moe.conversion.expert_weights import CachedWeights, ExpertsSpec
+from dynamo_moe.conversion.other_arguments import OtherTensor, is_plain
 from dynamo_moe.conversion.own_routing import OwnRouting
 from dynamo_moe.conversion.routing import GateRouting, Routed, SubmoduleCall, TopKRouting
 from dynamo_moe.modules import ConvertedModule
@@ -44,6 +45,8 @@ class LayerSpec:
         channels_first: Whether it takes and returns images ``[B, D, ...]``.
         bias: A parameter ``[D]`` that is added to the result, or None.
         dimensions: The numbers of token dimensions for which this was compared with the module.
+        others: What its forward is called with beside tokens and defaults: names of arguments, each
+            with a plain value or an :class:`OtherTensor`.
     """
 
     arguments: tuple[tuple[str, Any], ...]
@@ -55,9 +58,23 @@ class LayerSpec:
     channels_first: bool = False
     bias: str | None = None
     dimensions: tuple[int, ...] = ()
+    others: tuple[tuple[str, Any], ...] = ()
 
-    def __call__(self, module: nn.Module, x: Tensor, cache: CachedWeights | None = None) -> Any:
-        """Returns the result of the module's forward for tokens ``[..., D]``, or an image."""
+    def __call__(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        others: Mapping[str, Any] | None = None,
+        cache: CachedWeights | None = None,
+    ) -> Any:
+        """Returns the result of the module's forward for tokens ``[..., D]``, or an image.
+
+        Args:
+            module: The module.
+            x: The tokens.
+            others: What else its forward gets, by name.
+            cache: Where its experts' weights are kept from call to call.
+        """
         x = x.movedim(1, -1) if self.channels_first else x
         experts, routing = self.experts, self.routing
         weights = experts.weights(module) if cache is None else cache.get(experts, module)
@@ -71,7 +88,7 @@ class LayerSpec:
             keywords = {**weights._asdict(), **asdict(router), **options}
             y = custom_ops.dropless(x, router_weight, router_bias=router_bias, **keywords)
         else:
-            routed = routing(module, x)
+            routed = routing(module, x, others)
             ids, choices = (
                 # A reshape that changes nothing would hide where the layer's routing comes from.
                 value if x.ndim == 2 else value.reshape(*x.shape[:-1], value.shape[-1])
@@ -92,19 +109,26 @@ class LayerSpec:
 
         return pytree.tree_map_only(ReturnValue, compute, self.returned)
 
-    def tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Returns the tokens of a call, or None if the call is not like those compared."""
+    def call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]] | None:
+        """Returns a call's tokens and its other arguments; None if it is unlike those compared."""
         names = [name for name, _ in self.arguments]
         if len(args) > len(names):
             return None
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         x = arguments.pop(names[0], None)
-        defaults = dict(self.arguments)
-        if not all(
-            _is_default(value, defaults.get(name, ...)) for name, value in arguments.items()
+        defaults, known = dict(self.arguments), dict(self.others)
+        others = {
+            name: value
+            for name, value in arguments.items()
+            if name in known or not _is_alike(value, defaults.get(name, ...))
+        }
+        if others.keys() != known.keys() or not all(
+            _is_alike(value, known[name]) for name, value in others.items()
         ):
             return None
-        return x if isinstance(x, Tensor) and x.ndim in self.dimensions else None
+        return (x, others) if isinstance(x, Tensor) and x.ndim in self.dimensions else None
 
     def still_runs(self, path: str) -> bool:
         """Whether a submodule is known to run, or is part of one that is."""
@@ -122,13 +146,11 @@ class LayerSpec:
         ]
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is None, a bool, a number or a string."""
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return is_plain(value) and type(value) is type(default) and bool(value == default)
+def _is_alike(value: Any, known: Any) -> bool:
+    """Whether an argument is the same plain value, or a tensor of as many dimensions."""
+    if isinstance(known, OtherTensor):
+        return isinstance(value, Tensor) and value.ndim == known.dimensions
+    return is_plain(value) and type(value) is type(known) and bool(value == known)
 
 
 # --- Shared experts, and the forward's results ---
@@ -238,9 +260,9 @@ class ConvertedLayer(ConvertedModule):
 
         In training, and for calls unlike those compared, the original's forward computes.
         """
-        x = None if self.training else self._dynamo_moe_spec.tokens(args, kwargs)
-        if x is not None:
-            return self._dynamo_moe_spec(self, x, self._dynamo_moe_weights)
+        call = None if self.training else self._dynamo_moe_spec.call(args, kwargs)
+        if call is not None:
+            return self._dynamo_moe_spec(self, *call, self._dynamo_moe_weights)
         if not self.training:
             warnings.warn(
                 f"{self._dynamo_moe_original.__name__} is called with other arguments, or tokens "

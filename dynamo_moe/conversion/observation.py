@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dynamo_moe import pytree
+from dynamo_moe.conversion.other_arguments import OtherArguments
 from dynamo_moe.conversion.routing import SubmoduleCall, TensorArgument
 from dynamo_moe.evaluation import one_thread
 from dynamo_moe.private.pytorch import has_forward_hooks, hooks_removed, tensors_replaced
@@ -332,17 +333,22 @@ class _ClaimCuda(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_tokens(run: Callable[..., Any], *, channels_first: bool) -> Callable[[Tensor], Any]:
-    """Returns a forward from and to tokens ``[..., D]``, made of one that may take images."""
-    if not channels_first:
-        return run
+def on_tokens(
+    run: Callable[..., Any], others: OtherArguments, *, channels_first: bool
+) -> Callable[[Tensor], Any]:
+    """Returns a forward from and to tokens ``[..., D]``, made of one that may take images.
+
+    It gets the other arguments in the sizes of the tokens.
+    """
 
     def from_tokens(x: Tensor) -> Any:
+        if not channels_first:
+            return run(x, **others.of_size(x))
         image = x.movedim(-1, 1)
 
         def to_tokens(value: Tensor) -> Tensor:
             return value.movedim(1, -1) if value.shape == image.shape else value
 
-        return pytree.tree_map_only(Tensor, to_tokens, run(image))
+        return pytree.tree_map_only(Tensor, to_tokens, run(image, **others.of_size(x)))
 
     return from_tokens

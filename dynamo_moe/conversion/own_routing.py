@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -71,8 +71,15 @@ class OwnRouting:
     channels_first: bool = False
     scale: float = 1.0
 
-    def __call__(self, module: nn.Module, x: Tensor) -> Routed:
+    def __call__(
+        self, module: nn.Module, x: Tensor, others: Mapping[str, Any] | None = None
+    ) -> Routed:
         """Returns the routing of tokens ``[..., D]``; an expert of weight 0 may have the id -1.
+
+        Args:
+            module: The layer.
+            x: The tokens.
+            others: What else its forward gets, by name.
 
         Raises:
             ValueError: If the forward ends before it has computed the values.
@@ -82,10 +89,10 @@ class OwnRouting:
         wanted = list(dict.fromkeys((*self.values, *self.outputs)))
         if torch.compiler.is_dynamo_compiling():
             run = _values_of if torch.compiler.is_exporting() else _values_by_running
-            computed = run(module, image, wanted)
+            computed = run(module, image, others or {}, wanted)
         else:
             with module_stack_kept():
-                computed = _values_of(module, image, wanted)
+                computed = _values_of(module, image, others or {}, wanted)
         ids_TK, weights_TK = self.choices([computed[value] for value in self.values], tokens)
         if not weights_TK.is_floating_point():
             weights_TK = weights_TK.to(torch.promote_types(x.dtype, torch.float32))
@@ -192,12 +199,14 @@ def tensors_of(result: Any) -> list[Tensor]:
     return [tensor for tensor in results if isinstance(tensor, Tensor)]
 
 
-def _values_of(module: nn.Module, x: Tensor, wanted: Sequence[Value]) -> dict[Value, Tensor]:
+def _values_of(
+    module: nn.Module, x: Tensor, others: Mapping[str, Any], wanted: Sequence[Value]
+) -> dict[Value, Tensor]:
     """Returns values that a layer's own forward computes for ``x``."""
     forward = getattr(module, "_dynamo_moe_original", type(module)).forward
     until = _Until(wanted)
     with contextlib.suppress(AllComputed), until:
-        forward(module, x)
+        forward(module, x, **others)
     missing = [value.function for value in wanted if value not in until.computed]
     if missing:
         raise ValueError(

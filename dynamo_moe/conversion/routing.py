@@ -56,8 +56,8 @@ class TopKRouting:
     weighting: Weighting = "none"
     scale: float = 1.0
 
-    def __call__(self, module: nn.Module, x: Tensor) -> Routed:
-        """Returns the routing of tokens ``[..., D]``."""
+    def __call__(self, module: nn.Module, x: Tensor, others: object = None) -> Routed:
+        """Returns the routing of tokens ``[..., D]``, whatever else the layer gets."""
         outputs = self.source.outputs(module, x)
         logits = outputs[self.output]
         logits_TE = logits.reshape(-1, logits.shape[-1])
@@ -108,8 +108,8 @@ class GateRouting:
     weighting: Weighting = "none"
     scale: float = 1.0
 
-    def __call__(self, module: nn.Module, x: Tensor) -> Routed:
-        """Returns the routing of tokens ``[..., D]``."""
+    def __call__(self, module: nn.Module, x: Tensor, others: object = None) -> Routed:
+        """Returns the routing of tokens ``[..., D]``, whatever else the layer gets."""
         outputs = self.source.outputs(module, x)
         ids, weights = outputs[self.ids], outputs[self.weights]
         choices = ids.shape[-1]

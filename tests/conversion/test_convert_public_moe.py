@@ -76,7 +76,7 @@ def test_public_structure(case: Case) -> None:
     model = case.build()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     expected = results(case, model, original=True)
-    report = dynamo_moe.convert(model)
+    report = dynamo_moe.convert(model, case.args(*SIZES[0]))
     if case.name in LEFT:
         assert report.replaced == ()
         reasons = " ".join(left.reason for left in report.unrecognised)

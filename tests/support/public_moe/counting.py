@@ -109,12 +109,11 @@ def measure(name: str, folder: Path, *, convert: bool = False) -> Row:
     """Measures one case in this process."""
     case = next(case for case in CASES if case.name == name)
     original, model = case.build(), case.build()
-    converted = len(dynamo_moe.convert(model).replaced) if convert else 0
+    example = case.args(*_SIZES[0])
+    converted = len(dynamo_moe.convert(model, example).replaced) if convert else 0
     path = folder / "model.onnx"
     try:
-        report = dynamo_moe.export(
-            model, case.args(*_SIZES[0]), path, dynamic_shapes=case.dynamic or _DYNAMIC
-        )
+        report = dynamo_moe.export(model, example, path, dynamic_shapes=case.dynamic or _DYNAMIC)
     except Exception as failure:  # An exporter can raise anything.
         return Row(name, REFUSED, converted, message=_first_line(failure))
     found = {"layers": sum(report.operators.values()), "nodes": sum(report.nodes.values())}

@@ -1,0 +1,149 @@
+"""Layers that are called with more than tokens: a condition, ids, a mask."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import onnxruntime as ort
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dynamo_moe
+from dynamo_moe.modules import ConvertedModule
+
+WIDTH, COUNT, VOCABULARY = 16, 4, 50
+
+
+class Layer(nn.Module):
+    """Experts in a list, of which each token has two; ``route`` gives their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, COUNT, bias=False)
+        self.condition = nn.Linear(WIDTH, COUNT)
+        self.register_buffer("table", torch.arange(VOCABULARY) * 7 % COUNT)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH))
+            for _ in range(COUNT)
+        )
+
+    def combine(self, x: Tensor, weights: Tensor) -> Tensor:
+        results = torch.stack([expert(x) for expert in self.experts], dim=-2)
+        return (results * weights[..., None]).sum(dim=-2)
+
+
+class Conditioned(Layer):
+    """The router sees a condition of each sequence, as MoDE's sees the noise level."""
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        logits = self.gate(x) + self.condition(condition)[:, None]
+        best, ids = logits.topk(2, dim=-1)
+        weights = torch.zeros_like(logits).scatter(-1, ids, best.softmax(dim=-1))
+        return self.combine(x, weights)
+
+
+class Hashed(Layer):
+    """Token ids choose the expert, as in arXiv 2106.04426."""
+
+    def forward(self, x: Tensor, *, token_ids: Tensor) -> Tensor:
+        return self.combine(x, F.one_hot(self.table[token_ids], COUNT).float())
+
+
+class Padded(Layer):
+    """What is padded gets no expert."""
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        scores = self.gate(x).softmax(dim=-1)
+        if padding is not None:
+            scores = scores * ~padding[..., None]
+        weights, ids = scores.topk(2, dim=-1)
+        return self.combine(x, torch.zeros_like(scores).scatter(-1, ids, weights))
+
+
+class Ignored(Layer):
+    """A plain router; the layer's number is of no importance."""
+
+    def forward(self, x: Tensor, extra: Tensor, number: int) -> Tensor:
+        weights, ids = self.gate(x).softmax(dim=-1).topk(2, dim=-1)
+        return self.combine(x, torch.zeros(*x.shape[:-1], COUNT).scatter(-1, ids, weights))
+
+
+class Model(nn.Module):
+    def __init__(self, layer: type[Layer]) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.moe = layer()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        match self.moe:
+            case Conditioned():
+                y = self.moe(x, x.mean(dim=1))
+            case Hashed():
+                y = self.moe(x, token_ids=ids)
+            case Padded():
+                y = self.moe(x, ids == 0)
+            case _:
+                y = self.moe(x, x.sin(), 3)
+        return x + y
+
+
+def make(layer: type[Layer]) -> Model:
+    torch.manual_seed(0)
+    return Model(layer).eval()
+
+
+def ids(batch: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(batch + length)
+    return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+
+
+@pytest.mark.filterwarnings("error:.*its own forward computes")
+@pytest.mark.parametrize("layer", [Conditioned, Hashed, Padded, Ignored])
+def test_an_example_shows_what_a_layer_gets(layer: type[Layer], tmp_path: Path) -> None:
+    model = make(layer)
+    expected = {shape: model(ids(*shape)).detach() for shape in ((2, 5), (1, 1), (3, 40))}
+    report = dynamo_moe.convert(model, ids(2, 5))
+    assert [replacement.module for replacement in report.replaced] == ["moe"]
+    path = tmp_path / "model.onnx"
+    exported = dynamo_moe.export(
+        model, (ids(2, 5),), path, dynamic_shapes=({0: "batch", 1: "length"},)
+    )
+    assert sum(exported.operators.values()) == 1
+    session = ort.InferenceSession(path)
+    for shape, wanted in expected.items():
+        torch.testing.assert_close(model(ids(*shape)), wanted, rtol=1e-4, atol=1e-5)
+        (result,) = session.run(None, {"ids": ids(*shape).numpy()})
+        torch.testing.assert_close(torch.from_numpy(result), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [Conditioned, Hashed, Ignored])
+def test_without_an_example_the_reason_names_the_argument(layer: type[Layer]) -> None:
+    model = make(layer)
+    (left,) = dynamo_moe.convert(model).unrecognised
+    assert "argument" in left.reason
+    assert "convert(model, args)" in left.reason
+    assert not isinstance(model.moe, ConvertedModule)
+
+
+def test_a_call_unlike_the_example_is_the_layers_own() -> None:
+    model = make(Padded)
+    original, x = copy.deepcopy(model.moe), torch.randn(2, 5, WIDTH)
+    dynamo_moe.convert(model, ids(2, 5))
+    with pytest.warns(UserWarning, match="its own forward computes"):
+        result = model.moe(x)
+    torch.testing.assert_close(result, original(x))
+
+
+def test_the_example_leaves_the_model_as_it_is() -> None:
+    model = make(Conditioned)
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    dynamo_moe.convert(model, kwargs={"ids": ids(2, 5)})
+    assert model.training
+    assert not model.moe._forward_pre_hooks
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name])
