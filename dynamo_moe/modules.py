@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +17,10 @@ class ConvertedModule(nn.Module, ABC):
     def runs_own_code(self) -> bool:
         """Whether it runs a part of the original's forward."""
         return False
+
+    def own_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward of the model's own module, where that is still there."""
+        return self.forward(*args, **kwargs)
 
     @abstractmethod
     def experts_parameters(self) -> dict[str, nn.Parameter]:

@@ -269,6 +269,10 @@ class ConvertedLayer(ConvertedModule):
                 "of other dimensions, than it was compared with: its own forward computes",
                 stacklevel=2,
             )
+        return self.own_forward(*args, **kwargs)
+
+    def own_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the original's forward."""
         return super().forward(*args, **kwargs)
 
     @property

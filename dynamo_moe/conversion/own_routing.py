@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dynamo_moe.conversion.routing import Routed
+from dynamo_moe.modules import ConvertedModule
 from dynamo_moe.private.pytorch import module_stack_kept
 
 Form = Literal["choices", "experts", "masked", "slots", "tokens"]
@@ -203,10 +204,10 @@ def _values_of(
     module: nn.Module, x: Tensor, others: Mapping[str, Any], wanted: Sequence[Value]
 ) -> dict[Value, Tensor]:
     """Returns values that a layer's own forward computes for ``x``."""
-    forward = getattr(module, "_dynamo_moe_original", type(module)).forward
+    forward = module.own_forward if isinstance(module, ConvertedModule) else module.forward
     until = _Until(wanted)
     with contextlib.suppress(AllComputed), until:
-        forward(module, x, **others)
+        forward(x, **others)
     missing = [value.function for value in wanted if value not in until.computed]
     if missing:
         raise ValueError(
