@@ -374,6 +374,8 @@ def _reason(error: str, proto: onnx.ModelProto) -> str:
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:
+    if tensor.is_complex():  # A file has pairs of real numbers.
+        tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype != torch.bfloat16:
         return tensor.numpy(force=True)
     return tensor.detach().cpu().contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)

@@ -20,7 +20,7 @@ def worst_errors(
     """Returns the largest of the outputs' errors: of the worst element, and the RMS.
 
     An element's error is relative to the RMS of its row or of its column, the smaller; that of the
-    errors to the RMS of the output. Integers and booleans are equal, or the error is infinite; so
+    errors to the RMS of the output. A complex number is a pair of real ones in a file. Integers and booleans are equal, or the error is infinite; so
     are infinities and NaN.
 
     Args:
@@ -42,6 +42,8 @@ def worst_errors(
 
 
 def _errors(result: Tensor, expected: Tensor) -> tuple[float, float]:
+    if expected.is_complex():  # A file has pairs of real numbers.
+        expected = torch.view_as_real(expected.resolve_conj())
     if result.shape != expected.shape:
         raise ValueError(
             f"the file returns {list(result.shape)} where the model returns {list(expected.shape)}"

@@ -529,3 +529,19 @@ def test_the_process_loads_no_pytorch() -> None:
     code = f"import runpy, sys; runpy.run_path({runtime.__file__!r}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True)
     assert done.stdout.split() == [b"False"]
+
+
+def test_complex_numbers_are_pairs_in_a_file(tmp_path: Path) -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+            return torch.fft.fft(x) * factor
+
+    model, path = Spectrum(), tmp_path / "model.onnx"
+    inputs = torch.randn(2, 8), torch.randn(2, 8, dtype=torch.complex64)
+    dynamo_moe.export(model, inputs, path, dynamic_shapes=None)
+    assert dynamo_moe.verify(path, model, [inputs]).passed
+    wrong = inputs[0], inputs[1].conj()
+    broken = Spectrum()
+    broken.forward = lambda x, factor: torch.fft.fft(x) * factor.conj()  # type: ignore[method-assign]
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, broken, [wrong])

@@ -1,0 +1,170 @@
+"""Runs tests of PyTorch's own exporter, and exports each of their models by ``dynamo_moe`` too.
+
+It is a plugin of pytest, and needs a checkout with such tests, which is not part of this project:
+
+    PYTHONPATH=tests/support python -m pytest -p upstream_exports -p no:cacheprovider \\
+        --report build/upstream.json CHECKOUT/test/onnx/exporter/test_small_models_e2e.py
+
+The tests run as they are. Where one calls ``torch.onnx.export(..., dynamo=True)``, the same model
+is exported by :func:`dynamo_moe.export` with the same arguments and dynamic shapes. What PyTorch
+compares its program on, our file is compared with the model on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.onnx._internal.exporter import _testing
+
+import dynamo_moe
+
+RIGHT, WRONG, REFUSED, NOT_RUN, SKIPPED = "right", "wrong", "refused", "not run", "no module"
+# Of upstream's arguments, those that have a meaning here, by our name.
+_OPTIONS = {
+    "dynamic_shapes": "dynamic_shapes",
+    "input_names": "input_names",
+    "output_names": "output_names",
+    "opset_version": "opset",
+}
+
+
+@dataclass
+class Exported:
+    """The outcome of one export.
+
+    Attributes:
+        test: The test's name.
+        upstream: Whether PyTorch exports the model.
+        ours: Whether our file is right, wrong, does not run in ONNX Runtime, or is refused.
+        message: The error, if any.
+    """
+
+    test: str
+    upstream: bool
+    ours: str
+    message: str = ""
+
+
+class Plugin:
+    """Watches the exports of each test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.outcomes: list[Exported] = []
+        self._folder, self._test = folder, ""
+        self._files: dict[int, tuple[Exported, Path, torch.nn.Module, tuple[Any, ...]]] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Replaces PyTorch's export and comparison for the time of a test."""
+        self._test = item.name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.onnx, "export", self._exporting(torch.onnx.export))
+            checked = self._comparing(_testing.assert_onnx_program)
+            patch.setattr(_testing, "assert_onnx_program", checked)
+            return (yield)
+
+    def _exporting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def export(model: Any, args: Any = (), f: Any = None, **options: Any) -> Any:
+            outcome = Exported(self._test, upstream=False, ours=SKIPPED)
+            self.outcomes.append(outcome)
+            path = self._folder / f"{len(self.outcomes)}.onnx"
+            if isinstance(model, torch.nn.Module):
+                self._export(outcome, model, args, path, options)
+            program = original(model, args, f, **options)
+            outcome.upstream = True
+            if outcome.ours == RIGHT:
+                example = (args if isinstance(args, tuple) else (args,), options.get("kwargs"))
+                self._files[id(program)] = (outcome, path, model, example)
+                if options.get("dynamic_shapes") is None and not options.get("dynamic_axes"):
+                    self._compare(outcome, path, model, *example)
+            return program
+
+        return export
+
+    def _export(
+        self, outcome: Exported, model: torch.nn.Module, args: Any, path: Path, options: Any
+    ) -> None:
+        ours = {_OPTIONS[name]: value for name, value in options.items() if name in _OPTIONS}
+        ours = {name: value for name, value in ours.items() if value is not None}
+        ours.setdefault("dynamic_shapes", None)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dynamo_moe.export(model, args, path, kwargs=options.get("kwargs"), **ours)
+            outcome.ours = RIGHT
+        except Exception as failure:  # Whatever comes out of it is the result.
+            outcome.ours, outcome.message = REFUSED, _line(failure)
+
+    def _comparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def compare(program: Any, **options: Any) -> None:
+            if id(program) in self._files:
+                outcome, path, model, (args, kwargs) = self._files[id(program)]
+                args, kwargs = options.get("args", args), options.get("kwargs", kwargs)
+                self._compare(outcome, path, model, args or (), kwargs)
+            original(program, **options)
+
+        return compare
+
+    def _compare(
+        self, outcome: Exported, path: Path, model: torch.nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        if outcome.ours != RIGHT:
+            return
+        case: Any = args
+        if kwargs:
+            names = inspect.signature(model.forward).parameters
+            case = {**dict(zip(names, args, strict=False)), **kwargs}
+        try:
+            report = dynamo_moe.verify(path, model, [case])
+        except Exception as failure:  # ONNX Runtime has many kinds of exceptions.
+            outcome.ours, outcome.message = NOT_RUN, _line(failure)
+            return
+        if not report.passed:
+            outcome.ours, outcome.message = WRONG, str(report.outputs)[:300]
+
+
+def _line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {failure}".replace("\n", " ")[:300]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--report``."""
+    parser.addoption("--report", type=Path, help="where to write the outcomes, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the plugin."""
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    config.pluginmanager.register(Plugin(Path(folder.name)), "upstream-exports")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Shows how many exports came out how, and each that did not come out right."""
+    plugin: Any = config.pluginmanager.get_plugin("upstream-exports")
+    terminalreporter.section("exports by dynamo_moe")
+    for outcome in plugin.outcomes:
+        if outcome.ours not in (RIGHT, SKIPPED):
+            upstream = "exported" if outcome.upstream else "fails"
+            terminalreporter.line(
+                f"{outcome.test} ({upstream} upstream): {outcome.ours}: {outcome.message}"
+            )
+    exported = [outcome for outcome in plugin.outcomes if outcome.upstream]
+    counts = Counter(outcome.ours for outcome in exported)
+    terminalreporter.line(f"of {len(exported)} that PyTorch exports: {dict(counts)}")
+    others = Counter(o.ours for o in plugin.outcomes if not o.upstream)
+    terminalreporter.line(f"of {others.total()} that PyTorch refuses: {dict(others)}")
+    if path := config.getoption("--report"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        outcomes = [asdict(outcome) for outcome in plugin.outcomes]
+        path.write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
