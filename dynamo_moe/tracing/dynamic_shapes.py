@@ -310,7 +310,7 @@ def _entries(path: str, value: Any, spec: Any) -> Iterator[_Entry]:
         specs = _of_parts(path, value, parts, spec)
         for key, part in parts.items():
             yield from _entries(f"{path}[{key}]", part, specs[key])
-    elif spec is not None and spec != {}:
+    elif spec != {} and not _is_static(spec):
         raise ValueError(
             f"dynamic_shapes gives {spec!r} for '{path}', which is {value!r} and no tensor: the "
             "file has it as a constant; it must be None"
@@ -358,6 +358,10 @@ def _asked(path: str, tensor: Tensor, spec: Any) -> dict[int, Any]:
     return {dimension: _label(path, tensor, dimension, spec[dimension]) for dimension in spec}
 
 
+def _is_static(label: Any) -> bool:
+    return label is None or (isinstance(label, _Hint) and label.type is Dim.STATIC.type)
+
+
 def _label(path: str, tensor: Tensor, dimension: int, label: Any) -> Any:
     """Returns a dimension's label; None if it is static."""
     if type(label) is int:
@@ -367,7 +371,7 @@ def _label(path: str, tensor: Tensor, dimension: int, label: Any) -> Any:
                 f"example has size {tensor.shape[dimension]}"
             )
         return None
-    if label is None or (isinstance(label, _Hint) and label.type is Dim.STATIC.type):
+    if _is_static(label):
         return None
     if isinstance(label, (Dim, _Hint)) or (isinstance(label, str) and label):
         return label

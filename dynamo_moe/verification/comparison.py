@@ -101,7 +101,7 @@ def verify(
     stored = load_graph(path)
     proto = inlined(stored)
     tolerance = tolerance or tolerance_for(
-        _weight_dtypes(proto), approximate_gelu=_approximates_gelu(proto)
+        _precisions(proto), approximate_gelu=_approximates_gelu(proto)
     )
     model = unwrapped(model)
     reference = None if reference is None else unwrapped(reference)
@@ -109,7 +109,7 @@ def verify(
         trials = _trials(stack, proto, [model] if reference is None else [model, reference], inputs)
         runtime = stack.enter_context(RuntimeProcess(timeout) if isolated else Runtime())
         file = _LoadedFile(path, proto, runtime, is_stored=proto is stored)
-        models = _Models(model, reference)
+        models = _Models(model, reference, len(proto.graph.output))
         results = [_verified(file, models, trial, tolerance) for trial in trials]
     cases = tuple(result for result in results if result is not None)
     report = VerificationReport(path, runtime_name, tolerance, cases, len(results) - len(cases))
@@ -121,10 +121,14 @@ def verify(
 # --- The errors that the file's weights and layers allow ---
 
 
-def _weight_dtypes(proto: onnx.ModelProto) -> set[torch.dtype]:
+def _precisions(proto: onnx.ModelProto) -> set[torch.dtype]:
+    """Returns the floating dtypes of a graph's weights, and of outputs that are all rounded."""
     dtypes = {from_torch_dtype(dtype).value: dtype for dtype in FLOATS}
     # Constants made by the exporter are small and may be wider than the weights.
     stored = {t.data_type for t in proto.graph.initializer if len(t.dims) >= 2}
+    outputs = {output.type.tensor_type.elem_type for output in proto.graph.output} & dtypes.keys()
+    if all(dtypes[data_type].itemsize == 2 for data_type in outputs):
+        stored |= outputs
     return {dtypes[data_type] for data_type in stored if data_type in dtypes}
 
 
@@ -229,16 +233,22 @@ class _Results(NamedTuple):
 
 @dataclass(frozen=True)
 class _Models:
-    """The model, and another one that the file has to agree with instead, if any."""
+    """The model, and another one that the file has to agree with instead, if any.
+
+    The file has so many outputs: tensors, and numbers that are sizes; constants are none.
+    """
 
     model: torch.nn.Module
     reference: torch.nn.Module | None
+    count: int
 
     def results(self, case: Case) -> _Results:
         """Runs them."""
         with RoutingRecorder() as recorder:
-            outputs = _outputs(self.model, case)
-        expected = outputs if self.reference is None else _outputs(self.reference, case)
+            outputs = _outputs(self.model, case, self.count)
+        expected = outputs
+        if self.reference is not None:
+            expected = _outputs(self.reference, case, self.count)
         return _Results(outputs, expected, recorder.ids)
 
 
@@ -253,7 +263,7 @@ def _without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-def _outputs(model: torch.nn.Module, case: Case) -> list[Tensor]:
+def _outputs(model: torch.nn.Module, case: Case, count: int) -> list[Tensor]:
     # Copies: a forward may write into its arguments.
     copied = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, case)
     args, kwargs = _arguments(model, copied)
@@ -262,7 +272,9 @@ def _outputs(model: torch.nn.Module, case: Case) -> list[Tensor]:
     eager = torch.compiler.set_stance("force_eager")
     with exclusive(), torch.no_grad(), evaluating(model), eager, _without_fast_path():
         result = model(*args, **kwargs)
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, (Tensor, int, float))]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors if len(leaves) != count else [torch.as_tensor(leaf) for leaf in leaves]
 
 
 def _arguments(model: torch.nn.Module, case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:

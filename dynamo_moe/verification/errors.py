@@ -20,8 +20,8 @@ def worst_errors(
     """Returns the largest of the outputs' errors: of the worst element, and the RMS.
 
     An element's error is relative to the RMS of its row or of its column, the smaller; that of the
-    errors to the RMS of the output. A complex number is a pair of real ones in a file. Integers and booleans are equal, or the error is infinite; so
-    are infinities and NaN.
+    errors to the RMS of the output. A complex number is a pair of real ones in a file. Integers and
+    booleans are equal, or the error is infinite; so are infinities and NaN.
 
     Args:
         what: Whose the results are, for messages.

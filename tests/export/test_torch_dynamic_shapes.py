@@ -323,3 +323,13 @@ def test_decisions_matter_in_the_range_alone(shape: Any, is_right: bool, tmp_pat
     else:
         with pytest.raises(dynamo_moe.ExportError, match=r"is wrong where x\.shape\[0\] is 16"):
             dynamo_moe.export(Blocks(), (random(5, 3),), path, dynamic_shapes=({0: shape},))
+
+
+def test_static_is_said_of_a_number_too(tmp_path: Path) -> None:
+    class Added(nn.Module):
+        def forward(self, x: Tensor, number: int) -> Tensor:
+            return x + number
+
+    path, shapes = tmp_path / "model.onnx", {"x": {0: Dim("n")}, "number": Dim.STATIC}
+    dynamo_moe.export(Added(), (torch.ones(7, 5), 5), path, dynamic_shapes=shapes)
+    assert dynamo_moe.verify(path, Added(), [(torch.randn(3, 5), 5)]).passed

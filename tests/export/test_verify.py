@@ -382,6 +382,7 @@ def test_wrapped_models(tmp_path: Path, wrap) -> None:
         def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
             return self.layer(x) * scale
 
+    torch.manual_seed(0)
     model, path = TwoInputs().eval(), tmp_path / "model.onnx"
     example = {"x": torch.randn(2, 16), "scale": torch.rand(2, 16)}
     dynamo_moe.export(model, (), path, kwargs=example)
@@ -545,3 +546,28 @@ def test_complex_numbers_are_pairs_in_a_file(tmp_path: Path) -> None:
     broken.forward = lambda x, factor: torch.fft.fft(x) * factor.conj()  # type: ignore[method-assign]
     with pytest.raises(dynamo_moe.VerificationError):
         dynamo_moe.verify(path, broken, [wrong])
+
+
+def test_sizes_among_results_are_compared(tmp_path: Path) -> None:
+    class Sized(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, int, float]:
+            return x + 1, x.shape[0] * 2, x.shape[0] / 2
+
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(Sized(), torch.randn(2, 3), path)
+    assert dynamo_moe.verify(path, Sized()).passed
+    other = Sized()
+    other.forward = lambda x: (x + 1, 4, 1.0)  # type: ignore[method-assign]
+    with pytest.raises(dynamo_moe.VerificationError):
+        dynamo_moe.verify(path, other)
+
+
+def test_half_precision_of_a_file_without_weights(tmp_path: Path) -> None:
+    class Attention(nn.Module):
+        def forward(self, query: Tensor, key: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(query, key, key)
+
+    inputs = torch.randn(2, 4, 16, 64).half(), torch.randn(2, 4, 16, 64).half()
+    path = tmp_path / "model.onnx"
+    dynamo_moe.export(Attention(), inputs, path, dynamic_shapes=None)
+    assert dynamo_moe.verify(path, Attention(), [inputs]).passed
