@@ -69,7 +69,8 @@ def convert(
     Raises:
         ValueError: If an adapter would replace ``model`` itself, which cannot be done in place;
             if transformers knows no implementation ``fallback``; or if ``experts_dtype`` is given
-            and weights of experts are parametrized.
+            and weights of experts are parametrized; or if the model does not take ``args`` and
+            ``kwargs``.
         TypeError: If ``experts_dtype`` is not a floating dtype.
 
     Example:

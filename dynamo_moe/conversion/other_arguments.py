@@ -95,7 +95,7 @@ def _of_size(
         return torch.rand(shape, generator=generator) < 0.5
     known = tensor.detach().cpu().flatten()
     values = known[torch.randint(len(known), shape, generator=generator)]
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() and bool(known.isfinite().all()):  # Else it is a mask.
         spread = known.double().square().mean().sqrt().clamp_min(1e-3)
         noise = torch.randn(shape, generator=generator) * _NOISE * spread
         values = values + noise.to(values.dtype)
@@ -107,9 +107,11 @@ def observe_calls(
 ) -> dict[str, OtherArguments]:
     """Returns what modules of some paths are called with when a model runs, each at first.
 
-    The model does not run if none of their forwards takes more than one argument.
-    Modules whose call has only tokens, has them behind other arguments, or has containers are left
-    out.
+    The model does not run if none of their forwards takes more than one argument. Modules whose
+    call has only tokens, has them behind other arguments, or has containers are left out.
+
+    Raises:
+        ValueError: If the model does not take the arguments.
     """
     calls: dict[str, OtherArguments] = {}
     modules = {path: model.get_submodule(path) for path in paths}
@@ -128,7 +130,10 @@ def observe_calls(
         for path, module in modules.items():
             hook = partial(record, path)
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        model(*args, **kwargs)
+        try:
+            model(*args, **kwargs)
+        except Exception as failure:  # The model is the user's: anything can come out of it.
+            raise ValueError(f"the model fails on args and kwargs: {failure}") from failure
     return calls
 
 

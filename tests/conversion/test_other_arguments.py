@@ -147,3 +147,32 @@ def test_the_example_leaves_the_model_as_it_is() -> None:
     assert not model.moe._forward_pre_hooks
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name])
+
+
+def test_an_example_that_the_model_does_not_take() -> None:
+    with pytest.raises(ValueError, match=r"the model fails on args and kwargs: .*index"):
+        dynamo_moe.convert(make(Hashed), ids(2, 5) + VOCABULARY)
+
+
+class Additive(Layer):
+    """A mask of the experts that is added to the logits, 0 or minus infinity."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        logits = self.gate(x) + mask[:, None]
+        best, ids = logits.topk(2, dim=-1)
+        weights = torch.zeros_like(logits).scatter(-1, ids, best.softmax(dim=-1))
+        return self.combine(x, weights)
+
+
+def test_an_additive_mask_stays_one() -> None:
+    class Masked(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            mask = torch.zeros(len(ids), COUNT)
+            mask[:, 1] = -torch.inf
+            return self.moe(self.words(ids), mask)
+
+    torch.manual_seed(0)
+    model = Masked(Additive).eval()
+    expected = model(ids(3, 7))
+    assert [replacement.module for replacement in dynamo_moe.convert(model, ids(2, 5)).replaced]
+    torch.testing.assert_close(model(ids(3, 7)), expected, rtol=1e-4, atol=1e-5)
