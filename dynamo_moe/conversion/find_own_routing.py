@@ -178,7 +178,8 @@ def _candidates(
         case "tokens":
             for value, tensor in values.items():
                 if tensor.ndim == 2 and len(tensor) == count and _are_ids(tensor, tokens):
-                    weights = [v for v in floating(tensor.numel()) if values[v].ndim == 2]
+                    alike = floating(tensor.numel())
+                    weights = [v for v in alike if values[v].shape == tensor.shape]
                     yield from ((value, weight) for weight in weights)
 
 

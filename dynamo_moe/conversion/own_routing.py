@@ -129,6 +129,8 @@ class OwnRouting:
 
     def _columns(self, parts: list[Tensor]) -> Tensor:
         """Returns ``[T, K]``, which may come as K tensors."""
+        if not parts:
+            raise ValueError("the layer's own forward computes its routing otherwise each time")
         parts = [part.reshape(-1, self.top_k // len(parts)) for part in parts]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 

@@ -69,9 +69,11 @@ class Top2Gating(nn.Module):
         mask_1 = mask_1 * (place_1 < float(capacity)).float()
         used_1 = mask_1.sum(dim=-2, keepdim=True)
         kept_1 = mask_1.sum(dim=-1)
+        gate_1 *= kept_1
         place_2 = (cumsum_exclusive(mask_2) + used_1) * mask_2
         mask_2 = mask_2 * (place_2 < float(capacity)).float()
         kept_2 = mask_2.sum(dim=-1)
+        gate_2 *= kept_2
         combine = sum(
             (gate * kept)[..., None, None]
             * F.one_hot(index, self.num_gates)[..., None]
