@@ -223,7 +223,6 @@ CASES = [
         make=lambda: Model(lambda: ExpertChoice(DIM, HIDDEN, EXPERTS), "moe"),
         moe_paths=in_blocks("moe"),
         exact=True,
-        convertible=False,
-        reason="its experts choose tokens, any number of them for a token",
+        notes="its experts choose tokens, any number of them for a token",
     ),
 ]
