@@ -412,6 +412,14 @@ def _attention(
     return attention(query, key, value, attn_mask, 0.0, is_causal, **options)[0]
 
 
+# --- Masks ---
+
+
+@decomposes(_aten.masked_fill.Scalar, when=lambda x, *_: x.dtype == torch.bool)
+def _masked_fill(x: Tensor, mask: Tensor, value: float) -> Tensor:
+    return x | mask if value else x & ~mask  # ONNX Runtime has no Where of booleans.
+
+
 # --- Padding and cropping ---
 
 

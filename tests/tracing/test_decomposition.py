@@ -784,3 +784,13 @@ def test_one_tensor_twice_is_two_inputs(tmp_path: Path) -> None:
     dynamo_moe.export(Sum(), (x,), path, kwargs={"b": x})
     assert [value.name for value in onnx.load(path).graph.input] == ["a", "b"]
     check_numbers(path, Sum(), torch.randn(5, 6), torch.randn(5, 6))
+
+
+@pytest.mark.parametrize("value", [False, True, 1])
+def test_masks_that_are_filled(tmp_path: Path, value: bool) -> None:
+    def function(x: Tensor) -> Tensor:
+        return (x > 0.5).masked_fill(x[:, :1] < 0, value)
+
+    path, x = tmp_path / "model.onnx", torch.randn(7, 9)
+    dynamo_moe.export(Call(function), x, path)
+    assert dynamo_moe.verify(path, Call(function), [(x,)]).passed
