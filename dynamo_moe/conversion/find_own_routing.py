@@ -24,10 +24,12 @@ from dynamo_moe import pytree
 from dynamo_moe.conversion.own_routing import (
     AllComputed,
     Form,
+    Kind,
     OwnRouting,
     Value,
     dense_weights,
     is_integer,
+    kind_of,
     name_of,
     tensors_of,
 )
@@ -67,7 +69,7 @@ class _UntilExperts(TorchFunctionMode):
         super().__init__()
         self.values: dict[Value, Tensor] = {}
         self._experts = experts
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, Kind]] = Counter()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -80,10 +82,12 @@ class _UntilExperts(TorchFunctionMode):
         used = {_memory(argument) for argument in arguments} & self._experts
         if used and not {_memory(tensor) for tensor in tensors} <= used:
             raise AllComputed
+        kind = kind_of(tensors)
         for output, tensor in enumerate(tensors):
             if not used and not _is_view(name, tensor, arguments):
-                self.values[Value(name, self._calls[name], output)] = tensor.clone()
-        self._calls[name] += 1
+                value = Value(name, kind, self._calls[name, kind], output)
+                self.values[value] = tensor.clone()
+        self._calls[name, kind] += 1
         return result
 
 

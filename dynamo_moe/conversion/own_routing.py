@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +36,23 @@ Form = Literal["choices", "experts", "masked", "slots", "tokens"]
 """
 
 
+Kind: TypeAlias = tuple[tuple[torch.dtype, bool], ...]
+"""Of each tensor that a call returns, its dtype and whether it is a scalar."""
+
+
 class Value(NamedTuple):
     """A tensor that a forward computes: a result of one of its calls of a function.
 
     Attributes:
         function: The function's name.
-        call: Which of its calls.
+        kind: The dtypes of the call's results; scalars are apart, as only a trace may show them:
+            ``torch.jit.script`` computes a capacity unseen where it runs.
+        call: Which of its calls with results of the kind.
         output: Which tensor of the call's result.
     """
 
     function: str
+    kind: Kind
     call: int
     output: int
 
@@ -172,19 +179,20 @@ class _Until(TorchFunctionMode):
         super().__init__()
         self.computed: dict[Value, Tensor] = {}
         self._wanted = wanted
-        self._calls = dict.fromkeys((value.function for value in wanted), 0)
+        self._calls = dict.fromkeys(((value.function, value.kind) for value in wanted), 0)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         # torch.compile reads this too: it compares names, but cannot look one up.
-        for function in self._calls:
-            if name_of(func) == function and (tensors := tensors_of(result)):
+        for function, kind in self._calls:
+            if name_of(func) == function and kind_of(tensors := tensors_of(result)) == kind:
+                number = self._calls[function, kind]
                 for value in self._wanted:
-                    if value.function == function and value.call == self._calls[function]:
+                    if (value.function, value.kind, value.call) == (function, kind, number):
                         self.computed[value] = tensors[value.output]
-                self._calls[function] += 1
+                self._calls[function, kind] += 1
         if len(self.computed) == len(self._wanted):
             raise AllComputed
         return result
@@ -200,6 +208,11 @@ def tensors_of(result: Any) -> list[Tensor]:
     """Returns the tensors that a call returns."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     return [tensor for tensor in results if isinstance(tensor, Tensor)]
+
+
+def kind_of(tensors: Sequence[Tensor]) -> Kind:
+    """Returns what tells a call's results from those of other calls of the function."""
+    return tuple([(tensor.dtype, tensor.ndim == 0) for tensor in tensors])
 
 
 def _values_of(

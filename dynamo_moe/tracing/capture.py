@@ -104,8 +104,8 @@ def _checked_trace(
     if sharing is not None:
         sharing.check(program)
     decisions = decisions_of(program, noted)
-    if strict and any(isinstance(m, ConvertedModule) and m.runs_own_code for m in model.modules()):
-        # It is left at a certain call of a function, of which code that is read may have others.
+    if any(isinstance(m, ConvertedModule) and m.runs_own_code for m in model.modules()):
+        # It is left at a certain call of a function, of which a trace may have others.
         trials.check_example(model_run(model, example), program_run(program))
     trials.check(program, decisions, model_run(model, example), program_run(program))
     return with_casts(program, strict=strict)

@@ -147,11 +147,14 @@ class SizeTrials:
             ValueError: If they are not the same, or the weights have no values to compare with.
         """
         leaves = pytree.tree_leaves((self._example.args, self._example.kwargs))
-        same = self._has_values and all(
-            map(_equal, self._running(candidate)(leaves), self._running(reference)(leaves))
-        )
-        if not same:
-            raise ValueError("what was read of the model's code does not compute the same")
+        if not self._has_values:
+            raise ValueError(
+                "a layer is routed by its own code, and its trace cannot be compared with it: the "
+                "weights have no values"
+            )
+        runs = self._running(candidate)(leaves), self._running(reference)(leaves)
+        if not all(map(_equal, *runs)):
+            raise ValueError("a layer is routed by its own code, whose trace computes other values")
 
     def _note(self, note: str) -> None:
         if note not in self.notes:

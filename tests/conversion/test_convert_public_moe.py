@@ -36,7 +36,6 @@ LEFT = {
     "deepspeed-top1-residual": "not a weighted sum",
     "vision-convolutions": "not two or three matrices",
     "hash-layer": "",
-    "m3vit-task-feature": "",
     "nucleus-expert-choice": "takes no tokens of its experts' width",
     "moduleformer-skip-mask": "",
     "moduleformer-mlp-gate": "",

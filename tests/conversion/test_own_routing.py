@@ -141,6 +141,31 @@ class InASubmodule(Layer):
         return torch.zeros(len(x_TD), COUNT).scatter(1, ids_TK, weights_TK)
 
 
+@torch.jit.script
+def capacity_of(gates_TE: Tensor, factor: Tensor, least: Tensor) -> Tensor:
+    capacity = torch.ceil((gates_TE.shape[0] / gates_TE.shape[1]) * factor).to(torch.int64)
+    if capacity < least:
+        capacity = least.to(torch.int64)
+    return capacity
+
+
+@torch.jit.script
+def most_of(scores_TE: Tensor, capacity: Tensor) -> Tensor:
+    return torch.topk(scores_TE, k=capacity, dim=0)[1]
+
+
+class Scripted(Layer):
+    """DeepSpeed's first choices; its products in TorchScript are seen by a trace alone."""
+
+    def route(self, x_TD: Tensor) -> Tensor:
+        gates_TE = self.gate(x_TD).softmax(dim=1)
+        capacity = capacity_of(gates_TE, torch.tensor(1.0), torch.tensor(4))
+        mask_TE = F.one_hot(gates_TE.argmax(dim=1), COUNT)
+        kept_CE = most_of(mask_TE.float() * gates_TE, capacity)
+        mask_TE = mask_TE * torch.zeros_like(mask_TE).scatter_(0, kept_CE, 1)
+        return gates_TE * mask_TE
+
+
 LAYERS = (
     TopP, Threshold, ReLURouting, MaskedSecond, Scaled, Capacity, ExpertChoice, InASubmodule,
 )  # fmt: skip
@@ -177,6 +202,20 @@ def test_own_code_routes(layer: type[nn.Module], tmp_path: Path) -> None:
             torch.testing.assert_close(converted(x), expected, rtol=1e-4, atol=1e-5)
         (result,) = session.run(None, {name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(result), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:1 MoE module is not converted")
+def test_a_capacity_in_torchscript_is_right_or_refused(tmp_path: Path) -> None:
+    model, converted = pair(Scripted)
+    path, x = tmp_path / "model.onnx", tokens(4, 5)
+    for each in (model, converted):
+        dynamo_moe.export(each, (x,), path, dynamic_shapes=None)
+        session = ort.InferenceSession(path)
+        (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(result), model(x))
+        with pytest.raises(dynamo_moe.ExportError, match="decided for the example, and is wrong"):
+            dynamo_moe.export(each, (x,), path, dynamic_shapes=({0: "batch", 1: "length"},))
 
 
 def pickled(model: nn.Module) -> nn.Module:
