@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from custom_ops.dtypes import FLOATS, IDS, dtype_name
+from custom_ops.expert_weights import PackedExperts
 from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops.packed_weights import PackedMatrices
 
 R = TypeVar("R")
 _REMEMBERED = 1024
@@ -95,6 +97,80 @@ def check_experts(
         _check_devices(x, w1=w1, b1=b1, w2=w2, b2=b2)
 
 
+def check_packed_experts(x: Tensor, weights: PackedExperts, options: ExpertOptions) -> None:
+    """Checks tokens and the parameters of packed experts.
+
+    Raises:
+        ValueError: If a shape or a device does not fit.
+        TypeError: If a dtype is not supported or differs where it must not.
+    """
+    w1, b1, w2, b2 = weights
+    _check_float("x", x)
+    _check_value(x.ndim >= 1, lambda: "x must have at least 1 dimension [..., D], got 0")
+    _check_ndim("w1", w1.values, "[E, F, B]")
+    experts, rows, _ = w1.values.shape
+    per_hidden, width = options.rows_per_hidden, x.shape[-1]
+    _check_value(
+        experts >= 1 and rows >= 1 and rows % per_hidden == 0,
+        lambda: (
+            f"w1 [E, F, B] must have F = {'2H' if options.gated else 'H'} rows of at least one "
+            f"expert (gated={options.gated}), got {_text(w1.values)}"
+        ),
+    )
+    hidden = rows // per_hidden
+    _check_packed_weight("w1", w1, "[E, F, D", (experts, rows, width))
+    _check_packed_weight("w2", w2, "[E, D, H", (experts, width, hidden))
+    _check_dtype("w2_scales", w2.scales, (w1.scales.dtype,), "as w1_scales")
+    _check_value(
+        width * w2.scales.shape[2] == hidden * w1.scales.shape[2],
+        lambda: (
+            f"w1 and w2 must have groups of one size, got {width // w1.scales.shape[2]} and "
+            f"{hidden // w2.scales.shape[2]}"
+        ),
+    )
+    _check_value(
+        (w1.zero_points is None) == (w2.zero_points is None),
+        lambda: "w1_zero_points and w2_zero_points must be given together",
+    )
+    for name, tensor, form, shape in (
+        ("b1", b1, "[E, F]", (experts, rows)),
+        ("b2", b2, "[E, D]", (experts, width)),
+    ):
+        if tensor is not None:
+            _check_shape(name, tensor, form, shape)
+            _check_dtype(name, tensor, (x.dtype,), "as x")
+    _check_devices(x, b1=b1, b2=b2)
+    for name, weight in (("w1", w1), ("w2", w2)):
+        scales, zero_points = weight.scales, weight.zero_points
+        tensors = {"": weight.values, "_scales": scales, "_zero_points": zero_points}
+        _check_devices(x, **{name + suffix: tensor for suffix, tensor in tensors.items()})
+
+
+def _check_packed_weight(
+    name: str, weight: PackedMatrices, axes: str, shape: tuple[int, int, int]
+) -> None:
+    values, scales, zero_points = weight.values, weight.scales, weight.zero_points
+    *rows, columns = shape
+    per_byte = weight.encoding.per_byte
+    _check_dtype(name, values, (torch.int8,))
+    _check_value(
+        columns >= 1 and columns % per_byte == 0,
+        lambda: f"{axes[-1]} must be a multiple of {per_byte} where it is packed, got {columns}",
+    )
+    _check_shape(name, values, f"{axes} / {per_byte}]", (*rows, columns // per_byte))
+    _check_dtype(f"{name}_scales", scales, weight.encoding.scales_dtypes)
+    _check_ndim(f"{name}_scales", scales, f"{axes} / G]")
+    groups = scales.shape[2]
+    _check_value(
+        groups >= 1 and columns % max(groups, 1) == 0,
+        lambda: f"{name}_scales has {groups} groups, which must divide {axes[-1]} = {columns}",
+    )
+    _check_shape(f"{name}_scales", scales, f"{axes} / G]", (*rows, groups))
+    if zero_points is not None:
+        _check_dtype(f"{name}_zero_points", zero_points, (torch.int8,))
+        _check_shape(f"{name}_zero_points", zero_points, f"{axes} / G]", (*rows, groups))
+
+
 def check_trainable(x: Tensor, w1: Tensor) -> None:
     """Checks that a call that needs gradients has its experts on the tokens' device.
 
@@ -113,7 +189,7 @@ def check_router(
     router_weight: Tensor,
     router_bias: Tensor | None,
     selection_bias: Tensor | None,
-    w1: Tensor,
+    experts: int,
     options: RouterOptions,
 ) -> None:
     """Checks the router's parameters against the experts'; call :func:`check_experts` first.
@@ -123,8 +199,7 @@ def check_router(
             can choose from, or the groups do not divide them.
         TypeError: If a dtype is not supported.
     """
-    experts, _, width = w1.shape
-    _check_shape("router_weight", router_weight, "[E, D]", (experts, width))
+    _check_shape("router_weight", router_weight, "[E, D]", (experts, x.shape[-1]))
     _check_float("router_weight", router_weight)
     biases = {"router_bias": router_bias, "selection_bias": selection_bias}
     for name, bias in biases.items():

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from custom_ops.activations import activate, activate_backward
 from custom_ops.dtypes import accumulation_dtype
-from custom_ops.expert_weights import ExpertWeights
+from custom_ops.expert_weights import ExpertWeights, PackedExperts
 from custom_ops.options import ExpertOptions, RouterOptions
+from custom_ops.packed_weights import PackedMatrices
 from custom_ops.routing import route
 
 # Bounds the [block*K, D] buffer of rows; wide enough that 128 experts with top-8 still see 256
@@ -28,7 +29,7 @@ _TOKENS_PER_BLOCK = 4096
 def forward(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertWeights,
+    parameters: ExpertWeights | PackedExperts,
     options: ExpertOptions,
     router: RouterOptions | None = None,
 ) -> Tensor:
@@ -61,7 +62,7 @@ def forward(
 def forward_routed(
     x_TD: Tensor,
     routing: Mapping[str, Any],
-    parameters: ExpertWeights,
+    parameters: ExpertWeights | PackedExperts,
     options: ExpertOptions,
     router: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +84,7 @@ def _forward_block(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    parameters: ExpertWeights,
+    parameters: ExpertWeights | PackedExperts,
     options: ExpertOptions,
 ) -> Tensor:
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
@@ -129,7 +130,7 @@ def experts_backward(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    parameters: ExpertWeights,
+    parameters: ExpertWeights | PackedExperts,
     options: ExpertOptions,
     *,
     train_parameters: bool,
@@ -138,7 +139,8 @@ def experts_backward(
 
     Returns:
         Those of x, the routing weights, w1, b1, w2 and b2, in their dtypes; the parameters' have
-        their strides, and are empty without ``train_parameters``, and where there is no bias.
+        their strides, and are empty without ``train_parameters``, where there is no bias and where
+        weights are packed.
     """
     w1_EFD, b1_EF, w2_EDH, b2_ED = parameters
     dtype = accumulation_dtype(x_TD, w1_EFD)
@@ -150,8 +152,8 @@ def experts_backward(
         scale_T1 = _rms_scale(x_TD, dtype, options)
         inner_T1 = torch.zeros_like(scale_T1)
     dweights_N = torch.zeros_like(weights_N)
-    dw1_EFD, db1_EF, dw2_EDH, db2_ED = (
-        torch.zeros_like(p) if train_parameters and p is not None else w1_EFD.new_empty(0)
+    gradients = tuple(
+        torch.zeros_like(p) if train_parameters and isinstance(p, Tensor) else w1_EFD.new_empty(0)
         for p in parameters
     )
     order_N, rows_by_expert = _sort_slots(ids_TK, w1_EFD.shape[0])
@@ -186,22 +188,38 @@ def experts_backward(
         dx_TD.index_add_(0, tokens_R, din_RD)
 
         if train_parameters:
-            dw1_EFD[expert] = dz_RF.mT @ x_RD
-            dw2_EDH[expert] = dout_RD.mT @ h_RH
-            if b1_EF is not None:
-                db1_EF[expert] = dz_RF.sum(dim=0)
-            if b2_ED is not None:
-                db2_ED[expert] = dout_RD.sum(dim=0)
+            _store_gradients(gradients, expert, dz_RF, x_RD, dout_RD, h_RH)
     if rms:
         dx_TD -= x_TD * (inner_T1 * scale_T1.square() / x_TD.shape[1])
     dweights_TK = dweights_N.view_as(ids_TK).to(weights_TK.dtype)
-    return dx_TD.to(x_TD.dtype), dweights_TK, dw1_EFD, db1_EF, dw2_EDH, db2_ED
+    return dx_TD.to(x_TD.dtype), dweights_TK, *gradients
 
 
-def parameter_gradients_fake(parameters: ExpertWeights, *, needed: bool) -> list[Tensor]:
+def _store_gradients(
+    gradients: tuple[Tensor, ...],
+    expert: int,
+    dz_RF: Tensor,
+    x_RD: Tensor,
+    dout_RD: Tensor,
+    h_RH: Tensor,
+) -> None:
+    """Stores an expert's gradients in those of all experts; an empty one is of no parameter."""
+    dw1_EFD, db1_EF, dw2_EDH, db2_ED = gradients
+    if dw1_EFD.numel():
+        dw1_EFD[expert] = dz_RF.mT @ x_RD
+        dw2_EDH[expert] = dout_RD.mT @ h_RH
+    if db1_EF.numel():
+        db1_EF[expert] = dz_RF.sum(dim=0)
+    if db2_ED.numel():
+        db2_ED[expert] = dout_RD.sum(dim=0)
+
+
+def parameter_gradients_fake(
+    parameters: ExpertWeights | PackedExperts, *, needed: bool
+) -> list[Tensor]:
     """Returns gradients as :func:`experts_backward` gives them, without values."""
     return [
-        torch.empty_like(p) if needed and p is not None else parameters.w1.new_empty(0)
+        torch.empty_like(p) if needed and isinstance(p, Tensor) else parameters.w1.new_empty(0)
         for p in parameters
     ]
 
@@ -244,7 +262,9 @@ def _rms_scale(x_TD: Tensor, dtype: torch.dtype, options: ExpertOptions) -> Tens
     return torch.rsqrt(x_TD.to(dtype).square().mean(dim=1, keepdim=True) + options.norm_eps)
 
 
-def _linear(in_RI: Tensor, w_EOI: Tensor, b_EO: Tensor | None, expert: int) -> Tensor:
+def _linear(
+    in_RI: Tensor, w_EOI: Tensor | PackedMatrices, b_EO: Tensor | None, expert: int
+) -> Tensor:
     weight_OI = w_EOI[expert].to(in_RI.dtype)
     # oneDNN's product reads a bias without its stride.
     bias_O = None if b_EO is None else b_EO[expert].to(in_RI.dtype).contiguous()

@@ -137,7 +137,7 @@ def _check(
     router_options, rest = _split_options(top_k, options)
     expert_options = ExpertOptions(**rest)
     check_experts(x, w1, b1, w2, b2, expert_options)
-    check_router(x, router_weight, router_bias, selection_bias, w1, router_options)
+    check_router(x, router_weight, router_bias, selection_bias, w1.shape[0], router_options)
     return router_options, expert_options
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -27,7 +28,12 @@ SHORT_NAMES: Mapping[torch.dtype, str] = {
 }
 
 
-def accumulation_dtype(*tensors: torch.Tensor) -> torch.dtype:
+class _HasDtype(Protocol):
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def accumulation_dtype(*tensors: _HasDtype) -> torch.dtype:
     """Returns float64 where one of the tensors is float64, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from custom_ops.options import ExpertOptions, RouterOptions
 
-__all__ = ["dropless", "experts", "rms_norm", "router"]
+__all__ = ["dropless", "experts", "rms_norm", "router", "unpacked"]
 
 
 def dropless(
@@ -95,6 +95,19 @@ def experts(
             chosen = expert_ids[..., slot, None] == expert
             result = result + torch.where(chosen, y, 0.0)
     return result
+
+
+def unpacked(
+    weight_format: str, values: Tensor, scales: Tensor, zero_points: Tensor | None
+) -> Tensor:
+    """The weights ``[E, N, K]`` that packed ones ``[E, N, ...]`` stand for, in float64."""
+    group = values.shape[-1] * 2 // scales.shape[-1]
+    scales = scales.double().repeat_interleave(group, -1)
+    zeros = torch.full_like(scales, 8)
+    if zero_points is not None:
+        zeros = zero_points.double().repeat_interleave(group, -1)
+    codes = torch.stack([values.long() % 16, values.long() // 16 % 16], -1).flatten(-2)
+    return {"int4": (codes - zeros) * scales}[weight_format]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, weight_plus_one: bool = False) -> Tensor:

@@ -14,7 +14,10 @@ from math import prod
 import torch
 
 from custom_ops.dtypes import FLOATS, KERNEL_FLOATS, dtype_name
+from custom_ops.packed_weights import encoding_of
 
+#: Suffixes of the tensors beside the packed values.
+SCALES, ZERO_POINTS = "_scales", "_zero_points"
 #: The block of a tensor where it is the format's :attr:`WeightFormat.block`.
 OPEN = (0, 0)
 
@@ -79,6 +82,11 @@ class WeightFormat:
         """Whether a weight is one tensor of the operands' dtype, as the operators take it."""
         return self.stored == (StoredTensor("", self.operand_dtype),)
 
+    @property
+    def has_zero_points(self) -> bool:
+        """Whether there are zero points beside the scales."""
+        return any(tensor.suffix == ZERO_POINTS for tensor in self.stored)
+
     def shape_of(self, tensor: StoredTensor, rows: int, columns: int) -> tuple[int, int]:
         """Returns a tensor's sizes for one expert's matrix of ``rows`` by ``columns``."""
         block_rows, block_columns = self.block if tensor.block == OPEN else tensor.block
@@ -106,6 +114,42 @@ def plain_format(dtype: torch.dtype) -> WeightFormat:
         names = ", ".join(map(dtype_name, FLOATS))
         raise TypeError(f"the experts' weights must be one of {names}; got {dtype_name(dtype)}")
     return WeightFormat(dtype_name(dtype), dtype, (StoredTensor("", dtype),))
+
+
+def packed_format(
+    encoding: str,
+    operand_dtype: torch.dtype,
+    scales_dtype: torch.dtype,
+    group: int,
+    *,
+    zero_points: bool = False,
+) -> WeightFormat:
+    """Returns the format of packed weights.
+
+    Args:
+        encoding: One of :data:`custom_ops.packed_weights.ENCODINGS`.
+        operand_dtype: Dtype of the tokens, in which the products compute.
+        scales_dtype: Dtype of the scales.
+        group: How many values of a row share a scale.
+        zero_points: Whether there are zero points.
+
+    Raises:
+        ValueError: If there is no such encoding, or ``group`` is not positive.
+        TypeError: If the encoding does not have scales of the dtype.
+    """
+    known = encoding_of(encoding)
+    if scales_dtype not in known.scales_dtypes:
+        names = ", ".join(map(dtype_name, known.scales_dtypes))
+        raise TypeError(
+            f"the scales of {encoding} must be one of {names}; got {dtype_name(scales_dtype)}"
+        )
+    if group < 1:
+        raise ValueError(f"a group must have at least 1 value, got {group}")
+    stored = [StoredTensor("", torch.int8, (1, known.per_byte))]
+    stored.append(StoredTensor(SCALES, scales_dtype, OPEN))
+    if zero_points:
+        stored.append(StoredTensor(ZERO_POINTS, torch.int8, OPEN))
+    return WeightFormat(encoding, operand_dtype, tuple(stored), encoding, (1, group))
 
 
 #: The formats that there are kernels for. A name's place, from 1 on, is its code in a bundle: a new

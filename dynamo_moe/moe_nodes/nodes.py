@@ -25,17 +25,23 @@ from custom_ops.options import (
     RouterOptions,
     WeightLayout,
 )
-from custom_ops.weight_formats import plain_format
+from custom_ops.weight_formats import WeightFormat, packed_format, plain_format
 from dynamo_moe.operators.schemas import OWN_DOMAIN, PLUGIN_ATTRIBUTES, is_own_domain
 
 DOMAIN = OWN_DOMAIN
 DROPLESS = "DroplessMoE"
 EXPERTS = "DroplessMoEExperts"
+# With packed weights.
+DROPLESS_PACKED = "DroplessMoEPacked"
+EXPERTS_PACKED = "DroplessMoEExpertsPacked"
 
+_PACKED = ("w1", "w2", "w1_scales", "w2_scales", "w1_zero_points", "w2_zero_points")
 #: A node's inputs in order, by the names of the PyTorch operator's arguments.
 INPUTS = {
     DROPLESS: ("x", "router_weight", "w1", "w2", "router_bias", "b1", "b2", "selection_bias"),
     EXPERTS: ("x", "expert_ids", "expert_weights", "w1", "w2", "b1", "b2"),
+    DROPLESS_PACKED: ("x", "router_weight", *_PACKED, "router_bias", "b1", "b2", "selection_bias"),
+    EXPERTS_PACKED: ("x", "expert_ids", "expert_weights", *_PACKED, "b1", "b2"),
 }
 
 # In training files.
@@ -58,7 +64,13 @@ TRAINING_OUTPUTS = {
     DROPLESS_GRAD: ("dx", "drouter_weight", "dw1", "db1", "dw2", "db2", "drouter_bias"),
     EXPERTS_GRAD: ("dx", "dexpert_weights", "dw1", "db1", "dw2", "db2"),
 }
-OPTIONAL_INPUTS = ("router_bias", "b1", "b2", "selection_bias")
+OPTIONAL_INPUTS = (
+    "w1_zero_points", "w2_zero_points", "router_bias", "b1", "b2", "selection_bias",
+)  # fmt: skip
+
+#: How the weights of a packed node are stored, and how many values of a row share a scale.
+WEIGHT_FORMAT = "weight_format"
+BLOCK_SIZE = "block_size"
 
 #: Whether the experts' parameters get gradients.
 TRAIN_PARAMETERS = "train_parameters"
@@ -134,7 +146,7 @@ def parse(node: ir.Node) -> MoENode:
     shape = LayerShape(
         **sizes,
         tokens_dtype=dtypes["x"],
-        weight_format=plain_format(dtypes["w1"]),
+        weight_format=_weight_format(node, dtypes),
         options=ExpertOptions(**_options(node, EXPERT_OPTIONS)),
         router=router,
         routing_dtype=dtypes[routing],
@@ -147,9 +159,21 @@ def parse(node: ir.Node) -> MoENode:
     return MoENode(shape, _attribute(node, RESIDENT_EXPERTS, int, 0) or None, inputs)
 
 
+def _weight_format(node: ir.Node, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+    if node.op_type not in (DROPLESS_PACKED, EXPERTS_PACKED):
+        return plain_format(dtypes["w1"])
+    return packed_format(
+        _attribute(node, WEIGHT_FORMAT, str),
+        dtypes["x"],
+        dtypes["w1_scales"],
+        _attribute(node, BLOCK_SIZE, int),
+        zero_points="w1_zero_points" in dtypes,
+    )
+
+
 # By whether there is a router: the inputs that ``routing_dtype`` and ``weights_dtype`` are of.
 _ROUTING = {True: ("router_weight", "router_bias"), False: ("expert_ids", "expert_weights")}
-_DTYPES = {from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *IDS)}
+_DTYPES = {from_torch_dtype(dtype): dtype for dtype in (*FLOATS, *IDS, torch.int8)}
 
 
 def _dtype(name: str, value: ir.Value) -> torch.dtype:

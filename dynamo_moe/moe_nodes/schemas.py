@@ -15,21 +15,26 @@ from onnx.defs import OpSchema
 from onnx.shape_inference import InferenceContext
 from onnx_ir.tensor_adapters import from_torch_dtype
 
-from custom_ops.dtypes import FLOATS, IDS
+from custom_ops.dtypes import FLOATS, IDS, KERNEL_FLOATS
 from custom_ops.options import EXPERT_OPTIONS, LAYOUT_OPTIONS, ROUTER_OPTIONS, SIZES, Option
+from custom_ops.packed_weights import ENCODINGS
 from dynamo_moe.moe_nodes.nodes import (
+    BLOCK_SIZE,
     DOMAIN,
     DROPLESS,
     DROPLESS_GRAD,
+    DROPLESS_PACKED,
     DROPLESS_ROUTED,
     EXPERTS,
     EXPERTS_GRAD,
+    EXPERTS_PACKED,
     INPUTS,
     OPTIONAL_INPUTS,
     TENSORRT_ATTRIBUTES,
     TRAIN_PARAMETERS,
     TRAINING_INPUTS,
     TRAINING_OUTPUTS,
+    WEIGHT_FORMAT,
 )
 from dynamo_moe.operators import shape_inference
 from dynamo_moe.operators.schemas import PLUGIN_ATTRIBUTES
@@ -47,6 +52,8 @@ _TYPE_CONSTRAINTS = {
     "S": (FLOAT_TYPES, "Selection bias."),
     "I": (ID_TYPES, "Expert indices."),
     "P": ((ir.DataType.FLOAT, ir.DataType.DOUBLE), "Weights that the router computes."),
+    "B": ((ir.DataType.INT8,), "Packed bytes."),
+    "C": (tuple(map(from_torch_dtype, KERNEL_FLOATS)), "Scales."),
 }
 _TENSORS = {
     "x": ("T", "Tokens [..., D]."),
@@ -60,6 +67,17 @@ _TENSORS = {
     "w2": ("W", "Second product [E, D, H], or [E, H, D] if transposed."),
     "b1": ("W", "[E, F]."),
     "b2": ("W", "[E, D]."),
+    "w1_scales": ("C", "[E, F, D / block_size]."),
+    "w2_scales": ("C", "[E, D, H / block_size]."),
+    "w1_zero_points": ("B", "[E, F, D / block_size]."),
+    "w2_zero_points": ("B", "[E, D, H / block_size]."),
+}
+# What differs where weights are packed.
+_PACKED_TENSORS = {
+    "w1": ("B", "First product: bytes [E, F, D / 2] of two values, the even column's low."),
+    "w2": ("B", "Second product: bytes [E, D, H / 2]."),
+    "b1": ("T", "[E, F]."),
+    "b2": ("T", "[E, D]."),
 }
 _Presence = OpSchema.FormalParameterOption
 
@@ -71,9 +89,9 @@ def attribute(option: Option) -> OpSchema.Attribute:
     return OpSchema.Attribute(option.attribute, value, option.description.replace("``", "`"))
 
 
-def _input(name: str, symbol: str = "") -> OpSchema.FormalParameter:
+def _input(name: str, symbol: str = "", *, packed: bool = False) -> OpSchema.FormalParameter:
     presence = _Presence.Optional if name in OPTIONAL_INPUTS else _Presence.Single
-    default, meaning = _TENSORS[name]
+    default, meaning = (_TENSORS | _PACKED_TENSORS if packed else _TENSORS)[name]
     return OpSchema.FormalParameter(name, symbol or default, meaning, param_option=presence)
 
 
@@ -117,14 +135,17 @@ def _for_tensorrt(values: Mapping[str, str]) -> list[OpSchema.Attribute]:
     ]
 
 
-def _layer_schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
+def _layer_schema(
+    name: str, doc: str, options: tuple[Option, ...], *, packed: bool = False
+) -> OpSchema:
     schema = _schema(
         name,
         doc,
-        [_input(input_name) for input_name in INPUTS[name]],
+        [_input(input_name, packed=packed) for input_name in INPUTS[name]],
         [_RESULT],
         [
-            *map(attribute, (*options, *LAYOUT_OPTIONS)),
+            *map(attribute, options),
+            *(_STORAGE if packed else map(attribute, LAYOUT_OPTIONS)),
             *_for_tensorrt(TENSORRT_ATTRIBUTES),
         ],
     )
@@ -132,6 +153,20 @@ def _layer_schema(name: str, doc: str, options: tuple[Option, ...]) -> OpSchema:
     return schema
 
 
+_STORAGE = [
+    OpSchema.Attribute(
+        WEIGHT_FORMAT,
+        OpSchema.AttrType.STRING,
+        f"How the weights are stored: one of {', '.join(f'`{name}`' for name in ENCODINGS)}.",
+        required=True,
+    ),
+    OpSchema.Attribute(
+        BLOCK_SIZE,
+        OpSchema.AttrType.INT,
+        "How many values of a row, along the products' inputs, share a scale.",
+        required=True,
+    ),
+]
 _RESULT = OpSchema.FormalParameter("y", "T", "[..., D], x's shape and type.")
 _CHOICE = [
     OpSchema.FormalParameter(
@@ -246,6 +281,15 @@ SCHEMAS = {
         EXPERTS,
         "The experts of a dropless mixture-of-experts layer whose router is outside.",
         EXPERT_OPTIONS,
+    ),
+    DROPLESS_PACKED: _layer_schema(
+        DROPLESS_PACKED,
+        "`DroplessMoE` with packed weights.",
+        (*EXPERT_OPTIONS, *ROUTER_OPTIONS),
+        packed=True,
+    ),
+    EXPERTS_PACKED: _layer_schema(
+        EXPERTS_PACKED, "`DroplessMoEExperts` with packed weights.", EXPERT_OPTIONS, packed=True
     ),
     DROPLESS_ROUTED: _routed_schema(),
     DROPLESS_GRAD: _gradient_schema(

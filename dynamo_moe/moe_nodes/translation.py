@@ -10,23 +10,29 @@ import torch
 
 import custom_ops  # noqa: F401  Registers torch.ops.moe.
 from custom_ops.options import EXPERT_OPTIONS, ROUTER_OPTIONS, SIZES
+from custom_ops.packed_weights import ENCODINGS
+from custom_ops.weight_formats import SCALES, ZERO_POINTS
 from dynamo_moe.moe_nodes.bodies import rms_norm_body
 from dynamo_moe.moe_nodes.bodies.of_node import training_body
 from dynamo_moe.moe_nodes.nodes import (
+    BLOCK_SIZE,
     DOMAIN,
     DROPLESS,
     DROPLESS_GRAD,
+    DROPLESS_PACKED,
     DROPLESS_ROUTED,
     EXPERTS,
     EXPERTS_GRAD,
+    EXPERTS_PACKED,
     KERNELS,
     TENSORRT_ATTRIBUTES,
     TRAIN_PARAMETERS,
+    WEIGHT_FORMAT,
 )
 from dynamo_moe.moe_nodes.schemas import SCHEMAS
 from dynamo_moe.moe_nodes.targets import registry
 from dynamo_moe.operators.registration import register_op
-from dynamo_moe.operators.registry import Arguments, operators
+from dynamo_moe.operators.registry import Arguments, Filling, operators
 
 
 def onnx_translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -57,10 +63,16 @@ def _attributes(arguments: Arguments) -> dict[str, Any]:
     is_routed = "expert_ids" in arguments
     top_k = _sizes(arguments["expert_ids"])[-1] if is_routed else arguments["top_k"]
     experts, width, hidden = _sizes(arguments["w2"])
+    storage = {}
+    if WEIGHT_FORMAT in arguments:
+        hidden *= ENCODINGS[arguments[WEIGHT_FORMAT]].per_byte
+        block_size = hidden // _sizes(arguments["w2_scales"])[-1]
+        storage = {WEIGHT_FORMAT: arguments[WEIGHT_FORMAT], BLOCK_SIZE: block_size}
     sizes = {"experts": experts, "top_k": top_k, "width": width, "hidden": hidden}
     options = (*EXPERT_OPTIONS, *(ROUTER_OPTIONS if has_router else ()))
     return {
         **{size.attribute: sizes[size.name] for size in SIZES},
+        **storage,
         **{option.attribute: arguments[option.name] for option in options},
     }
 
@@ -69,16 +81,21 @@ def _gradient_attributes(arguments: Arguments) -> dict[str, Any]:
     return {**_attributes(arguments), TRAIN_PARAMETERS: arguments["parameters"]}
 
 
-def _fill(name: str, arguments: Arguments) -> tuple[tuple[int, ...], ir.DataType | None]:
-    """Returns sizes and dtype of an optional input, whose zeros stand for it where it is absent.
+def _fill(name: str, arguments: Arguments) -> Filling:
+    """Returns what stands for an optional input where it is absent.
 
     TensorRT for RTX 1.7 refuses an empty name in place of an input.
     """
-    experts, rows, width = _sizes(arguments["w1"])
+    if name.endswith(ZERO_POINTS):
+        scales = arguments[name.replace(ZERO_POINTS, SCALES)]
+        return _sizes(scales), ir.DataType.INT8, 8
+    experts, rows, _ = _sizes(arguments["w1"])
+    width = _sizes(arguments["w2"])[1]
     of_router = {"router_bias": (experts,), "selection_bias": (experts,)}
-    like = arguments["router_weight" if name in of_router else "w1"]
+    of_experts = "x" if WEIGHT_FORMAT in arguments else "w1"
+    like = arguments["router_weight" if name in of_router else of_experts]
     shape = {**of_router, "b1": (experts, rows), "b2": (experts, width)}[name]
-    return shape, like.dtype
+    return shape, like.dtype, 0
 
 
 def _sizes(value: ir.Value) -> tuple[int, ...]:
@@ -103,7 +120,12 @@ def _rms_norm_body(node: ir.Node, opset: int, target: str) -> ir.Function:
     return rms_norm_body(node, opset, beside=registry.TARGETS[target].keeps_nodes)
 
 
-for _op, _op_type in ((torch.ops.moe.dropless, DROPLESS), (torch.ops.moe.experts, EXPERTS)):
+for _op, _op_type in (
+    (torch.ops.moe.dropless, DROPLESS),
+    (torch.ops.moe.experts, EXPERTS),
+    (torch.ops.moe.dropless_packed, DROPLESS_PACKED),
+    (torch.ops.moe.experts_packed, EXPERTS_PACKED),
+):
     register_op(
         _op,
         domain=DOMAIN,

@@ -38,9 +38,18 @@ ONNXRUNTIME_MOE = ForeignOperator(
     "MoE",
     inputs=("x", "router_probs", "w1", "b1", "w2", "b2", "w3", "b3"),
 )
+ONNXRUNTIME_QMOE = ForeignOperator(
+    "ONNX Runtime",
+    "com.microsoft",
+    "QMoE",
+    inputs=(
+        *("x", "router_probs", "w1", "w1_scales", "b1", "w2", "w2_scales", "b2"),
+        *("w3", "w3_scales", "b3", "w1_zero_points", "w2_zero_points", "w3_zero_points"),
+    ),
+)
 TRT_MOE = ForeignOperator("TensorRT", "trt", "TRT_MoE", any_domain=True)
 
-FOREIGN_OPERATORS = (ONNXRUNTIME_MOE, TRT_MOE)
+FOREIGN_OPERATORS = (ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE, TRT_MOE)
 
 
 def foreign_operator(domain: str, op_type: str) -> ForeignOperator | None:

@@ -92,8 +92,8 @@ def register_op(
             the target ``plugin`` the body is in the file beside the node; with the others it takes
             the node's place. None: the node stays, and only a runtime that knows it runs the file.
         fill: A function that returns sizes and dtype of the zeros that stand for an absent optional
-            input with others behind it, from its name and the call's arguments. None: the input is
-            left out.
+            input with others behind it, from its name and the call's arguments; another number may
+            follow. None: the input is left out.
         plugin_version: Version by which TensorRT finds the plugin.
         plugin_namespace: Namespace by which TensorRT finds the plugin.
         doc: What the operator computes, in words.

@@ -18,8 +18,11 @@ from dynamo_moe.private.pytorch import OpOverload, schema_of
 Arguments = Mapping[str, Any]
 """A call's arguments by name: tensors as ``ir.Value``, everything else as Python values."""
 
-Fill = Callable[[str, Arguments], tuple[Sequence[int], ir.DataType | None]]
-"""Sizes and dtype of the zeros that stand for an absent optional input."""
+Filling = tuple[Sequence[int], ir.DataType | None] | tuple[Sequence[int], ir.DataType | None, int]
+"""Sizes and dtype of what stands for an absent optional input, and its number if that is not 0."""
+
+Fill = Callable[[str, Arguments], Filling]
+"""What stands for an absent optional input, by its name and the call's arguments."""
 
 Body = Callable[[ir.Node, int, str], ir.Function]
 """From a node, the opset and the target to the function that computes the node."""
@@ -42,7 +45,7 @@ class Operator:
         attributes: From the arguments of a call to the node's attributes; None is left out.
         fixed: Attributes that every node has.
         body: Makes the function that computes a node in standard operators; None: there is none.
-        fill: Gives the zeros for an absent input with others behind it; None: it is left out.
+        fill: Gives what stands for an absent input with others behind it; None: it is left out.
         declaration: The arguments of its registration, to compare with those of another one.
     """
 
@@ -97,7 +100,7 @@ class Operator:
         if self.fill is not None:
             for formal in list(self.schema.inputs)[: len(inputs)]:
                 if formal.option == _OPTIONAL and inputs[formal.name] is None:
-                    inputs[formal.name] = _zeros(*self.fill(formal.name, arguments))
+                    inputs[formal.name] = _filled(*self.fill(formal.name, arguments))
         return inputs
 
     def _attribute(self, name: str, value: Any) -> ir.Attr:
@@ -174,8 +177,8 @@ def attribute_type(attribute: OpSchema.Attribute) -> ir.AttributeType:
     return ir.AttributeType(number.value)
 
 
-def _zeros(shape: Sequence[int], dtype: ir.DataType | None) -> Any:
+def _filled(shape: Sequence[int], dtype: ir.DataType | None, number: int = 0) -> Any:
     if dtype is None:
         raise ValueError("the dtype of an absent input must be known")
-    zeros = ir.tensor(np.zeros(shape, dtype.numpy()))
-    return opset18.Constant(value=ir.serde.serialize_tensor(zeros))
+    numbers = ir.tensor(np.full(shape, number, dtype.numpy()))
+    return opset18.Constant(value=ir.serde.serialize_tensor(numbers))

@@ -86,7 +86,7 @@ def to_model(overload: Any, arguments: dict[str, Any], opset: int = 20) -> ir.Mo
         given.pop()
     for place, formal in enumerate(list(operator.schema.inputs)[: len(given)]):
         if given[place] is None and operator.fill is not None:
-            sizes, dtype = operator.fill(formal.name, values)
+            sizes, dtype, *_ = operator.fill(formal.name, values)
             zeros = ir.tensor(np.zeros(sizes, dtype.numpy()))
             nodes.append(ir.node("Constant", [], {"value": zeros}))
             (given[place],) = nodes[-1].outputs

@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dynamo_moe
 from dynamo_moe.moe_nodes.targets import names, registry
@@ -18,6 +18,7 @@ from dynamo_moe.moe_nodes.targets.dense import DENSE
 from dynamo_moe.moe_nodes.targets.plugin import PLUGIN
 from dynamo_moe.moe_nodes.targets.registry import TARGETS, target_of
 from dynamo_moe.operators.foreign import FOREIGN_OPERATORS, TRT_MOE, foreign_operator, is_foreign
+from packed_cases import packed_case
 from small_models import OpLayer, Residual
 
 ROOT = Path(__file__).parents[2]
@@ -25,10 +26,27 @@ FOLDER = Path(registry.__file__).parent
 NOT_TARGETS = {"__init__", "names", "record", "registry"}
 
 
-def gated_model() -> nn.Module:
-    """Every target has a form of its layers."""
+class Packed(nn.Module):
+    """A layer with packed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        case = packed_case("dropless", width=16, group=16, activation="silu", gated=True)
+        self.call, self.tensors = case.overload, nn.ParameterDict()
+        for name, value in case.arguments.items():
+            if isinstance(value, Tensor) and name != "x":
+                self.tensors[name] = nn.Parameter(value, requires_grad=False)
+        self.options = {**case.options, "top_k": 2}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, **dict(self.tensors.items()), **self.options)
+
+
+def gated_model(*, packed: bool = False) -> nn.Module:
+    """Every target has a form of its layers, but for packed ones."""
     layers = (OpLayer(activation="silu", gated=True) for _ in range(2))
-    return nn.Sequential(*(Residual(16, layer) for layer in layers)).eval()
+    model = nn.Sequential(*(Residual(16, layer) for layer in layers))
+    return (model.append(Packed()) if packed else model).eval()
 
 
 def test_the_public_names_are_those_of_the_records() -> None:
@@ -55,7 +73,8 @@ def test_whose_operator_a_node_is() -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_a_record_says_of_its_files(tmp_path: Path, name: str) -> None:
-    model, target = gated_model(), TARGETS[name]
+    target = TARGETS[name]
+    model = gated_model(packed=target.takes_packed_weights)
     path = tmp_path / "model.onnx"
     report = dynamo_moe.export(model, torch.randn(2, 16), path, target=name)
     assert report.body == next(iter(target.bodies))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -10,12 +11,15 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from custom_ops.layer_shape import LayerShape
 from custom_ops.options import ExpertOptions, Flag, Option, Options, RouterOptions
+from custom_ops.weight_formats import ZERO_POINTS
 from dynamo_moe.moe_nodes.nodes import (
     DROPLESS,
     DROPLESS_GRAD,
+    DROPLESS_PACKED,
     DROPLESS_ROUTED,
     EXPERTS,
     EXPERTS_GRAD,
+    EXPERTS_PACKED,
     INPUTS,
     OPTIONAL_INPUTS,
     TRAINING_INPUTS,
@@ -46,12 +50,18 @@ class BodyConfig:
         self._check_trailing()
 
     def _check_trailing(self) -> None:
-        if self.has_b2 and not self.has_b1:
-            raise ValueError("b2 needs b1 before it: pass zeros for b1")
-        if self.router and self.has_b1 and not self.has_router_bias:
-            raise ValueError("b1 needs router_bias before it: pass zeros for router_bias")
-        if self.has_selection_bias and not self.has_b2:
-            raise ValueError("selection_bias needs b2 before it: pass zeros for b2")
+        names = (INPUTS | TRAINING_INPUTS)[self.op_type]
+        optional = [name for name in names if name in OPTIONAL_INPUTS]
+        for before, name in itertools.pairwise(optional):
+            if self._has(name) and not self._has(before):
+                fill = "eights" if before.endswith(ZERO_POINTS) else "zeros"
+                raise ValueError(f"{name} needs {before} before it: pass {fill} for {before}")
+
+    def _has(self, name: str) -> bool:
+        if name.endswith(ZERO_POINTS):
+            return self.shape.weight_format.has_zero_points
+        has: bool = getattr(self, f"has_{name}")
+        return has
 
     @property
     def options(self) -> ExpertOptions:
@@ -116,15 +126,15 @@ class BodyConfig:
     @property
     def op_type(self) -> str:
         """The operator, which is also the plugin's name."""
-        return DROPLESS if self.router else EXPERTS
+        if self.shape.weight_format.is_plain:
+            return DROPLESS if self.router else EXPERTS
+        return DROPLESS_PACKED if self.router else EXPERTS_PACKED
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The inputs that a node of this configuration passes, in order."""
-        absent = {name: not getattr(self, f"has_{name}") for name in OPTIONAL_INPUTS}
-        return tuple(
-            name for name in (INPUTS | TRAINING_INPUTS)[self.op_type] if not absent.get(name)
-        )
+        names = (INPUTS | TRAINING_INPUTS)[self.op_type]
+        return tuple(name for name in names if name not in OPTIONAL_INPUTS or self._has(name))
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -155,9 +165,13 @@ class BodyConfig:
         records = filter(None, (self.router, self.options, self.shape.layout))
         parts = [
             *(_part(record, row) for record in records for row in record.rows),
-            *(name * getattr(self, f"has_{name}") for name in OPTIONAL_INPUTS),
+            *(name * self._has(name) for name in OPTIONAL_INPUTS),
             *(from_torch_dtype(dtype).short_name() for dtype in dtypes),
         ]
+        if not self.shape.weight_format.is_plain:
+            _, scales, *_ = self.shape.weight_format.stored
+            scales_dtype = from_torch_dtype(scales.dtype).short_name()
+            parts = [self.shape.weight_format.name, f"{scales_dtype}scales", *parts]
         return "_".join(filter(None, parts))
 
     @property

@@ -25,9 +25,7 @@ from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import activate, expert_inputs, round_hidden
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.slots import Slots, combine, sort
-from dynamo_moe.moe_nodes.bodies.weights import loaded, stored
-
-_WEIGHTS = ("w1", "b1", "w2", "b2")
+from dynamo_moe.moe_nodes.bodies.weights import inputs_of, loaded, stored
 
 
 def experts(
@@ -115,6 +113,7 @@ def _rows(
 def _scan(op: Ops, layer: _Layer, most_1: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The results of expert e are the rows from ``e * P`` on, padded with zeros."""
     slots, dtype = layer.slots, layer.config.compute_dtype
+    names = inputs_of(layer.config, layer.parameters)
     width_1 = op.size("in_features")
     # The last row of an expert is always zero.
     P_1 = op.Add(most_1, 1, out="P_1")
@@ -126,7 +125,7 @@ def _scan(op: Ops, layer: _Layer, most_1: ir.Value) -> tuple[ir.Value, ir.Value]
         "begin": op.Unsqueeze(slots.begins_E, [1], out="begins_E1"),
         "end": op.Unsqueeze(slots.ends_E, [1], out="ends_E1"),
         "pads": op.Pad(rest_E1, [0, 2, 0, 1], out="pads_E4"),
-    } | {name: layer.parameters[name] for name in _WEIGHTS if name in layer.parameters}
+    } | {name: layer.parameters[name] for name in names}
 
     expert = op.inner()
     kinds = {"active": ir.DataType.BOOL} | dict.fromkeys(
@@ -138,7 +137,7 @@ def _scan(op: Ops, layer: _Layer, most_1: ir.Value) -> tuple[ir.Value, ir.Value]
         for name in visited
     }
     active, idle = expert.inner(), expert.inner()
-    weights = {name: value for name, value in slices.items() if name in _WEIGHTS}
+    weights = {name: slices[name] for name in names}
     y_RD = _rows(active, layer, weights, slices["begin"], slices["end"])
     y_PD = active.Pad(y_RD, slices["pads"], out="y_padded")
     none_PD = idle.Identity(idle_PD, out="none_PD")
@@ -179,7 +178,9 @@ def _loop(op: Ops, layer: _Layer) -> tuple[ir.Value, ir.Value]:
 
 def _looped(outer: Ops, layer: _Layer, active_A1: ir.Value) -> ir.Graph:
     """The loop's body: appends the i-th active expert's results to the sequence."""
-    parameters = {name: layer.parameters[name] for name in _WEIGHTS if name in layer.parameters}
+    parameters = {
+        name: layer.parameters[name] for name in inputs_of(layer.config, layer.parameters)
+    }
     starts = {name: _row_indices(outer, parameters[name], name) for name in ("w1", "w2")}
 
     op = outer.inner()

@@ -1,4 +1,4 @@
-"""The layer as ONNX Runtime's own operator, ``com.microsoft::MoE``.
+"""The layer as ONNX Runtime's own operator: ``com.microsoft::MoE``, or ``QMoE`` if packed.
 
 That operator takes router logits and does softmax and top-k itself, so a softmax router needs no
 change. Any other decision is passed as logits: the logarithms of the wanted weights, and a floor
@@ -15,16 +15,18 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
+from custom_ops.weight_formats import SCALES, ZERO_POINTS
 from dynamo_moe.moe_nodes.bodies.config import BodyConfig
 from dynamo_moe.moe_nodes.bodies.expert import rms_scale
 from dynamo_moe.moe_nodes.bodies.ops import Ops
 from dynamo_moe.moe_nodes.bodies.router import logits, route
 from dynamo_moe.moe_nodes.bodies.weights import loaded, stored
-from dynamo_moe.operators.foreign import ONNXRUNTIME_MOE
+from dynamo_moe.operators.foreign import ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE
 
 _PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "silu": "silu", "relu": "relu"}
 # exp(floor) is 0 in float32; the floor is finite so that a token without experts is not NaN.
 _FLOOR = -1e30
+_LEAST_GROUP = 16
 
 
 def layer(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value], x_TD: ir.Value) -> ir.Value:
@@ -69,14 +71,8 @@ def _moe(
     *,
     normalize: bool,
 ) -> ir.Value:
-    def parameter(name: str) -> ir.Value | None:
-        if name not in inputs:
-            return None
-        tensors = [inputs[part] for part in stored(config, name)]
-        wide = loaded(op, config, name, tensors, out=f"{name}_wide")
-        swap = config.options.gated and not config.options.interleaved and name in ("w1", "b1")
-        return _interleave(op, wide, name) if swap else wide
-
+    is_plain = config.shape.weight_format.is_plain
+    parameters = (_plain if is_plain else _packed)(op, config, inputs)
     attributes: dict[str, int | float | str] = {
         "activation_type": "swiglu" if config.options.gated else _PLAIN[config.options.activation],
         "normalize_routing_weights": int(normalize),
@@ -92,16 +88,71 @@ def _moe(
             ]
         else:
             attributes |= {"activation_alpha": 1.0, "activation_beta": 0.0}
+    if not is_plain:
+        attributes |= {"expert_weight_bits": 4, "quant_type": "int"}
+        references.append(ir.RefAttr("block_size", "block_size", ir.AttributeType.INT))
+    operator = ONNXRUNTIME_MOE if is_plain else ONNXRUNTIME_QMOE
     node = ir.Node(
-        ONNXRUNTIME_MOE.domain,
-        ONNXRUNTIME_MOE.op_type,
-        [x_TD, logits_TE, *(parameter(name) for name in ("w1", "b1", "w2", "b2"))],
+        operator.domain,
+        operator.op_type,
+        [x_TD, logits_TE, *parameters],
         [*ir.convenience.convert_attributes(attributes), *references],
         outputs=[op.value("moe_TD")],
-        name="MoE",
+        name=operator.op_type,
     )
     op.nodes.append(node)
     return node.outputs[0]
+
+
+def _plain(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list[ir.Value | None]:
+    """The parameters of ``MoE``."""
+
+    def parameter(name: str) -> ir.Value | None:
+        if name not in inputs:
+            return None
+        tensors = [inputs[part] for part in stored(config, name)]
+        return _ordered(op, config, loaded(op, config, name, tensors, out=f"{name}_wide"), name)
+
+    return [parameter(name) for name in ("w1", "b1", "w2", "b2")]
+
+
+def _packed(op: Ops, config: BodyConfig, inputs: Mapping[str, ir.Value]) -> list[ir.Value | None]:
+    """The parameters of ``QMoE``, whose bytes are unsigned, and whose zero points are packed."""
+
+    def parameter(name: str) -> ir.Value | None:
+        if name not in inputs:
+            return None
+        if name.endswith(SCALES):
+            value = op.Cast(inputs[name], to=config.compute_dtype, out=f"{name}_wide")
+        elif name in ("b1", "b2"):
+            value = op.cast(inputs[name], config.bias_dtype, config.compute_dtype, out=f"{name}_w")
+        else:
+            value = op.Cast(inputs[name], to=ir.DataType.UINT8, out=f"{name}_bytes")
+        if name.endswith(ZERO_POINTS):
+            value = _pairs(op, value)
+        return _ordered(op, config, value, name)
+
+    names = ONNXRUNTIME_QMOE.inputs[2:]
+    return [parameter(name) for name in names]
+
+
+def _pairs(op: Ops, codes: ir.Value) -> ir.Value:
+    """Packs codes of 4 bits along the last axis, the even one's in the low bits."""
+    name = codes.name or ""
+    padded = op.Pad(codes, [0, 0, 0, 0, 0, 1], out=f"{name}_padded")
+    last = [np.iinfo(np.int64).max]
+    high = op.Slice(padded, [1], last, [2], [2], out=f"{name}_odd")
+    low = op.Slice(codes, [0], last, [2], [2], out=f"{name}_even")
+    four = op.constant("bits_4", 4, ir.DataType.UINT8)
+    return op.BitwiseOr(
+        low, op.BitShift(high, four, direction="LEFT", out=f"{name}_high"), out=f"{name}_packed"
+    )
+
+
+def _ordered(op: Ops, config: BodyConfig, value: ir.Value, name: str) -> ir.Value:
+    """The rows of the first product with gate and up in turn."""
+    is_first = config.options.gated and name.startswith(("w1", "b1"))
+    return _interleave(op, value, name) if is_first and not config.options.interleaved else value
 
 
 def _check(config: BodyConfig) -> None:
@@ -117,6 +168,12 @@ def _check(config: BodyConfig) -> None:
     if config.options.weight_on_input:
         raise ValueError(
             "com.microsoft::MoE cannot weight the experts' inputs: use target 'plugin' or 'dense'"
+        )
+    group = config.shape.weight_format.block[1]
+    if 0 < group < _LEAST_GROUP:
+        raise ValueError(
+            f"com.microsoft::QMoE takes groups of {_LEAST_GROUP} values or more, got {group}: use "
+            "target 'plugin'"
         )
     if config.compute_dtype == ir.DataType.DOUBLE:
         raise ValueError("com.microsoft::MoE has no double form: use target 'plugin' or 'dense'")

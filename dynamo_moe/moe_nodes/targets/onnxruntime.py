@@ -1,16 +1,17 @@
-"""``onnxruntime``: ONNX Runtime's own operator, ``com.microsoft::MoE``."""
+"""``onnxruntime``: ONNX Runtime's own operators, ``com.microsoft::MoE`` and ``QMoE``."""
 
 from __future__ import annotations
 
 from dynamo_moe.moe_nodes.bodies.layer import onnxruntime_body
 from dynamo_moe.moe_nodes.bodies.of_node import of_configuration
 from dynamo_moe.moe_nodes.targets.record import Target
-from dynamo_moe.operators.foreign import ONNXRUNTIME_MOE
+from dynamo_moe.operators.foreign import ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE
 
 ONNXRUNTIME = Target(
     name="onnxruntime",
     bodies={None: of_configuration(onnxruntime_body)},
-    foreign=(ONNXRUNTIME_MOE,),
+    takes_packed_weights=True,
+    foreign=(ONNXRUNTIME_MOE, ONNXRUNTIME_QMOE),
     approximations={
         "gelu": "com.microsoft::MoE computes GELU in its tanh form: up to 5.5e-4 off the exact"
     },

@@ -11,4 +11,5 @@ PLUGIN = Target(
     bodies={"loop": of_configuration(body), "unrolled": unrolled_layer_body},
     keeps_nodes=True,
     takes_transposed_weights=True,
+    takes_packed_weights=True,
 )

@@ -24,6 +24,7 @@ class Target:
         keeps_nodes: Whether the nodes of registered operators stay, with their bodies as functions
             beside them. Otherwise a body takes its node's place before the graph is simplified.
         takes_transposed_weights: Whether the bodies take weights that lie as (in, out).
+        takes_packed_weights: Whether there are bodies of packed weights.
         foreign: The operators of a runtime that the bodies use.
         runs_in_onnxruntime: Whether ONNX Runtime runs the files.
         approximations: What a user should know of activations that are computed in another form.
@@ -34,6 +35,7 @@ class Target:
     bodies: Mapping[str | None, LayerBody]
     keeps_nodes: bool = False
     takes_transposed_weights: bool = False
+    takes_packed_weights: bool = False
     foreign: tuple[ForeignOperator, ...] = ()
     runs_in_onnxruntime: bool = True
     approximations: Mapping[str, str] = field(default_factory=dict)
@@ -51,8 +53,13 @@ class Target:
             ValueError: If the target has no form of the layer, or does not take its weights as they
                 lie.
         """
-        transposed = config_of(node).shape.layout != WeightLayout()
-        if transposed and not self.takes_transposed_weights:
+        shape = config_of(node).shape
+        if not shape.weight_format.is_plain and not self.takes_packed_weights:
+            raise ValueError(
+                f"node {node.name!r}: target {self.name!r} has no form of packed weights "
+                f"({shape.weight_format})"
+            )
+        if shape.layout != WeightLayout() and not self.takes_transposed_weights:
             raise ValueError(
                 f"node {node.name!r}: with target {self.name!r} weights must be (out, in)"
             )

@@ -1,0 +1,376 @@
+"""``torch.ops.moe.dropless_packed`` and ``experts_packed``: MoE layers with packed weights.
+
+They are operators of their own, since each operator is one node in ONNX, and TensorRT's parser
+takes no node that leaves out an input before one that it has: scales come before biases there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, Unpack, cast
+
+import torch
+from torch import Tensor
+
+from custom_ops import _grouped
+from custom_ops._checks import check_packed_experts, check_router, check_routing
+from custom_ops._library import (
+    LIBRARY,
+    check_keywords,
+    differentiable_once,
+    register_autocast,
+    rows_of,
+    schema_of,
+    with_options,
+)
+from custom_ops.expert_weights import PackedExperts
+from custom_ops.options import (
+    EXPERT_OPTIONS,
+    ROUTER_OPTIONS,
+    DroplessKeywords,
+    ExpertKeywords,
+    ExpertOptions,
+    RouterOptions,
+)
+from custom_ops.packed_weights import PackedMatrices, encoding_of
+from custom_ops.routing import route, route_backward
+
+_ROUTER_NAMES = frozenset(option.name for option in ROUTER_OPTIONS)
+_WEIGHTS = "Tensor w1, Tensor w2, Tensor w1_scales, Tensor w2_scales"
+_ZERO_POINTS = "Tensor? w1_zero_points=None, Tensor? w2_zero_points=None"
+_BIASES = "Tensor? b1=None, Tensor? b2=None"
+_EXPERTS = (
+    "Tensor x, Tensor expert_ids, Tensor expert_weights, "
+    f"{_WEIGHTS}, {_ZERO_POINTS}, {_BIASES}, *, str weight_format, {schema_of(EXPERT_OPTIONS)}"
+)
+_DROPLESS = (
+    f"Tensor x, Tensor router_weight, {_WEIGHTS}, int top_k, {_ZERO_POINTS}, "
+    f"Tensor? router_bias=None, {_BIASES}, Tensor? selection_bias=None, *, "
+    f"str weight_format, {schema_of((*ROUTER_OPTIONS, *EXPERT_OPTIONS))}"
+)
+for _definition in (
+    f"experts_packed({_EXPERTS}) -> Tensor",
+    f"dropless_packed({_DROPLESS}) -> Tensor",
+    # The gradients of x, expert_weights, b1 and b2; empty where there is no bias.
+    f"experts_packed_backward(Tensor dy, {_EXPERTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    # The gradients of x, router_weight, router_bias, b1 and b2.
+    f"dropless_packed_backward(Tensor dy, {_DROPLESS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+):
+    LIBRARY.define(_definition, tags=torch.Tag.pt2_compliant_tag)
+
+
+@with_options(EXPERT_OPTIONS)
+def experts_packed(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w1_scales: Tensor,
+    w2_scales: Tensor,
+    w1_zero_points: Tensor | None = None,
+    w2_zero_points: Tensor | None = None,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    weight_format: str,
+    **options: Unpack[ExpertKeywords],
+) -> Tensor:
+    """Computes :func:`custom_ops.experts` with weights that are packed.
+
+    Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, K choices, G values
+    of a row that share a scale.
+
+    A weight is decoded in float32 and rounded to x's dtype, an expert at a time and only for those
+    that tokens have chosen. What follows is that of experts of x's dtype.
+
+    Args:
+        x: Tokens ``[..., D]``; float32, float16, bfloat16 or float64.
+        expert_ids: ``[..., K]`` int32 or int64 in ``0..E-1``, or -1 for no expert.
+        expert_weights: ``[..., K]``, floating.
+        w1: Bytes ``[E, F, D / 2]`` int8, two values each: the even column in the low bits.
+        w2: Bytes ``[E, D, H / 2]`` int8.
+        w1_scales: ``[E, F, D / G]``; float32, float16 or bfloat16.
+        w2_scales: ``[E, D, H / G]`` in ``w1_scales``' dtype.
+        w1_zero_points: ``[E, F, D / G]`` int8, or None: 8.
+        w2_zero_points: ``[E, D, H / G]`` int8, given where ``w1_zero_points`` is.
+        b1: ``[E, F]`` in x's dtype, or None.
+        b2: ``[E, D]`` in x's dtype, or None.
+        weight_format: ``int4``: a value is ``(q - zero_point) * scale`` with q in 0..15.
+        {options}
+
+    Returns:
+        ``[..., D]`` in x's dtype, contiguous. Differentiable once in x, expert_weights, b1 and b2.
+
+    Raises:
+        ValueError: As of :func:`custom_ops.experts`; if the format is unknown, or groups do not
+            divide a row or differ between the weights.
+        TypeError: If a dtype is not supported.
+
+    Example:
+        >>> import torch
+        >>> x, scales = torch.randn(5, 32), torch.rand(3, 32, 1)
+        >>> w1 = w2 = torch.randint(-128, 127, (3, 32, 16), dtype=torch.int8)
+        >>> ids, weights = torch.tensor([[0, 2]] * 5), torch.full((5, 2), 0.5)
+        >>> experts_packed(x, ids, weights, w1, w2, scales, scales, weight_format="int4").shape
+        torch.Size([5, 32])
+    """
+    check_keywords(experts_packed, {**options})
+    result: Tensor = torch.ops.moe.experts_packed(
+        x, expert_ids, expert_weights, w1, w2, w1_scales, w2_scales,
+        w1_zero_points, w2_zero_points, b1, b2, weight_format=weight_format, **options,
+    )  # fmt: skip
+    return result
+
+
+@with_options((*ROUTER_OPTIONS, *EXPERT_OPTIONS))
+def dropless_packed(
+    x: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w1_scales: Tensor,
+    w2_scales: Tensor,
+    top_k: int,
+    w1_zero_points: Tensor | None = None,
+    w2_zero_points: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    selection_bias: Tensor | None = None,
+    *,
+    weight_format: str,
+    **options: Unpack[DroplessKeywords],
+) -> Tensor:
+    """Computes :func:`custom_ops.dropless` with weights that are packed.
+
+    Args:
+        x: Tokens ``[..., D]``; float32, float16, bfloat16 or float64.
+        router_weight: ``[E, D]``, floating.
+        w1: As that and the following of :func:`experts_packed`.
+        w2: See there.
+        w1_scales: See there.
+        w2_scales: See there.
+        top_k: Experts per token, in ``1..E``.
+        w1_zero_points: See there.
+        w2_zero_points: See there.
+        router_bias: ``[E]`` added to the logits, or None.
+        b1: ``[E, F]`` in x's dtype, or None.
+        b2: ``[E, D]`` in x's dtype, or None.
+        selection_bias: ``[E]`` added to the scores by which experts are chosen, or None.
+        weight_format: See there.
+        {options}
+
+    Returns:
+        ``[..., D]`` in x's dtype, contiguous. Differentiable once in x, router_weight, router_bias,
+        b1 and b2.
+
+    Raises:
+        ValueError: If a shape, device or option does not fit.
+        TypeError: If a dtype is not supported.
+    """
+    check_keywords(dropless_packed, {**options})
+    result: Tensor = torch.ops.moe.dropless_packed(
+        x, router_weight, w1, w2, w1_scales, w2_scales, top_k,
+        w1_zero_points, w2_zero_points, router_bias, b1, b2, selection_bias,
+        weight_format=weight_format, **options,
+    )  # fmt: skip
+    return result
+
+
+class _Call(NamedTuple):
+    """A checked call, as the arguments of the implementation."""
+
+    x_TD: Tensor
+    routing: dict[str, Any]
+    weights: PackedExperts
+    options: ExpertOptions
+    router: RouterOptions | None = None
+
+
+def _experts_call(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w1_scales: Tensor,
+    w2_scales: Tensor,
+    w1_zero_points: Tensor | None = None,
+    w2_zero_points: Tensor | None = None,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    *,
+    weight_format: str,
+    **options: Any,
+) -> _Call:
+    checked, encoding = ExpertOptions(**options), encoding_of(weight_format)
+    w1_EFD = PackedMatrices(encoding, w1, w1_scales, w1_zero_points, x.dtype)
+    w2_EDH = PackedMatrices(encoding, w2, w2_scales, w2_zero_points, x.dtype)
+    weights = PackedExperts(w1_EFD, b1, w2_EDH, b2)
+    check_packed_experts(x, weights, checked)
+    check_routing(x, expert_ids, expert_weights)
+    routing = {"expert_ids": rows_of(expert_ids), "expert_weights": rows_of(expert_weights)}
+    return _Call(rows_of(x), routing, weights, checked)
+
+
+def _dropless_call(
+    x: Tensor,
+    router_weight: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w1_scales: Tensor,
+    w2_scales: Tensor,
+    top_k: int,
+    w1_zero_points: Tensor | None = None,
+    w2_zero_points: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    b1: Tensor | None = None,
+    b2: Tensor | None = None,
+    selection_bias: Tensor | None = None,
+    *,
+    weight_format: str,
+    **options: Any,
+) -> _Call:
+    names = {name: value for name, value in options.items() if name in _ROUTER_NAMES}
+    router = RouterOptions(top_k, **names)
+    checked = ExpertOptions(**{name: v for name, v in options.items() if name not in names})
+    encoding = encoding_of(weight_format)
+    w1_EFD = PackedMatrices(encoding, w1, w1_scales, w1_zero_points, x.dtype)
+    w2_EDH = PackedMatrices(encoding, w2, w2_scales, w2_zero_points, x.dtype)
+    weights = PackedExperts(w1_EFD, b1, w2_EDH, b2)
+    check_packed_experts(x, weights, checked)
+    check_router(x, router_weight, router_bias, selection_bias, w1.shape[0], router)
+    routing = {
+        "router_weight": router_weight,
+        "router_bias": router_bias,
+        "selection_bias": selection_bias,
+    }
+    return _Call(rows_of(x), routing, weights, checked, router)
+
+
+_CALLS: dict[str, Callable[..., _Call]] = {
+    "experts_packed": _experts_call,
+    "dropless_packed": _dropless_call,
+}
+
+
+def _register_forward(op: str) -> None:
+    call_of = _CALLS[op]
+
+    def forward(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return _grouped.forward(*call_of(x, *arguments, **options)).view_as(x)
+
+    def fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        call_of(x, *arguments, **options)
+        return x.new_empty(x.shape)
+
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(op, forward, device)
+    torch.library.register_fake(f"moe::{op}", fake, lib=LIBRARY)
+
+
+for _op in _CALLS:
+    _register_forward(_op)
+    register_autocast(_op, parameters=slice(0))  # It computes what it computes without.
+
+
+@torch.library.impl(LIBRARY, "experts_packed_backward", "CPU")
+@torch.library.impl(LIBRARY, "experts_packed_backward", "CUDA")
+def _experts_backward(
+    dy: Tensor, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    call = _experts_call(x, expert_ids, expert_weights, *rest, **options)
+    dx_TD, dweights_TK, _, db1_EF, _, db2_ED = _grouped.experts_backward(
+        rows_of(dy),
+        call.x_TD,
+        call.routing["expert_ids"],
+        call.routing["expert_weights"],
+        call.weights,
+        call.options,
+        train_parameters=True,
+    )
+    return dx_TD.view_as(x), dweights_TK.view_as(expert_weights), db1_EF, db2_ED
+
+
+@torch.library.impl(LIBRARY, "dropless_packed_backward", "CPU")
+@torch.library.impl(LIBRARY, "dropless_packed_backward", "CUDA")
+def _dropless_backward(dy: Tensor, x: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+    call = _dropless_call(x, *rest, **options)
+    router = cast(RouterOptions, call.router)
+    router_weight, router_bias, selection_bias = call.routing.values()
+    ids_TK, weights_TK = route(call.x_TD, router_weight, router_bias, router, selection_bias)
+    dx_TD, dweights_TK, _, db1_EF, _, db2_ED = _grouped.experts_backward(
+        rows_of(dy),
+        call.x_TD,
+        ids_TK,
+        weights_TK,
+        call.weights,
+        call.options,
+        train_parameters=True,
+    )
+    dx_router_TD, drouter_ED, dbias_E = route_backward(
+        dweights_TK, call.x_TD, router_weight, router_bias, ids_TK, router
+    )
+    return (
+        (dx_TD + dx_router_TD.to(x.dtype)).view_as(x),
+        drouter_ED.to(router_weight.dtype),
+        x.new_empty(0) if router_bias is None else dbias_E.to(router_bias.dtype),
+        db1_EF,
+        db2_ED,
+    )
+
+
+@torch.library.register_fake("moe::experts_packed_backward", lib=LIBRARY)
+def _experts_backward_fake(dy: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    weights = _experts_call(*arguments, **options).weights
+    return _like(arguments[0], arguments[2], *_or_empty(arguments[0], weights.b1, weights.b2))
+
+
+@torch.library.register_fake("moe::dropless_packed_backward", lib=LIBRARY)
+def _dropless_backward_fake(dy: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    call = _dropless_call(*arguments, **options)
+    x, router_weight = arguments[:2]
+    biases = call.routing["router_bias"], call.weights.b1, call.weights.b2
+    return _like(x, router_weight, *_or_empty(x, *biases))
+
+
+def _or_empty(x: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    return [x.new_empty(0) if tensor is None else tensor for tensor in tensors]
+
+
+def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in tensors)
+
+
+def _register_autograd(op: str, differentiated: tuple[str, ...]) -> None:
+    names = inspect.signature(_CALLS[op]).parameters
+
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+    ) -> None:
+        ctx.inputs = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.save_for_backward(*[v if isinstance(v, Tensor) else None for v in inputs])
+        ctx.options = keyword_only_inputs
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved = zip(ctx.saved_tensors, ctx.inputs, strict=True)
+        arguments = [value if tensor is None else tensor for tensor, value in saved]
+        with torch.autocast(dy.device.type, enabled=False):
+            results = getattr(torch.ops.moe, f"{op}_backward")(dy, *arguments, **ctx.options)
+        gradients = dict(zip(differentiated, results, strict=True))
+        # Not strict: the dispatcher drops trailing arguments that are None.
+        return tuple(
+            gradients.get(name) if needed else None
+            for name, needed in zip(names, ctx.needs_input_grad, strict=False)
+        )
+
+    torch.library.register_autograd(
+        f"moe::{op}", backward, setup_context=setup_context, lib=LIBRARY
+    )
+    differentiable_once(f"{op}_backward")
+
+
+_register_autograd("experts_packed", ("x", "expert_weights", "b1", "b2"))
+_register_autograd("dropless_packed", ("x", "router_weight", "router_bias", "b1", "b2"))

@@ -1,0 +1,131 @@
+"""Files whose experts are packed: one node a layer, and its bodies in ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynamo_moe
+from moe_cases import OPS
+from packed_cases import PackedCase, packed_case
+
+GATED: dict[str, Any] = {"activation": "silu", "gated": True}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gated": GATED | {"biases": False},
+    "interleaved": GATED | {"interleaved": True, "zero_points": True},
+    "zero points alone": GATED | {"biases": False, "zero_points": True},
+    "biases alone": GATED | {"scales_dtype": torch.bfloat16},
+    "half scales": {"scales_dtype": torch.float16, "group": 16, "biases": False},
+    "on input": GATED | {"weight_on_input": True},
+}
+
+
+class Layer(nn.Module):
+    """A call whose tensors are the module's."""
+
+    def __init__(self, case: PackedCase) -> None:
+        super().__init__()
+        self.case = case
+        for name, value in case.arguments.items():
+            if isinstance(value, Tensor) and name != "x":
+                self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = {name: getattr(self, name, value) for name, value in self.case.arguments.items()}
+        if self.case.plain.op == "experts":
+            tokens = x.flatten(0, -2).shape[0]
+            for name in ("expert_ids", "expert_weights"):
+                held[name] = held[name][:tokens].view(*x.shape[:-1], -1)
+        return self.case.overload(**{**held, "x": x}, **self.case.options)
+
+
+def layer(op: str, **options: Any) -> Layer:
+    return Layer(packed_case(op, shape=(64 * 20,), **options)).eval()
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, 32, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("body", ["loop", "unrolled"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("op", OPS)
+def test_one_node_that_runs(op: str, form: str, body: Any, tmp_path: Path) -> None:
+    model, path = layer(op, **FORMS[form]), tmp_path / "layer.onnx"
+    report = dynamo_moe.export(model, (tokens(2, 5),), path, body=body)
+    name = {"dropless": "DroplessMoEPacked", "experts": "DroplessMoEExpertsPacked"}[op]
+    assert report.operators == {name: 1}
+    session = ort.InferenceSession(path)
+    for batch in (1, 2, 70, 256):
+        x = tokens(batch, 5)
+        (result,) = session.run(None, {"x": x.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_tokens(tmp_path: Path) -> None:
+    model = layer("dropless", dtype=torch.float16, biases=False, **GATED)
+    dynamo_moe.export(model, (tokens(2, 5, dtype=torch.float16),), tmp_path / "layer.onnx")
+    session = ort.InferenceSession(tmp_path / "layer.onnx")
+    for batch in (1, 200):
+        x = tokens(batch, 5, dtype=torch.float16)
+        (result,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(result), model(x), rtol=2e-3, atol=2e-3)
+
+
+def test_the_file_has_the_bytes(tmp_path: Path) -> None:
+    model = layer("dropless", zero_points=True, biases=False)
+    dynamo_moe.export(model, (tokens(2, 5),), tmp_path / "layer.onnx")
+    file = onnx.load(tmp_path / "layer.onnx")
+    (node,) = (node for node in file.graph.node if node.op_type == "DroplessMoEPacked")
+    values = {each.name: onnx.numpy_helper.to_array(each) for each in file.graph.initializer}
+    for position, name in enumerate(("w1", "w2", "w1_scales", "w2_scales"), start=2):
+        stored = torch.from_numpy(values[node.input[position]].copy())
+        assert torch.equal(stored, getattr(model, name))
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    assert attributes["weight_format"] == b"int4"
+    assert attributes["block_size"] == 8
+    assert attributes["hidden_features"] == 16
+    onnx.checker.check_model(file, full_check=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_verified(op: str, tmp_path: Path) -> None:
+    model, path = layer(op, biases=False, **GATED), tmp_path / "layer.onnx"
+    dynamo_moe.export(model, (tokens(2, 5),), path)
+    assert dynamo_moe.verify(path, model, [(tokens(2, 5),), (tokens(9, 5),)]).passed
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "on input"])
+@pytest.mark.parametrize("op", OPS)
+def test_onnx_runtime_s_own_operator(op: str, form: str, tmp_path: Path) -> None:
+    model, path = layer(op, **FORMS[form] | {"group": 16}), tmp_path / "layer.onnx"
+    report = dynamo_moe.export(model, (tokens(2, 5),), path, target="onnxruntime")
+    assert report.nodes["com.microsoft::QMoE"] == 1
+    session = ort.InferenceSession(path)
+    for batch in (1, 256):
+        x = tokens(batch, 5)
+        (result,) = session.run(None, {"x": x.numpy()})
+        approximately = {"rtol": 0, "atol": 3e-3} if "silu" not in FORMS[form].values() else {}
+        torch.testing.assert_close(torch.from_numpy(result), model(x), **approximately)
+
+
+@pytest.mark.parametrize("target", ["dense", "tensorrt_moe"])
+def test_targets_that_have_no_form_of_it(target: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no form of packed weights \(int4\)"):
+        dynamo_moe.export(layer("dropless"), (tokens(2, 5),), tmp_path / "x.onnx", target=target)
+
+
+def test_groups_that_onnx_runtime_s_operator_does_not_take(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="QMoE takes groups of 16 values or more, got 8"):
+        dynamo_moe.export(
+            layer("dropless"), (tokens(2, 5),), tmp_path / "x.onnx", target="onnxruntime"
+        )

@@ -1,0 +1,225 @@
+"""The operators with packed weights: against the oracle, the plain operators, and ml_dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import custom_ops
+from custom_ops import reference
+from custom_ops.packed_weights import ENCODINGS
+from custom_ops.weight_formats import packed_format
+from dynamo_moe.tolerances import tolerance_for
+from moe_cases import EXPERT_FORMS, OPS
+from packed_cases import PackedCase, packed_case
+
+both_ops = pytest.mark.parametrize("op", OPS)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def assert_close(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    bound = tolerance_for({dtype}).max * float(expected.double().square().mean().sqrt())
+    torch.testing.assert_close(result.double(), expected.double(), rtol=0, atol=bound)
+
+
+def test_every_byte_stands_for_two_codes() -> None:
+    """ml_dtypes has one uint4 to an element; that of the low bits comes first."""
+    numbers = np.arange(256, dtype=np.uint8)
+    codes = np.stack([numbers.astype(ml_dtypes.uint4), (numbers >> 4).astype(ml_dtypes.uint4)], -1)
+    expected = torch.from_numpy(codes.astype(np.float64).reshape(1, 512))
+    packed = torch.from_numpy(numbers).view(1, 256)
+    for zero in range(16):
+        zero_points = torch.full((1, 1), zero, dtype=torch.int8)
+        scales = torch.ones(1, 1)
+        decoded = ENCODINGS["int4"].decode(packed, scales, zero_points, torch.float32)
+        assert torch.equal(decoded.double(), expected - zero)
+        oracle = reference.unpacked("int4", packed.view(torch.int8), scales, zero_points)
+        assert torch.equal(oracle, expected - zero)
+    default = ENCODINGS["int4"].decode(packed, torch.ones(1, 1), None, torch.float32)
+    assert torch.equal(default.double(), expected - 8)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("form", EXPERT_FORMS)
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "zero points"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@both_ops
+def test_the_oracle(op: str, dtype: torch.dtype, zero_points: bool, form: dict[str, Any]) -> None:
+    case = packed_case(op, zero_points=zero_points, dtype=dtype, **form)
+    assert_close(case(), case.oracle(), torch.float32 if dtype == torch.float64 else dtype)
+
+
+@pytest.mark.parametrize("scales_dtype", ENCODINGS["int4"].scales_dtypes, ids=str)
+@pytest.mark.parametrize("group", [2, 16, 32])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@both_ops
+def test_the_same_bits_as_decoded(
+    op: str, dtype: torch.dtype, group: int, scales_dtype: torch.dtype
+) -> None:
+    options = {"activation": "silu", "gated": True, "selection_bias": op == "dropless"}
+    case = packed_case(
+        op, group=group, scales_dtype=scales_dtype, dtype=dtype, hidden=32, shape=(2, 3), **options
+    )
+    assert torch.equal(case(), case.decoded()())
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (2, 0, 3)], ids=str)
+@both_ops
+def test_few_tokens(op: str, shape: tuple[int, ...]) -> None:
+    case = packed_case(op, shape=shape)
+    assert torch.equal(case(), case.decoded()())
+
+
+@pytest.mark.parametrize("biases", [True, False], ids=["biases", "no biases"])
+@both_ops
+def test_gradients_are_those_of_the_decoded(op: str, biases: bool) -> None:
+    case = packed_case(op, biases=biases, zero_points=True, activation="silu", gated=True)
+    results = []
+    for each in (case, case.decoded()):
+        names = [n for n, t in case.plain.floats.items() if n not in ("w1", "w2")]
+        leaves = {name: case.plain.arguments[name].clone().requires_grad_() for name in names}
+        result = each.changed(**leaves)()
+        results.append(torch.autograd.grad(result.square().sum(), list(leaves.values())))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@both_ops
+def test_opcheck(op: str) -> None:
+    for biases in (True, False):
+        case = packed_case(op, biases=biases, zero_points=biases)
+        leaves = {
+            name: tensor.clone().requires_grad_()
+            for name, tensor in case.plain.floats.items()
+            if name not in ("w1", "w2")
+        }
+        changed = case.changed(**leaves)
+        order = [a.name for a in case.overload._schema.arguments if not a.kwarg_only]
+        arguments = tuple(changed.arguments[name] for name in order)
+        torch.library.opcheck(case.overload, arguments, changed.options)
+
+
+@both_ops
+def test_a_second_derivative_is_refused(op: str) -> None:
+    x = torch.randn(3, 32, requires_grad=True)
+    case = packed_case(op, shape=(3,)).changed(x=x)
+    (dx,) = torch.autograd.grad(case().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once only"):
+        dx.sum().backward()
+
+
+@both_ops
+def test_autocast_changes_nothing(op: str) -> None:
+    case = packed_case(op)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = case()
+    assert torch.equal(result, case())
+
+
+@both_ops
+def test_compiled(op: str) -> None:
+    case = packed_case(op, zero_points=True)
+    compiled = torch.compile(lambda x: case.changed(x=x)(), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(case.plain.arguments["x"]), case())
+
+
+@both_ops
+def test_one_expert_is_decoded_at_a_time(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that no token has chosen."""
+    decoded: list[int] = []
+    encoding = ENCODINGS["int4"]
+
+    def counted(values: Tensor, *rest: Any) -> Tensor:
+        decoded.append(values.ndim)
+        return encoding.decode(values, *rest)
+
+    counting = {"int4": type(encoding)("int4", 2, encoding.scales_dtypes, counted)}
+    monkeypatch.setattr("custom_ops.packed_weights.ENCODINGS", counting)
+    case = packed_case(op, shape=(1,), experts=64)
+    case()
+    assert decoded == [2] * 4  # Both weights of two experts.
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"weight_format": "int5"}, ValueError, "weight_format must be one of int4; got 'int5'"),
+    ({"w1": torch.zeros(5, 16, 16)}, TypeError, "w1 must be int8, got float32"),
+    (
+        {"w1": torch.zeros(5, 16, 15, dtype=torch.int8)},
+        ValueError,
+        r"w1 must be \[E, F, D / 2\] = \[5, 16, 16\], got \[5, 16, 15\]",
+    ),
+    (
+        {"w2": torch.zeros(5, 32, 9, dtype=torch.int8)},
+        ValueError,
+        r"w2 must be \[E, D, H / 2\] = \[5, 32, 8\], got \[5, 32, 9\]",
+    ),
+    ({"x": torch.zeros(3, 31)}, ValueError, "D must be a multiple of 2 where it is packed, got 31"),
+    ({"x": torch.zeros(3, 32, dtype=torch.int32)}, TypeError, "x must be one of float32"),
+    ({"w1_scales": torch.ones(5, 16, 3)}, ValueError, "3 groups, which must divide D = 32"),
+    ({"w1_scales": torch.ones(5, 16, 0)}, ValueError, "0 groups, which must divide D = 32"),
+    ({"w1_scales": torch.ones(5, 15, 4)}, ValueError, r"w1_scales must be \[E, F, D / G\]"),
+    ({"w1_scales": torch.ones(5, 16)}, ValueError, r"w1_scales must be \[E, F, D / G\]"),
+    ({"w2_scales": torch.ones(5, 32, 1)}, ValueError, "groups of one size, got 8 and 16"),
+    (
+        {"w2_scales": torch.ones(5, 32, 2).half()},
+        TypeError,
+        "w2_scales must be float32 as w1_scales",
+    ),
+    ({"w1_scales": torch.ones(5, 16, 4).double()}, TypeError, "w1_scales must be one of float32"),
+    (
+        {"w1_zero_points": torch.zeros(5, 16, 4, dtype=torch.int8)},
+        ValueError,
+        "w1_zero_points and w2_zero_points must be given together",
+    ),
+    ({"w1_zero_points": torch.zeros(5, 16, 4)}, TypeError, "w1_zero_points must be int8"),
+    ({"b1": torch.zeros(5, 16).half()}, TypeError, "b1 must be float32 as x, got float16"),
+    ({"b2": torch.zeros(5, 31)}, ValueError, r"b2 must be \[E, D\] = \[5, 32\], got \[5, 31\]"),
+    ({"gated": True, "interleaved": False, "activation": "silu"}, ValueError, "w2 must be"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD, ids=lambda value: None)
+@both_ops
+def test_errors(op: str, change: dict[str, Any], error: type[Exception], message: str) -> None:
+    case = packed_case(op, biases=False).changed(**change)
+    if op == "experts" and "x" in change:
+        ids = torch.zeros(3, 2, dtype=torch.int64)
+        case = case.changed(expert_ids=ids, expert_weights=torch.ones(3, 2))
+    with pytest.raises(error, match=message):
+        case()
+    fakes = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    with fakes, pytest.raises(error, match=message):
+        case()
+
+
+def test_functions_call_the_operators() -> None:
+    for op in OPS:
+        case = packed_case(op, activation="silu", gated=True)
+        function = getattr(custom_ops, f"{op}_packed")
+        assert torch.equal(function(**case.arguments, **case.options), case())
+        with pytest.raises(TypeError, match="unexpected keyword argument 'gatd'"):
+            function(**case.arguments, **case.options, gatd=True)
+
+
+def test_formats() -> None:
+    int4 = packed_format("int4", torch.bfloat16, torch.float16, 32, zero_points=True)
+    assert int4.expert_bytes(64, 96) == 64 * (48 + 3 * 2 + 3)
+    assert int4.has_zero_points
+    assert not int4.is_plain
+    with pytest.raises(ValueError, match="weight_format must be one of int4; got 'int3'"):
+        packed_format("int3", torch.float32, torch.float32, 32)
+    with pytest.raises(TypeError, match=r"scales of int4 must be one of float32, .*; got float64"):
+        packed_format("int4", torch.float32, torch.float64, 32)
+    with pytest.raises(ValueError, match="a group must have at least 1 value, got 0"):
+        packed_format("int4", torch.float32, torch.float32, 0)
+
+
+def test_a_case_decodes() -> None:
+    """What all others compare with is not zero."""
+    case: PackedCase = packed_case("experts")
+    assert float(case.oracle().abs().mean()) > 0.1

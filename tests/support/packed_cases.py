@@ -1,0 +1,115 @@
+"""Calls of the operators with packed weights, and what they are compared with.
+
+Legend: D model width, H hidden width, F = H, or 2H when gated, E experts, K = top_k, G group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops import ExpertOptions, RouterOptions, reference
+from custom_ops.options import ROUTER_OPTIONS
+from moe_cases import Case, make_case
+
+#: A batch whose tokens have odd numbers.
+SHAPE = (11,)
+
+
+@dataclass(frozen=True)
+class PackedCase:
+    """One call.
+
+    Attributes:
+        plain: The same call with weights that are not packed, whose values do not matter.
+        weight_format: How w1 and w2 are packed.
+        packed: The tensors that store them, by argument.
+    """
+
+    plain: Case
+    weight_format: str
+    packed: dict[str, Tensor | None]
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        """The operator."""
+        return getattr(torch.ops.moe, f"{self.plain.op}_packed").default
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name."""
+        others = {k: v for k, v in self.plain.arguments.items() if k not in ("w1", "w2")}
+        return others | self.packed
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options and the format."""
+        return self.plain.options | {"weight_format": self.weight_format}
+
+    def __call__(self) -> Tensor:
+        """Calls the operator."""
+        return self.overload(**self.arguments, **self.options)
+
+    def changed(self, **changes: Any) -> PackedCase:
+        """Returns the case with other arguments or options."""
+        packed = {name: changes.pop(name, old) for name, old in self.packed.items()}
+        weight_format = changes.pop("weight_format", self.weight_format)
+        return replace(
+            self, plain=self.plain.changed(**changes), weight_format=weight_format, packed=packed
+        )
+
+    def decoded(self, *, rounded: bool = True) -> Case:
+        """Returns the call with the weights that the packed ones stand for."""
+        dtype = self.plain.arguments["x"].dtype
+        weights = {}
+        for name in ("w1", "w2"):
+            tensors = [self.packed[name + suffix] for suffix in ("", "_scales", "_zero_points")]
+            exact = reference.unpacked(self.weight_format, *tensors)
+            weights[name] = exact.to(dtype) if rounded else exact
+        return self.plain.changed(**weights)
+
+    def oracle(self) -> Tensor:
+        """Returns the result in float64, of weights that are not rounded."""
+        a, options = self.decoded(rounded=False).arguments, dict(self.plain.options)
+        named = {row.name: options.pop(row.name) for row in ROUTER_OPTIONS if row.name in options}
+        routing = (a.get("expert_ids"), a.get("expert_weights"))
+        if self.plain.op == "dropless":
+            router = RouterOptions(a["top_k"], **named)
+            routing = reference.router(
+                a["x"], a["router_weight"], a["router_bias"], router, a["selection_bias"]
+            )
+        weights = (a["w1"], a["b1"], a["w2"], a["b2"])
+        return reference.experts(a["x"], *routing, *weights, ExpertOptions(**options))
+
+
+def packed_case(
+    op: str,
+    weight_format: str = "int4",
+    *,
+    group: int = 8,
+    zero_points: bool = False,
+    scales_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] = SHAPE,
+    width: int = 32,
+    hidden: int = 16,
+    experts: int = 5,
+    **options: Any,
+) -> PackedCase:
+    """Returns a random call, scaled so that results are around 1."""
+    case = make_case(op, shape, dtype=dtype, width=width, hidden=hidden, experts=experts, **options)
+    generator = torch.Generator().manual_seed(7)
+    packed: dict[str, Tensor | None] = {}
+    for name in ("w1", "w2"):
+        _, rows, columns = case.arguments[name].shape
+        size = (experts, rows, columns // group)
+        values = torch.randint(-128, 128, (experts, rows, columns // 2), generator=generator)
+        scales = (torch.rand(size, generator=generator) + 0.5) / (6 * columns**0.5)
+        zeros = torch.randint(0, 16, size, generator=generator).to(torch.int8)
+        packed[name] = values.to(torch.int8)
+        packed[f"{name}_scales"] = scales.to(scales_dtype)
+        packed[f"{name}_zero_points"] = zeros if zero_points else None
+    return PackedCase(case, weight_format, packed)
